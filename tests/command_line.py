@@ -13,11 +13,6 @@ import yaml
 from unet3d.cli.app import main
 from unet3d.distributed.launcher import import_variables
 
-Words = tuple[object, ...]
-"""Arguments of the command line."""
-
-Capture = pytest.CaptureFixture[str]
-
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 SMALL = (

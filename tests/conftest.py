@@ -2,7 +2,6 @@ import gc
 import logging
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+def bounded_memory(request):
     """Let no property test take more than 2 GB for any of its inputs."""
     if request.node.get_closest_marker("hypothesis") is None:
         yield
@@ -47,7 +46,7 @@ def bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def test_data() -> Path:
+def test_data():
     """Folder of the real volumes, which are not in the repository."""
     folder = Path(os.environ.get("UNET3D_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
@@ -56,7 +55,7 @@ def test_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
+def log_level():
     """Undo what a command under test has set, such as ``--quiet``, also one of a wider fixture."""
     logger = logging.getLogger("unet3d")
     logger.setLevel(logging.NOTSET)
@@ -65,6 +64,6 @@ def log_level() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Cache folder that trainings on the same phantoms share."""
     return tmp_path_factory.mktemp("cache")

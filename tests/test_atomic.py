@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,21 +39,21 @@ def write_many(path: Path) -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def calls(monkeypatch):
     """What is flushed and renamed, in order: the operation, and "folder" or the name."""
     seen: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
 
-    def flushed(descriptor: int) -> None:
+    def flushed(descriptor):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         seen.append(("fsync", f"{path.name}/" if path.is_dir() else path.name))
         fsync(descriptor)
 
-    def replaced(source: Path, target: Path) -> None:
+    def replaced(source, target):
         seen.append(("rename", target.name))
         replace(source, target)
 
-    def renamed(source: Path, target: Path) -> None:
+    def renamed(source, target):
         seen.append(("rename", target.name))
         rename(source, target)
 
@@ -65,18 +64,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("write", [write_one, write_by_path])
-def test_the_file_is_flushed_before_the_rename_and_the_folder_after_it(
-    tmp_path: Path, write: Callable[[Path], None], calls: list[tuple[str, str]]
-) -> None:
+def test_the_file_is_flushed_before_the_rename_and_the_folder_after_it(tmp_path, write, calls):
     write(tmp_path / "file.nii.gz")
     (_, temporary), *rest = calls
     assert temporary.startswith(PREFIX) and temporary.endswith(".nii.gz")
     assert rest == [("rename", "file.nii.gz"), ("fsync", f"{tmp_path.name}/")]
 
 
-def test_a_folder_is_flushed_with_all_that_is_in_it_before_its_rename(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
+def test_a_folder_is_flushed_with_all_that_is_in_it_before_its_rename(tmp_path, calls):
     write_many(tmp_path / "folder")
     *content, renamed, last = calls
     assert last == ("fsync", f"{tmp_path.name}/")
@@ -86,9 +81,7 @@ def test_a_folder_is_flushed_with_all_that_is_in_it_before_its_rename(
     assert {operation for operation, _ in content} == {"fsync"}
 
 
-def test_new_folders_are_flushed_into_those_above(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
+def test_new_folders_are_flushed_into_those_above(tmp_path, calls):
     make_folder(tmp_path / "a" / "b")
     assert {name for _, name in calls} == {"a/", f"{tmp_path.name}/"}
     calls.clear()
@@ -96,7 +89,7 @@ def test_new_folders_are_flushed_into_those_above(
     assert not calls
 
 
-def test_what_is_appended_is_flushed(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_what_is_appended_is_flushed(tmp_path, calls):
     append(tmp_path / "lines", b"1\n")
     assert calls == [("fsync", "lines"), ("fsync", f"{tmp_path.name}/")]
     append(tmp_path / "lines", b"2\n")
@@ -104,7 +97,7 @@ def test_what_is_appended_is_flushed(tmp_path: Path, calls: list[tuple[str, str]
     assert (tmp_path / "lines").read_bytes() == b"1\n2\n"
 
 
-def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
     write_one(path)
@@ -112,7 +105,7 @@ def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_old_file_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
+def test_the_old_file_is_there_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
     with replacing(path) as unfinished:
@@ -123,11 +116,11 @@ def test_the_old_file_is_there_until_the_new_one_is_complete(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, OSError])
-def test_a_failing_writer_changes_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failing_writer_changes_nothing(tmp_path, error):
     path = tmp_path / "file.txt"
     path.write_text("old")
 
-    def write(file: object) -> None:
+    def write(file):
         file.write(b"half")  # type: ignore[attr-defined]
         raise error
 
@@ -143,15 +136,12 @@ def test_a_failing_writer_changes_nothing(tmp_path: Path, error: type[BaseExcept
 @pytest.mark.parametrize("write", [write_one, write_by_path])
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path,
-    write: Callable[[Path], None],
-    broken: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, write, broken, monkeypatch
+):
     path = tmp_path / "file.txt"
     path.write_text("old")
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, broken, fail)
@@ -162,10 +152,8 @@ def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.parametrize("broken", ["fsync", "rename"])
-def test_a_disk_that_fails_leaves_no_folder(
-    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
+def test_a_disk_that_fails_leaves_no_folder(tmp_path, broken, monkeypatch):
+    def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output error"):
@@ -179,11 +167,11 @@ def test_a_disk_that_fails_leaves_no_folder(
     ("number", "tolerated"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
 )
 def test_only_a_file_system_that_cannot_flush_folders_is_excused(
-    tmp_path: Path, number: int, tolerated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, number, tolerated, monkeypatch
+):
     fsync = os.fsync
 
-    def fail(descriptor: int) -> None:
+    def fail(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(number, os.strerror(number))
         fsync(descriptor)
@@ -199,7 +187,7 @@ def test_only_a_file_system_that_cannot_flush_folders_is_excused(
 
 
 @pytest.mark.parametrize("way", ["write_one(path)", "write_by_path(path)", "write_many(path)"])
-def test_a_killed_writer_leaves_the_old_one_and_a_leftover(tmp_path: Path, way: str) -> None:
+def test_a_killed_writer_leaves_the_old_one_and_a_leftover(tmp_path, way):
     path = tmp_path / "it"
     if "many" not in way:
         path.write_text("old")
@@ -234,14 +222,14 @@ def refuse_links(*arguments: object) -> None:
 
 
 @pytest.fixture(params=["links", "no links"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def links(request, monkeypatch):
     if request.param == "no links":
         monkeypatch.setattr(os, "link", refuse_links)
 
 
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling link", "loop", "FIFO"])
-def test_what_has_the_name_is_never_replaced(tmp_path: Path, kind: str) -> None:
+def test_what_has_the_name_is_never_replaced(tmp_path, kind):
     path = tmp_path / "a.nii.gz"
     with pytest.raises(FileExistsError), creating(path) as unfinished:
         assert unfinished.name.endswith(".nii.gz")
@@ -268,10 +256,10 @@ def test_what_has_the_name_is_never_replaced(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("links")
-def test_of_many_writers_of_a_new_file_one_wins(tmp_path: Path) -> None:
+def test_of_many_writers_of_a_new_file_one_wins(tmp_path):
     path, start, outcomes = tmp_path / "file", threading.Barrier(8), []
 
-    def write(index: int) -> None:
+    def write(index):
         try:
             with creating(path) as unfinished:
                 unfinished.write_text(str(index))
@@ -289,12 +277,10 @@ def test_of_many_writers_of_a_new_file_one_wins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_whose_answer_was_lost_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_whose_answer_was_lost_counts(tmp_path, monkeypatch):
     link = os.link
 
-    def lose_the_answer(source: Path, target: Path) -> None:
+    def lose_the_answer(source, target):
         link(source, target)
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
@@ -304,9 +290,7 @@ def test_a_link_whose_answer_was_lost_counts(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_name_that_was_taken_in_vain_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_was_taken_in_vain_is_given_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", refuse_links)
     monkeypatch.setattr(os, "replace", refuse_links)
     with pytest.raises(PermissionError):
@@ -314,7 +298,7 @@ def test_a_name_that_was_taken_in_vain_is_given_back(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_that_name_is_kept(tmp_path: Path) -> None:
+def test_a_folder_of_that_name_is_kept(tmp_path):
     (tmp_path / "folder").mkdir()
     write_many(tmp_path / "folder")  # an empty one counts as none
     (tmp_path / "folder" / "own").write_text("precious")
@@ -324,7 +308,7 @@ def test_a_folder_of_that_name_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_folder_is_replaced_with_all_that_is_in_it(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_with_all_that_is_in_it(tmp_path):
     path = tmp_path / "folder"
     path.mkdir()
     (path / "old").touch()
@@ -336,19 +320,17 @@ def test_a_folder_is_replaced_with_all_that_is_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["fsync", "first rename", "second rename", "writer"])
-def test_a_folder_that_cannot_be_replaced_is_kept(
-    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_replaced_is_kept(tmp_path, broken, monkeypatch):
     path = tmp_path / "folder"
     path.mkdir()
     (path / "old").touch()
     renames: list[Path] = []
     rename = os.rename
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def fail_once(source: Path, target: Path) -> None:
+    def fail_once(source, target):
         renames.append(source)
         if len(renames) == (1 if broken == "first rename" else 2):
             fail()
@@ -367,9 +349,7 @@ def test_a_folder_that_cannot_be_replaced_is_kept(
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_the_file_may_be_read_by_whom_the_user_allows(
-    tmp_path: Path, umask: int, mode: int
-) -> None:
+def test_the_file_may_be_read_by_whom_the_user_allows(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         write_one(tmp_path / "file")
@@ -379,13 +359,13 @@ def test_the_file_may_be_read_by_whom_the_user_allows(
 
 
 @pytest.mark.parametrize("letter", ["a", "ä", "脳"])
-def test_the_longest_names_can_be_written(tmp_path: Path, letter: str) -> None:
+def test_the_longest_names_can_be_written(tmp_path, letter):
     name = letter * ((255 - len(".nii.gz")) // len(letter.encode())) + ".nii.gz"
     write_one(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
     (tmp_path / f"{PREFIX}{'a' * 32}-file.txt").write_text("half")
     (tmp_path / f"{PREFIX}{'b' * 32}-folder").mkdir()
     (tmp_path / f"{PREFIX}{'b' * 32}-folder" / "file").write_text("half")
@@ -402,7 +382,7 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
 
 
-def test_hidden_files_of_others_are_no_leftovers(tmp_path: Path) -> None:
+def test_hidden_files_of_others_are_no_leftovers(tmp_path):
     names = {f"{PREFIX}draft", f"{PREFIX}{'a' * 31}-file", f"{PREFIX}{'g' * 32}-file", PREFIX}
     for name in names:
         (tmp_path / name).write_text("precious")
@@ -414,12 +394,12 @@ def test_hidden_files_of_others_are_no_leftovers(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "file").read_text() == "precious"
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_told(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_one(tmp_path / "missing" / "file")
 
 
-def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+def test_a_pipe_is_not_replaced(tmp_path):
     """Nor is /dev/null, which only root could replace."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -47,12 +47,12 @@ SAME_SCAN = [
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outputs(tmp_path_factory):
     return tmp_path_factory.mktemp("segmentations")
 
 
 @pytest.fixture(scope="module")
-def predicting(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+def predicting(tmp_path_factory):
     """The command with a network whose grid is coarse, which spares the tests the time."""
     folder = tmp_path_factory.mktemp("network")
     checkpoint = write_checkpoint(
@@ -72,19 +72,13 @@ def manifest() -> list[str]:
     return [line.split("\t")[0] for line in lines]
 
 
-def test_the_table_names_files_of_the_manifest(test_data: Path) -> None:
+def test_the_table_names_files_of_the_manifest(test_data):
     assert set(manifest()) >= set(REFUSED)
     assert len(manifest()) == 72
 
 
 @pytest.mark.parametrize("name", manifest())
-def test_a_file_is_segmented_or_refused(
-    test_data: Path,
-    name: str,
-    predicting: tuple[object, ...],
-    outputs: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_is_segmented_or_refused(test_data, name, predicting, outputs, capsys):
     path = test_data / "awkward" / name
     output = outputs / f"{volume_stem(path)}.nii.gz"
     status = run(*predicting, path, "-o", output)
@@ -113,12 +107,8 @@ def test_a_file_is_segmented_or_refused(
 
 @pytest.mark.parametrize("name", SAME_SCAN)
 def test_one_scan_is_segmented_alike_however_it_is_stored(
-    test_data: Path,
-    name: str,
-    predicting: tuple[object, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    test_data, name, predicting, tmp_path, capsys
+):
     folder = test_data / "awkward" / "derived"
     segmentations = []
     for source in ("ref_image.nii.gz", name):
@@ -131,11 +121,8 @@ def test_one_scan_is_segmented_alike_however_it_is_stored(
 
 
 def test_bad_files_do_not_keep_the_good_ones_of_a_folder_from_being_segmented(
-    test_data: Path,
-    predicting: tuple[object, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    test_data, predicting, tmp_path, capsys
+):
     derived = test_data / "awkward" / "derived"
     names = ["empty_file.nii.gz", "ref_image.nii.gz", "truncated_image.nii.gz", "tiny_image.nii.gz"]
     (tmp_path / "scans").mkdir()
@@ -180,7 +167,7 @@ BEFORE_VOXELS = ("shifted", "short", "channels", "unzipped", "nothing", "missing
 
 
 @pytest.fixture
-def broken(test_data: Path, tmp_path: Path) -> Path:
+def broken(test_data, tmp_path):
     """A data set with every fault there is."""
     derived, root = test_data / "awkward" / "derived", tmp_path / "broken data"
     training = []
@@ -198,9 +185,7 @@ def broken(test_data: Path, tmp_path: Path) -> Path:
     return root
 
 
-def test_check_finds_every_fault(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_finds_every_fault(broken, tmp_path, capsys):
     assert run("check", broken, "--json", tmp_path / "findings.json") == 1
     captured = capsys.readouterr()
     num_errors = sum(words is not None for *_, words in CASES.values()) - len(WARNINGS)
@@ -222,9 +207,7 @@ def test_check_finds_every_fault(
         assert f"{severity:7}  {case}: {finding['message']}" in captured.out.splitlines()
 
 
-def test_training_stops_at_what_headers_tell(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_stops_at_what_headers_tell(broken, tmp_path, capsys):
     output = tmp_path / "run"
     cache = f"data.cache={tmp_path / 'cache'}"
     assert run("train", broken, "--output", output, "--devices", "cpu", "--set", cache) == 1
@@ -235,9 +218,7 @@ def test_training_stops_at_what_headers_tell(
 
 
 @pytest.mark.parametrize("case", ["grey", "negative", "nan", "truncated"])
-def test_training_stops_at_what_voxels_tell(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_training_stops_at_what_voxels_tell(broken, tmp_path, capsys, case):
     tree = json.loads((broken / "dataset.json").read_text())
     wanted = ("sound", "turned", case)
     tree["training"] = [
@@ -255,9 +236,7 @@ def test_training_stops_at_what_voxels_tell(
 
 @pytest.mark.parametrize("name", ["../secret.nii.gz", "link/secret.nii.gz"])
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_data_set_that_points_outside_its_folder_is_refused(
-    tmp_path: Path, name: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_data_set_that_points_outside_its_folder_is_refused(tmp_path, name, command, capsys):
     root = write_msd(tmp_path / "data set")
     (root / "link").symlink_to(tmp_path)
     tree = json.loads((root / "dataset.json").read_text())

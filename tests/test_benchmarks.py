@@ -36,19 +36,14 @@ def commands_in(path: Path) -> list[list[str]]:
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+def load(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
 
 @pytest.fixture
-def run(
-    load: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> Run:
-    def run_script(name: str, *arguments: object) -> tuple[dict[str, Any], str]:
+def run(load, monkeypatch, capfd, tmp_path):
+    def run_script(name, *arguments):
         """Return the record and the table of a benchmark."""
         path = tmp_path / "record.json"
         script = ROOT / "benchmarks" / f"{name}.py"
@@ -63,7 +58,7 @@ def run(
     return run_script
 
 
-def test_commands_in_the_documents_parse(load: Callable[[str], Any]) -> None:
+def test_commands_in_the_documents_parse(load):
     shown = set()
     for path in DOCUMENTS:
         for script, *arguments in commands_in(path):
@@ -74,10 +69,10 @@ def test_commands_in_the_documents_parse(load: Callable[[str], Any]) -> None:
     assert shown == set(SCRIPTS)
 
 
-def test_a_search_ends_between_what_trains_and_what_does_not(load: Callable[[str], Any]) -> None:
+def test_a_search_ends_between_what_trains_and_what_does_not(load):
     search = load("memory").search
 
-    def attempt(edge: int) -> dict[str, Any]:
+    def attempt(edge):
         return {"trains": edge <= 192}
 
     for start in (160, 192, 224, 256):
@@ -88,7 +83,7 @@ def test_a_search_ends_between_what_trains_and_what_does_not(load: Callable[[str
 
 
 @pytest.mark.nightly
-def test_step_compares_networks_or_says_why_not(run: Run) -> None:
+def test_step_compares_networks_or_says_why_not(run):
     keys = "ours,dynunet-eager,nnunet-eager"
     record, table = run("step", *ON_CPU, *SMALL, "--variants", keys, "--warmup", 1, "--steps", 2)
     rows = {row["key"]: row for row in record["rows"]}
@@ -101,7 +96,7 @@ def test_step_compares_networks_or_says_why_not(run: Run) -> None:
 
 
 @pytest.mark.nightly
-def test_trainings_are_timed_and_whole_runs_too(run: Run, tmp_path: Path) -> None:
+def test_trainings_are_timed_and_whole_runs_too(run, tmp_path):
     record, _ = run(
         "training",
         *ON_CPU,
@@ -134,7 +129,7 @@ def test_trainings_are_timed_and_whole_runs_too(run: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_predictions_are_timed_from_file_to_file_and_by_windows(run: Run) -> None:
+def test_predictions_are_timed_from_file_to_file_and_by_windows(run):
     small = ("--devices", "cpu", "--shape", "40,32,32", "--channels", "4,8", "--window", "16,16,16")
     record, table = run("prediction", *small)
     row = record["rows"]["cpu"]
@@ -144,7 +139,7 @@ def test_predictions_are_timed_from_file_to_file_and_by_windows(run: Run) -> Non
 
 
 @pytest.mark.nightly
-def test_modes_are_compared_with_one_device_and_train_the_same(run: Run) -> None:
+def test_modes_are_compared_with_one_device_and_train_the_same(run):
     record, table = run(
         "scaling",
         "--devices",
@@ -170,7 +165,7 @@ def test_modes_are_compared_with_one_device_and_train_the_same(run: Run) -> None
 
 
 @pytest.mark.nightly
-def test_memory_is_predicted_and_cubes_are_tried(run: Run, load: Callable[[str], Any]) -> None:
+def test_memory_is_predicted_and_cubes_are_tried(run, load):
     record, _ = run("memory", "--devices", "cpu", "--unit", 8, *SMALL[:2], "--only", "7")
     assert [row["measured"]["peak_bytes"] for row in record["rows"]] == pytest.approx(
         [row["predicted"]["peak_bytes"] for row in record["rows"]], rel=0.05
@@ -190,7 +185,7 @@ def test_memory_is_predicted_and_cubes_are_tried(run: Run, load: Callable[[str],
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)  # with nnU-Net's planner and trainer beside ours
-def test_default_trainings_are_scored_on_the_cases_of_the_fold(run: Run, tmp_path: Path) -> None:
+def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
     dataset = write_phantom_dataset(tmp_path / "heads", 5, (32, 32, 32), (1.0, 1.0, 1.0), 0)
     settings = ("patches.size=[16,16,16]", "model.channels=[4,8]", "training.steps_per_epoch=2")
     changes = [word for one in settings for word in ("--set", one)]
@@ -204,7 +199,7 @@ def test_default_trainings_are_scored_on_the_cases_of_the_fold(run: Run, tmp_pat
 
 
 @pytest.mark.nightly
-def test_labels_are_compared_with_those_of_nnunet(run: Run) -> None:
+def test_labels_are_compared_with_those_of_nnunet(run):
     recorded = ROOT / "tests/recorded/nnunet/isotropic"
     record, table = run(
         "nnunet",

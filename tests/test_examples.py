@@ -19,10 +19,7 @@ SMALL = ("--shape", "17,17,17", "--width", "0.0625", "--batch-size", "4", "--ste
 
 
 def check_sweep(
-    devices: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    devices: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run the example's file as a program, in this process, which has imported MONAI already."""
     picture, record_path = folder / "times.png", folder / "times.json"
@@ -53,16 +50,12 @@ def check_sweep(
     assert width > height > 100
 
 
-def test_resnet50_in_two_stages_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resnet50_in_two_stages_on_a_cpu(tmp_path, monkeypatch, capsys):
     check_sweep("cpu,cpu", tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.multigpu
-def test_resnet50_in_two_stages_on_two_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resnet50_in_two_stages_on_two_gpus(tmp_path, monkeypatch, capsys):
     check_sweep("0,1", tmp_path, monkeypatch, capsys)
 
 
@@ -77,9 +70,7 @@ def test_resnet50_in_two_stages_on_two_gpus(
     ],
     ids=["device", "one device", "split", "numbers", "shape"],
 )
-def test_wrong_options_are_explained_in_a_line(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_are_explained_in_a_line(arguments, message, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from resnet50_two_stages import main
 
@@ -88,7 +79,7 @@ def test_wrong_options_are_explained_in_a_line(
     assert message in done.output
 
 
-def test_the_network_of_the_documents_is_cut_and_trained() -> None:
+def test_the_network_of_the_documents_is_cut_and_trained():
     text = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}

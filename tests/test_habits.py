@@ -6,7 +6,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 
 
-def test_no_test_module_imports_another() -> None:
+def test_no_test_module_imports_another():
     """What several of them use is in helper modules."""
     found = []
     for path in TESTS.rglob("*.py"):

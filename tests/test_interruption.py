@@ -1,10 +1,8 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers():
     """All signals act as Ctrl-C does at a terminal."""
     before = [signal.signal(number, signal.default_int_handler) for number in SIGNALS]
     yield
@@ -24,7 +22,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_a_request_and_the_second_acts(number: int) -> None:
+def test_the_first_signal_is_a_request_and_the_second_acts(number):
     with deferred_interruption() as request:
         assert request.signal_number is None
         signal.raise_signal(number)
@@ -34,7 +32,7 @@ def test_the_first_signal_is_a_request_and_the_second_acts(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_rank_is_told_more_than_once(number: int) -> None:
+def test_a_rank_is_told_more_than_once(number):
     with deferred_interruption(is_rank=True) as request:
         for _ in range(3):
             signal.raise_signal(number)
@@ -43,7 +41,7 @@ def test_a_rank_is_told_more_than_once(number: int) -> None:
         signal.raise_signal(number)
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_what_nohup_ignores_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with deferred_interruption() as request:
         signal.raise_signal(signal.SIGHUP)
@@ -51,8 +49,8 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 
 
 @pytest.mark.parametrize("context", [deferred_interruption, postponed_interruption])
-def test_a_thread_of_another_program_changes_no_handler(context: Callable[[], Any]) -> None:
-    def handlers_within() -> list[object]:
+def test_a_thread_of_another_program_changes_no_handler(context):
+    def handlers_within():
         with context():
             return [signal.getsignal(number) for number in SIGNALS]
 
@@ -61,7 +59,7 @@ def test_a_thread_of_another_program_changes_no_handler(context: Callable[[], An
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_another_program_handles_what_was_postponed_once(number: int) -> None:
+def test_another_program_handles_what_was_postponed_once(number):
     heard: list[int] = []
     signal.signal(number, lambda heard_number, _: heard.append(heard_number))
     with postponed_interruption():
@@ -71,7 +69,7 @@ def test_another_program_handles_what_was_postponed_once(number: int) -> None:
     assert heard == [number]
 
 
-def test_a_handler_that_is_not_pythons_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_is_not_pythons_stays(monkeypatch):
     """Python tells none, and could not put it back."""
     known = signal.getsignal
     monkeypatch.setattr(signal, "getsignal", lambda one: None if one == 15 else known(one))
@@ -112,9 +110,7 @@ def in_a_program(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     ],
     ids=("start", "import", "end"),
 )
-def test_a_signal_ends_a_program_at_once_that_does_nothing_yet(
-    code: str, status: int, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_program_at_once_that_does_nothing_yet(code, status, tmp_path):
     done = in_a_program(f"{code}\nprint('went on')", tmp_path)
     name = signal.Signals(status - 128).name
     assert (done.returncode, done.stdout, done.stderr) == (status, "", f"Stopped by {name}\n")
@@ -137,7 +133,7 @@ except Interrupted as interruption:
     ],
     ids=("anywhere", "where exceptions are lost"),
 )
-def test_a_signal_interrupts_a_command(code: str, tmp_path: Path) -> None:
+def test_a_signal_interrupts_a_command(code, tmp_path):
     done = in_a_program(RAISES.format(code), tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "SIGTERM 143\n", "")
 
@@ -158,22 +154,20 @@ except Interrupted as interruption:
 """
 
 
-def test_a_signal_interrupts_no_counting_of_allocations(tmp_path: Path) -> None:
+def test_a_signal_interrupts_no_counting_of_allocations(tmp_path):
     """PyTorch would end the process by SIGABRT at some of its operations."""
     done = in_a_program(COUNTS.format("signal.raise_signal(15)"), tmp_path)
     expected = "torch.Size([3])\ncounted\nSIGTERM 143\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
-def test_a_second_signal_ends_counting_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_counting_at_once(tmp_path):
     twice = "signal.raise_signal(15); signal.raise_signal(2)"
     done = in_a_program(COUNTS.format(twice), tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_second_signal_ends_at_once_but_not_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_ends_at_once_but_not_a_rank(tmp_path, monkeypatch):
     code = RAISES.format("signal.raise_signal(15)") + "    signal.raise_signal(2)\nprint('end')"
     done = in_a_program(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "SIGTERM 143\n", "")

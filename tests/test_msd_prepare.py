@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "data" / "msd" / "prepare.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("msd_prepare", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,9 +45,7 @@ def run(script: ModuleType, *arguments: Path | str) -> Result:
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_unpacks_checks_and_says_how_to_train(
-    script: ModuleType, tmp_path: Path, mode: str
-) -> None:
+def test_unpacks_checks_and_says_how_to_train(script, tmp_path, mode):
     source = write_msd(tmp_path / "source" / "Task00_Sample")
     hidden = member("Task00_Sample/imagesTr/._case_0.nii.gz")
     archive = archive_of(source, tmp_path / "Task00_Sample.tar", hidden, mode=mode)
@@ -65,7 +63,7 @@ def test_unpacks_checks_and_says_how_to_train(
     assert again.exit_code == 1 and "exists already" in again.output
 
 
-def test_unpacks_beside_the_archive_by_default(script: ModuleType, tmp_path: Path) -> None:
+def test_unpacks_beside_the_archive_by_default(script, tmp_path):
     source = write_msd(tmp_path / "source" / "Task00_Sample")
     archive = archive_of(source, tmp_path / "Task00_Sample.tar")
     assert run(script, archive).exit_code == 0
@@ -87,9 +85,7 @@ def test_unpacks_beside_the_archive_by_default(script: ModuleType, tmp_path: Pat
     ],
     ids=lambda value: value.name if isinstance(value, tarfile.TarInfo) else None,
 )
-def test_refuses_unsafe_archives_and_keeps_nothing(
-    script: ModuleType, tmp_path: Path, evil: tarfile.TarInfo, reason: str
-) -> None:
+def test_refuses_unsafe_archives_and_keeps_nothing(script, tmp_path, evil, reason):
     source = write_msd(tmp_path / "source" / "Task00_Sample")
     archive = archive_of(source, tmp_path / "evil.tar", evil)
     output = tmp_path / "deep" / "out"
@@ -102,7 +98,7 @@ def test_refuses_unsafe_archives_and_keeps_nothing(
     assert not Path("/tmp/unet3d-escaped.txt").exists()
 
 
-def test_refuses_what_is_no_such_archive(script: ModuleType, tmp_path: Path) -> None:
+def test_refuses_what_is_no_such_archive(script, tmp_path):
     (tmp_path / "page.tar").write_text("<html>sign in first</html>")
     result = run(script, tmp_path / "page.tar")
     assert result.exit_code == 1 and "no tar archive" in result.output
@@ -119,7 +115,7 @@ def test_refuses_what_is_no_such_archive(script: ModuleType, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_archive_that_ends_anywhere_leaves_nothing(script: ModuleType, tmp_path: Path) -> None:
+def test_an_archive_that_ends_anywhere_leaves_nothing(script, tmp_path):
     whole = archive_of(write_msd(tmp_path / "Task00_Sample"), tmp_path / "whole.tar").read_bytes()
     with tarfile.open(tmp_path / "whole.tar") as tar:
         ends = [info.offset_data + -(-info.size // 512) * 512 for info in tar]
@@ -131,9 +127,7 @@ def test_an_archive_that_ends_anywhere_leaves_nothing(script: ModuleType, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
-def test_a_damaged_compressed_archive_leaves_nothing(
-    script: ModuleType, tmp_path: Path, mode: str
-) -> None:
+def test_a_damaged_compressed_archive_leaves_nothing(script, tmp_path, mode):
     source = write_msd(tmp_path / "Task00_Sample")
     whole = archive_of(source, tmp_path / "whole.tar", mode=mode).read_bytes()
     for place in (len(whole) // 2, len(whole) - 6):
@@ -145,9 +139,7 @@ def test_a_damaged_compressed_archive_leaves_nothing(
         assert not (tmp_path / "out").exists()
 
 
-def test_sizes_are_compared_with_the_free_space_first(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_are_compared_with_the_free_space_first(script, tmp_path, monkeypatch):
     source = write_msd(tmp_path / "Task00_Sample")
     archive = archive_of(source, tmp_path / "whole.tar")
     usage = shutil.disk_usage(tmp_path)._replace(free=20_000)
@@ -158,7 +150,7 @@ def test_sizes_are_compared_with_the_free_space_first(
     assert not (tmp_path / "deep").exists()
 
 
-def test_a_size_that_no_disk_holds_is_refused(script: ModuleType, tmp_path: Path) -> None:
+def test_a_size_that_no_disk_holds_is_refused(script, tmp_path):
     claim = member("Task00_Sample/huge.bin")
     claim.size = 2**60
     with gzip.open(tmp_path / "claim.tar", "wb") as file:
@@ -168,9 +160,7 @@ def test_a_size_that_no_disk_holds_is_refused(script: ModuleType, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
-def test_a_name_as_large_as_the_memory_is_not_read(
-    script: ModuleType, tmp_path: Path, kind: bytes
-) -> None:
+def test_a_name_as_large_as_the_memory_is_not_read(script, tmp_path, kind):
     note = member("note", kind)
     note.size = 2**36
     (tmp_path / "note.tar").write_bytes(note.tobuf(tarfile.GNU_FORMAT) + bytes(100_000))
@@ -178,22 +168,20 @@ def test_a_name_as_large_as_the_memory_is_not_read(
     assert result.exit_code == 1 and "a name or note of 68719476736 bytes" in result.output
 
 
-def test_more_files_than_memory_can_list_are_refused(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_files_than_memory_can_list_are_refused(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "MAX_MEMBERS", 5)
     archive = archive_of(write_msd(tmp_path / "Task00_Sample"), tmp_path / "many.tar")
     result = run(script, archive, "--output", tmp_path / "out")
     assert result.exit_code == 1 and "more than 5 files" in result.output
 
 
-def test_a_pipe_is_no_archive(script: ModuleType, tmp_path: Path) -> None:
+def test_a_pipe_is_no_archive(script, tmp_path):
     os.mkfifo(tmp_path / "pipe.tar")
     result = run(script, tmp_path / "pipe.tar")
     assert result.exit_code == 1 and "is a pipe" in result.output
 
 
-def test_says_what_is_wrong_with_the_data(script: ModuleType, tmp_path: Path) -> None:
+def test_says_what_is_wrong_with_the_data(script, tmp_path):
     source = write_msd(tmp_path / "source" / "Task00_Sample")
     (source / "labelsTr" / "case_1.nii.gz").unlink()
     archive = archive_of(source, tmp_path / "Task00_Sample.tar")
@@ -203,7 +191,7 @@ def test_says_what_is_wrong_with_the_data(script: ModuleType, tmp_path: Path) ->
     assert "unet3d train" not in result.output
 
 
-def test_runs_as_a_script(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_as_a_script(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--help"])
     with pytest.raises(SystemExit) as stopped:
         script.main()

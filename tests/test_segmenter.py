@@ -3,7 +3,6 @@
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -24,18 +23,18 @@ TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0,
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     return write_checkpoint(folder / "checkpoint-latest.pt", patch_size=(8, 8, 8))
 
 
 @pytest.fixture(scope="module")
-def segmenter(checkpoint: Path) -> unet3d.Segmenter:
+def segmenter(checkpoint):
     return unet3d.load(checkpoint, devices="cpu")
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     nib.save(nib.Nifti1Image(scan_array((20, 14, 11)), TURNED), tmp_path / "scan.nii.gz")
     return tmp_path / "scan.nii.gz"
 
@@ -44,9 +43,7 @@ def labels_of(image: nib.Nifti1Image) -> np.ndarray:
     return np.asarray(image.dataobj)
 
 
-def test_a_file_is_segmented_as_the_command_does(
-    segmenter: unet3d.Segmenter, checkpoint: Path, file: Path
-) -> None:
+def test_a_file_is_segmented_as_the_command_does(segmenter, checkpoint, file):
     assert run("predict", file, "--checkpoint", checkpoint, "--devices", "cpu") == 0
     written = nib.load(file.with_name("scan_seg.nii.gz"))
     result = segmenter.segment(file)
@@ -57,9 +54,7 @@ def test_a_file_is_segmented_as_the_command_does(
     assert segmenter.channel_names == ("channel 0",)
 
 
-def test_what_is_in_memory_is_segmented_as_its_file(
-    segmenter: unet3d.Segmenter, file: Path, tmp_path: Path
-) -> None:
+def test_what_is_in_memory_is_segmented_as_its_file(segmenter, file, tmp_path):
     expected, image = segmenter.segment(str(file)), nib.load(file)
     array = np.asarray(image.dataobj)
     units = nib.Nifti1Image(array, np.diag([1e-3, 1e-3, 1e-3, 1]) @ TURNED)
@@ -85,9 +80,7 @@ def test_what_is_in_memory_is_segmented_as_its_file(
     assert np.array_equal(labels_of(nib.load(tmp_path / "again.nii.gz")), labels_of(expected))
 
 
-def test_an_array_is_seen_as_it_is_by_a_network_for_stored_axes(
-    checkpoint: Path, file: Path, tmp_path: Path
-) -> None:
+def test_an_array_is_seen_as_it_is_by_a_network_for_stored_axes(checkpoint, file, tmp_path):
     network = load_checkpoint(checkpoint)
     preprocessing = replace(network.preprocessing, orientation="stored")
     save_checkpoint(replace(network, preprocessing=preprocessing), tmp_path / "stored.pt")
@@ -101,9 +94,7 @@ def test_an_array_is_seen_as_it_is_by_a_network_for_stored_axes(
 
 
 @pytest.mark.parametrize("unit", ["mm", "meter"])
-def test_an_affine_that_was_changed_counts(
-    segmenter: unet3d.Segmenter, file: Path, unit: str
-) -> None:
+def test_an_affine_that_was_changed_counts(segmenter, file, unit):
     scale = np.diag([1, 1, 1, 1.0]) if unit == "mm" else np.diag([1e-3, 1e-3, 1e-3, 1])
     image = nib.Nifti1Image(np.asarray(nib.load(file).dataobj), scale @ TURNED)
     image.header.set_xyzt_units(unit)
@@ -119,9 +110,7 @@ def test_an_affine_that_was_changed_counts(
     )
 
 
-def test_settings_are_those_of_training_unless_they_are_named(
-    checkpoint: Path, file: Path, tmp_path: Path
-) -> None:
+def test_settings_are_those_of_training_unless_they_are_named(checkpoint, file, tmp_path):
     changes = ("inference.overlap=0.25", "inference.window=8,8,8")
     trained = write_checkpoint(tmp_path / "trained.pt", patch_size=(8, 8, 8), changes=changes)
     loaded = unet3d.load(trained, devices="cpu").segment(file)
@@ -131,9 +120,7 @@ def test_settings_are_those_of_training_unless_they_are_named(
     assert not np.array_equal(labels_of(loaded), labels_of(other))
 
 
-def test_several_networks_and_several_devices_are_those_of_the_command(
-    checkpoint: Path, file: Path, tmp_path: Path
-) -> None:
+def test_several_networks_and_several_devices_are_those_of_the_command(checkpoint, file, tmp_path):
     other = write_checkpoint(tmp_path / "other.pt", patch_size=(8, 8, 8), seed=3)
     words = ("--checkpoint", checkpoint, "--checkpoint", other, "--devices", "cpu")
     assert run("predict", file, *words) == 0
@@ -156,15 +143,13 @@ def test_several_networks_and_several_devices_are_those_of_the_command(
         (np.zeros((4, 4, 4)), np.diag([1.0, 1, 0, 1]), "an affine that no scan has"),
     ],
 )
-def test_what_cannot_be_segmented_is_refused_in_words(
-    segmenter: unet3d.Segmenter, voxels: np.ndarray, affine: object, words: str
-) -> None:
+def test_what_cannot_be_segmented_is_refused_in_words(segmenter, voxels, affine, words):
     with pytest.raises(VolumeError) as refused:
         segmenter.segment(voxels, affine)
     assert words in str(refused.value)
 
 
-def test_misuse_is_a_type_error(segmenter: unet3d.Segmenter, file: Path) -> None:
+def test_misuse_is_a_type_error(segmenter, file):
     with pytest.raises(TypeError, match="needs an affine"):
         segmenter.segment(np.zeros((4, 4, 4)))
     with pytest.raises(TypeError, match="only a NumPy array takes an affine, and not a Posix"):
@@ -183,9 +168,7 @@ def test_misuse_is_a_type_error(segmenter: unet3d.Segmenter, file: Path) -> None
     assert {"load", "Segmenter", "__version__"} <= set(dir(unet3d))
 
 
-def test_an_image_that_cannot_be_read_or_understood_is_refused(
-    segmenter: unet3d.Segmenter, file: Path
-) -> None:
+def test_an_image_that_cannot_be_read_or_understood_is_refused(segmenter, file):
     image = nib.load(file)
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(VolumeError, match="the voxels of the image cannot be read: "):
@@ -198,16 +181,14 @@ def test_an_image_that_cannot_be_read_or_understood_is_refused(
         segmenter.segment(turned)  # left from right
 
 
-def test_an_array_is_not_copied() -> None:
+def test_an_array_is_not_copied():
     voxels = np.zeros((4, 5, 6))
     image = open_stored(NAME, open_array(voxels, TURNED)).voxels
     voxels[1, 2, 3] = 7
     assert image.whole().max() == 7
 
 
-def test_threads_wait_for_one_another(
-    segmenter: unet3d.Segmenter, checkpoint: Path, file: Path, tmp_path: Path
-) -> None:
+def test_threads_wait_for_one_another(segmenter, checkpoint, file, tmp_path):
     other = write_checkpoint(tmp_path / "other.pt", patch_size=(8, 8, 8), seed=3)
     both = unet3d.load(checkpoint, other, devices="cpu")
     expected = labels_of(both.segment(file))
@@ -216,16 +197,14 @@ def test_threads_wait_for_one_another(
             assert np.array_equal(labels_of(found), expected)
 
 
-def test_devices_and_settings_that_there_are_not_are_refused(checkpoint: Path) -> None:
+def test_devices_and_settings_that_there_are_not_are_refused(checkpoint):
     with pytest.raises(DeviceError, match="device '97' does not exist"):
         unet3d.load(checkpoint, devices=97)
     with pytest.raises(ConfigError, match="overlap"):
         unet3d.load(checkpoint, devices="cpu", overlap=2.0)
 
 
-def test_an_archive_is_there_as_long_as_the_segmenter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_is_there_as_long_as_the_segmenter(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))

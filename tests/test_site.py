@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """Build the site as ``make docs`` does."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
@@ -60,14 +60,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(site: Path) -> dict[Path, Page]:
+def pages(site):
     """Each page of the site."""
     return {path: Page(path) for path in site.rglob("*.html")}
 
 
-def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(
-    site: Path, pages: dict[Path, Page]
-) -> None:
+def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
     assert len(pages) > 15
     for path, page in pages.items():
         if path.name == "404.html":
@@ -84,7 +82,7 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(
         assert "@import" not in page.text
 
 
-def test_every_setting_is_explained(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_setting_is_explained(site, pages):
     page = pages[site / "settings.html"]
     for setting in settings():
         if not setting.is_section:
@@ -108,16 +106,16 @@ def test_every_setting_is_explained(site: Path, pages: dict[Path, Page]) -> None
         "unet3d.volumes.nifti.read_image",
     ],
 )
-def test_what_is_public_is_in_the_reference(pages: dict[Path, Page], name: str) -> None:
+def test_what_is_public_is_in_the_reference(pages, name):
     assert any(name in page.ids for page in pages.values())
 
 
-def test_docstrings_are_shown_without_marks_of_another_language(pages: dict[Path, Page]) -> None:
+def test_docstrings_are_shown_without_marks_of_another_language(pages):
     for path, page in pages.items():
         assert not re.search(r":(?:class|func|meth|mod):", page.text), path.name
 
 
-def test_the_readme_is_the_front_page_with_its_links(site: Path, pages: dict[Path, Page]) -> None:
+def test_the_readme_is_the_front_page_with_its_links(site, pages):
     page = pages[site / "index.html"]
     assert {"parallel.html", "design.html", "data.html", "settings.html"} <= set(page.links)
     assert "two-devices.svg" in page.loaded

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -64,7 +63,7 @@ def left_of(written: str) -> list[str]:
     return [line for line in rows if line]
 
 
-def test_a_bar_counts_and_leaves_what_was_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_counts_and_leaves_what_was_logged(monkeypatch):
     with on_terminal(monkeypatch) as terminal, bar("preparing cases", 40) as show:
         assert show is not None
         show(3)
@@ -74,7 +73,7 @@ def test_a_bar_counts_and_leaves_what_was_logged(monkeypatch: pytest.MonkeyPatch
     assert left_of(written) == ["a case is odd"]
 
 
-def test_a_log_in_a_file_stays_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_log_in_a_file_stays_there(monkeypatch, tmp_path):
     """Such as of ``unet3d train 2> log``, whose live line is on stdout."""
     screen = Terminal()
     with (tmp_path / "log").open("w") as file:
@@ -88,7 +87,7 @@ def test_a_log_in_a_file_stays_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "odd" not in screen.getvalue()
 
 
-def test_the_log_of_a_training_stands_above_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_a_training_stands_above_its_line(monkeypatch):
     with on_terminal(monkeypatch) as terminal:
         line = ProgressLine(
             Console(file=terminal),
@@ -106,9 +105,7 @@ def test_the_log_of_a_training_stands_above_its_line(monkeypatch: pytest.MonkeyP
     assert first == "a case is odd" and len(rest) == 1 and "predicting" in rest[0]
 
 
-def test_there_is_no_bar_in_a_file_or_beside_another_live_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_there_is_no_bar_in_a_file_or_beside_another_live_line(monkeypatch):
     with on_terminal(monkeypatch), working("planning"), bar("preparing cases", 40) as show:
         assert show is None
     monkeypatch.setattr(sys, "stderr", io.StringIO())
@@ -117,9 +114,7 @@ def test_there_is_no_bar_in_a_file_or_beside_another_live_line(
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
-def test_there_is_no_bar_on_the_terminal_of_another_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_there_is_no_bar_on_the_terminal_of_another_program(monkeypatch):
     with on_terminal(monkeypatch) as terminal:
         with no_bars(), bar("preparing cases", 40) as show:
             assert show is None
@@ -128,7 +123,7 @@ def test_there_is_no_bar_on_the_terminal_of_another_program(
             assert show is not None
 
 
-def test_a_bar_that_is_interrupted_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_that_is_interrupted_is_gone(monkeypatch):
     with on_terminal(monkeypatch) as terminal:
         with pytest.raises(KeyboardInterrupt), bar("preparing cases", 40):
             raise KeyboardInterrupt
@@ -136,12 +131,7 @@ def test_a_bar_that_is_interrupted_is_gone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("level", ["INFO", "WARNING"])
-def test_cases_are_prepared_under_a_bar_unless_all_is_quiet(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    level: str,
-) -> None:
+def test_cases_are_prepared_under_a_bar_unless_all_is_quiet(tmp_path, monkeypatch, caplog, level):
     caplog.set_level(level, "unet3d")
     settings = DataSettings(cache=tmp_path / "cache")
     dataset = load_dataset(write_msd(tmp_path / "data"))

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """A current folder of the test's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -57,7 +56,7 @@ def train(output: str | None, cache: Path, **options: Any) -> unet3d.TrainedRun:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(cache, tmp_path_factory):
     """The run of the command that the others are compared with."""
     folder = tmp_path_factory.mktemp("command") / "run"
     changes = (*SMALL, f"data.cache={cache}")
@@ -66,7 +65,7 @@ def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_is_that_of_the_command(folder: Path) -> None:
+def test_a_run_is_that_of_the_command(folder):
     write_msd(folder / "first")
     write_msd(folder / "data", num_cases=5)
     values: dict[str, Any] = {
@@ -123,14 +122,9 @@ def test_a_run_is_that_of_the_command(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("has_log", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_program_stays_as_it_was(
-    folder: Path,
-    has_log: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_program_stays_as_it_was(folder, has_log, monkeypatch, caplog):
     class Terminal(io.StringIO):
-        def isatty(self) -> bool:
+        def isatty(self):
             return True
 
     for name in ("TERM", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "OMP_NUM_THREADS"):
@@ -188,9 +182,7 @@ class Raising(logging.Handler):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_goes_on(
-    number: int, cache: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_is_stopped_goes_on(number, cache, undisturbed, caplog):
     caplog.set_level(logging.INFO, logger="unet3d")
     before = [signal.getsignal(one) for one in SIGNALS]
     handler = Raising(number)
@@ -217,13 +209,11 @@ def test_a_run_that_is_stopped_goes_on(
     assert again == found and found.mean_dice is not None
 
 
-def test_threads_train_one_after_another(
-    folder: Path, cache: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch):
     events: list[str] = []
     train_run = trainer.train_run
 
-    def watched(*values: Any, **options: Any) -> object:
+    def watched(*values, **options):
         events.append("begins")
         result = train_run(*values, **options)
         events.append("ends")
@@ -244,12 +234,7 @@ def test_threads_train_one_after_another(
 
 
 @pytest.mark.nightly
-def test_ranks_are_started_and_heard_but_not_seen(
-    cache: Path,
-    undisturbed: Path,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_ranks_are_started_and_heard_but_not_seen(cache, undisturbed, caplog, capfd):
     caplog.set_level(logging.INFO, logger="unet3d")
     settings = small(cache, parallel__mode="data")
     capfd.readouterr()
@@ -268,7 +253,7 @@ def test_ranks_are_started_and_heard_but_not_seen(
 
 
 @pytest.mark.nightly
-def test_a_script_need_not_ask_for_its_name(folder: Path, cache: Path, undisturbed: Path) -> None:
+def test_a_script_need_not_ask_for_its_name(folder, cache, undisturbed):
     """Processes that prepare cases and cut patches must not run it again."""
     settings = {key: str(value) for key, value in small(folder / "new cache").items()}
     settings["data.num_workers"] = "2"
@@ -306,9 +291,7 @@ def test_a_script_need_not_ask_for_its_name(folder: Path, cache: Path, undisturb
         ({"output": "taken"}, ConfigError, "is not empty and is no run"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(
-    folder: Path, options: dict[str, Any], kind: type[Unet3dError], words: str
-) -> None:
+def test_what_cannot_be_is_refused_in_words(folder, options, kind, words):
     (folder / "taken").mkdir()
     (folder / "taken/file").touch()
     before = _files_of_runs(folder)
@@ -322,7 +305,7 @@ def _files_of_runs(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and "cache" not in path.parts]
 
 
-def test_what_only_the_command_does_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_the_command_does_is_named(folder, monkeypatch):
     (folder / "runs/all").mkdir(parents=True)
     (folder / "runs/all/folds.json").write_text('{"folds": [0, 1]}')
     with pytest.raises(ConfigError, match="several folds; continue it with unet3d train --resume"):
@@ -334,8 +317,8 @@ def test_what_only_the_command_does_is_named(folder: Path, monkeypatch: pytest.M
         unet3d.train()
 
 
-def test_a_full_disk_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(*_: object, **__: object) -> None:
+def test_a_full_disk_is_explained(monkeypatch):
+    def fill(*_, **__):
         raise OSError(28, "No space left on device", "run/metrics.jsonl")
 
     monkeypatch.setattr(trainer, "train_run", fill)
@@ -343,6 +326,6 @@ def test_a_full_disk_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         unet3d.train(output="run", devices="cpu")
 
 
-def test_the_interface_is_found() -> None:
+def test_the_interface_is_found():
     assert {"train", "TrainedRun"} <= set(dir(unet3d))
     assert unet3d.train is trainer.train and unet3d.TrainedRun is trainer.TrainedRun

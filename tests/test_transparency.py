@@ -1,8 +1,5 @@
 """Every way of spreading the network gives the plain network's loss and gradients."""
 
-from pathlib import Path
-from typing import Literal
-
 import pytest
 import torch
 
@@ -22,9 +19,9 @@ from tests.plain_network import (
     plain_logits,
 )
 from tests.products import pairwise
-from unet3d.config import Balance, ModelSettings, Recompute
+from unet3d.config import ModelSettings
 from unet3d.kernels import recompute as remake
-from unet3d.model import Regions, SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, choose_cuts, parallelize
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
@@ -44,13 +41,7 @@ MORE_NETWORKS: list[dict[str, object]] = [
     schedule=["1f1b", "all-forward"],
     loss_fn=[PER_SAMPLE, BATCH_DICE],
 )
-def test_spreading_is_transparent(
-    options: dict[str, object],
-    stages: tuple[int, tuple[int, ...] | None],
-    batch: tuple[int, int],
-    schedule: Literal["1f1b", "all-forward"],
-    loss_fn: SegmentationLoss,
-) -> None:
+def test_spreading_is_transparent(options, stages, batch, schedule, loss_fn):
     topology = make_topology(**options)
     (num_devices, cuts), (num_samples, num_micro_batches) = stages, batch
     layout = {"num_devices": num_devices, "cuts": cuts, "num_micro_batches": num_micro_batches}
@@ -65,13 +56,7 @@ def test_spreading_is_transparent(
     cuts=[(), (9,), (3, 8)],
     loss_fn=[PER_SAMPLE, BATCH_DICE],
 )
-def test_what_is_made_again_is_transparent(
-    options: dict[str, object],
-    recompute: Recompute,
-    cuts: tuple[int, ...],
-    loss_fn: SegmentationLoss,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_made_again_is_transparent(options, recompute, cuts, loss_fn, monkeypatch):
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     topology = make_topology(**options)
     layout = {"num_devices": len(cuts) + 1, "cuts": cuts, "recompute": recompute}
@@ -91,12 +76,8 @@ def test_what_is_made_again_is_transparent(
     num_samples=[1, 4],
 )
 def test_ignored_voxels_and_regions_are_transparent(
-    joins_samples: bool,
-    regions: Regions,
-    deep_supervision: bool,
-    num_micro_batches: int,
-    num_samples: int,
-) -> None:
+    joins_samples, regions, deep_supervision, num_micro_batches, num_samples
+):
     """Micro-batches in which unequal shares are labelled, and nothing at all."""
     loss_fn = SegmentationLoss(joins_samples=joins_samples, regions=regions)
     topology = make_topology(deep_supervision=deep_supervision)
@@ -106,8 +87,8 @@ def test_ignored_voxels_and_regions_are_transparent(
 
 @pairwise(balance=["encoder-decoder", "time", "memory"], num_devices=[2, 4])
 def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
-    balance: Balance, num_devices: int, tmp_path: Path
-) -> None:
+    balance, num_devices, tmp_path
+):
     topology = make_topology()
     layout = Layout(devices=(torch.device("cpu"),) * num_devices, cuts=None, num_micro_batches=3)
     cuts = choose_cuts(
@@ -127,9 +108,7 @@ def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
 
 
 @pairwise(loss_fn=[PER_SAMPLE, BATCH_DICE], num_micro_batches=[1, 2])
-def test_a_scale_changes_gradients_but_not_the_reported_loss(
-    loss_fn: SegmentationLoss, num_micro_batches: int
-) -> None:
+def test_a_scale_changes_gradients_but_not_the_reported_loss(loss_fn, num_micro_batches):
     image, target = make_batch(3)
     loss, gradients, _ = plain_gradients(make_topology(), 3, loss_fn)
     model = make_network(make_topology())
@@ -173,17 +152,13 @@ LOWERED = [(None, TOLERANCE), (torch.bfloat16, 5e-2)]
 @pytest.mark.gpu
 @pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cuda:0"), ("cuda:0", "cpu")], ids=str)
-def test_one_gpu_is_transparent_or_close(
-    devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float
-) -> None:
+def test_one_gpu_is_transparent_or_close(devices, autocast, tolerance):
     _on_gpus(devices, autocast, tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
-def test_networks_trained_elsewhere_are_transparent_on_a_gpu(
-    autocast: torch.dtype | None, tolerance: float
-) -> None:
+def test_networks_trained_elsewhere_are_transparent_on_a_gpu(autocast, tolerance):
     _on_gpus(("cuda:0",), autocast, tolerance, **TRAINED_ELSEWHERE)
 
 
@@ -192,18 +167,14 @@ def test_networks_trained_elsewhere_are_transparent_on_a_gpu(
 @pytest.mark.parametrize(
     "devices", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:1", "cuda:0")], ids=str
 )
-def test_two_gpus_are_transparent_or_close(
-    devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float
-) -> None:
+def test_two_gpus_are_transparent_or_close(devices, autocast, tolerance):
     _on_gpus(devices, autocast, tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("thick_mm", [1.0, 2.5])
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(
-    num_slots: int, thick_mm: float
-) -> None:
+def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(num_slots, thick_mm):
     """Maps with zeros around Z, pairs of voxels: what runs again does the same again."""
     settings = ModelSettings(channels=(32, 64, 64), kernels="anisotropic", deep_supervision=False)
     topology = plan_topology(settings, (128, 64, 64), (1.0, 1.0, thick_mm), 1, 3)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command_line import SMALL, Capture, Words, process_environment, refusal, run, scan_array
+from tests.command_line import SMALL, process_environment, refusal, run, scan_array
 from tests.reports.records import assert_is_picture
 from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d import __version__
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = not torch.cuda.is_available()
 
 
-def test_help_is_instant() -> None:
+def test_help_is_instant():
     commands = ["train", "predict", "evaluate", "report", "check"]
     code = f"""
 import sys
@@ -60,14 +60,14 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("plan", "--measure", "--predict", "a.nii"), "drop DATASET and --measure"),
     ],
 )
-def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:
+def test_wrong_usage_exits_with_2(arguments, words, capsys):
     assert run(*arguments) == 2
     errors = capsys.readouterr().err
     assert words in errors and "Usage: unet3d" in errors
 
 
 @pytest.mark.parametrize("world_size", ["2", "none"])
-def test_a_rank_that_is_done_takes_nothing_down(world_size: str) -> None:
+def test_a_rank_that_is_done_takes_nothing_down(world_size):
     """What it shares with other ranks may be in use by threads of libraries."""
     code = (
         "import atexit, sys; atexit.register(print, 'taken down')\n"
@@ -82,16 +82,14 @@ def test_a_rank_that_is_done_takes_nothing_down(world_size: str) -> None:
     assert done.stdout.splitlines() == expected
 
 
-def test_variables_of_ranks_that_contradict_one_another_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_variables_of_ranks_that_contradict_one_another_are_one_line(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "2")
     line = refusal(capsys, "predict", "scan.nii.gz")
     assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE is no number" in line
 
 
-def test_a_traceback_only_with_debug(capsys: Capture) -> None:
+def test_a_traceback_only_with_debug(capsys):
     assert refusal(capsys, "check", "nowhere") == (
         "Error: there is no data set at nowhere; give its folder or its dataset.json"
     )
@@ -128,9 +126,7 @@ start(way, run_name="__main__")
         pytest.param("unet3d.training.job", "unet3d", signal.SIGHUP, marks=pytest.mark.nightly),
     ],
 )
-def test_a_signal_in_the_first_seconds_is_never_lost(
-    module: str, way: str, stop: signal.Signals
-) -> None:
+def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):
     """The signal comes while a module loads."""
     words = ["train", *SMALL, "--epochs", "10000", "--output", "run"]
     process = subprocess.Popen(
@@ -167,17 +163,13 @@ def test_a_signal_in_the_first_seconds_is_never_lost(
         ),
     ],
 )
-def test_devices_that_cannot_be_are_explained(
-    options: tuple[str, ...], words: str, scan: Path, checkpoint: Path, capsys: Capture
-) -> None:
+def test_devices_that_cannot_be_are_explained(options, words, scan, checkpoint, capsys):
     assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, *options)
     assert words in refusal(capsys, "train", "--output", "run", *options)
     assert not Path("run").exists() and not Path("a scan_seg.nii.gz").exists()
 
 
-def test_more_stages_than_blocks_are_refused(
-    folder: Path, scan: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_more_stages_than_blocks_are_refused(folder, scan, predicting, capsys):
     words = "60 devices for a network of 7 blocks; name at most 7 devices"
     stages = ("--parallel", "model", "--devices", ",".join(["cpu"] * 60))
     assert words in refusal(capsys, *predicting, scan, *stages)
@@ -186,16 +178,14 @@ def test_more_stages_than_blocks_are_refused(
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_folder_that_is_no_data_set_is_explained(command: str, capsys: Capture) -> None:
+def test_a_folder_that_is_no_data_set_is_explained(command, capsys):
     Path("empty").mkdir()
     line = refusal(capsys, command, "absent")
     assert "there is no data set at " in line and "absent; give its folder" in line
     assert "holds no dataset.json; a data set is" in refusal(capsys, command, "empty")
 
 
-def test_outputs_that_cannot_be_written_are_explained(
-    folder: Path, scan: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_outputs_that_cannot_be_written_are_explained(folder, scan, predicting, capsys):
     write_msd(folder / "data")
     Path("file").touch()
     for output in ("file", "file/run"):
@@ -234,9 +224,7 @@ def write_nnunet(root: Path, num_cases: int = 4) -> Path:
     return root
 
 
-def test_train_predict_and_evaluate_two_channels(
-    folder: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_train_predict_and_evaluate_two_channels(folder, capsys, caplog):
     """The whole job, on nnU-Net's layout, with two stages and no name given to anything."""
     root = write_nnunet(folder / "raw data")
     two = ("--parallel", "model", "--devices", "cpu,cpu")

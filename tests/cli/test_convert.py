@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command_line import Capture, Words, refusal, run
+from tests.command_line import refusal, run
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.nnunet.reading import load_model
@@ -18,7 +18,7 @@ def names_in(folder: str, pattern: str = "*") -> list[str]:
     return sorted(path.name for path in Path(folder).glob(pattern))
 
 
-def test_a_model_becomes_a_checkpoint(capsys: Capture) -> None:
+def test_a_model_becomes_a_checkpoint(capsys):
     model = write_model(Path(NAME), 0)
     assert run("convert", NAME, "-o", "model.pt") == 0
     out = capsys.readouterr().out
@@ -28,7 +28,7 @@ def test_a_model_becomes_a_checkpoint(capsys: Capture) -> None:
     assert run("convert", NAME, "-o", "model.pt", "--overwrite") == 0
 
 
-def test_folds_need_a_folder(capsys: Capture) -> None:
+def test_folds_need_a_folder(capsys):
     write_model(Path(NAME), 0, 2)
     said = refusal(capsys, "convert", NAME, "-o", "model.pt")
     assert "it has 2 folds, and model.pt takes one network; name a fold with --folds" in said
@@ -39,9 +39,7 @@ def test_folds_need_a_folder(capsys: Capture) -> None:
     assert "models/fold_0.pt exists; add --overwrite" in said
 
 
-def test_an_archive_is_unpacked_and_its_copy_removed(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_is_unpacked_and_its_copy_removed(capsys, monkeypatch):
     scratch = Path("temporary").absolute()
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
@@ -56,7 +54,7 @@ def test_an_archive_is_unpacked_and_its_copy_removed(
     assert all(after[key].equal(value) for key, value in before.items())
 
 
-def test_there_and_back(capsys: Capture) -> None:
+def test_there_and_back(capsys):
     write_model(Path(NAME), 0, 1)
     assert run("convert", NAME, "-o", "models") == 0
     assert run("convert", "models", "--to", "nnunet", "-o", "back") == 0
@@ -70,7 +68,7 @@ def test_there_and_back(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("folds", [(2, 3), ("all",)])
-def test_folds_keep_their_numbers(folds: Words, capsys: Capture) -> None:
+def test_folds_keep_their_numbers(folds, capsys):
     write_model(Path(NAME), 0, *folds)
     chosen = ("--folds", ",".join(map(str, folds)))
     names = [f"fold_{fold}" for fold in folds]
@@ -85,7 +83,7 @@ def test_folds_keep_their_numbers(folds: Words, capsys: Capture) -> None:
             assert content["init_args"]["fold"] == fold
 
 
-def test_networks_are_numbered_as_they_are_named(capsys: Capture) -> None:
+def test_networks_are_numbered_as_they_are_named(capsys):
     write_model(Path(NAME), 0, 1)
     assert run("convert", NAME, "-o", "models") == 0
     # Files of one folder keep their names.
@@ -105,7 +103,7 @@ def test_networks_are_numbered_as_they_are_named(capsys: Capture) -> None:
     assert names_in("of run", "fold_*") == ["fold_1", "fold_4"]
 
 
-def test_only_a_model_is_replaced(capsys: Capture) -> None:
+def test_only_a_model_is_replaced(capsys):
     write_model(Path(NAME), 0, 1)
     to_nnunet = ("convert", NAME, "--to", "nnunet", "--overwrite", "-o")
     assert run(*to_nnunet, "back") == 0
@@ -139,13 +137,13 @@ def test_only_a_model_is_replaced(capsys: Capture) -> None:
         (("--to", "nnunet", "-o", "model.zip"), "model.zip ends in .zip; name a folder"),
     ],
 )
-def test_folders_are_not_named_like_files(words: Words, message: str, capsys: Capture) -> None:
+def test_folders_are_not_named_like_files(words, message, capsys):
     write_model(Path(NAME), 0)
     assert message in refusal(capsys, "convert", NAME, *words)
     assert names_in(".") == [NAME]
 
 
-def test_a_folder_may_have_a_dot_in_its_name(capsys: Capture) -> None:
+def test_a_folder_may_have_a_dot_in_its_name(capsys):
     write_model(Path(NAME), 0)
     assert run("convert", NAME, "-o", "models.v2") == 0
     assert run("convert", NAME, "--to", "nnunet", "-o", "back.v2") == 0
@@ -155,7 +153,7 @@ def test_a_folder_may_have_a_dot_in_its_name(capsys: Capture) -> None:
     assert names_in("copies") == ["model.pt"]
 
 
-def test_what_cannot_be_converted(capsys: Capture) -> None:
+def test_what_cannot_be_converted(capsys):
     write_checkpoint(Path("model.pt"))
     said = refusal(capsys, "convert", "model.pt", "--to", "nnunet", "-o", "model")
     assert "nnU-Net cannot predict with this network: each image keeps its own spacing" in said
@@ -166,6 +164,6 @@ def test_what_cannot_be_converted(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("folds", ["0,x", "-1", "", "all,0"])
-def test_folds_that_are_none(folds: str, capsys: Capture) -> None:
+def test_folds_that_are_none(folds, capsys):
     assert run("convert", "model", "--folds", folds, "-o", "a.pt") == 2
     assert "names no folds" in capsys.readouterr().err

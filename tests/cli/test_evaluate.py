@@ -4,14 +4,12 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
-from tests.command_line import Capture, refusal, run
+from tests.command_line import refusal, run
 from tests.trainings import contents
 from tests.volumes.samples import blob_label, write_msd, write_volume
 
 
-def test_check_of_a_sound_data_set(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_check_of_a_sound_data_set(monkeypatch, capsys):
     write_msd(Path("data"))
     told: list[str] = []
     monkeypatch.setattr("rich.status.Status.update", lambda self, text: told.append(str(text)))
@@ -22,7 +20,7 @@ def test_check_of_a_sound_data_set(monkeypatch: pytest.MonkeyPatch, capsys: Capt
     assert told == ["reading headers", *(f"checking case_{n}, {n + 1} of 3" for n in range(3))]
 
 
-def test_evaluate_explains_what_does_not_match(capsys: Capture) -> None:
+def test_evaluate_explains_what_does_not_match(capsys):
     label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
     other = write_volume(Path("predictions/y.nii.gz"), blob_label((9, 8, 6)))
     assert run("evaluate", label, label) == 0
@@ -33,9 +31,7 @@ def test_evaluate_explains_what_does_not_match(capsys: Capture) -> None:
     assert "absent" in refusal(capsys, "evaluate", "absent", "labels")
 
 
-def test_scores_that_cannot_be_written_are_refused_before_they_are_computed(
-    capsys: Capture,
-) -> None:
+def test_scores_that_cannot_be_written_are_refused_before_they_are_computed(capsys):
     Path("taken").mkdir()
     os.mkfifo("pipe")
     Path("link").symlink_to("other.json")
@@ -49,7 +45,7 @@ def test_scores_that_cannot_be_written_are_refused_before_they_are_computed(
     assert Path("pipe").is_fifo() and Path("link").is_symlink()
 
 
-def test_evaluate_says_what_has_no_segmentation(capsys: Capture) -> None:
+def test_evaluate_says_what_has_no_segmentation(capsys):
     label = blob_label((9, 8, 7))
     for index in range(14):
         write_volume(Path(f"labels/case_{index:02d}.nii.gz"), label)
@@ -68,9 +64,7 @@ def test_evaluate_says_what_has_no_segmentation(capsys: Capture) -> None:
     assert "no segmentation" not in capsys.readouterr().out
 
 
-def test_a_terminal_shows_how_many_cases_are_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_terminal_shows_how_many_cases_are_compared(monkeypatch, capsys):
     label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
     assert run("evaluate", label, label) == 0
     assert capsys.readouterr().err == ""
@@ -80,7 +74,7 @@ def test_a_terminal_shows_how_many_cases_are_compared(
     assert "evaluating" in capsys.readouterr().err
 
 
-def test_results_are_not_written_over_what_they_are_made_from(capsys: Capture) -> None:
+def test_results_are_not_written_over_what_they_are_made_from(capsys):
     label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
     write_msd(Path("data"))
     Path("link.json").symlink_to("data/dataset.json")
@@ -96,10 +90,8 @@ def test_results_are_not_written_over_what_they_are_made_from(capsys: Capture) -
     assert contents(Path()) == before
 
 
-def test_results_that_fail_without_a_reason_of_the_system_have_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    def fail(*_: object) -> None:
+def test_results_that_fail_without_a_reason_of_the_system_have_one(monkeypatch, capsys):
+    def fail(*_):
         raise OSError("encoder error -2")
 
     write_msd(Path("data"))
@@ -108,7 +100,7 @@ def test_results_that_fail_without_a_reason_of_the_system_have_one(
     assert "cannot write findings.json: encoder error -2" in line
 
 
-def test_labels_are_named_by_the_data_set_that_they_lie_in(capsys: Capture) -> None:
+def test_labels_are_named_by_the_data_set_that_they_lie_in(capsys):
     write_msd(Path("data"))
     for number in range(3):
         label = Path(f"data/labelsTr/case_{number}.nii.gz")
@@ -140,9 +132,7 @@ def test_labels_are_named_by_the_data_set_that_they_lie_in(capsys: Capture) -> N
     assert "cannot read absent" in refusal(capsys, *arguments, "--dataset", "absent")
 
 
-def test_a_description_that_nobody_named_and_nobody_understands_is_only_a_warning(
-    capsys: Capture, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_description_that_nobody_named_and_nobody_understands_is_only_a_warning(capsys, caplog):
     label = write_volume(Path("data/labelsTr/x.nii.gz"), blob_label((9, 8, 7)))
     Path("data/dataset.json").write_text("{")
     assert run("evaluate", label, label, "--json", "scores.json") == 0
@@ -152,7 +142,7 @@ def test_a_description_that_nobody_named_and_nobody_understands_is_only_a_warnin
     assert "is not valid JSON" in refusal(capsys, "evaluate", label, label, "--dataset", "data")
 
 
-def test_an_ignored_value_counts_nowhere(capsys: Capture) -> None:
+def test_an_ignored_value_counts_nowhere(capsys):
     array = blob_label((9, 8, 7))
     prediction = write_volume(Path("p.nii.gz"), array)
     marked = array.copy()
@@ -165,7 +155,7 @@ def test_an_ignored_value_counts_nowhere(capsys: Capture) -> None:
     assert scores["mean"].keys() == {"1", "2"} and scores["mean_dice"] == 1.0
 
 
-def test_segmentations_without_label_map_are_left_out_on_request(capsys: Capture) -> None:
+def test_segmentations_without_label_map_are_left_out_on_request(capsys):
     label = blob_label((9, 8, 7))
     for name in ("labels/a", "labels/b", "segmentations/a_seg", "segmentations/z_seg"):
         write_volume(Path(f"{name}.nii.gz"), label)

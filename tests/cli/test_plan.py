@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.command_line import Capture, Words, refusal, run
+from tests.command_line import refusal, run
 from tests.trainings import contents
 from tests.volumes.samples import write_msd
 from unet3d.config import Config
@@ -21,19 +21,17 @@ SMALL = (
 
 
 @pytest.fixture(autouse=True)
-def largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def largest(monkeypatch):
     """Save the time of looking for the largest volume."""
     monkeypatch.setattr(placements, "largest_size", lambda *_: (64, 64, 32))
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, NetworkPlan]]:
+def asked(monkeypatch):
     """Settings and networks of plans, without the prediction of their memory, to save time."""
     found: list[tuple[Config, NetworkPlan]] = []
 
-    def compare(
-        config: Config, network: NetworkPlan, *more: object, **watch: object
-    ) -> SimpleNamespace:
+    def compare(config, network, *more, **watch):
         found.append((config, network))
         return SimpleNamespace(to_dict=lambda: {"notes": [], "ways": []}, choice=None, ways=[])
 
@@ -42,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, NetworkPlan]]:
     return found
 
 
-def test_every_option_changes_its_setting(asked: list[tuple[Config, NetworkPlan]]) -> None:
+def test_every_option_changes_its_setting(asked):
     data = write_msd(Path("data").absolute(), shape=(24, 24, 24))
     status = run(
         *("plan", data, "--shape", "16,16,24", "--preset", "resenc-m", "--offload", "skips"),
@@ -59,7 +57,7 @@ def test_every_option_changes_its_setting(asked: list[tuple[Config, NetworkPlan]
     assert config.data.dataset == data and network.topology.encoder == "residual"
 
 
-def test_options_reach_the_prediction(capsys: Capture) -> None:
+def test_options_reach_the_prediction(capsys):
     options = ("--devices", "cuda:0,cuda:1", "--batch-size", 4, "--micro-batches", 2)
     assert run("plan", *SMALL, *options, "--parallel", "model", "--json", "plan.json") == 0
     record = json.loads(Path("plan.json").read_text())
@@ -83,8 +81,8 @@ def test_options_reach_the_prediction(capsys: Capture) -> None:
     ],
 )
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_predicted(
-    name: str, reason: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, reason, capsys, monkeypatch
+):
     monkeypatch.setattr(comparison, "compare", None)
     Path("taken").mkdir()
     Path("file").touch()
@@ -94,7 +92,7 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_predicted(
     assert sorted(path.name for path in Path().iterdir()) == ["file", "taken"]
 
 
-def test_results_are_not_written_over_what_they_are_made_from(capsys: Capture) -> None:
+def test_results_are_not_written_over_what_they_are_made_from(capsys):
     write_msd(Path("data"))
     Path("my.yaml").write_text("{}")
     before = contents(Path())
@@ -110,14 +108,14 @@ def test_results_are_not_written_over_what_they_are_made_from(capsys: Capture) -
     assert contents(Path()) == before
 
 
-def test_a_file_that_is_there_is_kept_until_the_new_one_is_whole(capsys: Capture) -> None:
+def test_a_file_that_is_there_is_kept_until_the_new_one_is_whole(capsys):
     Path("plan.json").write_text("an older one")
     refusal(capsys, "plan", "--shape", "1,1,1", "--json", "plan.json")
     assert Path("plan.json").read_text() == "an older one"
 
 
 @pytest.mark.parametrize("options", [(), ("--measure",)], ids=str)
-def test_a_network_that_the_host_cannot_hold_is_refused(options: Words, capsys: Capture) -> None:
+def test_a_network_that_the_host_cannot_hold_is_refused(options, capsys):
     said = refusal(
         capsys,
         *("plan", "--devices", "cpu", "--shape", "8,8,8", "--set", "model.base_channels=65536"),
@@ -126,12 +124,10 @@ def test_a_network_that_the_host_cannot_hold_is_refused(options: Words, capsys: 
     assert "a network with 65536, 65536 channels takes" in said
 
 
-def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(monkeypatch, capsys):
     shown: list[str] = []
 
-    def search(*_: object) -> tuple[int, int, int]:
+    def search(*_):
         shown.append(capsys.readouterr().out)
         return 64, 64, 32
 
@@ -150,9 +146,7 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(
     assert len(before_second.splitlines()) == 1
 
 
-def test_a_terminal_shows_what_is_being_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_terminal_shows_what_is_being_done(monkeypatch, capsys):
     assert run("plan", *SMALL, "--devices", "0") == 0
     captured = capsys.readouterr()
     assert captured.err == ""  # nothing into a log
@@ -176,13 +170,7 @@ def test_a_terminal_shows_what_is_being_done(
     ],
     ids=str,
 )
-def test_the_settings_are_those_that_training_would_take(
-    options: Words,
-    channels: list[int],
-    is_cpu: bool,
-    asked: list[tuple[Config, NetworkPlan]],
-    capsys: Capture,
-) -> None:
+def test_the_settings_are_those_that_training_would_take(options, channels, is_cpu, asked, capsys):
     Path("empty.yaml").touch()
     assert run("plan", "--shape", "16,16,16", *options) == 0
     ((_, network),) = asked

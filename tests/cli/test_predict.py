@@ -16,7 +16,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.command_line import Capture, Words, refusal, run, scan_array
+from tests.command_line import refusal, run, scan_array
 from tests.networks import random_checkpoint, write_checkpoint
 from tests.volumes.dicom_series import write_series
 from tests.volumes.samples import write_json, write_volume
@@ -46,9 +46,7 @@ def segmented(scan: Path, *checkpoints: Path, **inference: Any) -> np.ndarray:
 # Which network
 
 
-def test_the_newest_finished_run_is_used_and_named(
-    folder: Path, scan: Path, capsys: Capture
-) -> None:
+def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     line = refusal(capsys, "predict", scan)
     assert f"no finished run in {folder / 'runs'}" in line
     assert "--checkpoint FILE" in line and "unet3d train" in line
@@ -66,7 +64,7 @@ def test_the_newest_finished_run_is_used_and_named(
     assert capsys.readouterr().out.startswith("using runs/oldest/checkpoint-latest.pt\n")
 
 
-def test_the_folder_of_a_run_stands_for_its_final_checkpoint(scan: Path, capsys: Capture) -> None:
+def test_the_folder_of_a_run_stands_for_its_final_checkpoint(scan, capsys):
     options = ("--devices", "cpu", "--overwrite", "--checkpoint")
     for name in ("best", "latest"):
         write_checkpoint(Path(f"runs/mine/checkpoint-{name}.pt"), patch_size=(8, 8, 8))
@@ -76,7 +74,7 @@ def test_the_folder_of_a_run_stands_for_its_final_checkpoint(scan: Path, capsys:
     assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt, no folds" in line
 
 
-def test_folds_are_averaged_and_named(scan: Path, capsys: Capture) -> None:
+def test_folds_are_averaged_and_named(scan, capsys):
     names = [f"runs/mine/fold{fold}/checkpoint-latest.pt" for fold in (0, 1)]
     for seed, name in enumerate(names, start=1):
         write_checkpoint(Path(name), patch_size=(8, 8, 8), seed=seed)
@@ -99,7 +97,7 @@ def test_folds_are_averaged_and_named(scan: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.usefixtures("scans")
-def test_a_network_that_cannot_be_read_ends_all_scans(into_out: Words, capsys: Capture) -> None:
+def test_a_network_that_cannot_be_read_ends_all_scans(into_out, capsys):
     """Its description can be, so that this shows with the first scan."""
     other = write_checkpoint(Path("other.pt"), patch_size=(8, 8, 8))
     content = bytearray(other.read_bytes())
@@ -113,13 +111,11 @@ def test_a_network_that_cannot_be_read_ends_all_scans(into_out: Words, capsys: C
     assert "other.pt is not a checkpoint, or is damaged" in lines[-1]
 
 
-def test_the_first_line_comes_before_the_heavy_work(
-    scan: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_line_comes_before_the_heavy_work(scan, checkpoint, monkeypatch):
     shown: list[str] = []
     monkeypatch.setattr(click, "echo", lambda text, **_: shown.append(text))
 
-    def load(path: Path, part: str) -> None:
+    def load(path, part):
         assert shown == [f"using {checkpoint}"]
         raise KeyboardInterrupt
 
@@ -130,9 +126,7 @@ def test_the_first_line_comes_before_the_heavy_work(
 # Which scans
 
 
-def test_predict_beside_the_scan_and_never_over_it(
-    scan: Path, checkpoint: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_predict_beside_the_scan_and_never_over_it(scan, checkpoint, predicting, capsys):
     assert run(*predicting, scan) == 0
     written = scan.with_name("a scan_seg.nii.gz")
     begin, end = capsys.readouterr().out.splitlines()
@@ -146,9 +140,7 @@ def test_predict_beside_the_scan_and_never_over_it(
     assert "is itself to be segmented" in line
 
 
-def test_a_bad_scan_among_others_is_skipped_and_only_the_end_is_an_error(
-    predicting: Words, capsys: Capture
-) -> None:
+def test_a_bad_scan_among_others_is_skipped_and_only_the_end_is_an_error(predicting, capsys):
     for name in ("first", "last"):
         write_volume(Path(f"scans/{name}.nii.gz"), scan_array())
     Path("scans/middle.nii.gz").touch()
@@ -161,9 +153,7 @@ def test_a_bad_scan_among_others_is_skipped_and_only_the_end_is_an_error(
     assert "middle.nii.gz is empty" in refusal(capsys, *predicting, "scans/middle.nii.gz")
 
 
-def test_scans_of_every_format_are_segmented_alike(
-    scan: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_scans_of_every_format_are_segmented_alike(scan, predicting, capsys):
     pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
     stored = nib.load(scan)
     array = np.asanyarray(stored.dataobj).astype(np.int16)
@@ -188,9 +178,7 @@ def test_scans_of_every_format_are_segmented_alike(
     assert "all/series.1 lacks slices between" in line
 
 
-def test_names_that_are_no_text_are_shown_all_the_same(
-    predicting: Words, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_are_no_text_are_shown_all_the_same(predicting, monkeypatch):
     name = os.fsdecode(b"caf\xe9.nii.gz")
     write_volume(Path("scan.nii.gz"), scan_array()).rename(name)
     stdout = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
@@ -207,13 +195,13 @@ def test_names_that_are_no_text_are_shown_all_the_same(
 
 
 @pytest.fixture
-def scans(folder: Path) -> list[Path]:
+def scans(folder):
     """Four scans in a folder."""
     return [write_volume(folder / f"scans/{name}.nii.gz", scan_array(seed=3)) for name in "abcd"]
 
 
 @pytest.fixture
-def into_out(predicting: Words) -> Words:
+def into_out(predicting):
     """Arguments that segment the folder."""
     return (*predicting, "scans", "-o", "out")
 
@@ -235,9 +223,7 @@ def while_segmenting(
 
 
 @pytest.mark.usefixtures("scans")
-def test_a_folder_is_continued_and_what_exists_is_kept_and_named(
-    into_out: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_folder_is_continued_and_what_exists_is_kept_and_named(into_out, monkeypatch, capsys):
     Path("out").mkdir()
     Path("out/b_seg.nii.gz").write_text("theirs")
     names = while_segmenting(monkeypatch, "", int)
@@ -259,8 +245,8 @@ def test_a_folder_is_continued_and_what_exists_is_kept_and_named(
 
 
 def test_the_second_of_two_predictions_of_one_scan_does_not_replace_the_first(
-    folder: Path, scan: Path, predicting: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+    folder, scan, predicting, monkeypatch, capsys
+):
     written = scan.with_name("a scan_seg.nii.gz")
     while_segmenting(monkeypatch, scan.name, lambda: written.write_text("theirs"))
     line = refusal(capsys, *predicting, scan, "--statistics")
@@ -270,10 +256,8 @@ def test_the_second_of_two_predictions_of_one_scan_does_not_replace_the_first(
 
 
 @pytest.mark.usefixtures("scans")
-def test_two_predictions_share_a_folder(
-    into_out: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    def other_process() -> None:
+def test_two_predictions_share_a_folder(into_out, monkeypatch, capsys):
+    def other_process():
         for name in "ac":
             Path(f"out/{name}_seg.nii.gz").write_text("theirs")
 
@@ -292,9 +276,9 @@ def test_two_predictions_share_a_folder(
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
 @pytest.mark.usefixtures("scans")
 def test_after_an_interruption_what_is_done_is_kept_and_the_rest_is_named(
-    into_out: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture, overwrite: tuple[str, ...]
-) -> None:
-    def interrupt() -> None:
+    into_out, monkeypatch, capsys, overwrite
+):
+    def interrupt():
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -320,10 +304,8 @@ def test_after_an_interruption_what_is_done_is_kept_and_the_rest_is_named(
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.usefixtures("scans")
-def test_whatever_is_explained_does_not_end_a_folder(
-    into_out: Words, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    def fail() -> None:
+def test_whatever_is_explained_does_not_end_a_folder(into_out, error, monkeypatch, capsys):
+    def fail():
         raise error
 
     while_segmenting(monkeypatch, "b.nii.gz", fail)
@@ -337,11 +319,11 @@ def test_whatever_is_explained_does_not_end_a_folder(
 @pytest.mark.parametrize("change", ["written", "replaced", "removed"])
 @pytest.mark.parametrize("name", ["packed.nii.gz", "mapped.nii"])
 def test_a_scan_that_changes_while_it_is_segmented_is_refused(
-    name: str, change: str, predicting: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+    name, change, predicting, monkeypatch, capsys
+):
     scan = write_volume(Path(name), scan_array())
 
-    def act() -> None:
+    def act():
         if change == "written":
             scan.write_bytes(scan.read_bytes() + b"\0")
         elif change == "removed":
@@ -361,8 +343,8 @@ def test_a_scan_that_changes_while_it_is_segmented_is_refused(
 
 
 def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
-    scan: Path, predicting: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+    scan, predicting, monkeypatch, capsys
+):
     write_volume(scan, scan_array((40, 30, 20)))
     earlier = ["unet3d.runs.checkpoint.shortage"]  # what is compared with memory before
     earlier += [
@@ -378,9 +360,7 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
         assert words in refusal(capsys, *predicting, scan)
 
 
-def test_a_preview_is_drawn_beside_the_segmentation(
-    scan: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_a_preview_is_drawn_beside_the_segmentation(scan, predicting, capsys):
     arguments = (*predicting, scan, "--preview", "-o", "out/s.nii.gz")
     assert run(*arguments) == 0
     assert sorted(path.name for path in Path("out").iterdir()) == ["s.nii.gz", "s.png"]
@@ -394,9 +374,7 @@ def test_a_preview_is_drawn_beside_the_segmentation(
     np.testing.assert_array_equal(matplotlib.image.imread("out/s.png"), picture)
 
 
-def test_files_of_an_earlier_segmentation_are_pointed_out(
-    scan: Path, predicting: Words, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_an_earlier_segmentation_are_pointed_out(scan, predicting, caplog):
     assert run(*predicting, scan, "--statistics", "--preview", "--probabilities") == 0
     assert "was there before" not in caplog.text
     assert run(*predicting, scan, "--overwrite") == 0
@@ -410,12 +388,8 @@ def test_files_of_an_earlier_segmentation_are_pointed_out(
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_counts_windows_and_a_log_gets_a_line_a_case(
-    scans: list[Path],
-    into_out: Words,
-    terminal: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:
+    scans, into_out, terminal, monkeypatch, capsys
+):
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm")
@@ -445,9 +419,7 @@ def test_a_terminal_counts_windows_and_a_log_gets_a_line_a_case(
     ],
     ids=str,
 )
-def test_options_reach_the_windows(
-    scan: Path, checkpoint: Path, predicting: Words, options: Words, changes: dict[str, Any]
-) -> None:
+def test_options_reach_the_windows(scan, checkpoint, predicting, options, changes):
     assert run(*predicting, scan, *options, "-o", "found.nii") == 0
     expected = segmented(scan, checkpoint, **{"window": (8, 8, 8), "overlap": 0.5, **changes})
     np.testing.assert_array_equal(labels("found.nii"), expected)
@@ -458,8 +430,8 @@ def test_options_reach_the_windows(
     ("options", "is_mirrored"), [((), True), (("--tta",), True), (("--no-tta",), False)], ids=str
 )
 def test_mirror_images_are_those_of_the_network_unless_asked_otherwise(
-    scan: Path, options: tuple[str, ...], is_mirrored: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    scan, options, is_mirrored, caplog
+):
     network = write_checkpoint(Path("network.pt"), changes=("inference.tta=true",))
     arguments = ("predict", scan, "--checkpoint", network, "--devices", "cpu", "--window", "8,8,8")
     assert run(*arguments, "-o", "found.nii", *options) == 0
@@ -469,7 +441,7 @@ def test_mirror_images_are_those_of_the_network_unless_asked_otherwise(
     np.testing.assert_array_equal(labels("found.nii"), expected)
 
 
-def test_every_setting_of_prediction_is_that_of_the_network() -> None:
+def test_every_setting_of_prediction_is_that_of_the_network():
     given: dict[str, Any] = {
         "window": (24, 16, 8),
         "overlap": 0.25,
@@ -485,7 +457,7 @@ def test_every_setting_of_prediction_is_that_of_the_network() -> None:
     assert load_config(None, changes).inference == InferenceSettings(**given)
 
 
-def test_components_are_kept_on_request(scan: Path) -> None:
+def test_components_are_kept_on_request(scan):
     network = write_checkpoint(Path("network.pt"), patch_size=(8, 8, 8), postprocessing=((1,),))
     arguments = ("predict", scan, "--checkpoint", network, "--devices", "cpu")
     assert run(*arguments, "-o", "kept.nii") == 0
@@ -524,8 +496,8 @@ def test_components_are_kept_on_request(scan: Path) -> None:
 )
 @pytest.mark.usefixtures("scan")
 def test_what_cannot_be_is_one_line_and_leaves_nothing(
-    options: Words, words: str, checkpoint: Path, predicting: Words, capsys: Capture
-) -> None:
+    options, words, checkpoint, predicting, capsys
+):
     Path("empty").mkdir()
     Path("scan.dcm").touch()
     Path("text.pt").write_text("no network")

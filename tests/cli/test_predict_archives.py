@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import Capture, refusal
+from tests.command_line import refusal
 from tests.nnunet.models import archive_of, content_of, write_model
 from tests.volumes.samples import noise, write_volume
 from unet3d.cli.predict import predict
@@ -18,7 +18,7 @@ OPTIONS = ("-o", "out", "--checkpoint", "weights/Task.zip", "--no-tta", "--stati
 
 
 @pytest.fixture
-def temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(folder, monkeypatch):
     """The folder for temporary files, of these tests and of what they start."""
     place = folder.parent / "temporary"
     place.mkdir()
@@ -28,7 +28,7 @@ def temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def archive(folder: Path) -> Path:
+def archive(folder):
     """An archive of a model, beside two scans."""
     Path("weights").mkdir()
     model = write_model(Path(NAME), 0)
@@ -40,9 +40,7 @@ def archive(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
-def test_a_network_is_called_by_its_place_in_the_archive(
-    devices: str, archive: Path, temporary: Path
-) -> None:
+def test_a_network_is_called_by_its_place_in_the_archive(devices, archive, temporary):
     done = warm.run(["predict", "scans", *OPTIONS, "--devices", devices])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"using {CHECKPOINT}\n")
@@ -52,9 +50,7 @@ def test_a_network_is_called_by_its_place_in_the_archive(
     assert not list(temporary.glob("unet3d*"))
 
 
-def test_messages_name_the_place_in_the_archive(
-    archive: Path, temporary: Path, capsys: Capture
-) -> None:
+def test_messages_name_the_place_in_the_archive(archive, temporary, capsys):
     model = Path(NAME)
     torch.save({**content_of(), "init_args": {}}, model / "fold_0/checkpoint_final.pth")
     archive_of(model, archive)
@@ -64,9 +60,7 @@ def test_messages_name_the_place_in_the_archive(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_the_ranks_only_the_first_unpacks_it(
-    archive: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_of_the_ranks_only_the_first_unpacks_it(archive, temporary, monkeypatch, rank):
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
         monkeypatch.setenv(name, str(value))
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

@@ -40,7 +40,7 @@ def assert_same(folder: str, other: str, names: str) -> None:
 
 
 @pytest.fixture
-def scans(folder: Path) -> Path:
+def scans(folder):
     """Three scans, of which the second cannot be read."""
     for seed, name in enumerate("abc"):
         write_volume(folder / f"scans/{name}.nii.gz", noise((13, 16, 12), seed=seed))
@@ -55,9 +55,7 @@ def scans(folder: Path) -> Path:
         (("--window", "whole", "--statistics", "--preview", "--no-postprocessing"), "float64"),
     ],
 )
-def test_ranks_write_the_files_of_one_process(
-    scans: Path, options: tuple[str, ...], precision: str
-) -> None:
+def test_ranks_write_the_files_of_one_process(scans, options, precision):
     network = write_checkpoint(
         Path("network.pt"),
         dtype=getattr(torch, precision),
@@ -91,7 +89,7 @@ def test_ranks_write_the_files_of_one_process(
     assert_same("ranks", "alone", "ac")
 
 
-def test_ranks_average_the_networks_that_one_process_does(scans: Path) -> None:
+def test_ranks_average_the_networks_that_one_process_does(scans):
     for number, channels in enumerate([(4, 8), (6, 8)]):
         network = Path(f"folds/{number}.pt")
         write_checkpoint(network, dtype=torch.float64, changes=EXACT, channels=channels)
@@ -103,7 +101,7 @@ def test_ranks_average_the_networks_that_one_process_does(scans: Path) -> None:
     assert_same("ranks", "alone", "ac")
 
 
-def test_what_cannot_begin_is_one_line(scan: Path, checkpoint: Path) -> None:
+def test_what_cannot_begin_is_one_line(scan, checkpoint):
     arguments = ("predict", "--checkpoint", checkpoint, *SPATIAL)
     Path("empty").mkdir()
     assert "empty holds no volumes" in error_line(warm.run([*arguments, "empty"]).stderr)
@@ -113,7 +111,7 @@ def test_what_cannot_begin_is_one_line(scan: Path, checkpoint: Path) -> None:
     assert error.startswith("Error: a volume of 2x8x8 voxels has 2 planes along X, too few for 3")
 
 
-def test_scans_of_a_folder_are_dealt_to_the_devices(scans: Path) -> None:
+def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
     """Each rank says what happens to its own: that it is skipped, or what is odd about it."""
     write_volume(scans / "d.nii.gz", noise((14, 16, 15), seed=3))
     sheared = np.eye(4)
@@ -144,7 +142,7 @@ def test_scans_of_a_folder_are_dealt_to_the_devices(scans: Path) -> None:
     assert_same("dealt", "alone", "acde")
 
 
-def test_fewer_scans_than_devices_have_their_windows_dealt(scans: Path) -> None:
+def test_fewer_scans_than_devices_have_their_windows_dealt(scans):
     network = write_checkpoint(Path("network.pt"), dtype=torch.float64, changes=EXACT)
     arguments = ("predict", scans, "--checkpoint", network)
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
@@ -192,9 +190,7 @@ by_night = pytest.mark.nightly
         pytest.param(DEALT, 1, id="scans-1", marks=by_night),
     ],
 )
-def test_a_killed_rank_ends_the_others_and_is_named(
-    checkpoint: Path, how: tuple[str, ...], rank: int
-) -> None:
+def test_a_killed_rank_ends_the_others_and_is_named(checkpoint, how, rank):
     process = start(checkpoint, how)
     family = family_of(process.pid)
     os.kill(children_of(process.pid)[rank], signal.SIGKILL)
@@ -219,9 +215,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(
         pytest.param(DEALT, signal.SIGTERM, id="scans-SIGTERM"),
     ],
 )
-def test_a_signal_ends_all_ranks_and_says_what_is_left(
-    checkpoint: Path, how: tuple[str, ...], number: signal.Signals
-) -> None:
+def test_a_signal_ends_all_ranks_and_says_what_is_left(checkpoint, how, number):
     process = start(checkpoint, how)
     family = family_of(process.pid)
     # A terminal sends Ctrl-C to all of a group.
@@ -238,7 +232,7 @@ def test_a_signal_ends_all_ranks_and_says_what_is_left(
     assert_all_end(family, 10)
 
 
-def test_killing_the_command_leaves_no_rank(checkpoint: Path) -> None:
+def test_killing_the_command_leaves_no_rank(checkpoint):
     process = start(checkpoint, SPATIAL)
     family = family_of(process.pid)
     assert len(children_of(process.pid)) == 2
@@ -247,11 +241,11 @@ def test_killing_the_command_leaves_no_rank(checkpoint: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_torchrun_starts_the_ranks_as_well(scans: Path, checkpoint: Path) -> None:
+def test_torchrun_starts_the_ranks_as_well(scans, checkpoint):
     arguments = ("predict", "scans", "--checkpoint", str(checkpoint), "-o")
     assert run(*arguments, "alone", "--devices", "cpu") == 1
 
-    def torchrun(*more: str) -> subprocess.CompletedProcess[str]:
+    def torchrun(*more):
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
             *("-m", "unet3d", *arguments, "ranks", *more),

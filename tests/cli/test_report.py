@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.command_line import SMALL, Capture, refusal, run, scan_array
+from tests.command_line import SMALL, refusal, run, scan_array
 from tests.networks import write_checkpoint
 from tests.trainings import contents
 from tests.volumes.samples import write_json, write_volume
@@ -16,21 +16,19 @@ from unet3d.reports.pages.page import resource
 
 
 @pytest.fixture
-def finished(folder: Path) -> Path:
+def finished(folder):
     """As little of a run as has a page."""
     write_json(folder / "runs/mine/data.json", {"unet3d": "0.1.0"})
     return folder / "runs/mine"
 
 
 @pytest.fixture
-def segmentation(folder: Path, scan: Path) -> Path:
+def segmentation(folder, scan):
     labels = (scan_array() > 110).astype(np.uint8)
     return write_volume(folder / "a scan_seg.nii.gz", labels)
 
 
-def test_a_training_and_its_prediction_have_pages(
-    folder: Path, scan: Path, capsys: Capture
-) -> None:
+def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
     """What other commands write is understood: no page finds a file damaged or missing."""
     phantoms = ("--set", "data.phantom.shape=16,16,16", "--set", "data.phantom.num_cases=4")
     assert run("train", *SMALL, *phantoms, "--output", "runs/mine", "--quiet") == 0
@@ -52,8 +50,8 @@ def test_a_training_and_its_prediction_have_pages(
 
 
 def test_pages_are_beside_what_they_show_and_replace_others_only_when_asked(
-    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: Capture
-) -> None:
+    folder, finished, segmentation, scan, capsys
+):
     before = contents(folder)
     assert run("report", finished) == 0
     assert run("report", segmentation, "--image", scan) == 0
@@ -73,9 +71,7 @@ def test_pages_are_beside_what_they_show_and_replace_others_only_when_asked(
     assert Path("pages.html").read_bytes() == page.read_bytes()
 
 
-def test_nothing_but_a_page_is_written_over(
-    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: Capture
-) -> None:
+def test_nothing_but_a_page_is_written_over(folder, finished, segmentation, scan, capsys):
     (folder / "link.html").symlink_to(finished / "data.json")
     (folder / "folder.html").mkdir()
     os.mkfifo(folder / "pipe.html")
@@ -92,9 +88,7 @@ def test_nothing_but_a_page_is_written_over(
     assert contents(folder) == before and (folder / "link.html").is_symlink()
 
 
-def test_what_has_no_page_is_refused_in_one_line(
-    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: Capture
-) -> None:
+def test_what_has_no_page_is_refused_in_one_line(folder, finished, segmentation, scan, capsys):
     other = write_volume(folder / "other.nii.gz", scan_array((9, 9, 9)))
     (folder / "empty").mkdir()
     for arguments, words in (
@@ -112,9 +106,7 @@ def test_what_has_no_page_is_refused_in_one_line(
     assert not list(folder.rglob("*.html"))
 
 
-def test_a_network_names_the_labels(
-    folder: Path, segmentation: Path, scan: Path, capsys: Capture
-) -> None:
+def test_a_network_names_the_labels(folder, segmentation, scan, capsys):
     statistics = {"labels": {"pylorus": {"value": 1, "num_voxels": 1}}}
     write_json(folder / "a scan_seg.json", statistics)
     network = write_checkpoint(folder / "network.pt", label_values=(0, 1, 5))
@@ -123,7 +115,7 @@ def test_a_network_names_the_labels(
     assert "label 5" in page and "pylorus" not in page
 
 
-def test_folds_have_a_page_of_their_own(folder: Path, capsys: Capture) -> None:
+def test_folds_have_a_page_of_their_own(folder, capsys):
     for fold in (0, 1):
         write_json(folder / f"runs/all/fold{fold}/data.json", {"unet3d": "0.1.0", "fold": fold})
     (folder / "runs/all/config.yaml").touch()
@@ -134,10 +126,8 @@ def test_folds_have_a_page_of_their_own(folder: Path, capsys: Capture) -> None:
     assert "all/fold1: fold 1" in (folder / "runs/all/fold1/report.html").read_text()
 
 
-def test_a_disk_that_is_full_leaves_no_page(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_disk_that_is_full_leaves_no_page(finished, monkeypatch, capsys):
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", fail)
@@ -145,7 +135,7 @@ def test_a_disk_that_is_full_leaves_no_page(
     assert [path.name for path in finished.iterdir()] == ["data.json"]
 
 
-def test_an_address_of_another_machine_is_nowhere_in_our_files() -> None:
+def test_an_address_of_another_machine_is_nowhere_in_our_files():
     for name in ("base.html", "run.html", "folds.html", "segmentation.html", "page.css"):
         assert not re.search(r"https?:|//[a-z]", resource(f"templates/{name}")), name
     for name in ("viewer.css", "viewer.js", "table.js"):

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from tests import warm
 from tests.cli import slow_prediction
 from tests.cli.slow_prediction import READING, WINDOWS
-from tests.command_line import Capture, Words, refusal, run, scan_array
+from tests.command_line import refusal, run, scan_array
 from tests.volumes.samples import noise, write_volume
 from unet3d.cli.predict import predict
 from unet3d.distributed import launcher
@@ -43,9 +43,7 @@ def contents(folder: str) -> dict[str, bytes]:
 # Continued
 
 
-def test_a_single_scan_with_all_results_is_kept(
-    scan: Path, predicting: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_single_scan_with_all_results_is_kept(scan, predicting, monkeypatch, capsys):
     arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out")
     assert run(*arguments, "--continue") == 0  # there is nothing yet
     made = {path.name: path.stat() for path in Path("out").iterdir()}
@@ -59,9 +57,7 @@ def test_a_single_scan_with_all_results_is_kept(
     assert {path.name: path.stat() for path in Path("out").iterdir()} == made
 
 
-def test_results_that_are_incomplete_are_made_again(
-    scan: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_results_that_are_incomplete_are_made_again(scan, predicting, capsys):
     arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out")
     assert run(*arguments) == 0
     made = contents("out")
@@ -76,7 +72,7 @@ def test_results_that_are_incomplete_are_made_again(
         assert contents("out") == made
 
 
-def test_a_folder_is_continued_with_what_is_incomplete(predicting: Words, capsys: Capture) -> None:
+def test_a_folder_is_continued_with_what_is_incomplete(predicting, capsys):
     for name in "abc":
         write_volume(Path(f"scans/{name}.nii.gz"), scan_array())
     arguments = (*predicting, "scans", "--statistics", "-o", "out")
@@ -93,9 +89,7 @@ def test_a_folder_is_continued_with_what_is_incomplete(predicting: Words, capsys
     assert names_in("out") == [f"{n}_seg.{end}" for n in "abc" for end in ("json", "nii.gz")]
 
 
-def test_to_keep_and_to_replace_are_not_both(
-    scan: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_to_keep_and_to_replace_are_not_both(scan, predicting, capsys):
     assert run(*predicting, scan, "--continue", "--overwrite") == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line == "Error: --continue keeps results and --overwrite replaces them; drop one"
@@ -106,7 +100,7 @@ def test_to_keep_and_to_replace_are_not_both(
 
 
 @pytest.mark.parametrize("name", ["a.nii", "b.nii.gz"])
-def test_scratch_files_change_nothing_and_are_gone(predicting: Words, name: str) -> None:
+def test_scratch_files_change_nothing_and_are_gone(predicting, name):
     path = write_volume(Path(name), scan_array((30, 20, 19)))
     Path("disk").mkdir()
     arguments = (*predicting, path, "--statistics", "--probabilities", "-o")
@@ -116,7 +110,7 @@ def test_scratch_files_change_nothing_and_are_gone(predicting: Words, name: str)
     assert not names_in("disk")
 
 
-def test_scratch_is_a_folder(scan: Path, predicting: Words, capsys: Capture) -> None:
+def test_scratch_is_a_folder(scan, predicting, capsys):
     for place in ("absent", "a scan.nii.gz"):
         assert run(*predicting, scan, "--scratch", place) == 2
         *_, line = capsys.readouterr().err.splitlines()
@@ -128,9 +122,7 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_files_for_which_there_is_no_space_are_named(
-    scan: Path, predicting: Words, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_files_for_which_there_is_no_space_are_named(scan, predicting, monkeypatch, capsys):
     Path("disk").mkdir()
     monkeypatch.setattr(os, "posix_fallocate", full)
     line = refusal(capsys, *predicting, scan, "--scratch", "disk", "-o", "out")
@@ -144,15 +136,15 @@ def test_files_for_which_there_is_no_space_are_named(
 
 @pytest.mark.parametrize("ending", [".nii.gz", ".json", ".png"])
 def test_a_result_for_which_there_is_no_space_leaves_none_of_the_others(
-    scan: Path, predicting: Words, ending: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+    scan, predicting, ending, monkeypatch, capsys
+):
     """Else the same command would be refused, because some results exist and others do not."""
     write_bytes, save = Path.write_bytes, Figure.savefig
 
-    def write_or_fail(path: Path, content: bytes) -> int:
+    def write_or_fail(path, content):
         return full() if path.name.endswith(ending) else write_bytes(path, content)
 
-    def save_or_fail(figure: Figure, path: Path, **more: Any) -> None:
+    def save_or_fail(figure, path, **more):
         full() if ending == ".png" else save(figure, path, **more)
 
     with monkeypatch.context() as patched:
@@ -169,9 +161,7 @@ def test_a_result_for_which_there_is_no_space_leaves_none_of_the_others(
 # Probabilities
 
 
-def test_probabilities_lie_beside_the_segmentation(
-    scan: Path, predicting: Words, capsys: Capture
-) -> None:
+def test_probabilities_lie_beside_the_segmentation(scan, predicting, capsys):
     arguments = (*predicting, scan, "-o", "out/s.nii", "--probabilities")
     assert run(*arguments) == 0
     assert names_in("out") == ["s.nii", "s.npy"]
@@ -192,9 +182,7 @@ def test_probabilities_lie_beside_the_segmentation(
 
 
 @pytest.mark.parametrize("kind", ["cut off", "checksum", "header"])
-def test_a_bad_file_is_named_when_its_turn_comes(
-    predicting: Words, kind: str, capsys: Capture
-) -> None:
+def test_a_bad_file_is_named_when_its_turn_comes(predicting, kind, capsys):
     """The others are segmented, though it was read while one of them was."""
     for name in "abc":
         write_volume(Path(f"scans/{name}.nii.gz"), scan_array(seed=ord(name)))
@@ -239,9 +227,7 @@ def wait_for(process: warm.Warm, *words: str) -> None:
     ],
     ids=["reading", "windows", "both"],
 )
-def test_ctrl_c_ends_it_at_once(
-    predicting: Words, words: tuple[str, ...], slow: dict[str, float]
-) -> None:
+def test_ctrl_c_ends_it_at_once(predicting, words, slow):
     """Whatever is left would take many minutes."""
     # The first is read at once, unless it is packed.
     first = "a.nii.gz" if words[0] == READING else "a.nii"
@@ -259,7 +245,7 @@ def test_ctrl_c_ends_it_at_once(
     assert not list(Path("out").glob("*"))
 
 
-def test_what_is_killed_is_continued(scan: Path, predicting: Words) -> None:
+def test_what_is_killed_is_continued(scan, predicting):
     arguments = (*predicting, scan, *ALL_RESULTS)
     process = start(*arguments, "-o", "out", "--continue", window_s=0.2)
     wait_for(process, WINDOWS, WINDOWS)
@@ -272,7 +258,7 @@ def test_what_is_killed_is_continued(scan: Path, predicting: Words) -> None:
     assert made == contents("undisturbed")
 
 
-def test_a_mapped_scan_that_is_cut_off_leaves_nothing(predicting: Words) -> None:
+def test_a_mapped_scan_that_is_cut_off_leaves_nothing(predicting):
     """What the file has lost cannot be had any more; the system may even end the process."""
     path = write_volume(Path("a.nii"), scan_array((24, 16, 12)))
     process = start(*predicting, path, *ALL_RESULTS, "-o", "out", window_s=0.2)
@@ -286,7 +272,7 @@ def test_a_mapped_scan_that_is_cut_off_leaves_nothing(predicting: Words) -> None
 # Windows that are skipped
 
 
-def test_windows_in_air_are_skipped(predicting: Words, caplog: pytest.LogCaptureFixture) -> None:
+def test_windows_in_air_are_skipped(predicting, caplog):
     array = np.full((64, 16, 16), -1000, np.int16)
     array[:20] = scan_array((20, 16, 16))
     path = write_volume(Path("a.nii.gz"), array)
@@ -306,9 +292,7 @@ def test_windows_in_air_are_skipped(predicting: Words, caplog: pytest.LogCapture
 # Ranks
 
 
-def test_ranks_are_given_every_option(
-    scan: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_given_every_option(scan, checkpoint, monkeypatch):
     """Those that are flags, those with a value, and what looks like an option and is a file."""
     Path("disk").mkdir()
     other = write_volume(Path("-scan.nii"), scan_array())

@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import warm
-from tests.command_line import CONFIGS, SMALL, Capture, refusal, run, settings_of
+from tests.command_line import CONFIGS, SMALL, refusal, run, settings_of
 from tests.process_trees import assert_all_end, family_of
 from tests.trainings import (
     assert_same_weights,
@@ -35,14 +34,14 @@ TRAINING = ("train", "data", *SMALL, "--output", "run")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
+def no_pictures():
     """Save the time of drawing, which is tested elsewhere."""
     with without_pictures():
         yield
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A run of one epoch, in a folder beside its data."""
     top = tmp_path_factory.mktemp("finished")
     assert run("train", write_msd(top / "data"), *SMALL, "--output", top / "run", "--quiet") == 0
@@ -50,13 +49,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own_run(finished: Path) -> Path:
+def own_run(finished):
     """A copy of it in the current folder."""
     return shutil.copytree(finished, Path("run"))
 
 
 @pytest.fixture
-def data(folder: Path) -> Path:
+def data(folder):
     """A data set in the current folder."""
     return write_msd(folder / "data")
 
@@ -76,12 +75,12 @@ def data(folder: Path) -> Path:
         ("model.norm=[", "not valid YAML"),
     ],
 )
-def test_a_setting_that_cannot_be_is_explained(setting: str, words: str, capsys: Capture) -> None:
+def test_a_setting_that_cannot_be_is_explained(setting, words, capsys):
     assert words in refusal(capsys, "train", "--set", setting)
     assert not Path("runs").exists()
 
 
-def test_a_configuration_that_cannot_be_read_is_named(capsys: Capture) -> None:
+def test_a_configuration_that_cannot_be_read_is_named(capsys):
     assert "absent.yaml: No such file" in refusal(capsys, "train", "--config", "absent.yaml")
     Path("bad.yaml").write_text("training:\n  epohcs: 3\n  batch_size: many\n")
     line = refusal(capsys, "train", "--config", "bad.yaml")
@@ -89,7 +88,7 @@ def test_a_configuration_that_cannot_be_read_is_named(capsys: Capture) -> None:
     assert "epohcs" in line and "batch_size" in line  # every fault at once
 
 
-def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
+def test_files_and_options_override_the_defaults_in_turn(folder):
     write_msd(folder / "data set", num_cases=5)
     status = run(
         *("train", "data set", "--config", CONFIGS / "hippocampus-cpu.yaml", *SMALL, "--quiet"),
@@ -107,9 +106,7 @@ def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
     assert settings["data"]["dataset"] == str(folder / "data set")
 
 
-def test_every_option_changes_its_setting(
-    own_run: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_changes_its_setting(own_run, data, monkeypatch):
     asked: list[start.RunRequest] = []
     monkeypatch.setattr(start, "start_training", lambda request, *_: asked.append(request))
     status = run(
@@ -131,7 +128,7 @@ def test_every_option_changes_its_setting(
     assert training.init == (own_run / "checkpoint-latest.pt").absolute()
 
 
-def test_train_on_the_folds_of_a_datalist(data: Path, capsys: Capture) -> None:
+def test_train_on_the_folds_of_a_datalist(data, capsys):
     tree = json.loads((data / "dataset.json").read_text())
     cases = [{**case, "fold": min(number, 1)} for number, case in enumerate(tree["training"])]
     write_json(data / "datalist.json", {"training": cases})
@@ -146,7 +143,7 @@ def test_train_on_the_folds_of_a_datalist(data: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.usefixtures("data")
-def test_the_seed_decides_the_weights(finished: Path) -> None:
+def test_the_seed_decides_the_weights(finished):
     for seed in (0, 6):
         assert run(*TRAINING[:-1], f"run {seed}", "--quiet", "--seed", seed) == 0
     assert_same_weights(Path("run 0"), finished)
@@ -154,9 +151,7 @@ def test_the_seed_decides_the_weights(finished: Path) -> None:
     assert not weights(Path("run 6"))[name].equal(weights(finished)[name])
 
 
-def test_a_run_begins_with_the_network_of_another_one(
-    folder: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_begins_with_the_network_of_another_one(folder, capsys, caplog):
     caplog.set_level(logging.INFO, "unet3d")
     write_msd(folder / "first", spacing_mm=(1, 1, 2))
     labels = {"0": "background", "1": "near", "2": "far"}
@@ -184,7 +179,7 @@ def test_a_run_begins_with_the_network_of_another_one(
 # What it says
 
 
-def test_without_a_terminal_there_is_a_line_for_each_epoch_unless_it_is_quiet() -> None:
+def test_without_a_terminal_there_is_a_line_for_each_epoch_unless_it_is_quiet():
     write_msd(Path("data"), num_cases=5)
     done = warm.run_call(without_drawing, [*TRAINING, "--epochs", "3"])
     assert done.returncode == 0, done.stderr
@@ -209,14 +204,7 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch_unless_it_is_quiet() 
         ),
     ],
 )
-def test_the_last_line_says_what_has_come_out(
-    last: float | None,
-    best: float,
-    pictures: tuple[str, ...],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:
+def test_the_last_line_says_what_has_come_out(last, best, pictures, words, monkeypatch, capsys):
     state = TrainingState(last_dice={"a": last}, best_dice=best, best_epoch=3)
     result = TrainingResult(folder=RunFolder(Path("run")), state=state, final_dice=0.5, memory=None)
     Path("run/validation").mkdir(parents=True)
@@ -237,11 +225,11 @@ def test_the_last_line_says_what_has_come_out(
     ("rank", "local_rank", "level"), [(0, 0, "INFO"), (1, 1, "ERROR"), (2, 0, "WARNING")]
 )
 def test_what_is_wrong_with_the_data_is_said_once_on_each_machine(
-    rank: int, local_rank: int, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rank, local_rank, level, monkeypatch
+):
     levels: list[int] = []
 
-    def start(*_: object) -> None:
+    def start(*_):
         levels.append(logging.getLogger("unet3d").level)
 
     monkeypatch.setattr("unet3d.training.start.start_training", start)
@@ -258,9 +246,7 @@ def test_what_is_wrong_with_the_data_is_said_once_on_each_machine(
 # Where runs are, and how they go on
 
 
-def test_a_run_has_a_folder_of_its_own_which_resume_finds(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_run_has_a_folder_of_its_own_which_resume_finds(data, monkeypatch, capsys):
     assert "no run to resume in runs" in refusal(capsys, "train", "--resume")
     assert "no run to resume in x" in refusal(capsys, "train", "--resume", "--output", "x")
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
@@ -276,7 +262,7 @@ def test_a_run_has_a_folder_of_its_own_which_resume_finds(
     assert sorted(path.name for path in Path("runs").iterdir()) == names
 
 
-def test_resume_takes_the_run_of_the_data_set_that_is_named(folder: Path, capsys: Capture) -> None:
+def test_resume_takes_the_run_of_the_data_set_that_is_named(folder, capsys):
     for number, name in enumerate(("a", "b")):
         write_msd(folder / name, shape=(12, 14, 10 + number))
         assert run("train", name, *SMALL, "--quiet") == 0
@@ -298,9 +284,7 @@ def test_resume_takes_the_run_of_the_data_set_that_is_named(folder: Path, capsys
     assert "Mean Dice" in shown.out and str(made["b"]) in shown.out
 
 
-def test_a_damaged_configuration_of_a_run_does_not_stop_it(
-    own_run: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_configuration_of_a_run_does_not_stop_it(own_run, capsys, caplog):
     config = own_run / "config.yaml"
     config.write_bytes(b"\0" * 100)
     assert run("train", "--resume", "--output", "run", "--quiet", "--epochs", 2) == 0
@@ -311,7 +295,7 @@ def test_a_damaged_configuration_of_a_run_does_not_stop_it(
     assert "training.epochs is 'many'" in line  # somebody has changed it
 
 
-def test_an_output_folder_with_other_files_is_left_alone(data: Path, capsys: Capture) -> None:
+def test_an_output_folder_with_other_files_is_left_alone(data, capsys):
     Path("mine").mkdir()
     for name in ("config.yaml", "summary.json", "metrics.jsonl", ".unfinished-draft"):
         Path("mine", name).write_text("precious")
@@ -326,15 +310,15 @@ def test_an_output_folder_with_other_files_is_left_alone(data: Path, capsys: Cap
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can fill")
 @pytest.mark.usefixtures("data")
-def test_an_output_folder_that_takes_no_files_is_refused_at_once(capsys: Capture) -> None:
+def test_an_output_folder_that_takes_no_files_is_refused_at_once(capsys):
     line = refusal(capsys, "train", "data", *SMALL, "--output", "/proc/self/run")
     assert "cannot write to /proc/self/run: " in line
     assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
 
 
 @pytest.mark.usefixtures("data")
-def test_a_disk_that_fills_up_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    def full(self: RunFolder, line: object) -> None:
+def test_a_disk_that_fills_up_is_one_line(monkeypatch, capsys):
+    def full(self, line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.metrics))
 
     monkeypatch.setattr(RunFolder, "append_metrics", full)
@@ -346,10 +330,8 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     "name", ["metrics.jsonl", "memory.png", "progress.png", "events.out.tfevents"]
 )
 @pytest.mark.usefixtures("data")
-def test_a_file_of_a_run_that_cannot_be_written_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, name: str
-) -> None:
-    def full(path: Path, *arguments: object) -> None:
+def test_a_file_of_a_run_that_cannot_be_written_is_named(monkeypatch, capsys, name):
+    def full(path, *arguments):
         if path.name.startswith(name):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return actual[path.suffix == ".png"](path, *arguments)
@@ -373,9 +355,7 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(
         pytest.param(signal.SIGKILL, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_a_signal_while_data_are_prepared_stops_at_once(
-    folder: Path, number: signal.Signals, num_workers: int
-) -> None:
+def test_a_signal_while_data_are_prepared_stops_at_once(folder, number, num_workers):
     """As from a terminal or a launcher, which tell the whole group of processes; or a kill -9."""
     write_msd(folder / "data", num_cases=60, shape=(40, 40, 40), spacing_mm=(1, 1, 1.5))
     changes = (f"data.num_workers={num_workers}", "data.spacing_mm=0.9,0.9,0.9")

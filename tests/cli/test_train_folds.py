@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.command_line import Capture, Words, refusal, run
+from tests.command_line import refusal, run
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.trainings import assert_same_weights, contents, without_drawing
 from unet3d.runs.finding import recorded_folds
@@ -42,7 +42,7 @@ def summary_of(path: Path) -> dict[str, Any]:
     return summary
 
 
-def test_folds_one_after_another_are_runs_of_their_own(scan: Path) -> None:
+def test_folds_one_after_another_are_runs_of_their_own(scan):
     status, output, errors = train(*SMALL, "--folds", "0,2", "--epochs", 1, "--devices", "cpu")
     assert status == 0, errors
     (top,) = Path("runs").iterdir()
@@ -81,7 +81,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan: Path) -> None:
     assert predicted.stdout.startswith("using the mean of 3 networks: runs/phantom-folds-")
 
 
-def test_folds_on_several_devices_train_at_the_same_time() -> None:
+def test_folds_on_several_devices_train_at_the_same_time():
     options = (*SMALL, "--devices", "cpu,cpu", "--output", "folds")
     status, _, errors = train(*options, "--folds", "0,1", "--epochs", 1)
     assert status == 0, errors
@@ -98,7 +98,7 @@ def test_folds_on_several_devices_train_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.nightly)])
-def test_a_signal_stops_all_folds_and_they_go_on(devices: str) -> None:
+def test_a_signal_stops_all_folds_and_they_go_on(devices):
     words = (*SMALL, "--folds", "0,1", "--devices", devices, "--epochs", 100000)
     process = start("train", *words, "--output", "folds")
     running = [Path("folds", name) for name in ("fold0", "fold1")[: devices.count("cpu")]]
@@ -135,15 +135,13 @@ def test_a_signal_stops_all_folds_and_they_go_on(devices: str) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_one_line_and_leaves_nothing(
-    options: Words, words: str, capsys: Capture
-) -> None:
+def test_what_cannot_be_is_one_line_and_leaves_nothing(options, words, capsys):
     assert run("train", *SMALL, "--devices", "cpu", *options) == 1
     assert words in capsys.readouterr().err.splitlines()[-1]
     assert not list(Path().glob("runs/*"))
 
 
-def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_ranks_of_torchrun_are_refused(monkeypatch, capsys):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(os, "_exit", sys.exit)
@@ -151,12 +149,10 @@ def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "--folds starts the processes of each fold itself" in line
 
 
-def test_folds_that_fail_are_named_and_there_is_no_summary(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_folds_that_fail_are_named_and_there_is_no_summary(monkeypatch, capsys):
     asked = {}
 
-    def fail(commands: list, slots: object, *, goes_on_after: Any, **more: object) -> dict:
+    def fail(commands, slots, *, goes_on_after, **more):
         Path("folds/fold0").mkdir()
         Path("folds/fold0/checkpoint-latest.pt").touch()
         asked.update({command.name: goes_on_after(command) for command in commands})

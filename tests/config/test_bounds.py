@@ -65,7 +65,7 @@ def assert_usable(config: Config) -> None:
 
 
 @pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.nightly)])
-def test_every_setting_refuses_or_bounds_hostile_values(share: int) -> None:
+def test_every_setting_refuses_or_bounds_hostile_values(share):
     """Every fifth value by day, another fifth for each setting; all at night."""
     for number, (key, value) in enumerate(product(KEYS, HOSTILE)):
         if number % share:
@@ -111,7 +111,7 @@ def test_every_setting_refuses_or_bounds_hostile_values(share: int) -> None:
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_a_value_out_of_range(override: str, message: str) -> None:
+def test_a_value_out_of_range(override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     said = str(caught.value)
@@ -145,7 +145,7 @@ LAUGHS = "a: &a [x]\n" + "".join(
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_yaml_that_is_more_than_settings(tmp_path: Path, text: str, message: str) -> None:
+def test_yaml_that_is_more_than_settings(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -156,13 +156,13 @@ def test_yaml_that_is_more_than_settings(tmp_path: Path, text: str, message: str
         Config.from_yaml(text)
 
 
-def test_numbers_of_many_parts_take_no_time() -> None:
+def test_numbers_of_many_parts_take_no_time():
     # YAML 1.1 reads 1:1:1 as a number of base 60; the time of a long one grows with its square.
     with pytest.raises(ValueError, match="more than 8,192 characters"):
         parse_yaml("a: " + ":".join(["1"] * 300_000))
 
 
-def test_a_file_that_is_none_or_too_large(tmp_path: Path) -> None:
+def test_a_file_that_is_none_or_too_large(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ConfigError, match="fifo: it is not a regular file"):
         load_config(tmp_path / "fifo")
@@ -174,7 +174,7 @@ def test_a_file_that_is_none_or_too_large(tmp_path: Path) -> None:
         load_config(tmp_path / "large.yaml")
 
 
-def test_many_mistakes_make_a_short_message() -> None:
+def test_many_mistakes_make_a_short_message():
     tree = {f"mistake {number}": number for number in range(5000)}
     with pytest.raises(ConfigError, match="and 4990 more") as caught:
         Config.from_plain(tree)
@@ -183,7 +183,7 @@ def test_many_mistakes_make_a_short_message() -> None:
 
 @property_test
 @given(mutated(TREE))
-def test_mutations_of_the_values(tree: Any) -> None:
+def test_mutations_of_the_values(tree):
     if isinstance(tree, dict):
         config = accept(lambda: Config.from_plain(tree))
         if config is not None:
@@ -192,13 +192,13 @@ def test_mutations_of_the_values(tree: Any) -> None:
 
 @property_test
 @given(damaged(yaml.safe_dump(TREE, sort_keys=False).encode()))
-def test_mutations_of_the_text(content: bytes) -> None:
+def test_mutations_of_the_text(content):
     accept(lambda: Config.from_yaml(content.decode(errors="surrogateescape")))
 
 
 @partial(property_test, share=0.25)
 @given(st.sampled_from(KEYS), st.text() | st.from_regex(r"[-+0-9eE.,_:\[\]{}&*!\"\\ xn]+"))
-def test_overrides(key: str, value: str) -> None:
+def test_overrides(key, value):
     config = accept(lambda: load_config(None, [f"{key}={value}"]))
     if config is not None:
         assert parse_yaml(commented_yaml(config)) == config.model_dump(mode="json")

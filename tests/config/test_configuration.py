@@ -23,13 +23,13 @@ def refusal(*overrides: str, text: str | None = None, folder: Path | None = None
     return message
 
 
-def test_defaults_are_valid_and_round_trip() -> None:
+def test_defaults_are_valid_and_round_trip():
     config = load_config()
     assert config == Config()
     assert Config.from_yaml(config.to_yaml()) == config
 
 
-def test_round_trip_of_every_kind_of_value(tmp_path: Path) -> None:
+def test_round_trip_of_every_kind_of_value(tmp_path):
     config = load_config(
         None,
         [
@@ -56,7 +56,7 @@ def test_round_trip_of_every_kind_of_value(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.yaml") == config
 
 
-def test_values_of_python_are_settings() -> None:
+def test_values_of_python_are_settings():
     values = {
         "data.dataset": Path("/somewhere, else #1"),
         "data.cache": None,
@@ -87,7 +87,7 @@ def test_values_of_python_are_settings() -> None:
     assert config.inference.window == "whole"
 
 
-def test_a_file_holds_only_what_differs_and_overrides_win(tmp_path: Path) -> None:
+def test_a_file_holds_only_what_differs_and_overrides_win(tmp_path):
     path = tmp_path / "settings.yaml"
     path.write_text("training:\n  epochs: 7\n  batch_size: 4\n")
     config = load_config(path, ["training.epochs=8", "training.epochs=9"])
@@ -96,14 +96,14 @@ def test_a_file_holds_only_what_differs_and_overrides_win(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "training:\n", "data:\n  phantom:\n"])
-def test_an_empty_file_or_section_means_the_defaults(tmp_path: Path, text: str) -> None:
+def test_an_empty_file_or_section_means_the_defaults(tmp_path, text):
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     assert load_config(path) == Config()
     assert load_config(path, ["training.epochs=3"]).training.epochs == 3
 
 
-def test_with_values_replaces_some_and_checks_all() -> None:
+def test_with_values_replaces_some_and_checks_all():
     config = load_config(None, ["training.epochs=3"])
     changed = config.with_values({"patches.size": (16, 16, 8), "model.num_levels": 2})
     assert changed.patches.size == (16, 16, 8)
@@ -163,7 +163,7 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ("training.epochs=2024-99-99", "'2024-99-99' is not valid YAML"),
     ],
 )
-def test_one_message_for_a_wrong_setting(override: str, message: str) -> None:
+def test_one_message_for_a_wrong_setting(override, message):
     said = refusal(override)
     assert message in said
     assert ";" not in said.replace("; give", "").replace("; use", "")
@@ -210,11 +210,11 @@ def test_one_message_for_a_wrong_setting(override: str, message: str) -> None:
     ],
     ids=str,
 )
-def test_replicas_that_do_not_suit_the_mode_are_refused(overrides: list[str], reason: str) -> None:
+def test_replicas_that_do_not_suit_the_mode_are_refused(overrides, reason):
     assert reason in refusal(*overrides)
 
 
-def test_replicas_that_suit_the_mode_are_taken() -> None:
+def test_replicas_that_suit_the_mode_are_taken():
     load_config(None, ["parallel.mode=model", "parallel.replicas=2", "parallel.balance=memory"])
     load_config(None, ["parallel.mode=spatial", "parallel.replicas=2", "training.micro_batches=2"])
     load_config(None, ["parallel.replicas=2", "model.norm=batch"])  # auto: the devices decide
@@ -225,12 +225,12 @@ def test_replicas_that_suit_the_mode_are_taken() -> None:
     assert threads.parallel.output_device == "1"
 
 
-def test_batch_norm_with_accumulation_is_refused_with_the_reason() -> None:
+def test_batch_norm_with_accumulation_is_refused_with_the_reason():
     message = refusal("model.norm=batch", "training.micro_batches=2")
     assert "statistics" in message and "use model.norm=instance" in message
 
 
-def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_told_at_once(tmp_path):
     text = "training: {epochs: -1, optimiser: sgd}\nmodel: {norm: layer}\n"
     message = refusal("patches.size=x", text=text, folder=tmp_path)
     assert message.startswith(f"{tmp_path / 'settings.yaml'}: ")
@@ -256,18 +256,18 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
         ("training: &a {epochs: *a}", "line 1: anchors (&) and aliases (*) are not allowed"),
     ],
 )
-def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_no_configuration(tmp_path, text, message):
     assert message in refusal(text=text, folder=tmp_path)
     with pytest.raises(ConfigError):
         Config.from_yaml(text)
 
 
-def test_an_override_below_a_scalar(tmp_path: Path) -> None:
+def test_an_override_below_a_scalar(tmp_path):
     message = refusal("training.epochs=4", text="training: 3", folder=tmp_path)
     assert message == "cannot set training.epochs: training is 3, not a section"
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="cannot read .*missing.yaml: No such file"):
         load_config(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match="Is a directory"):
@@ -277,7 +277,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.yaml")
 
 
-def test_the_written_yaml_is_plain_and_complete() -> None:
+def test_the_written_yaml_is_plain_and_complete():
     tree = yaml.safe_load(Config().to_yaml())
     assert tree["data"]["phantom"]["shape"] == [64, 64, 64]
     assert {name: set(section) for name, section in tree.items()} == {
@@ -286,12 +286,12 @@ def test_the_written_yaml_is_plain_and_complete() -> None:
     assert tree["parallel"]["devices"] is None
 
 
-def test_settings_need_no_torch() -> None:
+def test_settings_need_no_torch():
     code = "import sys, unet3d.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_levels_that_are_made_again_cannot_be_parked() -> None:
+def test_levels_that_are_made_again_cannot_be_parked():
     settings = ["memory.offload=skips", "memory.recompute=level"]
     with pytest.raises(ConfigError, match=r"memory\.offload=skips with memory\.recompute=level"):
         load_config(None, settings)

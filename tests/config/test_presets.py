@@ -13,18 +13,18 @@ def names_of_the_option() -> list[str]:
     return list(option.type.choices)
 
 
-def test_the_command_line_knows_all_of_them() -> None:
+def test_the_command_line_knows_all_of_them():
     assert names_of_the_option() == list(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_is_a_configuration_that_differs_from_the_defaults(name: str) -> None:
+def test_each_is_a_configuration_that_differs_from_the_defaults(name):
     config = load_config(None, preset_changes([name]))
     assert config == load_config().with_values(PRESETS[name])
     assert config != load_config()
 
 
-def test_a_later_one_wins_and_what_is_set_wins_over_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_later_one_wins_and_what_is_set_wins_over_all(capsys):
     changes = preset_changes(["quick", "full"])
     assert load_config(None, changes).training.epochs == 1000
     assert load_config(None, [*changes, "training.epochs=3"]).training.epochs == 3

@@ -1,5 +1,4 @@
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -28,14 +27,14 @@ def printed(*arguments: str) -> str:
     return result.output
 
 
-def test_what_the_command_prints_is_a_configuration_of_the_defaults(tmp_path: Path) -> None:
+def test_what_the_command_prints_is_a_configuration_of_the_defaults(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text(printed())
     assert load_config(path) == Config()
     assert yaml.safe_load(path.read_text()) == Config().model_dump(mode="json")
 
 
-def test_values_of_a_file_and_of_options_come_back(tmp_path: Path) -> None:
+def test_values_of_a_file_and_of_options_come_back(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text("training:\n  epochs: 7\n")
     sets = [word for change in AWKWARD for word in ("--set", change)]
@@ -50,7 +49,7 @@ def test_values_of_a_file_and_of_options_come_back(tmp_path: Path) -> None:
     assert len(re.findall(r"\bDefault: |\bDefault:$", text, re.M)) == 1 + len(AWKWARD) - 1
 
 
-def test_no_setting_lacks_a_meaning_or_a_type_in_words() -> None:
+def test_no_setting_lacks_a_meaning_or_a_type_in_words():
     everything = list(settings())
     assert len(everything) > 60
     for setting in everything:
@@ -58,8 +57,8 @@ def test_no_setting_lacks_a_meaning_or_a_type_in_words() -> None:
         assert bool(setting.allowed) is not setting.is_section, setting.key
 
 
-def test_the_settings_are_those_of_the_configuration_in_its_order() -> None:
-    def keys(tree: dict[str, object], prefix: str = "") -> list[str]:
+def test_the_settings_are_those_of_the_configuration_in_its_order():
+    def keys(tree, prefix=""):
         found = []
         for name, value in tree.items():
             found.append(prefix + name)
@@ -70,7 +69,7 @@ def test_the_settings_are_those_of_the_configuration_in_its_order() -> None:
     assert [setting.key for setting in settings()] == keys(Config().model_dump())
 
 
-def test_every_line_of_a_value_follows_its_meaning() -> None:
+def test_every_line_of_a_value_follows_its_meaning():
     lines = commented_yaml(Config()).splitlines()
     assert max(map(len, lines)) <= 100
     by_name = {setting.key.split(".")[-1]: setting for setting in settings()}
@@ -83,7 +82,7 @@ def test_every_line_of_a_value_follows_its_meaning() -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, "off", "null", "1f1b", "", 3e-5, 4, [1.0, 2.5], []])
-def test_a_value_is_one_line_of_yaml(value: object) -> None:
+def test_a_value_is_one_line_of_yaml(value):
     text = in_yaml(value)
     assert "\n" not in text
     assert yaml.safe_load(text) == value

@@ -20,7 +20,7 @@ class FakeGroup:
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
+def groups(monkeypatch):
     found = [FakeGroup(), FakeGroup()]
     # Private, because groups can be aborted only where NCCL and GPUs are.
     monkeypatch.setattr(broken_groups, "_others", lambda: found)
@@ -28,9 +28,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
     return found
 
 
-def test_groups_are_aborted_as_soon_as_another_rank_says_that_it_failed(
-    groups: list[FakeGroup],
-) -> None:
+def test_groups_are_aborted_as_soon_as_another_rank_says_that_it_failed(groups):
     store = store_of_all()
     store.set("broken/1", "")
     deadline = time.monotonic() + 10
@@ -41,7 +39,7 @@ def test_groups_are_aborted_as_soon_as_another_rank_says_that_it_failed(
     assert [group.num_aborts for group in groups] == [1, 1]
 
 
-def test_groups_stay_where_no_rank_fails_or_only_later(groups: list[FakeGroup]) -> None:
+def test_groups_stay_where_no_rank_fails_or_only_later(groups):
     store = store_of_all()
     store.set("broken/1", "")  # of groups that were made anew since
     with aborted_with_others(store, "broken/2"):

@@ -39,26 +39,26 @@ def run(
     return statuses, said
 
 
-def test_what_commands_say_at_the_same_time_has_their_names() -> None:
+def test_what_commands_say_at_the_same_time_has_their_names():
     statuses, said = run(GOOD, BAD, GOOD, num_slots=2)
     assert statuses == {"c0": 0, "c1": 1, "c2": 0}
     (line,) = said  # results of commands that run side by side are not shown
     assert line.startswith("c1: Error: ") and "nonsense" in line
 
 
-def test_one_at_a_time_writes_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_at_a_time_writes_to_the_terminal(capfd):
     statuses, said = run(GOOD, BAD, num_slots=1)
     assert statuses == {"c0": 0, "c1": 1} and said == []
     captured = capfd.readouterr()
     assert captured.out.startswith("#") and captured.err.startswith("Error: ")
 
 
-def test_what_has_not_begun_need_not_begin_after_a_failure() -> None:
+def test_what_has_not_begun_need_not_begin_after_a_failure():
     assert run(BAD, GOOD, num_slots=1, goes_on=False)[0] == {"c0": 1}
     assert run(BAD, GOOD, num_slots=1, goes_on=True)[0] == {"c0": 1, "c1": 0}
 
 
-def test_each_slot_adds_its_own_words() -> None:
+def test_each_slot_adds_its_own_words():
     said: list[str] = []
     slots = (("--set", "one=1"), ("--set", "two=2"))
     run_commands(
@@ -67,7 +67,7 @@ def test_each_slot_adds_its_own_words() -> None:
     assert ["one" in line for line in sorted(said)] == [True, False]
 
 
-def test_commands_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_share_the_cores(monkeypatch):
     alone = num_cores()
     monkeypatch.setenv(SHARED_BY, "2")
     assert num_cores() == max(1, alone // 2)
@@ -76,7 +76,7 @@ def test_commands_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def begun(tmp_path, monkeypatch):
     """A folder in which commands that load no more, for ever, leave a file each."""
     (tmp_path / "begun").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
@@ -103,8 +103,8 @@ def wait_for(begun: Path, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_a_signal_ends_all_and_nothing_new_begins(begun: Path, num_slots: int) -> None:
-    def interrupt() -> None:
+def test_a_signal_ends_all_and_nothing_new_begins(begun, num_slots):
+    def interrupt():
         wait_for(begun, num_slots)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -118,7 +118,7 @@ def test_a_signal_ends_all_and_nothing_new_begins(begun: Path, num_slots: int) -
     assert_all_end(ended, 0)
 
 
-def test_killing_the_first_process_leaves_no_other(begun: Path) -> None:
+def test_killing_the_first_process_leaves_no_other(begun):
     code = (
         "from unet3d.distributed.commands import *; "
         "run_commands([Command(name='a', arguments=('config',))], [()], on_cpu=True, "
@@ -134,7 +134,7 @@ def test_killing_the_first_process_leaves_no_other(begun: Path) -> None:
     assert_all_end([child], 10)
 
 
-def test_ends_in_words() -> None:
+def test_ends_in_words():
     assert in_words(1) == "failed"
     assert in_words(-signal.SIGKILL) == "was killed by SIGKILL"
     assert in_words(128 + signal.SIGTERM) == "was stopped by SIGTERM"

@@ -5,7 +5,6 @@ In processes that are in ``tests/faults/test_ranks.py``.
 
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -109,19 +108,19 @@ class Rank:
 
 
 @pytest.fixture
-def fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_devices(monkeypatch):
     monkeypatch.setattr(FakeProgress, "made", [])
     monkeypatch.setitem(device_watch.PROGRESS, "cpu", FakeProgress)
     monkeypatch.setattr(rank_watch, "GRACE_SECONDS", 0.01)
 
 
 @pytest.fixture
-def store() -> dist.Store:
+def store():
     return store_of_all()
 
 
 @pytest.fixture
-def rank(fake_devices: None, store: dist.Store) -> Iterator[Rank]:
+def rank(fake_devices, store):
     made = Rank(store)
     yield made
     made.close()
@@ -132,9 +131,7 @@ def rank(fake_devices: None, store: dist.Store) -> Iterator[Rank]:
     [(TRAINING, "--resume continues the run"), (PREDICTION, "give the same command again")],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_device_that_gets_no_further_names_the_lost_rank(
-    fake_devices: None, store: dist.Store, purpose: Purpose, advice: str
-) -> None:
+def test_a_device_that_gets_no_further_names_the_lost_rank(fake_devices, store, purpose, advice):
     rank = Rank(store, purpose=purpose)
     RankWatch(store, place(1, 2), timedelta(seconds=LIMIT)).note(4, "epoch 1, step 5")
     rank.stop_at(0)
@@ -146,14 +143,14 @@ def test_a_device_that_gets_no_further_names_the_lost_rank(
     assert advice in str(error)
 
 
-def test_work_that_is_waited_for_before_all_is_queued_has_no_longer_limit(rank: Rank) -> None:
+def test_work_that_is_waited_for_before_all_is_queued_has_no_longer_limit(rank):
     """As where ranks agree on something on their GPUs in the middle of a step."""
     with rank.watch.queueing(CPU):
         rank.stop_at(0)
         rank.assert_is_lost_after(LOOKS)
 
 
-def test_the_rest_of_a_step_is_queueing_too(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_a_step_is_queueing_too(rank, monkeypatch):
     """Of which there may be as much more as kernels take to compile."""
     monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", LIMIT)
     with rank.watch.queueing(CPU):
@@ -161,7 +158,7 @@ def test_the_rest_of_a_step_is_queueing_too(rank: Rank, monkeypatch: pytest.Monk
         rank.assert_is_lost_after(LOOKS + 4)
 
 
-def test_progress_is_enough_however_far_the_main_thread_is_ahead(rank: Rank) -> None:
+def test_progress_is_enough_however_far_the_main_thread_is_ahead(rank):
     for _ in range(1000):
         rank.queue()
     rank.device.allowed = 0
@@ -171,9 +168,7 @@ def test_progress_is_enough_however_far_the_main_thread_is_ahead(rank: Rank) -> 
     rank.assert_is_lost_after(LOOKS)
 
 
-def test_a_device_that_has_done_all_may_wait_for_its_next_work(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_has_done_all_may_wait_for_its_next_work(rank, monkeypatch):
     monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", 0.0)
     rank.queue()
     rank.assert_goes_on(3 * LOOKS)
@@ -186,9 +181,7 @@ def test_a_device_that_has_done_all_may_wait_for_its_next_work(
         rank.assert_is_lost_after(LOOKS - 1)
 
 
-def test_an_error_while_work_is_queued_leaves_nothing_to_wait_for(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_while_work_is_queued_leaves_nothing_to_wait_for(rank, monkeypatch):
     monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", 0.0)
     with pytest.raises(torch.OutOfMemoryError), rank.watch.queueing(CPU):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -196,7 +189,7 @@ def test_an_error_while_work_is_queued_leaves_nothing_to_wait_for(
     rank.assert_goes_on(3 * LOOKS)
 
 
-def test_a_rank_that_was_suspended_does_not_take_the_others_for_lost(rank: Rank) -> None:
+def test_a_rank_that_was_suspended_does_not_take_the_others_for_lost(rank):
     """Time counts only while the thread looks: here, one look in many limits."""
     rank.stop_at(0)
     rank.assert_goes_on(2)
@@ -204,7 +197,7 @@ def test_a_rank_that_was_suspended_does_not_take_the_others_for_lost(rank: Rank)
     rank.assert_goes_on(2)
 
 
-def test_nothing_happens_after_the_end_of_the_watch(rank: Rank) -> None:
+def test_nothing_happens_after_the_end_of_the_watch(rank):
     before = threading.active_count()
     rank.stop_at(0)
     assert threading.active_count() == before + 1
@@ -213,18 +206,16 @@ def test_nothing_happens_after_the_end_of_the_watch(rank: Rank) -> None:
     assert not rank.errors and threading.active_count() == before
 
 
-def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(rank, monkeypatch):
     is_naming, is_closed = threading.Event(), threading.Event()
     lost, join = rank.ranks.lost, threading.Thread.join
 
-    def named(hangs: bool) -> RankError:
+    def named(hangs):
         is_naming.set()
         assert is_closed.wait(10)
         return lost(hangs)
 
-    def wait_for_thread(thread: threading.Thread) -> None:
+    def wait_for_thread(thread):
         is_closed.set()  # which the watch says before it waits for its thread
         join(thread)
 
@@ -237,9 +228,7 @@ def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(
     assert is_closed.is_set() and not rank.errors
 
 
-def test_ranks_that_miss_one_say_so_together(
-    fake_devices: None, store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_miss_one_say_so_together(fake_devices, store, monkeypatch):
     """Else they would name each other, because one looks or notices later."""
     monkeypatch.setattr(rank_watch, "GRACE_SECONDS", 2.0)
     late = Rank(store, 0, num_ranks=3)
@@ -258,7 +247,7 @@ def test_ranks_that_miss_one_say_so_together(
     assert len(late.errors) == len(named) == 1
 
 
-def test_a_rank_that_could_go_on_misses_nobody(fake_devices: None, store: dist.Store) -> None:
+def test_a_rank_that_could_go_on_misses_nobody(fake_devices, store):
     first, second = (RankWatch(store, place(r, 2), timedelta(seconds=LIMIT)) for r in range(2))
     with pytest.raises(LostRankError), first.translate_dist_errors():
         raise RuntimeError("[gloo/transport/tcp] Connection closed by peer")
@@ -267,7 +256,7 @@ def test_a_rank_that_could_go_on_misses_nobody(fake_devices: None, store: dist.S
     assert not second.is_missed()
 
 
-def test_devices_that_gloo_waits_for_are_not_watched(store: dist.Store) -> None:
+def test_devices_that_gloo_waits_for_are_not_watched(store):
     rank, before = Rank(store), threading.active_count()
     rank.queue()
     assert threading.active_count() == before
@@ -277,7 +266,7 @@ def test_devices_that_gloo_waits_for_are_not_watched(store: dist.Store) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_writes_how_far_it_is_into_host_memory() -> None:
+def test_a_gpu_writes_how_far_it_is_into_host_memory():
     gpu = torch.device("cuda", 0)
     progress = GpuProgress(gpu)
     assert progress.reached() == 0

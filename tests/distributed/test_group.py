@@ -19,7 +19,7 @@ from unet3d.errors import LostRankError, RankError
 ALONE = Group(Ranks())
 
 
-def test_a_single_rank_gets_what_it_made_itself() -> None:
+def test_a_single_rank_gets_what_it_made_itself():
     made = object()
     assert ALONE.from_first(lambda: made, to_plain=lambda _: 1 / 0) is made
     assert ALONE.exchange(made)[0] is made
@@ -30,8 +30,8 @@ def test_a_single_rank_gets_what_it_made_itself() -> None:
 
 
 def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "meeting").mkdir()
     monkeypatch.setenv("UNET3D_MEETING_FOLDER", str(tmp_path / "meeting"))
@@ -43,11 +43,11 @@ def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
     assert not list((tmp_path / "meeting").iterdir())
 
 
-def test_what_the_first_rank_makes_reaches_all_by_way_of_plain_values() -> None:
+def test_what_the_first_rank_makes_reaches_all_by_way_of_plain_values():
     calls = []
 
-    def work(group: Group) -> Path:
-        def make() -> Path:
+    def work(group):
+        def make():
             calls.append(group.ranks.rank)
             return Path("a") / str(group.ranks.rank)
 
@@ -57,24 +57,24 @@ def test_what_the_first_rank_makes_reaches_all_by_way_of_plain_values() -> None:
     assert calls == [0]
 
 
-def test_values_come_in_the_order_of_the_ranks_however_often() -> None:
-    def work(group: Group) -> list[list[int]]:
+def test_values_come_in_the_order_of_the_ranks_however_often():
+    def work(group):
         return [group.exchange(10 * turn + group.ranks.rank) for turn in range(5)]
 
     assert in_threads(3, work) == [[[10 * t, 10 * t + 1, 10 * t + 2] for t in range(5)]] * 3
 
 
-def test_sums_are_the_same_in_all_ranks() -> None:
+def test_sums_are_the_same_in_all_ranks():
     values = ([0.1, 1.0], [0.2, 2.0], [0.3, 4.0])
     found = in_threads(3, lambda group: group.sum(values[group.ranks.rank]))
     assert found == [[0.1 + 0.2 + 0.3, 7.0]] * 3
 
 
-def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine() -> None:
+def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine():
     lock, done = threading.Lock(), []
 
-    def work(group: Group) -> None:
-        def once() -> None:
+    def work(group):
+        def once():
             time.sleep(0.05)
             with lock:
                 done.append(group.ranks.rank)
@@ -87,7 +87,7 @@ def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine() -> Non
     assert sorted(done) == [0, 1, 2, 3]
 
 
-def test_the_rank_that_got_least_far_hangs() -> None:
+def test_the_rank_that_got_least_far_hangs():
     store, ranks = store_of_all(), place(0, 3)
     watches = [RankWatch(store, place(rank, 3), timedelta(seconds=0.5)) for rank in range(3)]
     watches[1].note(4, "epoch 1, step 5")
@@ -96,9 +96,7 @@ def test_the_rank_that_got_least_far_hangs() -> None:
         StoreExchange(store, ranks, watches[0]).exchange(None)
 
 
-def test_an_error_of_a_process_group_names_the_rank_that_misses_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_a_process_group_names_the_rank_that_misses_nobody(monkeypatch):
     monkeypatch.setattr("unet3d.distributed.rank_watch.GRACE_SECONDS", 0.0)
     store = store_of_all()
     watch = RankWatch(store, place(0, 3), timedelta(seconds=1))
@@ -111,6 +109,6 @@ def test_an_error_of_a_process_group_names_the_rank_that_misses_nobody(
             raise RuntimeError("of something else")
 
 
-def test_a_single_rank_has_no_group() -> None:
+def test_a_single_rank_has_no_group():
     with pytest.raises(RuntimeError, match="a single rank has no other"):
         ALONE.new_group(torch.device("cpu"))

@@ -20,7 +20,7 @@ from tests.trainings import SMALL, losses, run, settings, start, weights, withou
 from unet3d.distributed import launcher
 from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
 from unet3d.distributed.purpose import TRAINING
-from unet3d.distributed.ranks import Kind, report_end
+from unet3d.distributed.ranks import report_end
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.interruption import Interrupted
 
@@ -41,7 +41,7 @@ def probe_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_rank_that_cannot_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_end_is_ended(tmp_path, monkeypatch):
     """It has said why; what it waits for is a rank that hangs."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, time\n"
@@ -60,9 +60,7 @@ def test_a_rank_that_cannot_end_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
         launch(["--version"], tmp_path, num_ranks=2, max_restarts=0, on_gpus=False)
 
 
-def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_killed(tmp_path, monkeypatch):
     """The user, who has asked, is not told of an error."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, time\n"
@@ -77,7 +75,7 @@ def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_killed(
         launch(["--version"], tmp_path, max_restarts=1, purpose=purpose, **ALONE)
 
 
-def test_ranks_import_what_the_process_that_starts_them_can(tmp_path: Path) -> None:
+def test_ranks_import_what_the_process_that_starts_them_can(tmp_path):
     start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
     absolute, inserted = tmp_path / "absolute", probe_folder(tmp_path / "inserted")
     for folder in (start / "packages", absolute, elsewhere):
@@ -108,9 +106,7 @@ print(json.dumps(sys.path))
         assert json.loads((tmp_path / str(rank)).read_text()) == expected
 
 
-def test_what_was_explained_is_not_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_explained_is_not_tried_again(tmp_path, caplog):
     with pytest.raises(Unet3dError, match="nonsense"):
         launch(["config", "--set", "nonsense=1"], tmp_path, max_restarts=3, **ALONE)
     assert [path.name for path in tmp_path.iterdir()] == ["error-0-0.json"]
@@ -118,8 +114,8 @@ def test_what_was_explained_is_not_tried_again(
 
 
 def test_a_restart_is_told_with_its_reason_unless_the_rank_was_asked_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     """A rank dies while it starts, but not the second time."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
@@ -138,7 +134,7 @@ def test_a_restart_is_told_with_its_reason_unless_the_rank_was_asked_to_stop(
     assert sorted(path.name for path in tmp_path.glob("*-*")) == ["15-0", "9-0", "9-1"]
 
 
-def test_the_reason_of_a_failing_rank_is_one_line(cache: Path, tmp_path: Path) -> None:
+def test_the_reason_of_a_failing_rank_is_one_line(cache, tmp_path):
     diverging = ("training.learning_rate=1e30", "training.gradient_clip=1e30")
     spread = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
     done = warm.run_call(without_drawing, words(tmp_path / "run", cache, *spread, *diverging))
@@ -149,7 +145,7 @@ def test_the_reason_of_a_failing_rank_is_one_line(cache: Path, tmp_path: Path) -
 
 
 @pytest.mark.multigpu
-def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
+def test_two_gpus_train_one_network(cache, tmp_path):
     folder = tmp_path / "run"
     more = ("parallel.mode=data", "parallel.devices=0,1", "training.epochs=2")
     process = start(folder, cache, *more, "training.precision=bfloat16", "training.batch_size=3")
@@ -169,7 +165,7 @@ def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.multigpu
-def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) -> None:
+def test_two_gpus_have_the_same_weights_to_the_bit(cache, tmp_path):
     more = ("training.epochs=2", "training.precision=bfloat16", "training.batch_size=3")
     script = Path(__file__).with_name("rank_machine.py")
     done = subprocess.run(
@@ -193,7 +189,7 @@ def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.multigpu
-def test_nn_data_parallel_trains_in_one_process(cache: Path, tmp_path: Path) -> None:
+def test_nn_data_parallel_trains_in_one_process(cache, tmp_path):
     threads = (
         "parallel.mode=data",
         "parallel.engine=dataparallel",
@@ -219,7 +215,7 @@ def can_make_networks() -> bool:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["auto", "spatial"])
-def test_two_machines_train_one_network(mode: str, cache: Path, tmp_path: Path) -> None:
+def test_two_machines_train_one_network(mode, cache, tmp_path):
     names = [f"unet3d-{os.getpid()}-{node}" for node in range(2)]
     has_networks = os.geteuid() == 0 and can_make_networks()
     address, port = ("10.77.0.1" if has_networks else "127.0.0.1"), free_port()
@@ -314,12 +310,12 @@ def told(rank: int, kind: str, seconds: float, text: str) -> Failure:
     ],
     ids=("killed", "earliest", "not its own", "consequence", "status", "while loading"),
 )
-def test_the_first_reason_counts(failures: list[Failure], reason: str) -> None:
+def test_the_first_reason_counts(failures, reason):
     assert str(_reason(failures)).startswith(reason)
 
 
 @pytest.mark.parametrize("kind", ["explained", "unexpected", "hang"])
-def test_a_rank_that_could_not_save_when_it_was_stopped_says_so(kind: Kind) -> None:
+def test_a_rank_that_could_not_save_when_it_was_stopped_says_so(kind):
     stopped = failure(0, 143, 5, kind="interrupted", signal=15)
     full = told(1, kind, 5.1, "cannot write the checkpoint")
     reason = _reason_of_stop([stopped, full], signal.SIGTERM)
@@ -330,8 +326,8 @@ def test_a_rank_that_could_not_save_when_it_was_stopped_says_so(kind: Kind) -> N
 
 
 def test_the_meeting_folder_is_private_and_those_of_killed_launchers_are_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, other = tmp_path / "unet3d-ranks-left", tmp_path / "unet3d-other"
     for folder in (left, other):
@@ -348,8 +344,8 @@ def test_the_meeting_folder_is_private_and_those_of_killed_launchers_are_deleted
 
 @pytest.mark.parametrize(("kind", "has_traceback"), [("explained", False), ("unexpected", True)])
 def test_torchrun_is_shown_a_traceback_only_of_what_we_do_not_explain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, has_traceback: bool
-) -> None:
+    tmp_path, monkeypatch, kind, has_traceback
+):
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     try:

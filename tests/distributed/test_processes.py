@@ -34,7 +34,7 @@ def python(code: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
+def test_a_child_ends_with_its_parent(number):
     parent = python(PARENT)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
@@ -43,7 +43,7 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
     assert_all_end([child], 5)
 
 
-def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+def test_a_child_whose_parent_is_gone_already_ends_at_once():
     late = python(
         "from unet3d.distributed.processes import die_with_parent; die_with_parent(1_000_000_000)"
     )
@@ -51,7 +51,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     assert late.returncode == 1
 
 
-def test_blocked_signals_come_when_the_context_ends() -> None:
+def test_blocked_signals_come_when_the_context_ends():
     came = []
     before = signal.signal(signal.SIGHUP, lambda number, _: came.append(number))
     try:
@@ -70,7 +70,7 @@ def be_deaf(ready: "multiprocessing.synchronize.Event") -> None:
     time.sleep(60)
 
 
-def test_children_that_do_not_listen_are_killed() -> None:
+def test_children_that_do_not_listen_are_killed():
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     child = context.Process(target=be_deaf, args=(ready,))

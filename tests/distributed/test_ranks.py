@@ -33,7 +33,7 @@ SLOTS = {"data": [0, 1], "hybrid": [0, 0, 1, 1], "spatial": [0, 1]}
 
 
 @pytest.fixture(scope="module")
-def alone(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(cache, tmp_path_factory):
     """A training by one process, of one epoch and then two more; ``begun`` lies beside it."""
     folder = tmp_path_factory.mktemp("runs")
     run(settings(cache, *EXACT, "training.epochs=1"), folder / "begun")
@@ -77,18 +77,13 @@ def continued(name: str, begun: Path, cache: Path, folder: Path, *changes: str) 
 
 
 @pytest.fixture(scope="module", params=MODES)
-def spread(
-    request: pytest.FixtureRequest,
-    alone: Path,
-    cache: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Spread:
+def spread(request, alone, cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     begun = alone.with_name("begun")
     return continued(request.param, begun, cache, folder, *MODES[request.param])
 
 
-def test_ranks_train_what_one_process_trains(spread: Spread, alone: Path) -> None:
+def test_ranks_train_what_one_process_trains(spread, alone):
     assert [epoch for epoch, _ in losses(spread.folder)] == [1, 2, 3]
     for (_, loss), (_, wanted) in zip(losses(spread.folder), losses(alone), strict=True):
         assert loss == pytest.approx(wanted, rel=1e-8)
@@ -103,7 +98,7 @@ def test_ranks_train_what_one_process_trains(spread: Spread, alone: Path) -> Non
     assert found == wanted and found[1] is not None  # each case counts once
 
 
-def test_weights_are_the_same_in_all_ranks_to_the_bit(spread: Spread) -> None:
+def test_weights_are_the_same_in_all_ranks_to_the_bit(spread):
     first, second = (torch.load(spread.kept / f"weights-{rank}.pt") for rank in range(2))
     stored = load_checkpoint(spread.folder / "checkpoint-latest.pt").model
     for key, value in first.items():
@@ -111,7 +106,7 @@ def test_weights_are_the_same_in_all_ranks_to_the_bit(spread: Spread) -> None:
         assert torch.equal(value, stored[key]), key
 
 
-def test_the_memory_report_has_a_row_for_each_device_of_each_rank(spread: Spread) -> None:
+def test_the_memory_report_has_a_row_for_each_device_of_each_rank(spread):
     slots = json.loads((spread.folder / "memory.json").read_text())["slots"]
     assert [slot["rank"] for slot in slots] == SLOTS[spread.name]
     assert [slot["slot"] for slot in slots] == list(range(len(slots)))
@@ -125,7 +120,7 @@ def test_the_memory_report_has_a_row_for_each_device_of_each_rank(spread: Spread
     assert len(summary["devices"]) == len(slots)
 
 
-def test_only_the_first_rank_writes(spread: Spread, alone: Path) -> None:
+def test_only_the_first_rank_writes(spread, alone):
     names, wanted = (
         {path.relative_to(one).parts[0] for path in one.rglob("*")}
         for one in (spread.folder, alone)
@@ -142,17 +137,17 @@ def assert_closed(spread: Spread) -> None:
     assert {path.name: path.read_text() for path in spread.kept.glob("unpickled-*")} == {}
 
 
-def test_ranks_on_one_machine_listen_to_nobody_else_and_unpickle_nothing(spread: Spread) -> None:
+def test_ranks_on_one_machine_listen_to_nobody_else_and_unpickle_nothing(spread):
     assert_closed(spread)
 
 
 @pytest.mark.multigpu
-def test_so_do_those_on_gpus(alone: Path, cache: Path, tmp_path: Path) -> None:
+def test_so_do_those_on_gpus(alone, cache, tmp_path):
     on_gpus = ("parallel.mode=data", "parallel.devices=0,1")
     assert_closed(continued("nccl", alone.with_name("begun"), cache, tmp_path, *on_gpus))
 
 
-def test_a_lost_rank_is_named_with_its_step(tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_with_its_step(tmp_path):
     done = warm.run_call(rank_training.miss_one_another, tmp_path)
     assert done.returncode == 0, done.stderr
     for when in ("step", "exchange"):
@@ -178,7 +173,7 @@ def ended_by(folder: Path, code: str) -> tuple[int, str, dict[str, str]]:
     return done.returncode, done.stderr, json.loads((folder / "error.json").read_text())
 
 
-def test_of_several_threads_one_says_why_the_process_ends(tmp_path: Path) -> None:
+def test_of_several_threads_one_says_why_the_process_ends(tmp_path):
     code = """
 for _ in range(20):
     threading.Thread(target=ranks.end_process, args=(error,)).start()
@@ -188,7 +183,7 @@ time.sleep(50)
     assert (status, errors, report["kind"]) == (1, "Error: rank 1 hangs\n", "hang")
 
 
-def test_a_main_thread_that_says_why_but_cannot_end_is_ended(tmp_path: Path) -> None:
+def test_a_main_thread_that_says_why_but_cannot_end_is_ended(tmp_path):
     code = """
 ranks.LEAVE_SECONDS = 0.2
 ranks.report_end(error, "hang")

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -25,7 +24,7 @@ def start_all(store: dist.Store, num_ranks: int) -> set[str]:
         return {name.result(20) for name in names}
 
 
-def test_each_start_has_a_name_of_its_own_that_all_ranks_know() -> None:
+def test_each_start_has_a_name_of_its_own_that_all_ranks_know():
     store = dist.HashStore()
     store.set("asks/2", "of a rank that was killed before anybody answered")
     names = [start_all(store, 3) for _ in range(3)]
@@ -34,16 +33,14 @@ def test_each_start_has_a_name_of_its_own_that_all_ranks_know() -> None:
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
-def test_a_rank_that_does_not_join_is_named(
-    rank: int, missing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_join_is_named(rank, missing, monkeypatch):
     monkeypatch.setattr(joining, "JOIN_SECONDS", 0.1)
     with pytest.raises(RankError, match=f"rank {missing} does not join"):
         name_of_start(dist.HashStore(), rank, 2)
 
 
 @pytest.mark.parametrize("restart_count", [0, 1])
-def test_restarted_ranks_continue_their_own_run_only(tmp_path: Path, restart_count: int) -> None:
+def test_restarted_ranks_continue_their_own_run_only(tmp_path, restart_count):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
     group = Group(

@@ -3,7 +3,6 @@
 import os
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from unet3d.distributed.value_store import FolderStore
 from unet3d.errors import LostRankError, RankError
 
 
-def test_it_keeps_what_pytorchs_store_keeps(tmp_path: Path) -> None:
+def test_it_keeps_what_pytorchs_store_keeps(tmp_path):
     ours, theirs = FolderStore(tmp_path / "store"), dist.HashStore()
     for store in (ours, theirs):
         store.set("a/../b", "a long value")
@@ -29,7 +28,7 @@ def test_it_keeps_what_pytorchs_store_keeps(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_a_value_that_comes_ends_the_wait(tmp_path: Path) -> None:
+def test_a_value_that_comes_ends_the_wait(tmp_path):
     reader, writer = FolderStore(tmp_path), FolderStore(tmp_path)
     late = threading.Timer(0.1, writer.set, ("key", "value"))
     late.start()
@@ -38,7 +37,7 @@ def test_a_value_that_comes_ends_the_wait(tmp_path: Path) -> None:
     late.join()
 
 
-def test_notes_of_many_steps_take_no_more_room_than_one(tmp_path: Path) -> None:
+def test_notes_of_many_steps_take_no_more_room_than_one(tmp_path):
     store = FolderStore(tmp_path)
     for step in range(1000):
         store.set("note/0", f"step {step:4}")
@@ -46,12 +45,12 @@ def test_notes_of_many_steps_take_no_more_room_than_one(tmp_path: Path) -> None:
     assert store.get("note/0") == b"step  999"
 
 
-def test_a_reader_never_sees_half_of_two_values(tmp_path: Path) -> None:
+def test_a_reader_never_sees_half_of_two_values(tmp_path):
     store, wrong = FolderStore(tmp_path), []
     values = [letter * 3000 for letter in "abc"]
     store.set("key", values[0])
 
-    def read() -> None:
+    def read():
         wrong.extend(x for x in (store.get("key").decode() for _ in range(300)) if x not in values)
 
     reader = threading.Thread(target=read)
@@ -62,7 +61,7 @@ def test_a_reader_never_sees_half_of_two_values(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_what_a_killed_rank_left_half_is_not_read(tmp_path: Path) -> None:
+def test_what_a_killed_rank_left_half_is_not_read(tmp_path):
     store = FolderStore(tmp_path)
     store.set("key", "a value")
     (path,) = tmp_path.iterdir()
@@ -71,7 +70,7 @@ def test_what_a_killed_rank_left_half_is_not_read(tmp_path: Path) -> None:
         store.get("key")
 
 
-def test_a_folder_that_is_gone_is_explained(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_explained(tmp_path):
     store = FolderStore(tmp_path / "store")
     (tmp_path / "store").rmdir()
     with pytest.raises(RankError, match="cannot meet in .*TMPDIR"):

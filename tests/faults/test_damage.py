@@ -3,7 +3,7 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,13 +54,13 @@ DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
+def no_pictures():
     with without_pictures():
         yield
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A data set, a run that has trained on it, the cache of both, and a scan."""
     folder = tmp_path_factory.mktemp("whole")
     write_msd(folder / "data", num_cases=3, shape=(12, 12, 12))
@@ -75,7 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(whole, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     monkeypatch.chdir(copy)
@@ -83,9 +83,7 @@ def folder(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.parametrize("seed", seeds(share=4))
-def test_a_damaged_file_is_one_line_at_most(
-    seed: int, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_one_line_at_most(seed, folder, capsys):
     choices = chance(seed)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     path = choices.choice(files)

@@ -45,7 +45,7 @@ NEEDED_KIB = {"train": 900, "predict": 720, "evaluate": 16, "plan": 16}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def needs_namespaces(tmp_path_factory: pytest.TempPathFactory) -> None:
+def needs_namespaces(tmp_path_factory):
     """Skip where a process may not mount file systems of its own."""
     trial = warm.run_call(small_disk.mount, tmp_path_factory.mktemp("trial"), "size=4k")
     if trial.returncode:
@@ -53,7 +53,7 @@ def needs_namespaces(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-def inputs(tmp_path: Path) -> Path:
+def inputs(tmp_path):
     folder = tmp_path / "disk"
     write_msd(folder / "data", num_cases=5, shape=(24, 24, 24))
     write_checkpoint(folder / "network.pt", patch_size=(16, 16, 16))
@@ -107,9 +107,7 @@ def assert_all_or_none(out: Path) -> None:
 @pytest.mark.parametrize(
     "command", ["train", "predict", "evaluate", pytest.param("plan", marks=pytest.mark.nightly)]
 )
-def test_a_full_disk_is_one_line_and_leaves_nothing_half(
-    command: str, seed: int, inputs: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing_half(command, seed, inputs):
     words = COMMANDS[command]
     free_kib = 4 * chance(seed).randint(0, NEEDED_KIB[command] // 4)
     ended, after = run(words, inputs, size_kib=size_in_kib(inputs) + free_kib)
@@ -131,7 +129,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_disk_that_cannot_be_written_is_one_line(command: str, inputs: Path) -> None:
+def test_a_disk_that_cannot_be_written_is_one_line(command, inputs):
     ended, after = run(COMMANDS[command], inputs, size_kib=100_000, read_only=True)
     assert ended.returncode == 1
     errors = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]

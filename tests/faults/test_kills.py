@@ -135,11 +135,11 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Undisturbed]:
+def undisturbed(tmp_path_factory):
     """Run each command once for all tests that compare with it."""
 
     @cache
-    def run(name: str) -> Undisturbed:
+    def run(name):
         folder = tmp_path_factory.mktemp(name)
         WORKS[name].make_inputs(folder)
         begun = time.monotonic()
@@ -197,9 +197,7 @@ def assert_whole(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_a_kill_at_any_moment_loses_nothing(
-    seed: int, tmp_path: Path, undisturbed: Callable[[str], Undisturbed]
-) -> None:
+def test_a_kill_at_any_moment_loses_nothing(seed, tmp_path, undisturbed):
     choices = chance(seed)
     name = list(WORKS)[seed % len(WORKS)]
     work, expected = WORKS[name], undisturbed(name)

@@ -112,9 +112,7 @@ LOSSES = {
         pytest.param("spatial", signal.SIGKILL, GPUS, marks=on_gpus),
     ],
 )
-def test_a_lost_rank_is_named(
-    mode: str, loss: signal.Signals, devices: str, cache: Path, tmp_path: Path
-) -> None:
+def test_a_lost_rank_is_named(mode, loss, devices, cache, tmp_path):
     folder = tmp_path / "run"
     process = start(folder, cache, mode, devices, *LONG)
     wait_until((folder / "checkpoint-latest.pt").exists, process)
@@ -125,9 +123,7 @@ def test_a_lost_rank_is_named(
 
 
 @pytest.mark.parametrize("mode", ["data", pytest.param("spatial", marks=by_night)])
-def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
-    mode: str, cache: Path, tmp_path: Path
-) -> None:
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(mode, cache, tmp_path):
     folder = tmp_path / "run"
     changes = (*SMALL, "training.epochs=5", "training.precision=float64")
     trainings.run(trainings.settings(cache, *MODES[mode][1:], *changes), tmp_path / "undisturbed")
@@ -153,9 +149,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
         pytest.param("spatial", signal.SIGINT, GPUS, marks=on_gpus),
     ],
 )
-def test_a_signal_stops_all_ranks_which_save_first(
-    mode: str, number: signal.Signals, devices: str, cache: Path, tmp_path: Path
-) -> None:
+def test_a_signal_stops_all_ranks_which_save_first(mode, number, devices, cache, tmp_path):
     folder = tmp_path / "run"
     process = start(folder, cache, mode, devices, *LONG, "training.save_every_seconds=1000")
     wait_until((folder / "metrics.jsonl").exists, process)
@@ -170,7 +164,7 @@ def test_a_signal_stops_all_ranks_which_save_first(
     assert_goes_on(folder, cache, "data" if mode == "spatial" else "spatial")
 
 
-def test_nobody_is_told_to_resume_before_there_is_anything(cache: Path, tmp_path: Path) -> None:
+def test_nobody_is_told_to_resume_before_there_is_anything(cache, tmp_path):
     process = start(tmp_path / "run", cache, "data", CPUS, *LONG)
     wait_until(lambda: len(children_of(process.pid)) == 2, process)
     family = family_of(process.pid)
@@ -180,9 +174,7 @@ def test_nobody_is_told_to_resume_before_there_is_anything(cache: Path, tmp_path
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_workers_of_ranks_are_no_orphans(
-    number: signal.Signals, cache: Path, tmp_path: Path
-) -> None:
+def test_workers_of_ranks_are_no_orphans(number, cache, tmp_path):
     process = start(tmp_path / "run", cache, "data", CPUS, *LONG, "data.num_workers=1")
     # A rank has a server that forks its worker.
     wait_until(lambda: len(family_of(process.pid)) >= 6, process)
@@ -193,9 +185,7 @@ def test_workers_of_ranks_are_no_orphans(
 
 
 @pytest.mark.nightly
-def test_a_signal_stops_a_validation_of_shards(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_stops_a_validation_of_shards(cache, tmp_path, monkeypatch):
     """Only one of them gets it; none waits for another that has left."""
     folder, meeting = tmp_path / "run", tmp_path / "meeting"
     meeting.mkdir()
@@ -235,9 +225,7 @@ def lose_second(stuck: Path, process: Process, second: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["data", pytest.param("spatial", marks=by_night)])
-def test_the_command_names_a_rank_that_a_device_of_another_waits_for(
-    mode: str, cache: Path, tmp_path: Path
-) -> None:
+def test_the_command_names_a_rank_that_a_device_of_another_waits_for(mode, cache, tmp_path):
     folder, stuck = tmp_path / "run", tmp_path / "stuck"
     process = warm.call(stuck_device.run, words(folder, cache, *MODES[mode], *WATCHED), stuck)
     wait_until((folder / "checkpoint-latest.pt").exists, process)
@@ -251,9 +239,7 @@ def test_the_command_names_a_rank_that_a_device_of_another_waits_for(
     ("devices", "is_stuck"),
     [(CPUS, True), (CPUS, False), pytest.param(GPUS, False, marks=pytest.mark.multigpu)],
 )
-def test_a_rank_of_a_prediction_that_hangs_is_named(
-    devices: str, is_stuck: bool, tmp_path: Path
-) -> None:
+def test_a_rank_of_a_prediction_that_hangs_is_named(devices, is_stuck, tmp_path):
     """The first of many scans is done; each is segmented in one piece."""
     first = write_volume(tmp_path / "scans/0.nii.gz", noise((40, 36, 33)))
     for number in range(1, 200):
@@ -281,7 +267,7 @@ def test_a_rank_of_a_prediction_that_hangs_is_named(
 
 
 @pytest.mark.nightly
-def test_a_rank_of_torchrun_says_it_once_itself(cache: Path, tmp_path: Path) -> None:
+def test_a_rank_of_torchrun_says_it_once_itself(cache, tmp_path):
     folder, stuck, port = tmp_path / "run", tmp_path / "stuck", free_port()
     arguments = words(folder, cache, *MODES["spatial"], *WATCHED)
     ranks = [

@@ -22,7 +22,7 @@ def mean_of(
 
 
 @pytest.mark.parametrize("piece", [1, 100, 10**6])
-def test_it_is_the_mean_of_softmax(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_it_is_the_mean_of_softmax(monkeypatch, piece):
     monkeypatch.setattr(averaging, "PIECE_NUMBERS", piece)
     logits = random_logits(4, 7, 5, 6)
     expected = torch.stack([one.softmax(0) for one in logits]).mean(0)
@@ -40,9 +40,7 @@ def test_it_is_the_mean_of_softmax(monkeypatch: pytest.MonkeyPatch, piece: int) 
 
 @pytest.mark.parametrize("averaging", ["probabilities", "logits"])
 @pytest.mark.parametrize("of_regions", [False, True])
-def test_slabs_that_end_elsewhere_have_the_mean_of_the_whole(
-    averaging: Averaging, of_regions: bool
-) -> None:
+def test_slabs_that_end_elsewhere_have_the_mean_of_the_whole(averaging, of_regions):
     logits = random_logits(3, 7, 7, 7)
     mean = torch.stack(logits).mean(0)
     if averaging == "probabilities":
@@ -58,7 +56,7 @@ def test_slabs_that_end_elsewhere_have_the_mean_of_the_whole(
         torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-13)
 
 
-def test_regions_are_averaged_each_for_itself() -> None:
+def test_regions_are_averaged_each_for_itself():
     logits = random_logits(3, 6, 5, 4)
     expected = torch.stack([one.sigmoid() for one in logits]).mean(0)
     found = mean_of(logits, of_regions=True)
@@ -68,7 +66,7 @@ def test_regions_are_averaged_each_for_itself() -> None:
     assert mean_of([certain, certain], of_regions=True).isfinite().all()
 
 
-def test_a_mean_begins_anew_and_takes_the_wider_type() -> None:
+def test_a_mean_begins_anew_and_takes_the_wider_type():
     first, second, third = random_logits(2, 3, 3, 3)
     mean = NetworkMean("probabilities")
     mean.add(first.float())
@@ -81,7 +79,7 @@ def test_a_mean_begins_anew_and_takes_the_wider_type() -> None:
 
 
 @pytest.mark.gpu
-def test_logits_that_had_no_place_on_the_gpu_bring_the_mean_to_the_host() -> None:
+def test_logits_that_had_no_place_on_the_gpu_bring_the_mean_to_the_host():
     logits = random_logits(3, 4, 4, 4)
     mean = NetworkMean("probabilities")
     for one, device in zip(logits, ("cuda", "cuda", "cpu"), strict=True):

@@ -3,7 +3,6 @@ import threading
 import pytest
 import torch
 
-from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.inference.image_slab import ImageSlab, WholeImage, drop_planes
 from unet3d.inference.windows import Windows
@@ -31,9 +30,7 @@ class Asked(WholeImage):
 
 @pytest.mark.parametrize("size", [(60, 20, 10), (21, 47, 11), (16, 9, 40), (7, 7, 3)])
 @pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 3), (0.8, 50)])
-def test_windows_are_those_of_the_padded_image(
-    size: Shape, overlap: float, batch_size: int
-) -> None:
+def test_windows_are_those_of_the_padded_image(size, overlap, batch_size):
     image = Asked(torch.randn(2, *size))
     windows = Windows.of(size, TOPOLOGY, (16, 16, 8), overlap, batch_size, [CPU])
     padded = torch.zeros(2, *windows.size)
@@ -50,7 +47,7 @@ def test_windows_are_those_of_the_padded_image(
     assert image.asked[-1][1] == size[windows.axis]
 
 
-def test_planes_are_asked_for_where_windows_are_cut() -> None:
+def test_planes_are_asked_for_where_windows_are_cut():
     image = Asked(torch.randn(2, 48, 16, 8))
     windows = Windows.of((48, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
     elsewhere = torch.device("meta")
@@ -59,7 +56,7 @@ def test_planes_are_asked_for_where_windows_are_cut() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3, 4, 7])
-def test_planes_are_dropped_in_place(number: int) -> None:
+def test_planes_are_dropped_in_place(number):
     for dim in (0, 1):
         tensor = torch.arange(49.0).reshape(7, 7) + 1
         expected = torch.zeros(7, 7)
@@ -87,7 +84,7 @@ class Slow(Asked):
         return planes
 
 
-def test_the_next_planes_are_made_while_windows_are_computed() -> None:
+def test_the_next_planes_are_made_while_windows_are_computed():
     voxels = torch.randn(2, 64, 16, 8)
     image = Slow(voxels)
     windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
@@ -102,7 +99,7 @@ def test_the_next_planes_are_made_while_windows_are_computed() -> None:
 
 
 @pytest.mark.parametrize("wrong", [16, 24, 56])
-def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong: int) -> None:
+def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong):
     voxels = torch.randn(2, 64, 16, 8)
     image = Slow(voxels)
     image.may_end.set()

@@ -79,7 +79,7 @@ def softmax(logits: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_labels_and_probabilities_of_every_orientation(axis: int, tmp_path: Path) -> None:
+def test_labels_and_probabilities_of_every_orientation(axis, tmp_path):
     path = tmp_path / "a.npy"
     logits = logits_of(3, SHAPE, axis)
     for codes in ORIENTATIONS:
@@ -104,9 +104,7 @@ def test_labels_and_probabilities_of_every_orientation(axis: int, tmp_path: Path
     [((0, 1, 2), "u1"), ((0, 7, 3), "u1"), ((0, 300, 2), "u2"), (tuple(range(0, 600, 2)), "u2")],
     ids=["as classes", "others", "large", "many"],
 )
-def test_what_is_outside_of_a_box_is_background(
-    values: tuple[int, ...], dtype: str, tmp_path: Path
-) -> None:
+def test_what_is_outside_of_a_box_is_background(values, dtype, tmp_path):
     header = header_of("PSL", tmp_path)
     logits = logits_of(len(values), BOX.shape)
     expected = np.zeros(SHAPE, dtype)
@@ -118,7 +116,7 @@ def test_what_is_outside_of_a_box_is_background(
         assert labels.array.dtype == np.dtype(dtype)
 
 
-def test_regions_are_written_in_their_order(tmp_path: Path) -> None:
+def test_regions_are_written_in_their_order(tmp_path):
     preprocessing = preprocessing_of((0, 1, 2, 5), REGIONS)
     labels = LabelVolume(header_of("LAS", tmp_path), BOX, preprocessing, Scratch())
     logits = logits_of(3, BOX.shape)
@@ -132,7 +130,7 @@ def test_regions_are_written_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("are_regions", [False, True])
-def test_outside_of_a_box_the_background_is_certain(are_regions: bool, tmp_path: Path) -> None:
+def test_outside_of_a_box_the_background_is_certain(are_regions, tmp_path):
     preprocessing = preprocessing_of((0, 1, 2, 5), REGIONS) if are_regions else preprocessing_of()
     path = tmp_path / "a.npy"
     logits = logits_of(3, BOX.shape)
@@ -147,7 +145,7 @@ def test_outside_of_a_box_the_background_is_certain(are_regions: bool, tmp_path:
         np.testing.assert_allclose(np.load(path).T.transpose(3, 0, 1, 2), expected, atol=HALF)
 
 
-def test_both_begin_anew(tmp_path: Path) -> None:
+def test_both_begin_anew(tmp_path):
     header, path = header_of("RAS", tmp_path), tmp_path / "a.npy"
     labels = LabelVolume(header, BOX, preprocessing_of(), Scratch())
     volume = ProbabilityVolume(path, header, BOX, preprocessing_of())
@@ -161,7 +159,7 @@ def test_both_begin_anew(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, softmax(logits), atol=HALF)
 
 
-def test_certain_logits_are_certain_and_never_nan(tmp_path: Path) -> None:
+def test_certain_logits_are_certain_and_never_nan(tmp_path):
     path, header = tmp_path / "a.npy", header_of("RAS", tmp_path)
     logits = torch.full((3, *SHAPE), -1e30)
     logits[1] = 1e30
@@ -170,10 +168,8 @@ def test_certain_logits_are_certain_and_never_nan(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(path)[[0, 2]], 0)
 
 
-def test_a_disk_that_is_full_shows_at_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: int) -> None:
+def test_a_disk_that_is_full_shows_at_the_beginning(tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     header = header_of("RAS", tmp_path)
@@ -186,9 +182,7 @@ def test_a_disk_that_is_full_shows_at_the_beginning(
 
 
 @pytest.mark.parametrize(("codes", "crops"), [("RAS", True), ("PSL", False), ("IRA", True)])
-def test_a_scan_has_the_probabilities_of_the_plain_network(
-    codes: str, crops: bool, tmp_path: Path
-) -> None:
+def test_a_scan_has_the_probabilities_of_the_plain_network(codes, crops, tmp_path):
     checkpoint = random_checkpoint(patch_size=None, dtype=torch.float64)
     preprocessing = replace(checkpoint.preprocessing, crops_to_nonzero=crops)
     array = np.zeros((16, 18, 12), np.float32)

@@ -11,7 +11,7 @@ from unet3d.parallel import Layout, parallelize
 
 
 @pytest.mark.parametrize("axes", [(), (2,), (1, 2), (0, 1, 2)], ids=str)
-def test_the_mean_over_all_combinations_of_the_axes(axes: tuple[int, ...]) -> None:
+def test_the_mean_over_all_combinations_of_the_axes(axes):
     torch.manual_seed(0)
     settings = ModelSettings(deep_supervision=False, base_channels=4, num_levels=3)
     model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
@@ -32,11 +32,11 @@ def test_the_mean_over_all_combinations_of_the_axes(axes: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_sums_are_exact_and_leave_what_the_network_returned(dtype: torch.dtype) -> None:
+def test_sums_are_exact_and_leave_what_the_network_returned(dtype):
     generator = torch.Generator().manual_seed(0)
     returned: list[torch.Tensor] = []
 
-    def predict(image: torch.Tensor) -> torch.Tensor:
+    def predict(image):
         returned.append(torch.randn(1, 3, *image.shape[2:], generator=generator).to(dtype))
         return returned[-1]
 

@@ -38,7 +38,7 @@ def mode_of(
     return chosen.mode
 
 
-def test_devices_of_one_kind_take_replicas_where_windows_fit() -> None:
+def test_devices_of_one_kind_take_replicas_where_windows_fit():
     assert mode_of("cpu") == "none"
     assert mode_of(*["cpu"] * 4) == "data"
     assert mode_of(*["cpu"] * 4, checkpoint=BATCH_NORM) == "data"
@@ -49,9 +49,7 @@ def test_devices_of_one_kind_take_replicas_where_windows_fit() -> None:
     assert mode_of("cpu", "cpu", checkpoint=replace(BATCH_NORM, patch_size=None)) == "model"
 
 
-def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_planes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_planes(monkeypatch):
     # 4 channels: three maps in bfloat16, and of each class logits of two replicas in bfloat16, as
     # they come and joined, and those of one in float32.
     voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4)
@@ -67,7 +65,7 @@ def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_plane
     assert mode_of("cpu", "cpu", checkpoint=BATCH_NORM) == "model"
 
 
-def test_mirror_images_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_images_take_memory_too(monkeypatch):
     # Beside what was counted above: the sum in float32, and an image's logits turned back.
     voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4) + 3 * (4 + 2)
     memory = 4 * (4 * 16 * 16 * voxel_bytes)
@@ -91,11 +89,11 @@ def test_mirror_images_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "data", "model", "spatial"])
-def test_a_mode_that_is_named_stays(mode: Any) -> None:
+def test_a_mode_that_is_named_stays(mode):
     assert mode_of("cpu", "cpu", mode=mode) == mode
 
 
-def test_several_ranks_have_a_slab_each() -> None:
+def test_several_ranks_have_a_slab_each():
     assert mode_of("cpu", "cpu", ranks=place(1, 2)) == "spatial"
     assert mode_of(ranks=place(0, 2), mode="spatial") == "spatial"
     assert mode_of(ranks=place(0, 2), mode="data") == "data"  # or scans of its own
@@ -104,6 +102,6 @@ def test_several_ranks_have_a_slab_each() -> None:
             mode_of(ranks=place(0, 2), mode=mode)
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(DeviceError, match="99"):
         mode_of("99", "cpu")

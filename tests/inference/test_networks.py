@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,16 +42,14 @@ def of_preparation(**changes: Any) -> Checkpoint:
     ],
     ids=str,
 )
-def test_networks_that_prepare_images_in_another_way_are_refused(
-    changes: dict[str, Any], words: str
-) -> None:
+def test_networks_that_prepare_images_in_another_way_are_refused(changes, words):
     with pytest.raises(
         CheckpointError, match=f"^network 3 cannot be averaged with network 1: {words}"
     ):
         Networks.of(of_preparation(), of_preparation(), of_preparation(**changes))
 
 
-def test_networks_that_are_averaged_in_another_way_are_refused() -> None:
+def test_networks_that_are_averaged_in_another_way_are_refused():
     other = of_preparation()
     other = replace(other, config=other.config.with_values({"inference.averaging": "logits"}))
     Networks.of(other, other)
@@ -64,21 +61,19 @@ def test_networks_that_are_averaged_in_another_way_are_refused() -> None:
         Networks.of(of_preparation(), other)
 
 
-def test_other_windows_and_levels_and_the_last_digit_do_not_matter() -> None:
+def test_other_windows_and_levels_and_the_last_digit_do_not_matter():
     channel = replace(CT, mean=40.0 * (1 + 1e-7), least_std=1e-8)
     nearly = of_preparation(channels=(channel,), ignore_value=9)
     topology = replace(nearly.topology, channels=(4, 16))
     Networks.of(of_preparation(), replace(nearly, topology=topology, patch_size=(8, 8, 8)))
 
 
-def test_files_are_read_in_a_thread_while_the_first_is_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_in_a_thread_while_the_first_is_in_use(tmp_path, monkeypatch):
     paths = [write_checkpoint(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt")]
     read: list[tuple[str, str]] = []
     go_on = threading.Event()
 
-    def load(path: Path, part: Any = "network") -> Checkpoint:
+    def load(path, part="network"):
         read.append((path.stem, part))
         if threading.current_thread() is not threading.main_thread() and path.stem != "a":
             assert go_on.wait(20)
@@ -98,7 +93,7 @@ def test_files_are_read_in_a_thread_while_the_first_is_in_use(
     assert sorted(read[3:]) == [(name, "network") for name in "abc"]
 
 
-def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path):
     paths = [write_checkpoint(tmp_path / name) for name in ("a.pt", "b.pt")]
     content = bytearray(paths[1].read_bytes())
     value = load_checkpoint(paths[1]).model["encoder.levels.0.0.conv.weight"].numpy().tobytes()
@@ -114,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path: Path)
         replaced[0]
 
 
-def test_what_continues_a_training_is_not_read(tmp_path: Path) -> None:
+def test_what_continues_a_training_is_not_read(tmp_path):
     path = write_checkpoint(tmp_path / "a.pt")
     assert load_checkpoint(path, "network").training == {}
     described = load_checkpoint(path, "description")

@@ -15,7 +15,7 @@ from unet3d.parallel import precision
 CHECKPOINT = random_checkpoint(patch_size=(4, 16, 16))
 
 
-def test_slabs_in_one_process_are_refused() -> None:
+def test_slabs_in_one_process_are_refused():
     settings = ParallelSettings(mode="spatial", devices=("cpu", "cpu"))
     with pytest.raises(ConfigError, match="spatial over 2 devices needs a process for each"):
         Predictor(Networks.of(CHECKPOINT), settings, [InferenceSettings()])
@@ -33,9 +33,7 @@ def test_slabs_in_one_process_are_refused() -> None:
         ("auto", "float32", "float32"),
     ],
 )
-def test_what_is_computed_in_on_a_cpu(
-    trained: str, asked: str, computed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_computed_in_on_a_cpu(trained, asked, computed, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
     network = random_checkpoint(changes=(f"training.precision={trained}",))
     parallel = ParallelSettings(devices=("cpu",))
@@ -47,7 +45,7 @@ def test_what_is_computed_in_on_a_cpu(
 @pytest.mark.parametrize(
     ("trained", "computed"), [("float16", "float16"), ("float32", "float32"), ("auto", "bfloat16")]
 )
-def test_what_is_computed_in_on_a_gpu(trained: str, computed: str) -> None:
+def test_what_is_computed_in_on_a_gpu(trained, computed):
     network = random_checkpoint(changes=(f"training.precision={trained}",))
     parallel = ParallelSettings(devices=("cuda:0",))
     assert PlacedNetworks(Networks.of(network), parallel, Group(Ranks())).precision == computed

@@ -24,7 +24,7 @@ def expected(labels: np.ndarray, rule: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rule", [(1,), (2,), (1, 3), (1, 2, 3), (9,)])
-def test_only_the_largest_component_of_the_values_stays(rule: tuple[int, ...]) -> None:
+def test_only_the_largest_component_of_the_values_stays(rule):
     rng = np.random.default_rng(0)
     noise = np.where(rng.random((20, 17, 13)) < 0.12, rng.integers(1, 4, (20, 17, 13)), 0)
     wanted = expected(noise, rule)
@@ -35,14 +35,14 @@ def test_only_the_largest_component_of_the_values_stays(rule: tuple[int, ...]) -
         assert labels.dtype == dtype and np.array_equal(labels, wanted)
 
 
-def test_a_single_line_of_voxels_may_have_gaps() -> None:
+def test_a_single_line_of_voxels_may_have_gaps():
     for line in ((1, 1, 6), (1, 6, 1), (6, 1, 1)):
         labels = np.array([1, 0, 1, 0, 1, 1], np.uint8).reshape(line)
         keep_largest(labels, [(1,)])
         assert np.array_equal(labels.reshape(-1), [0, 0, 0, 0, 1, 1])
 
 
-def test_rules_are_applied_one_after_the_other() -> None:
+def test_rules_are_applied_one_after_the_other():
     # The larger part of label 1 goes with the first rule, so that the smaller one stays.
     labels = np.zeros((9, 9, 30), np.uint8)
     labels[:, :, :10] = 2
@@ -56,7 +56,7 @@ def test_rules_are_applied_one_after_the_other() -> None:
     assert np.count_nonzero(second == 1) == 0
 
 
-def test_corners_are_neighbours_and_equal_components_all_stay() -> None:
+def test_corners_are_neighbours_and_equal_components_all_stay():
     labels = np.zeros((8, 8, 8), np.uint8)
     labels[0, 0, 0] = labels[1, 1, 1] = 1
     labels[5, 5, 5] = labels[5, 5, 6] = 1
@@ -68,20 +68,20 @@ def test_corners_are_neighbours_and_equal_components_all_stay() -> None:
     assert np.count_nonzero(labels) == 4
 
 
-def test_too_little_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_said_before_it_is_taken(monkeypatch):
     labels = np.ones((4, 4, 4), np.uint8)
     monkeypatch.setattr(postprocessing, "BYTES_PER_VOXEL", 2**60)
     with pytest.raises(VolumeError, match="4x4x4 voxels .*--no-postprocessing"):
         keep_largest(labels, [(1,)])
 
 
-def test_networks_that_are_averaged_share_their_rules() -> None:
+def test_networks_that_are_averaged_share_their_rules():
     assert common_rules([((1, 2), (2,))]) == ((1, 2), (2,))
     assert common_rules([((1, 2), (2,), (1,)), ((1,), (2,)), ((2,), (1,), (3,))]) == ((2,), (1,))
     assert common_rules([((1,),), ()]) == ()
 
 
-def test_rules_in_words() -> None:
+def test_rules_in_words():
     names = {1: "left", 2: "right", 5: "lesion"}
     assert rules_in_words([(1, 2, 5), (5,)], names) == (
         "only the largest component is kept of all labels together, lesion"

@@ -17,7 +17,6 @@ from tests.command_line import in_a_process
 from tests.networks import random_checkpoint
 from tests.volumes.samples import write_volume
 from unet3d.config import InferenceSettings, Shape
-from unet3d.inference.averaging import Averaging
 from unet3d.inference.prediction_memory import PredictionMemory, prediction_memory
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 from unet3d.volumes.header import read_header
@@ -53,7 +52,7 @@ def scan_of(folder: Path, shape: Shape, name: str = "scan.nii.gz") -> Path:
     return write_volume(folder / name, rng.integers(0, 900, shape).astype(np.int16))
 
 
-def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path: Path) -> None:
+def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path):
     network, one = random_checkpoint(), InferenceSettings(batch_size=1)
     short, long = (
         planned(scan_of(tmp_path, (24, 24, length), f"{length}.nii.gz"), network, settings=one)
@@ -68,7 +67,7 @@ def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path: Path) -> 
     assert mapped.voxel_bytes == 0
 
 
-def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path: Path) -> None:
+def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path):
     image = nib.Nifti1Image(np.zeros((40, 24, 90), np.int16), np.diag([1.0, 1.0, 2.0, 1.0]))
     turned = image.as_reoriented(np.array([[2, 1], [0, -1], [1, 1]]))  # stored as 24x90x40
     nib.save(turned, tmp_path / "scan.nii.gz")
@@ -81,7 +80,7 @@ def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path: Path) -> 
     assert found.label_bytes == found.voxel_bytes // 2 == 24 * 90 * 40
 
 
-def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path: Path) -> None:
+def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path):
     network = random_checkpoint(patch_size=(64, 64, 64))
     path = scan_of(tmp_path, (64, 64, 400))
     large, small = (planned(path, network, GPU, mib * 2**20) for mib in (24_000, 1200))
@@ -93,11 +92,11 @@ def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_mirror_images_need_the_sum_of_their_logits(tmp_path: Path, device: torch.device) -> None:
+def test_mirror_images_need_the_sum_of_their_logits(tmp_path, device):
     """Of many classes they are most of what windows take."""
     path = scan_of(tmp_path, (64, 64, 64))
 
-    def bytes_of(axes: str, tta: bool) -> np.ndarray:
+    def bytes_of(axes, tta):
         changes = (f"patches.augmentation.mirror_axes={axes}",)
         labels = tuple(range(60))
         network = random_checkpoint(label_values=labels, patch_size=(32, 32, 32), changes=changes)
@@ -112,12 +111,10 @@ def test_mirror_images_need_the_sum_of_their_logits(tmp_path: Path, device: torc
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(
-    tmp_path: Path, device: torch.device
-) -> None:
+def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(tmp_path, device):
     path = scan_of(tmp_path, (40, 40, 80))
 
-    def bytes_of(averaging: Averaging, count: int) -> int:
+    def bytes_of(averaging, count):
         settings = InferenceSettings(batch_size=1, averaging=averaging)
         found = planned(path, random_checkpoint(), device, 24 * 2**30, settings, count)
         return found.slab_bytes + found.device_bytes
@@ -131,7 +128,7 @@ def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("shape", "spacing"), [((200, 180, 160), 1.0), ((120, 100, 140), 0.5)])
-def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing: float) -> None:
+def test_it_is_near_what_the_command_takes(tmp_path, shape, spacing):
     network = random_checkpoint(spacing_mm=(spacing,) * 3, patch_size=(64, 64, 64))
     save_checkpoint(network, tmp_path / "network.pt")
     words = [str(scan_of(tmp_path, shape)), "--checkpoint", str(tmp_path / "network.pt")]
@@ -155,9 +152,7 @@ def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing
     assert predicted == pytest.approx(peak_bytes, rel=0.25)
 
 
-def test_maps_take_twice_as_much_in_float32_and_sums_a_number_for_each_class(
-    tmp_path: Path,
-) -> None:
+def test_maps_take_twice_as_much_in_float32_and_sums_a_number_for_each_class(tmp_path):
     path = scan_of(tmp_path, (40, 40, 40))
     one = InferenceSettings(batch_size=1)
     in_types = [

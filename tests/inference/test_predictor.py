@@ -16,10 +16,9 @@ from tests.inference.blending import blended
 from tests.networks import place, random_checkpoint, reseeded
 from tests.volumes.orientations import ORIENTATIONS, turn_to
 from tests.volumes.samples import SPACING_MM, noise, write_volume
-from unet3d.config import InferenceSettings, Shape, Spacing
+from unet3d.config import InferenceSettings
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import placing
-from unet3d.inference.averaging import Averaging
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.prediction_memory import prediction_memory
@@ -51,12 +50,12 @@ def volume_of(array: np.ndarray, folder: Path) -> Volume:
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
+def checkpoint():
     return random_checkpoint()
 
 
 @pytest.fixture(scope="module")
-def predictor(checkpoint: Checkpoint) -> Predictor:
+def predictor(checkpoint):
     return place(checkpoint)
 
 
@@ -74,9 +73,7 @@ def segment_file(predictor: Predictor, path: Path, output: Path | None = None) -
     [(np.diag([*SPACING_MM, 1.0]), None), (oblique(), (1.0, 1.0, 2.0))],
     ids=["straight, native", "oblique, resampled"],
 )
-def test_all_orientations_of_a_scan_are_segmented_alike(
-    tmp_path: Path, affine: np.ndarray, target_mm: Spacing | None
-) -> None:
+def test_all_orientations_of_a_scan_are_segmented_alike(tmp_path, affine, target_mm):
     predictor = place(random_checkpoint(spacing_mm=target_mm))
     original = nib.Nifti1Image(noise(), affine)
     reference = None
@@ -118,8 +115,8 @@ def prepared_by(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
     ids=["RAS", "LPS", "SRA", "PIR", "AIL"],
 )
 def test_a_network_that_sees_the_axes_of_the_file_does_so_wherever_they_run(
-    codes: str, affine: np.ndarray, tmp_path: Path
-) -> None:
+    codes, affine, tmp_path
+):
     """As one for RAS sees a file whose header says that its stored axes are those."""
     array = noise((21, 17, 12))
     array[:3] = array[..., 10:] = 0
@@ -160,9 +157,7 @@ def segmented(predictor: Predictor, path: Path) -> tuple[nib.Nifti1Image, np.nda
 
 
 @pytest.mark.parametrize(("clips", "windows"), [(True, 2), (False, 3)], ids=["nnU-Net", "ours"])
-def test_a_network_of_nnunet_takes_the_spacing_as_it_does(
-    clips: bool, windows: int, tmp_path: Path
-) -> None:
+def test_a_network_of_nnunet_takes_the_spacing_as_it_does(clips, windows, tmp_path):
     """49 voxels of 500 mm / 512 are 24.5 of twice that, so 24; at six digits they are 25."""
     path = write_volume(tmp_path / "scan.nii", noise((49, 16, 16)), (0.9765625, 1.0, 1.0))
     checkpoint = random_checkpoint(spacing_mm=(1.953125, 1.0, 1.0), patch_size=(16, 16, 16))
@@ -176,9 +171,7 @@ def test_a_network_of_nnunet_takes_the_spacing_as_it_does(
     assert len(memory.windows.starts) == windows
 
 
-def test_the_components_that_the_network_keeps_are_kept(
-    predictor: Predictor, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_components_that_the_network_keeps_are_kept(predictor, tmp_path, caplog):
     caplog.set_level("INFO")
     image = volume_of(noise(), tmp_path)
     usual = predictor.segment(image)
@@ -201,9 +194,7 @@ def test_the_components_that_the_network_keeps_are_kept(
     ("target_mm", "masks_outside"),
     [(None, True), ((1.5, 0.8, 2.0), False), ((1.5, 0.8, 2.0), True)],
 )
-def test_what_is_zero_around_a_scan_is_background(
-    tmp_path: Path, target_mm: Spacing | None, masks_outside: bool
-) -> None:
+def test_what_is_zero_around_a_scan_is_background(tmp_path, target_mm, masks_outside):
     """The rest is segmented as a scan that was cut to it before."""
     checkpoint = random_checkpoint(spacing_mm=target_mm, label_values=(0, 5, 300))
     given = {"crops_to_nonzero": True, "masks_outside": masks_outside}
@@ -217,9 +208,7 @@ def test_what_is_zero_around_a_scan_is_background(
     np.testing.assert_array_equal(found, np.pad(expected, ((7, 3), (1, 2), (0, 0))))
 
 
-def test_only_what_is_kept_of_a_scan_takes_memory(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_kept_of_a_scan_takes_memory(checkpoint, tmp_path, monkeypatch):
     volume = volume_of(np.pad(noise((16, 16, 16)), ((4, 20),) * 3), tmp_path)
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: 40**3 * 8)
@@ -249,9 +238,7 @@ def prepared(array: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize("averaging", ["probabilities", "logits"])
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu",) * 3], ids=str)
-def test_what_networks_say_of_a_whole_volume_is_averaged(
-    tmp_path: Path, averaging: Averaging, devices: tuple[str, ...]
-) -> None:
+def test_what_networks_say_of_a_whole_volume_is_averaged(tmp_path, averaging, devices):
     first = random_checkpoint(patch_size=None, dtype=torch.float64)
     other = replace(wider(first), patch_size=None)
     members = [first, reseeded(first, 1), other, reseeded(first, 2)]
@@ -271,7 +258,7 @@ def test_what_networks_say_of_a_whole_volume_is_averaged(
         assert (one.argmax(0).numpy() != means[averaging]).mean() > 0.02
 
 
-def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) -> None:
+def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path):
     first = random_checkpoint(dtype=torch.float64)
     members = (first, wider(first))
     array = noise((24, 20, 16))
@@ -295,9 +282,7 @@ def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) ->
     assert (again[0] == mean.argmax(0).numpy()).mean() > 0.999  # normalised in float32
 
 
-def test_a_network_that_had_no_place_is_placed_by_the_next_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_that_had_no_place_is_placed_by_the_next_image(tmp_path, monkeypatch):
     """As from Python, where a program goes on after an error."""
     first = random_checkpoint()
     networks = Networks.of(first, wider(first))
@@ -305,7 +290,7 @@ def test_a_network_that_had_no_place_is_placed_by_the_next_image(
     expected = place(networks).segment(image)
     predictor = place(networks)
 
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments):
         raise DoesNotFitError("no place")
 
     with monkeypatch.context() as patch, pytest.raises(DoesNotFitError, match="no place"):
@@ -314,7 +299,7 @@ def test_a_network_that_had_no_place_is_placed_by_the_next_image(
     np.testing.assert_array_equal(predictor.segment(image), expected)
 
 
-def test_tta_averages_over_the_axes_of_training(tmp_path: Path) -> None:
+def test_tta_averages_over_the_axes_of_training(tmp_path):
     checkpoint = random_checkpoint(patch_size=None, dtype=torch.float64, changes=MIRRORED)
     array = noise((12, 16, 8))
     image = volume_of(array, tmp_path)
@@ -332,7 +317,7 @@ def test_tta_averages_over_the_axes_of_training(tmp_path: Path) -> None:
     np.testing.assert_array_equal(alike, plain)
 
 
-def test_mirrored_axes_are_named_as_the_network_sees_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_mirrored_axes_are_named_as_the_network_sees_them(caplog):
     caplog.set_level("INFO")
     mirrored = random_checkpoint(changes=MIRRORED)
     none = random_checkpoint(changes=("patches.augmentation.enabled=false",))
@@ -351,17 +336,13 @@ def test_mirrored_axes_are_named_as_the_network_sees_them(caplog: pytest.LogCapt
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [("0",), ("0", "0"), ("cpu", "0")])
-def test_a_gpu_gives_nearly_the_same_labels(
-    checkpoint: Checkpoint, predictor: Predictor, tmp_path: Path, devices: tuple[str, ...]
-) -> None:
+def test_a_gpu_gives_nearly_the_same_labels(checkpoint, predictor, tmp_path, devices):
     image = volume_of(noise((30, 25, 19)), tmp_path)
     agreement = place(checkpoint, *devices).segment(image) == predictor.segment(image)
     assert agreement.mean() > 0.9  # logits of random weights lie close, and bfloat16 is coarse
 
 
-def test_channels_that_do_not_suit_the_network_are_refused(
-    predictor: Predictor, tmp_path: Path
-) -> None:
+def test_channels_that_do_not_suit_the_network_are_refused(predictor, tmp_path):
     two = volume_of(noise((6, 7, 8, 2)), tmp_path)
     with pytest.raises(VolumeError, match=r"volume.nii has 2 channel\(s\) but .* on 1 \(channel 0"):
         predictor.segment(two)
@@ -384,9 +365,7 @@ def scaled(checkpoint: Checkpoint, factor: float, part: str = "") -> Checkpoint:
 
 @pytest.mark.parametrize("factor", [1e10, math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_of_a_training_that_diverged_are_refused(
-    factor: float, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_weights_of_a_training_that_diverged_are_refused(factor, dtype, tmp_path):
     """With 1e10 every variance overflows, every logit is 0 and everything background."""
     sound = random_checkpoint(dtype=dtype)
     message = "weights (reach|are NaN).*has diverged; use another"
@@ -398,9 +377,7 @@ def test_weights_of_a_training_that_diverged_are_refused(
         found.segment(volume_of(noise(), tmp_path))
 
 
-def test_large_weights_that_change_nothing_are_taken(
-    checkpoint: Checkpoint, predictor: Predictor, tmp_path: Path
-) -> None:
+def test_large_weights_that_change_nothing_are_taken(checkpoint, predictor, tmp_path):
     """Each convolution is normalised, so its scale does not matter."""
     image = volume_of(noise(), tmp_path)
     large = place(scaled(checkpoint, 1000.0, part="encoder")).segment(image)
@@ -410,9 +387,7 @@ def test_large_weights_that_change_nothing_are_taken(
 NOT_NORMALISED = {"channels": (ChannelNormalization(kind="none"),)}
 
 
-def test_intensities_that_nothing_can_be_computed_with_are_refused(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_intensities_that_nothing_can_be_computed_with_are_refused(checkpoint, tmp_path):
     """Not normalised, so that all of them reach the network."""
     image = volume_of(noise() * np.float32(1e20), tmp_path)
     with pytest.raises(VolumeError, match=r"volume.nii .*its normalised intens.* reach .*e\+"):
@@ -424,12 +399,8 @@ def test_intensities_that_nothing_can_be_computed_with_are_refused(
     ("dtype", "window"), [(torch.bfloat16, "whole"), (torch.float32, (16, 16, 16))], ids=str
 )
 def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    window: Any,
-) -> None:
+    checkpoint, tmp_path, monkeypatch, dtype, window
+):
     image = volume_of(noise((24, 16, 16)), tmp_path)
     larger = volume_of(noise((24, 16, 16)) * 1e6, tmp_path / "larger")
     cases = (
@@ -445,7 +416,7 @@ def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
         found = place(network, inference=InferenceSettings(window=window))
         predict = found.executor.predict
 
-        def overflow(tensor: torch.Tensor, predict: Any = predict) -> torch.Tensor:
+        def overflow(tensor, predict=predict):
             return (predict(tensor) * math.inf).to(dtype)
 
         monkeypatch.setattr(found.executor, "predict", overflow)
@@ -456,9 +427,7 @@ def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
 
 
 @pytest.mark.gpu
-def test_float16_that_overflows_on_a_gpu_is_named(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float16_that_overflows_on_a_gpu_is_named(checkpoint, tmp_path, monkeypatch):
     image = volume_of(noise(), tmp_path)
     monkeypatch.setattr(placing, "resolve_precision", lambda *arguments: "float16")
     sound = place(checkpoint, "0").segment(image)
@@ -482,9 +451,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, predictor: Predictor, max_voxe
     monkeypatch.setattr(predictor.executor, "predict", limited)
 
 
-def test_a_network_of_whole_volumes_falls_back_to_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_network_of_whole_volumes_falls_back_to_windows(tmp_path, monkeypatch, caplog):
     checkpoint = random_checkpoint(patch_size=None)
     image = volume_of(noise((32, 24, 20)), tmp_path)
     # 32x24x20 does not fit, nor does 16x24x20; 16x12x20 does.
@@ -505,13 +472,8 @@ def test_a_network_of_whole_volumes_falls_back_to_windows(
     ],
 )
 def test_memory_too_small_for_any_window_is_explained(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    patch_size: Shape | None,
-    window: Any,
-    max_voxels: int,
-    message: str,
-) -> None:
+    tmp_path, monkeypatch, patch_size, window, max_voxels, message
+):
     checkpoint = random_checkpoint(patch_size=patch_size)
     predictor = place(checkpoint, inference=InferenceSettings(window=window))
     limit_memory(monkeypatch, predictor, max_voxels)
@@ -519,9 +481,7 @@ def test_memory_too_small_for_any_window_is_explained(
         predictor.segment(volume_of(noise(), tmp_path))
 
 
-def test_a_small_scan_is_not_padded_to_a_window_that_the_host_cannot_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_scan_is_not_padded_to_a_window_that_the_host_cannot_hold(tmp_path, monkeypatch):
     image = volume_of(noise(), tmp_path)
     small = random_checkpoint(patch_size=None)
     # A stride that is large makes the window so, whatever is asked for.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,16 +58,14 @@ def images(first: int, count: int) -> Tensor:
         (7, [[0, 1, 2], [3, 4], [5, 6]]),
     ],
 )
-def test_each_replica_has_its_share_and_logits_are_in_order(
-    num_windows: int, shares: list[list[float] | None]
-) -> None:
+def test_each_replica_has_its_share_and_logits_are_in_order(num_windows, shares):
     replicas = [Replica(number) for number in range(3)]
     image = images(0, num_windows)
     assert torch.equal(ReplicatedNetwork(replicas).predict(image), -image)
     assert [replica.given for replica in replicas] == [[one] if one else [] for one in shares]
 
 
-def test_logits_outlive_the_next_call_of_several_replicas() -> None:
+def test_logits_outlive_the_next_call_of_several_replicas():
     network = ReplicatedNetwork([Replica(0), Replica(3)])
     before = network.predict(images(0, 4))
     network.predict(images(9, 4))
@@ -77,8 +74,8 @@ def test_logits_outlive_the_next_call_of_several_replicas() -> None:
     assert [str(slot.device) for slot in network.slots] == ["cuda:0", "cuda:3"]
 
 
-def test_the_device_whose_memory_runs_out_is_named() -> None:
-    def fail(image: Tensor) -> Tensor:
+def test_the_device_whose_memory_runs_out_is_named():
+    def fail(image):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And more.")
 
     network = ReplicatedNetwork([Replica(0), Replica(1, fail), Replica(2)])
@@ -94,7 +91,7 @@ def test_the_device_whose_memory_runs_out_is_named() -> None:
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> ScanImage:
+def image(tmp_path):
     return open_channels([write_volume(tmp_path / "volume.nii", noise(SHAPE))])
 
 
@@ -123,9 +120,7 @@ def alone(image: ScanImage, *checkpoints: Checkpoint, **more: Any) -> np.ndarray
 @pytest.mark.parametrize(
     ("count", "batch_size"), [(1, "auto"), (2, 5), (3, 1), (3, 5), (5, "auto")]
 )
-def test_any_number_of_replicas_gives_the_labels_of_one(
-    image: ScanImage, count: int, batch_size: Any
-) -> None:
+def test_any_number_of_replicas_gives_the_labels_of_one(image, count, batch_size):
     """Two replicas that take 5 windows each have 4 left, for both; three of them have 9."""
     checkpoint = network_of()
     shown: list[tuple[int, int]] = []
@@ -140,7 +135,7 @@ def test_any_number_of_replicas_gives_the_labels_of_one(
     assert all(0 < after - before <= at_a_time for before, after in pairwise(done))
 
 
-def test_mirror_images_are_those_of_one(image: ScanImage) -> None:
+def test_mirror_images_are_those_of_one(image):
     checkpoint = network_of("patches.augmentation.mirror_axes=x,z")
     expected = alone(image, checkpoint, tta=True)
     found = placed(3, checkpoint, tta=True, batch_size=2).segment(image)
@@ -149,9 +144,7 @@ def test_mirror_images_are_those_of_one(image: ScanImage) -> None:
 
 
 @pytest.mark.parametrize("kinds", [[(4, 8)] * 3, [(4, 8), (6, 8), (4, 8)]], ids=str)
-def test_every_replica_gets_the_weights_of_the_next_network(
-    image: ScanImage, kinds: list[tuple[int, int]]
-) -> None:
+def test_every_replica_gets_the_weights_of_the_next_network(image, kinds):
     members = [network_of(seed=seed, channels=channels) for seed, channels in enumerate(kinds)]
     expected = alone(image, *members)
     predictor = placed(2, *members, batch_size=3)
@@ -161,9 +154,7 @@ def test_every_replica_gets_the_weights_of_the_next_network(
         assert (alone(image, member) != expected).mean() > 0.02
 
 
-def test_a_graph_of_each_replica_is_replayed(
-    image: ScanImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_of_each_replica_is_replayed(image, monkeypatch):
     monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(placing.PlacedNetworks, "is_replayable", True)
@@ -177,7 +168,7 @@ def test_a_graph_of_each_replica_is_replayed(
 
 
 @pytest.mark.multigpu
-def test_two_gpus_replay_what_a_cpu_computes(image: ScanImage) -> None:
+def test_two_gpus_replay_what_a_cpu_computes(image):
     """Of 24 windows, most are computed by graphs; logits differ by rounding, in float64."""
     checkpoint = network_of()
     predictor = placed(2, checkpoint, device="cuda", batch_size=2)
@@ -186,16 +177,14 @@ def test_two_gpus_replay_what_a_cpu_computes(image: ScanImage) -> None:
         assert (predictor.segment(image) == expected).mean() > 0.9999
 
 
-def test_windows_are_computed_one_by_one_where_no_more_fit(
-    image: ScanImage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_windows_are_computed_one_by_one_where_no_more_fit(image, monkeypatch, caplog):
     checkpoint = network_of()
     predictor = placed(2, checkpoint)
     caplog.set_level("INFO")
     sizes = []
     predict = predictor.executor.predict  # of the first replica
 
-    def limited(part: Tensor, *precision: Any) -> Tensor:
+    def limited(part, *precision):
         sizes.append(len(part))
         if len(part) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
@@ -207,7 +196,7 @@ def test_windows_are_computed_one_by_one_where_no_more_fit(
     assert sizes == [12, *[1] * 12]
 
 
-def test_the_log_says_what_is_dealt(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_is_dealt(caplog):
     caplog.set_level("INFO")
     placed(3, network_of())
     assert [record.message for record in caplog.records] == [

@@ -20,7 +20,7 @@ def errors_in(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def errors(tmp_path_factory):
     """Everything that ranks do on a CPU, in forks of one process."""
     folder = tmp_path_factory.mktemp("windows")
     done = warm.run_call(rank_windows.main, folder, timeout=250)
@@ -28,7 +28,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return errors_in(folder)
 
 
-def test_a_window_that_does_not_fit_a_rank_is_refused_and_all_go_on(errors: dict[str, str]) -> None:
+def test_a_window_that_does_not_fit_a_rank_is_refused_and_all_go_on(errors):
     """The ranks have compared what they compute afterwards, as before."""
     for rank in (0, 1):
         expected = (
@@ -41,7 +41,7 @@ def test_a_window_that_does_not_fit_a_rank_is_refused_and_all_go_on(errors: dict
     assert errors["planes-0"].endswith("use at most 2")
 
 
-def test_a_rank_that_ends_or_hangs_in_a_window_or_after_it_is_named(errors: dict[str, str]) -> None:
+def test_a_rank_that_ends_or_hangs_in_a_window_or_after_it_is_named(errors):
     for how in ("killed", "faulty"):
         assert errors[how] == (
             "LostRankError: rank 1 (in window 1) is gone; give the same command again"
@@ -54,7 +54,7 @@ def test_a_rank_that_ends_or_hangs_in_a_window_or_after_it_is_named(errors: dict
 
 
 @pytest.mark.multigpu
-def test_gpus_share_windows_and_go_on_when_one_is_full(tmp_path: Path) -> None:
+def test_gpus_share_windows_and_go_on_when_one_is_full(tmp_path):
     command = [sys.executable, "-m", "tests.inference.rank_windows", str(tmp_path), "gpus"]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=200, check=False
@@ -65,6 +65,6 @@ def test_gpus_share_windows_and_go_on_when_one_is_full(tmp_path: Path) -> None:
         assert f"does not fit on cuda:{rank} of rank {rank}" in found[f"memory-{rank}"]
 
 
-def test_a_single_rank_shares_nothing() -> None:
+def test_a_single_rank_shares_nothing():
     with pytest.raises(RuntimeError, match="no other to share windows with"):
         SharedExecutor(None, Group(Ranks()), 1)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +22,7 @@ def slabs_of(whole: torch.Tensor, axis: int, sizes: tuple[int, ...]) -> list[tor
     ("axis", "sizes"),
     [(0, (7,)), (0, (1,) * 7), (0, (2, 4, 1)), (1, (1, 3, 2)), (2, (4, 1)), (2, (1,) * 5)],
 )
-def test_planes_follow_each_other(
-    axis: int, sizes: tuple[int, ...], order: Any, num_classes: int
-) -> None:
+def test_planes_follow_each_other(axis, sizes, order, num_classes):
     shape = (num_classes, *SHAPE) if num_classes else SHAPE
     whole = torch.randperm(int(np.prod(shape))).reshape(shape)
     target = np.full(shape, -1, order=order)
@@ -36,7 +33,7 @@ def test_planes_follow_each_other(
     np.testing.assert_array_equal(target[..., ::-1], whole.numpy())
 
 
-def test_it_converts_on_the_host_and_begins_anew() -> None:
+def test_it_converts_on_the_host_and_begins_anew():
     target = np.zeros(SHAPE, np.uint16)
     sink = SlabSink(target, np.array([0, 7, 300], np.uint16).__getitem__)
     sink.take(torch.full((4, 6, 5), 1), 0)
@@ -61,7 +58,7 @@ class Gate:
         return array
 
 
-def test_some_are_on_their_way_and_no_more() -> None:
+def test_some_are_on_their_way_and_no_more():
     gate = Gate()
     target = np.zeros(SHAPE)
     sink = SlabSink(target, gate)
@@ -79,18 +76,18 @@ def test_some_are_on_their_way_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_an_error_arrives(number: int) -> None:
+def test_an_error_arrives(number):
     """With a later slab, or at the end."""
     calls = itertools.count()
 
-    def full(array: np.ndarray) -> np.ndarray:
+    def full(array):
         if next(calls) == number:
             raise OSError("the disk is gone")
         return array
 
     sink = SlabSink(np.zeros(SHAPE), full)
 
-    def add_all() -> None:
+    def add_all():
         for _ in range(7):
             sink.take(torch.zeros(1, 6, 5), 0)
         sink.finish()

@@ -94,7 +94,7 @@ def small_network() -> tuple[UNet3d, object]:
     return model, parallelize(model, Layout(devices=(CPU,)))
 
 
-def test_padding_is_zero_and_even_on_both_sides() -> None:
+def test_padding_is_zero_and_even_on_both_sides():
     seen = []
     executor = Voxelwise(lambda x: seen.append(x) or x)
     image = make_image((9, 16, 8)) + 10
@@ -104,7 +104,7 @@ def test_padding_is_zero_and_even_on_both_sides() -> None:
     assert not padded[0, :, :3].any() and not padded[0, :, 12:].any()
 
 
-def test_sizes_are_rounded_up_to_the_strides() -> None:
+def test_sizes_are_rounded_up_to_the_strides():
     """To multiples of 4, 4, 2; the whole is one pass."""
     image = make_image((21, 18, 11))
     executor = Voxelwise()
@@ -115,7 +115,7 @@ def test_sizes_are_rounded_up_to_the_strides() -> None:
 
 
 @pytest.mark.parametrize("window", ["whole", (4, 4, 4), (3, 1, 2)], ids=str)
-def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(window: object) -> None:
+def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(window):
     _, executor = small_network()
     for size in ((1, 1, 1), (4, 4, 4), (3, 2, 4)):
         logits = predict_logits(executor, make_image(size, 1), window, 0.5, 1)
@@ -125,7 +125,7 @@ def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(window
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("size", [(24, 32, 16), (20, 16, 24)])
-def test_windows_of_a_network_agree_with_monai(size: Shape, batch_size: int) -> None:
+def test_windows_of_a_network_agree_with_monai(size, batch_size):
     model, executor = small_network()
     image = make_image(size, 1)
     ours = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
@@ -142,7 +142,7 @@ def test_windows_of_a_network_agree_with_monai(size: Shape, batch_size: int) -> 
 
 
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
-def test_logits_are_added_up_in_float32_at_least(window: object) -> None:
+def test_logits_are_added_up_in_float32_at_least(window):
     image = make_image((20, 20, 10)).to(torch.float64)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         executor = Voxelwise(lambda x, dtype=dtype: (1e4 * x).to(dtype))
@@ -168,10 +168,10 @@ def test_logits_are_added_up_in_float32_at_least(window: object) -> None:
         (RuntimeError("sizes differ"), None),
     ],
 )
-def test_too_little_memory_says_what_to_do(error: Exception, reason: str | None) -> None:
+def test_too_little_memory_says_what_to_do(error, reason):
     """An error that has nothing to do with memory is raised as it is."""
 
-    def fail(image: Tensor) -> Tensor:
+    def fail(image):
         raise error
 
     said = (
@@ -183,7 +183,7 @@ def test_too_little_memory_says_what_to_do(error: Exception, reason: str | None)
         predict_logits(Voxelwise(fail), make_image((20, 20, 10)), (13, 16, 8), 0.5, 2)
 
 
-def test_auto_takes_as_many_windows_as_are_best() -> None:
+def test_auto_takes_as_many_windows_as_are_best():
     executor = Voxelwise()
     image = make_image((128, 64, 64))
     predict_logits(executor, image, (64, 64, 64), 0.5, "auto")
@@ -193,7 +193,7 @@ def test_auto_takes_as_many_windows_as_are_best() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
-def test_one_logit_that_is_no_number_is_refused(window: object, value: float) -> None:
+def test_one_logit_that_is_no_number_is_refused(window, value):
     """A class is never larger than NaN, so the background would win everywhere."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         # In the second of several windows.
@@ -201,7 +201,7 @@ def test_one_logit_that_is_no_number_is_refused(window: object, value: float) ->
             [value] if window == "whole" else [0.0, value], itertools.repeat(0)
         )
 
-        def answer(image: Tensor, values: Any = values, dtype: torch.dtype = dtype) -> Tensor:
+        def answer(image, values=values, dtype=dtype):
             logits = image.to(dtype, copy=True)
             logits[0, -1, 3, 3, 3] = next(values)
             return logits
@@ -215,7 +215,7 @@ def test_one_logit_that_is_no_number_is_refused(window: object, value: float) ->
 
 
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
-def test_what_a_network_returns_stays_its_own(window: object) -> None:
+def test_what_a_network_returns_stays_its_own(window):
     image = make_image((16, 16, 8) if window == "whole" else (24, 16, 8))
     kept = torch.ones(1, 2, 16, 16, 8)  # as a graph answers in the same memory every time
     networks = [Voxelwise(lambda x: kept), Voxelwise(lambda x: torch.full_like(x, 3))]
@@ -226,7 +226,7 @@ def test_what_a_network_returns_stays_its_own(window: object) -> None:
     assert (kept == 1).all()
 
 
-def test_a_bad_network_is_refused_at_its_first_window() -> None:
+def test_a_bad_network_is_refused_at_its_first_window():
     executor = Voxelwise(lambda image: image * math.nan)
     with pytest.raises(NonFiniteLogitsError):
         predict_logits(executor, make_image((64, 64, 32)), WINDOW, 0.5, 2)
@@ -246,9 +246,7 @@ def test_a_bad_network_is_refused_at_its_first_window() -> None:
     ],
     ids=str,
 )
-def test_it_says_how_many_windows_are_done(
-    window: object, batch_size: int, expected: list[tuple[int, int]]
-) -> None:
+def test_it_says_how_many_windows_are_done(window, batch_size, expected):
     executor, calls = Voxelwise(), []
     predict_logits(
         executor,
@@ -263,7 +261,7 @@ def test_it_says_how_many_windows_are_done(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size: int) -> None:
+def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size):
     executor = Voxelwise()
     image = make_image((160, 20, 8))
     topology = executor.module.topology
@@ -278,9 +276,7 @@ def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size:
     assert end == 160 and computed == len(windows.starts)
 
 
-def test_the_memory_of_a_slab_does_not_depend_on_the_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_memory_of_a_slab_does_not_depend_on_the_length(monkeypatch):
     # Two classes in float32, of as many planes as a window has.
     needed = 16 * 20 * 8 * 2 * 4
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
@@ -307,8 +303,8 @@ def body_in_air(size: Shape, share: float) -> Tensor:
 @pytest.mark.parametrize("size", [(70, 20, 10), (64, 33, 9), (17, 17, 9)])
 @pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 4), (0.7, 100)])
 def test_empty_windows_are_skipped_and_what_only_they_reach_is_background(
-    size: Shape, overlap: float, batch_size: int
-) -> None:
+    size, overlap, batch_size
+):
     image = body_in_air(size, 0.3)
     executor = Voxelwise(lambda x: 2 * x - 1)
     windows = Windows.of(size, executor.module.topology, WINDOW, overlap, 1, [CPU])
@@ -323,7 +319,7 @@ def test_empty_windows_are_skipped_and_what_only_they_reach_is_background(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_where_all_windows_are_empty_nothing_is_computed(batch_size: int) -> None:
+def test_where_all_windows_are_empty_nothing_is_computed(batch_size):
     executor = Voxelwise()
     image = torch.full((2, 48, 32, 8), -3.0)  # no window reaches beyond it
     calls: list[tuple[int, int]] = []
@@ -336,7 +332,7 @@ def test_where_all_windows_are_empty_nothing_is_computed(batch_size: int) -> Non
     assert calls[0] == (0, count) and calls[-1] == (count, count)
 
 
-def test_ranks_that_join_compute_the_same_windows() -> None:
+def test_ranks_that_join_compute_the_same_windows():
     image = make_image((37, 20, 10))
     seen: list[list[Tensor]] = [[], []]
     first, other = (Voxelwise(lambda x, of=of: of.append(x) or x) for of in seen)
@@ -363,11 +359,11 @@ def test_ranks_that_join_compute_the_same_windows() -> None:
     piece=st.sampled_from([1, 300, 2**24]),
 )
 def test_slabs_of_any_shape_are_the_volume_blended_at_once(
-    size: Shape, window: Shape, overlap: float, num_classes: int, batch_size: int, piece: int
-) -> None:
+    size, window, overlap, num_classes, batch_size, piece
+):
     """What a window answers depends on its place, so that each counts as it should."""
 
-    def at_its_place(x: Tensor) -> Tensor:
+    def at_its_place(x):
         n, k, *shape = x.shape
         ramp = torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
         return x * ramp + ramp

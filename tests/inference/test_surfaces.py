@@ -15,9 +15,7 @@ def masks(density: float, shape: tuple[int, int, int] = (9, 10, 11)) -> list[np.
 
 @pytest.mark.parametrize("density", [0.01, 0.2, 0.6, 0.9])
 @pytest.mark.parametrize("degrees", [0.0, 20.0])
-def test_scores_are_those_of_all_distances_between_the_places_of_surface_voxels(
-    degrees: float, density: float
-) -> None:
+def test_scores_are_those_of_all_distances_between_the_places_of_surface_voxels(degrees, density):
     affine = tilted(degrees, SPACING_MM)
     pair = masks(density)
     both = np.concatenate(nearest_mm(*pair, affine))
@@ -31,7 +29,7 @@ def test_scores_are_those_of_all_distances_between_the_places_of_surface_voxels(
 
 @pytest.mark.parametrize("spacing_mm", [0.1, 0.3, 0.7, 1.0, 1.1])
 @pytest.mark.parametrize("degrees", [0.0, 33.0])
-def test_a_neighbour_at_the_tolerance_is_within_it(spacing_mm: float, degrees: float) -> None:
+def test_a_neighbour_at_the_tolerance_is_within_it(spacing_mm, degrees):
     one = np.zeros((6, 6, 6), bool)
     one[2:4, 2:4, 2:4] = True
     affine = np.eye(4)

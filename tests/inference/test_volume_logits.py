@@ -16,7 +16,7 @@ from tests.inference.blending import blended
 from tests.mutations import property_test
 from tests.networks import place, random_checkpoint, reseeded
 from tests.volumes.samples import noise, write_volume
-from unet3d.config import InferenceSettings, ParallelSettings, Shape
+from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError
@@ -75,11 +75,8 @@ class Memory:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_windows_that_do_not_fit_together_are_computed_one_by_one(
-    late: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    late, tmp_path, monkeypatch, caplog
+):
     caplog.set_level(logging.INFO, logger="unet3d")
     monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 5 * 16**3)
     scan = scan_of(noise((60, 24, 20)), tmp_path)
@@ -88,7 +85,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     predictor = place(random_checkpoint())
     memory = Memory(predictor, monkeypatch, 5 if late else 1)
 
-    def windows_done(done: int, total: int) -> None:
+    def windows_done(done, total):
         if done >= 10:  # others take memory while some planes are done already
             memory.max_windows = 1
 
@@ -107,8 +104,8 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
 
 @pytest.mark.parametrize(("batch_size", "tried"), [("auto", [5, 1]), (3, [3])])
 def test_one_that_does_not_fit_or_a_number_that_was_asked_for_is_an_error(
-    batch_size: Any, tried: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    batch_size, tried, tmp_path, monkeypatch
+):
     monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 5 * 16**3)
     predictor = place(random_checkpoint(), inference=InferenceSettings(batch_size=batch_size))
     memory = Memory(predictor, monkeypatch, 0)
@@ -117,9 +114,7 @@ def test_one_that_does_not_fit_or_a_number_that_was_asked_for_is_an_error(
     assert memory.tried == tried
 
 
-def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_path, monkeypatch):
     """Also where another one, with larger windows, has begun since."""
     monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 3 * 8**3)
     scan = scan_of(noise((40, 16, 16)), tmp_path)
@@ -129,7 +124,7 @@ def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(
     predictor = place(networks)
     memory = Memory(predictor, monkeypatch, 3)
 
-    def windows_done(done: int, total: int) -> None:
+    def windows_done(done, total):
         if 1 in memory.tried:  # a window of the larger ones
             memory.max_windows = 1
 
@@ -155,9 +150,7 @@ def folds(count: int) -> Networks:
     ],
     ids=str,
 )
-def test_the_mean_of_folds_is_that_of_what_each_of_them_says(
-    shape: Shape, batch_size: int, devices: tuple[str, ...], sizes: list[Shape]
-) -> None:
+def test_the_mean_of_folds_is_that_of_what_each_of_them_says(shape, batch_size, devices, sizes):
     image = WholeImage(torch.from_numpy(noise(shape))[None].double())
     networks = folds(3)
     shown: list[tuple[int, int]] = []
@@ -177,9 +170,7 @@ def test_the_mean_of_folds_is_that_of_what_each_of_them_says(
     assert [done for done, _ in shown] == sorted({done for done, _ in shown})
 
 
-def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatch):
     needed: list[int] = []
     monkeypatch.setattr(
         "unet3d.inference.sliding_window.refuse_beyond_memory", lambda n, *_: needed.append(n)
@@ -188,7 +179,7 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(
     loaded: list[int] = []
     load_into = where.load_into
 
-    def noted(executor: Any, before: int, index: int) -> bool:
+    def noted(executor, before, index):
         loaded.append(index)
         return load_into(executor, before, index)
 
@@ -201,14 +192,12 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(
     assert loaded == [1, 2] + [0, 1, 2] * len(window_starts(42, 12, 0.5))
 
 
-def test_a_fold_whose_logits_are_not_finite_is_found_in_its_first_windows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fold_whose_logits_are_not_finite_is_found_in_its_first_windows(monkeypatch):
     where, logits = placed(folds(2), averaging="logits")
     predict = where.executor.predict
     calls: list[int] = []
 
-    def broken(image: torch.Tensor, *precision: Any) -> torch.Tensor:
+    def broken(image, *precision):
         calls.append(where.index)
         return predict(image, *precision) * (torch.nan if where.index == 1 else 1)
 
@@ -229,9 +218,7 @@ REGIONS = (
 
 
 @pytest.mark.parametrize("regions", [(), REGIONS], ids=["classes", "regions"])
-def test_a_body_in_air_is_segmented_as_without_skipping(
-    regions: tuple[Region, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_in_air_is_segmented_as_without_skipping(regions, tmp_path, monkeypatch):
     """Where every window that reaches a voxel is computed; where none is, there is nothing."""
     checkpoint = random_checkpoint(regions=regions)
     array = np.full((96, 16, 16), -1000, np.int16)
@@ -256,7 +243,7 @@ def test_a_body_in_air_is_segmented_as_without_skipping(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("scans")
 
 
@@ -271,15 +258,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     has_scratch=st.booleans(),
 )
 def test_what_is_read_in_parts_is_segmented_as_in_memory(
-    folder: Path,
-    shape: Shape,
-    overlap: float,
-    num_classes: int,
-    batch_size: Any,
-    dtype: type[np.generic],
-    name: str,
-    has_scratch: bool,
-) -> None:
+    folder, shape, overlap, num_classes, batch_size, dtype, name, has_scratch
+):
     checkpoint = random_checkpoint(
         label_values=tuple(range(num_classes)),
         patch_size=(8, 8, 8),

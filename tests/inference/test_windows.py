@@ -6,7 +6,6 @@ import pytest
 import torch
 from scipy import ndimage
 
-from unet3d.config import Shape
 from unet3d.inference.windows import (
     Windows,
     gaussian_weight,
@@ -23,7 +22,7 @@ TOPOLOGY = Topology(
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 0.5, 0.75, 0.9, 0.99])
-def test_starts_cover_an_axis_with_the_overlap_asked_for(overlap: float) -> None:
+def test_starts_cover_an_axis_with_the_overlap_asked_for(overlap):
     for window, size in ((n, size) for n in (1, 2, 10, 20, 31) for size in range(n, 4 * n + 3)):
         starts = window_starts(size, window, overlap)
         assert starts[0] == 0
@@ -36,7 +35,7 @@ def test_starts_cover_an_axis_with_the_overlap_asked_for(overlap: float) -> None
             assert max(steps) - min(steps) <= 1  # evenly spread
 
 
-def test_no_more_windows_than_needed() -> None:
+def test_no_more_windows_than_needed():
     assert window_starts(100, 100, 0.5) == [0]
     assert window_starts(101, 100, 0.5) == [0, 1]
     assert window_starts(150, 100, 0.5) == [0, 50]
@@ -49,7 +48,7 @@ def test_no_more_windows_than_needed() -> None:
 
 
 @pytest.mark.parametrize("window", [(16, 16, 16), (64, 9, 4), (5, 1, 8), (40, 56, 40), (2, 3, 1)])
-def test_weights_are_scipys_gaussian_of_a_point(window: Shape) -> None:
+def test_weights_are_scipys_gaussian_of_a_point(window):
     point = np.zeros(window)
     point[tuple(n // 2 for n in window)] = 1
     expected = ndimage.gaussian_filter(point, [n / 8 for n in window], mode="constant")
@@ -73,17 +72,13 @@ def test_weights_are_scipys_gaussian_of_a_point(window: Shape) -> None:
         ((16, 16, 16), ("cpu", "cuda:0"), 1),
     ],
 )
-def test_a_cpu_takes_small_windows_together(
-    window: Shape, devices: tuple[str, ...], expected: int
-) -> None:
+def test_a_cpu_takes_small_windows_together(window, devices, expected):
     assert windows_at_a_time(window, [torch.device(name) for name in devices]) == expected
 
 
 @pytest.mark.parametrize("size", [(40, 20, 10), (21, 37, 11), (16, 9, 30), (7, 7, 7)])
 @pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 4), (0.8, 100)])
-def test_windows_advance_along_the_longest_axis_and_reach_no_further(
-    size: Shape, overlap: float, batch_size: int
-) -> None:
+def test_windows_advance_along_the_longest_axis_and_reach_no_further(size, overlap, batch_size):
     windows = Windows.of(size, TOPOLOGY, (16, 16, 8), overlap, batch_size, [CPU])
     axis = longest_axis(size)
     assert windows.axis == axis and size[axis] == max(size)
@@ -102,13 +97,13 @@ def test_windows_advance_along_the_longest_axis_and_reach_no_further(
     assert tuple(seen[windows.inside].shape) == size
 
 
-def test_the_plane_from_which_a_place_is_counted() -> None:
+def test_the_plane_from_which_a_place_is_counted():
     windows = Windows.of((20, 16, 40), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
     assert windows.place((4, 0, 12), 10) == (slice(4, 20), slice(0, 16), slice(2, 10))
 
 
 @pytest.mark.parametrize(("device", "reach"), [("cpu", 16), ("cuda:0", 16 + 8)])
-def test_on_a_cpu_no_slab_is_longer_than_a_window(device: str, reach: int) -> None:
+def test_on_a_cpu_no_slab_is_longer_than_a_window(device, reach):
     devices = [torch.device(device)]
     windows = Windows.of((160, 40, 8), TOPOLOGY, (16, 16, 8), 0.5, 3, devices)
     assert windows.slab == (reach, 40, 8)

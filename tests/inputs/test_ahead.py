@@ -10,10 +10,10 @@ from tests.command_line import process_environment
 from unet3d.inputs.ahead import ahead
 
 
-def test_work_is_done_meanwhile() -> None:
+def test_work_is_done_meanwhile():
     may_end, begun = threading.Event(), threading.Event()
 
-    def work() -> str:
+    def work():
         begun.set()
         assert may_end.wait(10)
         return threading.current_thread().name
@@ -25,10 +25,8 @@ def test_work_is_done_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, KeyboardInterrupt, SystemExit])
-def test_whatever_is_raised_arrives_where_the_result_is_asked_for(
-    kind: type[BaseException],
-) -> None:
-    def work() -> None:
+def test_whatever_is_raised_arrives_where_the_result_is_asked_for(kind):
+    def work():
         raise kind("why")
 
     future = ahead(work)
@@ -36,7 +34,7 @@ def test_whatever_is_raised_arrives_where_the_result_is_asked_for(
         future.result(10)
 
 
-def test_a_process_that_ends_does_not_wait_for_it() -> None:
+def test_a_process_that_ends_does_not_wait_for_it():
     code = (
         "import sys, time\n"
         "from unet3d.inputs.ahead import ahead\n"

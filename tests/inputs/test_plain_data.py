@@ -38,7 +38,7 @@ def refusal(values: Any) -> str:
     return str(caught.value)
 
 
-def test_valid_values_are_what_they_describe() -> None:
+def test_valid_values_are_what_they_describe():
     assert validated(Outer, {"inner": {"size": 3, "names": ["é", "‏"]}}).inner.size == 3
 
 
@@ -57,11 +57,11 @@ def test_valid_values_are_what_they_describe() -> None:
         ({"inner": {"size": 1}, "\x1b[2J": 2}, r"\x1b[2J is unknown"),
     ],
 )
-def test_a_mistake_is_one_phrase(values: Any, message: str) -> None:
+def test_a_mistake_is_one_phrase(values, message):
     assert refusal(values).startswith(message)
 
 
-def test_many_mistakes_are_counted() -> None:
+def test_many_mistakes_are_counted():
     said = refusal({str(number): 1 for number in range(1000)})
     assert said.endswith("; and 991 more")
     assert len(said) < 500
@@ -69,7 +69,7 @@ def test_many_mistakes_are_counted() -> None:
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
-def test_every_value_can_be_shown(value: Any) -> None:
+def test_every_value_can_be_shown(value):
     for text in (shown(value), printable(value), shown([value] * 1000), shown({"a": {"b": value}})):
         assert is_printable(text)
         assert len(text) < 1000
@@ -77,7 +77,7 @@ def test_every_value_can_be_shown(value: Any) -> None:
 
 @property_test
 @given(st.text())
-def test_text_is_shown_without_sequences_for_the_terminal(text: str) -> None:
+def test_text_is_shown_without_sequences_for_the_terminal(text):
     assert is_printable(printable(text))
     if is_printable(text) and len(text) <= 80:
         assert printable(text) == text

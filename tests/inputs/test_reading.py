@@ -2,7 +2,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,7 @@ from unet3d.records import recall, remember
 CONTENT = {"name": "case ä", "spacing_mm": [1.0, 0.5, 2.0], "labels": {"a": 1, "b": None}}
 
 
-def test_a_regular_file_is_read(tmp_path: Path) -> None:
+def test_a_regular_file_is_read(tmp_path):
     path = tmp_path / "content.json"
     path.write_text("\ufeff" + json.dumps(CONTENT), encoding="utf-8")
     assert read_json(path) == CONTENT
@@ -25,7 +24,7 @@ def test_a_regular_file_is_read(tmp_path: Path) -> None:
         read_bytes(path, 10)
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(OSError, match="it is not a regular file"):
@@ -51,7 +50,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_no_plain_json_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
+def test_what_is_no_plain_json_is_refused(tmp_path, text, message):
     path = tmp_path / "content.json"
     path.write_bytes(text)
     with pytest.raises(ValueError, match=message):
@@ -60,7 +59,7 @@ def test_what_is_no_plain_json_is_refused(tmp_path: Path, text: bytes, message: 
 
 @property_test
 @given(damaged(json.dumps(CONTENT).encode()))
-def test_damaged_json_is_a_value_or_an_error(content: bytes) -> None:
+def test_damaged_json_is_a_value_or_an_error(content):
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         file.write(content)
         file.flush()
@@ -71,13 +70,11 @@ def test_damaged_json_is_a_value_or_an_error(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 10**6, "9" * 10_000, "{}", "[]", "null", "NaN", "\x00"])
-def test_a_record_that_means_nothing_is_not_used(
-    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_that_means_nothing_is_not_used(tmp_path, text, caplog):
     path = tmp_path / "record.json"
     path.write_text(text)
 
-    def read(content: Any) -> float:
+    def read(content):
         return float(content["seconds"])
 
     assert recall(path, read) is None
@@ -86,7 +83,7 @@ def test_a_record_that_means_nothing_is_not_used(
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to a folder", "dangling link", "loop"])
-def test_whatever_has_the_name_of_a_record_is_replaced_by_one(tmp_path: Path, kind: str) -> None:
+def test_whatever_has_the_name_of_a_record_is_replaced_by_one(tmp_path, kind):
     path = tmp_path / "record.json"
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").touch()

@@ -34,13 +34,13 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_an_archive_is_read(tmp_path: Path) -> None:
+def test_an_archive_is_read(tmp_path):
     path = tmp_path / "a.zip"
     path.write_bytes(small_archive())
     assert read(path) == {"a": b"0123456789" * 100, "b/\u00e9": b"stored"}
 
 
-def test_what_is_damaged_is_said(tmp_path: Path) -> None:
+def test_what_is_damaged_is_said(tmp_path):
     path, content = tmp_path / "a.zip", small_archive()
     path.write_bytes(content[:-30])
     assert refusal(path) == "File is not a zip file"
@@ -56,7 +56,7 @@ def test_what_is_damaged_is_said(tmp_path: Path) -> None:
 
 @property_test
 @given(damaged(small_archive()))
-def test_mutations_of_the_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_mutations_of_the_bytes(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "mutated.zip"
     path.write_bytes(content)
     try:
@@ -65,7 +65,7 @@ def test_mutations_of_the_bytes(tmp_path_factory: pytest.TempPathFactory, conten
         assert is_printable(str(error)), repr(str(error))
 
 
-def test_a_list_of_a_million_entries_is_not_read(tmp_path: Path) -> None:
+def test_a_list_of_a_million_entries_is_not_read(tmp_path):
     path = tmp_path / "many.pt"
     numbers = [20, 20, *[0] * 7, len(b"a"), *[0] * 6]
     entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *numbers) + b"a"

@@ -6,7 +6,7 @@ from unet3d.kernels import strongest_class, written_regions
 
 
 @pytest.mark.parametrize("num_classes", [1, 2, 3, 300])
-def test_the_strongest_class_is_the_first_of_the_largest(num_classes: int) -> None:
+def test_the_strongest_class_is_the_first_of_the_largest(num_classes):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(-3, 4, (num_classes, 6, 5, 4), generator=generator).float()
     expected = np.argmax(logits.numpy(), 0)  # the first of equal ones
@@ -14,7 +14,7 @@ def test_the_strongest_class_is_the_first_of_the_largest(num_classes: int) -> No
 
 
 @pytest.mark.parametrize("classes", [(1, 2, 3), (3, 1, 2), (7,), (2, 300)], ids=str)
-def test_the_last_region_of_a_voxel_is_written(classes: tuple[int, ...]) -> None:
+def test_the_last_region_of_a_voxel_is_written(classes):
     generator = torch.Generator().manual_seed(len(classes))
     logits = torch.randn(len(classes), 5, 6, 7, generator=generator)
     written = written_regions(logits, classes)

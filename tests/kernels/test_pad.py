@@ -25,16 +25,14 @@ def check(x: Tensor, before: int, after: int) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 1), (2, 0), (0, 0)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_planes_of_zeros_are_added(shape: tuple[int, ...], before: int, after: int) -> None:
+def test_planes_of_zeros_are_added(shape, before, after):
     check(volume(shape), before, after)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 1), (2, 0)])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 64, 40, 40, 33)], ids=str)
-def test_planes_of_zeros_are_added_on_a_gpu(
-    shape: tuple[int, ...], before: int, after: int
-) -> None:
+def test_planes_of_zeros_are_added_on_a_gpu(shape, before, after):
     x = volume(shape, "cuda")
     torch.empty(2 * x.numel(), device="cuda").fill_(7)  # what the allocator gives back
     for layout in (torch.channels_last_3d, torch.contiguous_format):

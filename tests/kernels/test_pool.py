@@ -10,9 +10,7 @@ LAST = torch.channels_last_3d
 @pytest.mark.parametrize("layout", [torch.contiguous_format, LAST], ids=str)
 @pytest.mark.parametrize("stride", [(2, 2, 2), (1, 2, 2), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("size", [(6, 4, 8), (7, 5, 3)], ids=str)
-def test_averages_are_pytorchs(
-    size: tuple[int, ...], stride: tuple[int, ...], layout: torch.memory_format
-) -> None:
+def test_averages_are_pytorchs(size, stride, layout):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, *size, dtype=torch.float64, generator=generator)
     x = x.contiguous(memory_format=layout).requires_grad_()
@@ -27,7 +25,7 @@ def test_averages_are_pytorchs(
     assert dx.is_contiguous(memory_format=layout) or not divides
 
 
-def test_the_type_is_kept_under_autocast() -> None:
+def test_the_type_is_kept_under_autocast():
     x = torch.randn(1, 4, 4, 4, 4).bfloat16().contiguous(memory_format=LAST)
     with torch.autocast("cpu", torch.bfloat16):
         assert average_pool(x, (2, 2, 2)).dtype == torch.bfloat16

@@ -1,6 +1,5 @@
 import gc
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -20,12 +19,12 @@ from unet3d.memory.saved_tensors import handling, storage_key
 
 
 @pytest.fixture(autouse=True)
-def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_any_size(monkeypatch):
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.backends.mkldnn")
-def test_what_autocast_lowered_is_recomputed_as_low() -> None:
+def test_what_autocast_lowered_is_recomputed_as_low():
     """As with group normalisation on GPUs, whose results are float32."""
     torch.manual_seed(0)
     x = torch.randn(1, 4, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
@@ -45,19 +44,19 @@ def test_what_autocast_lowered_is_recomputed_as_low() -> None:
 
 
 @pytest.fixture
-def reading() -> Iterator[list[Tensor]]:
+def reading():
     """The tensors that a handler around is asked about: those that are not recomputed."""
     seen: list[Tensor] = []
     with handling(seen.append):
         yield seen
 
 
-def test_a_view_comes_back_with_its_shape_and_strides(reading: list[Tensor]) -> None:
+def test_a_view_comes_back_with_its_shape_and_strides(reading):
     values = torch.arange(24.0)
     leaf = torch.ones(2, 3, requires_grad=True)
     num_computed = []
 
-    def recompute() -> Tensor:
+    def recompute():
         num_computed.append(1)
         return values.clone().view(4, 6)
 
@@ -74,9 +73,7 @@ def test_a_view_comes_back_with_its_shape_and_strides(reading: list[Tensor]) -> 
     assert len(num_computed) == 2
 
 
-def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(monkeypatch):
     """All storages have one key here, as a new one may have that of one that is gone."""
     monkeypatch.setattr(recomputing, "storage_key", lambda tensor: 7)
     leaf = torch.ones(3, requires_grad=True)
@@ -90,7 +87,7 @@ def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(
     assert leaf.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_result_that_lives_on_keeps_nothing_alive() -> None:
+def test_a_result_that_lives_on_keeps_nothing_alive():
     source = torch.ones(3)
     gone = weakref.ref(source)
     with recomputed_in_backward():
@@ -102,7 +99,7 @@ def test_a_result_that_lives_on_keeps_nothing_alive() -> None:
     assert result.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_outside_the_context_nothing_is_offered(reading: list[Tensor]) -> None:
+def test_outside_the_context_nothing_is_offered(reading):
     x = torch.randn(1, 2, 4, 4, 4, requires_grad=True)
     weight, bias = torch.ones(2), torch.zeros(2)
     with recomputed_in_backward():
@@ -112,7 +109,7 @@ def test_outside_the_context_nothing_is_offered(reading: list[Tensor]) -> None:
     assert storage_key(y) in map(storage_key, reading)
 
 
-def test_a_part_that_is_recomputed_as_a_whole_offers_nothing(reading: list[Tensor]) -> None:
+def test_a_part_that_is_recomputed_as_a_whole_offers_nothing(reading):
     leaf = torch.ones(3, requires_grad=True)
     with recomputed_in_backward():
         with nothing_offered():
@@ -126,9 +123,7 @@ def test_a_part_that_is_recomputed_as_a_whole_offers_nothing(reading: list[Tenso
     assert storage_key(inside) in seen and storage_key(outside) not in seen
 
 
-def test_results_of_parts_are_recomputed_however_small(
-    monkeypatch: pytest.MonkeyPatch, reading: list[Tensor]
-) -> None:
+def test_results_of_parts_are_recomputed_however_small(monkeypatch, reading):
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 10**9)
     leaf = torch.ones(3, requires_grad=True)
     result = torch.full((3,), 2.0)
@@ -141,7 +136,7 @@ def test_results_of_parts_are_recomputed_however_small(
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_a_detached_tensor_has_the_marks_of_its_own(is_marked: bool) -> None:
+def test_a_detached_tensor_has_the_marks_of_its_own(is_marked):
     x = torch.ones(1, 2, 3, 3, 4, requires_grad=True) * 2
     if is_marked:
         mark_padded(mark_folded(x))

@@ -35,9 +35,7 @@ def plain_sums(logits: Tensor, target: Tensor, regions: tuple[tuple[int, ...], .
 
 @pytest.mark.parametrize("num_others", [0, 1, 3])
 @pytest.mark.parametrize("regions", REGIONS, ids=str)
-def test_sums_and_gradients_are_those_of_pytorch(
-    regions: tuple[tuple[int, ...], ...], num_others: int
-) -> None:
+def test_sums_and_gradients_are_those_of_pytorch(regions, num_others):
     logits, target, gradient = arguments(regions, num_others)
     sums, found = results(lambda x: region_sums(x, target, regions), [logits], gradient)
     expected = results(lambda x: plain_sums(x, target, regions), [logits], gradient)
@@ -47,7 +45,7 @@ def test_sums_and_gradients_are_those_of_pytorch(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
-def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
+def test_any_integer_type_of_target(dtype):
     logits, target, _ = arguments(NESTED, 1)
     expected = region_sums(logits, target, NESTED)
     assert torch.equal(region_sums(logits, target.to(dtype), NESTED), expected)
@@ -55,9 +53,7 @@ def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_low_precision_is_summed_in_float32(
-    dtype: torch.dtype, layout: torch.memory_format
-) -> None:
+def test_low_precision_is_summed_in_float32(dtype, layout):
     logits, target, gradient = arguments(NESTED, 1, dtype)
     logits = logits.contiguous(memory_format=layout)
     sums, ours = results(lambda x: region_sums(x, target, NESTED), [logits], gradient.float())
@@ -67,7 +63,7 @@ def test_low_precision_is_summed_in_float32(
     assert_near([ours], expected[1:], torch.finfo(dtype).eps)
 
 
-def test_logits_of_any_size_have_finite_sums() -> None:
+def test_logits_of_any_size_have_finite_sums():
     logits = torch.tensor([-300.0, 300.0]).view(1, 1, 2, 1, 1).requires_grad_()
     for label in (0, 1):
         sums = region_sums(logits, torch.full((1, 2, 1, 1), label), ((1,),))

@@ -69,9 +69,7 @@ def run(operation: Callable[[Tensor, Tensor], Made], shape: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_what_is_recalled_is_what_real_tensors_show(
-    operation: Callable[[Tensor, Tensor], Made],
-) -> None:
+def test_what_is_recalled_is_what_real_tensors_show(operation):
     real = run(operation, (4, 6))
     # A private name: that a result is recalled shows nowhere else, but as time.
     _known.clear()
@@ -84,14 +82,14 @@ def test_what_is_recalled_is_what_real_tensors_show(
         assert recorder.now[torch.device("cpu")] == 0
 
 
-def test_what_depends_on_values_is_refused_each_time() -> None:
+def test_what_depends_on_values_is_refused_each_time():
     with counted_allocations():
         for _ in range(2):
             with pytest.raises(RuntimeError):
                 torch.ones(3).nonzero()
 
 
-def test_a_settings_change_is_no_recollection() -> None:
+def test_a_settings_change_is_no_recollection():
     with counted_allocations():
         made = [torch.arange(3) / 2]
         torch.set_default_dtype(torch.float64)
@@ -105,7 +103,7 @@ def test_a_settings_change_is_no_recollection() -> None:
     assert [one.is_inference() for one in made] == [False, False, True]
 
 
-def test_a_real_parameter_is_copied_each_time() -> None:
+def test_a_real_parameter_is_copied_each_time():
     parameter, place = nn.Parameter(torch.ones(3, 4)), torch.device("cpu", 1)
     with counted_allocations() as recorder:
         copies = [parameter.to(place, torch.float64) for _ in range(3)]

@@ -24,14 +24,14 @@ def write(folder: Path, **files: object) -> None:
 
 
 @pytest.fixture
-def proc(tmp_path: Path) -> Path:
+def proc(tmp_path):
     proc = tmp_path / "proc"
     write(proc, meminfo=f"MemTotal: 9 kB\nMemAvailable: {100 * GIB // 1024} kB")
     write(proc / "self", cgroup="0::/", statm="100 50")
     return proc
 
 
-def test_what_the_system_says_counts(proc: Path, tmp_path: Path) -> None:
+def test_what_the_system_says_counts(proc, tmp_path):
     none = tmp_path / "none"
     assert available_bytes(proc, none) == 100 * GIB
     assert available_bytes(none, none) == sys.maxsize
@@ -40,9 +40,7 @@ def test_what_the_system_says_counts(proc: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [4 * GIB, "max"])
-def test_groups_of_version_2_and_their_parents_count(
-    proc: Path, tmp_path: Path, limit: object
-) -> None:
+def test_groups_of_version_2_and_their_parents_count(proc, tmp_path, limit):
     groups = tmp_path / "cgroup"
     write(proc / "self", cgroup="0::/jobs/mine")
     usage = {"memory__current": 3 * GIB, "memory__stat": f"anon 5\ninactive_file {GIB}\nfile 7"}
@@ -52,9 +50,7 @@ def test_groups_of_version_2_and_their_parents_count(
     assert available_bytes(proc, groups) == expected
 
 
-def test_groups_of_version_1_count_where_only_the_root_is_visible(
-    proc: Path, tmp_path: Path
-) -> None:
+def test_groups_of_version_1_count_where_only_the_root_is_visible(proc, tmp_path):
     groups = tmp_path / "cgroup"
     write(proc / "self", cgroup="5:cpu:/x\n4:cpuacct,memory:/docker/abc\n0::/")
     write(
@@ -66,12 +62,12 @@ def test_groups_of_version_1_count_where_only_the_root_is_visible(
     assert available_bytes(proc, groups) == GIB // 2
 
 
-def test_more_used_than_allowed_is_nothing_left(proc: Path, tmp_path: Path) -> None:
+def test_more_used_than_allowed_is_nothing_left(proc, tmp_path):
     write(tmp_path / "c", memory__max=5, memory__current=9, memory__stat="anon 9")
     assert available_bytes(proc, tmp_path / "c") == 0
 
 
-def test_a_limit_of_address_space_counts() -> None:
+def test_a_limit_of_address_space_counts():
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + GIB, before[1]))
@@ -97,15 +93,13 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
     ],
     ids=repr,
 )
-def test_memory_that_ran_out_is_known_by_its_error(
-    error: BaseException, on_gpu: bool, anywhere: bool
-) -> None:
+def test_memory_that_ran_out_is_known_by_its_error(error, on_gpu, anywhere):
     assert is_out_of_gpu_memory(error) == on_gpu
     assert is_out_of_memory(error) == anywhere
     assert shortage_reason(RuntimeError(CUBLAS)) == CUBLAS
 
 
-def test_amounts_are_readable_however_large() -> None:
+def test_amounts_are_readable_however_large():
     for amount, words in ((0, "0 bytes"), (1023, "1023 bytes"), (2**30, "1 GiB")):
         assert readable(amount) == words
     assert readable(119 * 2**40 + 2**38) == "119.2 TiB"

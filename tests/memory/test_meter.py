@@ -3,13 +3,12 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from unet3d.config import ModelSettings, Recompute, TrainingSettings
+from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as remake
 from unet3d.memory.measurement import measured_steps
 from unet3d.memory.meter import MemoryMeter, SlotMemory
@@ -77,8 +76,8 @@ def mean_of_squares(logits: Tensor | list[Tensor], target: Tensor) -> LossTerms:
     [("off", 0, False), ("norm", 0, True), ("norm", 10**9, False)],
 )
 def test_activations_are_the_tensors_that_the_layers_keep(
-    recompute: Recompute, min_elements: int, remakes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recompute, min_elements, remakes, monkeypatch
+):
     """Counted by hand for two levels, in float32, for one sample.
 
     A convolution keeps its input. InstanceNorm with its activation keeps its input and for each
@@ -99,7 +98,7 @@ def test_activations_are_the_tensors_that_the_layers_keep(
 
     full, half = 8**3, 4**3
 
-    def unit(channels: int, voxels: int, is_read: bool = True) -> int:
+    def unit(channels, voxels, is_read=True):
         """Return what is kept of a unit: the norm's input, statistics, and its result if read."""
         result = channels * voxels if is_read and not remakes else 0
         return channels * voxels + 2 * channels + result
@@ -134,7 +133,7 @@ def saved_bytes() -> Iterator[dict[int, int]]:
     [{}, {"encoder": "residual"}, {"norm": "batch"}, {"norm": "group", "deep_supervision": True}],
     ids=str,
 )
-def test_one_slot_keeps_what_the_plain_network_keeps(options: dict[str, object]) -> None:
+def test_one_slot_keeps_what_the_plain_network_keeps(options):
     topology = small_topology(**options)
     image, target = make_batch()
     torch.manual_seed(0)
@@ -149,7 +148,7 @@ def test_one_slot_keeps_what_the_plain_network_keeps(options: dict[str, object])
 
 
 @pytest.fixture
-def no_garbage_collector() -> Iterator[None]:
+def no_garbage_collector():
     gc.collect()
     gc.disable()
     yield
@@ -158,7 +157,7 @@ def no_garbage_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 @pytest.mark.usefixtures("no_garbage_collector")
-def test_everything_is_let_go_after_backward(num_devices: int) -> None:
+def test_everything_is_let_go_after_backward(num_devices):
     """By reference counts alone: what waits for the garbage collector would fill a GPU."""
     executor = spread(small_topology(deep_supervision=True), num_devices, num_micro_batches=2)
     optimizer = torch.optim.SGD(executor.module.parameters())
@@ -176,7 +175,7 @@ def test_everything_is_let_go_after_backward(num_devices: int) -> None:
     assert peaks == [peaks[0]] * 3  # nothing is added up over steps
 
 
-def test_prediction_keeps_nothing() -> None:
+def test_prediction_keeps_nothing():
     executor = spread(small_topology(), 2)
     with saved_bytes() as saved:
         executor.predict(make_batch()[0])
@@ -186,9 +185,7 @@ def test_prediction_keeps_nothing() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "states", "counters"), [("sgd", 1, 0), ("adamw", 2, 1)], ids=["sgd", "adamw"]
 )
-def test_parameters_gradients_and_optimizer_by_arithmetic(
-    optimizer: str, states: int, counters: int
-) -> None:
+def test_parameters_gradients_and_optimizer_by_arithmetic(optimizer, states, counters):
     executor = spread(small_topology(norm="batch"), 2)
     _, measured = measure(executor, optimizer)
     halves = (executor.module.encoder, executor.module.decoder)
@@ -210,7 +207,7 @@ def test_parameters_gradients_and_optimizer_by_arithmetic(
         )
 
 
-def test_micro_batches_lower_the_activations_of_one_slot() -> None:
+def test_micro_batches_lower_the_activations_of_one_slot():
     _, whole = measure(spread(small_topology(), 1), num_samples=4)
     _, portions = measure(spread(small_topology(), 1, num_micro_batches=4), num_samples=4)
     # A portion of image and target is a view, which keeps the whole batch.
@@ -219,7 +216,7 @@ def test_micro_batches_lower_the_activations_of_one_slot() -> None:
     assert ratio == pytest.approx(1 / 4, rel=1e-5)  # each keeps one number, that of its voxels
 
 
-def test_gradients_are_the_most_that_were_there() -> None:
+def test_gradients_are_the_most_that_were_there():
     executor = spread(small_topology(), 2)
     meter, measured = measure(executor)
     assert all(value.grad is None for value in executor.module.parameters())
@@ -228,7 +225,7 @@ def test_gradients_are_the_most_that_were_there() -> None:
     assert meter.read(optimizer)[0].gradients_bytes == measured[0].gradients_bytes
 
 
-def test_the_records_of_ranks_are_numbered_through() -> None:
+def test_the_records_of_ranks_are_numbered_through():
     executor = spread(small_topology(), 2)
     _, measured = measure(executor)
     predicted = {index: replace(memory, peak_bytes=7) for index, memory in measured.items()}
@@ -257,16 +254,14 @@ def test_the_records_of_ranks_are_numbered_through() -> None:
     assert row["predicted"] is None
 
 
-def test_the_memory_of_the_machine() -> None:
+def test_the_memory_of_the_machine():
     with open("/proc/meminfo") as file:
         kibibytes = int(next(line.split()[1] for line in file if line.startswith("MemTotal")))
     assert device_bytes(CPU) == kibibytes * 1024
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
-def test_the_timeline_has_a_mark_for_each_action_of_the_last_step(
-    schedule: Literal["1f1b", "all-forward"],
-) -> None:
+def test_the_timeline_has_a_mark_for_each_action_of_the_last_step(schedule):
     layout = Layout(devices=(CPU, CPU), num_micro_batches=3, schedule=schedule)
     executor = parallelize(UNet3d(small_topology()), layout)
     measure(executor, num_samples=3)
@@ -301,7 +296,7 @@ def step(executor: Executor, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_steps_in_the_context_are_measured_and_no_others() -> None:
+def test_steps_in_the_context_are_measured_and_no_others():
     executor = spread(small_topology(), 2)
     optimizer = torch.optim.SGD(executor.module.parameters(), lr=0.1, momentum=0.9)
     before = executor.observer
@@ -320,7 +315,7 @@ def test_steps_in_the_context_are_measured_and_no_others() -> None:
     assert meter.timeline(measured) == marks
 
 
-def test_an_error_in_the_context_leaves_nothing_behind() -> None:
+def test_an_error_in_the_context_leaves_nothing_behind():
     executor = spread(small_topology(), 1)
     optimizer = torch.optim.SGD(executor.module.parameters(), lr=0.1)
     before = executor.observer
@@ -332,7 +327,7 @@ def test_an_error_in_the_context_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_measured_by_its_allocator() -> None:
+def test_a_gpu_is_measured_by_its_allocator():
     gpu = torch.device("cuda", 0)
     peaks = []
     for observed in (False, True):

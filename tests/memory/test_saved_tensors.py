@@ -33,15 +33,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def factors() -> tuple[Tensor, Tensor]:
+def factors():
     torch.manual_seed(0)
     a = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     return a, torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
 
-def test_the_innermost_is_asked_first_and_the_outer_sees_what_it_passes(
-    factors: tuple[Tensor, Tensor],
-) -> None:
+def test_the_innermost_is_asked_first_and_the_outer_sees_what_it_passes(factors):
     outer, inner = Asked(), Asked(takes=(2, 3))
     with handling(outer), handling(inner):
         product(*factors)
@@ -50,9 +48,7 @@ def test_the_innermost_is_asked_first_and_the_outer_sees_what_it_passes(
 
 
 @pairwise(outer=[None, (2, 3), (3, 4)], inner=[None, (2, 3), (3, 4)])
-def test_backward_gets_what_stands_for_a_tensor(
-    factors: tuple[Tensor, Tensor], outer: tuple[int, ...] | None, inner: tuple[int, ...] | None
-) -> None:
+def test_backward_gets_what_stands_for_a_tensor(factors, outer, inner):
     a, b = factors
     # What is taken comes back twice as large.
     scale_a, scale_b = (2 if shape in (outer, inner) else 1 for shape in ((2, 3), (3, 4)))
@@ -64,9 +60,7 @@ def test_backward_gets_what_stands_for_a_tensor(
     assert torch.equal(found[1], (scale_a * a).T @ dy)
 
 
-def test_nobody_is_asked_after_the_context_even_if_it_failed(
-    factors: tuple[Tensor, Tensor],
-) -> None:
+def test_nobody_is_asked_after_the_context_even_if_it_failed(factors):
     outer, inner = Asked(), Asked()
     with handling(outer):
         with pytest.raises(ZeroDivisionError), handling(inner):
@@ -77,14 +71,14 @@ def test_nobody_is_asked_after_the_context_even_if_it_failed(
     assert len(outer.shapes) == 2
 
 
-def test_views_share_a_key_and_copies_do_not() -> None:
+def test_views_share_a_key_and_copies_do_not():
     tensor = torch.zeros(4, 5)
     assert storage_key(tensor[1:].T) == storage_key(tensor.detach()) == storage_key(tensor)
     copy = tensor.clone()
     assert storage_key(copy) != storage_key(tensor)
 
 
-def test_what_is_kept_beside_autograd_is_shown_to_the_handlers_too() -> None:
+def test_what_is_kept_beside_autograd_is_shown_to_the_handlers_too():
     outer, inner = Asked(), Asked(takes=(2, 3))
     taken, passed = torch.ones(2, 3), torch.ones(3, 4)
     with handling(outer), handling(inner):

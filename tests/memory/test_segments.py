@@ -7,7 +7,7 @@ from unet3d.memory.segments import LARGE_PAGE_BYTES, SMALL_PAGE_BYTES, Segments,
 MIB = 1024**2
 
 
-def test_small_and_large_requests_have_ranges_of_their_own() -> None:
+def test_small_and_large_requests_have_ranges_of_their_own():
     segments = Segments()
     segments.allocate(512)
     assert segments.reserved_bytes == SMALL_PAGE_BYTES
@@ -15,7 +15,7 @@ def test_small_and_large_requests_have_ranges_of_their_own() -> None:
     assert segments.reserved_bytes == SMALL_PAGE_BYTES + LARGE_PAGE_BYTES
 
 
-def test_the_smallest_gap_that_fits_is_taken_and_the_rest_stays_a_gap() -> None:
+def test_the_smallest_gap_that_fits_is_taken_and_the_rest_stays_a_gap():
     segments = Segments()
     sizes = [30 * MIB, 2 * MIB, 10 * MIB, 2 * MIB]
     first, _, third, _ = places = [segments.allocate(size) for size in sizes]
@@ -29,7 +29,7 @@ def test_the_smallest_gap_that_fits_is_taken_and_the_rest_stays_a_gap() -> None:
     assert len(set(places)) == 4
 
 
-def test_the_end_grows_only_by_what_its_gap_lacks() -> None:
+def test_the_end_grows_only_by_what_its_gap_lacks():
     segments = Segments()
     place = segments.allocate(20 * MIB)
     segments.free(place, 20 * MIB)
@@ -37,7 +37,7 @@ def test_the_end_grows_only_by_what_its_gap_lacks() -> None:
     assert segments.reserved_bytes == 40 * MIB
 
 
-def test_neighbouring_gaps_become_one() -> None:
+def test_neighbouring_gaps_become_one():
     segments = Segments()
     places = [segments.allocate(10 * MIB) for _ in range(4)]
     for index in (0, 2, 1):
@@ -46,7 +46,7 @@ def test_neighbouring_gaps_become_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_two_tensors_overlap_and_all_that_is_freed_is_found_again(seed: int) -> None:
+def test_no_two_tensors_overlap_and_all_that_is_freed_is_found_again(seed):
     """Against plain bookkeeping of who has which addresses."""
     chance = random.Random(seed)
     segments, alive = Segments(), dict[tuple[bool, int], int]()
@@ -72,7 +72,7 @@ def test_no_two_tensors_overlap_and_all_that_is_freed_is_found_again(seed: int) 
     assert segments.reserved_bytes == 0
 
 
-def test_what_is_given_back_are_whole_pages_without_tensors() -> None:
+def test_what_is_given_back_are_whole_pages_without_tensors():
     segments = Segments()
     places = [segments.allocate(15 * MIB) for _ in range(8)]
     assert segments.reserved_bytes == 120 * MIB

@@ -1,6 +1,5 @@
 import gc
 import weakref
-from typing import Literal
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ class Add(nn.Module):
         return out
 
 
-def test_blocks_run_in_order_and_only_what_is_kept_comes_back() -> None:
+def test_blocks_run_in_order_and_only_what_is_kept_comes_back():
     seen: list[weakref.ref[Tensor]] = []
     blocks = [
         Block(name="a", module=Add(1, seen), inputs=("image",)),
@@ -45,7 +44,7 @@ def test_blocks_run_in_order_and_only_what_is_kept_comes_back() -> None:
     }
 
 
-def test_a_tensor_is_freed_after_its_last_reader() -> None:
+def test_a_tensor_is_freed_after_its_last_reader():
     seen: list[weakref.ref[Tensor]] = []
     modules = [Add(1, seen) for _ in range(5)]
     blocks = [
@@ -64,7 +63,7 @@ def chain(**inputs: tuple[str, ...]) -> list[Block]:
     return [Block(name=name, module=nn.Identity(), inputs=read) for name, read in inputs.items()]
 
 
-def test_a_block_that_reads_one_tensor_follows_the_first_reader_of_it() -> None:
+def test_a_block_that_reads_one_tensor_follows_the_first_reader_of_it():
     blocks = chain(
         a=("image",),
         b=("a",),
@@ -79,7 +78,7 @@ def test_a_block_that_reads_one_tensor_follows_the_first_reader_of_it() -> None:
     assert ordered == ["a", "b", "skip_a", "c", "skip_b", "d", "e", "end"]
 
 
-def test_what_others_make_moves_nothing() -> None:
+def test_what_others_make_moves_nothing():
     """Of the decoder alone, and of a chain."""
     for blocks in (
         chain(low=("c",), skip_a=("a",), e=("low", "skip_a")),
@@ -89,9 +88,7 @@ def test_what_others_make_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_every_convolution_of_a_skip_runs_behind_the_next_level_s_first_unit(
-    encoder: Literal["plain", "residual"],
-) -> None:
+def test_every_convolution_of_a_skip_runs_behind_the_next_level_s_first_unit(encoder):
     model = UNet3d(topology_of(encoder=encoder))
     names = [block.name for block in in_running_order(model.blocks())]
     assert sorted(names) == sorted(block.name for block in model.blocks())

@@ -16,7 +16,7 @@ from unet3d.model.norms import Norm, make_norm
     ],
     ids=["conv", "residual"],
 )
-def test_an_input_is_not_changed_by_the_in_place_activation(unit: nn.Module) -> None:
+def test_an_input_is_not_changed_by_the_in_place_activation(unit):
     x = torch.randn(2, 3, 6, 4, 8)
     before = x.clone()
     unit(x)
@@ -24,11 +24,11 @@ def test_an_input_is_not_changed_by_the_in_place_activation(unit: nn.Module) -> 
 
 
 @pytest.mark.parametrize(("channels", "num_groups"), [(32, 8), (12, 4), (6, 2), (5, 1)])
-def test_group_norm_takes_groups_that_divide(channels: int, num_groups: int) -> None:
+def test_group_norm_takes_groups_that_divide(channels, num_groups):
     norm, _ = make_norm(Norm(kind="group"), channels, activated=True)
     assert isinstance(norm, nn.GroupNorm)
     assert norm.num_groups == num_groups
 
 
-def test_upsampling_has_a_bias_only_where_one_is_asked_for() -> None:
+def test_upsampling_has_a_bias_only_where_one_is_asked_for():
     assert Upsample(2, 3, (2, 2, 2)).bias is None

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -53,9 +52,7 @@ def assert_same(ours: Tensor, theirs: Tensor, logits: Tensor) -> None:
     [(2, (0, 1)), (3, (0, 1, 2)), (6, range(6)), (4, (0,)), (4, (0, 2)), (4, (1,))],
     ids=str,
 )
-def test_loss_and_gradient_are_monais(
-    num_classes: int, present: Sequence[int], joins_samples: bool
-) -> None:
+def test_loss_and_gradient_are_monais(num_classes, present, joins_samples):
     logits, target = make_batch(num_classes)
     target = torch.tensor(present)[target % len(present)]
     ours = SegmentationLoss(joins_samples=joins_samples)(logits.requires_grad_(), target).total
@@ -63,7 +60,7 @@ def test_loss_and_gradient_are_monais(
 
 
 @pytest.mark.parametrize("joins_samples", [False, True])
-def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples: bool) -> None:
+def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples):
     """nnU-Net's masks, written anew: means over what is labelled, of each sample or of all."""
     logits, target = make_batch(3)
     target[0, :4] = 3
@@ -95,9 +92,7 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples: bool) -> No
     ignores=[False, True],
     num_levels=[1, 2],
 )
-def test_the_loss_of_regions_is_nnunets(
-    regions: tuple[tuple[int, ...], ...], joins_samples: bool, ignores: bool, num_levels: int
-) -> None:
+def test_the_loss_of_regions_is_nnunets(regions, joins_samples, ignores, num_levels):
     """Binary cross-entropy plus Dice of every region (nnU-Net's DC_and_BCE_loss), written anew."""
     generator = torch.Generator().manual_seed(2)
     target = torch.randint(0, 5 if ignores else 4, (3, 8, 4, 4), generator=generator)
@@ -133,7 +128,7 @@ def test_the_loss_of_regions_is_nnunets(
         assert_same(terms.total, expected, level)
 
 
-def test_a_batch_without_a_label_costs_nothing() -> None:
+def test_a_batch_without_a_label_costs_nothing():
     logits, _ = make_batch(3)
     target = torch.full((3, 6, 5, 7), 3)
     logits.requires_grad_()
@@ -144,7 +139,7 @@ def test_a_batch_without_a_label_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_logits_are_taken_in_float32(dtype: torch.dtype) -> None:
+def test_low_precision_logits_are_taken_in_float32(dtype):
     logits, target = make_batch(3, dtype=dtype)
     logits.requires_grad_()
     exact = logits.detach().double().requires_grad_()
@@ -159,7 +154,7 @@ def test_low_precision_logits_are_taken_in_float32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
+def test_any_integer_type_of_target(dtype):
     logits, target = make_batch(3)
     expected = dice_cross_entropy(logits, target).total
     assert torch.equal(dice_cross_entropy(logits, target.to(dtype)).total, expected)
@@ -167,7 +162,7 @@ def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3), (4, 1), (5,)], ids=str)
-def test_micro_batches_add_up(sizes: tuple[int, ...]) -> None:
+def test_micro_batches_add_up(sizes):
     """Weighted losses add up, as do sums: joined along samples, or for the batch as a whole."""
     logits, target = make_batch(3, num_samples=5)
     whole = dice_cross_entropy(logits, target)
@@ -185,7 +180,7 @@ def test_micro_batches_add_up(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 1, 4)], ids=str)
-def test_sums_of_slabs_give_the_loss_of_the_volume(sizes: tuple[int, ...]) -> None:
+def test_sums_of_slabs_give_the_loss_of_the_volume(sizes):
     """Ratios of slabs do not add up; sums do, and so do the gradients that they lead to."""
     logits, target = make_batch(4)
     logits.requires_grad_()
@@ -197,7 +192,7 @@ def test_sums_of_slabs_give_the_loss_of_the_volume(sizes: tuple[int, ...]) -> No
     assert_same(terms.total, expected, logits)
 
 
-def test_the_loss_of_sums_is_the_formula() -> None:
+def test_the_loss_of_sums_is_the_formula():
     """Of one sample: background, and a class of 6 voxels of which p finds 4, and 1 elsewhere."""
     sums = torch.tensor([[[[2.0, 3.0]], [[9.0, 4.0]], [[11.0, 5.0]], [[10.0, 6.0]]]]).double()
     terms = dice_cross_entropy.from_sums(sums)
@@ -206,7 +201,7 @@ def test_the_loss_of_sums_is_the_formula() -> None:
     assert terms.total.item() == pytest.approx(5 / 16 + 3 / 11, abs=1e-6)
 
 
-def test_deep_supervision_is_the_weighted_sum_of_levels() -> None:
+def test_deep_supervision_is_the_weighted_sum_of_levels():
     generator = torch.Generator().manual_seed(5)
     target = torch.randint(0, 3, (2, 8, 8, 4), generator=generator)
     sizes = [(8, 8, 4), (4, 4, 4), (2, 2, 2)]  # Z is not halved at first
@@ -225,7 +220,7 @@ def test_deep_supervision_is_the_weighted_sum_of_levels() -> None:
     torch.testing.assert_close(terms.total, terms.dice + terms.cross_entropy)
 
 
-def test_the_loss_stays_where_the_logits_are() -> None:
+def test_the_loss_stays_where_the_logits_are():
     """No value is fetched: on the meta device there is none, and no other device takes part."""
     logits = [torch.zeros(2, 3, n, n, n, device="meta", requires_grad=True) for n in (8, 4)]
     target = torch.zeros(2, 8, 8, 8, dtype=torch.uint8, device="meta")
@@ -235,7 +230,7 @@ def test_the_loss_stays_where_the_logits_are() -> None:
 
 
 @pytest.mark.gpu
-def test_the_loss_stays_on_the_gpu_and_nothing_waits_for_it() -> None:
+def test_the_loss_stays_on_the_gpu_and_nothing_waits_for_it():
     logits, target = (value.cuda() for value in make_batch(3))
     logits.requires_grad_()
     with refused_waits():
@@ -244,8 +239,8 @@ def test_the_loss_stays_on_the_gpu_and_nothing_waits_for_it() -> None:
     assert {terms.total.device.type, found.device.type} == {"cuda"}
 
 
-def test_terms_add_weigh_and_detach() -> None:
-    def terms(value: float) -> LossTerms:
+def test_terms_add_weigh_and_detach():
+    def terms(value):
         total, dice, entropy = (torch.tensor(value * k, requires_grad=True) for k in (3.0, 1, 2))
         return LossTerms(total=total, dice=dice, cross_entropy=entropy)
 

@@ -3,7 +3,6 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
     ],
     ids=str,
 )
-def test_resnet50_is_transparent(norm: str, num_samples: int, options: dict[str, Any]) -> None:
+def test_resnet50_is_transparent(norm, num_samples, options):
     """Compare one step and a prediction with MONAI's module, parameter by parameter."""
     plain, placed = make_resnet(norm), make_resnet(norm)
     image, target = make_batch(num_samples)
@@ -84,7 +83,7 @@ def test_resnet50_is_transparent(norm: str, num_samples: int, options: dict[str,
     assert_close(executor.predict(image), plain.eval()(image).detach(), "logits")
 
 
-def test_batch_norm_is_refused_with_micro_batches() -> None:
+def test_batch_norm_is_refused_with_micro_batches():
     network = as_network(make_resnet())
     assert not network.samples_are_independent
     with pytest.raises(ConfigError, match="batch normalisation with 2 micro-batches"):
@@ -92,7 +91,7 @@ def test_batch_norm_is_refused_with_micro_batches() -> None:
     assert as_network(make_resnet("instance")).samples_are_independent
 
 
-def test_the_chain_is_taken_apart_down_to_the_bottlenecks() -> None:
+def test_the_chain_is_taken_apart_down_to_the_bottlenecks():
     resnet = make_resnet()
     blocks = as_network(resnet).blocks()
     names = [block.name for block in blocks]
@@ -106,7 +105,7 @@ def test_the_chain_is_taken_apart_down_to_the_bottlenecks() -> None:
     assert list(network.chain.state_dict()) == list(resnet.state_dict())
 
 
-def test_blocks_of_a_chain_can_follow_another() -> None:
+def test_blocks_of_a_chain_can_follow_another():
     (first,) = sequential_blocks(nn.Sequential(nn.Linear(2, 3)), "encoder")
     (second,) = sequential_blocks(nn.Sequential(nn.Linear(3, 1)), "head", first.name)
     assert [(block.name, block.inputs, block.path) for block in (first, second)] == [
@@ -138,7 +137,7 @@ def check_chain(chain: nn.Sequential, cuts: tuple[int, ...], inputs: Tensor) -> 
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2, 3)], ids=str)
-def test_a_module_in_place_or_used_again_runs_in_every_cut(cuts: tuple[int, ...]) -> None:
+def test_a_module_in_place_or_used_again_runs_in_every_cut(cuts):
     relu = nn.ReLU(inplace=True)
     chain = nn.Sequential(
         nn.Linear(3, 8),
@@ -154,13 +153,13 @@ def test_a_module_in_place_or_used_again_runs_in_every_cut(cuts: tuple[int, ...]
     check_chain(chain, cuts, torch.randn(5, 3, dtype=torch.float64))
 
 
-def test_a_stage_without_parameters_keeps_the_precision() -> None:
+def test_a_stage_without_parameters_keeps_the_precision():
     torch.manual_seed(0)
     chain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
     check_chain(chain, (1,), torch.randn(4, 1, 9, 9, dtype=torch.float64))
 
 
-def test_a_shared_parameter_is_refused() -> None:
+def test_a_shared_parameter_is_refused():
     linear = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"chain\.0 and chain\.2 share a parameter"):
         SequentialNetwork(nn.Sequential(linear, nn.Tanh(), linear), (2,))
@@ -168,7 +167,7 @@ def test_a_shared_parameter_is_refused() -> None:
         SequentialNetwork(nn.Sequential(), (2,))
 
 
-def test_other_shapes_and_too_many_stages_are_refused() -> None:
+def test_other_shapes_and_too_many_stages_are_refused():
     network = SequentialNetwork(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Tanh()), (2, 8, 8, 8))
     executor = parallelize(network, Layout(devices=(CPU, CPU)))
     assert executor.predict(torch.zeros(1, 2, 9, 7, 5)).shape == (1, 4, 7, 5, 3)
@@ -179,7 +178,7 @@ def test_other_shapes_and_too_many_stages_are_refused() -> None:
         parallelize(network, Layout(devices=(CPU,) * 3))
 
 
-def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed() -> None:
+def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed():
     torch.manual_seed(0)
     chain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
     plain = copy.deepcopy(chain)
@@ -192,12 +191,12 @@ def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed(
         assert torch.equal(actual, expected)
 
 
-def test_cuts_are_found_with_batch_norm_over_single_features() -> None:
+def test_cuts_are_found_with_batch_norm_over_single_features():
     chain = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     assert default_cuts(SequentialNetwork(chain, (2, 2, 2)), 2) == (2,)
 
 
-def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch):
     monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
     losses, predictions = [], []
@@ -221,7 +220,7 @@ def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch: pytest.MonkeyPatc
     assert_close(*predictions, "logits")
 
 
-def test_a_loss_of_one_value_a_sample_is_refused() -> None:
+def test_a_loss_of_one_value_a_sample_is_refused():
     executor = parallelize(as_network(make_resnet()), Layout(devices=(CPU,)))
     loss_fn: Callable[..., Tensor] = nn.CrossEntropyLoss(reduction="none")
     with pytest.raises(ConfigError, match=r"returned a tensor of shape \(2,\); return a scalar"):

@@ -46,18 +46,14 @@ def assert_is_reference(network: UNet3d, image: Tensor) -> None:
 
 
 @pairwise(shape=list(SHAPES), encoder=["plain", "residual"], memory=LAYOUTS)
-def test_a_network_is_what_its_layers_say(
-    shape: str, encoder: str, memory: torch.memory_format
-) -> None:
+def test_a_network_is_what_its_layers_say(shape, encoder, memory):
     fields, size = SHAPES[shape]
     network = network_of(topology_of(encoder=encoder, **fields)).to(memory_format=memory)
     assert_is_reference(network, image_of(size).contiguous(memory_format=memory))
 
 
 @pairwise(shape=list(SHAPES), encoder=["plain", "residual"], limit=[200, slabs.MAX_ELEMENTS])
-def test_what_is_recomputed_is_the_same(
-    shape: str, encoder: str, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_recomputed_is_the_same(shape, encoder, limit, monkeypatch):
     """Also where convolutions run in slabs, because their maps are above the limit."""
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
@@ -68,9 +64,7 @@ def test_what_is_recomputed_is_the_same(
 
 
 @pytest.mark.parametrize("widths", [(8, 16, 16), (40, 8, 8)], ids=["pairs", "many channels"])
-def test_upsampling_and_convolution_as_one_have_the_bias(
-    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upsampling_and_convolution_as_one_have_the_bias(widths, monkeypatch):
     # A private name: only maps of low precision on a GPU are composed, none in float64.
     monkeypatch.setattr(api, "_composes", lambda x, up, weight: up.shape[4] == 2)
     topology = topology_of(channels=widths, strides=(ONE, (1, 2, 2), HALF), norm_eps=0.03)
@@ -78,9 +72,7 @@ def test_upsampling_and_convolution_as_one_have_the_bias(
 
 
 @pairwise(shape=list(SHAPES), num_samples=[1, 2], memory=LAYOUTS)
-def test_float32_on_a_cpu_takes_other_ways_to_the_same(
-    shape: str, num_samples: int, memory: torch.memory_format
-) -> None:
+def test_float32_on_a_cpu_takes_other_ways_to_the_same(shape, num_samples, memory):
     fields, size = SHAPES[shape]
     network = network_of(topology_of(**fields))
     image = image_of(size)[:num_samples]
@@ -94,7 +86,7 @@ def test_float32_on_a_cpu_takes_other_ways_to_the_same(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_a_bias_in_bfloat16_on_a_gpu_against_float64(encoder: str) -> None:
+def test_a_bias_in_bfloat16_on_a_gpu_against_float64(encoder):
     """Of maps that are large enough for all that a GPU does otherwise."""
     topology = topology_of(encoder=encoder, channels=(32, 64), strides=(ONE, HALF))
     network = network_of(topology)
@@ -115,7 +107,7 @@ def test_a_bias_in_bfloat16_on_a_gpu_against_float64(encoder: str) -> None:
     assert (other - exact)[face].norm() >= 0.2 * exact[face].norm()
 
 
-def test_a_bias_of_the_upsampling_starts_at_zero_and_is_named() -> None:
+def test_a_bias_of_the_upsampling_starts_at_zero_and_is_named():
     network = UNet3d(topology_of())
     biases = {n: p for n, p in network.named_parameters() if n.endswith("up.bias")}
     shapes = {name: tuple(value.shape) for name, value in biases.items()}

@@ -23,9 +23,7 @@ OURS = Axes.of((2, 1, 0))
     has_bias=[False, True],
     deep_supervision=[False, True],
 )
-def test_logits_are_those_of_nnunet(
-    shape: str, encoder: str, has_bias: bool, deep_supervision: bool
-) -> None:
+def test_logits_are_those_of_nnunet(shape, encoder, has_bias, deep_supervision):
     fields, size = SHAPES[shape]
     given = {"upsampling_bias": has_bias, "deep_supervision": deep_supervision}
     topology = topology_of(**{**fields, **given, "encoder": encoder})

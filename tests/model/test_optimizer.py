@@ -24,7 +24,7 @@ def make(module: nn.Module, precision: str = "float32", **settings: object) -> O
     return Optimization(module, TrainingSettings(**settings), precision)
 
 
-def test_the_learning_rate_decays_polynomially() -> None:
+def test_the_learning_rate_decays_polynomially():
     optimization = make(Vector(1), learning_rate=0.02)
     assert optimization.learning_rate(0, 1000) == 0.02
     assert optimization.learning_rate(500, 1000) == pytest.approx(0.02 * 0.5**0.9)
@@ -41,9 +41,7 @@ def test_the_learning_rate_decays_polynomially() -> None:
         (250, 5, [1, 1]),
     ],
 )
-def test_a_warm_up_rises_linearly_to_the_decay(
-    warmup_steps: int, num_steps: int, expected: list[float]
-) -> None:
+def test_a_warm_up_rises_linearly_to_the_decay(warmup_steps, num_steps, expected):
     usual = make(Vector(1), learning_rate=0.02)
     gentle = make(Vector(1), learning_rate=0.02, warmup_steps=warmup_steps)
     shares = [
@@ -55,7 +53,7 @@ def test_a_warm_up_rises_linearly_to_the_decay(
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_steps_are_those_of_pytorch(optimizer: str, momentum: float) -> None:
+def test_steps_are_those_of_pytorch(optimizer, momentum):
     """Of Nesterov's momentum, or AdamW; a parameter may get its first gradient later."""
     module = nn.Linear(2, 1).double()
     plain = copy.deepcopy(module)
@@ -77,7 +75,7 @@ def test_steps_are_those_of_pytorch(optimizer: str, momentum: float) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_are_clipped_together_and_cleared() -> None:
+def test_gradients_are_clipped_together_and_cleared():
     module = nn.ModuleList([Vector(0.0, 0.0), Vector(0.0)])
     optimization = make(module, momentum=0.0, weight_decay=0.0, gradient_clip=2.0)
     module[0].weight.grad = torch.tensor([3.0, 0.0], dtype=torch.float64)
@@ -90,7 +88,7 @@ def test_gradients_are_clipped_together_and_cleared() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_small_gradients_are_left_alone() -> None:
+def test_small_gradients_are_left_alone():
     module = Vector(0.0)
     optimization = make(module, momentum=0.0, weight_decay=0.0, gradient_clip=2.0)
     module.weight.grad = torch.tensor([1.5], dtype=torch.float64)
@@ -119,7 +117,7 @@ def train_steps(
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_scaled_gradients_make_the_same_steps(num_devices: int) -> None:
+def test_scaled_gradients_make_the_same_steps(num_devices):
     """A scale is a power of two, so it changes no bit: the loss is scaled and unscaled again."""
     plain, without = train_steps(1, "float32")
     scaled, with_scale = train_steps(num_devices, "float16")
@@ -130,7 +128,7 @@ def test_scaled_gradients_make_the_same_steps(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_an_overflow_skips_the_step_and_lowers_the_scale(bad: float) -> None:
+def test_an_overflow_skips_the_step_and_lowers_the_scale(bad):
     module = nn.Linear(2, 1)
     before = copy.deepcopy(module.state_dict())
     optimization = make(module, "float16")
@@ -152,7 +150,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(bad: float) -> None:
 
 @pytest.mark.parametrize("first", ["float16", "float32"])
 @pytest.mark.parametrize("second", ["float16", "float32"])
-def test_a_run_can_go_on_in_another_precision(first: str, second: str) -> None:
+def test_a_run_can_go_on_in_another_precision(first, second):
     """And with the scale that it had."""
     module = nn.Linear(2, 1)
     optimization = make(module, first)
@@ -177,12 +175,10 @@ def test_a_run_can_go_on_in_another_precision(first: str, second: str) -> None:
     ],
     ids=str,
 )
-def test_a_resumed_optimizer_takes_the_same_steps(
-    layouts: tuple[torch.memory_format, torch.memory_format], optimizer: str
-) -> None:
+def test_a_resumed_optimizer_takes_the_same_steps(layouts, optimizer):
     """Also where kernels are stored in another order: on a GPU in float32 after bfloat16."""
 
-    def take_steps(module: nn.Conv3d, optimization: Optimization, numbers: range) -> None:
+    def take_steps(module, optimization, numbers):
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
             for parameter in module.parameters():
@@ -190,7 +186,7 @@ def test_a_resumed_optimizer_takes_the_same_steps(
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
             optimization.step(0.01)
 
-    def conv(layout: torch.memory_format) -> nn.Conv3d:
+    def conv(layout):
         torch.manual_seed(0)
         return nn.Conv3d(3, 4, 2).to(memory_format=layout)  # type: ignore[call-overload,no-any-return]
 
@@ -210,13 +206,13 @@ def test_a_resumed_optimizer_takes_the_same_steps(
             assert name == "step" or value.dim() == 1 or value.stride() == after.weight.stride()
 
 
-def test_the_state_of_another_network_is_refused() -> None:
+def test_the_state_of_another_network_is_refused():
     optimization = make(nn.Linear(2, 1))
     with pytest.raises(ValueError, match="another number of parameters"):
         optimization.load_state_dict(make(Vector(1.0)).state_dict())
 
 
-def test_precisions_and_types() -> None:
+def test_precisions_and_types():
     assert autocast_dtype("bfloat16") is torch.bfloat16
     assert autocast_dtype("float16") is torch.float16
     assert autocast_dtype("float32") is None
@@ -227,7 +223,7 @@ def test_precisions_and_types() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu"), ("cpu", "cuda:0")], ids=str)
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_lower_precision_learns_on_gpus(devices: tuple[str, ...], precision: str) -> None:
+def test_lower_precision_learns_on_gpus(devices, precision):
     layout = Layout(devices=tuple(map(torch.device, devices)), autocast=autocast_dtype(precision))
     executor = parallelize(network(), layout)
     optimization = make(executor.module, precision, momentum=0.9)

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,7 +31,7 @@ FULL, HALF, LOW = 8 * 12 * 8, 4 * 6 * 4, 2 * 3 * 2
 
 
 @pytest.fixture(autouse=True)
-def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_any_size(monkeypatch):
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
 
 
@@ -67,9 +66,7 @@ def backward(model: UNet3d, made: dict[str, Tensor]) -> list[Tensor | None]:
     options=[{}, {"deep_supervision": True}, {"norm": "batch"}],
     num_alive=[1, 2],
 )
-def test_results_and_gradients_are_the_same_to_the_bit(
-    encoder: str, options: dict[str, Any], num_alive: int
-) -> None:
+def test_results_and_gradients_are_the_same_to_the_bit(encoder, options, num_alive):
     found = []
     for alive in (None, num_alive):
         model = make_model(encoder=encoder, **options)
@@ -79,7 +76,7 @@ def test_results_and_gradients_are_the_same_to_the_bit(
 
 
 @pytest.mark.parametrize("frozen", ["encoder.levels.0", "encoder", "decoder"])
-def test_parameters_may_be_frozen(frozen: str) -> None:
+def test_parameters_may_be_frozen(frozen):
     found = []
     for alive in (None, 1, 2):
         model = make_model()
@@ -100,14 +97,12 @@ def test_parameters_may_be_frozen(frozen: str) -> None:
         (2, [4 * FULL, 8 * HALF, 8 * LOW, 8 * HALF]),
     ],
 )
-def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept(
-    num_alive: int, expected: list[int]
-) -> None:
+def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept(num_alive, expected):
     model = make_model()
     own = {storage_key(value) for value in model.parameters()}
     kept: dict[int, Tensor] = {}
 
-    def note(tensor: Tensor) -> None:
+    def note(tensor):
         if storage_key(tensor) not in own:
             kept[storage_key(tensor)] = tensor
 
@@ -118,7 +113,7 @@ def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept(
 
 
 @pytest.mark.parametrize(("num_alive", "decoder_runs"), [(1, 1), (2, 2)])
-def test_a_part_runs_again_when_backward_comes_to_it(num_alive: int, decoder_runs: int) -> None:
+def test_a_part_runs_again_when_backward_comes_to_it(num_alive, decoder_runs):
     """And not before: the features of one level exist at a time.
 
     A block runs twice at most, and the first once more.
@@ -151,7 +146,7 @@ def test_a_part_runs_again_when_backward_comes_to_it(num_alive: int, decoder_run
     ]
 
 
-def test_what_enters_a_level_of_a_chain_is_kept() -> None:
+def test_what_enters_a_level_of_a_chain_is_kept():
     """Its first module may take long, so none runs more than twice."""
     num_runs: Counter[int] = Counter()
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
@@ -169,7 +164,7 @@ def test_what_enters_a_level_of_a_chain_is_kept() -> None:
 
 
 @pytest.fixture
-def without_collection() -> Iterator[None]:
+def without_collection():
     gc.collect()
     gc.disable()
     yield
@@ -178,12 +173,12 @@ def without_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_collection")
 @pytest.mark.parametrize("num_alive", [1, 2])
-def test_nothing_is_alive_after_backward(num_alive: int) -> None:
+def test_nothing_is_alive_after_backward(num_alive):
     """Memory must not wait for the garbage collector."""
     model = make_model()
     seen: list[weakref.ref[Tensor]] = []
 
-    def note(_module: nn.Module, _inputs: Any, result: Tensor) -> None:
+    def note(_module, _inputs, result):
         seen.append(weakref.ref(result.untyped_storage()))
 
     for module in model.modules():
@@ -212,7 +207,7 @@ class Failing(nn.Module):
         return made
 
 
-def test_memory_that_runs_out_the_second_time_is_reported_as_such() -> None:
+def test_memory_that_runs_out_the_second_time_is_reported_as_such():
     """And a later step is possible, for instance with a smaller patch."""
     model = make_model()
     unit = model.encoder.levels[1][1]
@@ -244,9 +239,7 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize("num_squares", [[1, 2], [2, 1]], ids=str)
-def test_a_module_that_does_something_else_the_second_time_is_refused(
-    num_squares: list[int],
-) -> None:
+def test_a_module_that_does_something_else_the_second_time_is_refused(num_squares):
     block = Block(name="a", module=Changing(num_squares), inputs=("image",), path="encoder")
     run = PartsOfPass([[block]], nullcontext).run
     leaf = torch.ones(3, requires_grad=True)
@@ -256,7 +249,7 @@ def test_a_module_that_does_something_else_the_second_time_is_refused(
         made["a"].sum().backward()
 
 
-def test_it_runs_again_in_the_same_precision() -> None:
+def test_it_runs_again_in_the_same_precision():
     """Backward is outside of the autocast that forward was in."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ def plan(
     )
 
 
-def test_an_isotropic_patch_is_halved_evenly_up_to_six_levels() -> None:
+def test_an_isotropic_patch_is_halved_evenly_up_to_six_levels():
     topology = plan((128, 128, 128))
     assert topology.strides == ((1, 1, 1), *[(2, 2, 2)] * 5)
     assert topology.channels == (32, 64, 128, 256, 320, 320)
@@ -31,13 +31,13 @@ def test_an_isotropic_patch_is_halved_evenly_up_to_six_levels() -> None:
     assert plan((1024, 1024, 1024)).num_levels == 6
 
 
-def test_thick_slices_are_halved_within_until_voxels_are_about_cubes() -> None:
+def test_thick_slices_are_halved_within_until_voxels_are_about_cubes():
     # 1 x 1 x 5 mm, 2 x 2 x 5, 4 x 4 x 5: only then is 5 at most twice the finest.
     topology = plan((128, 128, 32), (1.0, 1.0, 5.0))
     assert topology.strides[:4] == ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2))
 
 
-def test_a_spacing_of_exactly_twice_the_finest_is_halved() -> None:
+def test_a_spacing_of_exactly_twice_the_finest_is_halved():
     assert plan((64, 64, 32), (1.0, 1.0, 2.0)).strides[1] == (2, 2, 2)
     assert plan((64, 64, 32), (1.0, 1.0, 2.01)).strides[1] == (2, 2, 1)
 
@@ -45,7 +45,7 @@ def test_a_spacing_of_exactly_twice_the_finest_is_halved() -> None:
 @pytest.mark.parametrize(
     "size", [(64, 64, 6), (40, 56, 40), (31, 40, 24), (200, 9, 30), (64, 1, 7)]
 )
-def test_no_axis_falls_below_four_voxels(size: tuple[int, int, int]) -> None:
+def test_no_axis_falls_below_four_voxels(size):
     topology = plan(size)
     voxels = size
     for stride in topology.strides[1:]:
@@ -58,14 +58,14 @@ def test_no_axis_falls_below_four_voxels(size: tuple[int, int, int]) -> None:
         assert all(n < 8 for n in voxels)
 
 
-def test_seven_voxels_are_not_padded_to_eight() -> None:
+def test_seven_voxels_are_not_padded_to_eight():
     """Of the median hippocampus, 35x50x36 voxels, nnU-Net's patch is 40x56x40."""
     topology = plan((35, 50, 36))
     assert topology.total_stride == (8, 8, 8)
     assert plan((40, 56, 40)).strides == topology.strides  # the padded patch has the same network
 
 
-def test_levels_channels_and_strides_can_be_chosen() -> None:
+def test_levels_channels_and_strides_can_be_chosen():
     by_number = plan((64, 64, 64), num_levels=3, base_channels=10, max_channels=25)
     assert by_number.channels == (10, 20, 25)
     chosen = plan((64, 64, 64), channels=(8, 12, 20))
@@ -87,9 +87,7 @@ def test_levels_channels_and_strides_can_be_chosen() -> None:
         ((4, 3, 2), {"strides": ((2, 2, 2),) * 2}, "strides are 4x4x4 in all, which leaves one"),
     ],
 )
-def test_patches_that_are_too_small_are_refused(
-    size: tuple[int, int, int], options: dict[str, object], message: str
-) -> None:
+def test_patches_that_are_too_small_are_refused(size, options, message):
     with pytest.raises(ConfigError, match=message):
         plan(size, **options)
 
@@ -113,7 +111,7 @@ def nnunet_kernels(
     return [*kernels, CUBE]
 
 
-def test_anisotropic_kernels_are_those_of_nnunet() -> None:
+def test_anisotropic_kernels_are_those_of_nnunet():
     """Along thick slices one voxel, until voxels are about cubes; twice as thick is thick."""
     rng = np.random.default_rng(0)
     spacings = [tuple(np.exp(rng.uniform(0, 3, 3)).tolist()) for _ in range(200)]
@@ -131,7 +129,7 @@ def test_anisotropic_kernels_are_those_of_nnunet() -> None:
         assert kernels_of(topology) == [(3, 3, 1)] * number + [CUBE] * (6 - number)
 
 
-def test_an_axis_that_is_used_up_does_not_hold_back_the_others() -> None:
+def test_an_axis_that_is_used_up_does_not_hold_back_the_others():
     # Z is the finest, but cannot be halved; X and Y, three times as coarse, are halved all the
     # same, judged among themselves, and no stride skips voxels.
     topology = plan((64, 64, 6), (3.0, 3.0, 1.0), kernels="anisotropic")
@@ -139,12 +137,12 @@ def test_an_axis_that_is_used_up_does_not_hold_back_the_others() -> None:
     assert kernels_of(topology) == [(1, 1, 3), *[CUBE] * 4]
 
 
-def test_a_network_of_few_levels_sees_across_slices_at_the_lowest() -> None:
+def test_a_network_of_few_levels_sees_across_slices_at_the_lowest():
     topology = plan((64, 64, 32), (1.0, 1.0, 20.0), kernels="anisotropic", num_levels=2)
     assert kernels_of(topology) == [(3, 3, 1), CUBE]
 
 
-def test_round_trip_through_plain_values() -> None:
+def test_round_trip_through_plain_values():
     topology = plan((128, 128, 32), (1.0, 1.0, 5.0), encoder="residual", kernels="anisotropic")
     values = topology.to_dict()
     values = {**values, "strides": [list(stride) for stride in values["strides"]]}
@@ -166,7 +164,7 @@ def units_of(topology: Topology) -> tuple[list[int], list[int]]:
     return [topology.num_units(level) for level in levels], of_decoder
 
 
-def test_what_earlier_files_lack_is_what_they_meant() -> None:
+def test_what_earlier_files_lack_is_what_they_meant():
     topology = plan((32, 32, 32), encoder="plain", num_levels=4)
     values = topology.to_dict()
     for name in ("kernels", *NEW_FIELDS):
@@ -178,14 +176,14 @@ def test_what_earlier_files_lack_is_what_they_meant() -> None:
     assert kernels_of(topology) == [CUBE] * 4
 
 
-def test_a_residual_encoder_has_nnunets_units_at_any_number_of_levels() -> None:
+def test_a_residual_encoder_has_nnunets_units_at_any_number_of_levels():
     values = {**plan((32, 32, 32), encoder="residual").to_dict(), "channels": [4] * 16}
     topology = validated(Topology, {**values, "strides": [[1, 1, 1]] * 16})
     assert units_of(topology) == ([1, 3, 4, *[6] * 13], [1] * 15)
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_options_and_units_are_those_that_are_named(encoder: str) -> None:
+def test_options_and_units_are_those_that_are_named(encoder):
     options = {"encoder": encoder, "norm": "instance", "deep_supervision": True, **NEW_FIELDS}
     topology = plan((32, 32, 32), num_levels=4, **options)
     assert topology.to_dict().items() >= options.items()
@@ -235,7 +233,7 @@ def test_options_and_units_are_those_that_are_named(encoder: str) -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_values_of_something_else_are_refused(damage: dict[str, object], message: str) -> None:
+def test_values_of_something_else_are_refused(damage, message):
     values = plan((32, 32, 32)).to_dict()
     with pytest.raises(ValueError) as caught:
         validated(Topology, {**values, **damage})

@@ -42,7 +42,7 @@ def make_image(num_samples: int = 2, size: tuple[int, int, int] = (16, 16, 8)) -
 
 
 @pytest.fixture(params=VARIANTS, ids=str)
-def model(request: pytest.FixtureRequest) -> UNet3d:
+def model(request):
     torch.manual_seed(0)
     return UNet3d(make_topology(**request.param))
 
@@ -51,7 +51,7 @@ def in_blocks(network: UNet3d | Decoder, kind: str = "parameters") -> list[int]:
     return sorted(id(v) for block in network.blocks() for v in getattr(block.module, kind)())
 
 
-def test_the_network_is_its_blocks(model: UNet3d) -> None:
+def test_the_network_is_its_blocks(model):
     """Each parameter is in one block, blocks read earlier tensors only, and give its logits."""
     for kind in ("parameters", "buffers"):
         assert in_blocks(model, kind) == sorted(id(value) for value in getattr(model, kind)())
@@ -66,7 +66,7 @@ def test_the_network_is_its_blocks(model: UNet3d) -> None:
     assert torch.equal(model(image), made["head"])
 
 
-def test_encoder_and_decoder_share_nothing(model: UNet3d) -> None:
+def test_encoder_and_decoder_share_nothing(model):
     for kind in ("modules", "parameters", "buffers"):
         encoder = {id(value) for value in getattr(model.encoder, kind)()}
         decoder = {id(value) for value in getattr(model.decoder, kind)()}
@@ -77,7 +77,7 @@ def test_encoder_and_decoder_share_nothing(model: UNet3d) -> None:
     assert not any(isinstance(value, nn.Module) for value in vars(model.decoder).values())
 
 
-def test_encoder_and_decoder_run_alone() -> None:
+def test_encoder_and_decoder_run_alone():
     model = UNet3d(make_topology()).eval()
     image = make_image()
     features = model.encoder(image)
@@ -90,7 +90,7 @@ def test_encoder_and_decoder_run_alone() -> None:
     assert torch.equal(model.decoder(features)[0], model(image))
 
 
-def test_the_plain_block_list_is_what_the_diagram_shows() -> None:
+def test_the_plain_block_list_is_what_the_diagram_shows():
     blocks = {block.name: block.inputs for block in UNet3d(make_topology(2)).blocks()}
     assert list(blocks.items()) == [
         ("encoder.0.0", ("image",)),
@@ -103,7 +103,7 @@ def test_the_plain_block_list_is_what_the_diagram_shows() -> None:
     ]
 
 
-def test_a_replica_that_shares_the_network_joins_its_own_modules() -> None:
+def test_a_replica_that_shares_the_network_joins_its_own_modules():
     model = UNet3d(make_topology(2)).double()
     image = make_image().double()
     replica = copy.copy(model.decoder)  # as nn.DataParallel makes them
@@ -118,7 +118,7 @@ def test_a_replica_that_shares_the_network_joins_its_own_modules() -> None:
     assert in_blocks(replica) == sorted(own)
 
 
-def test_joined_blocks_stay_those_of_their_network() -> None:
+def test_joined_blocks_stay_those_of_their_network():
     model = UNet3d(make_topology(2))
     copied = copy.deepcopy(model)
     assert in_blocks(copied) == sorted(map(id, copied.parameters()))
@@ -126,7 +126,7 @@ def test_joined_blocks_stay_those_of_their_network() -> None:
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_a_module_that_takes_the_place_of_another_is_the_one_that_runs(encoder: str) -> None:
+def test_a_module_that_takes_the_place_of_another_is_the_one_that_runs(encoder):
     model = UNet3d(make_topology(2, encoder=encoder)).eval()
     image = make_image()
     before = model(image)
@@ -137,9 +137,7 @@ def test_a_module_that_takes_the_place_of_another_is_the_one_that_runs(encoder: 
 
 
 @pytest.mark.parametrize(("num_levels", "sizes"), [(2, [16]), (3, [16]), (4, [16, 8])])
-def test_deep_supervision_has_heads_but_at_the_two_lowest_levels(
-    num_levels: int, sizes: list[int]
-) -> None:
+def test_deep_supervision_has_heads_but_at_the_two_lowest_levels(num_levels, sizes):
     model = UNet3d(make_topology(num_levels, deep_supervision=True))
     image = make_image()
     logits = model(image)
@@ -158,9 +156,7 @@ def test_deep_supervision_has_heads_but_at_the_two_lowest_levels(
         ((16, 16, 8), 1, "the image has 1 channels but the network was built for 2"),
     ],
 )
-def test_images_that_do_not_suit_are_refused_in_one_line(
-    size: tuple[int, int, int], channels: int, message: str
-) -> None:
+def test_images_that_do_not_suit_are_refused_in_one_line(size, channels, message):
     model = UNet3d(make_topology())
     with pytest.raises(VolumeError, match=message) as caught:
         model(torch.zeros(1, channels, *size))
@@ -169,7 +165,7 @@ def test_images_that_do_not_suit_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("slope", [0.01, 0.5])
-def test_initialisation_keeps_the_variance_of_he(slope: float) -> None:
+def test_initialisation_keeps_the_variance_of_he(slope):
     torch.manual_seed(0)
     strides = ((1, 1, 1), (2, 2, 2))
     model = UNet3d(
@@ -189,7 +185,7 @@ def test_initialisation_keeps_the_variance_of_he(slope: float) -> None:
         assert conv.weight.std().item() == pytest.approx(expected, rel=0.02)
 
 
-def test_weights_beyond_the_memory_of_the_host_are_refused() -> None:
+def test_weights_beyond_the_memory_of_the_host_are_refused():
     wide = Topology(
         in_channels=1, num_classes=2, channels=(65536, 65536), strides=((1, 1, 1), (2, 2, 2))
     )
@@ -198,7 +194,7 @@ def test_weights_beyond_the_memory_of_the_host_are_refused() -> None:
     refuse_beyond_memory(replace(wide, channels=(2, 4)))
 
 
-def test_a_network_without_memory_needs_no_compiler() -> None:
+def test_a_network_without_memory_needs_no_compiler():
     """Random numbers on meta would import it, which takes a second of every command."""
     script = (
         "import sys, torch; from unet3d.model import Topology, UNet3d\n"

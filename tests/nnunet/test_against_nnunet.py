@@ -120,14 +120,12 @@ def assert_agrees_with_nnunet(kind: str, model: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_further_scans_are_segmented_as_nnunet_does(kind: str, tmp_path: Path) -> None:
+def test_further_scans_are_segmented_as_nnunet_does(kind, tmp_path):
     assert_agrees_with_nnunet(kind, model_of(kind), tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mirrored_scans_and_their_probabilities_are_those_of_nnunet(
-    kind: str, tmp_path: Path
-) -> None:
+def test_mirrored_scans_and_their_probabilities_are_those_of_nnunet(kind, tmp_path):
     files = write_scans(kind, tmp_path / "scans")
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     segment_with_nnunet(
@@ -195,9 +193,7 @@ def read_by(reader: str) -> Change:
         pytest.param("regions", without_masks, id="no mask"),
     ],
 )
-def test_a_model_with_other_plans_segments_as_nnunet_does(
-    kind: str, change: Change, tmp_path: Path
-) -> None:
+def test_a_model_with_other_plans_segments_as_nnunet_does(kind, change, tmp_path):
     model = shutil.copytree(model_of(kind), tmp_path / model_of(kind).name)
     plans = plans_of(model)
     change(plans, plans["configurations"]["3d_fullres"])

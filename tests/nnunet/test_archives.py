@@ -47,7 +47,7 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_what_a_user_knows_a_checkpoint_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_user_knows_a_checkpoint_by(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("weights").mkdir()
     for path in (Path("weights/../weights/Task.zip"), tmp_path / "other.zip"):
@@ -60,7 +60,7 @@ def test_what_a_user_knows_a_checkpoint_by(tmp_path: Path, monkeypatch: pytest.M
         assert known_as(Path(other)) == Path(other)
 
 
-def test_a_download_that_is_damaged(tmp_path: Path) -> None:
+def test_a_download_that_is_damaged(tmp_path):
     path = archive_with(tmp_path / "a.zip", checkpoint=NOISE)
     content = path.read_bytes()
     at = content.index(CHECKPOINT.encode()) + len(CHECKPOINT)
@@ -73,7 +73,7 @@ def test_a_download_that_is_damaged(tmp_path: Path) -> None:
     assert "is damaged: 'utf-8' codec can't decode" in refusal(path)
 
 
-def test_what_no_model_has_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_model_has_is_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "no such folder"))
     path = archive_with(tmp_path / "a.zip", checkpoint=bytes(10**6))
     assert "a.zip has 1.2" in refusal(path) and "as no weights have; if that is" in refusal(path)
@@ -85,7 +85,7 @@ def test_what_no_model_has_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.M
     assert f"d.zip/{CHECKPOINT} has 2.93 KiB unpacked" in refusal(archive_with(tmp_path / "d.zip"))
 
 
-def test_no_more_is_written_than_an_entry_declares(tmp_path: Path) -> None:
+def test_no_more_is_written_than_an_entry_declares(tmp_path):
     path = archive_with(tmp_path / "a.zip", checkpoint=bytes(10**6))
     content = bytearray(path.read_bytes())
     for mark, at in ((b"PK\3\4", 22), (b"PK\1\2", 24)):
@@ -102,7 +102,7 @@ def test_no_more_is_written_than_an_entry_declares(tmp_path: Path) -> None:
     assert unpacked(path) == bytes(10)
 
 
-def test_names_that_lead_elsewhere_or_cannot_be_shown(tmp_path: Path) -> None:
+def test_names_that_lead_elsewhere_or_cannot_be_shown(tmp_path):
     for name in (
         "../outside/plans.json",
         "/outside/plans.json",
@@ -123,7 +123,7 @@ def small_archive() -> bytes:
 
 @partial(property_test, share=0.5)
 @given(damaged(small_archive()))
-def test_mutations_of_the_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_mutations_of_the_bytes(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "mutated.zip"
     path.write_bytes(content)
     try:

@@ -2,7 +2,6 @@
 
 import re
 import zipfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +39,7 @@ def names(paths: tuple[Path, ...]) -> list[str]:
     return [path.parent.name for path in paths]
 
 
-def test_folds_of_a_model(tmp_path: Path) -> None:
+def test_folds_of_a_model(tmp_path):
     model = model_of(tmp_path / NAME, 0, 1, 10, 2, "all")
     touched(model / "fold_3" / "checkpoint_best.pth")  # has not ended
     assert names(networks_in(model)) == ["fold_0", "fold_1", "fold_2", "fold_10"]
@@ -53,7 +52,7 @@ def test_folds_of_a_model(tmp_path: Path) -> None:
     assert names(networks_in(model_of(tmp_path / "other" / NAME, "all"))) == ["fold_all"]
 
 
-def test_the_folder_of_a_data_set_with_one_model(tmp_path: Path) -> None:
+def test_the_folder_of_a_data_set_with_one_model(tmp_path):
     folder = tmp_path / "Dataset001_Phantoms"
     model_of(folder / NAME, 0)
     model_of(folder / "nnUNetTrainer__nnUNetPlans__2d", 0)
@@ -63,7 +62,7 @@ def test_the_folder_of_a_data_set_with_one_model(tmp_path: Path) -> None:
         networks_in(folder)
 
 
-def test_folds_that_are_not_there(tmp_path: Path) -> None:
+def test_folds_that_are_not_there(tmp_path):
     model = model_of(tmp_path / NAME, 0, "all")
     with pytest.raises(CheckpointError, match=r"has no .* of fold 3; it has 0, all"):
         networks_in(model, [3])
@@ -73,7 +72,7 @@ def test_folds_that_are_not_there(tmp_path: Path) -> None:
         networks_in(model / "fold_0", [0])
 
 
-def test_networks_of_ours_are_found_as_before(tmp_path: Path) -> None:
+def test_networks_of_ours_are_found_as_before(tmp_path):
     for fold in (0, 1):
         folder = tmp_path / "run" / f"fold{fold}"
         folder.mkdir(parents=True)
@@ -92,7 +91,7 @@ def test_networks_of_ours_are_found_as_before(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+def stack(tmp_path, monkeypatch):
     """What removes unpacked archives, which are in the folder ``temporary`` until then."""
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -102,7 +101,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack
     assert not list(folder.iterdir())
 
 
-def test_an_archive_is_unpacked(tmp_path: Path, stack: ExitStack) -> None:
+def test_an_archive_is_unpacked(tmp_path, stack):
     model = write_model(tmp_path / NAME, 0, 1)
     (model / "fold_0" / "progress.png").write_bytes(b"picture")
     archive = archive_of(model, tmp_path / "model.zip")
@@ -121,7 +120,7 @@ def test_an_archive_is_unpacked(tmp_path: Path, stack: ExitStack) -> None:
     assert known_as(networks_in(path, None, stack)[0]) == path / "fold_0" / "checkpoint_final.pth"
 
 
-def test_a_place_in_an_archive_may_be_named(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_place_in_an_archive_may_be_named(tmp_path, stack):
     folder = tmp_path / "Dataset001_Phantoms"
     model_of(folder / NAME, 0, 1)
     model_of(folder / "nnUNetTrainer__nnUNetPlans__3d_lowres", 0)
@@ -145,9 +144,7 @@ def test_a_place_in_an_archive_may_be_named(tmp_path: Path, stack: ExitStack) ->
             networks_in(place, folds, stack)
 
 
-def test_checkpoints_that_are_not_the_final_ones_are_named(
-    tmp_path: Path, stack: ExitStack
-) -> None:
+def test_checkpoints_that_are_not_the_final_ones_are_named(tmp_path, stack):
     model = model_of(tmp_path / NAME)
     best = touched(model / "fold_0" / "checkpoint_best.pth")
     archive = archive_of(model, tmp_path / "model.zip")
@@ -167,9 +164,7 @@ def test_checkpoints_that_are_not_the_final_ones_are_named(
         networks_in(model, [0])
 
 
-def test_archives_that_cannot_be_used(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archives_that_cannot_be_used(tmp_path, stack, monkeypatch):
     empty, broken = tmp_path / "empty.zip", tmp_path / "broken.zip"
     zipfile.ZipFile(empty, "w").close()
     broken.write_bytes(b"PK\3\4 and no more")

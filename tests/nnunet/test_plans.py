@@ -19,7 +19,7 @@ def changed(*path: str, value: Any) -> dict[str, Any]:
     return plans
 
 
-def test_a_plan_is_read() -> None:
+def test_a_plan_is_read():
     plan = read_plan(PLANS, "3d_fullres")
     assert plan.patch_size == (16, 32, 48)
     assert plan.spacing == (3.0, 1.0, 0.5)
@@ -42,7 +42,7 @@ def test_a_plan_is_read() -> None:
     assert (inheriting.spacing, inheriting.network) == ((4.0, 2.0, 1.0), network)
 
 
-def test_one_number_stands_for_all_levels() -> None:
+def test_one_number_stands_for_all_levels():
     path = ("configurations", "3d_fullres", "architecture", "arch_kwargs")
     kwargs = {**KWARGS, "n_conv_per_stage": 2, "kernel_sizes": 3, "n_conv_per_stage_decoder": 2}
     network = read_plan(changed(*path, value=kwargs), "3d_fullres").network
@@ -51,7 +51,7 @@ def test_one_number_stands_for_all_levels() -> None:
     assert network.decoder_units == (2, 2)
 
 
-def test_plans_of_older_versions_are_read() -> None:
+def test_plans_of_older_versions_are_read():
     old = {key: value for key, value in FULLRES.items() if key != "architecture"}
     old |= {
         "UNet_class_name": "ResidualEncoderUNet",
@@ -115,7 +115,7 @@ def of_fullres(key: str, value: Any) -> dict[str, Any]:
         (of_network("features_per_stage", [8, 16, 2**20]), "3d_fullres", "features"),
     ],
 )
-def test_what_is_unknown_is_named(plans: dict[str, Any], configuration: str, message: str) -> None:
+def test_what_is_unknown_is_named(plans, configuration, message):
     with pytest.raises(ValueError) as caught:
         read_plan(plans, configuration)
     said = str(caught.value)
@@ -123,7 +123,7 @@ def test_what_is_unknown_is_named(plans: dict[str, Any], configuration: str, mes
     assert "\n" not in said and "\x1b" not in said
 
 
-def test_other_networks_are_named() -> None:
+def test_other_networks_are_named():
     path = ("configurations", "3d_fullres", "architecture", "network_class_name")
     architectures = "dynamic_network_architectures.architectures"
     for name in (f"{architectures}.primus.Primus", "MedNeXt", f"{architectures}.unet.ResidualUNet"):
@@ -133,7 +133,7 @@ def test_other_networks_are_named() -> None:
         read_plan(changed(*path, value=None), "3d_fullres")
 
 
-def test_statistics_of_a_ct_must_be_there_and_have_an_older_name() -> None:
+def test_statistics_of_a_ct_must_be_there_and_have_an_older_name():
     plans = copy.deepcopy(PLANS)
     known = plans.pop("foreground_intensity_properties_per_channel")
     plans["foreground_intensity_properties_by_modality"] = known
@@ -143,14 +143,14 @@ def test_statistics_of_a_ct_must_be_there_and_have_an_older_name() -> None:
         read_plan(plans, "3d_fullres")
 
 
-def test_without_a_word_slices_are_not_resampled_one_by_one() -> None:
+def test_without_a_word_slices_are_not_resampled_one_by_one():
     kwargs = {"is_seg": False, "order": 3, "order_z": 0}  # nnU-Net's function has False by default
     plan = read_plan(of_fullres("resampling_fn_data_kwargs", kwargs), "3d_fullres")
     assert plan.image_resampling.force_separate_z is False
     assert plan.logit_resampling.force_separate_z is None
 
 
-def test_readers_have_their_axes() -> None:
+def test_readers_have_their_axes():
     for reader in ("SimpleITKIO", "NibabelIO", "Tiff3DIO"):
         plan = read_plan(changed("image_reader_writer", value=reader), "3d_fullres")
         assert plan.orientation == "stored"

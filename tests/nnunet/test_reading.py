@@ -31,7 +31,7 @@ from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
 from unet3d.nnunet import reading
 from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.reading import Part, load_model, load_network, network_from_first
+from unet3d.nnunet.reading import load_model, load_network, network_from_first
 from unet3d.nnunet.weights import to_nnunet
 from unet3d.runs.checkpoint import save_checkpoint
 
@@ -68,7 +68,7 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_a_model_becomes_a_checkpoint(tmp_path: Path) -> None:
+def test_a_model_becomes_a_checkpoint(tmp_path):
     model = write_model(tmp_path / "nnUNetTrainer__nnUNetPlans__3d_fullres", 0)
     checkpoint = load_network(model / "fold_0" / "checkpoint_final.pth")
     assert checkpoint.topology == TOPOLOGY
@@ -92,7 +92,7 @@ def test_a_model_becomes_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["network", "description"])
-def test_files_are_told_apart_by_what_they_hold(tmp_path: Path, part: Part) -> None:
+def test_files_are_told_apart_by_what_they_hold(tmp_path, part):
     theirs = saved(CONTENT, tmp_path)
     ours = tmp_path / "ours.pth"
     wanted = load_model(theirs)
@@ -112,14 +112,14 @@ def test_files_are_told_apart_by_what_they_hold(tmp_path: Path, part: Part) -> N
     ("name", "message"),
     [("a.pth", "it has no network_weights"), ("a.pt", "is not a checkpoint of unet3d")],
 )
-def test_files_of_others_are_refused_by_their_name(tmp_path: Path, name: str, message: str) -> None:
+def test_files_of_others_are_refused_by_their_name(tmp_path, name, message):
     torch.save({"state_dict": torch.ones(3)}, tmp_path / name)
     for read in (load_network, lambda path: network_from_first(path, ALONE)):
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path / name)
 
 
-def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> None:
+def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path):
     model = write_model(tmp_path / "model", 0)
     path = model / "fold_0" / "checkpoint_final.pth"
     labels = {"background": 0, "other organ": 1, "other": 2}
@@ -129,7 +129,7 @@ def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> 
     assert "plans.json cannot be read" in refusal(path)
 
 
-def test_normalisations(tmp_path: Path) -> None:
+def test_normalisations(tmp_path):
     for scheme, is_masked, kind in (
         ("CTNormalization", True, "ct"),  # which nnU-Net does not mask
         ("ZScoreNormalization", True, "z-score-inside"),
@@ -146,7 +146,7 @@ def test_normalisations(tmp_path: Path) -> None:
         assert read.topology == TOPOLOGY
 
 
-def test_regions_and_an_ignore_label(tmp_path: Path) -> None:
+def test_regions_and_an_ignore_label(tmp_path):
     labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4}
     dataset = {**DATASET, "labels": labels, "regions_class_order": [1, 2, 3]}
     prepared = load_model(saved(with_args(dataset_json=dataset), tmp_path)).preprocessing
@@ -211,14 +211,12 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path: Path, content: Any, message: str) -> None:
+def test_what_cannot_be_used_is_named(tmp_path, content, message):
     said = refusal(saved(content, tmp_path))
     assert said.startswith(" is not a model of nnU-Net that can be used: ") and message in said
 
 
-def test_a_trainer_of_others_is_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trainer_of_others_is_warned_of_once(tmp_path, caplog):
     model = write_model(tmp_path / "a model", 0, 1)
     paths = [model / f"fold_{fold}" / "checkpoint_final.pth" for fold in (0, 1)]
     load_network(paths[0])
@@ -233,9 +231,7 @@ def test_a_trainer_of_others_is_warned_of_once(
     )
 
 
-def test_the_memory_asked_for_is_what_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_asked_for_is_what_is_read(tmp_path, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(reading, "shortage", asked.append)
     load_model(saved(CONTENT, tmp_path))
@@ -254,7 +250,7 @@ class _Runs:
         return os.system, ("touch run",)
 
 
-def test_nothing_in_a_model_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_in_a_model_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refusal(saved({**CONTENT, "logging": _Runs()}, tmp_path))
     assert "tensors, numbers and strings (posix.system), and so could run code" in said
@@ -281,7 +277,7 @@ def assert_refused_or_read(content: bytes, folder: Path) -> None:
 
 @partial(property_test, share=0.4)
 @given(mutated({**CONTENT, "network_weights": {}}))
-def test_mutations_of_the_values(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+def test_mutations_of_the_values(tmp_path_factory, content):
     file = io.BytesIO()
     if isinstance(content, dict) and content.get("network_weights") == {}:
         content = {**content, "network_weights": CONTENT["network_weights"]}
@@ -308,7 +304,7 @@ def pickle_of(file: bytes) -> bytes:
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
 @partial(property_test, share=0.4)
 @given(damaged(pickle_of(without_numbers())))
-def test_mutations_of_the_pickle(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_mutations_of_the_pickle(tmp_path_factory, content):
     with zipfile.ZipFile(io.BytesIO(without_numbers())) as old:
         entries = {name: old.read(name) for name in old.namelist()}
     file = io.BytesIO()
@@ -320,7 +316,7 @@ def test_mutations_of_the_pickle(tmp_path_factory: pytest.TempPathFactory, conte
 
 @partial(property_test, share=0.4)
 @given(mutated({"plans": PLANS, "dataset": DATASET}))
-def test_mutations_of_the_files(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+def test_mutations_of_the_files(tmp_path_factory, content):
     folder = tmp_path_factory.getbasetemp() / "mutated model"
     path = folder / "fold_0" / "checkpoint_final.pth"
     if not path.exists():

@@ -1,7 +1,6 @@
 """Models of nnU-Net segment as nnU-Net did; ``tests/recorded/nnunet`` says what was recorded."""
 
 import shutil
-from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -34,7 +33,7 @@ def assert_scan(found: nib.Nifti1Image, expected: nib.Nifti1Image) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_recorded_can_tell_mistakes(kind: str) -> None:
+def test_what_is_recorded_can_tell_mistakes(kind):
     """All labels are there, and mirror images change more than may differ."""
     plain, mirrored = all_recorded(kind, "plain"), all_recorded(kind, "mirrored")
     for image in (plain["small"], mirrored["small"], plain["plain"]):
@@ -44,7 +43,7 @@ def test_what_is_recorded_can_tell_mistakes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_segments_as_nnunet_does(kind: str) -> None:
+def test_a_model_segments_as_nnunet_does(kind):
     segmenter = unet3d.load(model_of(kind), devices="cpu", tta=False)
     found = {scan: segmenter.segment(files_of(kind, scan)) for scan in scans_of(kind)}
     assert_agree(found, all_recorded(kind, "plain"))
@@ -52,7 +51,7 @@ def test_a_model_segments_as_nnunet_does(kind: str) -> None:
 
 @pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_mirror_images_are_averaged_unless_that_is_refused(kind: str, is_small: bool) -> None:
+def test_mirror_images_are_averaged_unless_that_is_refused(kind, is_small):
     segmenter = unet3d.load(model_of(kind), devices="cpu")
     for scan in scans_of(kind):
         if is_small == (scan == "small"):
@@ -60,7 +59,7 @@ def test_mirror_images_are_averaged_unless_that_is_refused(kind: str, is_small: 
             assert_scan(found, recorded(kind, scan, "mirrored"))
 
 
-def test_names_of_channels_and_labels_are_those_of_the_model() -> None:
+def test_names_of_channels_and_labels_are_those_of_the_model():
     segmenter = unet3d.load(model_of("isotropic"), devices="cpu")
     assert segmenter.label_names == {1: "ball", 2: "cube", 3: "rod"}
     assert segmenter.channel_names == ("MRI",)
@@ -69,7 +68,7 @@ def test_names_of_channels_and_labels_are_those_of_the_model() -> None:
     assert sorted(segmenter.label_names) == [1, 2, 3]
 
 
-def test_a_fold_alone_segments_as_nnunet_does_with_it() -> None:
+def test_a_fold_alone_segments_as_nnunet_does_with_it():
     model = model_of("isotropic")
     checkpoint = model / "fold_1" / "checkpoint_final.pth"
     for fold, segmenter in (
@@ -80,7 +79,7 @@ def test_a_fold_alone_segments_as_nnunet_does_with_it() -> None:
         assert_scan(found, recorded("isotropic", "plain", f"fold_{fold}"))
 
 
-def test_an_exported_model_segments_as_nnunet_does(tmp_path: Path) -> None:
+def test_an_exported_model_segments_as_nnunet_does(tmp_path):
     archive = archive_of(model_of("isotropic"), tmp_path / "model.zip", "Dataset991_isotropic/")
     (scan,) = files_of("isotropic", "plain")
     segmenter = unet3d.load(archive, devices="cpu", tta=False)
@@ -93,14 +92,14 @@ def test_an_exported_model_segments_as_nnunet_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["thick_slices", "regions"])
-def test_a_converted_model_segments_as_nnunet_does(kind: str, tmp_path: Path) -> None:
+def test_a_converted_model_segments_as_nnunet_does(kind, tmp_path):
     ours = tmp_path / "model.pt"
     assert run("convert", model_of(kind), "-o", ours) == 0
     found = unet3d.load(ours, devices="cpu").segment(files_of(kind, "small"))
     assert_scan(found, recorded(kind, "small", "mirrored"))
 
 
-def test_a_model_without_the_files_above_it_is_read_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_model_without_the_files_above_it_is_read_from_its_checkpoint(tmp_path):
     model = model_of("thick_slices")
     alone = shutil.copy(model / "fold_0" / "checkpoint_final.pth", tmp_path / "model.pth")
     found = unet3d.load(alone, devices="cpu", tta=False).segment(files_of("thick_slices", "plain"))
@@ -108,7 +107,7 @@ def test_a_model_without_the_files_above_it_is_read_from_its_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_network_gives_the_logits_of_nnunets(kind: str) -> None:
+def test_the_network_gives_the_logits_of_nnunets(kind):
     model = model_of(kind)
     plans = plans_of(model)
     patch = plans["configurations"]["3d_fullres"]["patch_size"]

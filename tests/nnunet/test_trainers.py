@@ -9,7 +9,7 @@ import pytest
 from unet3d.nnunet.trainers import keeps_network
 
 
-def test_trainers_that_only_train_are_told_from_others() -> None:
+def test_trainers_that_only_train_are_told_from_others():
     for name in (
         "nnUNetTrainer",
         "nnUNetTrainer_4000epochs_NoMirroring",
@@ -27,7 +27,7 @@ def test_trainers_that_only_train_are_told_from_others() -> None:
         assert not keeps_network(name), name
 
 
-def test_every_trainer_of_nnunet_is_judged_by_whether_it_builds_a_network() -> None:
+def test_every_trainer_of_nnunet_is_judged_by_whether_it_builds_a_network():
     found = importlib.util.find_spec("nnunetv2")
     if found is None or found.origin is None:
         pytest.skip("needs nnU-Net")
@@ -40,7 +40,7 @@ def test_every_trainer_of_nnunet_is_judged_by_whether_it_builds_a_network() -> N
     }
     assert len(classes) > 50
 
-    def builds(name: str) -> bool:
+    def builds(name):
         if name == "nnUNetTrainer" or name not in classes:
             return False
         node = classes[name]

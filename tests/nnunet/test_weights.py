@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.nnunet.models import assert_equal, their_network
 from unet3d.model import Topology, UNet3d
@@ -55,9 +55,7 @@ def random_network(topology: Topology) -> UNet3d:
 
 @pytest.mark.parametrize("transpose_forward", ORDERS)
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_nnunets_network_has_the_names_that_are_written_and_our_logits(
-    topology: Topology, transpose_forward: tuple[int, ...]
-) -> None:
+def test_nnunets_network_has_the_names_that_are_written_and_our_logits(topology, transpose_forward):
     axes = Axes.of(transpose_forward)
     theirs, ours = their_network(topology, axes), random_network(topology)
     weights = to_nnunet(ours.state_dict(), topology, axes)
@@ -81,7 +79,7 @@ def test_nnunets_network_has_the_names_that_are_written_and_our_logits(
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_what_is_written_is_read_again(topology: Topology) -> None:
+def test_what_is_written_is_read_again(topology):
     ours = random_network(topology).state_dict()
     axes = Axes.of((1, 2, 0))
     weights = with_all_names(to_nnunet(ours, topology, axes), has_biases=True)
@@ -110,9 +108,7 @@ CONV, NORM = "encoder.stages.0.0.convs.0.conv.weight", "encoder.stages.0.0.convs
         ({f"{NORM}.attention\x1b": torch.zeros(4)}, r"norm.attention\x1b is unknown"),
     ],
 )
-def test_weights_of_another_network_are_refused(
-    change: dict[str, Tensor | None], message: str
-) -> None:
+def test_weights_of_another_network_are_refused(change, message):
     axes = Axes.of((0, 1, 2))
     changed = {**to_nnunet(random_network(PLAIN).state_dict(), PLAIN, axes), **change}
     weights = {name: value for name, value in changed.items() if value is not None}

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def trained(**changes: Any) -> Checkpoint:
     )
 
 
-def test_plans_say_what_the_network_needs(tmp_path: Path) -> None:
+def test_plans_say_what_the_network_needs(tmp_path):
     write_model({0: trained()}, tmp_path / "model")
     plans = json.loads((tmp_path / "model/plans.json").read_text())
     assert plans["image_reader_writer"] == "NibabelIOWithReorient"
@@ -69,7 +68,7 @@ def test_plans_say_what_the_network_needs(tmp_path: Path) -> None:
     assert dataset["channel_names"] == {"0": "CT", "1": "MRI"}
 
 
-def test_it_is_read_again(tmp_path: Path) -> None:
+def test_it_is_read_again(tmp_path):
     checkpoint = trained(ignore_value=3)
     write_model({0: checkpoint, 1: checkpoint}, tmp_path / "model")
     read = load_model(tmp_path / "model/fold_1/checkpoint_final.pth")
@@ -95,7 +94,7 @@ def of_regions(*values: tuple[int, ...]) -> Checkpoint:
     return replace(trained(regions=regions), topology=topology, model=weights)
 
 
-def test_regions_keep_their_order(tmp_path: Path) -> None:
+def test_regions_keep_their_order(tmp_path):
     checkpoint = of_regions((1, 2), (2,))
     write_model({0: checkpoint}, tmp_path / "model")
     dataset = json.loads((tmp_path / "model/dataset.json").read_text())
@@ -125,16 +124,14 @@ def test_regions_keep_their_order(tmp_path: Path) -> None:
         (of_regions((1,), (2,)), "regions if one has several values"),
     ],
 )
-def test_what_nnunet_cannot_do_is_refused(
-    tmp_path: Path, checkpoint: Checkpoint, message: str
-) -> None:
+def test_what_nnunet_cannot_do_is_refused(tmp_path, checkpoint, message):
     with pytest.raises(CheckpointError) as caught:
         write_model({0: checkpoint}, tmp_path / "model")
     assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path: Path) -> None:
+def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path):
     known = ChannelNormalization(kind="z-score-inside", least_std=1e-8)
     write_model({0: trained(), 1: trained(channels=(CT, known))}, tmp_path / "model")
     other = trained(channels=(CT, ChannelNormalization(kind="z-score-all")))
@@ -148,7 +145,7 @@ def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path: 
     assert plans["configurations"]["3d_fullres"]["use_mask_for_norm"] == [True, False]
 
 
-def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_a_folder_that_is_there_is_kept(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine").touch()
     with pytest.raises(ResultExistsError, match="exists, and is no folder of a model"):
@@ -156,14 +153,12 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
 
 
-def test_a_model_that_cannot_be_replaced_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_replaced_is_kept(tmp_path, monkeypatch):
     write_model({0: trained()}, tmp_path / "model")
     with pytest.raises(CheckpointError, match="each image keeps its own spacing"):
         write_model({3: trained(spacing_mm=None)}, tmp_path / "model", overwrite=True)
 
-    def fail(*arguments: object, **names: object) -> None:
+    def fail(*arguments, **names):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(torch, "save", fail)
@@ -183,9 +178,7 @@ def test_a_model_that_cannot_be_replaced_is_kept(
         ("none", "never", "ras"),
     ],
 )
-def test_preparations_are_read_again(
-    tmp_path: Path, kind: Any, thick: Any, orientation: Any
-) -> None:
+def test_preparations_are_read_again(tmp_path, kind, thick, orientation):
     across = 0 if orientation == "stored" else 1
     checkpoint = trained(
         orientation=orientation,

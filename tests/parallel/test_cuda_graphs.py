@@ -1,6 +1,6 @@
 import gc
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def check_replayed_steps(
 
 
 @pytest.fixture
-def cpu_graphs(monkeypatch: pytest.MonkeyPatch) -> type[CpuGraphPool]:
+def cpu_graphs(monkeypatch):
     """Let steps on CPUs be captured."""
     monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
@@ -109,15 +109,8 @@ def cpu_graphs(monkeypatch: pytest.MonkeyPatch) -> type[CpuGraphPool]:
     ],
 )
 def test_replayed_steps_train_as_launched_ones_on_a_cpu(
-    cpu_graphs: type[CpuGraphPool],
-    monkeypatch: pytest.MonkeyPatch,
-    cuts: tuple[int, ...],
-    num_micro_batches: int,
-    schedule: Literal["1f1b", "all-forward"],
-    recompute: Literal["norm", "level"],
-    by_buffer: bool,
-    bias: bool,
-) -> None:
+    cpu_graphs, monkeypatch, cuts, num_micro_batches, schedule, recompute, by_buffer, bias
+):
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
     if by_buffer:  # as between two GPUs
         monkeypatch.setattr(static_mail, "stays", lambda tensor, device: False)
@@ -134,7 +127,7 @@ def test_replayed_steps_train_as_launched_ones_on_a_cpu(
     assert cpu_graphs.num_captured == num_micro_batches * (2 * num_stages + 1)
 
 
-def test_coarse_logits_of_an_earlier_stage_reach_the_loss(cpu_graphs: type[CpuGraphPool]) -> None:
+def test_coarse_logits_of_an_earlier_stage_reach_the_loss(cpu_graphs):
     names = [block.name for block in UNet3d(replace(DEEP, deep_supervision=True)).blocks()]
     more = {"topology": DEEP, "deep_supervision": True, "cuts": (names.index("head.1") + 1,)}
     check_replayed_steps((CPU, CPU), 1e-10, num_micro_batches=2, **more)
@@ -159,8 +152,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(("num_micro_batches", "num_captured"), [(1, 5), (2, 0)])
 def test_batch_dice_is_captured_where_its_sums_are_those_of_one_micro_batch(
-    cpu_graphs: type[CpuGraphPool], num_micro_batches: int, num_captured: int
-) -> None:
+    cpu_graphs, num_micro_batches, num_captured
+):
     replayed, launched = (
         make_executor((CPU, CPU), num_micro_batches=num_micro_batches, cuda_graphs=choice)
         for choice in ("auto", "off")
@@ -170,10 +163,10 @@ def test_batch_dice_is_captured_where_its_sums_are_those_of_one_micro_batch(
     assert cpu_graphs.num_captured == num_captured
 
 
-def test_a_changed_network_is_captured_anew(cpu_graphs: type[CpuGraphPool]) -> None:
+def test_a_changed_network_is_captured_anew(cpu_graphs):
     """Other storage, other frozen parameters, another mode: none of it is in the old graphs."""
 
-    def changed(choice: str) -> dict[str, Tensor]:
+    def changed(choice):
         executor = make_executor((CPU, CPU), cuda_graphs=choice)
         take_steps(executor)
         for index, parameter in enumerate(executor.module.parameters()):
@@ -184,9 +177,7 @@ def test_a_changed_network_is_captured_anew(cpu_graphs: type[CpuGraphPool]) -> N
     assert_same(changed("auto"), changed("off"))
 
 
-def test_a_weight_that_modules_share_gets_the_gradient_of_both(
-    cpu_graphs: type[CpuGraphPool],
-) -> None:
+def test_a_weight_that_modules_share_gets_the_gradient_of_both(cpu_graphs):
     found = []
     for choice in ("auto", "off"):
         executor = make_executor((CPU,), cuda_graphs=choice)
@@ -198,12 +189,10 @@ def test_a_weight_that_modules_share_gets_the_gradient_of_both(
     assert_same(*found)
 
 
-def test_a_loss_that_cannot_be_captured_is_launched(
-    cpu_graphs: type[CpuGraphPool], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_that_cannot_be_captured_is_launched(cpu_graphs, caplog):
     is_captured = [False]
 
-    def loss(logits: Tensor, target: Tensor) -> Any:
+    def loss(logits, target):
         if cpu_graphs.num_captured > 0 and not is_captured[0]:
             is_captured[0] = True
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -215,7 +204,7 @@ def test_a_loss_that_cannot_be_captured_is_launched(
     assert "parallel.cuda_graphs=off" in record.getMessage() and "\n" not in record.getMessage()
 
 
-def test_gradients_that_are_there_are_added_to_on_a_cpu(cpu_graphs: type[CpuGraphPool]) -> None:
+def test_gradients_that_are_there_are_added_to_on_a_cpu(cpu_graphs):
     check_accumulation(make_executor((CPU, CPU), num_micro_batches=2), tolerance=1e-10)
     assert cpu_graphs.num_captured > 0
 
@@ -238,9 +227,7 @@ def check_accumulation(executor: Executor, tolerance: float) -> None:
     assert_close(added(), [1 + gradient for gradient in once], tolerance)
 
 
-def test_a_large_or_uneven_batch_is_launched_and_with_off_all_are(
-    cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_or_uneven_batch_is_launched_and_with_off_all_are(cpu_graphs, monkeypatch):
     train(make_executor((CPU,), cuda_graphs="off"), [make_batch(1)] * (NUM_WARM_UP_STEPS + 2))
     train(make_executor((CPU,), num_micro_batches=2), [make_batch(1, 3)] * (NUM_WARM_UP_STEPS + 2))
     monkeypatch.setattr(step_capture, "MAX_ELEMENTS", 1000)
@@ -248,12 +235,10 @@ def test_a_large_or_uneven_batch_is_launched_and_with_off_all_are(
     assert cpu_graphs.num_captured == 0
 
 
-def test_a_capture_that_runs_out_of_memory_is_not_tried_again(
-    cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_runs_out_of_memory_is_not_tried_again(cpu_graphs, monkeypatch):
     tries = []
 
-    def full(self: CpuGraphPool, device: torch.device) -> None:
+    def full(self, device):
         tries.append(device)
         raise torch.OutOfMemoryError("no room")
 
@@ -264,7 +249,7 @@ def test_a_capture_that_runs_out_of_memory_is_not_tried_again(
     assert_close(failed, train(make_executor((CPU,), cuda_graphs="off"), batches), 1e-12)
 
 
-def test_what_a_capture_does_leaves_the_parameters_alone() -> None:
+def test_what_a_capture_does_leaves_the_parameters_alone():
     model = UNet3d(TOPOLOGY)
     calls: list[Tensor] = []
     stages = make_stages(model.blocks(), (CPU, CPU), (6,), model.outputs())
@@ -291,9 +276,7 @@ def test_what_a_capture_does_leaves_the_parameters_alone() -> None:
     [(0,), (0, 0), (0, 0, 0), pytest.param((0, 1), marks=pytest.mark.multigpu)],
     ids=str,
 )
-def test_replayed_steps_train_as_launched_ones(
-    indices: tuple[int, ...], schedule: Literal["1f1b", "all-forward"], num_micro_batches: int
-) -> None:
+def test_replayed_steps_train_as_launched_ones(indices, schedule, num_micro_batches):
     gpus = tuple(torch.device("cuda", index) for index in indices)
     options = {"schedule": schedule, "num_micro_batches": num_micro_batches}
     check_replayed_steps(gpus, **options)
@@ -304,12 +287,12 @@ def test_replayed_steps_train_as_launched_ones(
 
 
 @pytest.mark.gpu
-def test_gradients_that_are_there_are_added_to() -> None:
+def test_gradients_that_are_there_are_added_to():
     check_accumulation(make_executor((torch.device("cuda", 0),)), tolerance=1e-2)
 
 
 @pytest.mark.gpu
-def test_what_is_measured_is_the_launched_step_and_all_that_is_reserved() -> None:
+def test_what_is_measured_is_the_launched_step_and_all_that_is_reserved():
     executor = make_executor((torch.device("cuda", 0),), num_micro_batches=2)
     optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
     with measured_steps(executor, optimization.optimizer) as meter:
@@ -327,7 +310,7 @@ def test_what_is_measured_is_the_launched_step_and_all_that_is_reserved() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("indices", [(0,), (0, 0)])
-def test_a_captured_step_takes_little_more_than_a_launched_one(indices: tuple[int, ...]) -> None:
+def test_a_captured_step_takes_little_more_than_a_launched_one(indices):
     """However many micro-batches are captured, they share memory."""
     gpu = torch.device("cuda", 0)
     peaks = []
@@ -353,7 +336,7 @@ def test_a_captured_step_takes_little_more_than_a_launched_one(indices: tuple[in
 
 
 @pytest.mark.gpu
-def test_another_shape_that_stays_is_captured_instead() -> None:
+def test_another_shape_that_stays_is_captured_instead():
     gpu = (torch.device("cuda", 0),)
     batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 2)]
     batches += [make_batch(number, 1) for number in range(NUM_WARM_UP_STEPS + 2)]

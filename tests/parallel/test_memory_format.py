@@ -18,7 +18,7 @@ needs_onednn = pytest.mark.skipif(
 )
 
 
-def test_what_is_lowered_on_a_gpu_has_its_channels_last() -> None:
+def test_what_is_lowered_on_a_gpu_has_its_channels_last():
     for device in (GPU, FAKE_GPU):
         for dtype in (torch.bfloat16, torch.float16):
             assert memory_format(device, dtype) == LAST
@@ -27,7 +27,7 @@ def test_what_is_lowered_on_a_gpu_has_its_channels_last() -> None:
 
 
 @pytest.mark.parametrize("has_onednn", [True, False])
-def test_cpus(monkeypatch: pytest.MonkeyPatch, has_onednn: bool) -> None:
+def test_cpus(monkeypatch, has_onednn):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
     for dtype in (torch.bfloat16, torch.float32):
         assert memory_format(CPU, dtype) == (LAST if has_onednn else FIRST)
@@ -60,9 +60,7 @@ class Formats(TorchDispatchMode):
     batch_size=[1, 2],
     recompute=["norm", "off", "level"],
 )
-def test_no_map_of_a_network_changes_its_format(
-    encoder: str, autocast: torch.dtype | None, batch_size: int, recompute: str
-) -> None:
+def test_no_map_of_a_network_changes_its_format(encoder, autocast, batch_size, recompute):
     topology = Topology(
         in_channels=1,
         num_classes=3,

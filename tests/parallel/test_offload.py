@@ -31,7 +31,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def parking_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def parking_cpu(monkeypatch):
     monkeypatch.setattr(offload, "supports_offload", lambda device: True)
 
 
@@ -62,7 +62,7 @@ def step_of(executor: Executor, **batch: int) -> tuple[Tensor, dict[str, Tensor]
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder: str) -> None:
+def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder):
     model = UNet3d(topology_of(encoder=encoder, deep_supervision=True))
     # The lowest features go to the decoder as well, but they are on their way at once.
     assert skip_names(model.blocks()) == set(model.encoder.outputs()[:-1])
@@ -84,12 +84,7 @@ def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder: str) -> None:
     ],
     remade_from=[0, 2**21],
 )
-def test_gradients_are_the_same_to_the_bit(
-    options: dict[str, object],
-    stages: tuple[int, tuple[int, ...] | None, int, Any],
-    remade_from: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeypatch):
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     topology = topology_of(**options)
     num_devices, cuts, num_micro_batches, schedule = stages
@@ -108,7 +103,7 @@ def test_gradients_are_the_same_to_the_bit(
     assert [name for name in gradients if not torch.equal(gradients[name], expected[name])] == []
 
 
-def test_a_cpu_parks_nothing() -> None:
+def test_a_cpu_parks_nothing():
     executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
     step_of(executor)
@@ -130,7 +125,7 @@ class Sizes(MemoryMeter):
         sizes.append(tensor.untyped_storage().nbytes())
 
 
-def test_a_skip_is_parked_with_the_zeros_around_it() -> None:
+def test_a_skip_is_parked_with_the_zeros_around_it():
     blocks = UNet3d(topology_of(num_levels=2)).blocks()
     offloader = SkipOffloader(blocks, skip_names(blocks), {}, lambda tensor: None)
     skip = mark_padded(padded_copy(torch.randn(1, 4, 6, 6, 6)))
@@ -144,7 +139,7 @@ def test_a_skip_is_parked_with_the_zeros_around_it() -> None:
 
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("remade_from", [0, 2**21], ids=["remade", "kept"])
-def test_a_skip_goes_and_comes_back_once(remade_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
     """Or, where it is made again in backward, what it is made from."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
@@ -155,13 +150,13 @@ def test_a_skip_goes_and_comes_back_once(remade_from: int, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("parking_cpu")
-def test_skips_are_away_while_the_decoder_works_at_full_resolution() -> None:
+def test_skips_are_away_while_the_decoder_works_at_full_resolution():
     executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
     assert isinstance(executor, PipelineExecutor)
     order: list[str] = []
 
     class Noted(Sizes):
-        def resized(self, tensor: Tensor) -> None:
+        def resized(self, tensor):
             super().resized(tensor)
             is_here = tensor.untyped_storage().nbytes() > 0
             order.append(f"{'in' if is_here else 'out'} {tensor.shape[1]}")
@@ -201,9 +196,7 @@ class Copies:
 
 
 @pytest.mark.parametrize("is_used", [True, False])
-def test_work_waits_for_a_copy_back_but_not_for_a_copy_to_the_host(
-    is_used: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_waits_for_a_copy_back_but_not_for_a_copy_to_the_host(is_used, monkeypatch):
     """Both read the skip; only its memory must not be freed before."""
     copies, values = Copies(monkeypatch), torch.arange(8.0)
     memory = OffloadedMemory(values, lambda tensor: None)
@@ -225,18 +218,18 @@ def test_work_waits_for_a_copy_back_but_not_for_a_copy_to_the_host(
 
 
 @pytest.mark.usefixtures("parking_cpu")
-def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch):
     layout = Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=2, offload="skips")
     executor = parallelize(UNet3d(topology_of()), layout)
     made: list[str] = []
     deleted: list[str] = []
 
     class Counted(OffloadedMemory):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append("one")
 
-        def __del__(self) -> None:
+        def __del__(self):
             deleted.append("one")
 
     monkeypatch.setattr(offload, "OffloadedMemory", Counted)
@@ -247,7 +240,7 @@ def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
+def test_the_prediction_counts_it_to_the_byte(num_devices):
     predicted = []
     for choice in ("none", "skips"):
         layout = {"cuts": None, "num_micro_batches": num_devices, "offload": choice}
@@ -257,7 +250,7 @@ def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
     assert predicted[1][0].activations_bytes < predicted[0][0].activations_bytes
 
 
-def test_a_gpu_that_is_not_here_is_predicted_to_need_less() -> None:
+def test_a_gpu_that_is_not_here_is_predicted_to_need_less():
     step = make_step((GPU,), (128,) * 3, 1, precision="bfloat16", model=LARGE)
     parking = replace(step, layout=replace(step.layout, offload="skips"))
     found = [predict_memory(one, counts_reserved=False).memory[0] for one in (step, parking)]
@@ -295,14 +288,12 @@ class Poison(MemoryMeter):
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", ["copies", "work"])
 @pytest.mark.parametrize(("num_slots", "num_micro_batches"), [(1, 1), (1, 2), (2, 3)])
-def test_no_memory_is_reused_or_read_too_early(
-    late: str, num_slots: int, num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_is_reused_or_read_too_early(late, num_slots, num_micro_batches, monkeypatch):
     """Whichever is late, copies or the work that they run beside, the gradients are the same."""
     # Only work on the private streams of the copies can make a copy late.
     find_stream = offload._copy_stream
 
-    def late_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+    def late_stream(device, direction):
         stream = find_stream(device, direction)
         if late == "copies":
             with torch.cuda.stream(stream):
@@ -333,7 +324,7 @@ def test_no_memory_is_reused_or_read_too_early(
 
 
 @pytest.mark.gpu
-def test_a_gpu_needs_less_by_what_was_predicted() -> None:
+def test_a_gpu_needs_less_by_what_was_predicted():
     measured = []
     for choice in ("none", "skips"):
         step = make_step((GPU,), (128,) * 3, precision="bfloat16", model=LARGE, offload=choice)

@@ -25,7 +25,7 @@ def dearest(costs: list[int], cuts: tuple[int, ...]) -> int:
     return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
 
 
-def test_balanced_cuts_are_as_good_as_the_best_of_all() -> None:
+def test_balanced_cuts_are_as_good_as_the_best_of_all():
     generator = random.Random(0)
     for num_blocks in [*range(2, 10)] * 3:
         costs = [generator.choice([0, 1, 1, 5, 40]) for _ in range(num_blocks)]
@@ -37,7 +37,7 @@ def test_balanced_cuts_are_as_good_as_the_best_of_all() -> None:
             assert dearest(costs, cuts) == min(dearest(costs, choice) for choice in choices)
 
 
-def test_the_default_for_two_devices_is_encoder_and_decoder() -> None:
+def test_the_default_for_two_devices_is_encoder_and_decoder():
     model = make_model()
     (cut,) = default_cuts(model, 2)
     names = [block.name for block in model.blocks()]
@@ -48,7 +48,7 @@ def test_the_default_for_two_devices_is_encoder_and_decoder() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [3, 4, 7])
-def test_the_default_for_more_balances_multiplications(num_stages: int) -> None:
+def test_the_default_for_more_balances_multiplications(num_stages):
     model = make_model()
     costs = list(block_flops(model, torch.empty(1, 1, 16, 16, 16, device="meta")))
     cuts = default_cuts(model, num_stages)
@@ -56,7 +56,7 @@ def test_the_default_for_more_balances_multiplications(num_stages: int) -> None:
     assert len(cuts) == num_stages - 1
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
+def test_more_stages_than_blocks_are_refused():
     model = make_model()
     num_blocks = len(model.blocks())
     assert len(default_cuts(model, num_blocks)) == num_blocks - 1
@@ -68,7 +68,7 @@ def test_more_stages_than_blocks_are_refused() -> None:
     ("num_devices", "cuts"),
     [(2, ()), (1, (3,)), (2, (3, 5)), (3, (5, 3)), (3, (3, 3)), (2, (0,)), (2, (12,)), (2, (-1,))],
 )
-def test_cuts_that_do_not_fit_are_refused(num_devices: int, cuts: tuple[int, ...]) -> None:
+def test_cuts_that_do_not_fit_are_refused(num_devices, cuts):
     model = make_model()
     assert len(model.blocks()) == 12
     with pytest.raises(DeviceError, match="do not divide 12 blocks over") as caught:
@@ -76,7 +76,7 @@ def test_cuts_that_do_not_fit_are_refused(num_devices: int, cuts: tuple[int, ...
     assert "\n" not in str(caught.value)
 
 
-def test_stages_say_what_they_read_and_what_is_read_of_them() -> None:
+def test_stages_say_what_they_read_and_what_is_read_of_them():
     names = {
         "a": ("image",),
         "b": ("a",),
@@ -99,7 +99,7 @@ def test_stages_say_what_they_read_and_what_is_read_of_them() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"encoder": "residual"}, {"deep_supervision": True}], ids=str
 )
-def test_every_cut_lets_exactly_what_is_needed_cross(options: dict[str, object]) -> None:
+def test_every_cut_lets_exactly_what_is_needed_cross(options):
     """Checked by running each stage on what the earlier ones put out, and nothing else."""
     model = make_model(**options)
     blocks = model.blocks()
@@ -117,7 +117,7 @@ def test_every_cut_lets_exactly_what_is_needed_cross(options: dict[str, object])
             available.add(block.name)
 
 
-def test_the_flops_are_those_of_the_convolutions() -> None:
+def test_the_flops_are_those_of_the_convolutions():
     model = make_model()
     names = [block.name for block in model.blocks()]
     counted = block_flops(model, torch.empty(1, 1, 16, 8, 8, device="meta"))
@@ -131,7 +131,7 @@ def test_the_flops_are_those_of_the_convolutions() -> None:
     assert flops["head"] == 2 * 27 * 4 * 4 * voxels + 2 * 4 * 2 * voxels
 
 
-def test_counting_flops_computes_and_changes_nothing() -> None:
+def test_counting_flops_computes_and_changes_nothing():
     model = make_model(norm="batch")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     # Far more than any machine could hold.

@@ -42,7 +42,7 @@ def assert_same_gradients(model: UNet3d, plain: UNet3d) -> None:
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_a_frozen_encoder_is_passed_by(num_micro_batches: int) -> None:
+def test_a_frozen_encoder_is_passed_by(num_micro_batches):
     """As in fine-tuning: the first stage has nothing to learn."""
     model, plain = network(), network()
     for one in (model, plain):
@@ -54,10 +54,10 @@ def test_a_frozen_encoder_is_passed_by(num_micro_batches: int) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_dropout_cannot_pass_forward_twice() -> None:
+def test_dropout_cannot_pass_forward_twice():
     """Neither for batch Dice, nor where a level is recomputed."""
 
-    def with_dropout() -> SequentialNetwork:
+    def with_dropout():
         chain = nn.Sequential(nn.Conv3d(1, 3, 1), nn.Dropout3d(0.5), nn.Conv3d(3, 3, 1))
         return SequentialNetwork(chain, (1, 4, 4, 4))
 
@@ -74,11 +74,11 @@ def test_dropout_cannot_pass_forward_twice() -> None:
         parallelize(with_dropout(), Layout(devices=(CPU,), recompute="level"))
 
 
-def test_a_loss_may_leave_out_a_result() -> None:
+def test_a_loss_may_leave_out_a_result():
     model, plain = network(), network()
     image, target = batch()
 
-    def fine_only(logits: list[Tensor], target: Tensor) -> object:
+    def fine_only(logits, target):
         return dice_cross_entropy(logits[0], target)
 
     parallelize(model, Layout(devices=(CPU, CPU))).forward_backward(image, target, fine_only)

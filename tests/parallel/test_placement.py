@@ -34,10 +34,7 @@ def rank_of(rank: int, world_size: int, local_rank: int, local_world_size: int) 
 
 
 def refusal(
-    num_gpus: int,
-    ranks: Ranks | None,
-    error: type[Unet3dError] = DeviceError,
-    **settings: Any,
+    num_gpus: int, ranks: Ranks | None, error: type[Unet3dError] = DeviceError, **settings: Any
 ) -> str:
     with pytest.raises(error) as caught:
         resolve(num_gpus, ranks, **settings)
@@ -62,19 +59,17 @@ def refusal(
         (3, "model", None, (GPUS[0], GPUS[1])),
     ],
 )
-def test_names_become_devices(
-    num_gpus: int, mode: str, names: str | None, devices: tuple[torch.device, ...]
-) -> None:
+def test_names_become_devices(num_gpus, mode, names, devices):
     assert resolve(num_gpus, mode=mode, devices=names).devices == devices
 
 
 @pytest.mark.parametrize("name", ["gpu0", "cuda:", "cuda:x", "-1", "CPU", "cpu:0", "mps", "1.5"])
-def test_an_unknown_name_is_refused(name: str) -> None:
+def test_an_unknown_name_is_refused(name):
     message = refusal(2, None, mode="none", devices=name)
     assert message == f"device {name!r} is unknown; write 0, cuda:0 or cpu"
 
 
-def test_what_does_not_suit_the_machine_or_the_mode_says_what_there_is() -> None:
+def test_what_does_not_suit_the_machine_or_the_mode_says_what_there_is():
     assert refusal(2, None, mode="none", devices="2") == (
         "device '2' does not exist; this machine has cpu and cuda:0 (Model 0), cuda:1 (Model 1)"
     )
@@ -91,13 +86,13 @@ def test_what_does_not_suit_the_machine_or_the_mode_says_what_there_is() -> None
     assert "cuda:0 (Model 0)" in message and "use --parallel none" in message
 
 
-def test_the_machine_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_in_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Model {index}")
     assert Machine.here() == Machine(num_gpus=1, description="cpu and cuda:0 (Model 0)")
 
 
-def test_a_plan_may_be_for_another_machine() -> None:
+def test_a_plan_may_be_for_another_machine():
     settings = ParallelSettings(mode="model", devices="5,6")
     imagined = Machine(num_gpus=0, is_real=False)
     assert [device.index for device in ParallelDims.resolve(settings, imagined).devices] == [5, 6]
@@ -120,9 +115,7 @@ def test_a_plan_may_be_for_another_machine() -> None:
     ],
     ids=str,
 )
-def test_devices_are_divided_over_the_replicas(
-    settings: dict[str, object], replicas: tuple[tuple[torch.device, ...], ...]
-) -> None:
+def test_devices_are_divided_over_the_replicas(settings, replicas):
     assert resolve(4, **settings).replicas == replicas
 
 
@@ -139,9 +132,7 @@ def test_devices_are_divided_over_the_replicas(
     ],
     ids=str,
 )
-def test_a_rank_drives_its_share_of_the_machine(
-    num_gpus: int, settings: dict[str, object], ranks: Ranks, devices: tuple[torch.device, ...]
-) -> None:
+def test_a_rank_drives_its_share_of_the_machine(num_gpus, settings, ranks, devices):
     assert resolve(num_gpus, ranks, **settings).devices == devices
 
 
@@ -206,9 +197,7 @@ def test_a_rank_drives_its_share_of_the_machine(
     ],
     ids=str,
 )
-def test_devices_that_do_not_suit_the_mode_are_refused_in_one_line(
-    settings: str, ranks: Ranks | None, reason: str
-) -> None:
+def test_devices_that_do_not_suit_the_mode_are_refused_in_one_line(settings, ranks, reason):
     named: dict[str, Any] = dict(setting.split("=") for setting in settings.split())
     replicas = int(named.pop("replicas", 1))
     assert reason in refusal(4, ranks, replicas=replicas, **named)
@@ -233,13 +222,11 @@ def test_devices_that_do_not_suit_the_mode_are_refused_in_one_line(
     ],
     ids=str,
 )
-def test_settings_that_contradict_the_ranks_are_refused_in_one_line(
-    settings: dict[str, Any], ranks: Ranks | None, reason: str
-) -> None:
+def test_settings_that_contradict_the_ranks_are_refused_in_one_line(settings, ranks, reason):
     assert reason in refusal(4, ranks, ConfigError, **settings)
 
 
-def test_threads_are_one_process_with_a_patch_for_each() -> None:
+def test_threads_are_one_process_with_a_patch_for_each():
     dims = resolve(4, **THREADS, devices="0,1,3", output_device="1")
     assert (dims.num_processes, dims.num_replicas, dims.devices) == (1, 3, (*GPUS[:2], GPUS[3]))
     assert (dims.world_size, dims.num_stages, dims.has_reducers) == (1, 1, False)
@@ -249,7 +236,7 @@ def test_threads_are_one_process_with_a_patch_for_each() -> None:
         dims.check_batch(2)
 
 
-def test_replicas_in_processes_may_be_idle_and_say_so() -> None:
+def test_replicas_in_processes_may_be_idle_and_say_so():
     dims = resolve(0, mode="data", devices="cpu,cpu,cpu")
     assert (dims.num_processes, dims.num_replicas, dims.has_reducers) == (3, 3, True)
     assert (dims.share_of(7), dims.check_batch(3)) == (3, None)
@@ -268,12 +255,7 @@ def test_replicas_in_processes_may_be_idle_and_say_so() -> None:
         (0, "cpu,cpu,cpu", 1, ((CPU,) * 3,)),
     ],
 )
-def test_each_shard_has_a_process_and_a_device(
-    num_gpus: int,
-    devices: str | None,
-    num_replicas: int,
-    replicas: tuple[tuple[torch.device, ...], ...],
-) -> None:
+def test_each_shard_has_a_process_and_a_device(num_gpus, devices, num_replicas, replicas):
     dims = resolve(num_gpus, mode="spatial", devices=devices, replicas=num_replicas)
     assert dims.mode == "spatial" and dims.replicas == replicas
     assert (dims.num_replicas, dims.num_shards) == (num_replicas, len(replicas[0]))
@@ -295,13 +277,7 @@ def test_each_shard_has_a_process_and_a_device(
     ],
     ids=str,
 )
-def test_a_rank_has_one_slab_of_one_replica(
-    ranks: Ranks,
-    devices: str | None,
-    num_replicas: int,
-    own: torch.device,
-    group: tuple[int, int],
-) -> None:
+def test_a_rank_has_one_slab_of_one_replica(ranks, devices, num_replicas, own, group):
     dims = spatial(devices, num_replicas, ranks)
     assert dims.devices == (own,)
     assert (dims.num_replicas, dims.num_shards) == (num_replicas, ranks.world_size // num_replicas)
@@ -313,7 +289,7 @@ def test_a_rank_has_one_slab_of_one_replica(
     assert layout.shard == group[1]
 
 
-def test_replicas_that_tell_one_another_sums_launch_their_steps() -> None:
+def test_replicas_that_tell_one_another_sums_launch_their_steps():
     for devices, replicas, batch_dice, expected in (
         ("0,1", 1, "true", "auto"),
         ("0,1,2,3", 2, "true", "off"),
@@ -323,7 +299,7 @@ def test_replicas_that_tell_one_another_sums_launch_their_steps() -> None:
         assert Layout.of(config, spatial(devices, replicas), "float32").cuda_graphs == expected
 
 
-def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here() -> None:
+def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here():
     assert spatial(None, 2, rank_of(2, 6, 0, 2)).replicas == ((GPUS[0],), (GPUS[1],))
     assert spatial(None, 2, rank_of(0, 6, 0, 2)).replicas == ((GPUS[0], GPUS[1]),)
 
@@ -341,7 +317,7 @@ def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here() -> No
         ("0,cpu,1,cpu", 2, "model"),
     ],
 )
-def test_auto_is_what_the_devices_can_run(devices: str | None, replicas: int, mode: str) -> None:
+def test_auto_is_what_the_devices_can_run(devices, replicas, mode):
     dims = resolve(4, devices=devices, replicas=replicas)
     assert dims.mode == mode
     assert dims == resolve(4, devices=devices, replicas=replicas, mode=mode)

@@ -47,17 +47,13 @@ def pretend(
     ],
 )
 def test_the_default_precision_is_the_best_that_is_right(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    cudnn: int | None,
-    devices: list[torch.device],
-    expected: str,
-) -> None:
+    monkeypatch, capability, cudnn, devices, expected
+):
     pretend(monkeypatch, 1, capability, cudnn)
     assert default_precision(devices) == expected
 
 
-def test_one_old_gpu_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_old_gpu_decides_for_all(monkeypatch):
     pretend(monkeypatch, 2)
     capabilities = {GPUS[0]: (9, 0), GPUS[1]: (7, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
@@ -68,9 +64,7 @@ def test_one_old_gpu_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ("cudnn", "is_wrong"),
     [(90701, False), (90800, True), (91002, True), (91400, True), (91500, False), (None, False)],
 )
-def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(
-    monkeypatch: pytest.MonkeyPatch, cudnn: int | None, is_wrong: bool
-) -> None:
+def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(monkeypatch, cudnn, is_wrong):
     pretend(monkeypatch, 1, cudnn=cudnn)
     if is_wrong:
         with pytest.raises(DeviceError, match=rf"cuDNN {cudnn} .*163539.*float16"):
@@ -82,7 +76,7 @@ def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(
     check_precision("bfloat16", [CPU])
 
 
-def test_ranks_that_differ_agree_on_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_differ_agree_on_less(monkeypatch):
     pretend(monkeypatch, 1)
     assert resolve_precision("auto", GPUS[:1], lambda own: [own, "bfloat16"]) == "bfloat16"
     assert resolve_precision("auto", GPUS[:1], lambda own: [own, "float16"]) == "float16"
@@ -99,7 +93,7 @@ def test_ranks_that_differ_agree_on_less(monkeypatch: pytest.MonkeyPatch) -> Non
         assert resolve_precision("auto", [CPU], lambda own: [own, "float32"]) == "float32"
 
 
-def test_what_a_cpu_would_emulate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cpu_would_emulate_is_refused(monkeypatch):
     pretend(monkeypatch, 0, cpu_bfloat16=False)
     with pytest.raises(DeviceError, match=r"bfloat16 is slower.*use training\.precision=float32"):
         resolve_precision("bfloat16", [CPU])
@@ -110,7 +104,7 @@ def test_what_a_cpu_would_emulate_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_precision("bfloat16", [GPUS[0], CPU]) == "bfloat16"
 
 
-def test_each_device_lowers_to_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_lowers_to_what_it_has(monkeypatch):
     for device, wanted, cpu_bfloat16, expected in (
         (GPUS[0], "bfloat16", False, "bfloat16"),
         (GPUS[0], "float16", True, "float16"),
@@ -126,7 +120,7 @@ def test_each_device_lowers_to_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
         assert (str(dtype) == f"torch.{expected}") == (dtype is not None)
 
 
-def test_what_is_lowered_on_a_cpu_is_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lowered_on_a_cpu_is_in_bfloat16(monkeypatch):
     x, weight = torch.ones(1, 1, 3, 3, 3), torch.ones(2, 1, 1, 1, 1)
     for has_it, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         pretend(monkeypatch, 0, cpu_bfloat16=has_it)
@@ -137,9 +131,7 @@ def test_what_is_lowered_on_a_cpu_is_in_bfloat16(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("flags", "expected"), [("avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("", False)]
 )
-def test_emulation_is_no_hardware(
-    monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool
-) -> None:
+def test_emulation_is_no_hardware(monkeypatch, flags, expected):
     """What the processor has is asked of PyTorch, which names it in private functions only."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
@@ -150,15 +142,13 @@ def test_emulation_is_no_hardware(
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86 processor")
-def test_the_hardware_is_what_the_kernel_reports() -> None:
+def test_the_hardware_is_what_the_kernel_reports():
     flags = Path("/proc/cpuinfo").read_text().split()
     assert cpu_has_bfloat16() == bool({"avx512_bf16", "amx_bf16"} & set(flags))
 
 
 @pytest.mark.parametrize("cuts", [(), (3,)])
-def test_a_prediction_may_have_another_precision_than_the_training(
-    cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prediction_may_have_another_precision_than_the_training(cuts, monkeypatch):
     pretend(monkeypatch, 0, cpu_bfloat16=True)
     plain, model = (random_checkpoint().build_model().eval() for _ in range(2))
     devices = (CPU,) * (1 + len(cuts))

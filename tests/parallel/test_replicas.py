@@ -1,7 +1,5 @@
 """Replicas give the gradients of the whole batch on one device, in every rank the same."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ GPUS = tuple(torch.device("cuda", index) for index in range(2))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def answers(tmp_path_factory):
     """Folder of what all ranks have computed."""
     folder = tmp_path_factory.mktemp("gradients")
     done = warm.run_call(rank_gradients.main, str(folder))
@@ -33,7 +31,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
-def test_replicas_are_transparent_and_average_what_is_replayed(answers: Path, case: int) -> None:
+def test_replicas_are_transparent_and_average_what_is_replayed(answers, case):
     num_ranks, num_samples, _, _, joins_samples, own = CASES[case]
     options = {**own}
     loss = SegmentationLoss(joins_samples=joins_samples, regions=options.pop("regions", ()))
@@ -67,9 +65,7 @@ def two_steps(executor: Executor, dtype: torch.dtype, loss: SegmentationLoss) ->
 @pytest.mark.parametrize("output", GPUS, ids=str)
 @pytest.mark.parametrize("lowered", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("joins_samples", [False, True])
-def test_nn_data_parallel_gives_the_gradients_of_one_gpu(
-    output: torch.device, lowered: torch.dtype | None, joins_samples: bool
-) -> None:
+def test_nn_data_parallel_gives_the_gradients_of_one_gpu(output, lowered, joins_samples):
     dtype = torch.float64 if lowered is None else torch.float32
     networks = []
     for _ in range(2):
@@ -95,7 +91,7 @@ def test_nn_data_parallel_gives_the_gradients_of_one_gpu(
     assert (logits.cpu() - expected_logits.cpu()).norm() <= 5e-2 * expected_logits.cpu().norm()
 
 
-def test_kernels_of_one_voxel_or_channel_have_the_strides_of_their_gradients() -> None:
+def test_kernels_of_one_voxel_or_channel_have_the_strides_of_their_gradients():
     """For one channel those that the first convolution's own kernel gives its gradient."""
     for own, strides in (((32, 3, 1), (32, 1, 1, 1, 1)), ((1, 32, 3), (27, 27, 9, 3, 1))):
         conv = torch.nn.Conv3d(*own).to(memory_format=torch.channels_last_3d)
@@ -109,6 +105,6 @@ def test_kernels_of_one_voxel_or_channel_have_the_strides_of_their_gradients() -
             assert conv.weight.grad.stride() == strides
 
 
-def test_nn_data_parallel_refuses_batch_norm() -> None:
+def test_nn_data_parallel_refuses_batch_norm():
     with pytest.raises(ConfigError, match=r"batch normalisation with 2 replicas"):
         DataParallelExecutor(UNet3d(make_topology(norm="batch")), GPUS, None, None)

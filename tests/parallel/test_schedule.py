@@ -74,7 +74,7 @@ def run(schedule: Schedule, num_micro_batches: int, num_stages: int) -> dict[Act
         ),
     ],
 )
-def test_the_timetable(schedule: Schedule, timetable: list[str]) -> None:
+def test_the_timetable(schedule, timetable):
     begins = run(schedule, 4, len(timetable))
     length = max(begins.values()) + 1
     rows = [[".."] * length for _ in timetable]
@@ -84,7 +84,7 @@ def test_the_timetable(schedule: Schedule, timetable: list[str]) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
-def test_every_action_comes_once_and_after_what_it_needs(schedule: Schedule) -> None:
+def test_every_action_comes_once_and_after_what_it_needs(schedule):
     """And the gradients of micro-batches are added in the same order on every stage."""
     for num_micro_batches, num_stages in SIZES:
         actions = list(schedule(num_micro_batches, num_stages))
@@ -113,8 +113,8 @@ def most_alive(schedule: Schedule, num_micro_batches: int, num_stages: int) -> l
 
 @pytest.mark.parametrize(("num_micro_batches", "num_stages"), SIZES)
 def test_one_forward_one_backward_keeps_few_and_all_forward_everything(
-    num_micro_batches: int, num_stages: int
-) -> None:
+    num_micro_batches, num_stages
+):
     assert most_alive(one_forward_one_backward, num_micro_batches, num_stages) == [
         min(num_micro_batches, num_stages - stage) for stage in range(num_stages)
     ]
@@ -123,9 +123,7 @@ def test_one_forward_one_backward_keeps_few_and_all_forward_everything(
 
 
 @pytest.mark.parametrize(("num_micro_batches", "num_stages"), SIZES)
-def test_all_forward_is_a_pipeline_without_backward(
-    num_micro_batches: int, num_stages: int
-) -> None:
+def test_all_forward_is_a_pipeline_without_backward(num_micro_batches, num_stages):
     begins = run(all_forward, num_micro_batches, num_stages)
     assert {action.kind for action in begins} == {"forward"}
     assert len(begins) == num_micro_batches * num_stages

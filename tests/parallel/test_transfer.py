@@ -13,7 +13,7 @@ LONG = 200_000_000
 """Clock cycles, about a tenth of a second."""
 
 
-def test_on_one_device_nothing_is_copied_and_the_graph_ends() -> None:
+def test_on_one_device_nothing_is_copied_and_the_graph_ends():
     made = torch.randn(3, requires_grad=True) * 2
     received = Transfer(made, CPU).wait()
     assert received.data_ptr() == made.data_ptr()
@@ -26,7 +26,7 @@ def values_of(seed: int) -> Tensor:
 
 
 @pytest.fixture
-def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def streams():
     torch.cuda.synchronize(GPU)
     torch.cuda.synchronize(OTHER)
     torch.cuda.empty_cache()
@@ -34,9 +34,7 @@ def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
 
 
 @pytest.mark.multigpu
-def test_memory_is_not_reused_before_it_was_sent(
-    streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
-) -> None:
+def test_memory_is_not_reused_before_it_was_sent(streams):
     expected = values_of(1).cpu()
     source = values_of(1)
     address = source.data_ptr()
@@ -57,9 +55,7 @@ def test_memory_is_not_reused_before_it_was_sent(
 
 
 @pytest.mark.multigpu
-def test_received_memory_is_not_reused_before_it_was_read(
-    streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
-) -> None:
+def test_received_memory_is_not_reused_before_it_was_read(streams):
     expected = values_of(1).cpu() + 1
     nan = torch.full((SIZE,), torch.nan, device=GPU)
     received = Transfer(values_of(1), OTHER).wait()
@@ -74,7 +70,7 @@ def test_received_memory_is_not_reused_before_it_was_read(
 
 
 @pytest.mark.multigpu
-def test_a_copy_waits_for_what_it_sends_and_its_reader_for_the_copy() -> None:
+def test_a_copy_waits_for_what_it_sends_and_its_reader_for_the_copy():
     expected = values_of(2).cpu()
     source = torch.full_like(expected, torch.nan, device=GPU)
     values = values_of(2)

@@ -5,7 +5,7 @@ from unet3d.planning import largest, memory_estimate, out_of_memory, placements,
 
 
 @pytest.fixture(autouse=True)
-def predicts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def predicts_once(monkeypatch):
     """Predict the memory of a step once in this process, however many tests plan with it.
 
     What a prediction is worth is tested in test_memory_estimate.py, which predicts itself.

@@ -12,7 +12,7 @@ from unet3d.errors import DeviceError
 from unet3d.model import UNet3d
 from unet3d.planning import choice, placements
 from unet3d.planning.choice import Choice, choose_mode, tuning_key
-from unet3d.planning.memory_estimate import MemoryEstimate, Step
+from unet3d.planning.memory_estimate import Step
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import PlacementOption, possible_dims
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
@@ -21,7 +21,7 @@ GIB = 1024**3
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def gpus(monkeypatch):
     """Pretend that there are eight GPUs of 80 GiB."""
     has = {"gib": 80.0}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -99,16 +99,14 @@ TWO_GROUPS = "2 replicas of spatial over 2 GPUs each"
     ],
     ids=str,
 )
-def test_the_fastest_is_taken(
-    changes: tuple[str, ...], found: tuple[str, int, int], words: str, tmp_path: Path
-) -> None:
+def test_the_fastest_is_taken(changes, found, words, tmp_path):
     choice = chosen(tmp_path, *changes)
     assert placed(choice.settings) == found
     assert choice.line.startswith(f"parallel: {words}") and "\n" not in choice.line
 
 
 @pytest.mark.usefixtures("gpus")
-def test_the_line_says_why(tmp_path: Path) -> None:
+def test_the_line_says_why(tmp_path):
     config = settings(tmp_path, FOUR, LARGE, "training.batch_size=1")
     one, spatial = options_of(config, 4)
     assert one.seconds is not None and spatial.seconds is not None
@@ -120,11 +118,11 @@ def test_the_line_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_what_does_not_fit_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_not_taken(tmp_path, monkeypatch):
     changes = (FOUR, LARGE, "training.batch_size=4")
     loads = {("none", 1): 3.0, ("data", 4): 1.01, ("spatial", 1): 0.9, ("spatial", 2): 1.2}
 
-    def load(option: PlacementOption) -> float:
+    def load(option):
         return loads[option.dims.mode, option.dims.num_replicas]
 
     monkeypatch.setattr(PlacementOption, "load", property(load))
@@ -137,7 +135,7 @@ def test_what_does_not_fit_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.line.endswith(", which is too much, but the least of all")
 
 
-def test_memory_decides_what_fits(gpus: dict[str, float], tmp_path: Path) -> None:
+def test_memory_decides_what_fits(gpus, tmp_path):
     changes = (FOUR, LARGE, "training.batch_size=1")
     assert placed(chosen(tmp_path, *changes).settings) == ("spatial", 1, 4)
     gpus["gib"] = 3.0
@@ -147,12 +145,10 @@ def test_memory_decides_what_fits(gpus: dict[str, float], tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("gpus")
-def test_only_as_much_as_needed_is_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_as_much_as_needed_is_predicted(tmp_path, monkeypatch):
     asked: list[Step] = []
 
-    def predict(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
+    def predict(step, counts_reserved=True):
         asked.append(step)
         return predicted(step, counts_reserved)
 
@@ -162,14 +158,14 @@ def test_only_as_much_as_needed_is_predicted(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_measured_steps_replace_predicted_ones(tmp_path: Path) -> None:
+def test_measured_steps_replace_predicted_ones(tmp_path):
     changes = ("parallel.devices=0,1", LARGE, "training.batch_size=1")
     assert placed(chosen(tmp_path, *changes).settings)[0] == "spatial"
     config = settings(tmp_path, *changes)
     one, spatial = options_of(config, 2)
     assert one.seconds is not None and spatial.seconds is not None
 
-    def remember(option: PlacementOption, seconds: float) -> None:
+    def remember(option, seconds):
         tuned = TunedConfig(
             cuts=(),
             num_micro_batches=1,
@@ -193,9 +189,7 @@ def test_measured_steps_replace_predicted_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_measured_blocks_correct_what_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_blocks_correct_what_is_counted(tmp_path, monkeypatch):
     config = settings(tmp_path, "parallel.devices=0,1", LARGE, "training.batch_size=1")
     network = plan_without_data(config)
     gpu = torch.device("cuda", 0)
@@ -204,7 +198,7 @@ def test_measured_blocks_correct_what_is_counted(
         names = [block.name for block in UNet3d(network.topology).blocks()]
     asked: list[tuple[object, ...]] = []
 
-    def known(model: UNet3d, *key: object) -> tuple[float, ...]:
+    def known(model, *key):
         asked.append(key)
         return tuple(1.0 for _ in (*names, "loss"))
 
@@ -216,14 +210,14 @@ def test_measured_blocks_correct_what_is_counted(
     assert option.seconds == pytest.approx(len(names), rel=0.01)
 
 
-def test_processes_on_one_cpu_are_no_gain(tmp_path: Path) -> None:
+def test_processes_on_one_cpu_are_no_gain(tmp_path):
     found = chosen(tmp_path, "parallel.devices=cpu,cpu", SMALL, "training.precision=float32")
     assert placed(found.settings) == ("none", 1, 1)
     assert "against" in found.line and "CPU processes" in found.line
 
 
 @pytest.mark.usefixtures("gpus")
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(DeviceError, match="device '9' does not exist"):
         chosen(tmp_path, "parallel.devices=0,9")
     with pytest.raises(DeviceError, match="do not divide by 2"):
@@ -241,9 +235,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_all_ranks_that_were_started_take_part(
-    num_ranks: int, changes: tuple[str, ...], found: tuple[str, int], tmp_path: Path
-) -> None:
+def test_all_ranks_that_were_started_take_part(num_ranks, changes, found, tmp_path):
     few = ("training.precision=float32", "model.num_levels=2", "model.base_channels=4")
     for local_world_size in {num_ranks, num_ranks // 2}:  # of one machine, and of two
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=local_world_size)

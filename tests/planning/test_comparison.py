@@ -1,7 +1,6 @@
 """``unet3d plan``: what is compared, what it prints and writes, and how it says no."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,7 @@ import pytest
 import torch
 
 from tests.command_line import refusal, run
-from unet3d.config import Shape
 from unet3d.planning import placements
-from unet3d.planning.memory_estimate import Step
 
 LAUNCHED = ("--set", "parallel.cuda_graphs=off")
 """Where no step is captured, a prediction takes half the time."""
@@ -31,10 +28,10 @@ def plan(
 
 
 @pytest.fixture
-def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_search(monkeypatch):
     """Instead of searching for the largest volume, tell how many MiB there are for a patch."""
 
-    def mib_for_a_patch(step: Step, memory: Mapping[torch.device, int], _: object) -> Shape:
+    def mib_for_a_patch(step, memory, _):
         mib = min(memory.values()) // 1024**2 // step.batch_size
         return mib, mib, mib
 
@@ -42,9 +39,7 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_search")
-def test_the_command_shows_every_way_side_by_side(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_shows_every_way_side_by_side(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     record, out = plan(
         capsys,
@@ -89,9 +84,7 @@ def ways_of(
 
 
 @pytest.mark.usefixtures("no_search")
-def test_a_replica_takes_what_its_share_takes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_replica_takes_what_its_share_takes(capsys, tmp_path):
     memory = ("--device-memory", "2")
     three = ("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory)
     ways, out = ways_of(capsys, tmp_path, *three)
@@ -115,9 +108,7 @@ def test_a_replica_takes_what_its_share_takes(
 
 
 @pytest.mark.usefixtures("no_search")
-def test_replicas_of_stages_share_the_batch(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_replicas_of_stages_share_the_batch(capsys, tmp_path):
     spread = ("--parallel", "model", "--micro-batches", "1", "--device-memory", "1")
     four = ("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2", "--batch-size", "4", *spread)
     ways, out = ways_of(capsys, tmp_path, *four)
@@ -134,7 +125,7 @@ def test_replicas_of_stages_share_the_batch(
 
 
 @pytest.mark.usefixtures("no_search")
-def test_shards_have_a_row_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_shards_have_a_row_each(capsys, tmp_path):
     spread = ("--parallel", "spatial", "--device-memory", "2", "--batch-size", "2")
     ways, out = ways_of(capsys, tmp_path, "--devices", "0,1,2", *spread)
     spatial = ways["1 spatial 1"]
@@ -159,9 +150,7 @@ def test_shards_have_a_row_each(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 @pytest.mark.usefixtures("no_search")
-def test_any_number_of_devices_is_planned(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_any_number_of_devices_is_planned(capsys, tmp_path):
     record, _ = plan(
         capsys,
         tmp_path,
@@ -179,7 +168,7 @@ def test_any_number_of_devices_is_planned(
 
 
 @pytest.mark.usefixtures("no_search")
-def test_auto_is_chosen_and_starred(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_auto_is_chosen_and_starred(capsys, tmp_path):
     four = ("--shape", "256,256,256", "--devices", "0,1,2,3", "--batch-size", "1")
     fewer = ("--set", "model.num_levels=3", *LAUNCHED)
     record, out = plan(capsys, tmp_path, *four, "--device-memory", "24", *fewer)
@@ -203,13 +192,7 @@ def test_auto_is_chosen_and_starred(capsys: pytest.CaptureFixture[str], tmp_path
         ("32,32,32", ("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2"), "model"),
     ],
 )
-def test_what_auto_has_no_alternative_to_is_starred(
-    shape: str,
-    options: tuple[str, ...],
-    mode: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_what_auto_has_no_alternative_to_is_starred(shape, options, mode, capsys, tmp_path):
     network = ("--set", "model.channels=4,8", "--batch-size", "1")
     record, _ = plan(capsys, tmp_path, "--shape", shape, *options, *network)
     assert [way["parallel"] for way in record["ways"] if way["asked"]] == [mode]
@@ -217,15 +200,13 @@ def test_what_auto_has_no_alternative_to_is_starred(
 
 
 @pytest.mark.usefixtures("no_search")
-def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_not_predicted_is_said(capsys, tmp_path):
     threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
     _, out = ways_of(capsys, tmp_path, *threads, "--device-memory", "2", "--batch-size", "2")
     assert "parallel.engine=dataparallel is not predicted" in " ".join(out.split())
 
 
-def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     small = ("--shape", "32,32,16", "--batch-size", "1")
     record, out = plan(capsys, tmp_path, *small, *TINY)
@@ -257,11 +238,6 @@ def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(
     ],
     ids=str,
 )
-def test_the_command_explains_itself_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    reason: str,
-) -> None:
+def test_the_command_explains_itself_in_one_line(capsys, monkeypatch, arguments, reason):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert reason in refusal(capsys, "plan", *arguments)

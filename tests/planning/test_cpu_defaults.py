@@ -47,11 +47,11 @@ def changed(*changes: str, num_gpus: int = 0, path: Path | None = None) -> dict[
     ],
     ids=str,
 )
-def test_without_a_gpu_what_is_open_suits_a_cpu(changes: tuple[str, ...]) -> None:
+def test_without_a_gpu_what_is_open_suits_a_cpu(changes):
     assert changed(*changes) == VALUES
 
 
-def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path: Path) -> None:
+def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path):
     assert changed(num_gpus=2) == {}
     assert changed("parallel.devices=1", num_gpus=2) == {}
     assert changed("parallel.mode=model", "parallel.devices=cpu,0", num_gpus=2) == {}
@@ -79,18 +79,18 @@ def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path: Path) -> None:
         ("training={steps_per_epoch: 9}", {"training.steps_per_epoch"}),
     ],
 )
-def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change: str, kept: set[str]) -> None:
+def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change, kept):
     assert changed(change).keys() == VALUES.keys() - kept
 
 
-def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes() -> None:
+def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes():
     phantoms = ("data.phantom.shape=128,128,128", "data.phantom.num_cases=100")
     config = load_settings(None, phantoms, dims_with(0))
     network = plan_without_data(config)
     assert (network.size, network.batch_size) == ((64, 64, 64), 2)
 
 
-def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
+def test_one_line_says_what_was_taken_and_how_to_get_the_rest():
     lines: list[str] = []
     load_settings(None, ["training.epochs=3"], dims_with(0), say=lines.append)
     (line,) = lines
@@ -105,7 +105,7 @@ def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
     assert len(lines) == 1
 
 
-def test_weights_to_begin_with_bring_their_network_and_take_a_tenth_of_the_rate() -> None:
+def test_weights_to_begin_with_bring_their_network_and_take_a_tenth_of_the_rate():
     found = changed("training.init=a.pt")
     expected = VALUES | {"training.learning_rate": 0.0003}
     del expected["model.base_channels"]

@@ -40,8 +40,8 @@ def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
     ],
 )
 def test_a_patch_that_fits_is_the_median_volume_padded_to_the_strides(
-    tmp_path: Path, shape: Any, spacing_mm: Any, patch_size: Any, strides: Any
-) -> None:
+    tmp_path, shape, spacing_mm, patch_size, strides
+):
     root = write_msd(tmp_path / "data", 2, shape, spacing_mm)
     experiment = plan_experiment(settings(tmp_path, root), 0)
     assert experiment.topology.total_stride == strides
@@ -50,9 +50,7 @@ def test_a_patch_that_fits_is_the_median_volume_padded_to_the_strides(
     assert experiment.config.training.batch_size == 2  # of two cases
 
 
-def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(tmp_path, caplog):
     root = write_msd(tmp_path / "data")
     overrides = ("patches.size=24,17,16", "patches.memory_gib=0.5", "model.num_levels=2")
     with caplog.at_level("INFO"):
@@ -90,12 +88,8 @@ def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(
     ids=str,
 )
 def test_what_cannot_be_trained_is_refused_before_a_case_is_prepared(
-    overrides: tuple[str, ...],
-    num_stages: int,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    overrides, num_stages, reason, tmp_path, monkeypatch
+):
     root = write_msd(tmp_path / "data", modality="CT")
     read: list[object] = []
     monkeypatch.setattr(experiment, "prepare_cases", lambda *_, **__: read.append(1))
@@ -104,9 +98,7 @@ def test_what_cannot_be_trained_is_refused_before_a_case_is_prepared(
     assert read == []
 
 
-def test_volumes_with_too_few_planes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_volumes_with_too_few_planes_are_refused(tmp_path, monkeypatch):
     root = write_msd(tmp_path / "data", num_cases=4, shape=(24, 16, 16))
     write_msd(tmp_path / "thin", num_cases=1, shape=(8, 16, 16))
     for kind in ("imagesTr", "labelsTr"):
@@ -127,7 +119,7 @@ def test_volumes_with_too_few_planes_are_refused(
         plan_experiment(config, 0, num_shards=17)
 
 
-def test_the_resolved_configuration_names_every_choice(tmp_path: Path) -> None:
+def test_the_resolved_configuration_names_every_choice(tmp_path):
     root = write_msd(tmp_path / "data", 5, (20, 24, 12), (1.0, 1.0, 2.5))
     experiment = plan_experiment(settings(tmp_path, root, "model.base_channels=6"), 0)
     config = experiment.config
@@ -146,9 +138,7 @@ def test_the_resolved_configuration_names_every_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("region", "axes"), [("left lesion", ("y", "z")), ("lesion", ("x", "y", "z"))]
 )
-def test_names_of_regions_say_whether_sides_may_be_swapped(
-    tmp_path: Path, region: str, axes: tuple[str, ...]
-) -> None:
+def test_names_of_regions_say_whether_sides_may_be_swapped(tmp_path, region, axes):
     labels = {"background": 0, region: [1, 2], "core": 2}
     root = write_msd(tmp_path / "data", 2, labels=labels, regions_class_order=[1, 2])
     experiment = plan_experiment(settings(tmp_path, root), 0)
@@ -156,7 +146,7 @@ def test_names_of_regions_say_whether_sides_may_be_swapped(
     assert experiment.topology.num_classes == 2
 
 
-def test_native_spacing_stays_native(tmp_path: Path) -> None:
+def test_native_spacing_stays_native(tmp_path):
     root = write_msd(tmp_path / "data", 2, (20, 24, 12), (1.0, 1.0, 2.5))
     write_volume(root / "imagesTr/case_1.nii.gz", np.ones((8, 9, 7), np.float32), (2, 3, 4))
     write_volume(root / "labelsTr/case_1.nii.gz", np.ones((8, 9, 7), np.uint8), (2, 3, 4))
@@ -166,7 +156,7 @@ def test_native_spacing_stays_native(tmp_path: Path) -> None:
     assert shapes == {"case_0": (1, 20, 24, 12), "case_1": (1, 8, 9, 7)}
 
 
-def test_memory_for_cuts_is_that_of_the_case_with_the_widest_intensities(tmp_path: Path) -> None:
+def test_memory_for_cuts_is_that_of_the_case_with_the_widest_intensities(tmp_path):
     root = write_msd(tmp_path / "data", 4, (16, 16, 16))
     plan = settings(tmp_path, root, "data.normalization=none")
     whole = np.arange(16**3, dtype=np.float32).reshape(16, 16, 16) // 2
@@ -182,7 +172,7 @@ def test_memory_for_cuts_is_that_of_the_case_with_the_widest_intensities(tmp_pat
     assert experiment.augmentation(torch.device("cpu")) is None
 
 
-def test_the_fold_is_that_of_the_datalist(tmp_path: Path) -> None:
+def test_the_fold_is_that_of_the_datalist(tmp_path):
     root = write_msd(tmp_path / "data", 4)
     tree = json.loads((root / "dataset.json").read_text())
     for number, case in enumerate(tree["training"]):
@@ -194,7 +184,7 @@ def test_the_fold_is_that_of_the_datalist(tmp_path: Path) -> None:
         assert len(experiment.training) == 2
 
 
-def test_phantom_data_are_made_once_for_a_seed_and_a_shape(tmp_path: Path) -> None:
+def test_phantom_data_are_made_once_for_a_seed_and_a_shape(tmp_path):
     config = settings(tmp_path, None, "data.phantom.num_cases=2", "data.phantom.shape=16,18,20")
     experiment = plan_experiment(config, 0)
     (folder,) = (tmp_path / "cache").glob("phantom-*")
@@ -208,7 +198,7 @@ def test_phantom_data_are_made_once_for_a_seed_and_a_shape(tmp_path: Path) -> No
     assert len(list((tmp_path / "cache").glob("phantom-*"))) == 2
 
 
-def test_findings_are_warned_of_and_errors_stop(caplog: pytest.LogCaptureFixture) -> None:
+def test_findings_are_warned_of_and_errors_stop(caplog):
     warnings = [
         Finding(case=f"w{number}", severity="warning", message="looks odd") for number in range(7)
     ]
@@ -243,7 +233,7 @@ BRIEF = (
 
 
 @pytest.mark.nightly
-def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
+def test_sarcomas_in_thick_slices_train_without_tuning(test_data, tmp_path):
     config = settings(tmp_path, test_data / "sarcoma_mr", *BRIEF, "patches.memory_gib=1.1")
     experiment = plan_experiment(config, 0)
     assert experiment.preprocessing.spacing_mm == pytest.approx((0.9766, 0.9766, 3.27), abs=1e-3)
@@ -272,7 +262,7 @@ def hippocampi(test_data: Path, folder: Path) -> Config:
     return settings(folder, write_json(root / "datalist.json", tree), *BRIEF)
 
 
-def test_hippocampi_are_planned_as_the_datalist_says(test_data: Path, tmp_path: Path) -> None:
+def test_hippocampi_are_planned_as_the_datalist_says(test_data, tmp_path):
     experiment = plan_experiment(hippocampi(test_data, tmp_path), 0)
     assert len(experiment.validation) == len(experiment.training) == 2
     assert experiment.preprocessing.label_names[1:] == ("Anterior", "Posterior")
@@ -280,7 +270,7 @@ def test_hippocampi_are_planned_as_the_datalist_says(test_data: Path, tmp_path: 
 
 
 @pytest.mark.nightly
-def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
+def test_hippocampi_train_without_tuning(test_data, tmp_path):
     summary = train_briefly(tmp_path, hippocampi(test_data, tmp_path))
     assert set(summary["dice"]) == {"Anterior", "Posterior"}
     assert 0 <= summary["best_dice"] <= 1

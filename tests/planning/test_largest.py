@@ -9,7 +9,6 @@ from tests.steps import CPU, make_step, predicted
 from unet3d.config import ModelSettings, Shape
 from unet3d.planning import largest
 from unet3d.planning.largest import largest_size
-from unet3d.planning.memory_estimate import MemoryEstimate, Step
 
 FEW = ModelSettings(channels=(8, 16), deep_supervision=False)
 
@@ -17,7 +16,7 @@ FEW = ModelSettings(channels=(8, 16), deep_supervision=False)
 @pytest.mark.parametrize(
     ("size", "mib"), [((16, 16, 16), 100), ((64, 64, 32), 3), ((8, 16, 48), 100)], ids=str
 )
-def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> None:
+def test_the_largest_size_fits_and_the_next_does_not(size, mib):
     step = make_step((CPU, CPU), size=size, model=FEW)
     memory = {CPU: mib * 1024**2}
     found = largest_size(step, memory)
@@ -27,7 +26,7 @@ def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> N
     assert [unit * one for unit, one in zip(units, stride, strict=True)] == list(found)
     shape_units = [voxels / one for voxels, one in zip(size, stride, strict=True)]
 
-    def scaled(longest: int) -> list[float]:
+    def scaled(longest):
         return [max(1, units * longest / max(shape_units)) for units in shape_units]
 
     pairs = zip(units, scaled(max(units)), strict=True)
@@ -39,12 +38,12 @@ def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> N
     assert predicted(replace(step, size=(x, y, z)), False).load(memory) > 1
 
 
-def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_predicted_is_not_predicted_again(monkeypatch):
     step, memory = make_step((CPU,), model=FEW), {CPU: 4 * 1024**2}
     known = predicted(step)
     asked: list[Shape] = []
 
-    def predict(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
+    def predict(step, counts_reserved=True):
         asked.append(step.size)
         return predicted(step, counts_reserved)
 
@@ -60,7 +59,7 @@ def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPat
     assert asked[0] == step.size
 
 
-def test_shards_share_a_larger_volume() -> None:
+def test_shards_share_a_larger_volume():
     memory = {CPU: 2**30}
     one = largest_size(make_step((CPU,), model=FEW), memory)
     step = make_step((CPU,), model=FEW, num_shards=3)
@@ -70,7 +69,7 @@ def test_shards_share_a_larger_volume() -> None:
     assert predicted(replace(step, size=found).fullest(), False).load(memory) <= 1
 
 
-def test_a_volume_has_planes_for_all_shards_and_parameters_have_room() -> None:
+def test_a_volume_has_planes_for_all_shards_and_parameters_have_room():
     assert largest_size(make_step((CPU,)), {CPU: 10_000}) is None
     step = make_step((CPU,), (32, 8, 8), 1, model=FEW, num_shards=20)
     assert largest_size(step, {CPU: 10_000}) is None

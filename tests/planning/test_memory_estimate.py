@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,9 +106,7 @@ def by_name(table: dict[str, dict[str, Any]], at_night: tuple[str, ...] = ()) ->
     },
     at_night=("two slots", "8 in flight", "residual, bfloat16"),
 )
-def test_what_is_predicted_is_what_is_measured_to_the_byte(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_predicted_is_what_is_measured_to_the_byte(options, monkeypatch):
     num_slots = options.get("num_slots", 2)
     step = step_of((CPU,) * num_slots, {k: v for k, v in options.items() if k != "num_slots"})
     # Where a CPU with AVX-512 does not have it, oneDNN computes the same, emulated.
@@ -117,7 +114,7 @@ def test_what_is_predicted_is_what_is_measured_to_the_byte(
     assert predict_memory(step).memory == measure(step)
 
 
-def test_batch_dice_takes_no_more_memory() -> None:
+def test_batch_dice_takes_no_more_memory():
     """Micro-batches that pass forward a second time keep nothing of the first."""
     plain, joined = (
         make_step(GPUS[:2], (32, 32, 32), 4, 4, model=WIDE, batch_dice=batch_dice)
@@ -129,7 +126,7 @@ def test_batch_dice_takes_no_more_memory() -> None:
         assert more <= peak + 64 * 1024
 
 
-def test_predicting_needs_no_memory_of_the_size_that_it_predicts() -> None:
+def test_predicting_needs_no_memory_of_the_size_that_it_predicts():
     step = make_step(BOTH, size=(1024, 1024, 512), model=WIDE)
     assert min(predicted(step, False).needed_bytes().values()) > 500 * 1024**3
 
@@ -154,9 +151,7 @@ def test_predicting_needs_no_memory_of_the_size_that_it_predicts() -> None:
     },
     at_night=("two shards", "nothing recomputed", "float64", "adamw", "flat across Z"),
 )
-def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(options, monkeypatch):
     step = step_of((CPU,), {"num_shards": 2, **options})
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
     assert [one.step.layout.shard for one in predict_shards(step)] == list(
@@ -165,19 +160,17 @@ def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(
     assert [one.memory for one in predict_shards(step)] == measure_shards(step)
 
 
-def test_shards_of_divided_low_levels_are_predicted_to_the_byte(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shards_of_divided_low_levels_are_predicted_to_the_byte(monkeypatch):
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", 8 * 8 * 8 * 8)
     step = make_step((CPU,), (48, 16, 16), 1, num_shards=3)
     assert division.SlabRule(topology=step.topology, num_shards=3).divide(step.size).num_divided > 1
     assert [one.memory for one in predict_shards(step)] == measure_shards(step)
 
 
-def test_shards_of_a_kind_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_a_kind_are_predicted_once(monkeypatch):
     asked: list[int] = []
 
-    def predict(step: Step, counts_reserved: bool) -> MemoryEstimate:
+    def predict(step, counts_reserved):
         asked.append(step.layout.shard)
         return predict_memory(step, counts_reserved)
 
@@ -189,7 +182,7 @@ def test_shards_of_a_kind_are_predicted_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(asked) == 4  # of two sizes
 
 
-def test_a_shard_of_a_gpu_takes_its_share() -> None:
+def test_a_shard_of_a_gpu_takes_its_share():
     step = make_step(GPUS[:1], (256, 128, 128), 1, precision="bfloat16", model=WIDE)
     (one,) = predicted(step, False).memory.values()
     least = []
@@ -206,14 +199,14 @@ def test_a_shard_of_a_gpu_takes_its_share() -> None:
     assert one.peak_bytes > 1.5 * least[0] > 1.5 * 1.4 * least[1]
 
 
-def test_sizes_that_cannot_be_are_refused() -> None:
+def test_sizes_that_cannot_be_are_refused():
     with pytest.raises(DeviceError, match="16 planes along X, too few for 17 .*; use at most 16"):
         predict_memory(make_step((CPU,), num_shards=17))
     with pytest.raises(VolumeError, match="does not divide"):
         predict_memory(replace(make_step((CPU,)), size=(16, 16, 17)))
 
 
-def test_1f1b_keeps_no_more_micro_batches_than_there_are_devices() -> None:
+def test_1f1b_keeps_no_more_micro_batches_than_there_are_devices():
     # Each a batch of one, so that the image is not counted several times.
     one = activations(make_step(BOTH, batch_size=1))
     eight = activations(make_step(BOTH, batch_size=8, num_micro_batches=8))
@@ -225,9 +218,7 @@ def test_1f1b_keeps_no_more_micro_batches_than_there_are_devices() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", [CPU, fake_device(GPUS[0])], ids=str)
-def test_gpus_convert_the_maps_of_convolutions_in_float32(
-    device: torch.device, dtype: torch.dtype
-) -> None:
+def test_gpus_convert_the_maps_of_convolutions_in_float32(device, dtype):
     with counted_allocations() as recorder:
         x = torch.empty(1, 8, 16, 16, 16, dtype=dtype, device=device)
         weight = torch.empty(4, 8, 3, 3, 3, dtype=dtype, device=device)
@@ -240,7 +231,7 @@ def test_gpus_convert_the_maps_of_convolutions_in_float32(
 
 
 @pytest.mark.parametrize("device", [CPU, fake_device(GPUS[0])], ids=str)
-def test_the_first_product_on_a_gpu_takes_workspaces(device: torch.device) -> None:
+def test_the_first_product_on_a_gpu_takes_workspaces(device):
     with counted_allocations() as recorder:
         x, bias = torch.empty(128, 128, device=device), torch.empty(128, device=device)
         assert recorder.workspace_bytes[device] == 0
@@ -249,7 +240,7 @@ def test_the_first_product_on_a_gpu_takes_workspaces(device: torch.device) -> No
     assert recorder.workspace_bytes[device] == (0 if device == CPU else 64 * 1024**2)
 
 
-def test_gpus_are_predicted_without_gpus() -> None:
+def test_gpus_are_predicted_without_gpus():
     step = make_step(GPUS[:2], (128, 128, 128), 2, 2, "bfloat16", WIDE)
     prediction = predicted(step)
     assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
@@ -267,7 +258,7 @@ def test_gpus_are_predicted_without_gpus() -> None:
 
 
 @pytest.mark.parametrize(("precision", "num_shards"), [("float32", 2), ("bfloat16", 1)])
-def test_a_bias_of_the_upsampling_keeps_no_map(precision: str, num_shards: int) -> None:
+def test_a_bias_of_the_upsampling_keeps_no_map(precision, num_shards):
     given = {"num_shards": num_shards, "precision": precision}
     step = make_step(GPUS[:1], (128, 128, 128), 1, 1, model=WIDE, **given)
     with_bias = replace(step, topology=replace(step.topology, upsampling_bias=True))
@@ -287,9 +278,7 @@ def test_a_bias_of_the_upsampling_keeps_no_map(precision: str, num_shards: int) 
     ],
     ids=str,
 )
-def test_autocast_is_predicted_as_gpus_do_it(
-    model: dict[str, str], lowest: float, highest: float
-) -> None:
+def test_autocast_is_predicted_as_gpus_do_it(model, lowest, highest):
     """On GPUs it computes a group norm in float32; CPUs do not.
 
     So of a unit autograd keeps the norm's input and output in float32, and the output once more,
@@ -305,9 +294,7 @@ def test_autocast_is_predicted_as_gpus_do_it(
 @pytest.mark.parametrize(
     ("devices", "norm"), [(GPUS[:1], "batch"), (GPUS[:2], "batch"), ((CPU, GPUS[0]), "instance")]
 )
-def test_every_parameter_and_buffer_is_on_its_device(
-    devices: tuple[torch.device, ...], norm: str
-) -> None:
+def test_every_parameter_and_buffer_is_on_its_device(devices, norm):
     model = SMALL.model_copy(update={"norm": norm})
     found = predicted(make_step(devices, model=model, precision="bfloat16"), False)
     modules = {block.name: block.module for block in UNet3d(found.step.topology).blocks()}
@@ -320,7 +307,7 @@ def test_every_parameter_and_buffer_is_on_its_device(
 @pytest.mark.parametrize(
     "devices", [GPUS[:1], pytest.param(GPUS[:2], marks=pytest.mark.nightly)], ids=str
 )
-def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ...]) -> None:
+def test_the_more_is_made_again_the_less_is_kept(devices):
     steps = [
         make_step(devices, (256, 256, 256), 1, 1, "bfloat16", LARGE, recompute=how)
         for how in ("level", "norm", "off")
@@ -336,8 +323,8 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
 
 @pytest.mark.parametrize(("how", "precision"), [("level", "bfloat16"), ("norm", "float32")])
 def test_memory_of_a_gpu_does_not_depend_on_what_this_cpu_convolves_with(
-    how: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    how, precision, monkeypatch
+):
     step = make_step(GPUS[:2], (16, 16, 16), precision=precision, recompute=how)
     found = []
     try:
@@ -359,7 +346,7 @@ STILL = DeviceAugmentation(
 )
 
 
-def test_a_slab_is_made_of_what_its_filters_reach() -> None:
+def test_a_slab_is_made_of_what_its_filters_reach():
     step = make_step(GPUS[:1], size=(64, 64, 64), num_shards=2)
     # Blur reaches 4 voxels and coarsening 3; what is made is not made in its place.
     made = (32 + 4 + 3) * 64**2
@@ -367,9 +354,7 @@ def test_a_slab_is_made_of_what_its_filters_reach() -> None:
 
 
 @pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]])
-def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(
-    devices: tuple[torch.device, ...],
-) -> None:
+def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(devices):
     step = make_step(devices, (64, 64, 64), precision="bfloat16", cuda_graphs="off")
     alone, beside = predict_memory(step), predict_memory(replace(step, augmentation=STILL))
     voxels = 2 * 64**3
@@ -387,7 +372,7 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(
         assert beside.memory[1] == alone.memory[1]
 
 
-def test_two_slots_on_one_gpu_share_its_peak() -> None:
+def test_two_slots_on_one_gpu_share_its_peak():
     apart, shared = (make_step(gpus, precision="bfloat16") for gpus in (GPUS[:2], GPUS[1:2] * 2))
     peak, again = peaks(shared)
     assert peak == again
@@ -397,9 +382,7 @@ def test_two_slots_on_one_gpu_share_its_peak() -> None:
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_a_cpu_beside_a_gpu_computes_in_what_it_has(
-    has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_beside_a_gpu_computes_in_what_it_has(has_bfloat16, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_bfloat16)
     mixed = make_step((CPU, GPUS[0]), precision="bfloat16")
     on_cpu = activations(make_step(BOTH))
@@ -410,7 +393,7 @@ def test_a_cpu_beside_a_gpu_computes_in_what_it_has(
     assert list(predicted(mixed, False).needed_bytes()) == [CPU, GPUS[0]]
 
 
-def test_the_slots_of_a_cpu_add_up() -> None:
+def test_the_slots_of_a_cpu_add_up():
     step = make_step(BOTH)
     prediction, total = predicted(step, False), sum(peaks(step))
     assert prediction.needed_bytes() == {CPU: total}
@@ -418,13 +401,13 @@ def test_the_slots_of_a_cpu_add_up() -> None:
     assert prediction.load({CPU: total // 2}) > 1
 
 
-def test_more_voxels_take_more() -> None:
+def test_more_voxels_take_more():
     sizes: list[Shape] = [(16, 16, 16), (16, 16, 20), (24, 24, 20), (64, 64, 64)]
     totals = [sum(peaks(make_step(GPUS[:1], size))) for size in sizes]
     assert totals == sorted(set(totals))
 
 
-def test_the_network_of_a_plan_is_that_of_the_training(tmp_path: Path) -> None:
+def test_the_network_of_a_plan_is_that_of_the_training(tmp_path):
     config = load_config(
         None,
         [
@@ -482,7 +465,7 @@ def on_gpu(devices: tuple[torch.device, ...], options: dict[str, Any]) -> Step:
 
 
 @pytest.fixture
-def empty_gpus() -> None:
+def empty_gpus():
     torch.cuda.init()
     gc.collect()
     release_streams()  # and what cuBLAS keeps for those of other tests
@@ -494,7 +477,7 @@ def empty_gpus() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("empty_gpus")
 @pytest.mark.parametrize("options", ON_GPU.values(), ids=ON_GPU)
-def test_a_gpu_takes_what_was_predicted(options: dict[str, Any]) -> None:
+def test_a_gpu_takes_what_was_predicted(options):
     step = on_gpu(GPUS[:1], options)
     assert_close(predict_memory(step), measure(step))
 
@@ -512,6 +495,6 @@ def test_a_gpu_takes_what_was_predicted(options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_two_gpus_take_what_was_predicted(options: dict[str, Any]) -> None:
+def test_two_gpus_take_what_was_predicted(options):
     step = on_gpu(GPUS[:2], options)
     assert_close(predict_memory(step), measure(step))

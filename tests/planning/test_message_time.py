@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.shards import ThreadMessages, run_shards
+from tests.shards import run_shards
 from tests.steps import CPU, GPUS, LARGE, SMALL, make_step
 from unet3d.config import ModelSettings, Shape
 from unet3d.model import UNet3d, dice_cross_entropy
@@ -23,7 +23,7 @@ def messages_of(model: ModelSettings, size: Shape, num_shards: int) -> tuple[Mes
     return found, levels
 
 
-def test_messages_take_what_two_h200_took() -> None:
+def test_messages_take_what_two_h200_took():
     for num_bytes, microseconds in ((2**9, 12), (2**19, 18), (2**21, 25), (2**23, 60)):
         assert 1e6 * NVLINK.exchange(num_bytes) == pytest.approx(microseconds, rel=0.2)
     assert 1e6 * NVLINK.sum(640 * 4, 2) == pytest.approx(12, rel=0.03)
@@ -37,12 +37,12 @@ def test_messages_take_what_two_h200_took() -> None:
 
 
 @pytest.mark.parametrize("min_divided", [0, 8 * 8 * 8 * 8, 2**20])
-def test_as_many_are_counted_as_are_sent(min_divided: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_are_counted_as_are_sent(min_divided, monkeypatch):
     """With all levels divided, all but one, and only the first."""
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", min_divided)
     size = (16, 16, 16)
 
-    def work(shard: int, messages: ThreadMessages) -> int:
+    def work(shard, messages):
         step = make_step((CPU,), size, 1, num_shards=2, shard=shard)
         executor = SpatialExecutor(UNet3d(step.topology), step.layout, messages=messages)
         image = torch.randn(1, 2, *step.own_size)
@@ -54,7 +54,7 @@ def test_as_many_are_counted_as_are_sent(min_divided: int, monkeypatch: pytest.M
     assert run_shards(2, work) == [found.count(levels)] * 2
 
 
-def test_more_voxels_take_longer_and_more_samples_too() -> None:
+def test_more_voxels_take_longer_and_more_samples_too():
     times = []
     for edge in (128, 256, 512):
         found, levels = messages_of(LARGE, (edge,) * 3, 4)
@@ -64,7 +64,7 @@ def test_more_voxels_take_longer_and_more_samples_too() -> None:
     assert times == sorted(times)
 
 
-def test_gradients_go_by_the_bytes_of_the_network() -> None:
+def test_gradients_go_by_the_bytes_of_the_network():
     flat = gradient_seconds(31_200_000, 2, NVLINK, is_flat=True)
     assert 1e3 * flat == pytest.approx(0.44, rel=0.01)
     assert gradient_seconds(31_200_000, 2, NVLINK, is_flat=False) > 2 * flat

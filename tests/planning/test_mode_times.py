@@ -1,9 +1,7 @@
 """Steps of every mode, measured in ranks, and what a training makes of them."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,11 +28,11 @@ def settings(cache: Path, *changes: str) -> Config:
 
 
 @pytest.fixture
-def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
+def seconds(monkeypatch):
     """Return what steps take, by mode, instead of taking any; None: out of memory."""
     times: dict[str, float | None] = {"none": 0.3, "data": 0.2, "spatial": 0.1}
 
-    def launch(arguments: Sequence[str], folder: Path, **options: Any) -> None:
+    def launch(arguments, folder, **options):
         command, option, path, record_option, record = arguments
         assert (command, option, record_option) == ("plan", "--config", "--step-record")
         parallel = load_config(Path(path)).parallel
@@ -57,9 +55,7 @@ def timed(config: Config) -> ModeTimes:
     return found
 
 
-def test_every_mode_is_measured_and_remembered(
-    tmp_path: Path, seconds: dict[str, float | None]
-) -> None:
+def test_every_mode_is_measured_and_remembered(tmp_path, seconds):
     network = plan_without_data(settings(tmp_path))
     config = network.settled(settings(tmp_path))
     assert choose_mode(config, network).settings.mode == "none"
@@ -79,7 +75,7 @@ def test_every_mode_is_measured_and_remembered(
     assert choose_mode(larger, plan_without_data(larger)).settings.mode == "none"
 
 
-def test_what_runs_out_of_memory_is_a_row(tmp_path: Path, seconds: dict[str, float | None]) -> None:
+def test_what_runs_out_of_memory_is_a_row(tmp_path, seconds):
     seconds["spatial"] = None
     found = timed(settings(tmp_path))
     assert [row.seconds for row in found.rows] == [0.3, 0.2, None]
@@ -90,7 +86,7 @@ def test_what_runs_out_of_memory_is_a_row(tmp_path: Path, seconds: dict[str, flo
 
 
 @pytest.mark.usefixtures("seconds")
-def test_which_modes_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_modes_are_measured(tmp_path, monkeypatch):
     (row,) = timed(settings(tmp_path, "parallel.mode=data")).rows
     assert row.option.dims.mode == "data"
     # Cuts and one device are measured elsewhere.
@@ -98,7 +94,7 @@ def test_which_modes_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         config = settings(tmp_path, change)
         assert time_modes(config, plan_without_data(config)) is None
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise Unet3dError("rank 1 was killed by SIGKILL")
 
     monkeypatch.setattr(mode_times, "launch", fail)
@@ -106,12 +102,7 @@ def test_which_modes_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         timed(settings(tmp_path))
 
 
-def test_the_command_shows_draws_and_remembers(
-    tmp_path: Path,
-    seconds: dict[str, float | None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_shows_draws_and_remembers(tmp_path, seconds, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     options = [word for change in (*SMALL, f"data.cache={tmp_path}") for word in ("--set", change)]
@@ -132,7 +123,7 @@ def test_the_command_shows_draws_and_remembers(
 
 
 @pytest.mark.nightly
-def test_ranks_take_the_steps(tmp_path: Path) -> None:
+def test_ranks_take_the_steps(tmp_path):
     found = timed(settings(tmp_path, "parallel.replicas=1"))
     assert [row.option.dims.mode for row in found.rows] == ["none", "data", "spatial"]
     for row in found.rows:
@@ -146,7 +137,7 @@ def test_ranks_take_the_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.multigpu
-def test_gpus_take_the_steps(tmp_path: Path) -> None:
+def test_gpus_take_the_steps(tmp_path):
     large = ("patches.size=128,128,128", "model.base_channels=32", "model.num_levels=5")
     options = ("parallel.devices=0,1", "training.precision=auto", *large)
     for row in timed(settings(tmp_path, *options)).rows:

@@ -37,7 +37,7 @@ def crossed(folder: Path, *overrides: str) -> Config:
     return load_config(None, [*named, "model.base_channels=4", "model.num_levels=2", *overrides])
 
 
-def test_the_largest_batch_is_that_of_the_worst_volumes() -> None:
+def test_the_largest_batch_is_that_of_the_worst_volumes():
     rng = np.random.default_rng(0)
     for _ in range(100):
         sizes = [tuple(map(int, rng.integers(8, 40, 3))) for _ in range(rng.integers(1, 6))]
@@ -47,7 +47,7 @@ def test_the_largest_batch_is_that_of_the_worst_volumes() -> None:
             assert math.prod(batch_shape(sizes, num_patches)) == most, sizes  # type: ignore[arg-type]
 
 
-def test_patches_much_smaller_than_the_volumes_have_batch_dice(tmp_path: Path) -> None:
+def test_patches_much_smaller_than_the_volumes_have_batch_dice(tmp_path):
     root = write_msd(tmp_path / "data", shape=(24, 24, 24))
     for size, batch_dice, expected in (
         # A quarter of 24x24x24 is 3456 voxels.
@@ -65,7 +65,7 @@ def test_patches_much_smaller_than_the_volumes_have_batch_dice(tmp_path: Path) -
         assert settled.model_copy(update={"training": config.training}) == config
 
 
-def test_whole_volumes_are_planned_at_the_largest(tmp_path: Path) -> None:
+def test_whole_volumes_are_planned_at_the_largest(tmp_path):
     network = plan_without_data(crossed(tmp_path, "model.num_levels=auto"))
     assert network.sizes == set(CROSSED)
     assert network.topology.total_stride == (4, 4, 4)  # of the median volume, 24x24x16
@@ -73,7 +73,7 @@ def test_whole_volumes_are_planned_at_the_largest(tmp_path: Path) -> None:
     assert network.size_in(2) == network.size_in(8) == (32, 32, 16)
 
 
-def test_the_smallest_volume_says_how_many_shards_there_can_be(tmp_path: Path) -> None:
+def test_the_smallest_volume_says_how_many_shards_there_can_be(tmp_path):
     config = crossed(tmp_path, "training.batch_size=1")
     network = plan_without_data(config)
     with pytest.raises(DeviceError, match="16x32x16 voxels has 16 planes .* use at most 16"):
@@ -84,9 +84,7 @@ def test_the_smallest_volume_says_how_many_shards_there_can_be(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_whole_volumes_of_unequal_shapes_take_what_was_predicted(
-    batch_size: int, tmp_path: Path
-) -> None:
+def test_whole_volumes_of_unequal_shapes_take_what_was_predicted(batch_size, tmp_path):
     """A batch of two is as large along each axis as either of them."""
     few = ("training.epochs=1", f"training.batch_size={batch_size}", "data.num_folds=3")
     few += ("training.steps_per_epoch=3", "model.base_channels=2", "inference.overlap=0")

@@ -23,7 +23,7 @@ OUT_OF_MEMORY = (
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 1024**3, 80 * 1024**3))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -42,7 +42,7 @@ def explained(step: Step, gpu: int = 0) -> str:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
+def test_out_of_memory_names_the_slot_and_what_would_fit():
     step = make_step(GPUS[:2], (192, 192, 192), 4, 1, "bfloat16", WIDE)
     message = explained(step, gpu=1)
     assert message.startswith("cuda:1 ran out of memory: 2.25 GiB asked, 1.06 GiB free; it holds ")
@@ -60,7 +60,7 @@ def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("offload", ["none", "skips"])
-def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload: str) -> None:
+def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload):
     given = {"recompute": "off", "offload": offload}
     message = explained(make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, **given))
     assert "--parallel spatial --devices 0,1 (predicted peak " in message
@@ -72,7 +72,7 @@ def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload: s
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_out_of_memory_of_a_shard_names_the_number_that_would_fit() -> None:
+def test_out_of_memory_of_a_shard_names_the_number_that_would_fit():
     step = make_step(GPUS[:1], (640, 512, 512), 1, 1, "bfloat16", WIDE, num_shards=2, shard=1)
     message = explained(replace(step, layout=replace(step.layout, devices=GPUS[1:2])), gpu=1)
     assert "with slab 1 of 2 of patches of 640x512x512 voxels" in message
@@ -80,7 +80,7 @@ def test_out_of_memory_of_a_shard_names_the_number_that_would_fit() -> None:
     assert found is not None
     count = int(found[1])
 
-    def peak(num_shards: int) -> int:
+    def peak(num_shards):
         sized = replace(step, layout=replace(step.layout, num_shards=num_shards, shard=0))
         return predicted(sized, False).needed_bytes()[GPUS[0]]
 
@@ -91,7 +91,7 @@ def test_out_of_memory_of_a_shard_names_the_number_that_would_fit() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("change", [{"norm": "batch"}, {}], ids=str)
-def test_stages_are_advised_where_a_volume_cannot_be_divided(change: dict[str, str]) -> None:
+def test_stages_are_advised_where_a_volume_cannot_be_divided(change):
     size = (192, 192, 192) if change else (1, 2048, 2048)
     model = WIDE.model_copy(update={"channels": (32, 64), **change})
     message = explained(make_step(GPUS[:1], size, 2, 1, "bfloat16", model, recompute="off"))
@@ -100,7 +100,7 @@ def test_stages_are_advised_where_a_volume_cannot_be_divided(change: dict[str, s
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_that_will_not_fit_is_warned_of(caplog):
     fitting = predicted(make_step(GPUS[:2], precision="bfloat16"), False)
     warn_if_too_large(fitting)
     assert not caplog.records
@@ -110,7 +110,7 @@ def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixt
     assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")
 
 
-def test_a_training_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_the_host_cannot_hold_is_refused(monkeypatch):
     step = make_step((CPU,), (64, 64, 64), 2, 1, "float32", WIDE)
     prediction = predicted(step, False)
     (needed,) = prediction.needed_bytes().values()
@@ -131,7 +131,7 @@ def test_a_training_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.Mon
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."),
     ],
 )
-def test_memory_of_the_host_that_runs_out_is_explained(error: Exception) -> None:
+def test_memory_of_the_host_that_runs_out_is_explained(error):
     message = explain_out_of_memory(error, make_step((CPU,), (32, 32, 32), 1, 1, "float32", WIDE))
     assert message.startswith("cpu ran out of memory")
     assert "slot 0" in message and "what would fit: " in message

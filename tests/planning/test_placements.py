@@ -1,7 +1,5 @@
 """The ways in which a training can be placed, and the memory that each may take."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -48,9 +46,7 @@ def ways(devices: tuple[torch.device, ...], *changes: str) -> list[tuple[str, in
         (8, [("data", 8, 1), ("spatial", 1, 8), ("spatial", 2, 4), ("spatial", 4, 2)]),
     ],
 )
-def test_all_devices_are_used_in_every_way(
-    batch_size: int, found: list[tuple[str, int, int]]
-) -> None:
+def test_all_devices_are_used_in_every_way(batch_size, found):
     assert ways(GPUS, f"training.batch_size={batch_size}") == [("none", 1, 1), *found]
 
 
@@ -77,15 +73,11 @@ ONE = ("none", 1, 1)
         (tuple(torch.device("cuda", i) for i in range(64)), ("training.batch_size=1",), [ONE]),
     ],
 )
-def test_what_is_possible_depends_on_settings_and_devices(
-    devices: tuple[torch.device, ...],
-    changes: tuple[str, ...],
-    found: list[tuple[str, int, int]],
-) -> None:
+def test_what_is_possible_depends_on_settings_and_devices(devices, changes, found):
     assert ways(devices, *changes) == found
 
 
-def test_a_mode_that_does_not_suit_the_devices_is_refused() -> None:
+def test_a_mode_that_does_not_suit_the_devices_is_refused():
     config, _ = planned()
     dims = placed(config.parallel, "spatial", GPUS[:6], 3)
     assert (dims.num_replicas, dims.num_shards) == (3, 2)
@@ -101,7 +93,7 @@ def option(dims: ParallelDims, memory: dict[torch.device, int]) -> PlacementOpti
     )
 
 
-def test_the_smallest_device_decides() -> None:
+def test_the_smallest_device_decides():
     config, _ = planned()
     memory = {gpu: (index + 2) * MIB for index, gpu in enumerate(reversed(GPUS))}
     every = placed(config.parallel, "spatial", GPUS)
@@ -111,7 +103,7 @@ def test_the_smallest_device_decides() -> None:
     assert option(stages, memory).limits == {GPUS[0]: 7 * MIB, GPUS[1]: 6 * MIB}
 
 
-def test_processes_on_a_cpu_share_its_memory() -> None:
+def test_processes_on_a_cpu_share_its_memory():
     config, _ = planned()
     memory = {CPU: 12 * MIB}
     assert option(placed(config.parallel, "none", (CPU,)), memory).limits == {CPU: 12 * MIB}
@@ -122,7 +114,7 @@ def test_processes_on_a_cpu_share_its_memory() -> None:
     assert option(stages, memory).limits == {CPU: 6 * MIB}  # one process has two of them
 
 
-def test_an_option_is_the_step_of_one_process() -> None:
+def test_an_option_is_the_step_of_one_process():
     config, _ = planned()
     dims = placed(config.parallel, "spatial", GPUS[:6], 2)
     found = option(dims, dict.fromkeys(GPUS, 1024 * MIB))
@@ -140,7 +132,7 @@ def test_an_option_is_the_step_of_one_process() -> None:
     assert option(dims, dict.fromkeys(GPUS, 1024 * 2 * MIB)).fits
 
 
-def test_memory_of_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_devices_that_are_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="cuda:0 is not on this machine"):
         memory_of(GPUS[:2], None)
@@ -153,6 +145,6 @@ def test_memory_of_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) ->
     assert memory_of(GPUS[:2], None) == {GPUS[0]: 7, GPUS[1]: 7}  # taken to be alike
 
 
-def test_phantoms_can_be_placed(tmp_path: Path) -> None:
+def test_phantoms_can_be_placed(tmp_path):
     config = load_config(None, [f"data.cache={tmp_path}"])
     assert len(possible_dims(config, plan_without_data(config), (CPU, CPU))) == 3

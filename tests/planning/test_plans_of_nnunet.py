@@ -38,7 +38,7 @@ def planned(name: str, *changes: str) -> NetworkPlan:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", DATA_SETS)
-def test_a_plan_takes_the_memory_that_there_is_in_the_shape_that_nnunet_gives_it(name: str) -> None:
+def test_a_plan_takes_the_memory_that_there_is_in_the_shape_that_nnunet_gives_it(name):
     data, network = DATA_SETS[name], planned(name)
     theirs, batch_size = data["nnunet"]["patch_size"], data["nnunet"]["batch_size"]
     assert network.limits is not None
@@ -59,7 +59,7 @@ def test_a_plan_takes_the_memory_that_there_is_in_the_shape_that_nnunet_gives_it
     assert network.batch_size <= max(2, share)
 
 
-def test_where_the_median_volume_fits_the_choice_is_nnunets() -> None:
+def test_where_the_median_volume_fits_the_choice_is_nnunets():
     theirs, network = DATA_SETS["Hippocampus"]["nnunet"], planned("Hippocampus")
     assert list(network.size) == theirs["patch_size"] == [40, 56, 40]
     assert network.batch_size == theirs["batch_size"] == 9

@@ -1,12 +1,11 @@
 """A step in one rank: its time and its memory; several ranks are in test_mode_times.py."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from unet3d.config import Config, load_config
+from unet3d.config import load_config
 from unet3d.errors import DoesNotFitError
 from unet3d.planning import rank_step
 from unet3d.planning.network_plan import plan_without_data
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path):
     return load_config(
         None,
         [
@@ -32,7 +31,7 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-def test_a_step_takes_time_and_what_was_predicted(config: Config, tmp_path: Path) -> None:
+def test_a_step_takes_time_and_what_was_predicted(config, tmp_path):
     network, path = plan_without_data(config), tmp_path / "step.json"
     measure_rank(config, network, path)
     record = json.loads(path.read_text())
@@ -48,10 +47,8 @@ def test_a_step_takes_time_and_what_was_predicted(config: Config, tmp_path: Path
     assert record["peak_bytes"] == [option.prediction.memory[0].peak_bytes]
 
 
-def test_a_rank_without_memory_says_so(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
+def test_a_rank_without_memory_says_so(config, tmp_path, monkeypatch):
+    def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(rank_step, "parallelize", fail)

@@ -10,7 +10,7 @@ import torch
 
 from unet3d.config import Config, ModelSettings, Shape, Spacing, load_config
 from unet3d.errors import ConfigError, DoesNotFitError
-from unet3d.model import Topology, plan_topology, unet
+from unet3d.model import plan_topology, unet
 from unet3d.parallel import ParallelDims
 from unet3d.planning.network_plan import (
     NetworkPlan,
@@ -72,11 +72,11 @@ def limits_of(network: NetworkPlan) -> tuple[str, str]:
     return network.limits.patch, network.limits.batch
 
 
-def test_the_patch_fits_and_the_next_larger_one_does_not() -> None:
+def test_the_patch_fits_and_the_next_larger_one_does_not():
     data = fingerprint((240, 200, 160))
     config, network = planned(data, "patches.memory_gib=1.8")
 
-    def plan(size: Shape) -> Topology:
+    def plan(size):
         return plan_topology(config.model, size, data.spacing_mm, 1, 3)
 
     assert network.limits is not None
@@ -88,7 +88,7 @@ def test_the_patch_fits_and_the_next_larger_one_does_not() -> None:
     assert needed_gib(config, network, topology=plan(larger), sizes=frozenset([larger])) > 1.8
 
 
-def test_what_is_set_stays_and_the_rest_is_planned_for_it() -> None:
+def test_what_is_set_stays_and_the_rest_is_planned_for_it():
     data = fingerprint((240, 200, 160))
     _, free = planned(data, "patches.memory_gib=1.8")
     _, more = planned(data, "patches.memory_gib=1.8", "training.batch_size=6")
@@ -123,9 +123,7 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it() -> None:
         (10, ("training.micro_batches=3",), 3, "least"),
     ],
 )
-def test_a_batch_is_limited_by_the_data_and_by_memory(
-    num_cases: int, changes: tuple[str, ...], batch_size: int, limit: str
-) -> None:
+def test_a_batch_is_limited_by_the_data_and_by_memory(num_cases, changes, batch_size, limit):
     data = fingerprint((32, 32, 32), cases=num_cases)
     config, network = planned(data, *changes)
     assert (network.size, *limits_of(network)) == ((32, 32, 32), "median", limit)
@@ -137,7 +135,7 @@ def test_a_batch_is_limited_by_the_data_and_by_memory(
         assert network.batch_size == batch_size
 
 
-def test_each_micro_batch_of_each_replica_has_a_patch() -> None:
+def test_each_micro_batch_of_each_replica_has_a_patch():
     data = fingerprint((32, 32, 32))
     _, alone = planned(data, "training.micro_batches=2")
     assert alone.batch_size == 5
@@ -147,7 +145,7 @@ def test_each_micro_batch_of_each_replica_has_a_patch() -> None:
 
 
 @pytest.mark.parametrize("changes", [(), ("training.batch_size=5",), ("patches.size=40,40,40",)])
-def test_a_settled_plan_is_planned_as_the_same(changes: tuple[str, ...]) -> None:
+def test_a_settled_plan_is_planned_as_the_same(changes):
     """So a run is continued with the network it began with, and all ranks have one."""
     data = fingerprint((90, 61, 50), (1.0, 1.0, 2.5))
     config, network = planned(data, "patches.memory_gib=1.2", *changes)
@@ -164,7 +162,7 @@ def test_a_settled_plan_is_planned_as_the_same(changes: tuple[str, ...]) -> None
     assert plan_fingerprint(batch, data, 1, 3).sizes == network.sizes
 
 
-def test_a_network_that_no_patch_suits_is_planned_at_its_smallest() -> None:
+def test_a_network_that_no_patch_suits_is_planned_at_its_smallest():
     _, network = planned(fingerprint((64, 48, 6)), "patches.memory_gib=0.5", "model.num_levels=4")
     assert sorted(network.size) == [6, 8, 32]  # the levels need one axis with 32 voxels
     assert limits_of(network)[0] == "smallest"
@@ -172,7 +170,7 @@ def test_a_network_that_no_patch_suits_is_planned_at_its_smallest() -> None:
         planned(fingerprint((64, 64, 64)), "model.num_levels=6")
 
 
-def test_whole_volumes_stay_whole_and_their_batch_is_planned() -> None:
+def test_whole_volumes_stay_whole_and_their_batch_is_planned():
     data = fingerprint((40, 36, 32), cases=200, shapes=((32, 40, 32), (48, 32, 32)))
     config, network = planned(data, "patches.size=whole")
     # A batch is as large along each axis as its largest volume, 48x40x32.
@@ -182,15 +180,13 @@ def test_whole_volumes_stay_whole_and_their_batch_is_planned() -> None:
     assert network.settled(config).patches.size == "whole"
 
 
-def test_a_network_that_the_host_cannot_hold_is_refused_before_it_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_network_that_the_host_cannot_hold_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(unet, "shortage", lambda needed: f"needs {needed} bytes")
     with pytest.raises(DoesNotFitError, match="use fewer channels or levels"):
         planned(fingerprint((32, 32, 32)))
 
 
-def test_the_smallest_gpu_limits_the_memory() -> None:
+def test_the_smallest_gpu_limits_the_memory():
     config = load_config()
     assert within_gpus(config, []) is config
     assert within_gpus(config, [80 * GIB, 12 * GIB]) is config
@@ -201,7 +197,7 @@ def test_the_smallest_gpu_limits_the_memory() -> None:
     assert within_gpus(batch, [8 * GIB]).patches.memory_gib == 7.2
 
 
-def test_notes_say_what_was_planned_and_why() -> None:
+def test_notes_say_what_was_planned_and_why():
     config, network = planned(fingerprint((35, 50, 36), cases=260), "model.num_levels=4")
     (line,) = plan_notes(config, network)
     assert line.startswith(
@@ -219,7 +215,7 @@ def test_notes_say_what_was_planned_and_why() -> None:
     assert plan_notes(config, network) == []
 
 
-def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu() -> None:
+def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu():
     cpu = torch.device("cpu")
     _, large = planned(fingerprint((128, 128, 128)), "training.batch_size=2")
     line = slow_on_cpu(large, cpu)
@@ -234,7 +230,7 @@ def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu() -> None:
     assert slow_on_cpu(asked, cpu) is None
 
 
-def test_phantoms_are_planned_by_their_number() -> None:
+def test_phantoms_are_planned_by_their_number():
     phantoms = ("data.phantom.shape=32,32,32", "data.phantom.num_cases=100")
     network = plan_without_data(load_config(None, [*NARROW, *phantoms]))
     assert (network.size, network.batch_size) == ((32, 32, 32), 5)
@@ -254,20 +250,18 @@ def test_phantoms_are_planned_by_their_number() -> None:
         ((1, 1, 4000), (1, 1, 1), 1000, (1, 1, 10)),
     ],
 )
-def test_a_cube_in_mm_is_clipped_to_the_volume(
-    shape: Any, spacing_mm: Any, num_voxels: int, expected: Any
-) -> None:
+def test_a_cube_in_mm_is_clipped_to_the_volume(shape, spacing_mm, num_voxels, expected):
     assert cube_in_mm(shape, spacing_mm, num_voxels) == expected
 
 
-def test_patches_shrink_where_they_are_largest_and_always_suit_their_network() -> None:
+def test_patches_shrink_where_they_are_largest_and_always_suit_their_network():
     rng = np.random.default_rng(0)
     for _ in range(15):
         shape: Any = tuple(int(size) for size in rng.integers(20, 300, 3))
         spacing_mm: Any = tuple(float(mm) for mm in rng.uniform(0.5, 4, 3))
         settings = ModelSettings()
 
-        def plan(size: Shape, mm: Spacing = spacing_mm) -> Topology:
+        def plan(size, mm=spacing_mm):
             return plan_topology(settings, size, mm, 1, 2)  # noqa: B023
 
         sizes = list(shrinking_sizes(plan, shape, shape))
@@ -286,7 +280,7 @@ def test_patches_shrink_where_they_are_largest_and_always_suit_their_network() -
                     assert not (shrinks and math.prod(padded) < math.prod(before)), padded
 
 
-def test_the_largest_that_fits_is_found_in_a_few_answers() -> None:
+def test_the_largest_that_fits_is_found_in_a_few_answers():
     rng = np.random.default_rng(0)
     for _ in range(300):
         weights = sorted(rng.uniform(1, 1000, rng.integers(1, 60)))
@@ -295,7 +289,7 @@ def test_the_largest_that_fits_is_found_in_a_few_answers() -> None:
         loads = list(np.maximum.accumulate(loads))
         asked: list[int] = []
 
-        def load(index: int) -> float:
+        def load(index):
             asked.append(index)  # noqa: B023
             return loads[index]  # noqa: B023
 

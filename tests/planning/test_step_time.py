@@ -28,7 +28,7 @@ def seconds(step: Step) -> float:
     ("edge", "one_ms", "two_ms"),
     [(128, 10.4, 8.4), (256, 68.9, 39.1), (384, 230.0, 123.4), (512, 557.4, 293.7)],
 )
-def test_gpus_take_what_h200_took(edge: int, one_ms: float, two_ms: float) -> None:
+def test_gpus_take_what_h200_took(edge, one_ms, two_ms):
     assert 1000 * seconds(on_gpu(edge)) == pytest.approx(one_ms, rel=0.03)
     assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(two_ms, rel=0.03)
 
@@ -43,20 +43,14 @@ def test_gpus_take_what_h200_took(edge: int, one_ms: float, two_ms: float) -> No
         ((4, 8), 64, "bfloat16", 53),
     ],
 )
-def test_a_cpu_takes_what_two_cores_took(
-    channels: tuple[int, ...],
-    edge: int,
-    precision: str,
-    milliseconds: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cpu_takes_what_two_cores_took(channels, edge, precision, milliseconds, monkeypatch):
     monkeypatch.setattr(step_time, "num_cores", lambda: 2)
     model = ModelSettings(channels=channels, deep_supervision=False)
     step = make_step((CPU,), (edge,) * 3, 1, precision=precision, model=model)
     assert 1000 * seconds(step) == pytest.approx(milliseconds, rel=0.1)
 
 
-def test_large_volumes_go_by_the_number_of_gpus() -> None:
+def test_large_volumes_go_by_the_number_of_gpus():
     ratios = {
         (edge, count): seconds(on_gpu(edge)) / seconds(on_gpu(edge, num_shards=count))
         for edge in (128, 256, 384, 1024)
@@ -70,7 +64,7 @@ def test_large_volumes_go_by_the_number_of_gpus() -> None:
     assert 1.6 < ratios[256, 2] < 1.9
 
 
-def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts() -> None:
+def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
     assert seconds(on_gpu(32, num_shards=2)) > seconds(on_gpu(32))
     captured, launched = (
         seconds(on_gpu(128, num_shards=4, cuda_graphs=graphs)) for graphs in ("auto", "off")
@@ -81,15 +75,15 @@ def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts() -> N
     assert seconds(on_gpu(256, num_shards=11)) < 0.9 * seconds(on_gpu(256, num_shards=10))
 
 
-def test_replicas_take_a_share_of_the_batch_each() -> None:
+def test_replicas_take_a_share_of_the_batch_each():
     one, two = seconds(on_gpu(128, 4)), seconds(on_gpu(128, 2, num_replicas=2))
     assert 1.7 < one / two < 2
     # Two H200, 2 x 2 patches of 128^3: 21.5 ms (docs/benchmarks.md).
     assert 1000 * two == pytest.approx(21.5, rel=0.06)
 
 
-def test_processes_share_the_cores_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_cpu(batch_size: int, **layout: int) -> float:
+def test_processes_share_the_cores_of_a_cpu(monkeypatch):
+    def on_cpu(batch_size, **layout):
         return seconds(make_step((CPU,), (64,) * 3, batch_size, model=WIDE, **layout))
 
     alone = on_cpu(2)
@@ -102,7 +96,7 @@ def test_processes_share_the_cores_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert times[0] > 3 * times[1]
 
 
-def test_operations_and_weights_are_those_of_the_network() -> None:
+def test_operations_and_weights_are_those_of_the_network():
     topology = on_gpu(64).topology
     work = count_work(topology, (64, 64, 64), 2, 2)
     assert [block.name for block in work] == [block.name for block in UNet3d(topology).blocks()]
@@ -115,7 +109,7 @@ def test_operations_and_weights_are_those_of_the_network() -> None:
     assert count_parameters(topology) == sum(p.numel() for p in UNet3d(topology).parameters())
 
 
-def test_a_block_that_was_measured_takes_what_it_took() -> None:
+def test_a_block_that_was_measured_takes_what_it_took():
     step = on_gpu(128)
     work = count_work(step.topology, step.size, 1, 2)
     rates = rates_of(GPUS[0], "bfloat16")
@@ -125,7 +119,7 @@ def test_a_block_that_was_measured_takes_what_it_took() -> None:
     assert twice - seconds(step) == pytest.approx(added)
 
 
-def test_what_saves_memory_and_batch_dice_take_time() -> None:
+def test_what_saves_memory_and_batch_dice_take_time():
     for option in ({"recompute": "level"}, {"offload": "skips"}):
         assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < 1.35
     # With micro-batches batch Dice passes forward once more.
@@ -137,7 +131,7 @@ def test_what_saves_memory_and_batch_dice_take_time() -> None:
         assert least <= joined / plain <= most
 
 
-def test_stages_are_not_predicted_and_too_few_planes_are_refused() -> None:
+def test_stages_are_not_predicted_and_too_few_planes_are_refused():
     assert step_seconds(make_step(GPUS[:2], precision="bfloat16")) is None
     for size in ((16, 16, 16), (8, 64, 64)):
         with pytest.raises(DeviceError, match="too few"):

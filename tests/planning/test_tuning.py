@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.command_line import error_line, run
 from tests.volumes.samples import write_msd
@@ -56,14 +54,14 @@ def words(cache: Path, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_collection(monkeypatch):
     """Leave garbage alone, which takes longer than all steps and frees nothing but GPUs' memory."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(bench.gc, "collect", lambda: 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fewer_steps() -> Iterator[pytest.MonkeyPatch]:
+def fewer_steps():
     """Take each time once, because one test sees how times are taken.
 
     A GPU needs the steps in which a step is captured.
@@ -75,19 +73,17 @@ def fewer_steps() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture(scope="module")
-def times(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def times(tmp_path_factory):
     """Cache folder in which the times of blocks are known from the first sweep on."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
-def swept(times: Path, fewer_steps: pytest.MonkeyPatch) -> Tuning:
+def swept(times, fewer_steps):
     return sweep(times, "parallel.cuts=2", "training.batch_size=2")
 
 
-def test_settings_are_followed_or_refused_before_anything_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_are_followed_or_refused_before_anything_is_timed(tmp_path, monkeypatch):
     offloading = ("memory.offload=skips", "parallel.cuda_graphs=off")
     found = sweep(tmp_path, *ALONE, *offloading, "parallel.schedule=all-forward")
     (row,) = found.rows
@@ -104,7 +100,7 @@ def test_settings_are_followed_or_refused_before_anything_is_timed(
         sweep(tmp_path, "parallel.devices=0,1")
 
 
-def test_every_cut_is_measured_with_every_number_of_micro_batches(swept: Tuning) -> None:
+def test_every_cut_is_measured_with_every_number_of_micro_batches(swept):
     found = [(row.layout.cuts, row.layout.num_micro_batches) for row in swept.rows]
     cuts = list(dict.fromkeys(cuts for cuts, _ in found))
     assert found == list(product(cuts, (1, 2)))
@@ -114,7 +110,7 @@ def test_every_cut_is_measured_with_every_number_of_micro_batches(swept: Tuning)
     assert all(row.seconds > 0 for row in swept.rows)
 
 
-def test_the_choice_is_the_fastest_of_the_asked_mode(swept: Tuning) -> None:
+def test_the_choice_is_the_fastest_of_the_asked_mode(swept):
     spread = [row for row in swept.rows if len(row.layout.devices) == 2]
     fastest = min(spread, key=lambda row: row.seconds)
     assert swept.fastest_asked is fastest
@@ -146,12 +142,10 @@ def with_times(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[tuple[Any,
     return asked
 
 
-def test_the_fastest_of_all_may_be_on_one_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_of_all_may_be_on_one_device(tmp_path, monkeypatch):
     times = {(None, 1): 0.9, (None, 2): 0.75, ((4,), 1): 1.2, ((4,), 2): 0.95}
 
-    def seconds(layout: Any) -> float:
+    def seconds(layout):
         return times.get((layout.cuts, layout.num_micro_batches), 2.0)
 
     with_times(monkeypatch, seconds)
@@ -170,19 +164,17 @@ def test_the_fastest_of_all_may_be_on_one_device(
     assert (taken.parallel.cuts, taken.training.micro_batches) == ((4,), 2)
 
 
-def test_a_slow_setting_is_hopeless_beside_those_on_the_same_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_setting_is_hopeless_beside_those_on_the_same_devices(tmp_path, monkeypatch):
     asked = with_times(monkeypatch, lambda layout: 3.0 if layout.cuts else 1.0)
     sweep(tmp_path)
     assert asked[:3] == [(None, 1, math.inf), ((4,), 1, math.inf), (None, 2, 1.5)]
     assert {limit for cuts, _, limit in asked[3:6]} == {4.5}
 
 
-def test_a_lucky_time_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lucky_time_does_not_win(tmp_path, monkeypatch):
     times = {((3,), 2): [0.2, 2.0], ((4,), 1): [0.8, 0.7], (None, 1): [0.9, 0.9]}
 
-    def seconds(layout: Any) -> float:
+    def seconds(layout):
         left = times.get((layout.cuts, layout.num_micro_batches), [])
         return left.pop(0) if left else 3.0
 
@@ -199,15 +191,11 @@ def test_a_lucky_time_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("each", "num_measured"), [(1.0, 6), (90.0, 4), (1000.0, 2)], ids=["all", "some", "first"]
 )
 def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
-    each: float,
-    num_measured: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    each, num_measured, tmp_path, monkeypatch, caplog
+):
     now = [0.0]
 
-    def seconds(layout: Any) -> float:
+    def seconds(layout):
         now[0] += each
         return 1.0
 
@@ -241,14 +229,12 @@ def step_of(found: Tuning, row: Row) -> Step:
     )
 
 
-def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
+def test_the_peaks_are_those_that_training_would_have(swept):
     for row in swept.rows[::3]:  # each number of micro-batches, on one device and on two
         assert row.peak_bytes == predict_memory(step_of(swept, row)).needed_bytes()
 
 
-def test_a_time_is_the_median_of_steps_that_do_all_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_is_the_median_of_steps_that_do_all_the_work(tmp_path, monkeypatch):
     """And of these steps one is watched by the meter, which changes no parameter."""
     monkeypatch.setattr(timings, "NUM_TIMED_RUNS", NUM_TIMED_RUNS)
     calls: list[str] = []
@@ -257,18 +243,18 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(
     forward_backward, take = PipelineExecutor.forward_backward, bench.Optimization.step
     during = MemoryMeter.during
 
-    def forward(self: PipelineExecutor, image: Tensor, target: Tensor, *more: Any) -> Any:
+    def forward(self, image, target, *more):
         assert image.shape == (1, 1, 8, 8, 8) and target.shape == (1, 8, 8, 8)
         calls.append("forward and backward")
         return forward_backward(self, image, target, *more)
 
-    def step(self: bench.Optimization, learning_rate: float) -> None:
+    def step(self, learning_rate):
         calls.append("step")
         # Some steps are slow: a mean would show it.
         now[0] += 100.0 if len(calls) % 8 == 0 else 1.0
         take(self, learning_rate)
 
-    def noting(self: MemoryMeter, slot: Any, kind: str, micro_batch: int) -> Any:
+    def noting(self, slot, kind, micro_batch):
         watched.append(kind)
         return during(self, slot, kind, micro_batch)
 
@@ -311,7 +297,7 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches
     monkeypatch.setattr(PipelineExecutor, "forward_backward", failing)
 
 
-def test_running_out_of_memory_is_a_row(times: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_a_row(times, monkeypatch):
     with monkeypatch.context() as patch:
         fail_for(patch, num_stages=2, num_micro_batches=1)
         found = sweep(times)
@@ -328,10 +314,8 @@ def test_running_out_of_memory_is_a_row(times: Path, monkeypatch: pytest.MonkeyP
     assert any(row["chosen"] for row in record["rows"])
 
 
-def test_a_block_that_does_not_fit_alone_leaves_the_other_cuts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def failing(*arguments: object) -> float:
+def test_a_block_that_does_not_fit_alone_leaves_the_other_cuts(tmp_path, monkeypatch, caplog):
+    def failing(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("unet3d.parallel.balance.block_costs.median_seconds", failing)
@@ -352,16 +336,14 @@ def test_a_block_that_does_not_fit_alone_leaves_the_other_cuts(
     ],
     ids=str,
 )
-def test_micro_batches_double_up_to_the_batch(
-    overrides: tuple[str, ...], counts: list[int]
-) -> None:
+def test_micro_batches_double_up_to_the_batch(overrides, counts):
     assert micro_batch_counts(load_config(None, overrides)) == counts
 
 
-def test_neighbours_are_measured_where_their_blocks_promise_something() -> None:
+def test_neighbours_are_measured_where_their_blocks_promise_something():
     blocks = [5.0, 1.0, 1.0, 1.0, 1.0, 5.0]
 
-    def cost(stage: int, start: int, end: int) -> float:
+    def cost(stage, start, end):
         return sum(blocks[start:end])
 
     # With 8 micro-batches: 14 + 7 * (9, 8, 7, 8, 9) for cuts 1 to 5.
@@ -373,9 +355,7 @@ def test_neighbours_are_measured_where_their_blocks_promise_something() -> None:
     assert promising_neighbours([(1, 2, 3, 4, 5)], cost, 6, 8) == []
 
 
-def test_the_command_shows_draws_and_remembers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_shows_draws_and_remembers(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "tuning.json"
@@ -417,21 +397,15 @@ def test_the_command_shows_draws_and_remembers(
     ],
     ids=str,
 )
-def test_wrong_use_is_explained(
-    arguments: list[str],
-    status: int,
-    reason: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_use_is_explained(arguments, status, reason, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert run("plan", "--shape", "8,8,8", *arguments) == status
     assert reason in capsys.readouterr().err
 
 
 def test_the_command_fails_where_nothing_fits_or_no_picture_can_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     measure = ("plan", "--measure", "--devices", "cpu", *words(tmp_path, *SMALL[2:]))
     picture = tmp_path / "nowhere" / "tuning.png"
@@ -447,11 +421,8 @@ def test_the_command_fails_where_nothing_fits_or_no_picture_can_be_written(
 
 @pytest.mark.parametrize("balance", ["memory", pytest.param("time", marks=pytest.mark.nightly)])
 def test_a_plan_predicts_the_balanced_cut_that_training_makes(
-    balance: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    balance, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     dataset = write_msd(tmp_path / "data", 2, (8, 8, 8))
     few = ("training.epochs=1", "training.steps_per_epoch=1", "data.num_workers=0")
@@ -470,9 +441,7 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(
         assert planned["predicted"] == trained["predicted"]
 
 
-def test_a_plan_needs_devices_to_balance_times(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_needs_devices_to_balance_times(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     shape = ("plan", "--shape", "16,16,16", "--devices", "0,1", "--device-memory", 80)
@@ -485,7 +454,7 @@ def test_a_plan_needs_devices_to_balance_times(
 
 
 @pytest.mark.multigpu
-def test_two_gpus_are_measured(tmp_path: Path) -> None:
+def test_two_gpus_are_measured(tmp_path):
     found = sweep(
         tmp_path,
         "parallel.devices=0,1",
@@ -508,7 +477,7 @@ def test_two_gpus_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_too_small_is_a_row(tmp_path: Path) -> None:
+def test_a_gpu_that_is_too_small_is_a_row(tmp_path):
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(3 * 2**30 / total, 0)
     try:

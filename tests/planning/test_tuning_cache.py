@@ -60,7 +60,7 @@ def tuning_key(cache: Path, *overrides: str) -> TuningKey:
     )
 
 
-def test_a_choice_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_choice_is_found_again(tmp_path, caplog):
     here = tuning_key(tmp_path)
     assert recall_tuned(here) is None
     path = remember_tuned(here, CHOICE)
@@ -71,7 +71,7 @@ def test_a_choice_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
-def test_in_other_circumstances_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_other_circumstances_it_is_not(tmp_path, monkeypatch):
     here = tuning_key(tmp_path)
     remember_tuned(here, CHOICE)
     x, y, z = here.size
@@ -134,9 +134,7 @@ DAMAGES = (
 )
 
 
-def test_a_damaged_file_is_named_and_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_named_and_not_used(tmp_path, caplog):
     here = tuning_key(tmp_path)
     path = remember_tuned(here, CHOICE)
     for damage in DAMAGES:
@@ -147,7 +145,7 @@ def test_a_damaged_file_is_named_and_not_used(
         caplog.clear()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     here = tuning_key(tmp_path)
     folder = here.path.parent
     folder.write_text("in the way")
@@ -160,9 +158,7 @@ def found_by(key: TuningKey) -> tuple[object, ...]:
     return config.training.micro_batches, config.parallel.balance, config.parallel.cuts
 
 
-def test_what_is_measured_is_taken_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
     here = tuning_key(tmp_path)
     assert found_by(here) == (1, "encoder-decoder", None)  # as nothing is measured
     remember_tuned(here, CHOICE)
@@ -191,9 +187,7 @@ def test_what_is_measured_is_taken_and_said(
         ("parallel.cuts=5", (1, "auto", (5,))),
     ],
 )
-def test_what_is_set_wins(
-    setting: str, expected: tuple[object, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_set_wins(setting, expected, tmp_path, caplog):
     remember_tuned(tuning_key(tmp_path), CHOICE)
     with caplog.at_level("INFO"):
         assert found_by(tuning_key(tmp_path, setting)) == expected
@@ -211,9 +205,7 @@ def stages_of(folder: Path) -> list[list[str]]:
     return [slot["blocks"] for slot in record["slots"]]
 
 
-def test_training_takes_the_choice_and_records_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     cache, folder = tmp_path / "cache", tmp_path / "run"
     here = tuning_key(cache)
     remember_tuned(here, CHOICE)
@@ -232,9 +224,7 @@ def test_training_takes_the_choice_and_records_it(
 
 
 @pytest.mark.nightly
-def test_a_resumed_run_may_be_placed_in_another_way(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_may_be_placed_in_another_way(tmp_path, capsys):
     folder, here = tmp_path / "run", tuning_key(tmp_path / "cache")
     remember_tuned(here, CHOICE)
     train_here(here.config, folder)
@@ -255,9 +245,7 @@ def test_a_resumed_run_may_be_placed_in_another_way(
     ],
     ids=str,
 )
-def test_recorded_cuts_give_way_to_another_placement(
-    change: dict[str, object], cuts: tuple[int, ...] | None, tmp_path: Path
-) -> None:
+def test_recorded_cuts_give_way_to_another_placement(change, cuts, tmp_path):
     recorded = settings(tmp_path).with_values({"parallel.cuts": [3]})
     assert without_stale_cuts(recorded.with_values(change), recorded).parallel.cuts == cuts
 
@@ -270,7 +258,7 @@ def test_recorded_cuts_give_way_to_another_placement(
     ],
     ids=("hybrid", "threads"),
 )
-def test_a_run_can_be_resumed_in_any_mode(recorded: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_in_any_mode(recorded, tmp_path):
     path = tmp_path / "config.yaml"
     before = load_config(None, recorded)
     path.write_text(before.to_yaml())
@@ -283,7 +271,7 @@ def test_a_run_can_be_resumed_in_any_mode(recorded: tuple[str, ...], tmp_path: P
             assert resumed.parallel == load_config(None, changes).parallel
 
 
-def test_names_of_blocks_need_no_memory() -> None:
+def test_names_of_blocks_need_no_memory():
     huge = ModelSettings(base_channels=4096, max_channels=65536, num_levels=6)
     key = TuningKey(
         config=Config(),

@@ -1,6 +1,5 @@
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ def legend(axes: Axes) -> list[str]:
     return [] if found is None else [text.get_text() for text in found.get_texts()]
 
 
-def test_each_curve_shows_its_numbers() -> None:
+def test_each_curve_shows_its_numbers():
     metrics = metrics_of(6, ["brain", "lesion"])
     loss, dice, rate = progress_figure(metrics, "run").axes
     epochs = [1, 2, 3, 4, 5, 6]
@@ -62,21 +61,21 @@ def test_each_curve_shows_its_numbers() -> None:
     assert rate.get_xlabel() == "epoch"
 
 
-def test_a_single_epoch_is_a_point_that_can_be_seen() -> None:
+def test_a_single_epoch_is_a_point_that_can_be_seen():
     loss, dice, _ = progress_figure(metrics_of(1, ["a"]), "run").axes
     (line,) = loss.get_lines()
     assert line.get_marker() == "o"
     assert [text.get_text() for text in dice.texts] == ["no validation yet"]
 
 
-def test_labels_too_many_to_tell_apart_are_not_named() -> None:
+def test_labels_too_many_to_tell_apart_are_not_named():
     names = [f"region {index}" for index in range(116)]
     dice = progress_figure(metrics_of(10, names), "run").axes[1]
     assert legend(dice) == ["mean of 116 labels  0.900", "best  0.900\nin epoch 10"]
     assert len(dice.get_lines()) == 118
 
 
-def test_a_label_that_is_in_no_case_leaves_a_gap() -> None:
+def test_a_label_that_is_in_no_case_leaves_a_gap():
     metrics = metrics_of(4, ["a", "b"])
     metrics[1]["dice"]["b"] = None
     metrics[3]["dice"]["a"] = None
@@ -87,7 +86,7 @@ def test_a_label_that_is_in_no_case_leaves_a_gap() -> None:
     assert math.isnan(loss.get_lines()[0].get_ydata()[-1])
 
 
-def test_the_first_of_the_best_validations_is_marked() -> None:
+def test_the_first_of_the_best_validations_is_marked():
     metrics = metrics_of(10, ["a"])
     for line, mean in zip(metrics[1::2], (0.5, 0.75, None, 0.75, 0.25), strict=True):
         line["mean_dice"] = mean
@@ -96,23 +95,23 @@ def test_the_first_of_the_best_validations_is_marked() -> None:
     assert figure.get_suptitle() == "runs/mine: fold 0 of heads"
 
 
-def test_runs_without_a_validation_loss_have_no_curve_of_it() -> None:
+def test_runs_without_a_validation_loss_have_no_curve_of_it():
     metrics = metrics_of(4, ["a"])
     for line in metrics:
         line.pop("validation_loss", None)
     assert list(curves(progress_figure(metrics, "run").axes[0])) == ["training  0.449"]
 
 
-def test_curves_can_be_told_apart_without_colours() -> None:
+def test_curves_can_be_told_apart_without_colours():
     lines = progress_figure(metrics_of(4, [str(n) for n in range(12)]), "run").axes[1].get_lines()
     assert len({(line.get_marker(), line.get_linestyle()) for line in lines[:12]}) == 12
 
 
-def test_a_label_that_begins_with_an_underline_is_named() -> None:
+def test_a_label_that_begins_with_an_underline_is_named():
     assert legend(progress_figure(metrics_of(4, ["_left"]), "run").axes[1])[0] == " _left  0.750"
 
 
-def test_lines_at_both_ends_of_the_scale_are_inside_it() -> None:
+def test_lines_at_both_ends_of_the_scale_are_inside_it():
     low, high = progress_figure(metrics_of(4, ["a"]), "run").axes[1].get_ylim()
     assert low < 0 and high > 1
 
@@ -122,9 +121,7 @@ def test_lines_at_both_ends_of_the_scale_are_inside_it() -> None:
     [["a"], ["$\\frac", "under_score"], ["肝臟"]],
     ids=["plain", "formulas", "another script"],
 )
-def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(tmp_path, names):
     path = tmp_path / "progress.png"
     path.write_bytes(b"the picture of the epoch before")
     write_progress_picture(metrics_of(4, names), names[0], path)
@@ -132,7 +129,7 @@ def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_damaged_is_not_drawn(tmp_path: Path) -> None:
+def test_what_is_damaged_is_not_drawn(tmp_path):
     metrics: list[dict[str, Any]] = [
         {"epoch": 1},
         {"epoch": 2, "loss": "1.0", "learning_rate": None, "dice": 3, "mean_dice": 0.5},

@@ -34,7 +34,7 @@ def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line.strip()]
 
 
-def test_labels_have_a_number_of_each_fold_and_their_mean() -> None:
+def test_labels_have_a_number_of_each_fold_and_their_mean():
     found = rows(text_of(2))
     assert ["[b]liver", "0.600", "0.610", "0.605", "0.007"] in found
     assert ["tumour", "0.250", "–", "0.250", "–"] in found
@@ -42,11 +42,11 @@ def test_labels_have_a_number_of_each_fold_and_their_mean() -> None:
     assert "mean of the best networks: 0.700" in text_of(2)
 
 
-def test_without_final_scores_those_of_training_are_shown() -> None:
+def test_without_final_scores_those_of_training_are_shown():
     assert text_of(2, kind="last") == text_of(2)
 
 
-def test_many_folds_are_a_mean() -> None:
+def test_many_folds_are_a_mean():
     found = rows(text_of(20))
     assert ["label", "mean", "spread"] in found
     assert ["[b]liver", "0.605", "0.007"] in found

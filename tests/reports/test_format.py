@@ -15,16 +15,16 @@ from unet3d.reports.format import GIB, MIB, amount, drawable, millilitres, size_
         (81920 * MIB, "81,920"),
     ],
 )
-def test_amounts_have_the_digits_that_matter(num_bytes: int, text: str) -> None:
+def test_amounts_have_the_digits_that_matter(num_bytes, text):
     assert amount(num_bytes, MIB) == text
 
 
-def test_the_unit_suits_the_largest_number() -> None:
+def test_the_unit_suits_the_largest_number():
     assert unit_for(8 * GIB - 1) == ("MiB", MIB)
     assert unit_for(8 * GIB) == ("GiB", GIB)
 
 
-def test_sizes_are_written_along_x_y_z() -> None:
+def test_sizes_are_written_along_x_y_z():
     assert size_text((192, 192, 160)) == "192x192x160"
 
 
@@ -41,11 +41,11 @@ def test_sizes_are_written_along_x_y_z() -> None:
         (1234.5, "1,234 mL"),
     ],
 )
-def test_volumes_have_three_digits(volume_ml: float, text: str) -> None:
+def test_volumes_have_three_digits(volume_ml, text):
     assert millilitres(volume_ml) == text
 
 
-def test_names_are_drawn_as_they_are() -> None:
+def test_names_are_drawn_as_they_are():
     assert drawable("$x$ \ud800") == r"\$x\$ ?"
     assert drawable("a" * 20, 20) == "a" * 20
     assert drawable("abc def", 5) == "abc…"

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -30,7 +28,7 @@ def bars(axes: Axes) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def test_the_table_has_a_row_for_each_slot_with_its_numbers() -> None:
+def test_the_table_has_a_row_for_each_slot_with_its_numbers():
     table = memory_table(TWO)
     assert "MiB" in str(table.title) and "parallel mode model" in str(table.title)
     assert heads(table) == [
@@ -44,21 +42,21 @@ def test_the_table_has_a_row_for_each_slot_with_its_numbers() -> None:
     ]
 
 
-def test_a_large_peak_is_shown_in_gib() -> None:
+def test_a_large_peak_is_shown_in_gib():
     table = memory_table(record_of(["cuda:0"], [memory_of(20480, 64, 21504)]))
     assert "GiB" in str(table.title)
     (row,) = cells(table)
     assert row[-7:] == ("0.062", "0.062", "0.062", "20.00", "21.00", "21.00", "80.00")
 
 
-def test_what_was_not_predicted_is_left_open() -> None:
+def test_what_was_not_predicted_is_left_open():
     record = record_of(["cuda:0"], [memory_of(180)])
     record["slots"][0]["predicted"] = None
     (row,) = cells(memory_table(record))
     assert row[-2] == "–"
 
 
-def test_no_number_of_the_table_is_cut_off_on_a_narrow_terminal() -> None:
+def test_no_number_of_the_table_is_cut_off_on_a_narrow_terminal():
     table = memory_table(record_of([f"cuda:{i}" for i in range(8)], [memory_of(60000)] * 8))
     text = printed(table, 80)
     for row in cells(table):
@@ -74,7 +72,7 @@ def test_no_number_of_the_table_is_cut_off_on_a_narrow_terminal() -> None:
         (["cuda:0", "cuda:1"], ""),
     ],
 )
-def test_table_and_picture_say_what_a_peak_is(devices: list[str], note: str) -> None:
+def test_table_and_picture_say_what_a_peak_is(devices, note):
     record = record_of(devices, [memory_of(180), memory_of(260)])
     caption = str(memory_table(record).caption)
     assert note in caption
@@ -84,7 +82,7 @@ def test_table_and_picture_say_what_a_peak_is(devices: list[str], note: str) -> 
     assert label == (f"MiB\n{note}" if note else "MiB")
 
 
-def test_what_a_gpu_has_reserved_stands_beside_what_was_predicted() -> None:
+def test_what_a_gpu_has_reserved_stands_beside_what_was_predicted():
     record = record_of(["cuda:0", "cuda:0", "cuda:1"], [memory_of(180)] * 3)
     for slot in record["slots"]:
         slot["measured"]["reserved_bytes"] = 500 * 1024**2
@@ -96,7 +94,7 @@ def test_what_a_gpu_has_reserved_stands_beside_what_was_predicted() -> None:
     assert "cuda:1 reserved 500 MiB." in str(memory_table(record).caption)
 
 
-def test_the_picture_has_a_bar_for_each_slot_divided_into_its_parts() -> None:
+def test_the_picture_has_a_bar_for_each_slot_divided_into_its_parts():
     axes = memory_figure(TWO).axes[0]
     assert bars(axes) == {
         "parameters": [(0, 7), (0, 7)],
@@ -115,7 +113,7 @@ def test_the_picture_has_a_bar_for_each_slot_divided_into_its_parts() -> None:
     assert low == 0 and high >= 281
 
 
-def test_the_legend_is_below_the_title_and_names_what_is_there() -> None:
+def test_the_legend_is_below_the_title_and_names_what_is_there():
     record = record_of(["cpu"], [memory_of(180)])
     record["slots"][0]["measured"]["optimizer_bytes"] = 0
     figure = memory_figure(record)
@@ -131,14 +129,14 @@ def test_the_legend_is_below_the_title_and_names_what_is_there() -> None:
     assert "optimizer" not in numbers and "parameters 7.00" in numbers
 
 
-def test_the_rest_of_a_peak_is_counted_once_where_slots_share_a_gpu() -> None:
+def test_the_rest_of_a_peak_is_counted_once_where_slots_share_a_gpu():
     memories = [memory_of(400, 0, 1000), memory_of(300, 0, 1000)]
     axes = memory_figure(record_of(["cuda:0", "cuda:0"], memories)).axes[0]
     # 700 of the peak of 1000 are counted on the GPU, so 300 are left.
     assert bars(axes)[REST] == [(400, 700), (300, 600)]
 
 
-def test_the_picture_has_a_panel_for_each_timeline() -> None:
+def test_the_picture_has_a_panel_for_each_timeline():
     record = record_of(["cuda:0", "cuda:1"], [memory_of(100), memory_of(100)])
     record["timeline"] = [timeline(2), timeline(2, "cuda:1", (1,))]
     _, first, second = memory_figure(record).axes
@@ -148,7 +146,7 @@ def test_the_picture_has_a_panel_for_each_timeline() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 8])
-def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path: Path, num_slots: int) -> None:
+def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path, num_slots):
     record = record_of([f"cuda:{i}" for i in range(num_slots)], [memory_of(300)] * num_slots)
     record["timeline"] = [timeline(40)]
     write_memory_picture(record, tmp_path / "memory.png")
@@ -161,7 +159,7 @@ def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path: Path, num_
         assert below.y1 <= above.y0  # names do not cover each other
 
 
-def test_a_unit_fits_the_largest_peak() -> None:
+def test_a_unit_fits_the_largest_peak():
     small, large = memory_of(100), memory_of(100, peak_mib=8 * 1024)
     assert "MiB" in str(memory_table(record_of(["cuda:0"], [small])).title)
     assert "GiB" in str(memory_table(record_of(["cuda:0", "cuda:1"], [small, large])).title)

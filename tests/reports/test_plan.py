@@ -23,7 +23,7 @@ def way(devices: list[str], **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def record() -> dict[str, Any]:
+def record():
     return {
         "batch_size": 2,
         "shape": [192, 192, 160],
@@ -37,7 +37,7 @@ def record() -> dict[str, Any]:
     }
 
 
-def test_the_table_has_a_row_for_each_slot_of_each_way(record: dict[str, Any]) -> None:
+def test_the_table_has_a_row_for_each_slot_of_each_way(record):
     table = plan_table(record)
     assert "2 patches of 192x192x160 voxels, bfloat16" in str(table.title)
     assert "MiB" in str(table.title)
@@ -59,7 +59,7 @@ def test_the_table_has_a_row_for_each_slot_of_each_way(record: dict[str, Any]) -
     ]
 
 
-def test_each_way_has_a_line_that_can_be_typed(record: dict[str, Any]) -> None:
+def test_each_way_has_a_line_that_can_be_typed(record):
     assert [plan_line(way) for way in record["ways"]] == [
         "--parallel none --devices cuda:0 --micro-batches 1: 134 ms a step, not even the smallest "
         "volume fits",
@@ -70,7 +70,7 @@ def test_each_way_has_a_line_that_can_be_typed(record: dict[str, Any]) -> None:
     ]
 
 
-def test_groups_of_shards_are_named() -> None:
+def test_groups_of_shards_are_named():
     four = way(
         ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
         parallel="spatial",
@@ -83,7 +83,7 @@ def test_groups_of_shards_are_named() -> None:
     )
 
 
-def test_equal_rows_of_many_devices_are_one(record: dict[str, Any]) -> None:
+def test_equal_rows_of_many_devices_are_one(record):
     many = way([f"cuda:{index}" for index in range(64)], parallel="spatial")
     for index in (0, 63):  # at the ends
         predicted = many["slots"][index]["predicted"]
@@ -98,7 +98,7 @@ def test_equal_rows_of_many_devices_are_one(record: dict[str, Any]) -> None:
     ]
 
 
-def test_a_note_of_several_ways_is_said_once(record: dict[str, Any]) -> None:
+def test_a_note_of_several_ways_is_said_once(record):
     record["ways"] = [way(["cpu"]), way(["cpu", "cpu"])]
     assert str(plan_table(record).caption) == (
         "A note. On a CPU the peak is the sum of what is counted: a lower bound."

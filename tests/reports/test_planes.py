@@ -1,7 +1,5 @@
 """The planes through the largest structure, against SciPy and plain counts."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy import ndimage
@@ -19,7 +17,7 @@ def made(shape: tuple[int, int, int] = (20, 30, 12), dtype: type = np.uint8) -> 
     return labels
 
 
-def test_counts_and_box_are_those_of_the_whole_array() -> None:
+def test_counts_and_box_are_those_of_the_whole_array():
     labels = np.random.default_rng(0).integers(0, 6, (9, 8, 7)).astype(np.int16)
     labels[:2] = labels[:, 6:] = 0
     structures = [Structure(name=str(value), values=(value,)) for value in (1, 2, 5, 9)]
@@ -29,7 +27,7 @@ def test_counts_and_box_are_those_of_the_whole_array() -> None:
     assert found.box == tuple((one.start, one.stop) for one in expected)
 
 
-def test_each_plane_has_the_largest_area_of_the_largest_structure() -> None:
+def test_each_plane_has_the_largest_area_of_the_largest_structure():
     labels = made()
     labels[7, 10:18, 3:8] = 3  # the largest area across X
     labels[5:10, 12, 3:8] = 3  # across Y
@@ -40,17 +38,17 @@ def test_each_plane_has_the_largest_area_of_the_largest_structure() -> None:
     assert found.position == tuple(int(area.argmax()) for area in areas) == (7, 12, 6)
 
 
-def test_of_equal_planes_the_middle_one_is_taken() -> None:
+def test_of_equal_planes_the_middle_one_is_taken():
     assert survey(made(), [A, B]).position == (7, 13, 5)
 
 
-def test_regions_count_all_their_values_and_may_overlap() -> None:
+def test_regions_count_all_their_values_and_may_overlap():
     whole = Structure(name="whole", values=(3, 7))
     found = survey(made(), [A, whole])
     assert found.num_voxels == (120, 128) and found.largest == 1
 
 
-def test_what_is_not_named_counts_nowhere() -> None:
+def test_what_is_not_named_counts_nowhere():
     labels = made(dtype=np.int32)
     labels[0] = 70_000
     labels[-1] = -1
@@ -59,20 +57,20 @@ def test_what_is_not_named_counts_nowhere() -> None:
     assert found.box == ((15, 17), (20, 22), (1, 3))
 
 
-def test_nothing_is_found_in_the_middle() -> None:
+def test_nothing_is_found_in_the_middle():
     found = survey(np.zeros((5, 4, 1), np.uint8), [A, B])
     assert (found.largest, found.box, found.num_voxels) == (None, None, (0, 0))
     assert found.position == (2, 2, 0)
     assert visible_box([found], (5, 4, 1)) == ((0, 5), (0, 4), (0, 1))
 
 
-def test_a_file_on_the_disk_is_read_plane_by_plane(tmp_path: Path) -> None:
+def test_a_file_on_the_disk_is_read_plane_by_plane(tmp_path):
     mapped = np.lib.format.open_memmap(tmp_path / "labels.npy", "w+", np.uint8, (20, 30, 12))
     mapped[:] = made()
     assert survey(mapped, [A, B]) == survey(made(), [A, B])
 
 
-def test_small_structures_are_shown_with_a_third_of_the_volume() -> None:
+def test_small_structures_are_shown_with_a_third_of_the_volume():
     found = survey(made(), [B])
     shown = visible_box([found], (20, 30, 12))
     assert [last - first for first, last in shown] == [7, 10, 4]
@@ -80,7 +78,7 @@ def test_small_structures_are_shown_with_a_third_of_the_volume() -> None:
         assert first <= begin < end <= last
 
 
-def test_everything_is_shown_of_several_maps() -> None:
+def test_everything_is_shown_of_several_maps():
     shape = (20, 30, 12)
     shown = visible_box([survey(made(), [A]), survey(made(), [B])], shape)
     for axis, (first, last) in enumerate(shown):
@@ -89,6 +87,6 @@ def test_everything_is_shown_of_several_maps() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_cut_is_numpys(axis: int) -> None:
+def test_a_cut_is_numpys(axis):
     labels = made()
     np.testing.assert_array_equal(cut(labels, axis, 2), labels.take(2, axis))

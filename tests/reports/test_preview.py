@@ -1,6 +1,5 @@
 """Where outlines and letters are, which names stand beside them, and what cannot be drawn."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ def letters(axes: Axes) -> dict[str, tuple[float, float]]:
     return {text.get_text(): text.xy for text in axes.texts}
 
 
-def test_a_structure_is_outlined_where_it_is() -> None:
+def test_a_structure_is_outlined_where_it_is():
     figure = preview_figure(made())
     assert set(panels(figure)) == set(SIDES)
     for name, axes in panels(figure).items():
@@ -79,7 +78,7 @@ def rgb(colour: str) -> list[float]:
     return [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
 
 
-def test_the_intensities_under_an_outline_are_those_of_the_plane() -> None:
+def test_the_intensities_under_an_outline_are_those_of_the_plane():
     preview = made()
     middle = {0: 6, 1: 8, 2: 8}  # of equal areas the middle one
     for name, axes in panels(preview_figure(preview)).items():
@@ -94,7 +93,7 @@ def test_the_intensities_under_an_outline_are_those_of_the_plane() -> None:
         assert axes.get_title(loc="left") == title
 
 
-def test_letters_say_which_way_axes_run() -> None:
+def test_letters_say_which_way_axes_run():
     """X grows to the right, Y to the front, Z to the top: where each axis is largest is known."""
     largest, smallest = "RAS", "LPI"
     for name, axes in panels(preview_figure(made())).items():
@@ -111,7 +110,7 @@ def test_letters_say_which_way_axes_run() -> None:
     )
 
 
-def test_planes_have_the_shape_that_they_have_in_the_patient() -> None:
+def test_planes_have_the_shape_that_they_have_in_the_patient():
     """One millimetre is as long in every plane, across and up."""
     labels = box_of(((0, 20), (0, 16), (0, 12)))
     figure = preview_figure(made(labels))
@@ -124,7 +123,7 @@ def test_planes_have_the_shape_that_they_have_in_the_patient() -> None:
     np.testing.assert_allclose(scales, scales[0])
 
 
-def test_names_and_volumes_stand_beside_their_colours() -> None:
+def test_names_and_volumes_stand_beside_their_colours():
     labels = box_of()
     labels[0, 0, 0] = 2
     figure = preview_figure(made(labels))
@@ -137,7 +136,7 @@ def test_names_and_volumes_stand_beside_their_colours() -> None:
     assert figure.texts[0].get_text() == "scan.nii.gz"
 
 
-def test_of_many_structures_the_largest_are_named() -> None:
+def test_of_many_structures_the_largest_are_named():
     structures = [Structure(name=f"s{value}", values=(value,)) for value in range(1, 101)]
     labels = np.zeros((100, 10, 10), np.uint8)
     for value in range(1, 51):
@@ -151,7 +150,7 @@ def test_of_many_structures_the_largest_are_named() -> None:
     assert shown[2 + 2 * MAX_ROWS] == f"{sum(counts[MAX_ROWS:])} mL"
 
 
-def test_a_truth_is_dashed_and_says_which_planes_are_drawn() -> None:
+def test_a_truth_is_dashed_and_says_which_planes_are_drawn():
     truth = box_of(((4, 14), (5, 11), (6, 10)))
     figure = preview_figure(made(truth=truth, dice=(2 / 3, None)))
     for name, axes in panels(figure).items():
@@ -167,7 +166,7 @@ def test_a_truth_is_dashed_and_says_which_planes_are_drawn() -> None:
     assert shown[7:11] == ["spleen", "0 mL", "0 mL", "–"]
 
 
-def test_an_empty_segmentation_says_so(tmp_path: Path) -> None:
+def test_an_empty_segmentation_says_so(tmp_path):
     empty = np.zeros(SHAPE, np.uint8)
     figure = preview_figure(made(empty, image=np.zeros(SHAPE, np.float32)))
     assert not any(outlines(axes) for axes in panels(figure).values())
@@ -190,9 +189,7 @@ def test_an_empty_segmentation_says_so(tmp_path: Path) -> None:
         ((1, 1, 1), {"coronal"}),
     ],
 )
-def test_planes_of_a_single_row_are_left_out(
-    tmp_path: Path, shape: tuple[int, int, int], names: set[str]
-) -> None:
+def test_planes_of_a_single_row_are_left_out(tmp_path, shape, names):
     figure = preview_figure(made(np.ones(shape, np.uint8)))
     assert set(panels(figure)) == names
     for axes in panels(figure).values():
@@ -201,7 +198,7 @@ def test_planes_of_a_single_row_are_left_out(
     assert_is_picture(tmp_path / "flat.png")
 
 
-def test_any_name_and_spacing_can_be_drawn(tmp_path: Path) -> None:
+def test_any_name_and_spacing_can_be_drawn(tmp_path):
     names = ("$x_1$", "_hidden", "\ud800", "肝臓", "a" * 300)
     structures = [Structure(name=name, values=(1 + n,)) for n, name in enumerate(names)]
     for spacing_mm in ((1e-4, 1e-4, 1e-3), (1.0, 1.0, 500.0)):

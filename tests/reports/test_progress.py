@@ -23,7 +23,7 @@ from unet3d.reports.progress import ProgressLine, duration, list_within
         (90000, "25 h 00 min"),
     ],
 )
-def test_durations_read_as_people_write_them(seconds: float, words: str) -> None:
+def test_durations_read_as_people_write_them(seconds, words):
     assert duration(seconds) == words
 
 
@@ -59,7 +59,7 @@ class Terminal:
         return [line.rstrip() for line in re.split("[\r\n]", text) if line.strip()]
 
 
-def test_a_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_live_line(monkeypatch):
     terminal = Terminal(monkeypatch)
     line = line_on(terminal.console, validate_every=2, validation_seconds=6.0)
     with line.shown():
@@ -85,7 +85,7 @@ def test_a_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert " loss 1.125  Dice 0.750 " in terminal.shown()[-1]
 
 
-def test_a_validation_has_its_share_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_has_its_share_of_the_line(monkeypatch):
     terminal = Terminal(monkeypatch)
     line = line_on(terminal.console, num_epochs=5, num_steps=10)
     with line.shown():
@@ -114,7 +114,7 @@ def test_a_validation_has_its_share_of_the_line(monkeypatch: pytest.MonkeyPatch)
         assert terminal.shown()[0].endswith("Dice 0.500 (a 0.500), 82.0 s, 0 s left")
 
 
-def test_the_time_left_knows_the_validations_to_come(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_left_knows_the_validations_to_come(caplog):
     line = line_on(Console(file=io.StringIO()), num_epochs=11)
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
         line.epoch_done(metrics(1))
@@ -131,7 +131,7 @@ def test_the_time_left_knows_the_validations_to_come(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_log_gets_a_line_for_each_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_gets_a_line_for_each_epoch(caplog):
     text = io.StringIO()
     line = line_on(Console(file=text), validation_seconds=5.0)
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
@@ -147,9 +147,7 @@ def test_a_log_gets_a_line_for_each_epoch(caplog: pytest.LogCaptureFixture) -> N
     assert text.getvalue() == ""
 
 
-def test_a_log_is_told_of_a_long_validation(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_is_told_of_a_long_validation(monkeypatch, caplog):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     line = line_on(Console(file=io.StringIO()))
@@ -203,13 +201,7 @@ TAIL = ", 12.5 s, 18 min 45 s left"
     ],
 )
 @pytest.mark.parametrize("width", [None, 80, 200])
-def test_the_lines_of_an_epoch_fit_80_columns(
-    dice: dict[str, float | None],
-    lines: list[str],
-    width: int | None,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_lines_of_an_epoch_fit_80_columns(dice, lines, width, caplog, monkeypatch):
     terminal = Terminal(monkeypatch, width or 80)
     console = terminal.console if width else Console(file=io.StringIO())
     line = line_on(console, num_epochs=100, validate_every=1)
@@ -222,9 +214,7 @@ def test_the_lines_of_an_epoch_fit_80_columns(
     assert all(cell_len(one) <= 80 for one in shown if "starting" not in one)
 
 
-def test_the_prediction_at_the_end_has_a_line_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_prediction_at_the_end_has_a_line_of_its_own(monkeypatch, caplog):
     terminal = Terminal(monkeypatch)
     line = line_on(terminal.console)
     with line.shown():
@@ -251,7 +241,7 @@ def test_the_prediction_at_the_end_has_a_line_of_its_own(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_quiet_shows_nothing(terminal: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_quiet_shows_nothing(terminal, caplog):
     text = io.StringIO()
     line = line_on(Console(file=text, force_terminal=terminal), quiet=True)
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
@@ -271,7 +261,7 @@ def test_quiet_shows_nothing(terminal: bool, caplog: pytest.LogCaptureFixture) -
         (12, "a and 3 more"),
     ],
 )
-def test_as_many_names_as_fit(columns: int, text: str) -> None:
+def test_as_many_names_as_fit(columns, text):
     assert list_within(["a", "bb", "ccc", "dddd"], columns) == text
     assert list_within(["x" * 99], columns) == "x" * (columns - 1) + "…"
     assert list_within(["x" * 99, "y"], columns).endswith("… and 1 more")

@@ -18,7 +18,7 @@ def make(num_scans: int) -> tuple[ScanProgress, io.StringIO]:
     return ScanProgress(console, num_scans), text
 
 
-def test_a_terminal_shows_scan_stage_and_windows() -> None:
+def test_a_terminal_shows_scan_stage_and_windows():
     progress, text = make(12)
     with progress.shown(3, "scan [a].nii.gz"):
         progress.stage("reading")
@@ -41,14 +41,14 @@ def test_a_terminal_shows_scan_stage_and_windows() -> None:
         assert "[a]" not in text.getvalue()[len(before) :]
 
 
-def test_a_single_scan_has_no_number() -> None:
+def test_a_single_scan_has_no_number():
     progress, text = make(1)
     with progress.shown(1, "scan.nii"):
         progress.stage("writing")
         assert shown(progress, text).startswith("scan.nii: writing")
 
 
-def test_a_log_gets_nothing() -> None:
+def test_a_log_gets_nothing():
     text = io.StringIO()
     progress = ScanProgress(Console(file=text), 2)
     with progress.shown(1, "scan.nii"):

@@ -24,7 +24,7 @@ def evaluation(num_cases: int, **more: Any) -> Evaluation:
     return Evaluation(cases=tuple(cases), labels=(1, 255), **more)
 
 
-def test_the_table_has_each_case_and_the_means() -> None:
+def test_the_table_has_each_case_and_the_means():
     table = evaluation_table(evaluation(2))
     assert heads(table) == [
         *("case", "label", "Dice", "HD95 (mm)", "NSD (1 mm)", "predicted (mL)", "labelled (mL)")
@@ -41,13 +41,13 @@ def test_the_table_has_each_case_and_the_means() -> None:
     assert str(table.caption) == f"Mean Dice over the labels: {mean:.4f}"
 
 
-def test_one_case_needs_no_means() -> None:
+def test_one_case_needs_no_means():
     table = evaluation_table(evaluation(1))
     assert [row[0] for row in cells(table)] == ["[/last]", ""]
     assert str(table.caption) == "Mean Dice over the labels: 0.5000"
 
 
-def test_labels_have_their_names_and_the_tolerance_stands_above_its_column() -> None:
+def test_labels_have_their_names_and_the_tolerance_stands_above_its_column():
     named = ScoredLabels(names={1: "[bold]left", 255: "1"})
     table = evaluation_table(evaluation(1, scored=named, tolerance_mm=2.5))
     assert [row[1] for row in cells(table)] == ["[bold]left", "1"]

@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def row(cuts: list[int], count: int, seconds: float | None, marks: str = "") -> 
 
 
 @pytest.fixture
-def record() -> dict[str, Any]:
+def record():
     return {
         "batch_size": 4,
         "size": [192, 192, 160],
@@ -59,7 +58,7 @@ def lines(figure: Figure) -> dict[str, tuple[list[float], list[float]]]:
     }
 
 
-def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record: dict[str, Any]) -> None:
+def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record):
     figure = tuning_figure(record)
     assert lines(figure) == {
         "no cut, cuda:0\n(no point: out of memory)": ([2, 4], [400.0, 430.0]),
@@ -79,14 +78,14 @@ def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record: dict
     assert len(looks) == 3  # no two lines look alike
 
 
-def test_the_picture_replaces_an_older_one(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_the_picture_replaces_an_older_one(tmp_path, record):
     path = tmp_path / "tuning.png"
     path.write_text("an older one")
     write_tuning_picture(record, path)
     assert_is_picture(path)
 
 
-def test_the_table_has_every_number(record: dict[str, Any]) -> None:
+def test_the_table_has_every_number(record):
     table = tuning_table(record)
     assert "4 patches of 192x192x160 voxels, bfloat16" in str(table.title)
     assert heads(table) == [
@@ -107,7 +106,7 @@ def test_the_table_has_every_number(record: dict[str, Any]) -> None:
     assert "lower bound" not in str(table.caption)
 
 
-def test_one_device_that_is_faster_is_marked_and_said(record: dict[str, Any]) -> None:
+def test_one_device_that_is_faster_is_marked_and_said(record):
     assert tuning_lines(record) == []
     assert str(tuning_table(record).caption).startswith("*: the fastest. Times are medians")
     alone = row([], 4, 0.2, "fastest")
@@ -128,7 +127,7 @@ def test_one_device_that_is_faster_is_marked_and_said(record: dict[str, Any]) ->
     assert " ".join(notes) == line and len(notes) > 1
 
 
-def test_what_there_was_no_time_or_no_memory_for_is_said(record: dict[str, Any]) -> None:
+def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     record["num_left_out"] = 3
     assert tuning_lines(record) == ["There was no time for 3 of 12 settings."]
     record["rows"] = [row([], 1, 0.4, "fastest"), row([10], 1, None)]
@@ -136,7 +135,7 @@ def test_what_there_was_no_time_or_no_memory_for_is_said(record: dict[str, Any])
     assert tuning_lines(record) == ["Only one device, cuda:0, has the memory for it."]
 
 
-def test_a_small_network_on_a_cpu_is_in_mib(record: dict[str, Any]) -> None:
+def test_a_small_network_on_a_cpu_is_in_mib(record):
     record["rows"] = [row([], 1, 0.4)]
     record["rows"][0] |= {"devices": ["cpu"], "peak_bytes": {"cpu": 3 * 1024**2}}
     table = tuning_table(record)
@@ -145,7 +144,7 @@ def test_a_small_network_on_a_cpu_is_in_mib(record: dict[str, Any]) -> None:
     assert "lower bound" in str(table.caption)
 
 
-def test_where_nothing_fits_there_is_still_a_table_and_a_picture(record: dict[str, Any]) -> None:
+def test_where_nothing_fits_there_is_still_a_table_and_a_picture(record):
     for entry in record["rows"]:
         entry |= {
             "seconds": None,
@@ -170,7 +169,7 @@ def mode(name: str, seconds: float | None, predicted: float, fastest: bool) -> d
 
 
 @pytest.fixture
-def modes() -> dict[str, Any]:
+def modes():
     return {
         "batch_size": 2,
         "size": [256, 256, 256],
@@ -183,7 +182,7 @@ def modes() -> dict[str, Any]:
     }
 
 
-def test_modes_have_a_row_each(modes: dict[str, Any]) -> None:
+def test_modes_have_a_row_each(modes):
     table = mode_table(modes)
     assert "2 patches of 256x256x256 voxels, bfloat16" in str(table.title)
     assert heads(table) == [
@@ -202,7 +201,7 @@ def test_modes_have_a_row_each(modes: dict[str, Any]) -> None:
     assert mode_lines(modes) == ["The fastest is none, on cuda:0: 120.0 ms a step."]
 
 
-def test_modes_have_a_bar_each(modes: dict[str, Any], tmp_path: Path) -> None:
+def test_modes_have_a_bar_each(modes, tmp_path):
     (axes,) = mode_figure(modes).axes
     assert [bar.get_width() for bar in axes.patches] == [120.0, 0, 60.0]
     names = [label.get_text() for label in axes.get_yticklabels()]

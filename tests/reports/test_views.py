@@ -16,7 +16,7 @@ def apart(a: Inches, b: Inches) -> bool:
     [(180, 210, 180), (500, 500, 1900), (256, 256, 6), (1e-4, 2e-4, 1e-3), (1, 1, 1e6)],
 )
 @pytest.mark.parametrize("legend", [(3.6, 2.0), (4.7, 5.0)])
-def test_nothing_covers_another(extents_mm: tuple[float, ...], legend: tuple[float, float]) -> None:
+def test_nothing_covers_another(extents_mm, legend):
     layout = Layout.of([CORONAL, SAGITTAL, AXIAL], extents_mm, legend)
     places = [*layout.panels.values(), layout.legend]
     assert all(apart(*pair) for pair in combinations(places, 2))
@@ -26,7 +26,7 @@ def test_nothing_covers_another(extents_mm: tuple[float, ...], legend: tuple[flo
     assert max(layout.size) < 16
 
 
-def test_planes_line_up() -> None:
+def test_planes_line_up():
     layout = Layout.of([CORONAL, SAGITTAL, AXIAL], (180, 210, 150), (3.6, 2.0))
     coronal, sagittal, axial = (layout.panels[one] for one in (CORONAL, SAGITTAL, AXIAL))
     assert (coronal[1], coronal[3]) == (sagittal[1], sagittal[3])
@@ -36,7 +36,7 @@ def test_planes_line_up() -> None:
     assert sizes == pytest.approx(expected)
 
 
-def test_volumes_that_are_flat_have_one_view() -> None:
+def test_volumes_that_are_flat_have_one_view():
     assert views_of((9, 8, 7)) == [CORONAL, SAGITTAL, AXIAL]
     assert views_of((9, 8, 1)) == [AXIAL]
     assert views_of((1, 1, 5)) == [CORONAL]

@@ -1,6 +1,5 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ def split(training: dict[str, str], validation: dict[str, str]) -> CaseSplit:
 BEFORE = split({"a": "1", "b": "2", "c": "3"}, {"d": "4"})
 
 
-def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path: Path) -> None:
+def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path):
     root = write_msd(tmp_path / "data", num_cases=3)
     cases = load_dataset(root).cases
     made = CaseSplit.of(cases[:2], cases[2:], tmp_path / "cache")
@@ -36,7 +35,7 @@ def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path: Path) -> None:
     assert other.fingerprint != made.fingerprint
 
 
-def test_it_can_be_written_and_read() -> None:
+def test_it_can_be_written_and_read():
     assert CaseSplit.from_dict(json.loads(json.dumps(BEFORE.to_dict()))) == BEFORE
     assert CaseSplit.from_dict({**BEFORE.to_dict(), "fold": 3}) == BEFORE
     wrong = [None, [], {}, {"training": {}}, {"training": [], "validation": {}}]
@@ -69,11 +68,11 @@ def test_it_can_be_written_and_read() -> None:
         ),
     ],
 )
-def test_every_change_is_named(now: CaseSplit, changes: list[str]) -> None:
+def test_every_change_is_named(now, changes):
     assert now.changes_since(BEFORE) == changes
 
 
-def test_copies_of_training_cases_in_validation_are_found() -> None:
+def test_copies_of_training_cases_in_validation_are_found():
     """Of them the Dice says nothing about cases that the network has not seen."""
     assert BEFORE.twins == []
     assert split({"a": "1", "b": "2"}, {"c": "3", "d": "2"}).twins == ["d"]

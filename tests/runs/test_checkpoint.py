@@ -96,13 +96,13 @@ def assert_same(a: object, b: object) -> None:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     path = tmp_path / "checkpoint.pt"
     save_checkpoint(make_checkpoint(), path)
     return path
 
 
-def test_what_predictions_keep_is_kept(tmp_path: Path) -> None:
+def test_what_predictions_keep_is_kept(tmp_path):
     path = tmp_path / "checkpoint.pt"
     checkpoint = make_checkpoint()
     save_checkpoint(replace(checkpoint, postprocessing=((1, 5), (5,))), path)
@@ -125,9 +125,7 @@ def test_what_predictions_keep_is_kept(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_round_trip_is_bit_exact(
-    tmp_path: Path, dtype: torch.dtype, options: dict[str, object]
-) -> None:
+def test_round_trip_is_bit_exact(tmp_path, dtype, options):
     checkpoint = make_checkpoint(dtype, **options)
     save_checkpoint(checkpoint, tmp_path / "checkpoint.pt")
     loaded = load_checkpoint(tmp_path / "checkpoint.pt")
@@ -147,7 +145,7 @@ def test_round_trip_is_bit_exact(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
-def test_what_a_file_may_lack(tmp_path: Path) -> None:
+def test_what_a_file_may_lack(tmp_path):
     checkpoint = replace(
         make_checkpoint(), patch_size=None, preprocessing=replace(PREPROCESSING, spacing_mm=None)
     )
@@ -169,10 +167,10 @@ def assert_names_no_gpu(path: Path) -> None:
         assert b"cuda" not in archive.read(name).replace(b"cuda_graphs", b"")  # a setting's name
 
 
-def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
+def test_the_file_is_safe_to_load_and_free_of_devices(saved):
     content = torch.load(saved, weights_only=True)
 
-    def tensors(value: object) -> list[Tensor]:
+    def tensors(value):
         if isinstance(value, Tensor):
             return [value]
         items = value.values() if isinstance(value, dict) else value
@@ -187,7 +185,7 @@ def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path: Path) -> None:
+def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path):
     checkpoint = make_checkpoint()
     model = checkpoint.build_model().cuda()
     optimization = Optimization(model, checkpoint.config.training, "float16")
@@ -240,7 +238,7 @@ def kill_writers(path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     done = warm.run_call(kill_writers, tmp_path / "checkpoint.pt")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 5  # it did get to write
@@ -249,7 +247,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
     assert any(not zipfile.is_zipfile(file) for file in leftovers)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(saved: Path) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(saved):
     before = saved.read_bytes()
     checkpoint = make_checkpoint()
     large = replace(checkpoint, model={"w": torch.zeros(1_000_000)})
@@ -266,14 +264,14 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(saved: Path) -> None:
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_folders_and_files_that_are_not_there(tmp_path: Path) -> None:
+def test_folders_and_files_that_are_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot write .*: No such file or directory"):
         save_checkpoint(make_checkpoint(), tmp_path / "missing" / "checkpoint.pt")
     assert "No such file or directory" in refusal(tmp_path / "missing.pt")
     assert "Is a directory" in refusal(tmp_path)
 
 
-def test_files_of_others(tmp_path: Path) -> None:
+def test_files_of_others(tmp_path):
     path = tmp_path / "file.pt"
     foreign = (b"", b"hello", b"\x1f\x8b" + bytes(100), bytes(10_000), pickle.dumps({"a": 1}))
     for content in foreign:
@@ -288,7 +286,7 @@ def test_files_of_others(tmp_path: Path) -> None:
         assert "is not a checkpoint of unet3d; train one with unet3d train" in refusal(path), value
 
 
-def test_a_future_format_names_who_wrote_it(saved: Path) -> None:
+def test_a_future_format_names_who_wrote_it(saved):
     content = torch.load(saved, weights_only=True)
     torch.save({**content, "format": 2, "unet3d": "9.9"}, saved)
     message = refusal(saved)
@@ -296,7 +294,7 @@ def test_a_future_format_names_who_wrote_it(saved: Path) -> None:
     assert "reads format 1" in message
 
 
-def test_contents_of_another_version(saved: Path) -> None:
+def test_contents_of_another_version(saved):
     written = torch.load(saved, weights_only=True)
     changes: list[tuple[dict[str, object], str]] = [
         ({"config": "training: {epoch: 3}"}, "unknown setting training.epoch"),
@@ -316,7 +314,7 @@ def test_contents_of_another_version(saved: Path) -> None:
     assert "model is missing" in refusal(saved)
 
 
-def test_no_damage_goes_unnoticed(saved: Path) -> None:
+def test_no_damage_goes_unnoticed(saved):
     """Cut off, bits turned over, runs of zeros: refused, or read exactly as it was written."""
     expected = load_checkpoint(saved)
     whole = saved.read_bytes()
@@ -355,7 +353,7 @@ class Evil:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_checkpoint_cannot_run_code(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_cannot_run_code(saved, tmp_path):
     marker = tmp_path / "it-ran"
     content = torch.load(saved, weights_only=True)
     torch.save({**content, "training": Evil(marker)}, saved)
@@ -365,7 +363,7 @@ def test_a_checkpoint_cannot_run_code(saved: Path, tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_parameters_of_another_network_are_refused(saved: Path) -> None:
+def test_parameters_of_another_network_are_refused(saved):
     checkpoint = load_checkpoint(saved)
     topology = replace(checkpoint.topology, channels=(2, 6))
     with pytest.raises(CheckpointError, match="the parameters are of another network") as caught:
@@ -377,7 +375,7 @@ def test_parameters_of_another_network_are_refused(saved: Path) -> None:
         replace(checkpoint, model=missing).build_model()
 
 
-def test_saving_takes_no_part_in_the_graph(tmp_path: Path) -> None:
+def test_saving_takes_no_part_in_the_graph(tmp_path):
     checkpoint = make_checkpoint()
     parameters = {
         name: torch.nn.Parameter(value) * 2 if value.is_floating_point() else value

@@ -105,7 +105,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_format_1_is_read(tmp_path: Path, optimizer: str) -> None:
+def test_format_1_is_read(tmp_path, optimizer):
     content = content_of(optimizer)
     loaded = load_checkpoint(saved(content, tmp_path))
     assert loaded.topology.channels == (4, 8)
@@ -195,15 +195,13 @@ NAN, INFINITY = float("nan"), float("inf")
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, str) else next(iter(value)),
 )
-def test_a_field_out_of_range_is_named(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_a_field_out_of_range_is_named(tmp_path, change, message):
     said = refusal(saved(changed(**change), tmp_path))
     assert message in said
     assert "use another checkpoint, or train again" in said
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     for bad in (NAN, INFINITY, -INFINITY):
         weight = CONTENT["model"]["decoder.heads.0.weight"].clone()
         weight.view(-1)[-1] = bad
@@ -212,7 +210,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
         assert "the weight decoder.heads.0.weight holds numbers that are not finite" in said, bad
 
 
-def test_tensors_that_are_not_plain_numbers(tmp_path: Path) -> None:
+def test_tensors_that_are_not_plain_numbers(tmp_path):
     for name, tensor in {
         "expanded": torch.zeros(1).expand(10**6, 10**6),
         "strided": torch.zeros(8)[::2],
@@ -245,7 +243,7 @@ def zipped(
     return path
 
 
-def test_entries_are_stored_as_they_are_one_behind_the_other(tmp_path: Path) -> None:
+def test_entries_are_stored_as_they_are_one_behind_the_other(tmp_path):
     path = saved({**CONTENT, "model": {"w": torch.zeros(10**6)}}, tmp_path)
     rezipped(path, zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 100_000
@@ -324,14 +322,12 @@ TENSOR = (
     ],
     ids=lambda value: value if isinstance(value, str) else str(value[0][:16]),
 )
-def test_pickles_that_ask_for_much_or_make_no_sense(
-    tmp_path: Path, steps: list[bytes], message: str
-) -> None:
+def test_pickles_that_ask_for_much_or_make_no_sense(tmp_path, steps, message):
     assert message in refusal(pickled(tmp_path, *steps))
 
 
-def test_a_pickle_has_no_more_steps_and_values_than_it_may() -> None:
-    def none(*_: object) -> torch.Tensor:
+def test_a_pickle_has_no_more_steps_and_values_than_it_may():
+    def none(*_):
         raise AssertionError("there is no tensor")
 
     assert plain_values(b"\x80\x02](NNe.", none, max_steps=6) == [None, None]
@@ -362,9 +358,7 @@ LATIN1 = b"X\x06\0\0\0latin1\x86R"
     ],
     ids=["bytes", "device", "number", "dtype", "tensor"],
 )
-def test_a_call_can_be_made_again_and_again_so_none_has_much_to_do(
-    tmp_path: Path, first: bytes, call: bytes, message: str
-) -> None:
+def test_a_call_can_be_made_again_and_again_so_none_has_much_to_do(tmp_path, first, call, message):
     path = pickled(tmp_path, first, b"(", call * 5_000, b"t")
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     said = refusal(path)
@@ -373,29 +367,27 @@ def test_a_call_can_be_made_again_and_again_so_none_has_much_to_do(
     assert grown_kib < 2**17
 
 
-def test_the_plain_tensor_of_these_pickles_is_one(tmp_path: Path) -> None:
+def test_the_plain_tensor_of_these_pickles_is_one(tmp_path):
     path = pickled(tmp_path, TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85"))
     assert "is not a checkpoint of unet3d; train one" in refusal(path)
 
 
-def test_a_file_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_larger_than_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 1000)
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     said = refusal(saved(CONTENT, tmp_path))
     assert "what it holds takes" in said and "but this machine has 1000 bytes available" in said
 
 
-def test_memory_that_runs_out_while_tensors_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_memory_that_runs_out_while_tensors_are_read(tmp_path, monkeypatch):
+    def fail(*_):
         raise MemoryError
 
     monkeypatch.setattr(torch, "from_numpy", fail)
     assert "too little memory; use a machine with more" in refusal(saved(CONTENT, tmp_path))
 
 
-def test_files_that_are_no_files(tmp_path: Path) -> None:
+def test_files_that_are_no_files(tmp_path):
     os.mkfifo(tmp_path / "fifo.pt")
     assert "it is not a regular file" in refusal(tmp_path / "fifo.pt")
     assert "it is not a regular file" in refusal(Path("/dev/zero"))
@@ -409,7 +401,7 @@ SHARE = 1 / 3
 
 @partial(property_test, share=SHARE)
 @given(mutated(CONTENT))
-def test_mutations_of_the_values(content: Any) -> None:
+def test_mutations_of_the_values(content):
     file = io.BytesIO()
     try:
         torch.save(content, file)
@@ -427,7 +419,7 @@ def small_file() -> bytes:
 
 @partial(property_test, share=SHARE)
 @given(damaged(small_file()))
-def test_mutations_of_the_bytes(content: bytes) -> None:
+def test_mutations_of_the_bytes(content):
     assert_refused_or_read(content)
 
 
@@ -438,7 +430,7 @@ def pickle_of(file: bytes) -> bytes:
 
 @partial(property_test, share=SHARE)
 @given(damaged(pickle_of(small_file())))
-def test_mutations_of_the_pickle(content: bytes) -> None:
+def test_mutations_of_the_pickle(content):
     with zipfile.ZipFile(io.BytesIO(small_file())) as old:
         entries = {name: old.read(name) for name in old.namelist()}
     file = zipped(io.BytesIO(), {**entries, "archive/data.pkl": content})

@@ -24,7 +24,7 @@ def name_of(run: RunFolder | None) -> str | None:
     return None if run is None else run.path.name
 
 
-def test_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert newest_run(finished=True) is None
     (tmp_path / "runs").mkdir()
@@ -45,9 +45,7 @@ def test_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert name_of(newest_run(finished=False)) == "a-going-on"
 
 
-def test_a_run_over_folds_is_as_new_as_its_newest_fold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_over_folds_is_as_new_as_its_newest_fold(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     put_run(tmp_path, "one", 500, 500)
     put_run(tmp_path, "folds/fold0", 400, 400)
@@ -59,7 +57,7 @@ def test_a_run_over_folds_is_as_new_as_its_newest_fold(
     assert name_of(newest_run(finished=True)) == "folds"
 
 
-def test_folds_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_folds_are_in_the_order_of_their_numbers(tmp_path):
     for name in ("fold10", "fold9", "fold0", "fold", "folds", "fold1b", "validation"):
         (tmp_path / name).mkdir()
     assert {number: run.path.name for number, run in folds_in(tmp_path).items()} == {
@@ -74,9 +72,7 @@ def names_in(path: Path) -> list[str]:
     return [str(file.relative_to(path)) for file in checkpoints_in(path)]
 
 
-def test_a_folder_stands_for_one_checkpoint_of_each_fold(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_stands_for_one_checkpoint_of_each_fold(tmp_path, caplog):
     for fold in (0, 2, 10):
         put_run(tmp_path, f"mine/fold{fold}", 1, None)
     mine = tmp_path / "runs" / "mine"
@@ -88,7 +84,7 @@ def test_a_folder_stands_for_one_checkpoint_of_each_fold(
     assert caplog.messages == [f"{mine}: the training of fold2, fold3 has not ended"]
 
 
-def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path):
     with pytest.raises(CheckpointError, match="no folds that have, and no files"):
         checkpoints_in(tmp_path)
     for name in ("b.pt", "a.pt", "notes.txt"):

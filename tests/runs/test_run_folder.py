@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +18,13 @@ LEFTOVER = f"{PREFIX}{'0123' * 8}-kpoint-latest.pt"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "first")
     folder.create()
     return folder
 
 
-def test_a_run_is_not_begun_over_another(run: RunFolder) -> None:
+def test_a_run_is_not_begun_over_another(run):
     run.write_data({})
     run.best.write_bytes(b"precious")
     with pytest.raises(ConfigError, match=r"holds checkpoint-best.pt of a run already; .*--output"):
@@ -36,9 +35,7 @@ def test_a_run_is_not_begun_over_another(run: RunFolder) -> None:
     assert (run.best.read_bytes(), run.latest.read_bytes()) == (b"precious", b"checkpoint")
 
 
-def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_is_cleared(
-    run: RunFolder,
-) -> None:
+def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_is_cleared(run):
     (run.path / LEFTOVER).write_bytes(b"half")
     run.create()  # only what we left makes a folder no less empty
     assert not list(run.path.iterdir())
@@ -55,9 +52,7 @@ def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_is_cleared(
     "name", ["notes.txt", ".hidden", "config.yaml", "summary.json", "metrics.jsonl", "imagesTr/a"]
 )
 @pytest.mark.parametrize("own", [None, b"{}", b"[]", b"\0\0\0", b'{"dataset": "mine"}'])
-def test_a_folder_with_other_files_is_refused_and_left_alone(
-    tmp_path: Path, name: str, own: bytes | None
-) -> None:
+def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path, name, own):
     run = RunFolder(tmp_path / "mine")
     (run.path / name).parent.mkdir(parents=True)
     (run.path / name).write_text("precious")
@@ -75,7 +70,7 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
-def test_a_link_to_an_empty_folder_is_as_good(tmp_path: Path) -> None:
+def test_a_link_to_an_empty_folder_is_as_good(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
     run = RunFolder(tmp_path / "link")
@@ -93,9 +88,7 @@ def test_a_link_to_an_empty_folder_is_as_good(tmp_path: Path) -> None:
             pass
 
 
-def test_two_runs_of_one_name_have_two_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_of_one_name_have_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda _: make_run("a-fold0").path, range(8)))
@@ -108,7 +101,7 @@ def test_two_runs_of_one_name_have_two_folders(
         make_run("x" * 300)
 
 
-def test_the_checkpoint_of_a_folder_is_its_final_one(run: RunFolder) -> None:
+def test_the_checkpoint_of_a_folder_is_its_final_one(run):
     with pytest.raises(CheckpointError, match="first has neither checkpoint-latest.pt nor .*best"):
         checkpoint_in(run.path)
     run.best.touch()
@@ -119,7 +112,7 @@ def test_the_checkpoint_of_a_folder_is_its_final_one(run: RunFolder) -> None:
     assert checkpoint_in(run.path / "absent.pt") == run.path / "absent.pt"
 
 
-def test_reopening_clears_leftovers(run: RunFolder) -> None:
+def test_reopening_clears_leftovers(run):
     with pytest.raises(CheckpointError, match=r"has no checkpoint-latest.pt to resume from"):
         run.check_resumable()
     run.latest.write_bytes(b"checkpoint")
@@ -133,9 +126,7 @@ def test_reopening_clears_leftovers(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "checkpoint-best.pt"])
-def test_what_is_in_the_place_of_a_file_or_folder_is_found_before_anything_changes(
-    run: RunFolder, name: str
-) -> None:
+def test_what_is_in_the_place_of_a_file_or_folder_is_found_before_anything_changes(run, name):
     run.latest.write_bytes(b"checkpoint")
     (run.path / name).mkdir()
     with pytest.raises(ConfigError, match=f"first/{name} is a folder; move it away"):
@@ -145,7 +136,7 @@ def test_what_is_in_the_place_of_a_file_or_folder_is_found_before_anything_chang
         run.check_resumable()
 
 
-def test_a_damaged_summary_is_none(run: RunFolder) -> None:
+def test_a_damaged_summary_is_none(run):
     assert not run.has_summary()
     for content in (b"", b"\0\0", b"[]", b'{"a": NaN}', b"\xff"):
         run.summary.write_bytes(content)
@@ -154,7 +145,7 @@ def test_a_damaged_summary_is_none(run: RunFolder) -> None:
     assert run.has_summary()
 
 
-def test_a_folder_is_one_trainings_at_a_time(run: RunFolder) -> None:
+def test_a_folder_is_one_trainings_at_a_time(run):
     with run.locked():
         run.append_metrics({"epoch": 1})
         with (
@@ -169,7 +160,7 @@ def test_a_folder_is_one_trainings_at_a_time(run: RunFolder) -> None:
         pass
 
 
-def test_a_killed_training_lets_go_of_its_folder(run: RunFolder) -> None:
+def test_a_killed_training_lets_go_of_its_folder(run):
     code = """
 import sys, time
 from pathlib import Path
@@ -189,7 +180,7 @@ with RunFolder(Path(sys.argv[1])).locked():
             assert not list(run.path.iterdir())
 
 
-def test_a_folder_is_made_before_it_is_locked(tmp_path: Path) -> None:
+def test_a_folder_is_made_before_it_is_locked(tmp_path):
     run = RunFolder(tmp_path / "new" / "run")
     with run.locked():
         assert run.path.is_dir()
@@ -204,10 +195,8 @@ def test_a_folder_is_made_before_it_is_locked(tmp_path: Path) -> None:
             pass
 
 
-def test_a_file_system_without_locks_is_used_with_a_warning(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def flock(descriptor: int, operation: int) -> None:
+def test_a_file_system_without_locks_is_used_with_a_warning(run, monkeypatch, caplog):
+    def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -215,7 +204,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
         assert "start no second training in it" in caplog.text
 
 
-def test_only_an_empty_folder_that_was_made_is_discarded(tmp_path: Path) -> None:
+def test_only_an_empty_folder_that_was_made_is_discarded(tmp_path):
     run = RunFolder(tmp_path / "run")
     with run.locked():
         run.append_metrics({"epoch": 1})
@@ -233,7 +222,7 @@ def test_only_an_empty_folder_that_was_made_is_discarded(tmp_path: Path) -> None
     assert run.path.is_dir()  # the user has made it
 
 
-def test_json_is_for_people_and_whole(run: RunFolder) -> None:
+def test_json_is_for_people_and_whole(run):
     run.write_json(run.summary, {"a": 1, "b": [1.5, None]})
     text = run.summary.read_text()
     assert json.loads(text) == {"a": 1, "b": [1.5, None]}
@@ -248,7 +237,7 @@ def lines(*numbers: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 10, 25])
-def test_an_unfinished_last_line_does_not_count(run: RunFolder, num_bytes: int) -> None:
+def test_an_unfinished_last_line_does_not_count(run, num_bytes):
     assert run.read_metrics() == []
     for line in lines(1, 2, 3):
         run.append_metrics(line)
@@ -260,9 +249,7 @@ def test_an_unfinished_last_line_does_not_count(run: RunFolder, num_bytes: int) 
 
 
 @pytest.mark.parametrize(("num_epochs", "kept"), [(0, 0), (2, 2), (3, 3), (9, 3)])
-def test_only_the_epochs_of_the_checkpoint_are_kept(
-    run: RunFolder, num_epochs: int, kept: int
-) -> None:
+def test_only_the_epochs_of_the_checkpoint_are_kept(run, num_epochs, kept):
     for line in lines(1, 2, 3):
         run.append_metrics(line)
     with run.metrics.open("ab") as file:
@@ -293,9 +280,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_damaged_lines_are_left_out_and_counted(
-    run: RunFolder, damage: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_left_out_and_counted(run, damage, caplog):
     run.append_metrics(lines(1)[0])
     with run.metrics.open("ab") as file:
         file.write(damage)
@@ -313,14 +298,12 @@ def test_damaged_lines_are_left_out_and_counted(
     assert len(caplog.records) == 1  # they are gone
 
 
-def test_a_full_disk_is_explained_and_changes_nothing(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_explained_and_changes_nothing(run, monkeypatch):
     for line in lines(1, 2, 3):
         run.append_metrics(line)
     before = run.metrics.read_bytes()
 
-    def fail(descriptor: int) -> None:
+    def fail(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fail)

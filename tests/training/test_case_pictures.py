@@ -54,12 +54,12 @@ def made(folder: Path, shifts: list[int], ignore: int | None = None) -> tuple[Ev
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+def figures(monkeypatch):
     """The figures that are written, by the names of their files."""
     written: dict[str, Figure] = {}
     write = case_pictures.write_figure
 
-    def note(figure: Figure, path: Path) -> None:
+    def note(figure, path):
         written[path.name] = figure
         write(figure, path)
 
@@ -77,9 +77,7 @@ def extents_mm(figure: Figure, view: str) -> list[tuple[float, float]]:
     return [(float(places.min()), float(places.max())) for places in across]
 
 
-def test_the_worst_and_the_best_case_are_drawn_with_both_outlines(
-    tmp_path: Path, figures: dict[str, Figure]
-) -> None:
+def test_the_worst_and_the_best_case_are_drawn_with_both_outlines(tmp_path, figures):
     evaluation, cases = made(tmp_path, [1, 4, 0, 2])
     draw_extremes(tmp_path / "run", evaluation, cases)
     assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"worst.png", "best.png"}
@@ -94,9 +92,7 @@ def test_the_worst_and_the_best_case_are_drawn_with_both_outlines(
     assert texts[3:7] == ["liver", "0.864 mL", "0.864 mL", "0.500"]
 
 
-def test_a_single_case_has_one_picture_and_one_without_any_label_none(
-    tmp_path: Path, figures: dict[str, Figure]
-) -> None:
+def test_a_single_case_has_one_picture_and_one_without_any_label_none(tmp_path, figures):
     evaluation, cases = made(tmp_path, [2])
     (case,) = evaluation.cases
     nothing = CaseScores(name=case.name, prediction=case.prediction, label=case.label, scores={})
@@ -109,8 +105,8 @@ def test_a_single_case_has_one_picture_and_one_without_any_label_none(
 
 
 def test_ignored_voxels_are_of_neither_map_and_files_may_be_stored_in_other_orientations(
-    tmp_path: Path, figures: dict[str, Figure]
-) -> None:
+    tmp_path, figures
+):
     evaluation, cases = made(tmp_path, [2], ignore=255)
     label = nib.load(cases[0].label)
     turned = label.as_reoriented(nib.orientations.axcodes2ornt(("P", "S", "L")))

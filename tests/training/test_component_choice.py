@@ -113,9 +113,7 @@ REGIONS: dict[Label, str] = {(1, 2, 3): "whole", (2, 3): "core", 3: "enhancing"}
     [(PLAIN.names, 12, 4), ({1: "a"}, 4, 1), (REGIONS, 8, 3)],
     ids=["labels", "one label", "regions"],
 )
-def test_the_choice_is_that_of_the_plain_procedure(
-    tmp_path: Path, names: dict[Label, str], seeds: int, num_different: int
-) -> None:
+def test_the_choice_is_that_of_the_plain_procedure(tmp_path, names, seeds, num_different):
     """One label is tried once; regions, which overlap, are judged one after the other."""
     seen = set()
     for seed in range(seeds):
@@ -135,7 +133,7 @@ def test_the_choice_is_that_of_the_plain_procedure(
     assert choose(written(tmp_path / "right", right), PLAIN) == ()
 
 
-def test_ignored_voxels_judge_nothing(tmp_path: Path) -> None:
+def test_ignored_voxels_judge_nothing(tmp_path):
     changed = 0
     for seed in range(8):
         pairs = noisy_pairs(seed)
@@ -151,7 +149,7 @@ def test_ignored_voxels_judge_nothing(tmp_path: Path) -> None:
     assert changed
 
 
-def test_what_lowers_a_label_is_not_done_though_the_mean_rises(tmp_path: Path) -> None:
+def test_what_lowers_a_label_is_not_done_though_the_mean_rises(tmp_path):
     truth = np.zeros(SHAPE, np.uint8)
     truth[:5, :5, :5] = 1
     truth[10:12, 10:12, 8:10] = 2  # away from label 1, and right
@@ -162,13 +160,13 @@ def test_what_lowers_a_label_is_not_done_though_the_mean_rises(tmp_path: Path) -
     assert rules == [(1,)]
 
 
-def test_ranks_decide_together(tmp_path: Path) -> None:
+def test_ranks_decide_together(tmp_path):
     pairs = noisy_pairs(1)
     cases = written(tmp_path, pairs)
     alone = choose(cases, PLAIN)
     assert alone
 
-    def work(group: Group) -> tuple[tuple[Choice, ...], int]:
+    def work(group):
         own = cases[group.ranks.rank :: 2] if group.ranks.rank < 2 else []
         return choose_components(own, PLAIN, group, InterruptionRequest(), lambda text: None)
 
@@ -177,14 +175,14 @@ def test_ranks_decide_together(tmp_path: Path) -> None:
         assert stop == 0
 
 
-def test_a_signal_ends_it(tmp_path: Path) -> None:
+def test_a_signal_ends_it(tmp_path):
     cases = written(tmp_path, noisy_pairs(1))
     told = InterruptionRequest()
     told.signal_number = 2
     assert choose_components(cases, PLAIN, Group(Ranks()), told, lambda text: None) == ((), 2)
 
 
-def test_labels_that_nobody_predicts_or_draws_change_nothing(tmp_path: Path) -> None:
+def test_labels_that_nobody_predicts_or_draws_change_nothing(tmp_path):
     cases = written(tmp_path, noisy_pairs(1))
     rules = [
         choice.rule for choice in choose(cases, ScoredLabels(names={**PLAIN.names, 9: "absent"}))

@@ -1,7 +1,6 @@
 """No core is given to the network and to a process beside it."""
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,12 @@ AUTO = Config()
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def machine(monkeypatch):
     """Pretend that there are so many cores, and perhaps that the user has set the threads."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def pretend(num_cores: int, threads: int | None = None) -> None:
+    def pretend(num_cores, threads=None):
         monkeypatch.setattr(cores, "num_cores", lambda: num_cores)
         torch.set_num_threads(num_cores if threads is None else threads)
         if threads is not None:
@@ -54,22 +53,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         (64, (GPU,), 8, 7, 7),
     ],
 )
-def test_processes_by_cores(
-    machine: Callable[..., None],
-    num_cores: int,
-    devices: tuple[torch.device, ...],
-    num_ranks: int,
-    preparing: int,
-    loading: int,
-) -> None:
+def test_processes_by_cores(machine, num_cores, devices, num_ranks, preparing, loading):
     machine(num_cores)
     assert preparing_processes(AUTO, devices, num_ranks) == preparing
     assert loading_processes(AUTO, devices, num_ranks) == loading
 
 
-def test_more_processes_augment_for_a_gpu_than_cut_for_it_and_settings_may_name_them(
-    machine: Callable[..., None],
-) -> None:
+def test_more_processes_augment_for_a_gpu_than_cut_for_it_and_settings_may_name_them(machine):
     machine(64)
     on_cpu = AUTO.with_values({"patches.augmentation.device": "cpu"})
     assert loading_processes(on_cpu, (GPU,), 1) == 16
@@ -79,7 +69,7 @@ def test_more_processes_augment_for_a_gpu_than_cut_for_it_and_settings_may_name_
     assert loading_processes(config, (CPU,), 1) == 5
 
 
-def test_threads_that_the_user_set_are_kept(machine: Callable[..., None]) -> None:
+def test_threads_that_the_user_set_are_kept(machine):
     for threads, expected in ((64, 0), (63, 1), (8, 2), (96, 0)):
         machine(64, threads)
         num_processes = loading_processes(AUTO, (CPU,), 1)
@@ -88,7 +78,7 @@ def test_threads_that_the_user_set_are_kept(machine: Callable[..., None]) -> Non
         assert torch.get_num_threads() == threads
 
 
-def test_the_network_leaves_the_cores_of_the_others(machine: Callable[..., None]) -> None:
+def test_the_network_leaves_the_cores_of_the_others(machine):
     for num_processes, device, num_ranks, left in (
         (3, CPU, 1, 5),
         (8, CPU, 1, 1),
@@ -121,18 +111,12 @@ def dims_of(device: torch.device, mode: Any) -> ParallelDims:
         ({"enabled": False}, GPU, 8, "none", "patches are not augmented"),
     ],
 )
-def test_where_patches_are_augmented_is_said(
-    changes: dict[str, object],
-    device: torch.device,
-    num_processes: int,
-    mode: str,
-    expected: str,
-) -> None:
+def test_where_patches_are_augmented_is_said(changes, device, num_processes, mode, expected):
     config = AUTO.with_values({f"patches.augmentation.{k}": v for k, v in changes.items()})
     assert augmentation_line(config, dims_of(device, mode), num_processes) == expected
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_gpu_that_is_not_there_is_refused():
     config = AUTO.with_values({"patches.augmentation.device": "gpu"})
     with pytest.raises(DeviceError, match="the network begins on cpu; use auto"):
         augmentation_line(config, dims_of(CPU, "none"), 0)

@@ -26,7 +26,7 @@ def experiment(training: list[str], validation: list[str], *changes: str) -> Any
     )
 
 
-def test_the_record_says_all_that_a_run_is_made_with() -> None:
+def test_the_record_says_all_that_a_run_is_made_with():
     made = experiment(["a", "b"], ["c"], "data.dataset=some/where", "data.fold=2")
     record = data_record(made)
     assert json.loads(json.dumps(record)) == record
@@ -40,7 +40,7 @@ def test_the_record_says_all_that_a_run_is_made_with() -> None:
     assert data_record(other)["fingerprint"] != record["fingerprint"]
 
 
-def test_who_trains_and_who_validates_is_said_in_lines_of_80_columns() -> None:
+def test_who_trains_and_who_validates_is_said_in_lines_of_80_columns():
     assert data_lines(experiment(["b", "a"], ["c"])) == [
         "training on 2 case(s): a, b",
         "validating on 1 case(s) (fold 0): c",

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +32,7 @@ def case(name: str, *values: float) -> Any:
     return SimpleNamespace(name=name, image=lambda: image)
 
 
-def test_the_image_that_is_at_fault_is_named_or_else_the_learning_rate() -> None:
+def test_the_image_that_is_at_fault_is_named_or_else_the_learning_rate():
     good = case("good", 0.5, -3000.0, 3071.0)
     assert image_fault([good]) is None
     for value in (math.nan, math.inf, -math.inf, 1e30, -1e5):
@@ -53,7 +52,7 @@ def step(total: float, *cases: str) -> StepLoss:
     return StepLoss(num_samples=len(cases), terms=terms, cases=cases)
 
 
-def test_the_last_cases_before_the_loss_was_lost_are_suspected_first() -> None:
+def test_the_last_cases_before_the_loss_was_lost_are_suspected_first():
     steps = [step(1.0, "a", "b"), step(1.0, "c", "a"), step(math.nan, "d"), step(math.nan, "e")]
     assert suspects(steps) == ["d", "c", "a", "b"]
     assert suspects(steps[:2]) == ["c", "a", "b"]  # another rank has lost its own
@@ -62,7 +61,7 @@ def test_the_last_cases_before_the_loss_was_lost_are_suspected_first() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-def test_numbers_are_looked_at_in_every_type(dtype: torch.dtype) -> None:
+def test_numbers_are_looked_at_in_every_type(dtype):
     good = torch.full((3, 4), 2, dtype=dtype)
     assert all_finite([good, torch.empty(0), torch.tensor(5, dtype=torch.int64)])
     assert all_finite([])
@@ -77,7 +76,7 @@ QUICK = ("patches.size=8,8,8", "training.steps_per_epoch=2", "training.epochs=2"
 
 
 @pytest.fixture(scope="module")
-def begun(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(cache, tmp_path_factory):
     """A run of one epoch."""
     folder = tmp_path_factory.mktemp("begun") / "run"
     run(settings(cache, *QUICK, "training.epochs=1"), folder)
@@ -85,7 +84,7 @@ def begun(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(begun: Path, tmp_path: Path) -> Path:
+def folder(begun, tmp_path):
     return shutil.copytree(begun, tmp_path / "run")
 
 
@@ -109,8 +108,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, after: int, what: str) -> None:
 
 @pytest.mark.parametrize(("after", "what", "seconds"), [(1, "momentum", 0), (2, "weights", 1000)])
 def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
-    cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, after: int, what: str, seconds: int
-) -> None:
+    cache, folder, monkeypatch, after, what, seconds
+):
     save = (*QUICK, f"training.save_every_seconds={seconds}", "training.validate_every=1")
     with (
         monkeypatch.context() as patch,
@@ -125,13 +124,13 @@ def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
     assert [epoch for epoch, _ in losses(folder)] == [1, 2]
 
 
-def test_a_learning_rate_that_is_too_large_stops_the_training(cache: Path, tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_too_large_stops_the_training(cache, tmp_path):
     config = settings(cache, *QUICK, "training.learning_rate=1e30", "training.gradient_clip=1e30")
     with pytest.raises(ConfigError, match="not finite in epoch 1; use a smaller"):
         run(config, tmp_path / "run")
 
 
-def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, folder: Path) -> None:
+def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache, folder):
     path = folder / "checkpoint-latest.pt"
     content = torch.load(path, weights_only=True)
     next(iter(content["model"].values())).flatten()[0] = math.nan
@@ -142,13 +141,11 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, folder
     assert contents(folder) == before
 
 
-def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
-    cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(cache, folder, monkeypatch):
     name = next(iter(json.loads((folder / "data.json").read_text())["training"]))
     whole = PreparedCase.image
 
-    def image(self: PreparedCase) -> np.ndarray:
+    def image(self):
         array = np.array(whole(self), np.float32)
         return np.full_like(array, 1e38) if self.name == name else array
 
@@ -161,20 +158,18 @@ def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
     run(settings(cache, *QUICK), folder, resume=True)
 
 
-def test_a_bad_image_in_validation_is_blamed(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_image_in_validation_is_blamed(cache, tmp_path, monkeypatch):
     config = settings(cache, *QUICK, "training.epochs=1")
     names: list[str] = []
     whole = PreparedCase.image
 
-    def image(self: PreparedCase) -> np.ndarray:
+    def image(self):
         array = np.array(whole(self), np.float32)
         return array if self.name in names else np.full_like(array, math.nan)
 
     begin = TrainingLoop.run
 
-    def begun(self: TrainingLoop, *arguments: Any) -> Any:
+    def begun(self, *arguments):
         names.extend(case.name for case in self.experiment.training)
         return begin(self, *arguments)
 

@@ -16,7 +16,7 @@ from unet3d.volumes.dataset import load_dataset
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -36,7 +36,7 @@ def begun_run(name: str, seconds: float, dataset: Path | None, with_record: bool
     return run.path
 
 
-def test_the_newest_run_of_a_data_set_is_found_wherever_that_is_now(here: Path) -> None:
+def test_the_newest_run_of_a_data_set_is_found_wherever_that_is_now(here):
     for number, name in enumerate(("a", "b", "c", "d")):
         write_msd(here / name, shape=(8, 8, 8 + number))
     begun_run("old-a", 100, here / "a")
@@ -59,7 +59,7 @@ def test_the_newest_run_of_a_data_set_is_found_wherever_that_is_now(here: Path) 
     assert run_to_resume(b, here / "d", cache).path == b  # the folder is named
 
 
-def test_a_damaged_record_makes_no_run_of_the_data_set(here: Path) -> None:
+def test_a_damaged_record_makes_no_run_of_the_data_set(here):
     write_msd(here / "a")
     path = begun_run("run", 100, None)
     for record in (
@@ -71,16 +71,14 @@ def test_a_damaged_record_makes_no_run_of_the_data_set(here: Path) -> None:
             run_to_resume(None, here / "a", Path("cache"))
 
 
-def test_without_any_run_it_is_said(here: Path) -> None:
+def test_without_any_run_it_is_said(here):
     for arguments in ((None,), (None, here), (Path("x"),)):
         with pytest.raises(ConfigError, match=r"there is no run to resume in (runs|x); start one"):
             run_to_resume(*arguments)
 
 
 @pytest.mark.parametrize("damage", ["zeros", "bytes", "empty", "yaml", "half", "missing"])
-def test_settings_are_taken_from_the_checkpoint_where_their_file_is_damaged(
-    here: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_are_taken_from_the_checkpoint_where_their_file_is_damaged(here, damage, caplog):
     run = RunFolder(here / "run")
     write_checkpoint(run.latest)
     run.write_config(load_config(None, ["training.epochs=7"]))

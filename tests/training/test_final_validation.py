@@ -51,14 +51,14 @@ def of_two_folds(cache: Path, *overrides: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
     run(of_two_folds(cache), folder, pictures=True)
     return folder
 
 
 @pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
+def folder(finished, tmp_path):
     """A copy of the finished run, but for the scores of its cases, as of an older version."""
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run/validation/cases.json").unlink()
@@ -87,9 +87,7 @@ def predicted(run_folder: Path, cache: Path, output: Path, *words: str) -> dict[
     return found
 
 
-def test_the_cases_are_segmented_as_predict_does(
-    finished: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_the_cases_are_segmented_as_predict_does(finished, cache, tmp_path):
     actual = label_maps(finished / "validation")
     for name, array in predicted(finished, cache, tmp_path).items():
         assert array.any() and np.array_equal(actual[name], array)
@@ -97,9 +95,7 @@ def test_the_cases_are_segmented_as_predict_does(
         assert np.array_equal(ours.affine, nib.load(tmp_path / name).affine)
 
 
-def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(
-    finished: Path, cache: Path
-) -> None:
+def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(finished, cache):
     dataset = open_dataset(of_two_folds(cache))
     expected = evaluate(finished / "validation", dataset.root / "labelsTr").to_dict()
     record = record_of(finished)
@@ -129,8 +125,8 @@ def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(
 
 
 def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
-    finished: Path, folder: Path, cache: Path
-) -> None:
+    finished, folder, cache
+):
     before = record_of(finished)
     (folder / "validation/stale_seg.nii.gz").write_bytes(b"")
     result = run(of_two_folds(cache), folder, resume=True)
@@ -149,11 +145,11 @@ def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
 
 @pytest.mark.parametrize("when", ["write_segmentation", "score_maps"])
 def test_an_interruption_leaves_nothing_and_the_run_goes_on(
-    finished: Path, folder: Path, cache: Path, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    finished, folder, cache, when, monkeypatch
+):
     work = getattr(final_validation, when)
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments):
         signal.raise_signal(signal.SIGTERM)
         return work(*arguments)
 
@@ -170,7 +166,7 @@ def test_an_interruption_leaves_nothing_and_the_run_goes_on(
     assert (folder / "summary.json").is_file()
 
 
-def test_a_file_in_place_of_the_folder_is_refused(folder: Path, cache: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(folder, cache):
     shutil.rmtree(folder / "validation")
     (folder / "validation").write_text("mine")
     with pytest.raises(ConfigError, match="validation is no folder; move it away"):
@@ -179,8 +175,8 @@ def test_a_file_in_place_of_the_folder_is_refused(folder: Path, cache: Path) -> 
 
 
 def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
-    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, cache, tmp_path, monkeypatch
+):
     chosen = (Choice(rule=(1,), dice_before=0.25, dice_after=0.5),)
     monkeypatch.setattr(final_validation, "choose_components", lambda *_: (chosen, 0))
     run(of_two_folds(cache), folder, resume=True)
@@ -204,7 +200,7 @@ SHAPES = [(6, 8, 10 + 2 * number) for number in range(5)]
 
 
 @pytest.fixture
-def cases(tmp_path: Path) -> list[Case]:
+def cases(tmp_path):
     """Five cases whose image is what the network answers; case 3 is answered best."""
     made = []
     for number, shape in enumerate(SHAPES):
@@ -220,7 +216,7 @@ def cases(tmp_path: Path) -> list[Case]:
 
 
 @pytest.fixture
-def empty(tmp_path: Path) -> Path:
+def empty(tmp_path):
     """The folder of a run that has no validation yet."""
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
@@ -292,8 +288,8 @@ NOT_KEPT = "inference.postprocessing=false"
     ],
 )
 def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
-    cases: list[Case], empty: Path, num_ranks: int, per_machine: int, num_busy: int
-) -> None:
+    cases, empty, num_ranks, per_machine, num_busy
+):
     with without_pictures():
         results = in_threads(
             num_ranks, lambda group: validate(cases, empty, NOT_KEPT, group=group), per_machine
@@ -318,9 +314,7 @@ def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
     assert all(windows[:num_busy]) and not any(windows[num_busy:])
 
 
-def test_cases_are_computed_in_what_is_asked_of_predictions(
-    cases: list[Case], empty: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cases_are_computed_in_what_is_asked_of_predictions(cases, empty, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
     for trained, asked, expected in (
         ("auto", "auto", "bfloat16"),
@@ -339,9 +333,7 @@ def test_cases_are_computed_in_what_is_asked_of_predictions(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_small_components_are_removed_where_that_helps(
-    tmp_path: Path, empty: Path, num_ranks: int
-) -> None:
+def test_small_components_are_removed_where_that_helps(tmp_path, empty, num_ranks):
     """Each answer has a speck of label 1 beside the true one; label 2 has two parts, both true.
 
     A case more has no label at all, and is listed last.
@@ -379,7 +371,7 @@ def test_small_components_are_removed_where_that_helps(
         assert np.array_equal(array, wanted[name])
 
 
-def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(cases: list[Case], empty: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(cases, empty):
     told = InterruptionRequest()
     told.signal_number = 15
     requests = [InterruptionRequest(), told]
@@ -390,21 +382,21 @@ def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(cases: list[Case], em
     assert not list(empty.iterdir())
 
 
-def test_a_case_that_is_gone_is_named_and_leaves_nothing(cases: list[Case], empty: Path) -> None:
+def test_a_case_that_is_gone_is_named_and_leaves_nothing(cases, empty):
     cases[2].images[0].unlink()
     with pytest.raises(VolumeError, match=r"images/2\.nii\.gz"):
         validate(cases, empty)
     assert not list(empty.iterdir())
 
 
-def test_what_nobody_has_labelled_is_not_scored() -> None:
+def test_what_nobody_has_labelled_is_not_scored():
     known = checkpoint().preprocessing
     assert scored_labels(known).ignore is None
     found = scored_labels(replace(known, ignore_value=9))
     assert found == ScoredLabels(names={1: "liver", 2: "tumour", 3: "absent"}, ignore=9)
 
 
-def test_without_validation_cases_there_is_nothing(empty: Path) -> None:
+def test_without_validation_cases_there_is_nothing(empty):
     result, executor = validate((), empty)
     assert (result.mean_dice, result.to_dict(), executor.num_windows) == (None, None, 0)
     assert not list(empty.iterdir())

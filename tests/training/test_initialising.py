@@ -100,9 +100,7 @@ def trained(**changes: Any) -> Checkpoint:
     ],
     ids=str,
 )
-def test_all_but_stem_and_heads_is_taken(
-    changes: dict[str, Any], labels: tuple[str, ...], new: tuple[str, ...], words: str, encoder: Any
-) -> None:
+def test_all_but_stem_and_heads_is_taken(changes, labels, new, words, encoder):
     checkpoint = trained(encoder=encoder)
     model = network(2, encoder=encoder, **changes)
     random = {name: value.clone() for name, value in model.state_dict().items()}
@@ -113,7 +111,7 @@ def test_all_but_stem_and_heads_is_taken(
         assert torch.equal(value, expected[name]), name
 
 
-def test_regions_in_place_of_labels_have_heads_of_their_own() -> None:
+def test_regions_in_place_of_labels_have_heads_of_their_own():
     """Three of them, as many as the checkpoint has classes."""
     regions = tuple(
         Region(name=name, values=values, written=values[-1])
@@ -127,7 +125,7 @@ def test_regions_in_place_of_labels_have_heads_of_their_own() -> None:
     assert torch.equal(model.state_dict()["decoder.heads.0.weight"], heads)
 
 
-def test_heads_that_the_checkpoint_lacks_are_new_and_types_of_numbers_converted() -> None:
+def test_heads_that_the_checkpoint_lacks_are_new_and_types_of_numbers_converted():
     checkpoint = trained(deep_supervision=False)
     double = replace(checkpoint, model={name: w.double() for name, w in checkpoint.model.items()})
     model = network(2)
@@ -139,9 +137,7 @@ def test_heads_that_the_checkpoint_lacks_are_new_and_types_of_numbers_converted(
         assert torch.equal(value, (random if is_new else checkpoint.model)[name]), name
 
 
-def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     checkpoint = trained()
     there = replace(
@@ -172,9 +168,7 @@ def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(
     assert settings.data.spacing_mm == (1.0, 1.0, 2.5)
 
 
-def test_each_channel_may_be_normalised_otherwise(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_channel_may_be_normalised_otherwise(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     cases: list[tuple[tuple[Kind, ...], tuple[Kind, ...], str | None]] = [
         (("ct", "ct", "none"), ("ct", "none", "none"), "ct, ct, none instead of ct, none, none"),
@@ -212,7 +206,7 @@ def test_each_channel_may_be_normalised_otherwise(
     ],
     ids=str,
 )
-def test_another_network_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_another_network_is_refused(tmp_path, changes, words):
     checkpoint = trained()
     save_checkpoint(checkpoint, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=f"a.pt: it holds another network.*{words}"):
@@ -225,7 +219,7 @@ def test_another_network_is_refused(tmp_path: Path, changes: dict[str, Any], wor
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("init") / "deep.pt"
     save_checkpoint(trained(), path)
     return path
@@ -235,7 +229,7 @@ def resolved(file: Path, *changes: str) -> Config:
     return settings_of_init(load_config(None, [f"training.init={file}", *changes]))
 
 
-def test_network_and_spacing_are_those_of_the_checkpoint(file: Path) -> None:
+def test_network_and_spacing_are_those_of_the_checkpoint(file):
     config = resolved(file)
     assert config.model.channels == DEEP.channels
     assert config.model.strides == DEEP.strides[1:]
@@ -263,12 +257,12 @@ def test_network_and_spacing_are_those_of_the_checkpoint(file: Path) -> None:
         ("model.norm=batch", "model.norm batch, but the checkpoint has instance"),
     ],
 )
-def test_settings_of_another_network_are_refused(file: Path, change: str, words: str) -> None:
+def test_settings_of_another_network_are_refused(file, change, words):
     with pytest.raises(ConfigError, match=words):
         resolved(file, change)
 
 
-def test_the_rate_is_lower_and_rises_at_first(file: Path) -> None:
+def test_the_rate_is_lower_and_rises_at_first(file):
     usual, gentle = load_config().training, resolved(file).training
     assert gentle.learning_rate == pytest.approx(usual.learning_rate / 10)
     assert (usual.warmup_steps, gentle.warmup_steps) == (0, 250)
@@ -280,7 +274,7 @@ def test_the_rate_is_lower_and_rises_at_first(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("first") / "run"
     run(settings(cache, "training.epochs=1"), folder)
     return folder
@@ -294,9 +288,7 @@ def fine_tuning(cache: Path, init: Path, *changes: str) -> Config:
     )
 
 
-def test_a_training_begins_with_the_weights(
-    cache: Path, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_begins_with_the_weights(cache, finished, tmp_path, caplog):
     """At a rate that changes nothing, patches of another size leave what was there."""
     caplog.set_level(logging.INFO)
     init = finished / "checkpoint-latest.pt"
@@ -306,7 +298,7 @@ def test_a_training_begins_with_the_weights(
     assert f"begins with the weights of {init}; nothing is new" in caplog.messages
 
 
-def test_it_goes_on_without_the_file(cache: Path, finished: Path, tmp_path: Path) -> None:
+def test_it_goes_on_without_the_file(cache, finished, tmp_path):
     init = tmp_path / "init.pt"
     init.write_bytes((finished / "checkpoint-latest.pt").read_bytes())
     brief = ("training.epochs=1", "training.save_every_seconds=0")
@@ -321,7 +313,7 @@ def test_it_goes_on_without_the_file(cache: Path, finished: Path, tmp_path: Path
     assert 0 < max(moved) < math.inf
 
 
-def test_every_part_of_a_network_of_another_program_is_taken(tmp_path: Path) -> None:
+def test_every_part_of_a_network_of_another_program_is_taken(tmp_path):
     changes: dict[str, Any] = {
         "kernels": ((3, 3, 1), (3, 3, 1), (3, 3, 3), (3, 3, 3)),
         "strides": ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2)),
@@ -347,7 +339,7 @@ def test_every_part_of_a_network_of_another_program_is_taken(tmp_path: Path) -> 
         resolved(tmp_path / "model.pt", "model.units=[2,2,2,2]")
 
 
-def test_a_model_of_nnunet_may_be_named_itself(tmp_path: Path) -> None:
+def test_a_model_of_nnunet_may_be_named_itself(tmp_path):
     model = write_model(tmp_path / "model", 0)
     path = model / "fold_0" / "checkpoint_final.pth"
     config = resolved(path)

@@ -4,7 +4,6 @@ import json
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,14 +26,14 @@ from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.interruption import Interrupted
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.validation import Validation, Validator
+from unet3d.training.validation import Validator
 
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 BRIEF = ("training.epochs=1", "training.steps_per_epoch=2")
 
 
 @pytest.fixture(scope="module")
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(cache, tmp_path_factory):
     """An undisturbed run."""
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
     run(settings(cache), folder, pictures=True)
@@ -48,7 +47,7 @@ def state_of(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", ["data", "spatial"])
-def test_ranks_that_nobody_has_started_are_missed(mode: str, cache: Path, tmp_path: Path) -> None:
+def test_ranks_that_nobody_has_started_are_missed(mode, cache, tmp_path):
     config = settings(cache, f"parallel.mode={mode}", "parallel.devices=cpu,cpu")
     words = f"parallel.mode {mode} on 2 devices is 2 processes, but this is 1; start them with "
     with pytest.raises(ConfigError, match=words):
@@ -56,7 +55,7 @@ def test_ranks_that_nobody_has_started_are_missed(mode: str, cache: Path, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
+def test_a_run_folder_holds_what_is_promised(finished):
     assert {path.name for path in finished.iterdir()} == {
         "data.json",
         "config.yaml",
@@ -95,9 +94,7 @@ def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
     assert data["preprocessing"]["label_names"][1:] == ["brain", "ventricles", "lesion"]
 
 
-def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on(cache, tmp_path):
     plain, folder = tmp_path / "plain", tmp_path / "spread"
     changes = ("training.precision=float64", "training.epochs=2")
     run(settings(cache, *changes), plain)
@@ -127,9 +124,7 @@ def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on
 
 
 @pytest.mark.parametrize("balance", ["time", pytest.param("memory", marks=pytest.mark.nightly)])
-def test_the_cut_is_balanced_where_it_is_not_named(
-    balance: str, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_cut_is_balanced_where_it_is_not_named(balance, cache, tmp_path, caplog):
     """That networks cut anywhere are the same is in ``test_transparency``."""
     changes = (*SPREAD, *BRIEF, f"parallel.balance={balance}")
     with caplog.at_level("INFO"):
@@ -141,9 +136,7 @@ def test_the_cut_is_balanced_where_it_is_not_named(
     assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
 
 
-def test_making_levels_again_trains_to_the_same_weights_with_less(
-    cache: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_making_levels_again_trains_to_the_same_weights_with_less(cache, finished, tmp_path):
     run(settings(cache, "memory.recompute=level"), tmp_path / "run")
     assert_same_weights(tmp_path / "run", finished)
     slots = [
@@ -158,9 +151,7 @@ def test_making_levels_again_trains_to_the_same_weights_with_less(
 @pytest.mark.parametrize(
     "num_steps", [pytest.param(n, marks=() if n == 7 else pytest.mark.nightly) for n in (2, 7, 11)]
 )
-def test_a_run_after_a_power_cut_is_bit_identical(
-    finished: Path, tmp_path: Path, num_steps: int
-) -> None:
+def test_a_run_after_a_power_cut_is_bit_identical(finished, tmp_path, num_steps):
     """Within an epoch, with the configuration that the first one has written."""
     folder, drawn = tmp_path / "run", list[float]()
     config = load_config(finished / "config.yaml", ["training.save_every_seconds=0"])
@@ -176,21 +167,16 @@ def test_a_run_after_a_power_cut_is_bit_identical(
 
 @pytest.mark.parametrize(("where", "state"), [("a step", (1, 2)), ("a validation", (1, 4))])
 def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
-    finished: Path,
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-    state: tuple[int, int],
-) -> None:
+    finished, cache, tmp_path, monkeypatch, where, state
+):
     """In the second epoch, in the middle or at its end, before the first validation."""
     folder, validate = tmp_path / "run", Validator.validate
 
-    def interrupted(self: Validator, *arguments: Any) -> Validation:
+    def interrupted(self, *arguments):
         signal.raise_signal(signal.SIGTERM)
         return validate(self, *arguments)
 
-    def raise_in_step(number: int) -> None:
+    def raise_in_step(number):
         if where == "a step" and number == 5:
             signal.raise_signal(signal.SIGTERM)
 
@@ -206,7 +192,7 @@ def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
     assert losses(folder) == losses(finished)
 
 
-def test_a_run_with_a_patch_size_of_its_own_choice_resumes(cache: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_patch_size_of_its_own_choice_resumes(cache, tmp_path):
     folder = tmp_path / "run"
     chosen = ("patches.size=auto", *BRIEF, "training.save_every_seconds=0")
     run_until_power_cut(settings(cache, *chosen), folder, num_steps=1)
@@ -216,15 +202,13 @@ def test_a_run_with_a_patch_size_of_its_own_choice_resumes(cache: Path, tmp_path
     assert load_checkpoint(folder / "checkpoint-latest.pt").patch_size == before
 
 
-def test_a_run_is_not_overwritten(finished: Path, cache: Path) -> None:
+def test_a_run_is_not_overwritten(finished, cache):
     with pytest.raises(ConfigError, match="--resume"):
         run(settings(cache), finished)
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_second_training_leaves_the_folder_to_the_first(
-    finished: Path, cache: Path, resume: bool
-) -> None:
+def test_a_second_training_leaves_the_folder_to_the_first(finished, cache, resume):
     before = contents(finished)
     with (
         RunFolder(finished).locked(),
@@ -234,8 +218,8 @@ def test_a_second_training_leaves_the_folder_to_the_first(
     assert contents(finished) == before
 
 
-def test_memory_that_a_step_lacks_is_explained(cache: Path, tmp_path: Path) -> None:
-    def fail(number: int) -> None:
+def test_memory_that_a_step_lacks_is_explained(cache, tmp_path):
+    def fail(number):
         raise MemoryError
 
     with before_steps(fail), pytest.raises(DoesNotFitError, match="memory"):
@@ -243,7 +227,7 @@ def test_memory_that_a_step_lacks_is_explained(cache: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_a_killed_process_leaves_a_good_checkpoint(cache: Path, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_good_checkpoint(cache, tmp_path):
     long = "training.epochs=12"
     undisturbed = tmp_path / "undisturbed"
     torch.set_num_threads(1)
@@ -264,9 +248,7 @@ def test_a_killed_process_leaves_a_good_checkpoint(cache: Path, tmp_path: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_process_with_its_loading_processes(
-    cache: Path, tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_a_signal_ends_a_process_with_its_loading_processes(cache, tmp_path, number, status):
     long = ("training.epochs=1000", "training.save_every_seconds=1000", "data.num_workers=1")
     process = start(tmp_path / "run", cache, *long)
     wait_for(tmp_path / "run" / "metrics.jsonl", process)

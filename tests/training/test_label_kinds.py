@@ -1,7 +1,6 @@
 """Trainings on label maps that are more than one class for each voxel."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from unet3d.volumes.scans import Scan, read_scan
 SHAPE = (24, 24, 24)
 
 
-def test_a_few_labelled_slices_are_enough(tmp_path: Path, cache: Path) -> None:
+def test_a_few_labelled_slices_are_enough(tmp_path, cache):
     """Of four slices in five nobody says anything, and a wrong answer there costs nothing."""
     labels = {"0": "background", "1": "left", "2": "right", "3": "ignore"}
     root = write_msd(tmp_path / "data", 5, SHAPE, labels=labels)
@@ -45,7 +44,7 @@ def test_a_few_labelled_slices_are_enough(tmp_path: Path, cache: Path) -> None:
     assert checkpoint.preprocessing.ignore_value == 3
 
 
-def test_regions_are_trained_scored_and_written(tmp_path: Path, cache: Path) -> None:
+def test_regions_are_trained_scored_and_written(tmp_path, cache):
     """As in BraTS: a core within the whole, which are two outputs and not two classes."""
     labels = {"background": 0, "whole": [1, 2], "core": 2}
     root = write_msd(tmp_path / "data", 5, SHAPE, labels=labels, regions_class_order=[1, 2])

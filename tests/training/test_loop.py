@@ -23,8 +23,8 @@ def shown_losses(
 
 
 def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_behind(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cache, tmp_path, monkeypatch
+):
     """An epoch's first step, and the first after a checkpoint, have none before to wait for."""
     taken = shown_losses(cache, tmp_path / "saving", monkeypatch, 0)
     assert len(set(taken)) == 8
@@ -34,11 +34,11 @@ def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_
     assert shown == [taken[n] for n in (0, 0, 1, 2, 4, 4, 5, 6)]
 
 
-def test_an_unexpected_error_leaves_no_loading_process(cache: Path, tmp_path: Path) -> None:
+def test_an_unexpected_error_leaves_no_loading_process(cache, tmp_path):
     """They ignore the signal by which Python ends them, so it would never end itself."""
     before = set(multiprocessing.active_children())
 
-    def fail(number: int) -> None:
+    def fail(number):
         assert set(multiprocessing.active_children()) > before
         raise RuntimeError("out of the blue")
 

@@ -1,8 +1,6 @@
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from unet3d.distributed.group import Group
@@ -11,9 +9,7 @@ from unet3d.runs.run_folder import RunFolder
 from unet3d.training.memory_report import update_reserved
 
 
-def test_what_captured_steps_reserve_later_is_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_captured_steps_reserve_later_is_written_down(tmp_path, monkeypatch):
     reserved = {torch.device("cuda", 0): 500, torch.device("cuda", 1): 100}
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", reserved.__getitem__)
     devices = [torch.device("cpu"), *reserved]

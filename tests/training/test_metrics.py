@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -18,7 +16,7 @@ STATE = TrainingState(
 )
 
 
-def test_an_epoch_without_validation_has_no_dice() -> None:
+def test_an_epoch_without_validation_has_no_dice():
     assert epoch_metrics(STATE, num_steps=3, learning_rate=0.25, validation=None) == {
         "epoch": 5,
         "step": 15,
@@ -31,7 +29,7 @@ def test_an_epoch_without_validation_has_no_dice() -> None:
     }
 
 
-def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
+def test_tensorboard_gets_what_is_known(tmp_path):
     validation = Validation(
         dice={"mean": 0.25, "absent": None}, mean_dice=0.5, loss=0.75, seconds=1.5
     )
@@ -56,7 +54,7 @@ def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
     }
 
 
-def test_the_summary_tells_the_best_validation_from_the_last() -> None:
+def test_the_summary_tells_the_best_validation_from_the_last():
     state = TrainingState().next_epoch({"a": 0.75, "b": 0.25}, 4.0)
     state.note_dice(0.5)
     state.seconds, state.waited_seconds = 10.0, 4.0

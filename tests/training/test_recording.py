@@ -39,7 +39,7 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def _record_of_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def _record_of_no_data(monkeypatch):
     monkeypatch.setattr(recording, "data_record", lambda experiment: {})
 
 
@@ -56,8 +56,8 @@ def recorder(group: Group, folder: Path) -> RunRecorder:
     )
 
 
-def test_only_the_first_rank_writes(tmp_path: Path) -> None:
-    def record(group: Group) -> None:
+def test_only_the_first_rank_writes(tmp_path):
+    def record(group):
         folder = tmp_path / str(group.ranks.rank)
         folder.mkdir()
         one = recorder(group, folder)
@@ -71,9 +71,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     assert list((tmp_path / "1").iterdir()) == []
 
 
-def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(
-    tmp_path: Path,
-) -> None:
+def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp_path):
     first = recorder(Group(Ranks()), tmp_path)
     first.begin()
     (tmp_path / "config.yaml").unlink()
@@ -88,9 +86,7 @@ def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(
     assert [line["epoch"] for line in RunFolder(tmp_path).read_metrics()] == [1, 2]
 
 
-def test_the_first_epoch_is_drawn_and_then_no_more_than_one_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_epoch_is_drawn_and_then_no_more_than_one_a_minute(tmp_path, monkeypatch):
     now = 1000.0
     drawn: list[tuple[float, str]] = []
     monkeypatch.setattr(recording.time, "monotonic", lambda: now)

@@ -34,7 +34,7 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def made(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(cache, tmp_path_factory):
     """A folder with a data set, and a run with it that was killed in its second epoch."""
     folder = tmp_path_factory.mktemp("resuming")
     write_msd(folder / "data", num_cases=5)
@@ -46,7 +46,7 @@ def made(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(made: Path, tmp_path: Path) -> Path:
+def place(made, tmp_path):
     """A copy of all that, in another place."""
     shutil.copytree(made, tmp_path / "moved")
     return tmp_path / "moved"
@@ -90,9 +90,7 @@ def refusal(place: Path, cache: Path, *changes: str) -> str:
         (("training.epochs=1",), "training.epochs is 1, but "),
     ],
 )
-def test_settings_that_would_make_it_another_run_are_refused(
-    place: Path, cache: Path, changes: tuple[str, ...], words: str
-) -> None:
+def test_settings_that_would_make_it_another_run_are_refused(place, cache, changes, words):
     assert words in refusal(place, cache, *changes)
 
 
@@ -157,18 +155,14 @@ def set_folds(place: Path) -> None:
         (set_folds, "1 case(s) in training before, in validation now ("),
     ],
 )
-def test_other_data_are_refused(
-    place: Path, cache: Path, change: Callable[[Path], None], words: str
-) -> None:
+def test_other_data_are_refused(place, cache, change, words):
     change(place)
     line = refusal(place, cache)
     assert f"{place / 'run'} cannot be continued: " in line
     assert words in line and "another --output" in line
 
 
-def test_what_may_change_is_named_and_takes_effect(
-    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_may_change_is_named_and_takes_effect(place, cache, caplog):
     with caplog.at_level(logging.INFO, logger="unet3d"):
         resume(
             place,
@@ -195,9 +189,7 @@ def test_what_may_change_is_named_and_takes_effect(
         ("training.steps_per_epoch=4", 3),
     ],
 )
-def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(
-    place: Path, cache: Path, change: str, num_steps: int
-) -> None:
+def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(place, cache, change, num_steps):
     taken: list[int] = []
     with before_steps(taken.append):
         resume(place, cache, change)  # after 1 of 2 steps
@@ -205,9 +197,7 @@ def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(
     assert len(taken) == num_steps
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
-    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_of_an_earlier_version_goes_on_with_a_warning(place, cache, caplog):
     path = place / "run/checkpoint-latest.pt"
     content = torch.load(path, weights_only=True)
     del content["split"]
@@ -226,19 +216,15 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
     assert "recorded" not in caplog.text
 
 
-def test_a_change_that_fails_in_the_first_step_leaves_all_as_it_was(
-    place: Path, cache: Path
-) -> None:
-    def fail(number: int) -> None:
+def test_a_change_that_fails_in_the_first_step_leaves_all_as_it_was(place, cache):
+    def fail(number):
         raise ConfigError("no memory for a batch of 64")
 
     with before_steps(fail):
         assert "no memory" in refusal(place, cache, "training.batch_size=64")
 
 
-def test_a_finished_run_says_so_and_stays_as_it_is(
-    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finished_run_says_so_and_stays_as_it_is(place, cache, caplog):
     """The data may be elsewhere, but not others."""
     caplog.set_level(logging.INFO, logger="unet3d")
     resume(place, cache)

@@ -3,8 +3,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from unet3d.config import load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
@@ -25,9 +23,7 @@ def saver_of(rank: int, folder: Path) -> CheckpointSaver:
     )
 
 
-def test_only_the_rank_that_writes_knows_when_a_checkpoint_is_due(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_rank_that_writes_knows_when_a_checkpoint_is_due(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     first, second = (saver_of(rank, tmp_path) for rank in range(2))

@@ -18,7 +18,7 @@ TOLERANCE = 1e-8
 
 
 @pytest.fixture(scope="module")
-def runs(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(cache, tmp_path_factory):
     """Folder of the runs that ``shard_training`` makes, under the names of their ways."""
     folder = tmp_path_factory.mktemp("runs")
     done = warm.run_call(shard_training.main, folder, cache, timeout=280)
@@ -46,7 +46,7 @@ def curve(runs: Path, name: str) -> dict[int, float]:
     }
 
 
-def test_a_run_goes_on_in_any_mode_with_the_same_curve(runs: Path) -> None:
+def test_a_run_goes_on_in_any_mode_with_the_same_curve(runs):
     expected = curve(runs, "none")
     assert list(expected) == list(range(NUM_STEPS))
     assert expected[NUM_STEPS - 1] < 0.7 * expected[0]
@@ -64,7 +64,7 @@ def test_a_run_goes_on_in_any_mode_with_the_same_curve(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["brief-thirds", "brief-groups"])
-def test_uneven_slabs_and_groups_have_the_curve_of_one_process(runs: Path, name: str) -> None:
+def test_uneven_slabs_and_groups_have_the_curve_of_one_process(runs, name):
     assert curve(runs, name) == pytest.approx(curve(runs, "brief-none"), rel=TOLERANCE)
     # Each shard has the loss of the volume, to the bit.
     assert steps_of(runs, name, 1) == steps_of(runs, name, 0)
@@ -73,7 +73,7 @@ def test_uneven_slabs_and_groups_have_the_curve_of_one_process(runs: Path, name:
     assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["spatial", *num_ranks]
 
 
-def test_memory_has_a_row_for_each_shard_as_predicted(runs: Path) -> None:
+def test_memory_has_a_row_for_each_shard_as_predicted(runs):
     rows = json.loads((runs / "brief-thirds" / "memory.json").read_text())["slots"]
     assert [(row["slot"], row["rank"], row["device"]) for row in rows] == [
         (number, number, "cpu") for number in range(3)
@@ -88,7 +88,7 @@ def test_memory_has_a_row_for_each_shard_as_predicted(runs: Path) -> None:
     ("name", "alone"),
     [("chain", "none"), ("brief-thirds", "brief-none"), ("brief-groups", "brief-none")],
 )
-def test_epochs_and_validation_are_those_of_one_process(runs: Path, name: str, alone: str) -> None:
+def test_epochs_and_validation_are_those_of_one_process(runs, name, alone):
     assert_same_validation(runs / name, runs / alone)
     lines, wanted = (RunFolder(runs / one).read_metrics() for one in (name, alone))
     assert [line["epoch"] for line in lines] == [line["epoch"] for line in wanted]
@@ -100,7 +100,7 @@ def test_epochs_and_validation_are_those_of_one_process(runs: Path, name: str, a
 
 
 @pytest.mark.multigpu
-def test_two_gpus_share_patches_that_they_augment(cache: Path, tmp_path: Path) -> None:
+def test_two_gpus_share_patches_that_they_augment(cache, tmp_path):
     """Contrast and gamma take the statistics of a patch, which the GPUs gather from its slabs."""
     changes = (
         "patches.size=32,16,16",

@@ -13,7 +13,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.planning.choice import Choice
 from unet3d.training import start
-from unet3d.training.start import Run, RunRequest, choose_mode, choose_run
+from unet3d.training.start import RunRequest, choose_mode, choose_run
 
 ALONE = Group(Ranks())
 CHANGES = (
@@ -35,17 +35,17 @@ def request(**changes: Any) -> RunRequest:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(autouse=True)
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Ranks | None]:
+def planned(monkeypatch):
     """What plans takes two groups of slabs on four devices; return the ranks that it was told."""
     told: list[Ranks | None] = []
 
-    def plan(config: Config, network: object, ranks: Ranks | None) -> Choice:
+    def plan(config, network, ranks):
         told.append(ranks)
         mode, count = ("spatial", 2) if len(config.parallel.devices or ()) == 4 else ("data", 1)
         settings = config.parallel.model_copy(update={"mode": mode, "replicas": count})
@@ -60,7 +60,7 @@ def refuse_yaml(*_: object, **__: object) -> None:
     raise AssertionError("settings are turned to YAML")
 
 
-def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch):
     monkeypatch.setattr(yaml, "safe_dump", refuse_yaml)
     run = choose_run(request(), ALONE)
     assert run.config.data.dataset == Path("some/where")
@@ -73,12 +73,10 @@ def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch: pytest.Monkey
         choose_run(request(changes=changes), Group(place(0, 2)))
 
 
-def test_all_ranks_get_the_run_of_the_first_without_yaml(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_get_the_run_of_the_first_without_yaml(here, monkeypatch):
     monkeypatch.setattr(yaml, "safe_dump", refuse_yaml)
 
-    def choose(group: Group) -> Run:
+    def choose(group):
         # What the second rank is asked does not count.
         own = (*CHANGES, "parallel.devices=cpu,cpu") if group.is_first else ("training.seed=9",)
         return choose_run(request(changes=own, output=here / str(group.ranks.rank)), group)
@@ -92,7 +90,7 @@ def test_all_ranks_get_the_run_of_the_first_without_yaml(
     assert second.config.data.dataset == Path("some/where")
 
 
-def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here: Path) -> None:
+def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here):
     started = choose_run(request(output=here / "run"), ALONE)
     started.folder.create()
     started.folder.write_config(started.config)
@@ -115,9 +113,7 @@ def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here: Path
     ],
     ids=str,
 )
-def test_what_is_not_open_is_not_planned(
-    changes: tuple[str, ...], num_ranks: int, mode: str, planned: list[Ranks | None]
-) -> None:
+def test_what_is_not_open_is_not_planned(changes, num_ranks, mode, planned):
     config = load_config(None, changes)
     names = config.parallel.devices or ("cpu",) * num_ranks
     config = config.with_values({"parallel.devices": list(names)})
@@ -126,9 +122,7 @@ def test_what_is_not_open_is_not_planned(
     assert not planned
 
 
-def test_auto_becomes_what_is_planned(
-    planned: list[Ranks | None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_becomes_what_is_planned(planned, caplog):
     caplog.set_level("INFO", logger="unet3d")
     for mode, num_ranks in (("auto", 1), ("auto", 4), ("none", 4)):  # as one process recorded it
         config = load_config(None, [f"parallel.mode={mode}", "parallel.devices=cpu,cpu,cpu,cpu"])
@@ -165,15 +159,11 @@ SPATIAL = ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "paralle
     ],
     ids=str,
 )
-def test_a_run_goes_on_in_a_mode_that_suits_the_devices(
-    here: Path, started: tuple[str, ...], changes: tuple[str, ...], mode: str
-) -> None:
+def test_a_run_goes_on_in_a_mode_that_suits_the_devices(here, started, changes, mode):
     assert resumed(here, started, changes).parallel.mode == mode
 
 
-def test_settings_suit_a_cpu_where_no_configuration_is_named(
-    here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_suit_a_cpu_where_no_configuration_is_named(here, caplog):
     caplog.set_level("INFO", "unet3d")
     started = choose_run(request(changes=("parallel.devices=cpu", "training.epochs=7")), ALONE)
     assert started.config.model.base_channels == 8

@@ -17,7 +17,7 @@ def terms(total: float, dice: float) -> LossTerms:
     return LossTerms(**dict(zip(("total", "dice", "cross_entropy"), values, strict=True)))
 
 
-def test_losses_are_weighted_by_their_samples() -> None:
+def test_losses_are_weighted_by_their_samples():
     state, group = TrainingState(), Group(Ranks())
     state.add_steps([(3, terms(2.0, 0.5)), (1, terms(6.0, 1.0))], 0.5, group)
     state.add_steps([(4, terms(1.0, 0.25))], 0.25, group)
@@ -30,8 +30,8 @@ def test_losses_are_weighted_by_their_samples() -> None:
     }
 
 
-def test_the_ranks_have_waited_as_long_as_on_average() -> None:
-    def waited(group: Group) -> float:
+def test_the_ranks_have_waited_as_long_as_on_average():
+    def waited(group):
         state = TrainingState()
         state.add_steps([(1, terms(1.0, 0.5))], 0.5 + group.ranks.rank, group)
         return state.waited_seconds
@@ -39,21 +39,21 @@ def test_the_ranks_have_waited_as_long_as_on_average() -> None:
     assert in_threads(3, waited) == [1.5, 1.5, 1.5]
 
 
-def test_a_rank_without_samples_adds_nothing() -> None:
+def test_a_rank_without_samples_adds_nothing():
     state = TrainingState()
     state.add_steps([(0, terms(math.nan, math.nan))], 0.0, Group(Ranks()))
     assert state.is_finite
     assert state.mean_loss == {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
 
 
-def test_a_loss_that_is_no_number_is_noticed() -> None:
+def test_a_loss_that_is_no_number_is_noticed():
     for value in (math.nan, math.inf):
         state = TrainingState()
         state.add_steps([(2, terms(value, 0.5)), (2, terms(1.0, 0.5))], 0.0, Group(Ranks()))
         assert not state.is_finite
 
 
-def test_the_best_validation_is_remembered_over_epochs() -> None:
+def test_the_best_validation_is_remembered_over_epochs():
     state = TrainingState().next_epoch({"a": 0.0}, 1.5)
     assert state.note_dice(0.0)
     state = state.next_epoch({"a": 0.75, "b": 0.25}, 2.5)
@@ -77,7 +77,7 @@ def test_the_best_validation_is_remembered_over_epochs() -> None:
     )
 
 
-def test_a_state_is_read_back_and_one_of_an_earlier_version_too() -> None:
+def test_a_state_is_read_back_and_one_of_an_earlier_version_too():
     state = TrainingState(epoch=3, step=2, num_samples=4, seconds=1.5, waited_seconds=0.5)
     assert TrainingState.from_plain(asdict(state)) == state
     assert TrainingState.from_plain({"epoch": 3, "best_dice": 1}) == TrainingState(
@@ -109,7 +109,7 @@ def test_a_state_is_read_back_and_one_of_an_earlier_version_too() -> None:
         {"best_dice": -2.0},
     ],
 )
-def test_what_is_no_state_is_refused(values: object) -> None:
+def test_what_is_no_state_is_refused(values):
     with pytest.raises(ValueError) as caught:
         TrainingState.from_plain(values)
     assert is_printable(str(caught.value))

@@ -22,16 +22,16 @@ from unet3d.training.validation import Validation
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
+def cases():
     return made_cases()
 
 
-def test_the_dice_of_each_label_is_the_mean_over_the_cases(cases: list[Case]) -> None:
+def test_the_dice_of_each_label_is_the_mean_over_the_cases(cases):
     found = validator(cases, Group(Ranks())).validate(1, 10, InterruptionRequest())
     assert_right(found, cases)
 
 
-def test_ignored_voxels_are_in_no_score(cases: list[Case]) -> None:
+def test_ignored_voxels_are_in_no_score(cases):
     """Whatever the network says where nobody has labelled, the Dice is that of the other voxels."""
     generator = np.random.default_rng(1)
     partly = []
@@ -49,9 +49,7 @@ def test_ignored_voxels_are_in_no_score(cases: list[Case]) -> None:
     assert_right(found, partly)
 
 
-def test_the_loss_of_a_volume_is_that_of_its_slabs(
-    cases: list[Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_of_a_volume_is_that_of_its_slabs(cases, monkeypatch):
     monkeypatch.setattr("unet3d.training.validation.MAX_LOGITS", 1000)
     wide = [Case(case.name, case.answer, case.truth.astype(np.uint16)) for case in cases]
     found = validator(wide, Group(Ranks())).validate(1, 10, InterruptionRequest())
@@ -59,7 +57,7 @@ def test_the_loss_of_a_volume_is_that_of_its_slabs(
     assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def test_every_case_and_window_is_told_of(cases: list[Case]) -> None:
+def test_every_case_and_window_is_told_of(cases):
     told: list[tuple[int, int, int, int]] = []
     found = validator(cases, Group(Ranks())).validate(
         1, 10, InterruptionRequest(), lambda *numbers: told.append(numbers)
@@ -77,8 +75,8 @@ def test_every_case_and_window_is_told_of(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize(("window", "planes"), [("3,8,8", 4), ("whole", 6)])
 def test_windows_with_too_few_planes_are_refused_before_the_first_epoch(
-    cases: list[Case], window: str, planes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cases, window, planes, monkeypatch
+):
     monkeypatch.setattr("unet3d.training.validation.ShardSignals", lambda *_: None)
     validator(cases, Group(Ranks()), planes, window=window)
     with pytest.raises(DeviceError, match=f"has {planes} planes .* use at most {planes}$"):
@@ -92,20 +90,20 @@ def both_ranks(cases: list[Case], requests: list[InterruptionRequest]) -> list[V
     )
 
 
-def test_ranks_divide_the_cases_and_agree(cases: list[Case]) -> None:
+def test_ranks_divide_the_cases_and_agree(cases):
     first, second = both_ranks(cases, [InterruptionRequest(), InterruptionRequest()])
     assert first == second
     assert_right(first, cases)
 
 
-def test_a_signal_to_one_rank_stops_all(cases: list[Case]) -> None:
+def test_a_signal_to_one_rank_stops_all(cases):
     told = InterruptionRequest()
     told.signal_number = 15
     found = both_ranks(cases, [InterruptionRequest(), told])
     assert [one.stop for one in found] == [15, 15]
 
 
-def test_shards_validate_the_cases_of_their_replica_together() -> None:
+def test_shards_validate_the_cases_of_their_replica_together():
     """Also where each is asked to stop at another moment; see ``rank_validation``."""
     done = warm.run_call(rank_validation.main)
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,7 @@
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ class Machine:
         self.gpu_free = max(self.now, self.gpu_free) + seconds
 
 
-def test_a_gpu_waits_only_while_it_has_no_step_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_waits_only_while_it_has_no_step_to_compute(monkeypatch):
     machine, clock = Machine(monkeypatch), DataClock(GPU)
     for _ in clock.timed(machine.batches(0.5, 0.3, 0.1, 0.1, 0.6)):
         machine.compute(0.2)
@@ -81,7 +80,7 @@ def test_a_gpu_waits_only_while_it_has_no_step_to_compute(monkeypatch: pytest.Mo
     assert clock.read() == 0.0
 
 
-def test_what_comes_between_the_batches_is_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_between_the_batches_is_not_waiting(monkeypatch):
     machine = Machine(monkeypatch)
     for device in (GPU, CPU):
         clock = DataClock(device)
@@ -94,7 +93,7 @@ def test_what_comes_between_the_batches_is_not_waiting(monkeypatch: pytest.Monke
         assert clock.read() == pytest.approx(1.0), device
 
 
-def test_the_first_batch_of_all_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_batch_of_all_is_told_once(monkeypatch):
     machine, clock = Machine(monkeypatch), DataClock(CPU)
     assert clock.take_start() == 0.0
     for _ in range(2):
@@ -116,11 +115,11 @@ def loading(**changes: Any) -> Loading:
 
 
 @pytest.fixture
-def machine_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+def machine_of(monkeypatch):
     """Pretend that there are so many cores, of which a CPU's network uses some."""
     before = torch.get_num_threads()
 
-    def pretend(num_cores: int, threads: int) -> None:
+    def pretend(num_cores, threads):
         monkeypatch.setattr(waiting, "num_cores", lambda: num_cores)
         torch.set_num_threads(threads)
 
@@ -143,9 +142,7 @@ def epoch(seconds: float, waited_seconds: float) -> dict[str, float]:
         (1, {"num_workers": 0}, "more cores, or data.cache on a faster disk"),
     ],
 )
-def test_a_gpu_that_waits_is_told_what_helps(
-    machine_of: Callable[[int, int], None], cores: int, changes: dict[str, Any], expected: str
-) -> None:
+def test_a_gpu_that_waits_is_told_what_helps(machine_of, cores, changes, expected):
     machine_of(cores, 1)
     note = loading(**changes).note(epoch(20.0, 6.8), 0.0, 6.8)
     assert note == f"waited 34 % for data: try {expected}"
@@ -153,9 +150,7 @@ def test_a_gpu_that_waits_is_told_what_helps(
     assert longest is not None and len(INDENT + longest) <= MAX_COLUMNS
 
 
-def test_a_gpu_whose_patches_are_there_waits_for_the_host(
-    machine_of: Callable[[int, int], None],
-) -> None:
+def test_a_gpu_whose_patches_are_there_waits_for_the_host(machine_of):
     machine_of(16, 1)
     for loading_seconds, for_what in (
         (1.9, "the host, which queues such short steps too slowly"),
@@ -183,13 +178,8 @@ def test_a_gpu_whose_patches_are_there_waits_for_the_host(
     ],
 )
 def test_a_cpu_is_told_where_a_process_more_costs_less_than_it_brings(
-    machine_of: Callable[[int, int], None],
-    cores: int,
-    threads: int,
-    changes: dict[str, Any],
-    share: float,
-    is_worth_it: bool,
-) -> None:
+    machine_of, cores, threads, changes, share, is_worth_it
+):
     machine_of(cores, threads)
     changed = loading(**{"devices": (CPU,), "num_workers": 0} | changes)
     note = changed.note(epoch(10.0, 10.0 * share), 0.0, 0.0)
@@ -199,7 +189,7 @@ def test_a_cpu_is_told_where_a_process_more_costs_less_than_it_brings(
     assert len(INDENT + note) <= MAX_COLUMNS
 
 
-def test_little_is_not_told(machine_of: Callable[[int, int], None]) -> None:
+def test_little_is_not_told(machine_of):
     machine_of(16, 1)
     for waited, start, is_told in (
         (1.0, 0.0, False),  # a tenth
@@ -229,8 +219,8 @@ def late_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("0", marks=pytest.mark.gpu)])
 def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+    cache, tmp_path, monkeypatch, device
+):
     late_batches(monkeypatch)
     config = settings(cache, f"parallel.devices={device}", "training.save_every_seconds=0")
     folder = tmp_path / "run"
@@ -249,13 +239,7 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     assert summary["waited_seconds"] < summary["training_seconds"]
 
 
-def test_the_log_of_a_training_says_what_helps(
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    machine_of: Callable[[int, int], None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_log_of_a_training_says_what_helps(cache, tmp_path, monkeypatch, machine_of, caplog):
     machine_of(16, 1)
     late_batches(monkeypatch)
     config = settings(cache, "training.epochs=1", "training.steps_per_epoch=2")
@@ -271,14 +255,12 @@ def test_the_log_of_a_training_says_what_helps(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("load_seconds", "least", "most"), [(0.05, 0.3, 0.95), (0.001, 0.0, 0.05)])
-def test_the_share_that_a_gpu_waits_is_what_it_does_not_compute(
-    load_seconds: float, least: float, most: float
-) -> None:
+def test_the_share_that_a_gpu_waits_is_what_it_does_not_compute(load_seconds, least, most):
     num_steps = 40
     cycles = cycles_of(0.02)
     clock, busy = DataClock(GPU), []
 
-    def batches(count: int) -> Iterator[Batch]:
+    def batches(count):
         for _ in range(count):
             time.sleep(load_seconds)
             yield BATCH

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_workers(monkeypatch):
     """Fork workers from a server that has imported all, where nothing depends on how they start.
 
     The package spawns those that prepare cases, and each of them then imports PyTorch.

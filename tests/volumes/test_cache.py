@@ -19,7 +19,7 @@ LABEL = np.zeros((4, 5, 6), np.uint8)
 
 
 @pytest.mark.parametrize("names", [("a.hdr", "a.img"), ("a.Hdr", "a.IMG")])
-def test_the_digest_of_a_pair_is_that_of_both_files(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_the_digest_of_a_pair_is_that_of_both_files(tmp_path, names):
     cache = Cache(tmp_path / "cache")
     header, voxels = paths = [tmp_path / name for name in names]
     header.write_bytes(b"header")
@@ -47,7 +47,7 @@ def full_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path):
     cache = Cache(tmp_path / "cache")
     large = np.zeros((1, 40, 40, 40), np.float32)
     for write in (
@@ -66,12 +66,10 @@ def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["fsync", "rename"])
-def test_an_entry_that_cannot_be_put_in_place_is_none(
-    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_that_cannot_be_put_in_place_is_none(tmp_path, broken, monkeypatch):
     cache = Cache(tmp_path / "cache")
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
@@ -85,14 +83,12 @@ def test_an_entry_that_cannot_be_put_in_place_is_none(
     assert case is not None and not case.image().any()
 
 
-def test_an_entry_is_flushed_with_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_is_flushed_with_its_folder(tmp_path, monkeypatch):
     cache = Cache(tmp_path / "cache")
     flushed = []
     fsync = os.fsync
 
-    def watched(descriptor: int) -> None:
+    def watched(descriptor):
         flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
@@ -109,7 +105,7 @@ def write_until_it_is_named(folder: Path) -> None:
     Cache(folder).save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):
     ended = warm.run_call(write_until_it_is_named, tmp_path)
     assert ended.returncode == -signal.SIGKILL
     cache = Cache(tmp_path)
@@ -123,7 +119,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path: Path
     assert not leftover.exists() and not phantom.exists()
 
 
-def test_what_the_cache_reports_can_be_fixed_by_the_user(tmp_path: Path) -> None:
+def test_what_the_cache_reports_can_be_fixed_by_the_user(tmp_path):
     assert issubclass(CacheError, Unet3dError)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CacheError, match=r"cannot write the cache folder .*file.*data\.cache"):

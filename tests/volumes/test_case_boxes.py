@@ -23,7 +23,7 @@ BOXES = [
 
 
 @pytest.fixture
-def cases(tmp_path: Path) -> tuple[Case, ...]:
+def cases(tmp_path):
     root = write_msd(tmp_path / "data", shape=SHAPE)
     for number, box in enumerate(BOXES):
         image = np.zeros(SHAPE, np.float32)
@@ -36,9 +36,7 @@ def found(cases: tuple[Case, ...], folder: Path) -> list[Box]:
     return boxes_of(cases, [SHAPE] * len(cases), folder / "cache")
 
 
-def test_boxes_are_found_once(
-    cases: tuple[Case, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_boxes_are_found_once(cases, tmp_path, caplog):
     caplog.set_level("INFO")
     assert found(cases[:2], tmp_path) == BOXES[:2]
     assert found(cases, tmp_path) == BOXES
@@ -47,7 +45,7 @@ def test_boxes_are_found_once(
     assert read == ["reading 2 of 2", "reading 1 of 3"]
 
 
-def test_a_changed_image_has_a_box_of_its_own_in_which_all_channels_count(tmp_path: Path) -> None:
+def test_a_changed_image_has_a_box_of_its_own_in_which_all_channels_count(tmp_path):
     paths = (tmp_path / "a.nii", tmp_path / "b.nii")
     case = Case(name="case", images=paths, label=tmp_path / "unused.nii")
     for first, expected in (
@@ -75,9 +73,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_damaged_records_are_made_anew(
-    cases: tuple[Case, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_records_are_made_anew(cases, tmp_path, caplog):
     found(cases, tmp_path)
     records = sorted((tmp_path / "cache" / "boxes").iterdir())
     assert len(records) == len(cases)
@@ -89,7 +85,7 @@ def test_damaged_records_are_made_anew(
     assert len([line for line in caplog.messages if "reading 3 of 3" in line]) == len(DAMAGES)
 
 
-def test_a_box_beyond_the_image_is_not_believed(tmp_path: Path) -> None:
+def test_a_box_beyond_the_image_is_not_believed(tmp_path):
     path = write_volume(tmp_path / "small.nii", np.ones((4, 4, 4), np.float32))
     small = Case(name="small", images=(path,), label=tmp_path / "unused.nii")
     whole = [Box(start=(0, 0, 0), stop=(4, 4, 4))]
@@ -100,7 +96,7 @@ def test_a_box_beyond_the_image_is_not_believed(tmp_path: Path) -> None:
     assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == whole
 
 
-def test_what_cannot_be_read_or_written_is_named(cases: tuple[Case, ...], tmp_path: Path) -> None:
+def test_what_cannot_be_read_or_written_is_named(cases, tmp_path):
     path = cases[1].images[0]
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(VolumeError, match=path.name):

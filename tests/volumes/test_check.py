@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from tests.volumes.samples import blob_label, msd_entry, write_msd, write_volume
-from unet3d.config import Spacing
 from unet3d.memory import host
 from unet3d.volumes.check import check_dataset, check_headers
 from unet3d.volumes.dataset import load_dataset
@@ -53,7 +52,7 @@ def labels_of(*values: float, dtype: type = np.int16) -> np.ndarray:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return write_msd(tmp_path, shape=SHAPE)
 
 
@@ -87,14 +86,12 @@ def root(tmp_path: Path) -> Path:
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, list) else "",
 )
-def test_says_what_is_wrong_with_a_case(
-    root: Path, image: Any, label: Any, expected: list[str]
-) -> None:
+def test_says_what_is_wrong_with_a_case(root, image, label, expected):
     write_case(root, image, label)
     assert_finds(root, *expected)
 
 
-def test_names_files_that_no_case_uses(root: Path) -> None:
+def test_names_files_that_no_case_uses(root):
     write_volume(root / "imagesTr/extra.nii.gz", np.ones((4, 4, 4)))
     (root / "imagesTr/._case_1.nii.gz").write_bytes(b"left by a Mac")
     (root / "imagesTr/notes.txt").write_text("not a volume")
@@ -102,7 +99,7 @@ def test_names_files_that_no_case_uses(root: Path) -> None:
     assert_finds(root, "warning: belongs to no case", case="extra.nii.gz", check=check_headers)
 
 
-def test_ignored_voxels_are_known_but_no_label(tmp_path: Path) -> None:
+def test_ignored_voxels_are_known_but_no_label(tmp_path):
     labels = {"0": "background", "1": "left", "2": "right", "5": "ignore"}
     root = write_msd(tmp_path / "data", labels=labels)
     some = LABEL.copy()
@@ -112,7 +109,7 @@ def test_ignored_voxels_are_known_but_no_label(tmp_path: Path) -> None:
     assert_finds(root, "warning: is empty: every voxel is background or ignored")
 
 
-def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path: Path) -> None:
+def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path):
     for named in (".Hdr", ".IMG"):
         entries = [msd_entry(0), msd_entry(1, image=f"imagesTr/pair{named}"), msd_entry(2)]
         root = write_msd(tmp_path, training=entries)
@@ -124,9 +121,7 @@ def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spacing_mm", [(100, 100, 100), (1, 1, 1e8)])
-def test_names_a_case_that_would_not_fit_in_memory(
-    root: Path, spacing_mm: Spacing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_a_case_that_would_not_fit_in_memory(root, spacing_mm, monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 2**30)
     write_case(root, affine=np.diag([*spacing_mm, 1]))
     for check in (check_headers, check_dataset):
@@ -140,7 +135,7 @@ def test_names_a_case_that_would_not_fit_in_memory(
     assert "memory" not in " ".join(finding.message for finding in coarse)
 
 
-def test_names_grids_that_no_scan_has(root: Path) -> None:
+def test_names_grids_that_no_scan_has(root):
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1e30, 1, 1))
     assert_finds(root, "error: spacing 1e+30x1x1 mm, which no scan has", check=check_headers)
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1, 1, 1.5))
@@ -154,7 +149,7 @@ def test_names_grids_that_no_scan_has(root: Path) -> None:
     assert_finds(root, "warning: miss a right angle by 15 degrees")
 
 
-def test_pipes_and_loops_are_findings_like_any_other(root: Path) -> None:
+def test_pipes_and_loops_are_findings_like_any_other(root):
     path = root / "imagesTr/case_1.nii.gz"
     path.unlink()
     os.mkfifo(path)

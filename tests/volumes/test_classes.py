@@ -18,9 +18,7 @@ from unet3d.volumes.classes import class_indices
         (tuple(range(0, 2000, 5)), np.int32),
     ],
 )
-def test_the_class_of_a_voxel_is_the_place_of_its_value(
-    values: tuple[int, ...], dtype: type
-) -> None:
+def test_the_class_of_a_voxel_is_the_place_of_its_value(values, dtype):
     expected = np.random.default_rng(0).integers(len(values), size=(5, 6, 7))
     classes = class_indices(np.array(values, dtype)[expected], values)
     np.testing.assert_array_equal(classes, expected)
@@ -30,7 +28,7 @@ def test_the_class_of_a_voxel_is_the_place_of_its_value(
     assert class_indices(label, (0, 3, 614454277)).tolist() == [[[0, 1]]]
 
 
-def test_memory_does_not_grow_with_the_values() -> None:
+def test_memory_does_not_grow_with_the_values():
     label = np.zeros((8, 8, 8), np.uint32)
     label[1] = 4_000_000_000
     tracemalloc.start()
@@ -41,7 +39,7 @@ def test_memory_does_not_grow_with_the_values() -> None:
         tracemalloc.stop()
 
 
-def test_unknown_values_are_named_and_counted() -> None:
+def test_unknown_values_are_named_and_counted():
     label = np.zeros((3, 4, 5), np.int16)
     label[1, 1] = -2
     label[2, 2, 2] = 9

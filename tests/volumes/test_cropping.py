@@ -9,7 +9,7 @@ from unet3d.volumes.image_voxels import ImageVoxels
 RNG = np.random.default_rng(0)
 
 
-def test_the_box_holds_all_that_is_not_zero_and_no_plane_more() -> None:
+def test_the_box_holds_all_that_is_not_zero_and_no_plane_more():
     for _ in range(50):
         size = RNG.integers(1, 9, 3)
         image = np.zeros((2, *size), np.float32)
@@ -23,20 +23,20 @@ def test_the_box_holds_all_that_is_not_zero_and_no_plane_more() -> None:
         assert box.shape == image[0][box.slices].shape
 
 
-def test_an_image_of_zeros_is_kept_whole() -> None:
+def test_an_image_of_zeros_is_kept_whole():
     assert nonzero_box(ImageVoxels.of(np.zeros((1, 3, 4, 5), np.float32))) == whole_box((3, 4, 5))
     assert whole_box((3, 4, 5)).slices == (slice(0, 3), slice(0, 4), slice(0, 5))
 
 
 @pytest.mark.parametrize("stop", [[2, 0, 2], [1, 3, 2], [2, 2, 10**30], [2, 2, 2.0], [2, 2]])
-def test_a_box_without_voxels_is_refused(stop: list[int]) -> None:
+def test_a_box_without_voxels_is_refused(stop):
     assert validated(Box, {"start": [1, 0, 0], "stop": [2, 3, 2]}).shape == (1, 3, 2)
     with pytest.raises(ValueError):
         validated(Box, {"start": [1, 0, 0], "stop": stop})
 
 
 @pytest.mark.parametrize("share", [0.5, 0.6, 0.7])
-def test_what_is_enclosed_is_inside(share: float) -> None:
+def test_what_is_enclosed_is_inside(share):
     image = np.zeros((2, 12, 11, 13), np.float32)
     image[:, 2:10, 3:9, 1:12] = RNG.random((2, 8, 6, 11)) < share
     numbered, _ = ndimage.label(np.pad(~image.any(axis=0), 1, constant_values=True))
@@ -47,7 +47,7 @@ def test_what_is_enclosed_is_inside(share: float) -> None:
     np.testing.assert_array_equal(inside_mask(ImageVoxels.of(image).cut(box)), expected[box])
 
 
-def test_a_quarter_of_the_median_case_is_much() -> None:
+def test_a_quarter_of_the_median_case_is_much():
     whole = [(10, 10, 10)] * 3
     assert takes_much(whole, [(10, 10, 10), (10, 10, 7), (10, 5, 5)])
     assert takes_much([(10, 10, 8)] * 3, [(10, 10, 6)] * 3)

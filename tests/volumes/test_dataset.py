@@ -16,7 +16,7 @@ from unet3d.volumes.classes import Region
 from unet3d.volumes.dataset import fold_cases, load_dataset
 
 
-def test_reads_the_decathlon_layout(tmp_path: Path) -> None:
+def test_reads_the_decathlon_layout(tmp_path):
     root = write_msd(tmp_path / "Task00", test=["./imagesTs/other.nii.gz"])
     dataset = load_dataset(root)
     assert load_dataset(root / "dataset.json") == dataset
@@ -40,7 +40,7 @@ def nnunet(root: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("ending", [".nrrd", ".mha", ".mhd"])
-def test_reads_nnunet_raw_with_the_endings_of_itk(tmp_path: Path, ending: str) -> None:
+def test_reads_nnunet_raw_with_the_endings_of_itk(tmp_path, ending):
     sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     label = blob_label((4, 4, 4))
     for folder in ("imagesTr", "labelsTr"):
@@ -57,7 +57,7 @@ def test_reads_nnunet_raw_with_the_endings_of_itk(tmp_path: Path, ending: str) -
     assert check_dataset(dataset) == []
 
 
-def test_reads_nnunet_raw_with_several_channels(tmp_path: Path) -> None:
+def test_reads_nnunet_raw_with_several_channels(tmp_path):
     dataset = load_dataset(nnunet(tmp_path / "Dataset001_Liver"))
     assert dataset.name == "Dataset001_Liver"
     assert dataset.channel_names == ("CT", "PET")
@@ -72,7 +72,7 @@ def test_reads_nnunet_raw_with_several_channels(tmp_path: Path) -> None:
     assert (case.name, len(case.images)) == ("mine", 2)
 
 
-def test_reads_a_monai_datalist(tmp_path: Path) -> None:
+def test_reads_a_monai_datalist(tmp_path):
     entries = []
     for patient in ("a", "b", "c"):
         images = [f"{patient}/t1.nii.gz", f"{patient}/flair.nii.gz"]
@@ -93,7 +93,7 @@ def test_reads_a_monai_datalist(tmp_path: Path) -> None:
         fold_cases(dataset, 1, 5, seed=0)
 
 
-def test_regions_are_read_as_nnunet_writes_them(tmp_path: Path) -> None:
+def test_regions_are_read_as_nnunet_writes_them(tmp_path):
     labels = {"background": 0, "whole": [1, 2, 4], "core": [2, 4], "enhancing": 4, "ignore": 5}
     dataset = load_dataset(nnunet(tmp_path, labels=labels, regions_class_order=[1, 2, 4]))
     assert dataset.label_values == (0, 1, 2, 4)
@@ -116,8 +116,8 @@ def test_regions_are_read_as_nnunet_writes_them(tmp_path: Path) -> None:
     ],
 )
 def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
-    tmp_path: Path, labels: dict[str, Any], values: tuple[int, ...], ignored: int | None
-) -> None:
+    tmp_path, labels, values, ignored
+):
     dataset = load_dataset(nnunet(tmp_path, labels=labels))
     assert (dataset.label_values, dataset.label_names) == (values, ("background", "a", "b"))
     assert dataset.ignore_value == ignored
@@ -162,9 +162,7 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"dataset": {"": {}}}, "a case is called ''"),
     ],
 )
-def test_refuses_what_it_cannot_train_on(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_refuses_what_it_cannot_train_on(tmp_path, changes, message):
     with pytest.raises(DatasetError, match=message) as caught:
         load_dataset(nnunet(tmp_path, **changes))
     assert str(tmp_path) in str(caught.value)
@@ -197,9 +195,7 @@ NO_NAMES = ["a\0.nii", "a\n.nii", "\udcff.nii", f"{'x' * 300}.nii", ".", ["a.nii
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refuses_lists_that_it_cannot_follow(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_refuses_lists_that_it_cannot_follow(tmp_path, changes, message):
     root = write_msd(tmp_path, 2, **changes)
     description = root / "dataset.json"
     description.write_text(description.read_text().replace("{root}", str(root)))
@@ -208,7 +204,7 @@ def test_refuses_lists_that_it_cannot_follow(
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
-def test_refuses_links_that_leave_the_folder(tmp_path: Path) -> None:
+def test_refuses_links_that_leave_the_folder(tmp_path):
     outside = write_volume(tmp_path / "x.nii.gz", np.ones((4, 4, 4)))
     root = write_msd(tmp_path / "data")
     (root / "imagesTr/case_1.nii.gz").unlink()
@@ -222,7 +218,7 @@ def test_refuses_links_that_leave_the_folder(tmp_path: Path) -> None:
         load_dataset(root)
 
 
-def test_says_which_layouts_are_understood(tmp_path: Path) -> None:
+def test_says_which_layouts_are_understood(tmp_path):
     with pytest.raises(DatasetError, match="there is no data set at"):
         load_dataset(tmp_path / "nowhere")
     with pytest.raises(DatasetError, match=r"holds no dataset.json.*Decathlon.*nnU-Net"):
@@ -239,9 +235,7 @@ def test_says_which_layouts_are_understood(tmp_path: Path) -> None:
             load_dataset(tmp_path)
 
 
-def test_drawn_folds_validate_every_case_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drawn_folds_validate_every_case_once(tmp_path, caplog):
     dataset = load_dataset(write_msd(tmp_path, num_cases=13))
     validated = []
     for fold in range(5):
@@ -265,7 +259,7 @@ def test_drawn_folds_validate_every_case_once(
         fold_cases(lonely, 0, 5, seed=0)
 
 
-def test_honours_splits_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_honours_splits_final(tmp_path, caplog):
     root = write_msd(tmp_path)
     given = root / "splits_final.json"
     fold = {"train": ["case_0", "case_2"], "val": ["case_1"]}
@@ -300,14 +294,14 @@ def test_honours_splits_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ([{"train": ["case_1"] * 200_000, "val": ["case_2"]}], "names case_1 twice"),
     ],
 )
-def test_refuses_wrong_splits_final(tmp_path: Path, folds: Any, message: str) -> None:
+def test_refuses_wrong_splits_final(tmp_path, folds, message):
     root = write_msd(tmp_path)
     write_json(root / "splits_final.json", folds)
     with pytest.raises(DatasetError, match=message):
         load_dataset(root)
 
 
-def test_honours_fold_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_honours_fold_keys(tmp_path, caplog):
     entries = [msd_entry(number, fold=number % 2) for number in range(4)]
     root = write_msd(tmp_path, 4, training=entries)
     train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
@@ -320,7 +314,7 @@ def test_honours_fold_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "fold 0 leaves out 1 of 4 cases" in caplog.text
 
 
-def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path: Path) -> None:
+def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path):
     root = nnunet(tmp_path)
     (root / "labelsTr/liver_2.nii.gz").rename(root / "labelsTr/liver_2.NII.GZ")
     (root / "imagesTr/liver_2_0001.nii.gz").rename(root / "imagesTr/liver_2_0001.Nii.gz")
@@ -331,7 +325,7 @@ def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path: Path) -> 
     assert check_headers(dataset) == []
 
 
-def test_files_that_are_named_twice_and_cases_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_named_twice_and_cases_of_one_name_are_refused(tmp_path):
     pair = ["imagesTr/pair.HDR", "imagesTr/pair.IMG"]
     root = write_msd(tmp_path, training=[msd_entry(0, image=pair)])
     nib.save(nib.Nifti1Pair(np.ones((12, 14, 10), np.float32), np.eye(4)), root / pair[0])
@@ -348,7 +342,7 @@ def test_files_that_are_named_twice_and_cases_of_one_name_are_refused(tmp_path: 
         load_dataset(root)
 
 
-def test_the_name_of_a_case_depends_on_no_other_case(tmp_path: Path) -> None:
+def test_the_name_of_a_case_depends_on_no_other_case(tmp_path):
     labels = ["labelsTr/seg.nii.gz", "a/b_c/seg.nii.gz", "a_b/c/seg.nii.gz"]
     entries = [msd_entry(number, label=label) for number, label in enumerate(labels)]
     names = ["seg", "a/b_c/seg", "a_b/c/seg"]
@@ -360,7 +354,7 @@ def test_the_name_of_a_case_depends_on_no_other_case(tmp_path: Path) -> None:
     assert dataset.validation == ("a_b/c/seg",)
 
 
-def test_names_agree_whatever_the_form_of_their_letters(tmp_path: Path) -> None:
+def test_names_agree_whatever_the_form_of_their_letters(tmp_path):
     composed, decomposed = (unicodedata.normalize(form, "\u00e9") for form in ("NFC", "NFD"))
     entries = [msd_entry(0, label=f"labelsTr/{decomposed}.nii.gz"), msd_entry(1)]
     root = write_msd(tmp_path, training=entries)
@@ -374,7 +368,7 @@ def test_names_agree_whatever_the_form_of_their_letters(tmp_path: Path) -> None:
         load_dataset(root)
 
 
-def test_an_image_is_no_label_map_to_find_labels_in(tmp_path: Path) -> None:
+def test_an_image_is_no_label_map_to_find_labels_in(tmp_path):
     root = write_msd(tmp_path, labels=None, shape=(70, 40, 30))
     grey = np.arange(70 * 40 * 30, dtype=np.float32).reshape(70, 40, 30)
     write_volume(root / "labelsTr/case_1.nii.gz", grey)
@@ -382,7 +376,7 @@ def test_an_image_is_no_label_map_to_find_labels_in(tmp_path: Path) -> None:
         load_dataset(root)
 
 
-def test_unnamed_channels_of_several_files_are_counted(tmp_path: Path) -> None:
+def test_unnamed_channels_of_several_files_are_counted(tmp_path):
     images = ["imagesTr/case_0.nii.gz", "imagesTr/two.nii.gz"]
     root = write_msd(tmp_path, 1, modality=None, training=[msd_entry(0, image=images)])
     write_volume(root / "imagesTr/two.nii.gz", np.ones((12, 14, 10, 2), np.float32))

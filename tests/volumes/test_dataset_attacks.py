@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,7 +50,7 @@ SPLITS = [
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def roots(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     return {name: make(folder / name) for name, make in MAKERS.items()}
 
@@ -88,7 +87,7 @@ def assert_is_understood_or_refused(root: Path, description: str) -> None:
 @pytest.mark.parametrize("layout", MAKERS)
 @partial(property_test, share=0.3)
 @given(data=st.data())
-def test_a_changed_description(roots: dict[str, Path], layout: str, data: st.DataObject) -> None:
+def test_a_changed_description(roots, layout, data):
     root = roots[layout]
     tree = data.draw(mutated(json.loads((root / "dataset.json").read_text())))
     (root / "changed.json").write_text(json.dumps(tree, default=repr))
@@ -97,7 +96,7 @@ def test_a_changed_description(roots: dict[str, Path], layout: str, data: st.Dat
 
 @partial(property_test, share=0.5)
 @given(data=st.data())
-def test_damaged_text(roots: dict[str, Path], data: st.DataObject) -> None:
+def test_damaged_text(roots, data):
     root = roots["decathlon"]
     content = data.draw(damaged((root / "dataset.json").read_bytes()))
     (root / "changed.json").write_bytes(content)
@@ -106,7 +105,7 @@ def test_damaged_text(roots: dict[str, Path], data: st.DataObject) -> None:
 
 @partial(property_test, share=0.5)
 @given(splits=mutated(SPLITS))
-def test_changed_splits(roots: dict[str, Path], splits: Any) -> None:
+def test_changed_splits(roots, splits):
     path = roots["decathlon"] / "splits_final.json"
     path.write_text(json.dumps(splits, default=repr))
     try:
@@ -115,7 +114,7 @@ def test_changed_splits(roots: dict[str, Path], splits: Any) -> None:
         path.unlink()
 
 
-def test_a_large_data_set_is_read_in_seconds(tmp_path: Path) -> None:
+def test_a_large_data_set_is_read_in_seconds(tmp_path):
     entries = [
         {"image": f"imagesTr/{number}.nii.gz", "label": f"labelsTr/{number}.nii.gz"}
         for number in range(5_000)

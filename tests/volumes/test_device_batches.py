@@ -66,7 +66,7 @@ def clones(batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_are_those_of_the_cpu(tmp_path: Path, num_workers: int) -> None:
+def test_batches_are_those_of_the_cpu(tmp_path, num_workers):
     cases = real_cases(tmp_path)
     on_gpu, on_cpu = (
         loader(cases, on_gpu=is_gpu, num_workers=num_workers) for is_gpu in (True, False)
@@ -82,7 +82,7 @@ def test_batches_are_those_of_the_cpu(tmp_path: Path, num_workers: int) -> None:
             assert (made.target.cpu() != expected.target).float().mean() < 1e-4
 
 
-def test_a_batch_stays_as_it_is_while_the_gpu_is_busy_with_it(tmp_path: Path) -> None:
+def test_a_batch_stays_as_it_is_while_the_gpu_is_busy_with_it(tmp_path):
     """The host is many batches ahead; the buffers are not overwritten before they are read."""
     cases = real_cases(tmp_path)
     calm = [batch.image.clone() for batch in loader(cases, on_gpu=True).epoch(0)]
@@ -98,7 +98,7 @@ def test_a_batch_stays_as_it_is_while_the_gpu_is_busy_with_it(tmp_path: Path) ->
     assert all(torch.equal(a, b) for a, b in zip(read, calm, strict=True))
 
 
-def test_workers_and_resuming_change_no_bit(tmp_path: Path) -> None:
+def test_workers_and_resuming_change_no_bit(tmp_path):
     cases = real_cases(tmp_path)
     first = clones(loader(cases, on_gpu=True).epoch(3))
     resumed = clones(loader(cases, on_gpu=True, num_workers=2).epoch(3, 2))
@@ -107,7 +107,7 @@ def test_workers_and_resuming_change_no_bit(tmp_path: Path) -> None:
         assert torch.equal(left[0], right[0]) and torch.equal(left[1], right[1])
 
 
-def test_whole_volumes_of_many_shapes_share_the_buffers(tmp_path: Path) -> None:
+def test_whole_volumes_of_many_shapes_share_the_buffers(tmp_path):
     cases = make_cases(tmp_path, [(7, 8, 5), (12, 4, 6), (9, 9, 9), (16, 16, 12)])
     settings = PatchSettings(augmentation=AugmentationSettings(enabled=False))
     made = loader(cases, on_gpu=True, size=None, settings=settings)
@@ -118,7 +118,7 @@ def test_whole_volumes_of_many_shapes_share_the_buffers(tmp_path: Path) -> None:
             assert torch.equal(left.target.cpu(), right.target)
 
 
-def test_only_two_batches_and_one_cut_take_memory(tmp_path: Path) -> None:
+def test_only_two_batches_and_one_cut_take_memory(tmp_path):
     cases = real_cases(tmp_path, (96, 96, 96))
     size: Shape = (64, 64, 64)
     batches = loader(cases, on_gpu=True, size=size)
@@ -144,9 +144,7 @@ def slab_of(shard: int, count: int, shape: Shape) -> range:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("size", [(24, 20, 28), None])
-def test_slabs_without_messages_are_those_of_the_cpu(
-    tmp_path: Path, size: Shape | None, num_workers: int
-) -> None:
+def test_slabs_without_messages_are_those_of_the_cpu(tmp_path, size, num_workers):
     cases = real_cases(tmp_path)
     whole = loader(cases, on_gpu=False, size=size).epoch(0)
     shards = [
@@ -163,7 +161,7 @@ def test_slabs_without_messages_are_those_of_the_cpu(
         assert (target != expected.target).float().mean() < 1e-4
 
 
-def test_slabs_gather_their_statistics_between_steps(tmp_path: Path) -> None:
+def test_slabs_gather_their_statistics_between_steps(tmp_path):
     """Two shards on one GPU, in threads that hand each other what they gather."""
     cases = real_cases(tmp_path)
     settings = PatchSettings(augmentation=probable(1))
@@ -172,8 +170,8 @@ def test_slabs_gather_their_statistics_between_steps(tmp_path: Path) -> None:
     handed: dict[int, Tensor] = {}
     streams: set[torch.cuda.Stream] = set()
 
-    def work(shard: int) -> list[tuple[Tensor, Tensor]]:
-        def gather(numbers: Tensor) -> Tensor:
+    def work(shard):
+        def gather(numbers):
             streams.add(torch.cuda.current_stream(GPU))
             handed[shard] = numbers
             barrier.wait(timeout=60)

@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ ARRAY = np.random.default_rng(0).integers(-1000, 3000, (5, 4, 6)).astype(np.int1
 
 
 @pytest.fixture
-def series(tmp_path: Path) -> Path:
+def series(tmp_path):
     return write_series(tmp_path / "series", ARRAY)
 
 
@@ -33,7 +32,7 @@ def in_order(series: Path) -> list[Path]:
     return sorted(series.iterdir(), key=lambda path: pydicom.dcmread(path).InstanceNumber)
 
 
-def test_other_files_of_the_folder_are_left_out(series: Path) -> None:
+def test_other_files_of_the_folder_are_left_out(series):
     whole = read_image(series)
     (series / "notes.txt").write_text("not DICOM")
     (series / ".hidden").write_bytes(bytes(128) + b"DICM")
@@ -45,7 +44,7 @@ def test_other_files_of_the_folder_are_left_out(series: Path) -> None:
     assert whole.header.shape == (5, 4, 6) and whole.header.spacing_mm == (0.7, 0.8, 2.5)
 
 
-def test_headers_are_read_without_pixels(series: Path) -> None:
+def test_headers_are_read_without_pixels(series):
     for path in series.iterdir():
         slice_ = pydicom.dcmread(path)
         slice_.PixelData = bytes(2)
@@ -56,7 +55,7 @@ def test_headers_are_read_without_pixels(series: Path) -> None:
     assert "as a slice" in str(pytest.raises(VolumeError, read_image, series).value)
 
 
-def test_slices_that_are_missing_or_twice_there_are_named(series: Path) -> None:
+def test_slices_that_are_missing_or_twice_there_are_named(series):
     slices = in_order(series)
     shutil.copy(slices[1], series / "zcopy")
     assert f"two slices at one place, {slices[1].name} and zcopy" in refusal(series)
@@ -70,7 +69,7 @@ def test_slices_that_are_missing_or_twice_there_are_named(series: Path) -> None:
     assert "holds one DICOM slice; a volume needs at least two" in line
 
 
-def test_a_tilted_gantry_is_refused(series: Path) -> None:
+def test_a_tilted_gantry_is_refused(series):
     for number, path in enumerate(in_order(series)):
         # The table moves along Z while the slices lean by 12 degrees.
         lean = [0, float(np.cos(np.radians(12))), float(-np.sin(np.radians(12)))]
@@ -101,16 +100,14 @@ def test_a_tilted_gantry_is_refused(series: Path) -> None:
         ),
     ],
 )
-def test_a_slice_that_does_not_belong_to_the_others_is_named(
-    series: Path, number: int, changes: dict[str, Any], said: str
-) -> None:
+def test_a_slice_that_does_not_belong_to_the_others_is_named(series, number, changes, said):
     slices = in_order(series)
     change(slices[number], **changes)
     line = refusal(series)
     assert said.format(*(path.name for path in slices)) in line and line.isprintable()
 
 
-def test_rounded_positions_are_even_and_no_tilt(series: Path) -> None:
+def test_rounded_positions_are_even_and_no_tilt(series):
     change(in_order(series)[2], ImagePositionPatient=[0.05, 0, 5.05])
     assert read_header(series).spacing_mm == (0.7, 0.8, 2.5)
     short = write_series(series.with_name("short"), ARRAY[:, :, :3])
@@ -118,7 +115,7 @@ def test_rounded_positions_are_even_and_no_tilt(series: Path) -> None:
     assert read_header(short).shape == (5, 4, 3)
 
 
-def test_slices_may_be_scaled_each_on_its_own(tmp_path: Path) -> None:
+def test_slices_may_be_scaled_each_on_its_own(tmp_path):
     series = write_series(tmp_path / "pet", np.abs(ARRAY))
     expected = np.abs(ARRAY).astype(np.float64)
     for number, path in enumerate(in_order(series)):
@@ -127,15 +124,13 @@ def test_slices_may_be_scaled_each_on_its_own(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_image(series).array[0], expected.astype(np.float32))
 
 
-def test_memory_is_counted_before_pixels_are_read(
-    series: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_counted_before_pixels_are_read(series, monkeypatch):
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: 100)
     assert "reading 5x4x6x1 voxels takes 720 bytes of memory" in refusal(series)
 
 
-def test_a_data_set_may_have_folders_of_slices(tmp_path: Path) -> None:
+def test_a_data_set_may_have_folders_of_slices(tmp_path):
     entries = []
     for number in range(2):
         name = f"case{number}.1"
@@ -153,9 +148,7 @@ def test_a_data_set_may_have_folders_of_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_memory", [True, False])
-def test_slices_are_stacked_in_memory_or_on_a_disk(
-    series: Path, tmp_path: Path, is_memory: bool
-) -> None:
+def test_slices_are_stacked_in_memory_or_on_a_disk(series, tmp_path, is_memory):
     (tmp_path / "disk").mkdir()
     image = open_channels([series], Scratch(None if is_memory else tmp_path / "disk"))
     np.testing.assert_array_equal(image.voxels.whole()[0], ARRAY)

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,9 +32,7 @@ PIXELS = np.random.default_rng(0).integers(-1000, 3000, (4, 6)).astype(np.int16)
         (1e300, 0, np.float32),
     ],
 )
-def test_slope_and_intercept_are_applied(
-    tmp_path: Path, slope: float | None, intercept: float | None, dtype: Any
-) -> None:
+def test_slope_and_intercept_are_applied(tmp_path, slope, intercept, dtype):
     path = write_slice(tmp_path / "a", PIXELS, RescaleSlope=slope, RescaleIntercept=intercept)
     one = read_slice(path)
     assert one.dtype == dtype
@@ -46,7 +42,7 @@ def test_slope_and_intercept_are_applied(
     assert read_pixels(one).dtype == dtype
 
 
-def test_every_type_is_read(tmp_path: Path) -> None:
+def test_every_type_is_read(tmp_path):
     for dtype in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32):
         info = np.iinfo(dtype)
         pixels = np.array([[info.min, 0, 1], [2, 3, info.max]], dtype)
@@ -72,20 +68,20 @@ def test_every_type_is_read(tmp_path: Path) -> None:
         ({"Rows": None}, "holds no image, or only the beginning of one (CT Image Storage)"),
     ],
 )
-def test_what_is_no_slice_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_what_is_no_slice_is_refused(tmp_path, changes, reason):
     path = write_slice(tmp_path / "a", PIXELS)
     change(path, **changes)
     assert reason in refusal(path, read_slice)
 
 
-def test_a_table_of_intensities_is_refused(tmp_path: Path) -> None:
+def test_a_table_of_intensities_is_refused(tmp_path):
     table = pydicom.Dataset()
     table.LUTDescriptor, table.LUTData = [2, 0, 16], bytes(4)
     path = write_slice(tmp_path / "a", PIXELS, ModalityLUTSequence=[table])
     assert "ModalityLUTSequence" in refusal(path, read_slice)
 
 
-def test_run_lengths_are_unpacked(tmp_path: Path) -> None:
+def test_run_lengths_are_unpacked(tmp_path):
     path = write_slice(tmp_path / "a", PIXELS)
     packed = pydicom.dcmread(path)
     packed.compress(pydicom.uid.RLELossless)
@@ -106,7 +102,7 @@ writer.Execute(image)
 """
 
 
-def test_lossless_jpeg_is_unpacked(tmp_path: Path) -> None:
+def test_lossless_jpeg_is_unpacked(tmp_path):
     pytest.importorskip("gdcm", reason="needs python-gdcm, of the extra itk")
     pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     plain, packed = write_slice(tmp_path / "a.dcm", PIXELS), tmp_path / "b.dcm"
@@ -125,7 +121,7 @@ def test_lossless_jpeg_is_unpacked(tmp_path: Path) -> None:
         ("1.2.840.10008.1.2.4.999", "1.2.840.10008.1.2.4.999"),
     ],
 )
-def test_pixels_that_nothing_decodes_are_refused(tmp_path: Path, syntax: str, name: str) -> None:
+def test_pixels_that_nothing_decodes_are_refused(tmp_path, syntax, name):
     path = write_slice(tmp_path / "a", PIXELS)
     content = path.read_bytes()
     start = content.index(b"\x02\x00\x10\x00UI\x14\x001.2.840.10008.1.2.1\0")
@@ -138,7 +134,7 @@ def test_pixels_that_nothing_decodes_are_refused(tmp_path: Path, syntax: str, na
 
 
 @pytest.fixture(scope="module")
-def content(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+def content(tmp_path_factory):
     """Return a slice whose bytes may be changed, and its bytes before that."""
     path = tmp_path_factory.mktemp("slice") / "a"
     write_slice(path, PIXELS, RescaleSlope=2, RescaleIntercept=0)
@@ -147,7 +143,7 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 
 @property_test
 @given(data=st.data())
-def test_bytes_of_a_slice_may_be_anything(content: tuple[Path, bytes], data: st.DataObject) -> None:
+def test_bytes_of_a_slice_may_be_anything(content, data):
     path, sound = content
     path.write_bytes(data.draw(damaged(sound)))
     try:

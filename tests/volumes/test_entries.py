@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ FILES = ("image.npy", "label.npy", "foreground.npy", "components.npy", "entry.js
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(tmp_path_factory):
     """Return an entry that is as it was written."""
     folder = tmp_path_factory.mktemp("cache")
     save(Cache(folder))
@@ -33,7 +33,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cache]:
+def cache(tmp_path_factory):
     """Return a cache for damaged entries, whose disk is not waited for."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda _: None)
@@ -80,16 +80,14 @@ def assert_is_repaired(cache: Cache, sound: Path, damage: Callable[[Path], objec
 
 @partial(property_test, share=0.5)
 @given(data=st.data(), name=st.sampled_from(FILES))
-def test_damaged_bytes_are_never_used(
-    cache: Cache, sound: Path, data: st.DataObject, name: str
-) -> None:
+def test_damaged_bytes_are_never_used(cache, sound, data, name):
     content = data.draw(damaged((sound / name).read_bytes()))
     assert_is_repaired(cache, sound, lambda entry: (entry / name).write_bytes(content))
 
 
 @partial(property_test, share=0.5)
 @given(data=st.data())
-def test_other_records_are_never_used(cache: Cache, sound: Path, data: st.DataObject) -> None:
+def test_other_records_are_never_used(cache, sound, data):
     tree = data.draw(mutated(json.loads((sound / "entry.json").read_text())))
     text = json.dumps(tree, default=repr)
     assert_is_repaired(cache, sound, lambda entry: (entry / "entry.json").write_text(text))
@@ -107,10 +105,8 @@ REPLACEMENTS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_of_the_entry_is_not_waited_for(
-    cache: Cache, sound: Path, name: str
-) -> None:
-    def replace(entry: Path, make: Callable[[Path], object]) -> None:
+def test_what_is_no_file_of_the_entry_is_not_waited_for(cache, sound, name):
+    def replace(entry, make):
         (entry / name).unlink()
         make(entry / name)
 
@@ -118,7 +114,7 @@ def test_what_is_no_file_of_the_entry_is_not_waited_for(
         assert_is_repaired(cache, sound, partial(replace, make=make))
 
 
-def test_several_writers_repair_one_entry(cache: Cache, sound: Path) -> None:
+def test_several_writers_repair_one_entry(cache, sound):
     folder = cache.folder / "prepared" / "key"
     with ThreadPoolExecutor(4) as writers:
         for _ in range(5):
@@ -130,7 +126,7 @@ def test_several_writers_repair_one_entry(cache: Cache, sound: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["key"]
 
 
-def test_the_checksum_of_a_record_covers_all_of_it(sound: Path) -> None:
+def test_the_checksum_of_a_record_covers_all_of_it(sound):
     record = read_entry(sound, CaseRecord)
     assert record is not None
     changed: dict[str, Any] = {"num_components": (0, 7, 8), "spacing_mm": (1.0, 1.5, 2.1)}

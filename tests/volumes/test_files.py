@@ -29,7 +29,7 @@ def save_pair(folder: Path, header: str, voxels: str, version: int = 1) -> Path:
     return folder / header
 
 
-def test_names() -> None:
+def test_names():
     for suffix in SUFFIXES:
         assert is_volume_file(Path(f"folder/scan.1{suffix}"))
         assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
@@ -44,9 +44,7 @@ def test_names() -> None:
     ("header", "voxels", "version"),
     [(".hdr", ".img", 1), (".HDR", ".IMG", 2), (".HDR", ".img", 1), (".hDR", ".Img", 2)],
 )
-def test_pairs_are_found_and_read_in_any_case_of_letters(
-    tmp_path: Path, header: str, voxels: str, version: int
-) -> None:
+def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, header, voxels, version):
     both = (tmp_path / f"scan.1{header}", tmp_path / f"scan.1{voxels}")
     save_pair(tmp_path, both[0].name, both[1].name, version)
     for path in both:
@@ -57,14 +55,14 @@ def test_pairs_are_found_and_read_in_any_case_of_letters(
         assert read_header(path).spacing_mm == (2, 3, 4)
 
 
-def test_pairs_whose_names_differ_by_case_alone_are_kept_apart(tmp_path: Path) -> None:
+def test_pairs_whose_names_differ_by_case_alone_are_kept_apart(tmp_path):
     quiet, loud = (tmp_path / "a.hdr", tmp_path / "a.img"), (tmp_path / "a.HDR", tmp_path / "a.IMG")
     for path in (*quiet, *loud):
         path.touch()
     assert [members(path) for path in (*quiet, *loud)] == [quiet, quiet, loud, loud]
 
 
-def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path: Path) -> None:
+def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path):
     for suffix, partner in ((".hdr", "img"), (".HDR", "img"), (".img", "hdr"), (".Img", "hdr")):
         path = tmp_path / f"half{suffix}"
         path.write_bytes(b"something")
@@ -75,7 +73,7 @@ def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".NII", ".nIi", ".NII.GZ", ".Nii.Gz", ".nii.GZ"])
-def test_files_are_read_and_written_in_any_case_of_letters(tmp_path: Path, suffix: str) -> None:
+def test_files_are_read_and_written_in_any_case_of_letters(tmp_path, suffix):
     gz = suffix.lower().endswith(".gz")
     nib.save(nib.Nifti1Image(ARRAY, np.eye(4)), tmp_path / ("a.nii.gz" if gz else "a.nii"))
     path = next(tmp_path.iterdir()).rename(tmp_path / f"scan{suffix}")
@@ -89,14 +87,14 @@ def test_files_are_read_and_written_in_any_case_of_letters(tmp_path: Path, suffi
 # nibabel leaves it to the garbage collector to close a plain .mgh file.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("suffix", [".mgz", ".mGz", ".MGH"])
-def test_mgh_files_are_read_in_any_case_of_letters(tmp_path: Path, suffix: str) -> None:
+def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
     plain = tmp_path / f"new{suffix.lower()}"
     nib.save(nib.MGHImage(ARRAY.astype(np.int32), np.eye(4)), plain)
     path = plain.rename(tmp_path / f"scan{suffix}")
     np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
 
 
-def test_a_header_of_no_known_format_is_refused(tmp_path: Path) -> None:
+def test_a_header_of_no_known_format_is_refused(tmp_path):
     path = save_pair(tmp_path, "scan.HDR", "scan.img")
     path.write_bytes(bytes(348))
     assert "scan.HDR: it does not begin with a NIfTI header" in refusal(path, read_header)
@@ -106,7 +104,7 @@ def test_a_header_of_no_known_format_is_refused(tmp_path: Path) -> None:
     assert "old.hdr is in the Analyze 7.5 format" in said
 
 
-def test_a_name_is_found_whatever_the_case_of_its_ending(tmp_path: Path) -> None:
+def test_a_name_is_found_whatever_the_case_of_its_ending(tmp_path):
     (tmp_path / "a.NII.gz").touch()
     (tmp_path / "A.nii.gz").touch()
     assert find_spelling(tmp_path / "a.nii.gz") == tmp_path / "a.NII.gz"

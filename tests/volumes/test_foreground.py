@@ -10,7 +10,7 @@ from unet3d.volumes import foreground as foreground_module
 from unet3d.volumes.foreground import foreground_voxels
 
 
-def test_voxels_are_those_of_each_component() -> None:
+def test_voxels_are_those_of_each_component():
     label = np.random.default_rng(0).choice(5, (20, 18, 22), p=[0.9, 0.04, 0.03, 0.0, 0.03])
     found = foreground_voxels(label.astype(np.uint8), 4)
     assert found.components(0) == found.components(3) == []
@@ -22,7 +22,7 @@ def test_voxels_are_those_of_each_component() -> None:
         assert len(components) == count == found.num_components[value]
 
 
-def test_neighbours_of_two_classes_are_two_components() -> None:
+def test_neighbours_of_two_classes_are_two_components():
     label = np.ones((4, 4, 4), np.uint8)
     label[2:] = 2
     found = foreground_voxels(label, 3)
@@ -30,16 +30,14 @@ def test_neighbours_of_two_classes_are_two_components() -> None:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(255, np.uint8), (256, np.uint16), (2**16, np.uint32)])
-def test_they_are_of_the_smallest_type_that_holds_them(
-    size: int, dtype: type[np.unsignedinteger]
-) -> None:
+def test_they_are_of_the_smallest_type_that_holds_them(size, dtype):
     label = np.zeros((1, 1, size), np.uint8)
     label[0, 0, -1] = 1
     found = foreground_voxels(label, 2)
     assert found.voxels.dtype == dtype and found.voxels.tolist() == [size - 1]
 
 
-def test_of_a_large_component_its_share_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_component_its_share_is_kept(monkeypatch):
     monkeypatch.setattr(foreground_module, "MAX_FOREGROUND_VOXELS", 30)
     label = np.zeros((30, 30, 30), np.uint8)
     label[:10] = 1  # 9,000 voxels
@@ -56,7 +54,7 @@ def test_of_a_large_component_its_share_is_kept(monkeypatch: pytest.MonkeyPatch)
     np.testing.assert_array_equal(np.concatenate(kept), np.concatenate(again))
 
 
-def test_a_small_lesion_is_drawn_as_often_as_a_large_one() -> None:
+def test_a_small_lesion_is_drawn_as_often_as_a_large_one():
     label = np.zeros((30, 30, 30), np.uint8)
     label[:10] = 1  # 9,000 voxels of the class
     label[20, 5, 5] = 1
@@ -72,7 +70,7 @@ def test_a_small_lesion_is_drawn_as_often_as_a_large_one() -> None:
         assert 900 < count < 1100, "a sixth of them, with a standard deviation of 29"
 
 
-def test_nothing_is_drawn_of_the_background() -> None:
+def test_nothing_is_drawn_of_the_background():
     found = foreground_voxels(np.zeros((4, 4, 4), np.uint8), 3)
     assert found.num_components == (0, 0, 0)
     assert found.draw(np.random.default_rng(0)) is None

@@ -86,9 +86,7 @@ def compare(volume: Volume, affine: npt.NDArray[np.float64], folder: Path) -> No
 
 
 @pytest.mark.parametrize("affine", AFFINES)
-def test_it_lies_where_nibabel_and_simpleitk_say(
-    tmp_path: Path, affine: npt.NDArray[np.float64]
-) -> None:
+def test_it_lies_where_nibabel_and_simpleitk_say(tmp_path, affine):
     sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     labels = (ARRAY > 1000).astype(np.uint8)
     for name in ("scan.nrrd", "scan.mha", "scan.mhd"):
@@ -114,9 +112,7 @@ def test_it_lies_where_nibabel_and_simpleitk_say(
 
 
 @pytest.mark.parametrize("affine", AFFINES)
-def test_slices_lie_where_their_positions_say(
-    tmp_path: Path, affine: npt.NDArray[np.float64]
-) -> None:
+def test_slices_lie_where_their_positions_say(tmp_path, affine):
     pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
     folder = write_series(tmp_path / "series", ARRAY, affine)
     volume = read_image(folder)
@@ -146,7 +142,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_gdcm_reads_the_same_of_a_series(tmp_path: Path) -> None:
+def test_gdcm_reads_the_same_of_a_series(tmp_path):
     pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
     pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     folders = []
@@ -168,7 +164,7 @@ def test_gdcm_reads_the_same_of_a_series(tmp_path: Path) -> None:
         np.testing.assert_allclose(volume.array, reference.array, rtol=1e-6)
 
 
-def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_volume_is_refused(tmp_path):
     (tmp_path / "scan.txt").write_text("no scan")
     with pytest.raises(VolumeError, match=r"scan\.txt is not named like a volume.*\.nrrd, \.mha"):
         read_header(tmp_path / "scan.txt")
@@ -179,7 +175,7 @@ def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
         read_header(tmp_path / "IM1")
 
 
-def test_only_dicom_needs_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_dicom_needs_the_extra(tmp_path, monkeypatch):
     pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
     affine = np.diag([1.0, 1, 1, 1])
     nib.save(nib.Nifti1Image(ARRAY, affine), tmp_path / "scan.nii.gz")

@@ -17,7 +17,7 @@ def save(path: Path, array: np.ndarray, affine: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("degrees", [0, 15, 30])
-def test_the_volume_of_a_voxel_is_base_times_height(degrees: float) -> None:
+def test_the_volume_of_a_voxel_is_base_times_height(degrees):
     """Also of a CT whose table moves along Z while the gantry is tilted about X."""
     rotation = Rotation.from_euler("xyz", [10, 20, 30], degrees=True).as_matrix()
     affine = np.diag([0.8, 0.8, 2.0, 1.0])
@@ -29,7 +29,7 @@ def test_the_volume_of_a_voxel_is_base_times_height(degrees: float) -> None:
     assert is_sheared(affine) == (degrees > 0)
 
 
-def test_spacing_keeps_its_digits_and_loses_its_noise() -> None:
+def test_spacing_keeps_its_digits_and_loses_its_noise():
     for spacing_mm, expected in (
         (1.4e-6, 1.4e-6),
         (3.25e-9, 3.25e-9),
@@ -46,9 +46,7 @@ def test_spacing_keeps_its_digits_and_loses_its_noise() -> None:
     ("spacing_mm", "unit", "factor"),
     [(1.4e-6, "meter", 1e3), (4e-6, "mm", 1.0), (3.21e-5, "micron", 1e-3)],
 )
-def test_microscopy_keeps_its_spacing(
-    tmp_path: Path, spacing_mm: float, unit: str, factor: float
-) -> None:
+def test_microscopy_keeps_its_spacing(tmp_path, spacing_mm, unit, factor):
     image = nib.Nifti1Image(np.zeros((4, 5, 6), np.uint8), np.diag([spacing_mm / factor] * 3 + [1]))
     image.header.set_xyzt_units(unit)
     nib.save(image, tmp_path / "cells.nii")
@@ -58,9 +56,7 @@ def test_microscopy_keeps_its_spacing(
 
 
 @pytest.mark.parametrize("angles", [(45, 0, 0), (0, 0, 45), (0, 45, 45)])
-def test_noise_does_not_part_the_grids_of_rotated_volumes(
-    tmp_path: Path, angles: tuple[float, ...]
-) -> None:
+def test_noise_does_not_part_the_grids_of_rotated_volumes(tmp_path, angles):
     """At 45 degrees rounding decides which axis is called X, in each file anew."""
     rng = np.random.default_rng(0)
     array = rng.integers(0, 5, (7, 8, 9)).astype(np.uint8)
@@ -89,7 +85,7 @@ def test_noise_does_not_part_the_grids_of_rotated_volumes(
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
-def test_half_a_voxel_is_told_at_every_scale(tmp_path: Path, scale: float) -> None:
+def test_half_a_voxel_is_told_at_every_scale(tmp_path, scale):
     rotation = Rotation.from_euler("xyz", [20, 30, 40], degrees=True).as_matrix()
     affine = np.eye(4)
     affine[:3, :3] = rotation * scale
@@ -104,7 +100,7 @@ def test_half_a_voxel_is_told_at_every_scale(tmp_path: Path, scale: float) -> No
             assert (same_grid(first, second) is None) == same, (axis, part)
 
 
-def test_single_precision_far_from_the_origin_does_not_part_grids(tmp_path: Path) -> None:
+def test_single_precision_far_from_the_origin_does_not_part_grids(tmp_path):
     """A stage position of 15 mm in single precision is exact to 1e-6 mm, the voxels have 4e-6."""
     affine = np.diag([4e-6, 4e-6, 4e-6, 1])
     affine[:3, 3] = 15.0
@@ -117,7 +113,7 @@ def test_single_precision_far_from_the_origin_does_not_part_grids(tmp_path: Path
     assert "mm apart" in (same_grid(one, other, tolerance_mm=1e-7) or "")
 
 
-def test_grids_of_other_axes_are_told(tmp_path: Path) -> None:
+def test_grids_of_other_axes_are_told(tmp_path):
     array = np.zeros((5, 6, 7), np.uint8)
     one = read_header(save(tmp_path / "a.nii", array, np.eye(4)))
     other = read_header(save(tmp_path / "b.nii", array.T, np.eye(4)))

@@ -58,8 +58,8 @@ def plan(target_mm: Spacing | None = None, **changes: Any) -> Preprocessing:
 @pytest.mark.parametrize("directions", [STRAIGHT, TURNED], ids=["straight", "oblique"])
 @pytest.mark.parametrize("codes", ["RAS", "SRA", "PIR"])
 def test_the_exact_spacing_of_nifti_is_that_of_the_readers_of_nnunet(
-    tmp_path: Path, codes: str, directions: npt.NDArray[np.float64], fields: dict[str, int]
-) -> None:
+    tmp_path, codes, directions, fields
+):
     sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     path = tmp_path / "scan.nii"
     for spacing_mm in (FINE_MM, (0.9765625, 0.1234567, 3.3), (1 / 3, 1e-3, 2 / 3)):
@@ -79,7 +79,7 @@ def seen_shape(header: VolumeHeader, preprocessing: Preprocessing) -> Shape:
 
 
 @pytest.mark.parametrize("codes", ["RAS", "LPS", "SRA", "PIR", "AIL"])
-def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path: Path, codes: str) -> None:
+def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path, codes):
     mm = FINE_MM[0]
     path = tmp_path / "scan.nii"
     spacing_mm, target_mm = (mm, 1.0, 1.0), (2 * mm, 1.0, 1.0)
@@ -97,14 +97,14 @@ def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path: Path, codes: str) -> Non
     assert seen_shape(header, plan(target_mm)) == (255, 4, 5)
 
 
-def test_where_spacing_and_affine_contradict_each_other_the_affine_counts(tmp_path: Path) -> None:
+def test_where_spacing_and_affine_contradict_each_other_the_affine_counts(tmp_path):
     path = tmp_path / "scan.nii"
     write_nifti(path, "LPS", (0.5, 0.75, 2), pixdim=[1, 0.6, 0, math.nan, 1, 1, 1, 1])
     header = read_header(path)
     assert header.as_stored().exact_mm == header.exact_mm == header.spacing_mm == (0.5, 0.75, 2)
 
 
-def test_the_exact_spacing_is_in_mm_too_and_of_mgh_that_of_its_affine(tmp_path: Path) -> None:
+def test_the_exact_spacing_is_in_mm_too_and_of_mgh_that_of_its_affine(tmp_path):
     write_nifti(tmp_path / "scan.nii", "LPS", (500, 750, 2000), xyzt_units=3)  # micrometres
     header = read_header(tmp_path / "scan.nii")
     assert header.as_stored().exact_mm == header.exact_mm == (0.5, 0.75, 2)

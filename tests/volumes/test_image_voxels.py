@@ -12,7 +12,6 @@ import torch
 from tests import products
 from tests.resident import resident_kib
 from tests.volumes.samples import write_volume
-from unet3d.config import Shape
 from unet3d.volumes import image_voxels
 from unet3d.volumes.image_voxels import Counts, ImageVoxels, StoredChannels, Values
 from unet3d.volumes.nifti import open_channels, read_channels
@@ -101,14 +100,7 @@ def assert_statistics(
 @products.pairwise(
     dtype=TYPES, scaling=SCALINGS, name=["scan.nii", "scan.nii.gz"], piece_voxels=[50, 2**20]
 )
-def test_every_type_in_a_file(
-    dtype: str,
-    scaling: tuple[float, float],
-    name: str,
-    piece_voxels: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_type_in_a_file(dtype, scaling, name, piece_voxels, tmp_path, monkeypatch):
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
     slope, inter = scaling
     stored = stored_numbers(dtype, (*SHAPE, 2))
@@ -124,9 +116,7 @@ def test_every_type_in_a_file(
     steps=[(1, 1, 1), (-1, -1, 1), (-1, 1, -1), (1, -1, -1)],
     order=["C", "F"],
 )
-def test_every_order_and_direction_of_the_axes(
-    axes: tuple[int, ...], steps: Shape, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_order_and_direction_of_the_axes(axes, steps, order, monkeypatch):
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 40)
     stored = np.asarray(stored_numbers("<i2" if steps[0] > 0 else "<f4", (2, 4, 5, 6)), order=order)
     turned = stored.transpose(0, *(1 + axis for axis in axes))
@@ -142,7 +132,7 @@ def test_every_order_and_direction_of_the_axes(
 
 
 @pytest.mark.parametrize("dtype", COUNTED)
-def test_each_intensity_that_is_there_is_counted_once(dtype: str) -> None:
+def test_each_intensity_that_is_there_is_counted_once(dtype):
     stored = stored_numbers(dtype, (1, 50, 40, 30))
     image = ImageVoxels([StoredChannels(voxels=stored, slope=2.0, inter=1.0)])
     found = image.measure(0, lambda values, counts: (values, counts))
@@ -155,7 +145,7 @@ def test_each_intensity_that_is_there_is_counted_once(dtype: str) -> None:
     assert all(one is other for one, other in zip(found[0], again[0], strict=True))
 
 
-def test_channels_of_several_files_and_types_follow_each_other(tmp_path: Path) -> None:
+def test_channels_of_several_files_and_types_follow_each_other(tmp_path):
     paths, expected = [], []
     for number, (dtype, count) in enumerate((("<i2", 2), ("|u1", 1), ("<f4", 1))):
         stored = stored_numbers(dtype, (*SHAPE, count), seed=number)
@@ -166,7 +156,7 @@ def test_channels_of_several_files_and_types_follow_each_other(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", ["<i2", "<f4", "|b1"])
-def test_a_part_is_that_of_the_array_and_no_copy(dtype: str) -> None:
+def test_a_part_is_that_of_the_array_and_no_copy(dtype):
     stored = stored_numbers(dtype, (2, *SHAPE))
     image = ImageVoxels([StoredChannels(voxels=stored, slope=3.0, inter=5.0)])
     image.measure(0, lambda values, counts: None)  # what is known of the whole is not of a part
@@ -177,7 +167,7 @@ def test_a_part_is_that_of_the_array_and_no_copy(dtype: str) -> None:
     assert cut.channel(0)[1, 2, 2] == 8
 
 
-def test_nobody_changes_an_array_of_the_user() -> None:
+def test_nobody_changes_an_array_of_the_user():
     for order in ("C", "F"):
         array = np.asarray(stored_numbers("<f4", (2, *SHAPE)), order=order)
         before = array.copy()
@@ -190,9 +180,7 @@ def test_nobody_changes_an_array_of_the_user() -> None:
 
 
 @products.pairwise(axis=[0, 1, 2], piece_voxels=[1, 50, 2**20], dtype=["<i2", "<f4"])
-def test_each_plane_has_its_extremes(
-    axis: int, piece_voxels: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_plane_has_its_extremes(axis, piece_voxels, dtype, monkeypatch):
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
     stored = np.asfortranarray(stored_numbers(dtype, (2, 5, 6, 7)).astype(dtype))
     image = ImageVoxels([StoredChannels(voxels=stored, slope=-0.5, inter=3.0)])
@@ -207,12 +195,12 @@ def test_each_plane_has_its_extremes(
         np.testing.assert_array_equal(highest, counted.max(axis=others).filled(-np.inf))
 
 
-def test_an_error_while_it_is_looked_at_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_it_is_looked_at_arrives(monkeypatch):
     """And few of the 400 pieces are looked at: a process that ends waits for these."""
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 9)
     looked = []
 
-    def look(values: Values, counts: Counts | None) -> None:
+    def look(values, counts):
         looked.append(values)
         raise MemoryError("no more")
 
@@ -222,9 +210,7 @@ def test_an_error_while_it_is_looked_at_arrives(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mapped", "<i2"), ("scratch", "<f4")])
-def test_a_file_is_not_held_in_memory(
-    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_not_held_in_memory(kind, dtype, tmp_path, monkeypatch):
     """24 MB or 12 of which at most some planes are there at a time."""
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 2**16)
     shape = (200, 200, 150)

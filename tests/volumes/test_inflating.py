@@ -3,7 +3,6 @@
 import gzip
 import random
 import zlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,6 @@ def content(size: int, seed: int = 0) -> bytes:
     )[:size]
 
 
-Packer = Callable[..., bytes]
 PACKERS = pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
 
 
@@ -43,13 +41,13 @@ def unpacked(packed: bytes, size: int, path: Path, **more: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     return tmp_path_factory.mktemp("packed") / "packed"
 
 
 @pytest.mark.parametrize("level", [0, 1, 9])
 @PACKERS
-def test_gzip_and_zlib_of_every_level(pack: Packer, level: int, path: Path) -> None:
+def test_gzip_and_zlib_of_every_level(pack, level, path):
     wanted = content(2**21 + 77)  # more than a piece
     assert unpacked(pack(wanted, level), len(wanted), path) == wanted
     # One value packs a thousand times.
@@ -57,7 +55,7 @@ def test_gzip_and_zlib_of_every_level(pack: Packer, level: int, path: Path) -> N
     assert unpacked(pack(wanted, level), len(wanted), path) == wanted
 
 
-def test_a_header_with_a_name_and_more(path: Path) -> None:
+def test_a_header_with_a_name_and_more(path):
     wanted = content(3000)
     packed = gzip.compress(wanted)
     # RFC 1952: flags for an extra field, a name and a comment, which follow the ten bytes.
@@ -73,9 +71,7 @@ def test_a_header_with_a_name_and_more(path: Path) -> None:
     num_zeros=st.integers(0, 900),
     tail=st.sampled_from([b"", b"\0", b"\x1f", b"junk" * 300, b"\0\0\x1e\x8b"]),
 )
-def test_several_parts_however_they_are_read(
-    path: Path, sizes: list[int], piece: int, num_zeros: int, tail: bytes
-) -> None:
+def test_several_parts_however_they_are_read(path, sizes, piece, num_zeros, tail):
     """A part may begin anywhere in what is read at a time, also in the middle of its mark."""
     parts = [content(size, seed) for seed, size in enumerate(sizes)]
     packed = bytes(num_zeros).join(gzip.compress(part) for part in parts)
@@ -86,9 +82,7 @@ def test_several_parts_however_they_are_read(
 
 
 @pairwise(piece=[1, 7, 1000, 2**20], skip=[0, 1, 352, 2999], tail=[0, 1, 40])
-def test_what_lies_around_the_voxels_is_left_out(
-    piece: int, skip: int, tail: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_around_the_voxels_is_left_out(piece, skip, tail, path, monkeypatch):
     monkeypatch.setattr(inflating, "PIECE_BYTES", piece)
     whole = content(skip + 2000 + tail)
     packed = b"a header" + zlib.compress(whole)
@@ -100,7 +94,7 @@ def test_what_lies_around_the_voxels_is_left_out(
             unpacked(gzip.compress(bytes(size)), 2000, path, max_tail_bytes=limit)
 
 
-def test_it_says_how_far_it_is(path: Path) -> None:
+def test_it_says_how_far_it_is(path):
     """And unpacks no more than is refused: a gigabyte in a megabyte takes little time."""
     told: list[int] = []
     path.write_bytes(gzip.compress(bytes(2**26)) * 16)
@@ -116,7 +110,7 @@ def test_it_says_how_far_it_is(path: Path) -> None:
 
 
 @PACKERS
-def test_a_file_that_was_cut_off_anywhere_is_refused(pack: Packer, path: Path) -> None:
+def test_a_file_that_was_cut_off_anywhere_is_refused(pack, path):
     wanted = content(400)
     packed = pack(wanted)
     for length in range(len(packed)):
@@ -130,7 +124,7 @@ def test_a_file_that_was_cut_off_anywhere_is_refused(pack: Packer, path: Path) -
 
 
 @PACKERS
-def test_no_bit_of_the_voxels_is_flipped_unseen(pack: Packer, path: Path) -> None:
+def test_no_bit_of_the_voxels_is_flipped_unseen(pack, path):
     """No bit of the checksum after the voxels, either."""
     wanted = content(600)
     packed = pack(wanted)
@@ -145,7 +139,7 @@ def test_no_bit_of_the_voxels_is_flipped_unseen(pack: Packer, path: Path) -> Non
         assert place < checksum and found == wanted, place
 
 
-def test_what_was_never_packed_is_refused(path: Path) -> None:
+def test_what_was_never_packed_is_refused(path):
     for packed in (b"", b"\x1f", b"\x1f\x8b", b"no gzip at all" * 9):
         with pytest.raises(DAMAGED):
             unpacked(packed, 100, path)

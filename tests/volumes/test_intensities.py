@@ -17,9 +17,7 @@ from unet3d.volumes.nifti import read_image, read_label
     ("value", "share"),
     [(1e10, 0), (1e10, 0.9), (-1e30, 0.3), (3.4e38, 0), (float(np.finfo(np.float32).min), 0.9)],
 )
-def test_marks_for_no_data_are_refused_with_their_number(
-    tmp_path: Path, value: float, share: float
-) -> None:
+def test_marks_for_no_data_are_refused_with_their_number(tmp_path, value, share):
     array = noise()
     wrong = np.random.default_rng(0).random(array.shape) < share
     wrong[3, 4, 5] = True
@@ -29,7 +27,7 @@ def test_marks_for_no_data_are_refused_with_their_number(
     assert "replace them" in message
 
 
-def test_damaged_bytes_in_one_channel_are_refused(tmp_path: Path) -> None:
+def test_damaged_bytes_in_one_channel_are_refused(tmp_path):
     array = noise((20, 20, 20))
     array[0, 0, :3] = 1e12, -3e25, 5e18
     assert "has 1 voxels" in refusal(write_volume(tmp_path / "scan.nii", array))
@@ -39,7 +37,7 @@ def test_damaged_bytes_in_one_channel_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mask", "far apart", "soft mask", "hot spot"])
-def test_pictures_of_any_scale_are_read(tmp_path: Path, kind: str) -> None:
+def test_pictures_of_any_scale_are_read(tmp_path, kind):
     array = noise((16, 16, 16)).astype(np.float64)
     if kind == "mask":
         array[:] = 0
@@ -56,7 +54,7 @@ def test_pictures_of_any_scale_are_read(tmp_path: Path, kind: str) -> None:
         assert np.array_equal(found, scaled)
 
 
-def test_no_image_of_16_bits_and_no_label_map_is_refused(tmp_path: Path) -> None:
+def test_no_image_of_16_bits_and_no_label_map_is_refused(tmp_path):
     array = np.random.default_rng(0).poisson(1, (16, 16, 16)).astype(np.uint16)
     array[5, 5, 5] = 65535  # a hot pixel of a camera
     assert read_image(write_volume(tmp_path / "counts.nii", array)).array.max() == 65535
@@ -80,9 +78,7 @@ def looked_at(
 @pairwise(
     value=[math.nan, math.inf, -math.inf, 1e39], number=[1, 3, 4913], piece_voxels=[1, 300, 2**20]
 )
-def test_every_voxel_that_is_no_number_is_counted(
-    value: float, number: int, piece_voxels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_voxel_that_is_no_number_is_counted(value, number, piece_voxels, monkeypatch):
     array = noise((17, 17, 17)).astype(np.float64)
     wrong = np.random.default_rng(0).permutation(array.size)[:number]
     array.reshape(-1)[wrong] = value
@@ -90,7 +86,7 @@ def test_every_voxel_that_is_no_number_is_counted(
     assert told.startswith(f"scan.nii has {number} voxels of 4913 that are NaN or infinite")
 
 
-def test_a_slope_may_make_infinite_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slope_may_make_infinite_what_is_counted(monkeypatch):
     """Of integers, each value for itself: those from 4 on are beyond float32."""
     array = np.random.default_rng(0).integers(-5, 6, (9, 9, 9)).astype(np.int16)
     number = int((np.abs(array.astype(np.float64) * 1e38) > np.finfo(np.float32).max).sum())
@@ -100,9 +96,7 @@ def test_a_slope_may_make_infinite_what_is_counted(monkeypatch: pytest.MonkeyPat
 
 
 @pairwise(is_spotted=[True, False], ratio=[1e5, 100], piece_voxels=[1, 300, 2**20])
-def test_counted_intensities_are_judged_as_others(
-    is_spotted: bool, ratio: float, piece_voxels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counted_intensities_are_judged_as_others(is_spotted, ratio, piece_voxels, monkeypatch):
     """Integers with a slope; the same numbers in float32 are looked at piece by piece."""
     monkeypatch.setattr(intensities, "HUGE_RATIO", ratio)
     array = np.zeros((16, 16, 16), np.int16)
@@ -118,9 +112,7 @@ def test_counted_intensities_are_judged_as_others(
 
 
 @pairwise(piece_voxels=[1, 300], share=[1 / 4096, 1e-3, 2e-3, 0.5, 0.995], are_alike=[True, False])
-def test_the_size_of_a_piece_does_not_matter(
-    piece_voxels: int, share: float, are_alike: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_piece_does_not_matter(piece_voxels, share, are_alike, monkeypatch):
     """Against the rule in the documentation, on the whole array at once."""
     rng = np.random.default_rng(1)
     array = rng.uniform(1, 2, (16, 16, 16))

@@ -6,12 +6,12 @@ import torch
 from scipy import ndimage
 
 from unet3d.volumes import interpolation
-from unet3d.volumes.interpolation import Order, interpolated, line_matrix, reached
+from unet3d.volumes.interpolation import interpolated, line_matrix, reached
 
 RNG = np.random.default_rng(0)
 
 
-def test_the_nearest_voxel_is_that_of_scipy_where_two_are_as_near() -> None:
+def test_the_nearest_voxel_is_that_of_scipy_where_two_are_as_near():
     ties = 0
     for size, new_size in itertools.product(range(1, 40), range(1, 40)):
         line = RNG.permutation(size).astype(np.float64)
@@ -24,9 +24,7 @@ def test_the_nearest_voxel_is_that_of_scipy_where_two_are_as_near() -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1, 3])
-def test_large_matrices_are_not_kept_for_other_images(
-    order: Order, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_matrices_are_not_kept_for_other_images(order, monkeypatch):
     assert torch.equal(line_matrix(7, 7, order), torch.eye(7))
     kept = line_matrix(30, 40, order)
     assert line_matrix(30, 40, order) is kept
@@ -43,9 +41,7 @@ SIZES: list[dict[int, int]] = [{1: 5}, {3: 200}, {1: 150, 2: 3}, {1: 3, 2: 100, 
     list(zip(itertools.permutations(range(4)), itertools.cycle(SIZES), strict=False)),
     ids=str,
 )
-def test_any_order_of_memory_gives_the_products(
-    order: tuple[int, ...], sizes: dict[int, int]
-) -> None:
+def test_any_order_of_memory_gives_the_products(order, sizes):
     shape = (2, 90, 7, 80)
     array = torch.from_numpy(RNG.normal(size=[shape[dim] for dim in order]).astype(np.float32))
     array = array.permute([order.index(dim) for dim in range(4)])
@@ -60,7 +56,7 @@ def test_any_order_of_memory_gives_the_products(
     assert found.permute(order).is_contiguous()
 
 
-def test_gaps_in_memory_do_no_harm() -> None:
+def test_gaps_in_memory_do_no_harm():
     whole = torch.from_numpy(RNG.normal(size=(9, 20, 11)).astype(np.float32))
     part = whole[2:8:2, 3:18, ::3]
     matrix = line_matrix(15, 31, 1)
@@ -68,7 +64,7 @@ def test_gaps_in_memory_do_no_harm() -> None:
     torch.testing.assert_close(interpolated(part, {1: matrix}), expected)
 
 
-def test_what_rows_reach_is_found() -> None:
+def test_what_rows_reach_is_found():
     matrix = torch.zeros(3, 9)
     matrix[1, 2], matrix[2, 6] = 0.5, -0.5
     assert reached(matrix) == slice(2, 7)

@@ -2,7 +2,6 @@ import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch.utils.data import DataLoader
 from tests.volumes.known_cases import LIVELY, PLAIN, known_volume, make_cases, make_loader
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
-from unet3d.volumes.augment import Cut
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.loader import PatchLoader
 from unet3d.volumes.patches import Batch, PatchSampler
@@ -39,12 +37,10 @@ def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
     )
 
 
-def test_what_was_waited_for_patches_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_waited_for_patches_is_told_once(tmp_path, monkeypatch):
     now = 0.0
 
-    def slow(self: PatchSampler, *where: Any, **options: Any) -> Cut:
+    def slow(self, *where, **options):
         nonlocal now
         now += 1
         return cut(self, *where, **options)
@@ -60,7 +56,7 @@ def test_what_was_waited_for_patches_is_told_once(
     assert batches.take_waited() == 0
 
 
-def test_cases_are_drawn_with_replacement_for_full_batches(tmp_path: Path) -> None:
+def test_cases_are_drawn_with_replacement_for_full_batches(tmp_path):
     cases = make_cases(tmp_path, [(6, 6, 6)] * 5)
     batches = loader(cases, batch_size=4, num_steps=250)
     drawn = list(batches.epoch(0))
@@ -73,10 +69,10 @@ def test_cases_are_drawn_with_replacement_for_full_batches(tmp_path: Path) -> No
     assert 0.7 < in_a_row / 250 < 0.9, "1 - 5*4*3*2/5^4 = 0.81 of the batches repeat a case"
 
 
-def test_cases_and_patches_differ_between_epochs_and_seeds(tmp_path: Path) -> None:
+def test_cases_and_patches_differ_between_epochs_and_seeds(tmp_path):
     cases = make_cases(tmp_path, [(20, 20, 20)] * 8)
 
-    def names(epoch: int, **settings: Any) -> list[str]:
+    def names(epoch, **settings):
         return [name for batch in loader(cases, **settings).epoch(epoch) for name in batch.names]
 
     assert names(0) == names(0)
@@ -87,7 +83,7 @@ def test_cases_and_patches_differ_between_epochs_and_seeds(tmp_path: Path) -> No
     assert len(corners) >= 19
 
 
-def test_the_last_patches_of_each_batch_are_on_foreground(tmp_path: Path) -> None:
+def test_the_last_patches_of_each_batch_are_on_foreground(tmp_path):
     """As nnU-Net: the rounded share of a batch, at least one patch where there is a share."""
     label = np.zeros((40, 40, 40), np.uint8)
     label[20, 20, 20] = 1  # hit by chance once in 64,000 patches
@@ -101,7 +97,7 @@ def test_the_last_patches_of_each_batch_are_on_foreground(tmp_path: Path) -> Non
             assert is_centred == [False] * (batch_size - expected) + [True] * expected
 
 
-def test_the_same_patches_whatever_the_workers(tmp_path: Path) -> None:
+def test_the_same_patches_whatever_the_workers(tmp_path):
     labels = [np.random.default_rng(n).integers(0, 4, (9, 8, 7)).astype(np.uint8) for n in range(4)]
     cases = make_cases(tmp_path, [(9, 8, 7)] * 4, labels)
     alone = loader(cases, augmentation=LIVELY)
@@ -118,7 +114,7 @@ def test_the_same_patches_whatever_the_workers(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state), "training's own random state is left alone"
 
 
-def test_resuming_at_a_step_gives_the_batches_that_were_left(tmp_path: Path) -> None:
+def test_resuming_at_a_step_gives_the_batches_that_were_left(tmp_path):
     cases = make_cases(tmp_path, [(9, 8, 7)] * 4)
     whole = list(loader(cases, augmentation=LIVELY).epoch(2))
     assert len(whole) == 6
@@ -127,7 +123,7 @@ def test_resuming_at_a_step_gives_the_batches_that_were_left(tmp_path: Path) -> 
         assert same(resumed, whole[first_step:])
 
 
-def test_whole_volumes_are_padded_to_the_stride_and_to_each_other(tmp_path: Path) -> None:
+def test_whole_volumes_are_padded_to_the_stride_and_to_each_other(tmp_path):
     shapes = [(7, 8, 5), (12, 4, 6), (9, 9, 9)]
     cases = make_cases(tmp_path, shapes)
     batches = loader(cases, size=None, batch_size=2, stride=(4, 4, 2), num_steps=2)
@@ -144,7 +140,7 @@ def test_whole_volumes_are_padded_to_the_stride_and_to_each_other(tmp_path: Path
             assert (np.abs(first - rests) <= 1).all()
 
 
-def test_refuses_what_cannot_work(tmp_path: Path) -> None:
+def test_refuses_what_cannot_work(tmp_path):
     label = np.full((9, 9, 9), 3, np.uint16)
     cases = make_cases(tmp_path, [(9, 9, 9)], [label])
     with pytest.raises(ConfigError, match=r"10x8x8; .*multiples of 4x4x4, such as 12x8x8"):
@@ -164,14 +160,12 @@ def test_refuses_what_cannot_work(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_the_next_epoch_goes_on_with_what_is_queued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_epoch_goes_on_with_what_is_queued(tmp_path, monkeypatch):
     """Workers need not begin anew, unless another epoch than the next one is asked for."""
     begun = []
     start = DataLoader.__iter__
 
-    def noted(self: DataLoader[Any]) -> Any:
+    def noted(self):
         begun.append(self)
         return start(self)
 
@@ -183,9 +177,7 @@ def test_the_next_epoch_goes_on_with_what_is_queued(
 
 
 @pytest.mark.parametrize(("size", "num_ranks"), [((4, 4, 4), 3), ((4, 4, 4), 5), (None, 3)])
-def test_ranks_make_their_share_of_each_batch_to_the_bit(
-    tmp_path: Path, size: Shape | None, num_ranks: int
-) -> None:
+def test_ranks_make_their_share_of_each_batch_to_the_bit(tmp_path, size, num_ranks):
     cases = make_cases(tmp_path, [(9, 8, 7), (8, 8, 8), (5, 9, 7), (8, 6, 8), (7, 7, 7)])
     whole = list(loader(cases, size, batch_size=4, augmentation=LIVELY).epoch(1))
     ranks = [

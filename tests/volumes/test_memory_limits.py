@@ -5,7 +5,7 @@ from unet3d.memory import host
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 
 
-def test_what_is_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_more_than_there_is_is_refused(monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 2**30)
     refuse_beyond_memory(2**30, "a volume", "do something")
     with pytest.raises(VolumeError) as caught:
@@ -17,7 +17,7 @@ def test_what_is_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) 
     refuse_beyond_memory(2**20, "a small volume", "")
 
 
-def test_only_allocations_are_explained() -> None:
+def test_only_allocations_are_explained():
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: x")):
         with pytest.raises(VolumeError, match="^scan.nii: too little memory, .* available"):
             with explaining_memory("scan.nii"):

@@ -2,7 +2,6 @@
 
 import logging
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,11 +21,11 @@ from unet3d.volumes.nifti import read_image
 
 
 @pytest.mark.parametrize("name", ["scan.mha", "scan.mhd"])
-def test_every_type_is_what_simpleitk_wrote(tmp_path: Path, name: str) -> None:
+def test_every_type_is_what_simpleitk_wrote(tmp_path, name):
     assert_reads_what_simpleitk_writes(tmp_path / name)
 
 
-def test_other_spellings_are_the_same_volume(tmp_path: Path) -> None:
+def test_other_spellings_are_the_same_volume(tmp_path):
     expected = read_image(written(tmp_path / "a.mha", meta_bytes()))
     np.testing.assert_allclose(expected.header.affine[:3, 3], (-1 - 2 * 0.7, -2 - 3 * 0.8, 3))
     for content in (
@@ -46,7 +45,7 @@ def test_other_spellings_are_the_same_volume(tmp_path: Path) -> None:
         np.testing.assert_allclose(volume.header.affine, expected.header.affine, rtol=1e-12)
 
 
-def test_header_and_voxels_are_one_volume(tmp_path: Path) -> None:
+def test_header_and_voxels_are_one_volume(tmp_path):
     path = written(tmp_path / "a.mhd", meta_bytes(b"", ElementDataFile="its voxels.raw"))
     assert members(path) == (path,)
     assert "lacks its voxels its voxels.raw; a volume needs both" in refusal(path)
@@ -61,16 +60,14 @@ def test_header_and_voxels_are_one_volume(tmp_path: Path) -> None:
     assert store.digest(path) != before
 
 
-def test_an_orientation_that_is_not_stated_is_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_orientation_that_is_not_stated_is_warned_about(tmp_path, caplog):
     path = written(tmp_path / "a.mha", meta_bytes(TransformMatrix=None))
     with caplog.at_level(logging.WARNING):
         assert read_header(path).spacing_mm == (0.7, 0.8, 3)
     assert "a.mha does not state its orientation" in caplog.text
 
 
-def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_volume_is_refused(tmp_path):
     packed = bytearray(zlib.compress(VOXELS))
     packed[len(packed) // 2] ^= 0xFF  # ITK reads such a file without an error
     refused = [

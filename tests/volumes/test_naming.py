@@ -3,7 +3,7 @@
 from unet3d.volumes.naming import has_sides
 
 
-def test_left_and_right_are_found() -> None:
+def test_left_and_right_are_found():
     for names in (
         ("background", "left ventricle", "myocardium"),
         ("lung_right",),
@@ -19,7 +19,7 @@ def test_left_and_right_are_found() -> None:
         assert has_sides(names), names
 
 
-def test_what_has_no_side() -> None:
+def test_what_has_no_side():
     for names in (
         ("background", "Anterior", "Posterior"),
         ("liver", "tumour"),

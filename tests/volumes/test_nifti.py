@@ -72,7 +72,7 @@ def header_bytes(path: Path, **fields: object) -> None:
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
+def plain(tmp_path):
     path = tmp_path / "plain.nii"
     nib.save(nib.Nifti1Image(random_volume(), STRAIGHT), path)
     return path

@@ -165,9 +165,7 @@ def assert_planes_are(prepared: PreparedImage, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", SCHEMES)
 @pytest.mark.parametrize(("shape", "spacing_mm", "target_mm"), GRIDS, ids=str)
-def test_prepared_images_are_those_of_nnunet(
-    kind: str, shape: Shape, spacing_mm: Spacing, target_mm: Spacing
-) -> None:
+def test_prepared_images_are_those_of_nnunet(kind, shape, spacing_mm, target_mm):
     images = [image_of(shape, 1)]
     if target_mm == spacing_mm:
         images += [np.zeros_like(images[0]), np.full_like(images[0], 7)]  # nothing, and no contrast
@@ -182,12 +180,7 @@ def test_prepared_images_are_those_of_nnunet(
     transpose=TRANSPOSED,
     grids=GRIDS[1::2],
 )
-def test_plans_say_how_images_are_interpolated(
-    thick: Any,
-    orders: tuple[Any, Any],
-    transpose: list[int],
-    grids: tuple[Shape, Spacing, Spacing],
-) -> None:
+def test_plans_say_how_images_are_interpolated(thick, orders, transpose, grids):
     order, across_slices = orders
     shape, spacing_mm, target_mm = grids
     how = Interpolation(
@@ -204,7 +197,7 @@ def test_plans_say_how_images_are_interpolated(
     assert_planes_are(our_image(image, spacing_mm, our_plan(kinds, target_mm, how)), expected)
 
 
-def test_shapes_and_thick_axes_are_those_of_nnunet() -> None:
+def test_shapes_and_thick_axes_are_those_of_nnunet():
     rng = np.random.default_rng(5)
     lengths = [0.5, 0.6, 0.7, 0.75, 0.8, 1.0, 1.2, 1.4, 1.5, 2.0, 2.1, 3.0, 3.6, 4.5, 5.0]
     lengths += [0.699999988079071, 0.9765625, 0.7425000071525574]
@@ -226,12 +219,7 @@ def test_shapes_and_thick_axes_are_those_of_nnunet() -> None:
 
 
 @pairwise(thick=list(THICK), across_slices=[0, 1], transpose=TRANSPOSED, grids=GRIDS)
-def test_restored_logits_are_those_of_nnunet(
-    thick: Any,
-    across_slices: Any,
-    transpose: list[int],
-    grids: tuple[Shape, Spacing, Spacing],
-) -> None:
+def test_restored_logits_are_those_of_nnunet(thick, across_slices, transpose, grids):
     shape, spacing_mm, target_mm = grids
     how = Interpolation(
         thick=thick, across_slices=0, logits_across_slices=across_slices, clips=True

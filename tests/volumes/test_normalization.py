@@ -41,9 +41,7 @@ def plain_z_score(array: np.ndarray, inside: np.ndarray | None) -> tuple[float, 
 
 @pytest.mark.parametrize("piece_voxels", [1, 100, 2**23])
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_intensities_are_those_of_the_voxels_that_count(
-    piece_voxels: int, is_masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intensities_are_those_of_the_voxels_that_count(piece_voxels, is_masked, monkeypatch):
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
     for scale in (1.0, 1e-30, 1e30, -1e35):
         array = channel(scale)
@@ -67,7 +65,7 @@ def test_intensities_are_those_of_the_voxels_that_count(
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5, err_msg=kind)
 
 
-def test_what_has_no_intensities_stays() -> None:
+def test_what_has_no_intensities_stays():
     array = np.zeros((4, 5, 6), np.float32)
     for how in (Z_SCORE, ChannelNormalization(kind="none")):
         np.testing.assert_array_equal(scaling_of(array, how, None).apply(array), array)
@@ -82,12 +80,8 @@ def test_what_has_no_intensities_stays() -> None:
     piece_voxels=[1, 100, 2**23],
 )
 def test_integers_have_the_z_score_of_what_they_stand_for(
-    dtype: str,
-    scaling: tuple[float, float],
-    is_masked: bool,
-    piece_voxels: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    dtype, scaling, is_masked, piece_voxels, monkeypatch
+):
     """Counted or not: four bytes are not."""
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
     slope, inter = scaling
@@ -105,7 +99,7 @@ def test_integers_have_the_z_score_of_what_they_stand_for(
     assert np.ldexp(found.std, -found.exponent) == pytest.approx(std, rel=1e-12)
 
 
-def test_many_voxels_lose_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_voxels_lose_no_digits(monkeypatch):
     """Added up in float32, or as squares, a large mean would hide the deviation."""
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 1000)
     rng = np.random.default_rng(3)
@@ -121,7 +115,7 @@ KINDS = pytest.mark.parametrize("kind", ["z-score", "z-score-all", "z-score-insi
 
 
 @KINDS
-def test_a_constant_channel_becomes_zero_whatever_its_value(kind: Kind) -> None:
+def test_a_constant_channel_becomes_zero_whatever_its_value(kind):
     for value in (7, 0.1, -7.3, 1e-12, 3e38, 1234567.9):
         array = np.full((31, 17, 13), value, np.float32)
         for inside in (None, np.ones(array.shape, bool)):
@@ -130,7 +124,7 @@ def test_a_constant_channel_becomes_zero_whatever_its_value(kind: Kind) -> None:
 
 
 @KINDS
-def test_a_least_deviation_keeps_tiny_intensities_small(kind: Kind) -> None:
+def test_a_least_deviation_keeps_tiny_intensities_small(kind):
     for least, scale in itertools.product((1e-8, 1e-3), (1e-14, 1e-30)):
         array = channel(scale)
         inside = np.ones(array.shape, bool)
@@ -143,7 +137,7 @@ def test_a_least_deviation_keeps_tiny_intensities_small(kind: Kind) -> None:
 
 
 @KINDS
-def test_without_one_the_unit_of_intensities_does_not_matter(kind: Kind) -> None:
+def test_without_one_the_unit_of_intensities_does_not_matter(kind):
     """An ADC of 1e-9 m2/s is the image that 1e-3 mm2/s is."""
     array = channel()
     how = ChannelNormalization(kind=kind)
@@ -156,7 +150,7 @@ def test_without_one_the_unit_of_intensities_does_not_matter(kind: Kind) -> None
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_largest_numbers_do_not_overflow() -> None:
+def test_the_largest_numbers_do_not_overflow():
     array = np.array([-3e38, 0, 3e38], np.float32).reshape(1, 1, 3)
     found = scaling_of(array, ChannelNormalization(kind="rescale"), None).apply(array)
     np.testing.assert_allclose(found.ravel(), [0, 0.5, 1], atol=1e-7)
@@ -165,7 +159,7 @@ def test_the_largest_numbers_do_not_overflow() -> None:
     )
 
 
-def test_colours_are_from_0_to_255() -> None:
+def test_colours_are_from_0_to_255():
     how = ChannelNormalization(kind="rgb")
     for dtype in (np.uint8, np.float32):
         array = RNG.integers(0, 256, (5, 6, 7)).astype(dtype)

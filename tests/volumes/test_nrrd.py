@@ -2,7 +2,6 @@
 
 import gzip
 import logging
-from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -22,11 +21,11 @@ from unet3d.volumes.nifti import read_image, read_label
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
-def test_every_type_is_what_simpleitk_wrote(tmp_path: Path) -> None:
+def test_every_type_is_what_simpleitk_wrote(tmp_path):
     assert_reads_what_simpleitk_writes(tmp_path / "scan.nrrd")
 
 
-def test_every_space_is_what_simpleitk_reads(tmp_path: Path) -> None:
+def test_every_space_is_what_simpleitk_reads(tmp_path):
     sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     for space, signs in (
         ("left-posterior-superior", (1, 1, 1)),
@@ -47,7 +46,7 @@ def test_every_space_is_what_simpleitk_reads(tmp_path: Path) -> None:
         np.testing.assert_array_equal(volume.array[0], expected.get_fdata())
 
 
-def test_other_spellings_are_the_same_volume(tmp_path: Path) -> None:
+def test_other_spellings_are_the_same_volume(tmp_path):
     expected = read_image(written(tmp_path / "a.nrrd", nrrd_bytes()))
     parts = gzip.compress(VOXELS[:50]) + gzip.compress(VOXELS[50:])
     for content in (
@@ -63,15 +62,13 @@ def test_other_spellings_are_the_same_volume(tmp_path: Path) -> None:
         np.testing.assert_array_equal(volume.header.affine, expected.header.affine)
 
 
-def test_units_of_length_count(tmp_path: Path) -> None:
+def test_units_of_length_count(tmp_path):
     path = written(tmp_path / "a.nrrd", nrrd_bytes(space_units='"um" "um" "um"'))
     assert read_header(path).spacing_mm == (0.0007, 0.0008, 0.003)
     np.testing.assert_allclose(read_header(path).affine[2, 3], 0.003)
 
 
-def test_an_orientation_that_is_not_stated_is_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_orientation_that_is_not_stated_is_warned_about(tmp_path, caplog):
     plain = {"space": None, "space_directions": None, "space_origin": None}
     path = written(tmp_path / "a.nrrd", nrrd_bytes(spacings="0.7 0.8 3", **plain))
     with caplog.at_level(logging.WARNING):
@@ -80,7 +77,7 @@ def test_an_orientation_that_is_not_stated_is_warned_about(
     assert "a.nrrd does not state its orientation" in caplog.text
 
 
-def test_sheared_axes_are_those_of_a_nifti_file(tmp_path: Path) -> None:
+def test_sheared_axes_are_those_of_a_nifti_file(tmp_path):
     directions = "(0.7,0,0) (0,0.8,0.3) (0,0,3)"
     header = read_header(written(tmp_path / "a.nrrd", nrrd_bytes(space_directions=directions)))
     warning = shear_warning(header)
@@ -88,8 +85,8 @@ def test_sheared_axes_are_those_of_a_nifti_file(tmp_path: Path) -> None:
     np.testing.assert_allclose(header.affine[:3, 1], (0, 0.8, -0.3), atol=1e-12)
 
 
-def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
-    def packed(content: bytes, **changes: str) -> bytes:
+def test_what_is_no_volume_is_refused(tmp_path):
+    def packed(content, **changes):
         return nrrd_bytes(encoding="gzip", voxels=content, **changes)
 
     gz = gzip.compress(VOXELS)

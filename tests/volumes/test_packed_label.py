@@ -31,9 +31,7 @@ def packed(folder: Path, label: npt.NDArray[np.unsignedinteger]) -> PackedLabel:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_every_box_is_that_of_the_label_map(
-    tmp_path: Path, dtype: type[np.unsignedinteger]
-) -> None:
+def test_every_box_is_that_of_the_label_map(tmp_path, dtype):
     label = some_label(dtype)
     stored = packed(tmp_path, label)
     assert stored.shape == SHAPE and stored.dtype == dtype
@@ -50,13 +48,13 @@ def test_every_box_is_that_of_the_label_map(
     np.testing.assert_array_equal(stored[..., 5:6, :, -3:], label[..., 5:6, :, -3:])
 
 
-def test_small_label_maps_and_whole_chunks(tmp_path: Path) -> None:
+def test_small_label_maps_and_whole_chunks(tmp_path):
     for shape in ((1, 1, 1), CHUNK_SHAPE, (200, 3, 1)):
         label = (np.arange(np.prod(shape)) % 251).astype(np.uint8).reshape(shape)
         np.testing.assert_array_equal(packed(tmp_path, label)[...], label)
 
 
-def test_other_indices_are_refused(tmp_path: Path) -> None:
+def test_other_indices_are_refused(tmp_path):
     stored = packed(tmp_path, some_label())
     keys: list[Any] = [3, (0, 0, 0), slice(None), (slice(0, 9, 2), ...), (..., None)]
     for key in keys:
@@ -69,9 +67,7 @@ SMALL = some_label()[:40, :8, :16]
 
 @property_test
 @given(data=st.data())
-def test_damaged_bytes_end_in_an_array_or_in_one_error(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damaged_bytes_end_in_an_array_or_in_one_error(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("packed") / "label.npy"
     content = data.draw(damaged(pack_label(SMALL).tobytes()))
     np.save(path, np.frombuffer(content, np.uint8))
@@ -105,7 +101,7 @@ BOMB = lz4.block.compress(bytes(2**24), store_size=False)
         np.zeros(100, np.float64),
     ],
 )
-def test_what_was_forged_is_refused(tmp_path: Path, content: npt.NDArray[np.uint8]) -> None:
+def test_what_was_forged_is_refused(tmp_path, content):
     np.save(tmp_path / "label.npy", content)
     with pytest.raises(CacheError, match="gone or damaged"):
         PackedLabel(tmp_path / "label.npy")[0:4, 0:4, 0:4]

@@ -1,7 +1,6 @@
 """Headers of text may hold anything: they are read, with numbers that make sense, or refused."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,7 +25,7 @@ TEXTS = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("headers")
 
 
@@ -40,9 +39,7 @@ NRRD_NAMES = [*NRRD, "space units", "data file", "kinds"]
     voxels=st.sampled_from([None, VOXELS, VOXELS[:50], b""]),
     data=st.data(),
 )
-def test_fields_may_be_anything(
-    folder: Path, kind: tuple[str, list[str]], voxels: bytes | None, data: st.DataObject
-) -> None:
+def test_fields_may_be_anything(folder, kind, voxels, data):
     name, names = kind
     fields = data.draw(st.dictionaries(st.sampled_from(names), TEXTS))
     changes = {field.replace(" ", "_"): text for field, text in fields.items()}
@@ -57,9 +54,7 @@ def test_fields_may_be_anything(
     is_nrrd=st.booleans(),
     end=st.one_of(st.none(), st.integers(0, 500)),
 )
-def test_bytes_may_be_anything(
-    folder: Path, changes: list[tuple[int, int]], packed: bool, is_nrrd: bool, end: int | None
-) -> None:
+def test_bytes_may_be_anything(folder, changes, packed, is_nrrd, end):
     content = bytearray(
         nrrd_bytes(encoding="gzip" if packed else "raw")
         if is_nrrd

@@ -13,7 +13,7 @@ TENSORS = (
 )
 
 
-def test_tensors_of_all_types_come_out_as_they_went_in() -> None:
+def test_tensors_of_all_types_come_out_as_they_went_in():
     memory = packed(TENSORS, shared_memory)
     assert memory.is_shared() and memory.dtype == torch.uint8
     taken = unpacking(memory)
@@ -24,12 +24,12 @@ def test_tensors_of_all_types_come_out_as_they_went_in() -> None:
         assert own.untyped_storage().data_ptr() == memory.data_ptr()
 
 
-def test_nothing_takes_no_memory() -> None:
+def test_nothing_takes_no_memory():
     assert packed((), shared_memory).nbytes == 0
 
 
 @pytest.mark.gpu
-def test_page_locked_memory_is_page_locked() -> None:
+def test_page_locked_memory_is_page_locked():
     memory = packed(TENSORS, page_locked_memory)
     taken = unpacking(memory)
     assert all(taken(tensor).is_pinned() for tensor in TENSORS if tensor.nbytes)

@@ -1,7 +1,6 @@
 import tracemalloc
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def places(patch: torch.Tensor, shape: Shape) -> tuple[npt.NDArray[np.intp], ...
     return np.unravel_index(patch.numpy().astype(int) - 1, shape)
 
 
-def test_a_patch_is_a_true_block_of_the_volume(tmp_path: Path) -> None:
+def test_a_patch_is_a_true_block_of_the_volume(tmp_path):
     """Reshaping a volume into patches gives the right number of voxels, from all over the place."""
     shape, size = (12, 10, 14), (6, 4, 8)
     label = np.random.default_rng(0).integers(0, 4, shape).astype(np.uint8)
@@ -55,7 +54,7 @@ def test_a_patch_is_a_true_block_of_the_volume(tmp_path: Path) -> None:
     np.testing.assert_array_equal(image.numpy(), known_volume(shape))
 
 
-def test_the_tails_of_a_volume_are_reached(tmp_path: Path) -> None:
+def test_the_tails_of_a_volume_are_reached(tmp_path):
     shape = (7, 9, 5)  # no multiples of the patch
     sampler = make_sampler(make_cases(tmp_path, [shape]), (4, 4, 4))
     seen = np.zeros(shape, int)
@@ -64,7 +63,7 @@ def test_the_tails_of_a_volume_are_reached(tmp_path: Path) -> None:
     assert (seen > 0).all()
 
 
-def test_foreground_patches_are_centred_on_a_random_class(tmp_path: Path) -> None:
+def test_foreground_patches_are_centred_on_a_random_class(tmp_path):
     shape = (30, 30, 30)
     label = np.zeros(shape, np.uint8)
     label[15, 15, 15] = 1  # one voxel of 27,000
@@ -86,7 +85,7 @@ def test_foreground_patches_are_centred_on_a_random_class(tmp_path: Path) -> Non
     assert target[3, 0, 3] == 2
 
 
-def test_small_volumes_are_padded_not_cropped(tmp_path: Path) -> None:
+def test_small_volumes_are_padded_not_cropped(tmp_path):
     shape = (3, 8, 5)
     cases = make_cases(tmp_path, [shape], [np.full(shape, 2, np.uint8)])
     image, target = patch_of(make_sampler(cases, (8, 8, 8)), 0, 0)
@@ -95,7 +94,7 @@ def test_small_volumes_are_padded_not_cropped(tmp_path: Path) -> None:
     assert (target == 2).sum() == np.prod(shape)
 
 
-def test_a_patch_reads_only_its_own_bytes(tmp_path: Path) -> None:
+def test_a_patch_reads_only_its_own_bytes(tmp_path):
     shape = (400, 200, 200)  # 64 MB; the file is a hole on disk
     folder = tmp_path / "sparse"
     folder.mkdir()
@@ -115,7 +114,7 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path: Path) -> None:
     assert most_bytes < 2**22
 
 
-def test_a_turned_patch_is_scipys_affine_transform(tmp_path: Path) -> None:
+def test_a_turned_patch_is_scipys_affine_transform(tmp_path):
     """From case to patch: the box, its margin and the place of the patch in it are right."""
     shape, size = (40, 36, 44), (18, 14, 16)
     rng = np.random.default_rng(0)

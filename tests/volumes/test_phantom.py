@@ -54,7 +54,7 @@ def test_every_label_is_there_in_any_shape():
 
 
 @pytest.fixture(scope="module")
-def phantoms() -> list[tuple[np.ndarray, np.ndarray]]:
+def phantoms():
     return [head_phantom(seed, (64, 64, 64)) for seed in range(4)]
 
 
@@ -162,7 +162,7 @@ def test_a_folder_with_other_contents_is_left_alone(tmp_path):
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["phantom"]
 
-    def assert_is_refused(folder: Path, seed: int = 5) -> None:
+    def assert_is_refused(folder, seed=5):
         before = contents(tmp_path)
         with pytest.raises(DatasetError, match="does not hold this phantom data set"):
             write_phantom_dataset(folder, 2, *SMALL[:2], seed)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.volumes import plane_resampling
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
-from unet3d.volumes.normalization import ChannelNormalization, Kind
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.prepared_image import PreparedImage, prepare_image
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
@@ -69,14 +68,7 @@ SHAPES = [
 @pairwise(
     order=[1, 3], shapes=SHAPES, axis=[0, 1, 2], clips=[False, True], piece_voxels=[700, 2**24]
 )
-def test_planes_are_those_of_scipy(
-    order: Literal[1, 3],
-    shapes: tuple[Shape, Spacing, Spacing],
-    axis: int,
-    clips: bool,
-    piece_voxels: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planes_are_those_of_scipy(order, shapes, axis, clips, piece_voxels, monkeypatch):
     monkeypatch.setattr(plane_resampling, "SOURCE_VOXELS", piece_voxels)
     shape, spacing_mm, target_mm = shapes
     image = noise(shape, 2)
@@ -97,10 +89,8 @@ def test_planes_are_those_of_scipy(
     axis=[0, 1, 2],
     target_mm=[(0.7, 1.4, 2.0), (1.3, 0.8, 9.0), (0.7, 1.0, 5.0)],
 )
-def test_slices_are_clipped_each_and_then_interpolated_across(
-    across: int, thick_axis: int, axis: int, target_mm: Spacing
-) -> None:
-    def turned(numbers: tuple) -> tuple:
+def test_slices_are_clipped_each_and_then_interpolated_across(across, thick_axis, axis, target_mm):
+    def turned(numbers):
         return tuple(np.roll(numbers, thick_axis + 1).tolist())
 
     shape, spacing_mm = turned((16, 13, 7)), turned((1.0, 1.0, 5.0))
@@ -116,7 +106,7 @@ def test_slices_are_clipped_each_and_then_interpolated_across(
         np.testing.assert_allclose(found, expected[index], rtol=0, atol=1e-5)
 
 
-def test_any_grid_gives_what_scipy_gives() -> None:
+def test_any_grid_gives_what_scipy_gives():
     lengths = [0.5, 0.7, 0.75, 1.0, 1.4, 1.5, 2.0, 3.0, 4.5]
     how = Interpolation(across_slices=0, clips=True)
     for seed in range(40):
@@ -136,7 +126,7 @@ def test_any_grid_gives_what_scipy_gives() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_ranges_are_those_of_normalised_and_masked_intensities(axis: int) -> None:
+def test_ranges_are_those_of_normalised_and_masked_intensities(axis):
     """Where the outside is set to 0, that may be the lowest or the highest of a slice."""
     rng = np.random.default_rng(2)
     stored = np.zeros((1, 18, 15, 9), np.int16)
@@ -165,9 +155,7 @@ def test_ranges_are_those_of_normalised_and_masked_intensities(axis: int) -> Non
 @pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.float32])
 @pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 1.0), (1.0, 1.0, 5.0), (0.6, 1.3, 2.5)], ids=str)
 @pytest.mark.parametrize("kind", ["ct", "z-score-inside", "rescale"])
-def test_a_gpu_prepares_what_the_cpu_prepares(
-    dtype: type[np.generic], spacing_mm: Spacing, kind: Kind
-) -> None:
+def test_a_gpu_prepares_what_the_cpu_prepares(dtype, spacing_mm, kind):
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 1000, (2, 60, 70, 40)).astype(dtype)
     stored[:, :10] = 0
@@ -205,9 +193,7 @@ def fail_on_gpu(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     ],
     ids=repr,
 )
-def test_a_full_gpu_is_told_once(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_gpu_is_told_once(error, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     fail_on_gpu(monkeypatch, error)
     prepared = prepared_noise(8, (0.5, 1, 1))
@@ -219,7 +205,7 @@ def test_a_full_gpu_is_told_once(
     ]
 
 
-def test_a_full_host_is_not_taken_for_a_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_host_is_not_taken_for_a_full_gpu(monkeypatch):
     prepared = prepared_noise(8, (0.5, 1, 1))
     fail_on_gpu(monkeypatch, MemoryError())
     with pytest.raises(VolumeError, match="^the image cannot be prepared: too little memory"):
@@ -230,7 +216,7 @@ def test_a_full_host_is_not_taken_for_a_full_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_memory_leaves_it_to_the_cpu() -> None:
+def test_a_gpu_without_memory_leaves_it_to_the_cpu():
     prepared = prepared_noise(40, (0.5, 0.5, 0.5))
     torch.cuda.set_per_process_memory_fraction(1e-9)
     try:

@@ -36,7 +36,7 @@ from unet3d.volumes.transform import prepare_label
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> DataSettings:
+def settings(tmp_path):
     return DataSettings(cache=tmp_path / "cache")
 
 
@@ -61,7 +61,7 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preprocess, "read_label", refuse)
 
 
-def test_plans_the_median_spacing_and_shape(tmp_path: Path, settings: DataSettings) -> None:
+def test_plans_the_median_spacing_and_shape(tmp_path, settings):
     root = write_msd(tmp_path / "data", num_cases=3, shape=(10, 20, 8), spacing_mm=(1, 1, 2))
     for kind in ("imagesTr", "labelsTr"):
         write_volume(root / kind / "case_2.nii.gz", np.zeros((30, 20, 8), np.uint8), (0.5, 1, 6))
@@ -79,9 +79,7 @@ def test_plans_the_median_spacing_and_shape(tmp_path: Path, settings: DataSettin
     assert fingerprint.shape == (5, 20, 16) and fingerprint.num_voxels == 3 * 5 * 20 * 16
 
 
-def test_plans_thin_slices_where_some_cases_have_them(
-    tmp_path: Path, settings: DataSettings
-) -> None:
+def test_plans_thin_slices_where_some_cases_have_them(tmp_path, settings):
     root = write_msd(tmp_path / "data", num_cases=5, shape=(40, 36, 5), spacing_mm=(1, 1, 8))
     for name in ("imagesTr/case_0", "labelsTr/case_0", "imagesTr/case_1", "labelsTr/case_1"):
         write_volume(root / f"{name}.nii.gz", np.zeros((40, 36, 10), np.uint8), (1, 1, 4))
@@ -106,9 +104,7 @@ BOX = (slice(4, 20), slice(3, 23), slice(2, 12))
 
 
 @pytest.mark.parametrize("target_mm", ["native", (1.5, 0.8, 2.0)], ids=str)
-def test_image_and_label_map_are_cut_to_what_is_not_zero(
-    tmp_path: Path, settings: DataSettings, target_mm: Any
-) -> None:
+def test_image_and_label_map_are_cut_to_what_is_not_zero(tmp_path, settings, target_mm):
     settings = with_(settings, spacing_mm=target_mm)
     dataset = write_in_zeros(tmp_path / "data", [BOX], (30, 24, 16), (1, 1, 2))
     plan, fingerprint = plan_preprocessing(dataset, settings)
@@ -132,8 +128,8 @@ def test_image_and_label_map_are_cut_to_what_is_not_zero(
 
 
 def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case(
-    tmp_path: Path, settings: DataSettings
-) -> None:
+    tmp_path, settings
+):
     for number, (planes, normalization, kind) in enumerate(
         [
             ((30, 30, 30), "auto", "z-score-all"),
@@ -152,12 +148,10 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
         assert not plan.masks_outside
 
 
-def test_a_ct_case_is_read_once_for_the_plan(
-    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ct_case_is_read_once_for_the_plan(tmp_path, settings, monkeypatch):
     dataset = load_dataset(write_msd(tmp_path / "data", modality="CT"))
 
-    def refuse(paths: object) -> None:
+    def refuse(paths):
         raise AssertionError(f"{paths} were read for their boxes")
 
     monkeypatch.setattr(case_boxes, "open_channels", refuse)
@@ -165,7 +159,7 @@ def test_a_ct_case_is_read_once_for_the_plan(
     assert fingerprint.shapes == {(12, 14, 10)}
 
 
-def test_normalization_follows_the_channel_name(tmp_path: Path, settings: DataSettings) -> None:
+def test_normalization_follows_the_channel_name(tmp_path, settings):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     for modality, setting, kind in (
         ("MRI", "auto", "z-score-all"),
@@ -182,9 +176,7 @@ def test_normalization_follows_the_channel_name(tmp_path: Path, settings: DataSe
         assert plan.channels[0].kind == kind, (modality, setting)
 
 
-def test_ct_statistics_are_those_of_the_labelled_voxels(
-    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monkeypatch):
     root = write_msd(tmp_path / "data", modality="CT")
     sizes = (12, 60, 360)
     for number, size in enumerate(sizes):  # each divides the last, so that repeating weighs alike
@@ -208,9 +200,7 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(
     assert plan_preprocessing(dataset, settings)[0].channels[0] == channel
 
 
-def test_ignored_voxels_have_no_part_in_ct_statistics(
-    tmp_path: Path, settings: DataSettings
-) -> None:
+def test_ignored_voxels_have_no_part_in_ct_statistics(tmp_path, settings):
     labels = {"0": "background", "1": "left", "2": "right", "3": "ignore"}
     root = write_msd(tmp_path / "data", 1, modality="CT", labels=labels)
     label = blob_label((12, 14, 10))
@@ -224,13 +214,13 @@ def test_ignored_voxels_have_no_part_in_ct_statistics(
     assert (channel.low, channel.high) == (101, 102)
 
 
-def test_few_labelled_voxels_have_statistics() -> None:
+def test_few_labelled_voxels_have_statistics():
     one, none = np.full(1, -3.0, np.float32), np.empty(0, np.float32)
     expected = ChannelNormalization(kind="ct", low=-3, high=-3, mean=-3, std=1)
     assert ct_normalization([one]) == ct_normalization([none, one]) == expected
 
 
-def test_images_are_stored_in_float16_where_that_loses_nothing() -> None:
+def test_images_are_stored_in_float16_where_that_loses_nothing():
     cases: list[tuple[Kind, list[float], type[np.floating[Any]]]] = [
         ("z-score", [0.1, -3.0, 16384.0], np.float16),
         ("ct", [0.1, -16400.0], np.float32),  # out of what float16 is used for
@@ -249,7 +239,7 @@ def test_images_are_stored_in_float16_where_that_loses_nothing() -> None:
         np.testing.assert_allclose(stored.astype(np.float32), image, rtol=0 if exact else 2**-11)
 
 
-def test_ct_without_any_label_is_refused(tmp_path: Path, settings: DataSettings) -> None:
+def test_ct_without_any_label_is_refused(tmp_path, settings):
     root = write_msd(tmp_path / "data", num_cases=2, modality="CT")
     for number in range(2):
         write_volume(root / f"labelsTr/case_{number}.nii.gz", np.zeros((12, 14, 10), np.uint8))
@@ -257,7 +247,7 @@ def test_ct_without_any_label_is_refused(tmp_path: Path, settings: DataSettings)
         plan_preprocessing(load_dataset(root), settings)
 
 
-def test_prepared_arrays_are_those_of_prepare_image(tmp_path: Path, settings: DataSettings) -> None:
+def test_prepared_arrays_are_those_of_prepare_image(tmp_path, settings):
     """Channels may be in files of their own."""
     dataset = load_dataset(write_msd(tmp_path / "data", spacing_mm=(1, 1.5, 2)))
     second = dataset.cases[2].images[0]
@@ -278,22 +268,20 @@ def test_prepared_arrays_are_those_of_prepare_image(tmp_path: Path, settings: Da
         assert case.spacing_mm == (1.2, 1.2, 1.2)
 
 
-def test_a_second_run_reads_no_volume(
-    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_reads_no_volume(tmp_path, settings, monkeypatch):
     root = write_msd(tmp_path / "data")
     dataset = load_dataset(root)
     first = arrays(prepare(dataset, settings))
     forbid_reading(monkeypatch)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise AssertionError("a volume file was hashed again")
 
     monkeypatch.setattr(hashlib, "file_digest", refuse)
     assert arrays(prepare(dataset, settings)) == first
 
 
-def test_the_key_is_the_content_and_the_settings(tmp_path: Path, settings: DataSettings) -> None:
+def test_the_key_is_the_content_and_the_settings(tmp_path, settings):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     (first,) = prepare(dataset, settings)
     moved = tmp_path / "elsewhere"
@@ -338,9 +326,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 """How entries are told to be damaged is tested with them, in ``test_entries``."""
 
 
-def test_damaged_entries_are_made_again(
-    tmp_path: Path, settings: DataSettings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_entries_are_made_again(tmp_path, settings, caplog):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2))
     prepared = prepare(dataset, settings)
     before = arrays(prepared)
@@ -356,9 +342,7 @@ def test_damaged_entries_are_made_again(
     assert caplog.records == []
 
 
-def test_damaged_intensities_are_collected_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_intensities_are_collected_again(tmp_path, caplog):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2, modality="CT"))
     settings = DataSettings(cache=tmp_path / "cache")
     before = plan_preprocessing(dataset, settings)
@@ -369,7 +353,7 @@ def test_damaged_intensities_are_collected_again(
     assert [record.getMessage().count("is damaged") for record in caplog.records] == [1, 1]
 
 
-def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(tmp_path: Path) -> None:
+def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(tmp_path):
     path = written(tmp_path / "scan.nii", bytes(1000))
     store, status = Cache(tmp_path / "cache"), path.stat()
     before = store.digest(path)
@@ -388,7 +372,7 @@ NOTE_DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_damaged_digests_are_taken_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_digests_are_taken_again(tmp_path, caplog):
     path = written(tmp_path / "scan.nii", bytes(1000))
     store = Cache(tmp_path / "cache")
     before = store.digest(path)
@@ -399,9 +383,7 @@ def test_damaged_digests_are_taken_again(tmp_path: Path, caplog: pytest.LogCaptu
         assert len(caplog.records) == number + 1
 
 
-def test_worker_processes_prepare_the_same(
-    tmp_path: Path, settings: DataSettings, forked_workers: None
-) -> None:
+def test_worker_processes_prepare_the_same(tmp_path, settings, forked_workers):
     root = write_msd(tmp_path / "data", num_cases=3)
     dataset = load_dataset(root)
     alone = DataSettings(cache=tmp_path / "alone")
@@ -414,13 +396,13 @@ def test_worker_processes_prepare_the_same(
         prepare_cases(dataset.cases, plan, settings.cache, 2)
 
 
-def test_a_case_that_cannot_be_prepared_is_named(tmp_path: Path, settings: DataSettings) -> None:
+def test_a_case_that_cannot_be_prepared_is_named(tmp_path, settings):
     root = write_msd(tmp_path / "data")
     image, label = (root / folder / "case_1.nii.gz" for folder in ("imagesTr", "labelsTr"))
     dataset = load_dataset(root)
     plan, _ = plan_preprocessing(dataset, settings)
 
-    def refused() -> str:
+    def refused():
         with pytest.raises(VolumeError) as caught:
             prepare_cases(dataset.cases, plan, settings.cache, 0)
         return str(caught.value)
@@ -438,9 +420,7 @@ def test_a_case_that_cannot_be_prepared_is_named(tmp_path: Path, settings: DataS
     assert re.search("case_1.nii.gz: .* would become 12000x14000x10000", refused())
 
 
-def test_image_and_label_are_brought_together_at_45_degrees(
-    tmp_path: Path, settings: DataSettings
-) -> None:
+def test_image_and_label_are_brought_together_at_45_degrees(tmp_path, settings):
     """There rounding decides which axis is called X, in each file anew."""
     straight, oblique = write_msd(tmp_path / "straight"), write_msd(tmp_path / "oblique")
     for folder, noise in (("imagesTr", 1e-5), ("labelsTr", -1e-5)):
@@ -455,7 +435,7 @@ def test_image_and_label_are_brought_together_at_45_degrees(
     np.testing.assert_allclose(inside[0], inside[1], rtol=2**-10)
 
 
-def test_the_default_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_cache_is_the_users(tmp_path, monkeypatch):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     plan, _ = plan_preprocessing(dataset, DataSettings())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -467,7 +447,7 @@ def test_the_default_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.Monk
     assert case.folder.is_relative_to(tmp_path / "home" / ".cache" / "unet3d")
 
 
-def test_prepares_real_volumes(test_data: Path, settings: DataSettings) -> None:
+def test_prepares_real_volumes(test_data, settings):
     dataset = load_dataset(test_data / "sarcoma_mr")
     plan, fingerprint = plan_preprocessing(dataset, settings)
     assert fingerprint.spacing_mm == pytest.approx((0.98, 0.98, 3.27), abs=0.01)
@@ -479,12 +459,7 @@ def test_prepares_real_volumes(test_data: Path, settings: DataSettings) -> None:
     assert found == pytest.approx(expected, rel=0.02)
 
 
-def test_a_long_preparation_says_how_far_it_is(
-    tmp_path: Path,
-    settings: DataSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, caplog):
     caplog.set_level("INFO")
     dataset = load_dataset(write_msd(tmp_path / "data"))
     monkeypatch.setattr(workers, "LOG_SECONDS", 0.0)

@@ -38,7 +38,7 @@ def resample_image(image: np.ndarray, shape: Shape) -> np.ndarray:
     return resampling.planes(tensors, axis, 0, shape[axis]).numpy()
 
 
-def test_shapes_follow_the_spacing() -> None:
+def test_shapes_follow_the_spacing():
     assert resampled_shape((100, 50, 20), (1, 1, 3), (2, 1, 1)) == (50, 50, 60)
     assert resampled_shape((3, 4, 1), (1, 1, 1), (10, 10, 10)) == (1, 1, 1)
     assert resampled_shape((3, 4, 5), (1, 2, 3), None) == (3, 4, 5)
@@ -47,7 +47,7 @@ def test_shapes_follow_the_spacing() -> None:
     assert resampled_shape((10, 26, 50), (0.75, 0.75, 0.75), (1, 1, 1)) == (8, 20, 38)
 
 
-def test_slices_lie_along_one_axis_where_they_are_clipped() -> None:
+def test_slices_lie_along_one_axis_where_they_are_clipped():
     assert thick_axes((1, 1, 3.1)) == (False, False, True)
     assert thick_axes((5, 1, 1), (1, 1, 3)) == (True, False, False)
     cases: list[tuple[Spacing, Spacing, tuple[int, ...], tuple[int, ...]]] = [
@@ -68,13 +68,13 @@ def test_slices_lie_along_one_axis_where_they_are_clipped() -> None:
     assert always.slice_axes((1, 1, 1), (5, 1, 1)) == ()
 
 
-def test_long_axes_leave_no_weights_that_slow_everything_down() -> None:
+def test_long_axes_leave_no_weights_that_slow_everything_down():
     weights = line_matrix(300, 180, 3).abs()
     assert weights[weights > 0].min() > 1e-13
     torch.testing.assert_close(weights.new_ones(180), line_matrix(300, 180, 3).sum(1))
 
 
-def test_classes_are_the_argmax_of_linear_masks() -> None:
+def test_classes_are_the_argmax_of_linear_masks():
     """So no class arises between two others."""
     values = [0, 1, 5, 300]
     blurred = [ndimage.gaussian_filter(RNG.normal(size=(16, 20, 12)), 2) for _ in values]
@@ -93,9 +93,7 @@ def test_classes_are_the_argmax_of_linear_masks() -> None:
 
 @pytest.mark.parametrize("shape", [(40, 50, 60), (60, 8, 3), (5, 90, 20)])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_resampling_takes_about_the_memory_that_is_counted(
-    shape: Shape, channels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monkeypatch):
     counted = []
     monkeypatch.setattr(resample, "refuse_beyond_memory", lambda size, *_: counted.append(size))
     x, y, z = (old / new for old, new in zip((30, 20, 10), shape, strict=True))
@@ -112,9 +110,7 @@ def test_resampling_takes_about_the_memory_that_is_counted(
     assert of_torch < counted[0]
 
 
-def test_nothing_overflows_however_many_voxels_it_would_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_overflows_however_many_voxels_it_would_be(monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 2**62)
     for spacing in (1e9, 1e200):
         with pytest.raises(VolumeError, match="EiB of memory, but this machine has 4 EiB"):
@@ -123,7 +119,7 @@ def test_nothing_overflows_however_many_voxels_it_would_be(
     assert affordable_shape((8, 9, 10), (1, 1, 1), None, 1) == (8, 9, 10)
 
 
-def test_the_median_keeps_microscopy_apart() -> None:
+def test_the_median_keeps_microscopy_apart():
     assert median_spacing([(1.4e-6, 2e-6, 1)] * 3) == (1.4e-6, 2e-6, 1)
     assert median_spacing([(1, 1, 1), (1, 1, 2)]) == (1, 1, 1.5)
 
@@ -141,7 +137,7 @@ def nnunet_target_spacing(spacings_mm: list[Spacing], shapes: list[Shape]) -> li
     return target.tolist()
 
 
-def test_target_spacings_are_those_of_nnunet() -> None:
+def test_target_spacings_are_those_of_nnunet():
     rng = np.random.default_rng(1)
     changed = 0
     for _ in range(300):
@@ -161,7 +157,7 @@ def test_target_spacings_are_those_of_nnunet() -> None:
     assert 50 < changed < 250
 
 
-def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image() -> None:
+def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image():
     spline = Resampling((500, 8, 8), (1000, 8, 8), CUBES).needed(0, 500, 501)
     assert spline.start < 250 < spline.stop and spline.stop - spline.start < 50
     linear = Resampling((500, 8, 8), (1000, 8, 8), (1, 3, 3)).needed(0, 500, 501)

@@ -29,12 +29,8 @@ def logits_of(shape: Shape) -> torch.Tensor:
 
 @pairwise(grids=GRIDS, axis=[0, 1, 2], num_planes=[1, 3, 100], numbers=[1, 2**25])
 def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
-    grids: tuple[Shape, Shape],
-    axis: int,
-    num_planes: int,
-    numbers: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    grids, axis, num_planes, numbers, monkeypatch
+):
     monkeypatch.setattr(restoring, "PIECE_NUMBERS", numbers)
     grid, shape = grids
     logits = logits_of(grid)
@@ -49,9 +45,7 @@ def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
 
 
 @pytest.mark.parametrize("planes", [((30, 20), (10, 7)), ((10, 7), (30, 20)), ((30, 7), (10, 20))])
-def test_a_piece_is_small_on_both_grids(
-    planes: tuple[tuple[int, int], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_is_small_on_both_grids(planes, monkeypatch):
     grid, shape = ((n, *of_plane) for n, of_plane in zip((4, 40), planes, strict=True))
     numbers = 3 * max(math.prod(one) for one in planes) * 2
     monkeypatch.setattr(restoring, "PIECE_NUMBERS", numbers)
@@ -66,9 +60,7 @@ def test_a_piece_is_small_on_both_grids(
         ((0,), [(10, 20), (20, 20), (30, 20), (40, 20)]),
     ],
 )
-def test_planes_come_as_soon_as_they_are_known(
-    nearest_axes: tuple[int, ...], expected: list[tuple[int, int]]
-) -> None:
+def test_planes_come_as_soon_as_they_are_known(nearest_axes, expected):
     given = []
 
     def slabs():
@@ -80,16 +72,14 @@ def test_planes_come_as_soon_as_they_are_known(
     assert [(sum(given), slab.shape[1]) for slab in restored] == expected
 
 
-def test_the_same_grid_needs_nothing() -> None:
+def test_the_same_grid_needs_nothing():
     slabs = [logits_of((4, 5, 6)), logits_of((3, 5, 6))]
     found = list(restored_slabs(slabs, 0, (7, 5, 6), (7, 5, 6)))
     assert all(one is other for one, other in zip(found, slabs, strict=True))
 
 
 @pairwise(grids=GRIDS, axis=[0, 1, 2], nearest=[0, 1, 2], num_planes=[1, 3, 100])
-def test_any_slabs_give_the_nearest_slices(
-    grids: tuple[Shape, Shape], axis: int, nearest: int, num_planes: int
-) -> None:
+def test_any_slabs_give_the_nearest_slices(grids, axis, nearest, num_planes):
     grid, shape = grids
     logits = logits_of(grid)
     slabs = torch.split(logits, num_planes, dim=1 + axis)

@@ -43,7 +43,7 @@ def dicom_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path: Path) -> None:
+def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path):
     touch(tmp_path, "b.nii.gz", "a.nii", "c.mgz", "a_seg.nii.gz", ".hidden.nii", "notes.txt")
     touch(tmp_path, "pair.hdr", "pair.img", "LOUD.HDR", "LOUD.IMG", "lonely.img", "deeper/d.nii")
     touch(tmp_path, "Mixed.IMG", "Mixed.hdr", "B.NII.GZ", "B_SEG.NII.GZ")
@@ -71,9 +71,7 @@ def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path: Path) 
     refuses([tmp_path / "series"], "holds DICOM slices and volumes, such as mask.nrrd")
 
 
-def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(tmp_path, monkeypatch):
     series = dicom_folder(tmp_path / "CT 1.2.840")
     touch(series, "IM0002", "notes.txt")
     expected = tmp_path / "CT 1.2.840_seg.nii.gz"
@@ -87,7 +85,7 @@ def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(
     assert scan.output == tmp_path / "out" / "CT 1.2.840_seg.nii.gz"
 
 
-def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path: Path) -> None:
+def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path):
     files_of = ["x_0001.nii.gz", "x_0000.nii.gz", "y_0000.nii.gz", "y_0001.nii.gz", "z.nii.gz"]
     files = touch(tmp_path, *files_of)
     expected = {
@@ -114,9 +112,7 @@ def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path: Pa
     ],
     ids=["first missing", "one twice", "one too many"],
 )
-def test_channels_that_are_not_the_right_ones_are_refused(
-    tmp_path: Path, channels: tuple[str, ...]
-) -> None:
+def test_channels_that_are_not_the_right_ones_are_refused(tmp_path, channels):
     touch(tmp_path, *channels)
     with pytest.raises(VolumeError, match=r"x has the files x_000.* 2 channels; name them x_0000"):
         find_scans([tmp_path], None, 2, Wanted())
@@ -128,9 +124,7 @@ def test_channels_that_are_not_the_right_ones_are_refused(
     assert "name them x_0000 to x_0001" in str(error)
 
 
-def test_a_scan_that_is_named_in_two_ways_counts_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scan_that_is_named_in_two_ways_counts_once(tmp_path, monkeypatch):
     (path,) = touch(tmp_path / "scans", "a.nii.gz")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("scans")
@@ -140,7 +134,7 @@ def test_a_scan_that_is_named_in_two_ways_counts_once(
             assert len(find_scans(inputs, tmp_path / "out", 1, Wanted()).to_segment) == 1
 
 
-def test_every_link_to_one_scan_is_a_scan(tmp_path: Path) -> None:
+def test_every_link_to_one_scan_is_a_scan(tmp_path):
     (path,) = touch(tmp_path, "elsewhere/a.nii.gz")
     scans = tmp_path / "scans"
     scans.mkdir()
@@ -159,7 +153,7 @@ def test_every_link_to_one_scan_is_a_scan(tmp_path: Path) -> None:
             read_scan(by_name[f"{name}.nii.gz"])
 
 
-def test_output_is_a_file_or_a_folder(tmp_path: Path) -> None:
+def test_output_is_a_file_or_a_folder(tmp_path):
     (tmp_path / "there.already").mkdir()
     path = write_volume(tmp_path / "scan.nii.gz", noise((4, 5, 6)))
     for given, written in {
@@ -174,7 +168,7 @@ def test_output_is_a_file_or_a_folder(tmp_path: Path) -> None:
         assert scan.output.is_file()
 
 
-def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_outputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "other/empty").mkdir(parents=True)
     a, b, twin, pair = touch(tmp_path, "a.nii.gz", "b.nii.gz", "other/a.nii", "pair.hdr")
     for inputs, output, words in (
@@ -192,7 +186,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     refuses([a], "is itself to be segmented", overwrite=True)
 
 
-def test_results_that_exist_are_kept_and_only_a_single_scan_is_refused(tmp_path: Path) -> None:
+def test_results_that_exist_are_kept_and_only_a_single_scan_is_refused(tmp_path):
     a, b, old = touch(tmp_path, "a.nii.gz", "b.nii.gz", "b_seg.nii.gz")
     for inputs in ([a, b], [tmp_path]):
         found = find_scans(inputs, None, 1, Wanted())
@@ -210,9 +204,7 @@ def test_results_that_exist_are_kept_and_only_a_single_scan_is_refused(tmp_path:
     ("present", "missing"),
     [("a_seg.nii.gz", "a_seg.json"), ("a_seg.json", "a_seg.nii.gz")],
 )
-def test_half_a_result_is_neither_replaced_nor_taken_for_whole(
-    tmp_path: Path, present: str, missing: str
-) -> None:
+def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path, present, missing):
     """Another network may have made it: statistics of ours would give its labels wrong names."""
     a, b, there = touch(tmp_path, "a.nii.gz", "b.nii.gz", present)
     words = f"{there} exists, but not {missing}; add --overwrite to make both"
@@ -228,7 +220,7 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(
     assert names(find_scans([a, b], None, 1, Wanted(statistics=True)).kept) == ["a.nii.gz"]
 
 
-def test_pictures_are_results_as_statistics_are(tmp_path: Path) -> None:
+def test_pictures_are_results_as_statistics_are(tmp_path):
     a, there = touch(tmp_path, "a.nii.gz", "a_seg.nii.gz")
     words = f"{there} exists, but not a_seg.png; add --overwrite to make both"
     refuses([a], words, preview=True)
@@ -245,7 +237,7 @@ def test_pictures_are_results_as_statistics_are(tmp_path: Path) -> None:
     refuses([a], words, overwrite=True, preview=True)
 
 
-def test_whatever_has_the_name_counts_as_a_result(tmp_path: Path) -> None:
+def test_whatever_has_the_name_counts_as_a_result(tmp_path):
     makers: dict[str, Callable[[Path], object]] = {
         "is a folder": Path.mkdir,
         "is not a regular file": os.mkfifo,
@@ -264,8 +256,8 @@ def test_whatever_has_the_name_counts_as_a_result(tmp_path: Path) -> None:
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     a, _ = touch(tmp_path, "a.nii.gz", "file")
     (tmp_path / "read-only").mkdir()
     (tmp_path / "dangling").symlink_to("absent")
@@ -280,10 +272,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
             refuses([a], words, output, overwrite=True)
 
 
-def test_a_folder_that_cannot_be_listed_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Path) -> None:
+def test_a_folder_that_cannot_be_listed_is_explained(tmp_path, monkeypatch):
+    def refuse(self):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "iterdir", refuse)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.errors import ResultExistsError, VolumeError
-from unet3d.volumes.header import VolumeHeader, read_header
+from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import read_label
 from unet3d.volumes.scans import (
     Scan,
@@ -22,7 +22,7 @@ from unet3d.volumes.scans import (
 )
 
 
-def test_channels_are_put_together_in_order(tmp_path: Path) -> None:
+def test_channels_are_put_together_in_order(tmp_path):
     arrays = [noise((6, 5, 4), seed) for seed in (1, 2)]
     files = [
         write_volume(tmp_path / f"x_{channel:04d}.nii", array, SPACING_MM)
@@ -38,14 +38,14 @@ def test_channels_are_put_together_in_order(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def header(tmp_path: Path) -> VolumeHeader:
+def header(tmp_path):
     return read_header(write_volume(tmp_path / "scan.nii", noise((4, 4, 4))))
 
 
 LABELS = np.zeros((4, 4, 4), np.uint8)
 
 
-def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path, header: VolumeHeader) -> None:
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path, header):
     (tmp_path / "file").touch()
     scan = Scan(images=(header.path,), output=tmp_path / "file" / "scan_seg.nii.gz")
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
@@ -55,9 +55,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path, header: Volum
             pass
 
 
-def test_what_somebody_else_has_written_in_the_meantime_is_kept(
-    tmp_path: Path, header: VolumeHeader
-) -> None:
+def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header):
     scan = Scan(images=(header.path,), output=tmp_path / "scan_seg.nii.gz")
     results = scan.results(Wanted(statistics=True))
     assert results == [scan.output, scan.statistics]
@@ -78,7 +76,7 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(
     assert names == {"scan.nii", "scan_seg.json", "scan_seg.nii.gz"}
 
 
-def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "scan_seg.png"
     with pytest.raises(VolumeError, match="cannot write .*png: No space left on device; choose"):
         with result_file(path, overwrite=False) as unfinished:
@@ -97,7 +95,7 @@ def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path: Path
     assert path.read_text() == "other" and list(tmp_path.iterdir()) == [path]
 
 
-def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
+def test_statistics_are_those_of_numpy(tmp_path):
     array = noise((6, 5, 4, 2))
     path = write_volume(tmp_path / "scan.nii.gz", array, (0.5, 2, 3))
     scan = Scan(images=(path,), output=tmp_path / "mine.nii.gz")
@@ -129,9 +127,7 @@ def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("degrees", [15, 25, 30])
-def test_statistics_of_a_tilted_gantry_are_in_true_ml(
-    tmp_path: Path, degrees: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_statistics_of_a_tilted_gantry_are_in_true_ml(tmp_path, degrees, caplog):
     affine = np.diag([0.5, 0.5, 3, 1])
     affine[1:3, 1] = 0.5 * np.cos(np.radians(degrees)), 0.5 * np.sin(np.radians(degrees))
     nib.save(nib.Nifti1Image(noise((6, 5, 4)), affine), tmp_path / "scan.nii.gz")
@@ -143,7 +139,7 @@ def test_statistics_of_a_tilted_gantry_are_in_true_ml(
     assert caplog.text.count(f"miss a right angle by {degrees} degrees") == 1
 
 
-def test_labels_of_one_name_have_statistics_of_their_own(tmp_path: Path) -> None:
+def test_labels_of_one_name_have_statistics_of_their_own(tmp_path):
     image = read_scan(
         Scan(images=(write_volume(tmp_path / "scan.nii", noise((6, 5, 4))),), output=tmp_path / "o")
     )

@@ -28,7 +28,7 @@ def name_of(scan: Scan) -> str:
 
 
 @pytest.fixture
-def scans(tmp_path: Path) -> list[Scan]:
+def scans(tmp_path):
     """Four scans, packed."""
     return [
         scan_of(write_volume(tmp_path / f"{name}.nii.gz", noise(SHAPE, seed)))
@@ -60,7 +60,7 @@ class Reading:
 
 
 @pytest.fixture
-def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
+def reading(monkeypatch):
     return Reading(monkeypatch)
 
 
@@ -78,7 +78,7 @@ def assert_is(found: scans_ahead.ReadScan, seed: int, scan: Scan) -> None:
     assert found.stamps == stamps(scan)
 
 
-def test_the_next_scan_is_read_while_one_is_in_use(scans: list[Scan], reading: Reading) -> None:
+def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
     ahead = ScansAhead(scans, Scratch())
     assert reading.read == []
     ahead.begin()
@@ -89,7 +89,7 @@ def test_the_next_scan_is_read_while_one_is_in_use(scans: list[Scan], reading: R
     assert reading.in_main == []
 
 
-def test_no_scans_or_no_beginning_are_fine(scans: list[Scan], reading: Reading) -> None:
+def test_no_scans_or_no_beginning_are_fine(scans, reading):
     ScansAhead([], Scratch()).begin()
     assert_is(ScansAhead(scans[:1], Scratch()).take(0), 0, scans[0])
     assert reading.read == ["a"]
@@ -97,20 +97,14 @@ def test_no_scans_or_no_beginning_are_fine(scans: list[Scan], reading: Reading) 
 
 @pytest.mark.parametrize(("available", "is_early"), [(4 * SCAN_BYTES, 1), (4 * SCAN_BYTES - 1, 0)])
 def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
-    scans: list[Scan],
-    reading: Reading,
-    available: int,
-    is_early: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    scans, reading, available, is_early, monkeypatch
+):
     take_all(scans, Scratch(), monkeypatch, available)
     assert reading.read == list("abcd")
     assert reading.in_main == ([] if is_early else list("abcd"))
 
 
-def test_what_takes_no_memory_is_read_whatever_its_size(
-    scans: list[Scan], reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_no_memory_is_read_whatever_its_size(scans, reading, tmp_path, monkeypatch):
     take_all(scans, Scratch(tmp_path), monkeypatch, 0)
     for number, scan in enumerate(scans):
         path = scan.images[0].with_suffix("")
@@ -120,7 +114,7 @@ def test_what_takes_no_memory_is_read_whatever_its_size(
     assert reading.in_main == []
 
 
-def test_a_scan_that_nobody_takes_is_no_other_one(scans: list[Scan], reading: Reading) -> None:
+def test_a_scan_that_nobody_takes_is_no_other_one(scans, reading):
     """As where its results have appeared meanwhile."""
     damaged = scans[3].images[0]
     damaged.write_bytes(damaged.read_bytes()[:-200])
@@ -134,12 +128,10 @@ def test_a_scan_that_nobody_takes_is_no_other_one(scans: list[Scan], reading: Re
     assert sorted(reading.read) == list("abcd")
 
 
-def test_stamps_are_older_than_what_was_read(
-    scans: list[Scan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stamps_are_older_than_what_was_read(scans, monkeypatch):
     """A file that is written while it is read, or after, is seen to be another."""
 
-    def written(scan: Scan, scratch: Scratch) -> object:
+    def written(scan, scratch):
         image = read_scan(scan, scratch)
         write_volume(scan.images[0], noise(SHAPE, 9))
         return image

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,9 +28,7 @@ from unet3d.volumes.scored_labels import (
         ({"left": "1"}, {1: "left"}, None),
     ],
 )
-def test_labels_are_read_in_every_layout(
-    tmp_path: Path, labels: dict[str, Any], names: dict[Any, str], ignore: int | None
-) -> None:
+def test_labels_are_read_in_every_layout(tmp_path, labels, names, ignore):
     tree = {"labels": labels, "regions_class_order": [1, 2, 3]}  # read where there are regions
     path = write_json(tmp_path / "dataset.json", tree)
     expected = ScoredLabels(names=names, ignore=ignore)
@@ -55,16 +52,14 @@ def test_labels_are_read_in_every_layout(
         ({"labels": {"1": "a\x1b[2J"}}, "label 1 is called"),
     ],
 )
-def test_what_cannot_be_understood_is_refused_in_one_line(
-    tmp_path: Path, tree: Any, message: str
-) -> None:
+def test_what_cannot_be_understood_is_refused_in_one_line(tmp_path, tree, message):
     path = write_json(tmp_path / "dataset.json", tree)
     with pytest.raises(DatasetError, match=message) as caught:
         read_scored_labels(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_masks_of_labels_and_regions() -> None:
+def test_masks_of_labels_and_regions():
     array = np.arange(5)
     assert mask_of(array, 3).tolist() == [False, False, False, True, False]
     assert mask_of(array, (1, 4)).tolist() == [False, True, False, False, True]
@@ -73,9 +68,7 @@ def test_masks_of_labels_and_regions() -> None:
     assert EVERY_VALUE.among([5, 0, 3]) == [3, 5]
 
 
-def test_the_description_is_that_of_the_data_set_that_label_maps_lie_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_description_is_that_of_the_data_set_that_label_maps_lie_in(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match=r"cannot read .*dataset\.json"):
         read_scored_labels(tmp_path)
     path = write_json(tmp_path / "dataset.json", {})

@@ -20,7 +20,7 @@ SHAPE = (30, 20, 10)
 
 
 @pytest.mark.parametrize("is_memory", [True, False])
-def test_an_array_keeps_what_is_written(is_memory: bool, tmp_path: Path) -> None:
+def test_an_array_keeps_what_is_written(is_memory, tmp_path):
     scratch = Scratch(None if is_memory else tmp_path)
     assert scratch.is_memory == is_memory
     for dtype, order in itertools.product(("u1", "<i2", ">f4", "f8", "?"), "CF"):
@@ -33,12 +33,12 @@ def test_an_array_keeps_what_is_written(is_memory: bool, tmp_path: Path) -> None
         np.testing.assert_array_equal(array, values)
 
 
-def test_files_have_no_name_and_are_gone_with_the_array(tmp_path: Path) -> None:
-    def mapped() -> list[str]:
+def test_files_have_no_name_and_are_gone_with_the_array(tmp_path):
+    def mapped():
         lines = Path("/proc/self/maps").read_text().splitlines()
         return [line for line in lines if str(tmp_path) in line]
 
-    def opened() -> list[str]:
+    def opened():
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
         return [one for one in map(linked, links) if str(tmp_path) in one]
 
@@ -58,7 +58,7 @@ def linked(path: str) -> str:
         return ""
 
 
-def test_the_space_of_a_file_is_taken_at_once(tmp_path: Path) -> None:
+def test_the_space_of_a_file_is_taken_at_once(tmp_path):
     array = new_mapped(tmp_path / "a.npy", (2**20,), np.dtype("u1"))
     status = (tmp_path / "a.npy").stat()
     assert status.st_blocks * 512 >= status.st_size > array.nbytes
@@ -67,11 +67,11 @@ def test_the_space_of_a_file_is_taken_at_once(tmp_path: Path) -> None:
     assert (np.load(tmp_path / "a.npy") == np.arange(2**20) % 251).all()
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(VolumeError, match=r"a scan takes 5.859 KiB of .*absent: No such file"):
         Scratch(tmp_path / "absent").empty(SHAPE, "u1", "a scan")
 
-    def full(*_: int) -> None:
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -104,7 +104,7 @@ scratch.empty((600, 1024), "u1", "the third")[:] = 4
 """
 
 
-def test_a_small_disk_is_one_line_and_not_a_signal(tmp_path: Path) -> None:
+def test_a_small_disk_is_one_line_and_not_a_signal(tmp_path):
     """Without the space of a file, writing to its pages ends the process by SIGBUS."""
     small = ["unshare", "--map-root-user", "--mount", "bash", "-c"]
     mount = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
@@ -127,9 +127,7 @@ def test_a_small_disk_is_one_line_and_not_a_signal(tmp_path: Path) -> None:
     )
 
 
-def test_memory_that_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: 2**20 - 1)
     with pytest.raises(VolumeError, match="a scan takes 1 MiB of memory.*predict --scratch DIR"):
@@ -138,7 +136,7 @@ def test_memory_that_is_not_there_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["scratch", "new", "read"])
-def test_pages_are_given_back_and_their_content_stays(kind: str, tmp_path: Path) -> None:
+def test_pages_are_given_back_and_their_content_stays(kind, tmp_path):
     shape, values = (64, 2**14), np.random.default_rng(0).integers(0, 256, (64, 2**14), np.uint8)
     array: np.ndarray
     if kind == "read":
@@ -161,7 +159,7 @@ def test_pages_are_given_back_and_their_content_stays(kind: str, tmp_path: Path)
     np.testing.assert_array_equal(array, values)
 
 
-def test_changes_that_are_nowhere_else_are_not_forgotten(tmp_path: Path) -> None:
+def test_changes_that_are_nowhere_else_are_not_forgotten(tmp_path):
     np.zeros(2**16, np.uint8).tofile(tmp_path / "a.raw")
     private = np.memmap(tmp_path / "a.raw", np.uint8, "c")
     private[:] = 5

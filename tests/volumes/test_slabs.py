@@ -110,7 +110,7 @@ SIZES_BY_DAY: dict[str, tuple[Shape | None, ...]] = {
     ],
     ids=str,
 )
-def test_slabs_are_those_of_the_whole_batch(tmp_path: Path, name: str, size: Shape | None) -> None:
+def test_slabs_are_those_of_the_whole_batch(tmp_path, name, size):
     """Patches in cases, patches larger than cases, and whole cases of several shapes."""
     cases = real_cases(tmp_path)
     for stride in ((1, 1, 1), (4, 2, 2)) if size is None else ((1, 1, 1),):
@@ -123,7 +123,7 @@ def test_slabs_are_those_of_the_whole_batch(tmp_path: Path, name: str, size: Sha
 
 
 @pytest.mark.parametrize("spacing_mm", [(0.7, 0.7, 4.0), (4.0, 0.8, 0.7), (1.0, 5.0, 25.0)])
-def test_thick_slices_are_divided(tmp_path: Path, spacing_mm: Spacing) -> None:
+def test_thick_slices_are_divided(tmp_path, spacing_mm):
     cases = real_cases(tmp_path, spacing_mm=spacing_mm)
     for name in ("linear", "sometimes"):
         whole = list(loader(cases, SETTINGS[name]).epoch(0))
@@ -132,9 +132,7 @@ def test_thick_slices_are_divided(tmp_path: Path, spacing_mm: Spacing) -> None:
 
 
 @pytest.mark.parametrize("size", [(20, 18, 21), None], ids=str)
-def test_replicas_share_batches_and_shards_their_patches(
-    tmp_path: Path, size: Shape | None
-) -> None:
+def test_replicas_share_batches_and_shards_their_patches(tmp_path, size):
     """In workers, where a batch has fewer patches than there are replicas, and after a resume."""
     cases = real_cases(tmp_path)
     given: dict[str, Any] = {"size": size, "batch_size": 3 if size else 1}
@@ -150,7 +148,7 @@ def test_replicas_share_batches_and_shards_their_patches(
         check(whole[1:], shards)
 
 
-def test_a_slab_that_cannot_be_is_an_error_in_one_line(tmp_path: Path) -> None:
+def test_a_slab_that_cannot_be_is_an_error_in_one_line(tmp_path):
     with pytest.raises(DeviceError, match="too few planes"):
         next(loader(real_cases(tmp_path), SETTINGS["off"], slab=no_slab).epoch(0))
 
@@ -159,13 +157,13 @@ def no_slab(shape: Shape) -> range:
     raise DeviceError(f"{shape[0]}: too few planes")
 
 
-def test_only_what_a_slab_needs_is_read(tmp_path: Path) -> None:
+def test_only_what_a_slab_needs_is_read(tmp_path):
     """The whole patch only where its intensities are measured and the numbers not gathered."""
     cases = real_cases(tmp_path, [(60, 40, 40)])
     size: Shape = (40, 20, 20)
     slab = Slab(planes=range(10), num_planes=40)
 
-    def planes(name: str, gathers: bool) -> tuple[int, int]:
+    def planes(name, gathers):
         settings = PatchSettings(augmentation=SETTINGS[name])
         sampler = PatchSampler(
             cases=cases, settings=settings, size=size, stride=(1, 1, 1), batch_size=1, seed=0

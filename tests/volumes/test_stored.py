@@ -72,12 +72,12 @@ def write(folder: Path, name: str, header: bytes, rest: bytes) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("volumes")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_mutated_below_can_be_read(tmp_path: Path, name: str) -> None:
+def test_what_is_mutated_below_can_be_read(tmp_path, name):
     for byte_order in "<>":
         header, rest = content_of(name, byte_order)
         path = write(tmp_path, name, header, rest)
@@ -93,13 +93,7 @@ def test_what_is_mutated_below_can_be_read(tmp_path: Path, name: str) -> None:
     end=st.one_of(st.none(), st.integers(0, 900)),
 )
 @example(name="scan.mgh", byte_order="<", changes=[(4, 4)], end=None)  # 2^31 bytes and more
-def test_bytes_of_a_header_may_be_anything(
-    folder: Path,
-    name: str,
-    byte_order: str,
-    changes: list[tuple[int, int]],
-    end: int | None,
-) -> None:
+def test_bytes_of_a_header_may_be_anything(folder, name, byte_order, changes, end):
     header, rest = content_of(name, byte_order)
     content = bytearray(header + rest)
     for place, value in changes:
@@ -126,9 +120,7 @@ def changed_fields(draw: st.DrawFn) -> tuple[str, str, dict[str, list[float]]]:
 @partial(property_test, share=0.6)
 @given(changed=changed_fields())
 @example(changed=("two.hdr", "<", {"dim": [-1, 0, 0, 0, 0, 0, 0, 0]}))
-def test_fields_of_a_header_may_be_anything(
-    folder: Path, changed: tuple[str, str, dict[str, list[float]]]
-) -> None:
+def test_fields_of_a_header_may_be_anything(folder, changed):
     name, byte_order, fields = changed
     header, rest = content_of(name, byte_order)
     record = np.frombuffer(
@@ -145,7 +137,7 @@ def test_fields_of_a_header_may_be_anything(
     read_or_refuse(write(folder, name, record.tobytes(), rest))
 
 
-def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path) -> None:
+def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.nii.gz")
     for link, target in {
         "zero.nii": "/dev/zero",
@@ -171,7 +163,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["one.nii.gz", "scan.mgz"])
-def test_a_compressed_file_may_be_damaged_anywhere(tmp_path: Path, name: str) -> None:
+def test_a_compressed_file_may_be_damaged_anywhere(tmp_path, name):
     """Also in what is unpacked of it to read the header alone."""
     header, rest = content_of(name)
     content = gzip.compress(header + rest, mtime=0)
@@ -190,7 +182,7 @@ def compressed(header: bytes, rest: bytes, tail: int) -> bytes:
     return gzip.compress(header + rest, mtime=0) + million * (tail // 2**20)
 
 
-def test_a_short_tail_is_no_fault_and_its_checksum_counts(tmp_path: Path) -> None:
+def test_a_short_tail_is_no_fault_and_its_checksum_counts(tmp_path):
     header, rest = content_of("one.nii.gz")
     path = tmp_path / "tail.nii.gz"
     content = gzip.compress(header + rest, mtime=0) + gzip.compress(b"note" * 100, mtime=0)
@@ -209,7 +201,7 @@ def changed(place: int, raw: bytes) -> tuple[bytes, bytes]:
     return header[:place] + raw + header[place + len(raw) :], rest
 
 
-def test_a_plain_file_may_not_go_on_either(tmp_path: Path) -> None:
+def test_a_plain_file_may_not_go_on_either(tmp_path):
     header, rest = content_of("one.nii")
     path = write(tmp_path, "one.nii", header, rest)
     os.truncate(path, 2**33)  # a hole, which takes no space
@@ -217,7 +209,7 @@ def test_a_plain_file_may_not_go_on_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["one.nii.gz", "two.nii.gz", "one.hdr", "one.nii"])
-def test_sizes_of_extensions_may_lie(tmp_path: Path, name: str) -> None:
+def test_sizes_of_extensions_may_lie(tmp_path, name):
     """An extension that claims 2 GB, in a file that unpacks to enough zeros to hold it."""
     header, rest = content_of(name)
     extension = b"\1\0\0\0" + struct.pack("<ii", 2**31 - 16, 6)
@@ -228,14 +220,14 @@ def test_sizes_of_extensions_may_lie(tmp_path: Path, name: str) -> None:
     assert read_header(path).shape == (4, 3, 5) or read_header(path).shape == (3, 4, 5)
 
 
-def test_an_offset_beyond_all_extensions_is_refused(tmp_path: Path) -> None:
+def test_an_offset_beyond_all_extensions_is_refused(tmp_path):
     header, rest = changed(108, struct.pack("<f", 1e9))
     path = tmp_path / "far.nii.gz"
     path.write_bytes(compressed(header, rest, 2**31))
     assert "begin at byte 1000000000" in refusal(path, read_header)
 
 
-def test_the_scaling_of_a_header_counts_if_it_is_one(tmp_path: Path) -> None:
+def test_the_scaling_of_a_header_counts_if_it_is_one(tmp_path):
     for scaling in ((np.inf, 0), (1, -np.inf)):
         path = write(tmp_path, "one.nii", *changed(112, struct.pack("<ff", *scaling)))
         assert "scales its voxels by infinity" in refusal(path)
@@ -250,7 +242,7 @@ def test_the_scaling_of_a_header_counts_if_it_is_one(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.sort(read_image(path).array.ravel()), expected)
 
 
-def test_types_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+def test_types_that_are_no_numbers_are_named(tmp_path):
     words = {128: "colour", 2304: "colour", 32: "complex", 1792: "complex", 1536: "unknown"}
     for code, word in words.items():
         header, rest = changed(70, struct.pack("<h", code))
@@ -258,9 +250,7 @@ def test_types_that_are_no_numbers_are_named(tmp_path: Path) -> None:
         assert f"holds {word} voxels" in refusal(path, read_header) or code == 1536
 
 
-def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(tmp_path, monkeypatch):
     header, _ = content_of("two.nii")
     record = np.frombuffer(bytearray(header), nib.Nifti2Header.template_dtype).copy()
     record["dim"][0][:4] = 3, 40_000, 40_000, 1_000
@@ -273,7 +263,7 @@ def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(
         assert "TiB of memory, but this machine has 16 GiB available" in message
 
 
-def test_names_in_a_compressed_file_that_do_not_end_are_refused(tmp_path: Path) -> None:
+def test_names_in_a_compressed_file_that_do_not_end_are_refused(tmp_path):
     for flags in (8, 16, 4 + 8, 8 + 16):
         extra = b"\x05\0\0\0\0\0\0" if flags & 4 else b""
         name = b"name\0" if flags == 8 + 16 else b""
@@ -287,9 +277,7 @@ NO_END = b"\x1f\x8b\x08\x08" + bytes(6) + b"a" * 2**24
 
 
 @pytest.mark.parametrize("filler", [NO_END, gzip.compress(b"", mtime=0) * 800_000, bytes(2**24)])
-def test_a_compressed_file_that_is_much_longer_than_its_content(
-    tmp_path: Path, filler: bytes
-) -> None:
+def test_a_compressed_file_that_is_much_longer_than_its_content(tmp_path, filler):
     header, rest = content_of("one.nii.gz")
     path = tmp_path / "long.nii.gz"
     path.write_bytes(gzip.compress(header + rest + bytes(540), mtime=0) + filler)

@@ -40,7 +40,7 @@ def plan(
     )
 
 
-def test_survives_json() -> None:
+def test_survives_json():
     ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=40.5, std=31.25)
     kinds: tuple[Kind, ...] = ("z-score-all", "z-score-inside", "rescale", "rgb", "none")
     how = Interpolation(
@@ -70,7 +70,7 @@ def test_survives_json() -> None:
     assert validated(Preprocessing, tree) == plan()  # as files of the first versions are read
 
 
-def test_one_channel_is_masked_and_another_is_not() -> None:
+def test_one_channel_is_masked_and_another_is_not():
     image = np.zeros((2, 9, 8, 7), np.float32)
     image[:, 2:7, 2:6, 2:5] = RNG.normal(90, 9, (2, 5, 4, 3))
     how = [ChannelNormalization(kind=one) for one in ("z-score", "z-score-inside")]  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_one_channel_is_masked_and_another_is_not() -> None:
         np.testing.assert_allclose(found[channel], expected, atol=1e-4)
 
 
-def test_ignored_voxels_have_the_index_after_the_last_class() -> None:
+def test_ignored_voxels_have_the_index_after_the_last_class():
     preprocessing = replace(plan(label_values=(0, 3, 5)), ignore_value=9)
     tree = json.loads(json.dumps(preprocessing.to_dict()))
     assert validated(Preprocessing, tree) == preprocessing
@@ -106,7 +106,7 @@ REGIONS = (
 )
 
 
-def test_regions_survive_json_and_are_made_of_classes() -> None:
+def test_regions_survive_json_and_are_made_of_classes():
     preprocessing = replace(plan(label_values=(0, 3, 5, 6)), regions=REGIONS)
     tree = json.loads(json.dumps(preprocessing.to_dict()))
     assert validated(Preprocessing, tree) == preprocessing
@@ -125,7 +125,7 @@ def test_regions_survive_json_and_are_made_of_classes() -> None:
             validated(Preprocessing, {**tree, "regions": [region]})
 
 
-def test_classes_of_regions_are_what_is_written_for_them() -> None:
+def test_classes_of_regions_are_what_is_written_for_them():
     preprocessing = replace(plan(label_values=(0, 3, 5, 6)), regions=REGIONS)
     logits = torch.tensor([[-1.0, 2, 2, -3], [-1, -2, 1, 4], [-1, -1, 3, -1]])[..., None, None]
     assert classes_of(logits, preprocessing).flatten().tolist() == [0, 1, 3, 2]
@@ -133,7 +133,7 @@ def test_classes_of_regions_are_what_is_written_for_them() -> None:
     assert classes_of(logits, plan(label_values=(0, 3, 5, 6))).flatten().tolist() == [0, 2]
 
 
-def test_only_what_is_asked_for_is_cropped() -> None:
+def test_only_what_is_asked_for_is_cropped():
     image = np.zeros((1, 6, 7, 8), np.float32)
     image[0, 2:4, 3, 1:8] = 1
     assert kept_box(ImageVoxels.of(image), plan()) == whole_box((6, 7, 8))
@@ -142,7 +142,7 @@ def test_only_what_is_asked_for_is_cropped() -> None:
 
 
 @pytest.mark.parametrize("masks_outside", [False, True])
-def test_channels_are_normalized_each_its_own_way(masks_outside: bool) -> None:
+def test_channels_are_normalized_each_its_own_way(masks_outside):
     image = RNG.uniform(-2000, 2000, (3, 6, 6, 6)).astype(np.float32)
     image[:, :3] = 0  # a mask leaves the others alone
     ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=50, std=25)
@@ -160,7 +160,7 @@ def test_channels_are_normalized_each_its_own_way(masks_outside: bool) -> None:
         prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(ct, ct))
 
 
-def test_labels_become_class_indices() -> None:
+def test_labels_become_class_indices():
     label = np.array([[[0, 9], [4, 4]]], np.uint16)
     classes = prepare_label(label, (1, 1, 1), plan(label_values=(0, 4, 9)))
     assert classes.dtype == np.uint8
@@ -175,7 +175,7 @@ def test_labels_become_class_indices() -> None:
             prepare_label(label, (1, 1, 1), plan(label_values=(0, 1, 2, 9)))
 
 
-def test_image_and_label_land_on_one_grid() -> None:
+def test_image_and_label_land_on_one_grid():
     label = np.zeros((20, 24, 10), np.uint8)
     label[5:15, 6:18, 2:8] = 1
     image = label[None].astype(np.float32) + 1
@@ -190,7 +190,7 @@ def test_image_and_label_land_on_one_grid() -> None:
     np.testing.assert_allclose(in_label, expected, atol=0.5)
 
 
-def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 2**33)
     image = ImageVoxels.of(RNG.uniform(size=(1, 32, 32, 32)).astype(np.float32))
     at_one_mm = plan(spacing_mm=(1, 1, 1))
@@ -210,7 +210,7 @@ def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.Mon
         prepare_image(image, (1e-3, 1e-3, 1e-3), at_one_mm)
 
 
-def test_what_becomes_infinite_is_refused() -> None:
+def test_what_becomes_infinite_is_refused():
     image = np.zeros((1, 6, 6, 6), np.float32)
     image[:, ::2] = 3.3e38
     for how in (
@@ -222,7 +222,7 @@ def test_what_becomes_infinite_is_refused() -> None:
             prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))
 
 
-def test_the_largest_intensity_is_that_of_the_normalised_image() -> None:
+def test_the_largest_intensity_is_that_of_the_normalised_image():
     image = RNG.normal(5, 2, size=(2, 12, 11, 10)).astype(np.float32)
     image[1, 3, 4, 5] = -900
     how = ChannelNormalization(kind="z-score")

@@ -4,8 +4,6 @@ import gzip
 import itertools
 import os
 import zlib
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ def numbers(dtype: str) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 2, SHAPE).astype(dtype) * 3
 
 
-def test_mapped_voxels_stay_in_their_file(tmp_path: Path) -> None:
+def test_mapped_voxels_stay_in_their_file(tmp_path):
     path = tmp_path / "voxels"
     for dtype, order in itertools.product(DTYPES, ORDERS):
         array = numbers(dtype)
@@ -41,9 +39,7 @@ def test_mapped_voxels_stay_in_their_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_memory", [True, False])
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
-def test_packed_voxels_come_in_their_own_type(
-    tmp_path: Path, is_memory: bool, pack: Callable[[bytes], bytes]
-) -> None:
+def test_packed_voxels_come_in_their_own_type(tmp_path, is_memory, pack):
     path = tmp_path / "voxels"
     for dtype, order in itertools.product(DTYPES, ORDERS):
         array = numbers(dtype)
@@ -67,9 +63,7 @@ def test_packed_voxels_come_in_their_own_type(
         assert os.listdir(tmp_path) == ["voxels"]
 
 
-def test_packed_voxels_that_have_no_room_are_not_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_voxels_that_have_no_room_are_not_unpacked(tmp_path, monkeypatch):
     array = np.zeros((64, 64, 64), "<f8")
     (tmp_path / "voxels").write_bytes(gzip.compress(array.tobytes()))
     voxels = FileVoxels(tmp_path / "voxels", array.shape, array.dtype, is_packed=True)
@@ -80,7 +74,7 @@ def test_packed_voxels_that_have_no_room_are_not_unpacked(
     assert not voxels.read(Scratch(tmp_path), "reading it").any()
 
 
-def test_a_file_that_has_shrunk_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_a_file_that_has_shrunk_is_an_error_and_no_signal(tmp_path):
     path = tmp_path / "voxels"
     path.write_bytes(bytes(10_000))
     voxels = FileVoxels(path, (10, 10, 10), np.dtype("<f8"), offset=2000)
@@ -90,7 +84,7 @@ def test_a_file_that_has_shrunk_is_an_error_and_no_signal(tmp_path: Path) -> Non
         voxels.read(Scratch(), "reading")
 
 
-def test_voxels_in_memory_are_not_copied() -> None:
+def test_voxels_in_memory_are_not_copied():
     array = numbers("<i2")
     voxels: StoredVoxels = HeldVoxels(array)
     assert voxels.read(Scratch(), "reading") is array

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,13 @@ from unet3d.volumes.workers import map_items
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_results_are_in_the_order_of_the_items(num_workers: int, forked_workers: None) -> None:
+def test_results_are_in_the_order_of_the_items(num_workers, forked_workers):
     told: list[int] = []
     assert map_items(abs, [-3, 2, -1], num_workers, told.append) == [3, 2, 1]
     assert told == [1, 2, 3]
 
 
-def test_a_killed_worker_is_explained(forked_workers: None) -> None:
+def test_a_killed_worker_is_explained(forked_workers):
     with pytest.raises(DatasetError, match="killed.*data.num_workers"):
         map_items(os._exit, [9, 9], 2)
 
@@ -35,9 +34,7 @@ def test_a_killed_worker_is_explained(forked_workers: None) -> None:
     ],
 )
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
-def test_workers_end_with_their_parent(
-    number: signal.Signals, whole_group: bool, start: str, tmp_path: Path
-) -> None:
+def test_workers_end_with_their_parent(number, whole_group, start, tmp_path):
     parent = warm.call(work_in_workers, tmp_path, start)
     deadline = time.monotonic() + 120
     while len(list(tmp_path.iterdir())) < 2:

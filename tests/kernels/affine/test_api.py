@@ -56,7 +56,7 @@ def check(image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shap
 
 
 @pairwise(matrix=list(MATRICES), sizes=SIZES)
-def test_image_and_labels_are_interpolated(matrix: str, sizes: tuple[Shape, Shape]) -> None:
+def test_image_and_labels_are_interpolated(matrix, sizes):
     box, size = sizes
     image, label = case(box, channels=2)
     turn = MATRICES[matrix]
@@ -65,14 +65,14 @@ def test_image_and_labels_are_interpolated(matrix: str, sizes: tuple[Shape, Shap
 
 @pytest.mark.parametrize("label_dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_every_type_is_sampled(dtype: torch.dtype, label_dtype: torch.dtype) -> None:
+def test_every_type_is_sampled(dtype, label_dtype):
     box, size = (20, 23, 21), (17, 16, 19)
     image, label = case(box, 3, 9, dtype, label_dtype)
     check(image, label, TURNED, centred(TURNED, box, size), size)
 
 
 @pytest.mark.parametrize("matrix", [TURNED, np.diag([0.7, 0.9, 1.2])], ids=["turned", "scaled"])
-def test_any_number_of_classes_votes(matrix: Array) -> None:
+def test_any_number_of_classes_votes(matrix):
     box, size = (24, 22, 21), (20, 21, 22)
     image, label = case(box, 1, 700, label_dtype=torch.int64)
     label += 2**40 * (label > 0)  # more than a float or an int32 tells apart
@@ -80,13 +80,13 @@ def test_any_number_of_classes_votes(matrix: Array) -> None:
     check(image, label, matrix, centred(matrix, box, size) + SHIFT, size)
 
 
-def test_positions_of_a_large_volume_are_exact() -> None:
+def test_positions_of_a_large_volume_are_exact():
     box, size = (170, 33, 150), (150, 5, 131)
     matrix = Rotation.from_euler("y", 17, degrees=True).as_matrix()
     check(*case(box), matrix, centred(matrix, box, size), size)
 
 
-def test_float64_is_interpolated_as_such() -> None:
+def test_float64_is_interpolated_as_such():
     box, size = (19, 20, 21), (16, 17, 18)
     image, label = case(box, dtype=torch.float64)
     matrix = np.diag([0.75, 1.25, 0.5])  # positions without rounding
@@ -97,7 +97,7 @@ def test_float64_is_interpolated_as_such() -> None:
 
 
 @pytest.mark.parametrize("matrix", [TURNED, np.diag([0.8, 1.1, 1.0]), IDENTITY])
-def test_all_around_the_box_is_zero(matrix: Array) -> None:
+def test_all_around_the_box_is_zero(matrix):
     image, label = case((4, 3, 5))
     found = sampled(image[:, :0], label[:0], matrix, np.zeros(3), (5, 4, 3))
     assert not found[0].any() and not found[1].any()
@@ -106,7 +106,7 @@ def test_all_around_the_box_is_zero(matrix: Array) -> None:
         assert not image_out.any() and not label_out.any()
 
 
-def test_a_step_of_thousands_of_voxels_takes_no_memory_for_them() -> None:
+def test_a_step_of_thousands_of_voxels_takes_no_memory_for_them():
     image, label = case((40, 41, 42))
     matrix = np.array([[5e4, -3e3, 20.0], [2e4, 7e3, -5e4], [3e4, -20.0, 1e3]])
     image_out, _ = sampled(image, label, matrix, np.array([20.3, 19.6, 21.5]), (6, 7, 5))
@@ -132,9 +132,7 @@ def mirrored(
     signs=FLIPS,
     dtype=[torch.float16, torch.float64],
 )
-def test_flips_copy_to_the_bit(
-    first: tuple[int, ...], signs: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_flips_copy_to_the_bit(first, signs, dtype):
     box, size = (7, 6, 9), (6, 8, 7)
     image, label = case(box, 2, dtype=dtype)
     offset = tuple(i if s > 0 else i + n - 1 for i, s, n in zip(first, signs, size, strict=True))
@@ -146,7 +144,7 @@ def test_flips_copy_to_the_bit(
     assert torch.equal(plain_out[0], image_out) and torch.equal(plain_out[1], label_out)
 
 
-def test_of_equal_shares_the_smallest_class_wins() -> None:
+def test_of_equal_shares_the_smallest_class_wins():
     image, _ = case((2, 3, 2))
     label = torch.tensor([5, 2, 9, 2, 5, 9, 9, 5, 2, 5, 2, 9], dtype=torch.uint8).view(2, 3, 2)
     for angle in (0.0, 0.3):  # through a lattice and through any positions
@@ -158,7 +156,7 @@ def test_of_equal_shares_the_smallest_class_wins() -> None:
         assert len(set(tied)) > 1 and label_out.item() == min(tied)
 
 
-def test_outputs_may_be_samples_of_a_batch() -> None:
+def test_outputs_may_be_samples_of_a_batch():
     box, size = (70, 20, 22), (66, 17, 19)
     image, label = case(box, 2)
     offset = centred(TURNED, box, size)
@@ -171,7 +169,7 @@ def test_outputs_may_be_samples_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
-def test_a_part_is_as_in_the_whole(matrix: Array) -> None:
+def test_a_part_is_as_in_the_whole(matrix):
     """To the bit, however blocks divide either; else labels of almost equal shares differ."""
     box, size = (150, 40, 45), (131, 33, 38)
     image, label = case(box, 2, num_classes=9)
@@ -187,7 +185,7 @@ def test_a_part_is_as_in_the_whole(matrix: Array) -> None:
         assert torch.equal(outputs[1], whole[1][x, y, z])
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused():
     image, label = case((4, 5, 6), 2)
     image_out, label_out = torch.zeros(2, 3, 3, 3), torch.zeros(3, 3, 3, dtype=torch.uint8)
     for given in [

@@ -15,7 +15,6 @@ from tests.kernels.affine.boxes import (
     SHIFT,
     SIZES,
     TURNED,
-    Shape,
     call,
     case,
     centred,
@@ -43,9 +42,7 @@ def kernel_sample(*boxes: Tensor, **given: Any) -> None:
         (torch.float64, torch.uint8),
     ],
 )
-def test_a_gpu_samples_the_same(
-    matrix: str, sizes: tuple[Shape, Shape], types: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_a_gpu_samples_the_same(matrix, sizes, types):
     (box, size), (dtype, label_dtype), turn = sizes, types, MATRICES[matrix]
     classes = 4 if label_dtype == torch.uint8 else 700
     image, label = case(box, 2, classes, dtype, label_dtype)
@@ -61,7 +58,7 @@ def test_a_gpu_samples_the_same(
 @pytest.mark.gpu
 @pytest.mark.parametrize("signs", FLIPS, ids=str)
 @pytest.mark.parametrize("first", [(0, 0, 0), (2, -1, 3), (0, 300, 0)], ids=str)
-def test_flips_on_a_gpu_copy_to_the_bit(first: tuple[int, ...], signs: tuple[int, ...]) -> None:
+def test_flips_on_a_gpu_copy_to_the_bit(first, signs):
     box, size = (37, 40, 41), (33, 45, 39)
     image, label = case(box, 3, dtype=torch.float16)
     offset = [i if s > 0 else i + n - 1 for i, s, n in zip(first, signs, size, strict=True)]
@@ -72,7 +69,7 @@ def test_flips_on_a_gpu_copy_to_the_bit(first: tuple[int, ...], signs: tuple[int
 
 
 @pytest.mark.gpu
-def test_a_gpu_compiles_once_and_does_not_wait() -> None:
+def test_a_gpu_compiles_once_and_does_not_wait():
     from unet3d.kernels.affine import kernel
 
     kernel._sample.device_caches.clear()  # a private name: only Triton's cache shows it
@@ -94,7 +91,7 @@ def test_a_gpu_compiles_once_and_does_not_wait() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_samples_beyond_what_an_int32_counts() -> None:
+def test_a_gpu_samples_beyond_what_an_int32_counts():
     box, size = (1300, 1290, 1290), (5, 6, 7)
     label = torch.zeros(box, dtype=torch.uint8, device="cuda")
     image = torch.zeros(1, *box, dtype=torch.float16, device="cuda")

@@ -1,12 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import (
     LAYOUTS,
-    Size,
     assert_near,
     assert_same,
     results,
@@ -33,14 +31,7 @@ FIRST, LAST = LAYOUTS
         ((1, 32, 64, 64, 64), 32, torch.bfloat16, FIRST, "cpu:0", False),
     ],
 )
-def test_what_is_worth_folding(
-    shape: tuple[int, ...],
-    channels: int,
-    dtype: torch.dtype,
-    layout: torch.memory_format,
-    device: str,
-    folds: bool,
-) -> None:
+def test_what_is_worth_folding(shape, channels, dtype, layout, device, folds):
     with FakeTensorMode():
         x = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
         assert can_fold(x, channels) == folds
@@ -60,9 +51,7 @@ def test_what_is_worth_folding(
         (3, (9, 3, 4), 200, False),
     ],
 )
-def test_a_head_multiplies_eight_voxels_at_a_time(
-    outputs: int, size: Size, limit: int, folds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_multiplies_eight_voxels_at_a_time(outputs, size, limit, folds, monkeypatch):
     # As if x were of low precision on a GPU; in float64 the comparison is sharp.
     monkeypatch.setattr(api, "can_fold", lambda x, channels: True)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
@@ -71,7 +60,7 @@ def test_a_head_multiplies_eight_voxels_at_a_time(
     for name in ("linear", "conv3d"):
         function = getattr(F, name)
 
-        def watched(x: Tensor, weight: Tensor, *more: object, of: object = function) -> Tensor:
+        def watched(x, weight, *more, of=function):
             rows.append(len(weight))
             return of(x, weight, *more)
 
@@ -85,19 +74,17 @@ def test_a_head_multiplies_eight_voxels_at_a_time(
 
 @pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_shards_with_halos_are_the_whole_convolution(
-    stride: int, folds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_with_halos_are_the_whole_convolution(stride, folds, monkeypatch):
     """Three slabs of a volume, each with its neighbours' planes, or zeros at the volume's edge."""
     monkeypatch.setattr(api, "can_fold", lambda *_: folds)
     values = [tensor(1, 8, 12, 3, 4), tensor(8, 8, 3, 3, 3, seed=1)]
 
-    def convolve(x: Tensor, weight: Tensor, sides: tuple[int, int]) -> Tensor:
+    def convolve(x, weight, sides):
         if stride == 1:
             return conv3x3x3(x, weight, x_padding=sides)
         return strided_conv3x3x3(x, weight, (stride,) * 3, x_padding=sides)
 
-    def in_shards(x: Tensor, weight: Tensor) -> Tensor:
+    def in_shards(x, weight):
         after = 1 if stride == 1 else 0  # the plane behind is not read at stride 2
         return torch.cat(
             [
@@ -114,7 +101,7 @@ def test_shards_with_halos_are_the_whole_convolution(
 
 
 @pytest.mark.gpu
-def test_bfloat16_on_a_gpu_against_float64() -> None:
+def test_bfloat16_on_a_gpu_against_float64():
     values = [tensor(1, 32, 64, 64, 64), tensor(32, 32, 3, 3, 3, seed=1)]
     x, weight, dy = (v.cuda().bfloat16() for v in (*values, tensor(1, 32, 64, 64, 64, seed=9)))
     assert can_fold(x, 32)

@@ -50,15 +50,13 @@ def results(function: Callable[..., Tensor], given: tuple[Tensor, ...]) -> list[
 
 
 @pairwise(size=SIZES, kernel=KERNELS, memory=LAYOUTS)
-def test_it_is_the_bias_but_for_a_constant(
-    size: Size, kernel: Size, memory: torch.memory_format
-) -> None:
+def test_it_is_the_bias_but_for_a_constant(size, kernel, memory):
     x, weight, bias = values(size, kernel)
     given = x.contiguous(memory_format=memory), weight.contiguous(memory_format=memory), bias
     assert_same(results(with_border, given), results(plain, given))
 
 
-def test_nothing_is_added_inside_and_it_is_written_in_place() -> None:
+def test_nothing_is_added_inside_and_it_is_written_in_place():
     x, weight, bias = values((6, 5, 7), (3, 3, 3))
     y = F.conv3d(x, weight, padding=1).contiguous(memory_format=torch.channels_last_3d)
     before = y.clone()
@@ -71,7 +69,7 @@ def test_nothing_is_added_inside_and_it_is_written_in_place() -> None:
     assert is_other.all()
 
 
-def test_a_map_with_room_around_keeps_it_and_its_mark() -> None:
+def test_a_map_with_room_around_keeps_it_and_its_mark():
     x, weight, bias = values((4, 3, 4), (3, 3, 3))
     whole = torch.zeros(2, 4, 3, 6, 5, dtype=torch.float64)
     y = whole.permute(0, 4, 1, 2, 3)[..., 1:-1]
@@ -82,7 +80,7 @@ def test_a_map_with_room_around_keeps_it_and_its_mark() -> None:
     assert not whole[:, :, :, (0, -1)].any()
 
 
-def test_a_gradient_with_zeros_around_reaches_the_convolution_as_it_is() -> None:
+def test_a_gradient_with_zeros_around_reaches_the_convolution_as_it_is():
     seen: list[bool] = []
     y, weight, bias = tensor(1, 5, 4, 3, 2), *values((4, 3, 2), (3, 3, 3))[1:]
     convolved = y.requires_grad_().clone()
@@ -99,10 +97,10 @@ def slab(index: int, count: int) -> Any:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("bounds", [(0, 3, 5), (0, 2, 4, 7), (0, 1, 2, 3), (0, 1, 2), (0, 4)])
-def test_slabs_have_the_border_of_the_volume(bounds: tuple[int, ...], kernel: Size) -> None:
+def test_slabs_have_the_border_of_the_volume(bounds, kernel):
     slabs = list(zip(bounds[:-1], bounds[1:], strict=True))
 
-    def in_slabs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def in_slabs(x, weight, bias):
         y = F.conv3d(x, weight, padding=padding_of(weight))
         parts = []
         for index, (start, stop) in enumerate(slabs):
@@ -114,7 +112,7 @@ def test_slabs_have_the_border_of_the_volume(bounds: tuple[int, ...], kernel: Si
     assert_same(results(in_slabs, given), results(plain, given))
 
 
-def test_a_slab_inside_has_a_gradient_all_the_same() -> None:
+def test_a_slab_inside_has_a_gradient_all_the_same():
     """Ranks exchange the gradients of all parameters."""
     x, weight, bias = values((3, 4, 4), (3, 1, 1))
     bias.requires_grad_()
@@ -124,7 +122,7 @@ def test_a_slab_inside_has_a_gradient_all_the_same() -> None:
     assert not gradient.any()
 
 
-def test_no_number_is_read() -> None:
+def test_no_number_is_read():
     """A GPU would be waited for; and steps are predicted on fake tensors, and captured."""
     with FakeTensorMode():
         x, weight, bias = (torch.empty(s) for s in ((1, 3, 4, 5, 6), (5, 3, 3, 3, 3), (3,)))
@@ -136,7 +134,7 @@ def test_no_number_is_read() -> None:
     assert [g.shape for g in gradients] == [weight.shape, bias.shape]
 
 
-def test_autocast_lowers_the_map_and_not_the_border() -> None:
+def test_autocast_lowers_the_map_and_not_the_border():
     x, weight, bias = (value.float() for value in values((6, 5, 7), (3, 3, 3)))
     y = torch.zeros(2, 5, 6, 5, 7)
     expected = add_border(y.clone(), weight, bias)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.kernels.comparison import LAYOUTS, Size, assert_near, results, tensor
+from tests.kernels.comparison import LAYOUTS, assert_near, results, tensor
 from tests.products import pairwise
 from unet3d.kernels import conv1x1x1
 from unet3d.kernels.conv import cpu, slabs
@@ -44,9 +44,7 @@ def assert_as_in_float64(
     sides=[(1, 1), (1, 0), (0, 1)],
     layout=LAYOUTS,
 )
-def test_convolutions(
-    planes: int, stride: Size, sides: tuple[int, int], layout: torch.memory_format
-) -> None:
+def test_convolutions(planes, stride, sides, layout):
     x = tensor(1, 3, planes, 5, 4).contiguous(memory_format=layout)
     weight = tensor(4, 3, 3, 3, 3, seed=1).contiguous(memory_format=layout)
     assert cpu.is_slow(x.float(), weight, stride)
@@ -61,7 +59,7 @@ def test_convolutions(
 
 @pytest.mark.parametrize("stride", [(2, 2, 2), (1, 2, 2), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("planes", [1, 2, 3, 6])
-def test_transposed_convolutions(planes: int, stride: Size) -> None:
+def test_transposed_convolutions(planes, stride):
     assert_as_in_float64(
         lambda x, w: slabs.upsample(x, w, stride),
         lambda x, w: F.conv_transpose3d(x, w, stride=stride),
@@ -72,7 +70,7 @@ def test_transposed_convolutions(planes: int, stride: Size) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
-def test_points(samples: int, layout: torch.memory_format) -> None:
+def test_points(samples, layout):
     """Of a head; and transposed, between two levels of one resolution."""
     x = tensor(samples, 5, 4, 3, 2).contiguous(memory_format=layout)
     bias = tensor(3, seed=2)
@@ -84,7 +82,7 @@ def test_points(samples: int, layout: torch.memory_format) -> None:
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_only_gradients_that_are_wanted_are_computed(wanted: int) -> None:
+def test_only_gradients_that_are_wanted_are_computed(wanted):
     values = [tensor(1, 2, 5, 4, 3).float(), tensor(3, 2, 3, 3, 3).float()]
     values[wanted].requires_grad_()
     slabs.convolve(*values, (1, 1, 1), (1, 1, 1)).sum().backward()
@@ -105,9 +103,7 @@ def test_only_gradients_that_are_wanted_are_computed(wanted: int) -> None:
     ],
     ids=str,
 )
-def test_the_rule_is_pytorchs(
-    shape: tuple[int, ...], kernel: int, stride: int, dtype: torch.dtype, slow: bool
-) -> None:
+def test_the_rule_is_pytorchs(shape, kernel, stride, dtype, slow):
     x, weight = torch.zeros(shape, dtype=dtype), torch.zeros(2, shape[1], *(kernel,) * 3)
     assert cpu.is_slow(x, weight, (stride,) * 3) == slow
     if dtype == torch.float32:
@@ -118,7 +114,7 @@ def test_the_rule_is_pytorchs(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.backends.mkldnn")
-def test_without_onednn_nothing_is_divided() -> None:
+def test_without_onednn_nothing_is_divided():
     x, weight = torch.zeros(1, 2, 4, 4, 4), torch.zeros(2, 2, 3, 3, 3)
     assert cpu.is_slow(x, weight, (1, 1, 1))
     with torch.backends.mkldnn.flags(enabled=False):
@@ -126,7 +122,7 @@ def test_without_onednn_nothing_is_divided() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu:0", "cpu:1", "meta"])
-def test_fake_gpus_have_no_slow_path(device: str) -> None:
+def test_fake_gpus_have_no_slow_path(device):
     with FakeTensorMode():
         x, weight = (torch.zeros(2, 2, 3, 3, 3, device=device) for _ in range(2))
         assert not cpu.is_slow(x[:1], weight, (1, 1, 1))
@@ -134,7 +130,7 @@ def test_fake_gpus_have_no_slow_path(device: str) -> None:
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_a_training_step_of_a_small_network_never_takes_the_slow_path(encoder: str) -> None:
+def test_a_training_step_of_a_small_network_never_takes_the_slow_path(encoder):
     torch.manual_seed(0)
     topology = Topology(
         in_channels=1,

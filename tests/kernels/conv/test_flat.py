@@ -38,7 +38,7 @@ def between() -> AbstractContextManager[None]:
 
 @pytest.mark.parametrize("limit", [100, 400, 10**9])
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_values_and_gradients(kernel: Shape, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients(kernel, limit, monkeypatch):
     """As a whole, and in slabs, which read the planes beside them only where the kernel does."""
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
     for stride, samples in product(strides_of(kernel), (1, 2)):
@@ -49,7 +49,7 @@ def test_values_and_gradients(kernel: Shape, limit: int, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_small_float32_maps_on_a_cpu(kernel: Shape) -> None:
+def test_small_float32_maps_on_a_cpu(kernel):
     for stride in strides_of(kernel):
         values = [tensor(1, 3, 8, 5, 6), tensor(4, 3, *kernel, seed=1)]
         low = [value.float() for value in values]
@@ -59,7 +59,7 @@ def test_small_float32_maps_on_a_cpu(kernel: Shape) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_a_slab_with_its_halo_is_convolved_to_its_own_planes(kernel: Shape) -> None:
+def test_a_slab_with_its_halo_is_convolved_to_its_own_planes(kernel):
     whole, weight = tensor(2, 3, 12, 5, 6), tensor(4, 3, *kernel, seed=1)
     for stride in strides_of(kernel):
         step = stride[0]
@@ -69,13 +69,13 @@ def test_a_slab_with_its_halo_is_convolved_to_its_own_planes(kernel: Shape) -> N
         assert_same([made], [expected], 1e-12)
 
 
-def test_what_is_recomputed_is_not_kept_for_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_recomputed_is_not_kept_for_a_slab(monkeypatch):
     """Also where a kernel of one plane along X reads only a part of the map."""
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
     source, weight = tensor(1, 3, 6, 4, 4), tensor(4, 3, 1, 3, 3, seed=1).requires_grad_()
     times = 0
 
-    def again() -> Tensor:
+    def again():
         nonlocal times
         times += 1
         return 2 * source

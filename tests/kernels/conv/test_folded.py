@@ -19,7 +19,7 @@ def plain(x: Tensor, weight: Tensor, stride: Size = (1, 1, 1), sides: Sides = (1
     return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, 1, 1))
 
 
-def test_a_padded_map_shows_its_own_voxels_only() -> None:
+def test_a_padded_map_shows_its_own_voxels_only():
     x = tensor(2, 8, 5, 4, 6)
     made = padded(x)
     assert torch.equal(made, x)
@@ -33,14 +33,7 @@ def test_a_padded_map_shows_its_own_voxels_only() -> None:
     pads_dy=[False, True],
     limit=[1000, slabs.MAX_ELEMENTS],
 )
-def test_two_voxels_at_a_time_give_the_same(
-    sizes: tuple[int, int, int],
-    sides: Sides,
-    pads_x: bool,
-    pads_dy: bool,
-    limit: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_voxels_at_a_time_give_the_same(sizes, sides, pads_x, pads_dy, limit, monkeypatch):
     """With zeros around or without, with neighbours' planes, whole or in slabs."""
     num_samples, inputs, outputs = sizes
     x, weight = tensor(num_samples, inputs, 7, 3, 4), tensor(outputs, inputs, 3, 3, 3, seed=1)
@@ -59,14 +52,7 @@ def test_two_voxels_at_a_time_give_the_same(
     is_kept_padded=[False, True],
     limit=[200, slabs.MAX_ELEMENTS],
 )
-def test_strides_over_a_padded_map(
-    stride: Size,
-    inputs: int,
-    sides: Sides,
-    is_kept_padded: bool,
-    limit: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_strides_over_a_padded_map(stride, inputs, sides, is_kept_padded, limit, monkeypatch):
     """Backward may get the map as it was, or recomputed without zeros around."""
     values = [tensor(2, inputs, 6, 3, 4), tensor(12, inputs, 3, 3, 3, seed=1)]
     expected = results(lambda x, w: plain(x, w, stride, sides), values)
@@ -84,7 +70,7 @@ def test_strides_over_a_padded_map(
 
 
 @pytest.mark.parametrize("needed", [0, 1])
-def test_only_gradients_that_are_wanted_are_computed(needed: int) -> None:
+def test_only_gradients_that_are_wanted_are_computed(needed):
     values = [tensor(1, 8, 5, 4, 6), tensor(8, 8, 3, 3, 3, seed=1)]
     leaf = values[needed].requires_grad_()
     y, expected = FoldedConvolution.apply(*values), plain(*values)

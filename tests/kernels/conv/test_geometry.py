@@ -45,7 +45,7 @@ def runs(planes: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("kernel", "stride"), KERNELS)
-def test_planes_are_those_that_are_counted(kernel: int, stride: int) -> None:
+def test_planes_are_those_that_are_counted(kernel, stride):
     for axis in axes(kernel, stride):
         all_of_them = products(axis)
         assert (
@@ -70,7 +70,7 @@ def test_planes_are_those_that_are_counted(kernel: int, stride: int) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "stride"), KERNELS)
-def test_slabs_compute_what_the_volume_does(kernel: int, stride: int) -> None:
+def test_slabs_compute_what_the_volume_does(kernel, stride):
     for axis in axes(kernel, stride):
         all_of_them = products(axis)
         for first, stop in runs(axis.result):
@@ -91,7 +91,7 @@ def test_slabs_compute_what_the_volume_does(kernel: int, stride: int) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "stride"), KERNELS)
-def test_a_padding_is_symmetric_where_it_gives_the_same(kernel: int, stride: int) -> None:
+def test_a_padding_is_symmetric_where_it_gives_the_same(kernel, stride):
     for axis in axes(kernel, stride):
         same = Axis(axis.size, axis.kernel, axis.stride, axis.before, axis.before)
         if axis.symmetric is None:
@@ -104,7 +104,7 @@ def test_a_padding_is_symmetric_where_it_gives_the_same(kernel: int, stride: int
 @pytest.mark.parametrize(
     ("most", "expected"), [(12, [12]), (7, [6, 6]), (5, [4, 4, 4]), (0, [1] * 12)]
 )
-def test_slabs_are_the_fewest_that_fit(most: int, expected: list[int]) -> None:
+def test_slabs_are_the_fewest_that_fit(most, expected):
     axis = Axis(12, 1, 1, 0, 0)
     slabs = divide(axis.for_result, range(12), lambda slab: len(slab.x) <= most)
     assert [len(slab.wanted) for slab in slabs] == expected
@@ -113,7 +113,7 @@ def test_slabs_are_the_fewest_that_fit(most: int, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("planes", [1, 2, 3, 8, 9])
-def test_halves_are_of_equal_length(planes: int) -> None:
+def test_halves_are_of_equal_length(planes):
     first, second = halves(planes)
     assert len(first) == len(second)
     assert set(first) | set(second) == set(range(planes))

@@ -1,7 +1,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.kernels.comparison import assert_same, channels_last, tensor
 from tests.products import pairwise
@@ -16,12 +15,7 @@ SIDES = [(0, 0), (1, 1), (1, 0), (0, 1), (3, 3)]
     stride=[1, 2],
     size=[(1, 12, 4, 5), (2, 9, 4, 5)],
 )
-def test_planes_are_written_to_their_place(
-    kernel_and_sides: tuple[int, tuple[int, int]],
-    stride: int,
-    size: tuple[int, int, int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planes_are_written_to_their_place(kernel_and_sides, stride, size, monkeypatch):
     """Each call also makes planes that are wrong; none of them is left."""
     kernel, sides = kernel_and_sides
     n, *space = size
@@ -29,7 +23,7 @@ def test_planes_are_written_to_their_place(
     expected = F.conv3d(F.pad(x, (1, 1, 1, 1, *sides)), weight, None, (stride, 1, 1))
     called = []
 
-    def is_seen(x: Tensor) -> bool:
+    def is_seen(x):
         called.append(x.shape[2])
         return True
 
@@ -42,7 +36,7 @@ def test_planes_are_written_to_their_place(
         assert len(called) > n
 
 
-def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch):
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 2**18)
     gpu = torch.device("cpu", 1)  # stands for one
     peaks = {}
@@ -62,9 +56,7 @@ def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("sides", [(0, 0), (1, 1), (1, 0)], ids=str)
-def test_cudnn_writes_planes_to_their_place(
-    sides: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_writes_planes_to_their_place(sides, stride, monkeypatch):
     x, weight = tensor(2, 32, 37, 24, 20), tensor(32, 32, 3, 3, 3, seed=1) * 0.03
     x, weight = x.to("cuda", torch.bfloat16), weight.to("cuda", torch.bfloat16)
     padded = F.pad(x.double(), (1, 1, 1, 1, *sides))
@@ -79,7 +71,7 @@ def test_cudnn_writes_planes_to_their_place(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_kernel_copies_planes_to_their_place(dtype: torch.dtype) -> None:
+def test_a_kernel_copies_planes_to_their_place(dtype):
     x = torch.zeros((1, 4, 9, 5, 6), device="cuda", dtype=dtype)
     x, made = channels_last(x), channels_last(torch.randn(1, 4, 6, 5, 6, device="cuda").to(dtype))
     made[0, 0, 2] = float("nan")

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels.comparison import (
     LAYOUTS,
     SIDES,
-    Size,
     assert_near,
     assert_same,
     channels_last,
@@ -57,12 +56,7 @@ STRIDES = [(1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1)]
 
 
 @pairwise(layout=LAYOUTS, stride=STRIDES, size=SIZES)
-def test_convolutions_in_slabs_are_the_whole_ones(
-    size: tuple[int, int, int, int],
-    stride: Size,
-    layout: torch.memory_format,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_convolutions_in_slabs_are_the_whole_ones(size, stride, layout, monkeypatch):
     n, *space = size
     x = tensor(n, 3, *space).contiguous(memory_format=layout)
     weight = tensor(4, 3, 3, 3, 3, seed=1)
@@ -86,18 +80,13 @@ def test_convolutions_in_slabs_are_the_whole_ones(
     stride=[(1, 1, 1), (2, 2, 2), (3, 3, 3), (3, 1, 2)],
     limit=[60, 200, 10**6],
 )
-def test_each_side_has_its_padding(
-    kernel_and_sides: tuple[int, tuple[int, int]],
-    stride: Size,
-    limit: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_side_has_its_padding(kernel_and_sides, stride, limit, monkeypatch):
     """Padding differs before and behind along X in a shard of a volume."""
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
     kernel, sides = kernel_and_sides
     padding = (sides, min(1, kernel - 1), 0)
 
-    def plain(x: Tensor, weight: Tensor) -> Tensor:
+    def plain(x, weight):
         return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, *padding[1:]))
 
     for samples, size in product((1, 2), (2, 3, 5, 8)):
@@ -121,9 +110,7 @@ def test_each_side_has_its_padding(
     size=[(1, 6, 3, 2), (1, 7, 3, 2), (2, 6, 3, 2), (1, 1, 4, 4)],
     limit=[60, 100, 250],
 )
-def test_transposed_convolutions_in_slabs_are_the_whole_ones(
-    size: tuple[int, int, int, int], stride: Size, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transposed_convolutions_in_slabs_are_the_whole_ones(size, stride, limit, monkeypatch):
     n, *space = size
     values = [tensor(n, 4, *space), tensor(4, 3, *stride, seed=1)]
     expected = results(lambda x, w: F.conv_transpose3d(x, w, stride=stride), values)
@@ -136,12 +123,7 @@ def test_transposed_convolutions_in_slabs_are_the_whole_ones(
     sides=[1, (1, 1), (3, 1), (1, 3), (3, 3)],
     limit=[60, 200, 500],
 )
-def test_transposed_convolutions_leave_planes_out(
-    size: tuple[int, int, int, int],
-    sides: int | tuple[int, int],
-    limit: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transposed_convolutions_leave_planes_out(size, sides, limit, monkeypatch):
     n, *space = size
     x, weight = tensor(n, 4, *space), tensor(4, 3, 4, 4, 2, seed=1)
     before, after = (sides, sides) if isinstance(sides, int) else sides
@@ -151,7 +133,7 @@ def test_transposed_convolutions_leave_planes_out(
     assert_same([actual], [whole[:, :, before : whole.shape[2] - after]], 1e-12)
 
 
-def test_slabs_are_few_equal_and_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_are_few_equal_and_below_the_limit(monkeypatch):
     x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)  # 50 in a plane
     given = (x, weight, (1, 1, 1), (1, 1, 1))
     y = slabs.convolve(*given)
@@ -170,7 +152,7 @@ def test_slabs_are_few_equal_and_below_the_limit(monkeypatch: pytest.MonkeyPatch
         assert calls.largest == largest
 
 
-def test_below_the_limit_each_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_below_the_limit_each_is_one_call(monkeypatch):
     x, weight = tensor(2, 2, 6, 4, 4), tensor(2, 2, 3, 3, 3)
     # Else a call for each of two samples, forward and for either gradient.
     for limit, count in [
@@ -183,13 +165,13 @@ def test_below_the_limit_each_is_one_call(monkeypatch: pytest.MonkeyPatch) -> No
         assert calls.count == count
 
 
-def test_the_input_of_a_slab_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_input_of_a_slab_is_no_copy(monkeypatch):
     x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 500)
     seen = []
     convolution = F.conv3d
 
-    def watched(x: Tensor, *args: Any) -> Tensor:
+    def watched(x, *args):
         seen.append(x.untyped_storage().data_ptr())
         return convolution(x, *args)
 
@@ -199,7 +181,7 @@ def test_the_input_of_a_slab_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(seen) == {x.untyped_storage().data_ptr()}
 
 
-def test_autocast_lowers_what_is_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_lowers_what_is_in_slabs(monkeypatch):
     x, weight = tensor(1, 2, 8, 4, 4).float(), tensor(2, 2, 3, 3, 3).float().requires_grad_()
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 100)
     with torch.autocast("cpu", torch.bfloat16):
@@ -213,7 +195,7 @@ def test_autocast_lowers_what_is_in_slabs(monkeypatch: pytest.MonkeyPatch) -> No
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
-def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch):
     # 1 + 512 x 2^-8 = 3, but in bfloat16 1 + 2^-8 is 1.
     x = torch.full((1, 1, 513, 1, 1), 2.0**-8, dtype=torch.bfloat16)
     x[0, 0, 0] = 1
@@ -263,7 +245,7 @@ def crop(x: Tensor, corner: Sequence[int], margin: int, size: int = 12) -> Tenso
 
 
 @pytest.mark.gpu
-def test_a_volume_above_the_limit_on_a_gpu() -> None:
+def test_a_volume_above_the_limit_on_a_gpu():
     x = large_volume()
     weight = (tensor(32, 32, 3, 3, 3) * 0.03).to("cuda", torch.bfloat16).requires_grad_()
     with torch.no_grad():
@@ -289,7 +271,7 @@ def test_a_volume_above_the_limit_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_head_and_upsampling_above_the_limit_on_a_gpu() -> None:
+def test_a_head_and_upsampling_above_the_limit_on_a_gpu():
     x = large_volume()
     weight, bias = (v.to("cuda", torch.bfloat16) for v in (tensor(3, 32, 1, 1, 1), tensor(3)))
     y = conv1x1x1(x, weight.requires_grad_(), bias.requires_grad_())
@@ -307,7 +289,7 @@ def test_a_head_and_upsampling_above_the_limit_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_an_upsampled_convolution_above_the_limit_on_a_gpu() -> None:
+def test_an_upsampled_convolution_above_the_limit_on_a_gpu():
     require_memory()
     x = channels_last(torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16))
     up = (tensor(64, 32, 2, 2, 2) * 0.1).float().cuda()

@@ -35,20 +35,18 @@ def arguments(
     sides=[(1, 1), (1, 0), (0, 1), (2, 2)],
     dtype=[torch.bfloat16, torch.float16],
 )
-def test_low_precision_on_a_gpu_against_float64(
-    shape: Shape, sides: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_low_precision_on_a_gpu_against_float64(shape, sides, dtype):
     image, weight = (value.cuda().to(dtype) for value in arguments(*shape))
     if image.shape[2] + sum(sides) < 3:
         sides = (1, 1)
 
-    def convolved(weight: Tensor) -> Tensor:
+    def convolved(weight):
         y = conv3x3x3(image, weight, x_padding=sides)
         assert y.grad_fn is not None and "stem" in y.grad_fn.name()
         assert y.is_contiguous(memory_format=torch.channels_last_3d)
         return y
 
-    def plain(weight: Tensor) -> Tensor:
+    def plain(weight):
         return F.conv3d(F.pad(image.double(), (0, 0, 0, 0, *sides)), weight, None, 1, (0, 1, 1))
 
     actual = results(convolved, [weight])
@@ -61,9 +59,7 @@ def test_low_precision_on_a_gpu_against_float64(
 
 @pytest.mark.gpu
 @pairwise(shape=SHAPES[1:4], sides=[(1, 1), (0, 1)], layout=LAYOUTS)
-def test_the_operation_is_registered_as_pytorch_wants_it(
-    shape: Shape, sides: tuple[int, int], layout: torch.memory_format
-) -> None:
+def test_the_operation_is_registered_as_pytorch_wants_it(shape, sides, layout):
     image, weight = (
         value.cuda().bfloat16().contiguous(memory_format=layout) for value in arguments(*shape)
     )
@@ -71,7 +67,7 @@ def test_the_operation_is_registered_as_pytorch_wants_it(
 
 
 @pytest.mark.parametrize("sides", [(1, 1), (1, 0), (0, 0), (2, 1)], ids=str)
-def test_a_fake_gpu_takes_it_for_images(sides: tuple[int, int]) -> None:
+def test_a_fake_gpu_takes_it_for_images(sides):
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         image = torch.empty(2, 1, 8, 6, 5, device="cpu:0")
         weight = torch.empty(16, 1, 3, 3, 3, device="cpu:0", requires_grad=True)
@@ -94,9 +90,7 @@ def test_a_fake_gpu_takes_it_for_images(sides: tuple[int, int]) -> None:
         (1, 16, torch.bfloat16, True),
     ],
 )
-def test_other_maps_do_not_take_it(
-    channels: int, outputs: int, dtype: torch.dtype, needs_gradient: bool
-) -> None:
+def test_other_maps_do_not_take_it(channels, outputs, dtype, needs_gradient):
     with FakeTensorMode():
         image = torch.empty(1, channels, 4, 4, 4, dtype=dtype, device="cpu:0")
         image.requires_grad_(needs_gradient)

@@ -31,7 +31,7 @@ def composed(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("stride", [*STRIDES, (2, 2, 1), (3, 1, 1)], ids=str)
-def test_the_kernel_of_both_is_exact(stride: Size) -> None:
+def test_the_kernel_of_both_is_exact(stride):
     up, weight = weights(4, 5, stride)
     x = tensor(2, 4, 3, 4, 2)
     y = F.conv_transpose3d(x, composed_kernel(up, weight), stride=stride, padding=1)
@@ -45,14 +45,7 @@ def test_the_kernel_of_both_is_exact(stride: Size) -> None:
     pads_dy=[False, True],
     limit=[900, slabs.MAX_ELEMENTS],
 )
-def test_both_are_one_transposed_convolution(
-    size: tuple[int, ...],
-    stride: Size,
-    outputs: int,
-    pads_dy: bool,
-    limit: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_are_one_transposed_convolution(size, stride, outputs, pads_dy, limit, monkeypatch):
     n, *space = size
     values = [tensor(n, 6, *space), *weights(6, outputs, stride)]
     expected = results(plain, values)
@@ -61,7 +54,7 @@ def test_both_are_one_transposed_convolution(
     assert_same(results(composed, values, padded(dy) if pads_dy else dy), expected)
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_refused():
     x, (up, weight) = tensor(1, 6, 3, 4, 2).requires_grad_(), weights(6, 8, (2, 2, 2))
     y = composed(x, up, weight)
     (dx,) = torch.autograd.grad(y, x, tensor(*y.shape).requires_grad_(), create_graph=True)
@@ -84,9 +77,7 @@ def test_second_derivatives_are_refused() -> None:
         ((1, 8, 64, 32, 32), (2, 2, 2), 8, "cpu", False),
     ],
 )
-def test_what_is_worth_composing(
-    shape: tuple[int, ...], stride: Size, outputs: int, device: str, is_composed: bool
-) -> None:
+def test_what_is_worth_composing(shape, stride, outputs, device, is_composed):
     """Large maps on GPUs; and few channels leave room around."""
     for dtype in (torch.bfloat16, torch.float32):
         with FakeTensorMode():
@@ -102,15 +93,13 @@ def test_what_is_worth_composing(
 
 @pytest.mark.parametrize("stride", STRIDES, ids=str)
 @pytest.mark.parametrize("is_composed", [False, True])
-def test_shards_with_a_plane_of_their_neighbours_are_the_whole(
-    is_composed: bool, stride: Size, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_with_a_plane_of_their_neighbours_are_the_whole(is_composed, stride, monkeypatch):
     """Three slabs of the coarse map, each with one plane of its neighbours'."""
     # A private name: only maps of low precision on a GPU are composed, none in float64.
     monkeypatch.setattr(api, "_composes", lambda *_: is_composed)
     values = [tensor(1, 6, 9, 2, 3), *weights(6, 8, stride)]
 
-    def in_shards(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    def in_shards(x, up, weight):
         parts = ((x[:, :, :4], (1, 0)), (x[:, :, 2:7], (0, 0)), (x[:, :, 5:], (0, 1)))
         return torch.cat(
             [upsampled_conv3x3x3(v, up, weight, stride, x_padding=sides) for v, sides in parts], 2
@@ -121,13 +110,13 @@ def test_shards_with_a_plane_of_their_neighbours_are_the_whole(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("inputs", "outputs", "size"), [(64, 32, 48), (128, 64, 32), (64, 8, 50)])
-def test_bfloat16_on_a_gpu_against_float64(inputs: int, outputs: int, size: int) -> None:
+def test_bfloat16_on_a_gpu_against_float64(inputs, outputs, size):
     x, (up, weight) = tensor(2, inputs, size, size, size), weights(inputs, outputs, (2, 2, 2))
     values = [(v / v.std() / 8).cuda() for v in (x, up, weight)]
     values[0] = values[0].bfloat16()
     dy = tensor(2, outputs, 2 * size, 2 * size, 2 * size, seed=9).cuda().bfloat16()
 
-    def together(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    def together(x, up, weight):
         y = upsampled_conv3x3x3(x, up, weight, (2, 2, 2))
         assert "Composed" in y.grad_fn.name()
         return y

@@ -31,11 +31,11 @@ def sums_and_gradient(logits: Tensor, target: Tensor, gradient: Tensor) -> list[
 
 
 @pytest.mark.parametrize("num_others", [0, 1, 3])
-def test_sums_and_gradients_are_those_of_a_loop_over_voxels(num_others: int) -> None:
+def test_sums_and_gradients_are_those_of_a_loop_over_voxels(num_others):
     """And voxels of no class are as if they were not there."""
     logits, target, gradient = arguments((2, 3, 2, 3, 2), num_others=num_others)
 
-    def in_a_loop(logits: Tensor) -> Tensor:
+    def in_a_loop(logits):
         expected = torch.zeros(4, 2, 3, dtype=torch.float64)
         for sample in range(2):
             for voxel in torch.cartesian_prod(*(torch.arange(n) for n in (2, 3, 2))).tolist():
@@ -56,7 +56,7 @@ def test_sums_and_gradients_are_those_of_a_loop_over_voxels(num_others: int) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fake_gpu_takes_the_operation(dtype: torch.dtype) -> None:
+def test_a_fake_gpu_takes_the_operation(dtype):
     with FakeTensorMode():
         logits = torch.empty(2, 5, 4, 3, 2, dtype=dtype, device="cpu:0", requires_grad=True)
         target = torch.empty(2, 4, 3, 2, dtype=torch.uint8, device="cpu:0")
@@ -88,9 +88,7 @@ SHAPES = [
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_others", [0, 1])
-def test_sums_and_gradients_on_a_gpu_against_float64(
-    shape: tuple[int, ...], num_others: int, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_sums_and_gradients_on_a_gpu_against_float64(shape, num_others, dtype, tolerance):
     logits, target, gradient = arguments(shape, dtype, "cuda", num_others)
     sums, found = sums_and_gradient(logits, target, gradient)
     expected, wanted = sums_and_gradient(logits.double(), target, gradient)
@@ -107,9 +105,7 @@ def test_sums_and_gradients_on_a_gpu_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_integer_type_and_layout_on_a_gpu(
-    dtype: torch.dtype, layout: torch.memory_format
-) -> None:
+def test_any_integer_type_and_layout_on_a_gpu(dtype, layout):
     logits, target, gradient = arguments((2, 3, 6, 5, 7), torch.float32, "cuda")
     expected = sums_and_gradient(logits, target, gradient)
     # Every second voxel of a larger target, as deep supervision takes it.
@@ -122,9 +118,7 @@ def test_any_integer_type_and_layout_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
-def test_the_operation_is_registered_as_pytorch_wants_it(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_the_operation_is_registered_as_pytorch_wants_it(shape, dtype):
     logits, target, _ = arguments(shape, dtype, "cuda")
     given = (logits.requires_grad_(), target)
     torch.library.opcheck(torch.ops.unet3d.dice_ce_sums.default, given)

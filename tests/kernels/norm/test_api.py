@@ -21,23 +21,21 @@ from unet3d.memory.saved_tensors import handling
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("slope", [0.01, 1.0])
-def test_the_reference_is_the_closed_form(
-    slope: float, adds: bool, layout: torch.memory_format
-) -> None:
+def test_the_reference_is_the_closed_form(slope, adds, layout):
     *values, dy = arguments((2, 3, 4, 5, 6), layout=layout)
     values += [torch.randn_like(values[0])] * adds
 
-    def normed(x: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+    def normed(x, weight, bias, *added):
         options = {"added": added[0]} if adds else {}
         return instance_norm(x.clone(), weight, bias, EPS, slope, **options)
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+    def plain(x, weight, bias, *added):
         return closed_form(sum(added, x), weight, bias, EPS, slope)
 
     assert_same(results(normed, values, dy), results(plain, values, dy), 1e-10)
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_refused():
     x, weight, bias, dy = arguments((2, 3, 2, 3, 2))
     y = instance_norm(x.requires_grad_(), weight, bias, EPS, 0.01)
     (dx,) = torch.autograd.grad(y, x, dy.requires_grad_(), create_graph=True)
@@ -45,7 +43,7 @@ def test_second_derivatives_are_refused() -> None:
         dx.sum().backward()
 
 
-def test_only_the_input_and_numbers_of_each_channel_are_kept() -> None:
+def test_only_the_input_and_numbers_of_each_channel_are_kept():
     x, weight, bias, _ = arguments((2, 3, 4, 5, 6))
     kept: list[Tensor] = []
     with handling(kept.append):
@@ -55,7 +53,7 @@ def test_only_the_input_and_numbers_of_each_channel_are_kept() -> None:
 
 
 @pytest.fixture
-def triton_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_at_any_size(monkeypatch):
     monkeypatch.setattr(norm, "MIN_ELEMENTS", 0)
 
 
@@ -82,12 +80,7 @@ SHAPES = [
     slope=[0.01, 1.0],
     layout=LAYOUTS,
 )
-def test_on_a_gpu_against_float64(
-    shape: tuple[int, ...],
-    kind: tuple[torch.dtype, float, float],
-    slope: float,
-    layout: torch.memory_format,
-) -> None:
+def test_on_a_gpu_against_float64(shape, kind, slope, layout):
     dtype, mean, tolerance = kind
     inputs = arguments(shape, mean, dtype, "cuda", layout)
     actual = value_and_gradients(inputs, instance_norm, slope)
@@ -104,9 +97,7 @@ def test_on_a_gpu_against_float64(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str
 )
 @pytest.mark.parametrize("shape", [(1, 32, 20, 24, 56), (2, 5, 7, 9, 11)], ids=str)
-def test_what_is_added_on_a_gpu_against_float64(
-    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, has_room: bool
-) -> None:
+def test_what_is_added_on_a_gpu_against_float64(shape, dtype, tolerance, has_room):
     x, weight, bias, dy = arguments(shape, 1.0, dtype, "cuda")
     added = arguments(shape, 3.0, dtype, "cuda")[3]
     # The sum is rounded as it is stored, and where that crosses zero the slope is another.
@@ -124,7 +115,7 @@ def test_what_is_added_on_a_gpu_against_float64(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
-def test_more_than_two_to_the_31_elements() -> None:
+def test_more_than_two_to_the_31_elements():
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
     x = torch.randn(1, 32, 8, 8, 8, device="cuda", dtype=torch.bfloat16)
@@ -140,7 +131,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
-def test_the_first_to_ask_may_be_a_prediction(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_to_ask_may_be_a_prediction(caplog):
     triton_support.works.cache_clear()
     x, weight, bias, _ = arguments((1, 2, 3, 4, 5), 0.0, torch.float32, "cuda")
     with torch.no_grad():
@@ -149,7 +140,7 @@ def test_the_first_to_ask_may_be_a_prediction(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_where_triton_cannot_compile_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_triton_cannot_compile_it_is_said_once(caplog):
     triton_support.works.cache_clear()
     assert [triton_support.works() for _ in range(2)] == [False, False]
     (record,) = caplog.records

@@ -23,7 +23,7 @@ SHAPES = [(1, 4, 16, 16, 8), (2, 12, 6, 6, 6), (3, 5, 3, 5, 7), (1, 70, 4, 4, 4)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_float32_and_float64_against_the_closed_form(shape: tuple[int, ...]) -> None:
+def test_float32_and_float64_against_the_closed_form(shape):
     # So far from zero, rounding moves a value over LeakyReLU's kink now and then, and the values
     # themselves have four digits less.
     for mean, slope, tolerance in [(0.0, 0.01, 2e-6), (0.0, 1.0, 2e-6), (1e3, 1.0, 2e-4)]:
@@ -40,14 +40,14 @@ def test_float32_and_float64_against_the_closed_form(shape: tuple[int, ...]) -> 
         )
 
 
-def test_bfloat16_is_rounded_a_few_times_only() -> None:
+def test_bfloat16_is_rounded_a_few_times_only():
     inputs = arguments((2, 8, 12, 12, 12), 1.0, torch.bfloat16, layout=LAST)
     actual = value_and_gradients(inputs, instance_norm, 0.01)
     assert actual[0].dtype == actual[1].dtype == torch.bfloat16
     assert_near(actual, in_float64(inputs, 0.01), 4e-3)
 
 
-def test_statistics_of_many_voxels_far_from_zero() -> None:
+def test_statistics_of_many_voxels_far_from_zero():
     # In one long float32 sum the mean would be off by more than that.
     x = 1e3 + torch.randn(1, 4, 64, 64, 64, generator=torch.Generator().manual_seed(0))
     mean, rstd = torch.ops.unet3d.column_statistics(channels_last(x), EPS)
@@ -58,8 +58,8 @@ def test_statistics_of_many_voxels_far_from_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_fakes_are_laid_out_as_the_real_ones(dtype: torch.dtype) -> None:
-    def properties() -> list[tuple[object, ...]]:
+def test_fakes_are_laid_out_as_the_real_ones(dtype):
+    def properties():
         x = channels_last(torch.zeros(2, 4, 6, 4, 2, dtype=dtype))
         affine = torch.ones(2, 4, dtype=torch.promote_types(dtype, torch.float32))
         made = columns.forward(x, *affine, EPS, 0.01)
@@ -72,7 +72,7 @@ def test_fakes_are_laid_out_as_the_real_ones(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("op", ["column_statistics", "scale_columns"])
-def test_operations_are_registered_as_pytorch_wants(op: str) -> None:
+def test_operations_are_registered_as_pytorch_wants(op):
     x = arguments((2, 3, 4, 4, 4), 0.0, torch.float32, layout=LAST)[0]
     scale, shift = torch.ones(2, 3), torch.zeros(2, 3)
     given = {

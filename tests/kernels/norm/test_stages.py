@@ -51,9 +51,7 @@ def in_parts(
 @pytest.mark.parametrize("slope", [SLOPE, 1.0])
 @pytest.mark.parametrize("exchanges_runs", [False, True])
 @pytest.mark.parametrize("sizes", [(7,), (4, 3), (1, 4, 2)], ids=str)
-def test_parts_of_a_volume_give_what_the_whole_gives(
-    sizes: tuple[int, ...], exchanges_runs: bool, slope: float
-) -> None:
+def test_parts_of_a_volume_give_what_the_whole_gives(sizes, exchanges_runs, slope):
     inputs = arguments(SHAPE)
     # Slabs that differ, so that none of their means is the volume's.
     inputs[0][:, :, :2] += 5
@@ -61,7 +59,7 @@ def test_parts_of_a_volume_give_what_the_whole_gives(
     assert_same(actual, in_float64(inputs, slope), 1e-10)
 
 
-def test_the_reference_stores_zeros_around_too() -> None:
+def test_the_reference_stores_zeros_around_too():
     x, *affine, dy = arguments((2, 8, 3, 4, 6))
     affine += reference.merge(reference.moments(x), 72, EPS)[:2]
     total = reference.total(reference.sums(dy, x, *affine, slope=SLOPE))
@@ -76,7 +74,7 @@ def test_the_reference_stores_zeros_around_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_statistics_have_32_bits_at_least(dtype: torch.dtype) -> None:
+def test_statistics_have_32_bits_at_least(dtype):
     exact = torch.promote_types(dtype, torch.float32)
     x = arguments(SHAPE, 0.0, dtype)[0]
     moments = reference.moments(x)
@@ -85,7 +83,7 @@ def test_statistics_have_32_bits_at_least(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_references_fake_statistics_take_no_memory(device: str) -> None:
+def test_the_references_fake_statistics_take_no_memory(device):
     real = reference.moments(torch.randn(SHAPE))
     with FakeTensorMode():
         fake = reference.moments(torch.empty(SHAPE, device=device))
@@ -94,7 +92,7 @@ def test_the_references_fake_statistics_take_no_memory(device: str) -> None:
     assert huge.shape == (1, 3, 1, 32)
 
 
-def test_a_grid_covers_every_voxel_and_channel() -> None:
+def test_a_grid_covers_every_voxel_and_channel():
     of_channels = (1, 5, 32, 33, 64, 70, 320)
     of_voxels = (1, 63, 64, 65, 4097, 96**3, 640**3)
     for samples, channels, voxels in product((1, 2, 7), of_channels, of_voxels):
@@ -134,7 +132,7 @@ def fakes(
     return x, torch.empty_like(x), [torch.empty(shape[1], device=device) for _ in range(2)]
 
 
-def test_fake_stages_pass_on_what_the_next_one_takes() -> None:
+def test_fake_stages_pass_on_what_the_next_one_takes():
     with FakeTensorMode():
         moments, mean, rstd, merged, sums, total, *maps = all_stages(
             op, *fakes((2, 32, 16, 16, 16), torch.bfloat16, FAKE_GPU)
@@ -154,9 +152,7 @@ def test_fake_stages_pass_on_what_the_next_one_takes() -> None:
 @pytest.mark.parametrize("exchanges_runs", [False, True])
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize("sizes", [(40,), (20, 20), (3, 30, 7)], ids=str)
-def test_parts_on_a_gpu_against_float64(
-    sizes: tuple[int, ...], mean: float, exchanges_runs: bool
-) -> None:
+def test_parts_on_a_gpu_against_float64(sizes, mean, exchanges_runs):
     inputs = arguments((1, 32, 40, 24, 28), mean, torch.float32, "cuda")
     inputs[0][:, :, :2] += 5
     actual = in_parts(op, inputs, sizes, exchanges_runs)
@@ -173,7 +169,7 @@ def called(function: Callable[..., Tensor], *args: object, **named: object) -> N
 @pytest.mark.parametrize(
     "shape", [(2, 3, 4, 5, 6), (1, 32, 40, 48, 56), (3, 70, 3, 5, 7), (1, 320, 6, 6, 6)], ids=str
 )
-def test_the_operations_are_registered_as_pytorch_wants_it(shape: tuple[int, ...]) -> None:
+def test_the_operations_are_registered_as_pytorch_wants_it(shape):
     given = arguments(shape, 0.0, torch.float32, "cuda", torch.channels_last_3d)
     x, weight, bias, dy = given
     voxels = x[0, 0].numel()

@@ -66,13 +66,13 @@ def apart(x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_the_reference_is_the_closed_form(adds: bool) -> None:
+def test_the_reference_is_the_closed_form(adds):
     inputs = inputs_of((2, 3, 4, 5, 6), 2, torch.float64, "cpu", adds=adds)
     assert_same(results(joined, inputs), results(apart, inputs), 1e-10)
 
 
 @pytest.fixture
-def triton_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_at_any_size(monkeypatch):
     monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 0)
 
 
@@ -83,7 +83,7 @@ FAKE_GPU = torch.device("cpu", 0)
     ("channels", "classes", "is_joined"),
     [(32, 3, True), (64, 16, True), (65, 3, False), (32, 17, False)],
 )
-def test_few_channels_and_classes_are_joined(channels: int, classes: int, is_joined: bool) -> None:
+def test_few_channels_and_classes_are_joined(channels, classes, is_joined):
     with FakeTensorMode():
         x = torch.empty(1, channels, 64, 64, 64, device=FAKE_GPU, dtype=torch.bfloat16)
         affine = [torch.empty(channels, device=FAKE_GPU, requires_grad=True) for _ in range(2)]
@@ -95,7 +95,7 @@ def test_few_channels_and_classes_are_joined(channels: int, classes: int, is_joi
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_of_the_maps_only_the_input_is_kept(adds: bool) -> None:
+def test_of_the_maps_only_the_input_is_kept(adds):
     kept: list[Tensor] = []
     with FakeTensorMode():
         x, added = (
@@ -131,9 +131,7 @@ CASES = [
         (torch.float16, 1.0, 1e-3),
     ],
 )
-def test_on_a_gpu_against_float64(
-    case: tuple[tuple[int, ...], int], kind: tuple[torch.dtype, float, float]
-) -> None:
+def test_on_a_gpu_against_float64(case, kind):
     (shape, classes), (dtype, mean, tolerance) = case, kind
     inputs = inputs_of(shape, classes, dtype, "cuda", adds=False, mean=mean)
     inputs[3] = inputs[3].to(dtype).float()
@@ -156,7 +154,7 @@ def test_on_a_gpu_against_float64(
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements() -> None:
+def test_more_than_two_to_the_31_elements():
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
     inputs = inputs_of((1, 32, 8, 8, 8), 3, torch.bfloat16, "cuda", adds=False)
@@ -175,7 +173,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gradient_for_a_folded_convolution_has_zeros_around() -> None:
+def test_the_gradient_for_a_folded_convolution_has_zeros_around():
     x, weight, bias, head, head_bias, dy = inputs_of(
         (1, MAX_CHANNELS, 64, 64, 64), 3, torch.bfloat16, "cuda", adds=False
     )
@@ -189,7 +187,7 @@ def test_the_gradient_for_a_folded_convolution_has_zeros_around() -> None:
 
 
 @pytest.mark.gpu
-def test_the_operations_are_registered_as_pytorch_wants_it() -> None:
+def test_the_operations_are_registered_as_pytorch_wants_it():
     inputs = inputs_of((2, 5, 4, 5, 6), 3, torch.float32, "cuda", adds=True)
     x, weight, bias, head, head_bias, added, dy = inputs
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

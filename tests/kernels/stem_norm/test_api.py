@@ -53,7 +53,7 @@ def apart(image: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor) -> Tensor
     return closed_form(y, weight.double(), bias.double(), EPS, SLOPE)
 
 
-def test_it_is_the_convolution_and_the_normalisation() -> None:
+def test_it_is_the_convolution_and_the_normalisation():
     inputs = inputs_of(2, 1, 4, (5, 4, 6))
     assert_same(results(joined, inputs), results(apart, inputs), 1e-10)
 
@@ -61,7 +61,7 @@ def test_it_is_the_convolution_and_the_normalisation() -> None:
 FAKE_GPU = torch.device("cpu", 0)
 
 
-def test_of_large_maps_one_is_kept() -> None:
+def test_of_large_maps_one_is_kept():
     kept: list[Tensor] = []
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         image = torch.empty(1, 1, 128, 64, 64, device=FAKE_GPU)
@@ -84,7 +84,7 @@ class SizesGathered(NoMessages):
         self.sizes.append(sent.numel())
 
 
-def test_slabs_of_any_size_gather_the_same_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_of_any_size_gather_the_same_moments(monkeypatch):
     # With their halos 16 planes have fewer elements, and 8 stand for more.
     monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 2**20)
     uneven = divide(24, 2, (1, 2, 4, 8), 4)
@@ -101,7 +101,7 @@ def test_slabs_of_any_size_gather_the_same_moments(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_what_is_not_kept_is_recomputed_the_same() -> None:
+def test_what_is_not_kept_is_recomputed_the_same():
     image, kernel, weight, bias, _ = (v.cuda() for v in inputs_of(1, 1, 32, (32, 32, 64)))
     inputs = [image.bfloat16(), kernel.bfloat16(), weight.float(), bias.float()]
     gradients = []
@@ -125,9 +125,7 @@ SIZES: list[Size] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_low_precision_on_a_gpu_against_float64(
-    size: Size, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_precision_on_a_gpu_against_float64(size, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 0)
     image, kernel, weight, bias, dy = (value.cuda() for value in inputs_of(*size))
     inputs = [image.to(dtype), kernel.to(dtype), weight.float(), bias.float(), dy.to(dtype)]
@@ -139,7 +137,7 @@ def test_low_precision_on_a_gpu_against_float64(
 
 
 @pytest.mark.gpu
-def test_the_operation_is_registered_as_pytorch_wants_it() -> None:
+def test_the_operation_is_registered_as_pytorch_wants_it():
     image, kernel, weight, bias, dy = (v.cuda() for v in inputs_of(2, 1, 8, (5, 7, 9)))
     image, kernel, y, dy = (channels_last(v.bfloat16()) for v in (image, kernel, dy + 1, dy))
     mean, rstd, _ = norm.merge(norm.moments(y), 5 * 7 * 9, EPS)

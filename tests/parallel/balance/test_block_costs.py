@@ -4,14 +4,13 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
 from tests.products import pairwise
-from unet3d.config import ModelSettings, Shape
+from unet3d.config import ModelSettings
 from unet3d.errors import CacheError
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
@@ -78,11 +77,7 @@ def counted_activations(entries: Any, layout: Layout, cuts: tuple[int, ...]) -> 
     cuts=[(1,), (8,), (11,), (3, 6, 9)],
     order=[(1, "1f1b"), (4, "1f1b"), (4, "all-forward")],
 )
-def test_what_is_counted_is_what_a_training_step_keeps(
-    options: dict[str, object],
-    cuts: tuple[int, ...],
-    order: tuple[int, Literal["1f1b", "all-forward"]],
-) -> None:
+def test_what_is_counted_is_what_a_training_step_keeps(options, cuts, order):
     model, batch_size = make_model(**options), 4
     num_micro_batches, schedule = order
     layout = Layout(
@@ -101,7 +96,7 @@ def test_what_is_counted_is_what_a_training_step_keeps(
     assert measured_activations(model, layout, batch_size) == expected
 
 
-def test_counting_grows_with_the_samples_and_works_for_a_volume_of_any_size() -> None:
+def test_counting_grows_with_the_samples_and_works_for_a_volume_of_any_size():
     model = make_model()
     one, two = counted(1), counted(2)
     assert [entry.name for entry in one] == [*(b.name for b in model.blocks()), "loss"]
@@ -112,7 +107,7 @@ def test_counting_grows_with_the_samples_and_works_for_a_volume_of_any_size() ->
     assert entries[0].output_bytes == 4 * 4 * 1024**3
 
 
-def test_lower_precision_halves_what_crosses_and_keeps_lowered_weights() -> None:
+def test_lower_precision_halves_what_crosses_and_keeps_lowered_weights():
     model = make_model()
     full, lowered = (
         block_bytes(model, SIZE, 1, autocast, GPU) for autocast in (None, torch.bfloat16)
@@ -140,9 +135,7 @@ class Clock:
         return self.now
 
 
-def test_the_time_of_a_block_is_the_median_of_its_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_a_block_is_the_median_of_its_passes(tmp_path, monkeypatch):
     model = make_model()
     durations = [float(2**index) for index in range(len(model.blocks()))]
     clock = Clock(model, durations)
@@ -151,13 +144,13 @@ def test_the_time_of_a_block_is_the_median_of_its_passes(
     assert seconds == (*durations, 0.0)
 
 
-def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_real_and_remembered(tmp_path, monkeypatch):
     model, folder = make_model(), tmp_path / "new" / "timings"
     first = block_seconds(model, CPU, SIZE, 1, None, folder)
     assert all(seconds > 0 for seconds in first)
     assert len(first) == len(model.blocks()) + 1
 
-    def refuse(*arguments: object) -> float:
+    def refuse(*arguments):
         raise AssertionError("measured again")
 
     monkeypatch.setattr(costs, "median_seconds", refuse)
@@ -168,16 +161,14 @@ def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def a_second_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_second_each(monkeypatch):
     """Take no times: each block takes a second."""
     monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
 
 
 @pytest.mark.usefixtures("a_second_each")
-def test_other_circumstances_are_measured_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask(model: UNet3d, size: Shape = SIZE, num_samples: int = 1) -> set[float] | None:
+def test_other_circumstances_are_measured_anew(tmp_path, monkeypatch):
+    def ask(model, size=SIZE, num_samples=1):
         found = known_seconds(model, CPU, size, num_samples, None, tmp_path)
         return None if found is None else set(found)
 
@@ -207,7 +198,7 @@ DAMAGES = (
 
 
 @pytest.mark.usefixtures("a_second_each")
-def test_a_damaged_memory_of_times_is_replaced(tmp_path: Path) -> None:
+def test_a_damaged_memory_of_times_is_replaced(tmp_path):
     model = make_model()
     first = block_seconds(model, CPU, SIZE, 1, None, tmp_path)
     assert len(first) == 13
@@ -220,16 +211,14 @@ def test_a_damaged_memory_of_times_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("a_second_each")
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CacheError, match=r"cannot write .*file.*data\.cache") as caught:
         block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "file")
     assert "\n" not in str(caught.value)
 
 
-def test_counting_and_timing_leave_no_trace(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_counting_and_timing_leave_no_trace(tmp_path, caplog):
     model = make_model(norm="batch")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -244,7 +233,7 @@ def test_counting_and_timing_leave_no_trace(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_what_is_counted_is_what_a_gpu_keeps(autocast: torch.dtype | None) -> None:
+def test_what_is_counted_is_what_a_gpu_keeps(autocast):
     model, gpu, cuts = make_model(), torch.device("cuda:0"), (6,)
     entries = block_bytes(model, SIZE, 2, autocast, gpu)
     layout = Layout(devices=(gpu, gpu), cuts=cuts, num_micro_batches=2, autocast=autocast)
@@ -256,7 +245,7 @@ def test_what_is_counted_is_what_a_gpu_keeps(autocast: torch.dtype | None) -> No
 
 
 @pytest.mark.gpu
-def test_a_gpu_and_a_cpu_are_timed_apart(tmp_path: Path) -> None:
+def test_a_gpu_and_a_cpu_are_timed_apart(tmp_path):
     model, gpu = make_model(), torch.device("cuda:0")
     for device in (gpu, CPU):
         assert all(s > 0 for s in block_seconds(model, device, SIZE, 1, torch.bfloat16, tmp_path))

@@ -4,13 +4,13 @@ import logging
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
 from tests.steps import GPUS, LARGE, SMALL, make_step
-from unet3d.config import Balance, ModelSettings, Recompute, load_config
+from unet3d.config import Balance, ModelSettings, load_config
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.kernels import recompute as remake
 from unet3d.memory.meter import MemoryMeter
@@ -59,7 +59,7 @@ def best_of_all(cost: StageCost, num_blocks: int, num_stages: int) -> float:
 
 
 @pytest.mark.parametrize("num_blocks", range(2, 10))
-def test_costs_that_depend_on_the_stage_and_do_not_add_up(num_blocks: int) -> None:
+def test_costs_that_depend_on_the_stage_and_do_not_add_up(num_blocks):
     generator = random.Random(num_blocks)
     table = {
         (stage, start, end): generator.random()
@@ -68,7 +68,7 @@ def test_costs_that_depend_on_the_stage_and_do_not_add_up(num_blocks: int) -> No
         for end in range(start + 1, num_blocks + 1)
     }
 
-    def cost(stage: int, start: int, end: int) -> float:
+    def cost(stage, start, end):
         return table[stage, start, end]
 
     for num_stages in range(1, num_blocks + 1):
@@ -94,9 +94,7 @@ def fake_times(
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
-def test_time_is_balanced_on_each_stages_own_device(
-    num_devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_is_balanced_on_each_stages_own_device(num_devices, tmp_path, monkeypatch):
     generator = random.Random(0)
     model = make_model()
     num_blocks = len(model.blocks())
@@ -109,7 +107,7 @@ def test_time_is_balanced_on_each_stages_own_device(
         cuts = chosen(tmp_path, "time", model, 5, devices=devices, num_micro_batches=2)
         assert sorted(map(str, asked)) == sorted(str((device, 3)) for device in set(devices))
 
-        def total(cuts: tuple[int, ...]) -> float:
+        def total(cuts):
             bounds = (0, *cuts, num_blocks + 1)  # the loss is with the last block
             ends = zip(devices, itertools.pairwise(bounds), strict=True)  # noqa: B023
             return max(sum(seconds[device][a:b]) for device, (a, b) in ends)  # noqa: B023
@@ -118,9 +116,7 @@ def test_time_is_balanced_on_each_stages_own_device(
         assert total(cuts) == pytest.approx(best)
 
 
-def test_a_dear_block_and_a_dear_loss_pull_the_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dear_block_and_a_dear_loss_pull_the_cut(tmp_path, monkeypatch, caplog):
     names = [block.name for block in make_model().blocks()]
     ones = [1.0] * len(names)
     with caplog.at_level(logging.INFO):
@@ -141,12 +137,8 @@ def test_a_dear_block_and_a_dear_loss_pull_the_cut(
     ids=str,
 )
 def test_memory_is_balanced_as_well_as_can_be(
-    num_devices: int,
-    batch_size: int,
-    num_micro_batches: int,
-    options: dict[str, object],
-    tmp_path: Path,
-) -> None:
+    num_devices, batch_size, num_micro_batches, options, tmp_path
+):
     model = make_model(**options)
     spread = {"devices": (CPU,) * num_devices, "num_micro_batches": num_micro_batches}
     cuts = chosen(tmp_path, "memory", model, batch_size, **spread)
@@ -168,7 +160,7 @@ def measured_peaks(cuts: tuple[int, ...] | None) -> list[int]:
     return [measured[slot.index].peak_bytes for slot in executor.slots]
 
 
-def test_balancing_memory_lowers_the_largest_peak(tmp_path: Path) -> None:
+def test_balancing_memory_lowers_the_largest_peak(tmp_path):
     """Of one micro-batch: the default leaves the decoder with most of what is kept."""
     cuts = chosen(tmp_path, "memory", batch_size=2)
     default, balanced = measured_peaks(None), measured_peaks(cuts)
@@ -194,12 +186,8 @@ def test_balancing_memory_lowers_the_largest_peak(tmp_path: Path) -> None:
     ],
 )
 def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
-    cuts: tuple[int, ...],
-    num_micro_batches: int,
-    schedule: Literal["1f1b", "all-forward"],
-    recompute: Recompute,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    cuts, num_micro_batches, schedule, recompute, monkeypatch
+):
     """The step runs on fake tensors, so these GPUs need not exist."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     step = make_step(
@@ -223,7 +211,7 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
     assert summed == pytest.approx(allocated, rel=0.02 if len(cuts) < 2 else 0.12)
 
 
-def test_micro_batches_under_way_are_those_of_the_timetables() -> None:
+def test_micro_batches_under_way_are_those_of_the_timetables():
     alive = most_alive(SCHEDULES["1f1b"], 8, 3)
     # A stage keeps as many as there are stages from it to the end, and what it sends on waits at
     # the next until its turn comes.
@@ -234,15 +222,13 @@ def test_micro_batches_under_way_are_those_of_the_timetables() -> None:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_the_default_looks_at_neither(num_devices: int, tmp_path: Path) -> None:
+def test_the_default_looks_at_neither(num_devices, tmp_path):
     cuts = chosen(tmp_path, "encoder-decoder", devices=(CPU,) * num_devices)
     assert cuts == default_cuts(make_model(), num_devices)
 
 
 @pytest.mark.parametrize("how", ["encoder-decoder", "time", "memory"])
-def test_more_devices_than_blocks_are_refused(
-    how: Balance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_devices_than_blocks_are_refused(how, tmp_path, monkeypatch):
     model = make_model(num_levels=2)
     num_blocks = len(model.blocks())
     fake_times(monkeypatch, {CPU: [1.0] * (num_blocks + 1)})
@@ -252,9 +238,7 @@ def test_more_devices_than_blocks_are_refused(
         chosen(tmp_path, how, model, devices=(CPU,) * (num_blocks + 1))
 
 
-def test_time_on_one_device_adds_up_to_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_on_one_device_adds_up_to_the_network(tmp_path, monkeypatch):
     model = make_model()
     fake_times(monkeypatch, {CPU: [1.0 + index for index in range(len(model.blocks()) + 1)]})
     cost = time_cost(model, Layout(devices=(CPU, CPU)), (16, 16, 16), 1, tmp_path)
@@ -264,7 +248,7 @@ def test_time_on_one_device_adds_up_to_the_network(
     assert cost(0, 0, num_blocks - 1) < whole
 
 
-def test_settings_that_balance_nothing_are_refused() -> None:
+def test_settings_that_balance_nothing_are_refused():
     for how in ("time", "memory"):
         with pytest.raises(ConfigError, match=f"parallel.balance is {how} but parallel.mode auto"):
             load_config(None, [f"parallel.balance={how}"])
@@ -276,7 +260,7 @@ def test_settings_that_balance_nothing_are_refused() -> None:
 
 
 @pytest.mark.multigpu
-def test_two_gpus_need_equal_memory(tmp_path: Path) -> None:
+def test_two_gpus_need_equal_memory(tmp_path):
     step = make_step(GPUS[:2], (128,) * 3, 1, precision="bfloat16", model=LARGE)
     model = UNet3d(step.topology)
     cuts = choose_cuts(

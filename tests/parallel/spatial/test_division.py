@@ -21,7 +21,7 @@ def rule_of(num_shards: int, **options: object) -> SlabRule:
 
 
 @pytest.mark.parametrize("num_divided", [1, 2, 3, 4])
-def test_slabs_cover_every_level_once(num_divided: int) -> None:
+def test_slabs_cover_every_level_once(num_divided):
     for num_shards in (1, 2, 3, 4, 5, 7):
         division = divide(64, num_shards, (1, 2, 4, 8), num_divided)
         for level in range(num_divided):
@@ -42,13 +42,11 @@ def test_slabs_cover_every_level_once(num_divided: int) -> None:
         ((256, 256, 256), 40, 3),  # level 3 has 32 planes
     ],
 )
-def test_low_levels_stay_whole(
-    size: tuple[int, int, int], num_shards: int, num_divided: int
-) -> None:
+def test_low_levels_stay_whole(size, num_shards, num_divided):
     assert rule_of(num_shards).divide(size).num_divided == num_divided
 
 
-def test_levels_with_a_head_are_divided() -> None:
+def test_levels_with_a_head_are_divided():
     rule = rule_of(2, deep_supervision=True)
 
     assert rule.divide((32, 32, 32)).num_divided == 4
@@ -59,13 +57,13 @@ def test_levels_with_a_head_are_divided() -> None:
         rule_of(5, deep_supervision=True).divide((32, 32, 32))
 
 
-def test_too_few_planes_name_the_most_devices() -> None:
+def test_too_few_planes_name_the_most_devices():
     with pytest.raises(DeviceError, match="32x64x64 voxels has 32 planes.*33 devices.*at most 32"):
         rule_of(33).divide((32, 64, 64))
     assert rule_of(32).divide((32, 64, 64)).bounds == tuple(range(33))
 
 
-def test_strides_of_one_along_x_are_followed() -> None:
+def test_strides_of_one_along_x_are_followed():
     rule = rule_of(3, strides=((1, 1, 1), (1, 2, 2), (2, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2)))
 
     division = rule.divide((64, 256, 256))
@@ -74,7 +72,7 @@ def test_strides_of_one_along_x_are_followed() -> None:
     assert all(bound % division.steps[division.num_divided - 1] == 0 for bound in division.bounds)
 
 
-def test_a_rule_can_be_handed_to_another_process() -> None:
+def test_a_rule_can_be_handed_to_another_process():
     rule = rule_of(3)
     again = pickle.loads(pickle.dumps(rule))
     for shard in range(3):

@@ -6,7 +6,7 @@ The shards are threads of this process (:mod:`tests.shards`); ``test_ranks`` has
 import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.plain_network import assert_close, gradients_of
 from tests.products import pairwise
 from tests.shards import ThreadMessages, run_shards
-from unet3d.config import Recompute, Shape
+from unet3d.config import Shape
 from unet3d.errors import ConfigError, DeviceError, RankError
 from unet3d.kernels import recompute
 from unet3d.kernels.norm import api as norm
@@ -145,14 +145,14 @@ def cubes() -> Case:
 
 
 @pytest.fixture(autouse=True)
-def divides_small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+def divides_small_maps(monkeypatch):
     """Divide levels however small they are, and recompute whatever can be."""
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", 0)
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 5, 7])
-def test_slabs_are_transparent(num_shards: int) -> None:
+def test_slabs_are_transparent(num_shards):
     # 5 planes at the lowest level: it is whole for 7, and 3 slabs are uneven at every level.
     cubes().check(num_shards)
 
@@ -163,13 +163,7 @@ def test_slabs_are_transparent(num_shards: int) -> None:
     recompute_mode=["off", "norm", "level"],
     num_shards=[2, 3],
 )
-def test_levels_may_be_whole(
-    kernels: dict[str, object],
-    num_divided: int,
-    recompute_mode: Recompute,
-    num_shards: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_levels_may_be_whole(kernels, num_divided, recompute_mode, num_shards, monkeypatch):
     """Of 40 planes, slabs do not end with those of a whole level."""
     topology, size = topology_of(**kernels), (40, 16, 8)
     steps = np.prod(np.cumprod(topology.strides, axis=0), axis=1)
@@ -188,8 +182,8 @@ def test_levels_may_be_whole(
     [(False, False, 3), (True, False, 1), (True, True, 2), (True, False, 3)],
 )
 def test_batches_are_divided_and_batch_dice_is_that_of_whole_volumes(
-    joins_samples: bool, deep_supervision: bool, num_micro_batches: int
-) -> None:
+    joins_samples, deep_supervision, num_micro_batches
+):
     topology = topology_of(deep_supervision=deep_supervision)
     case = Case(topology, (24, 16, 8), 5, SegmentationLoss(joins_samples=joins_samples))
     case.check(3, num_micro_batches=num_micro_batches)
@@ -213,11 +207,11 @@ def test_batches_are_divided_and_batch_dice_is_that_of_whole_volumes(
     ],
     ids=str,
 )
-def test_every_network_is_transparent(num_shards: int, options: dict[str, object]) -> None:
+def test_every_network_is_transparent(num_shards, options):
     Case(topology_of(**options), (24, 16, 8), num_samples=2).check(num_shards)
 
 
-def test_the_head_follows_whole_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_follows_whole_levels(monkeypatch):
     # One unit a level: upsampling from whole maps, unit and head are one block.
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", 2**40)
     Case(topology_of(encoder="residual", **SHALLOW), (14, 8, 8)).check(3)
@@ -226,16 +220,14 @@ def test_the_head_follows_whole_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "threshold", [4 * 14 * 16 * 8, 8 * 7 * 8 * 4, 12 * (3 * 4 * 2 + 6)], ids=str
 )
-def test_thresholds_between_two_slabs_change_no_message(
-    threshold: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thresholds_between_two_slabs_change_no_message(threshold, monkeypatch):
     """Slabs of 16, 12 and 12 planes at a time, with every threshold of the kernels between them."""
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", threshold)
     cubes().check(3, recompute="norm")
     cubes().check(3, recompute="level")
 
 
-def test_all_slabs_choose_one_version_of_a_normalisation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_slabs_choose_one_version_of_a_normalisation(monkeypatch):
     monkeypatch.setattr(norm, "triton_available", lambda x: True)
     monkeypatch.setattr(norm, "MIN_ELEMENTS", 4 * 14 * 16 * 8)
     uneven = division.divide(40, 3, (1, 2, 4), 3)
@@ -248,7 +240,7 @@ def test_all_slabs_choose_one_version_of_a_normalisation(monkeypatch: pytest.Mon
     assert norm.stages_for(torch.empty(1, 4, 12, 16, 8)) is norm.reference
 
 
-def test_gradients_add_up_over_batches() -> None:
+def test_gradients_add_up_over_batches():
     case = Case(topology_of(), (16, 16, 8))
     shards = case.run(2, num_steps=2)
     first, second = (gradients_of(executor.module) for executor, *_ in shards)
@@ -257,7 +249,7 @@ def test_gradients_add_up_over_batches() -> None:
         torch.testing.assert_close(mean, 2 * gradient, rtol=1e-8, atol=1e-10)
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_what_cannot_be_divided_is_refused():
     layout = Layout(devices=(CPU,), num_shards=9)
     with pytest.raises(ConfigError, match=r"batch normalisation.*model\.norm=instance"):
         parallelize(UNet3d(topology_of(norm="batch")), layout)
@@ -266,10 +258,10 @@ def test_what_cannot_be_divided_is_refused() -> None:
         executor.predict(torch.zeros(1, 2, 8, 16, 16))
 
 
-def test_each_shard_gathers_the_numbers_of_all_in_their_order() -> None:
+def test_each_shard_gathers_the_numbers_of_all_in_their_order():
     """Such as statistics of patches that are augmented in slabs."""
 
-    def gathered(index: int, messages: ThreadMessages) -> list[Tensor]:
+    def gathered(index, messages):
         layout = Layout(devices=(CPU,), num_shards=3, shard=index)
         executor = SpatialExecutor(UNet3d(topology_of()), layout, messages=messages)
         own = torch.tensor([[index, 0.25], [-index, 7]])
@@ -283,20 +275,18 @@ def test_each_shard_gathers_the_numbers_of_all_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("fitting", [{0, 1, 2}, {0, 2}, set()], ids=str)
-def test_a_step_is_captured_by_all_shards_or_none(
-    fitting: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_captured_by_all_shards_or_none(fitting, monkeypatch):
     """Where the graphs of one do not fit into its memory, all launch their steps."""
     shards: dict[int, int] = {}
 
     class Captured:
         gradients = ()
 
-        def __init__(self, **_: object) -> None:
+        def __init__(self, **_):
             if shards[threading.get_ident()] not in fitting:
                 raise torch.OutOfMemoryError("no room")
 
-        def replay(self, *_: object) -> str:
+        def replay(self, *_):
             return "replayed"
 
     monkeypatch.setattr(step_capture, "CapturedStep", Captured)
@@ -305,7 +295,7 @@ def test_a_step_is_captured_by_all_shards_or_none(
     networks = [network_of(topology) for _ in range(3)]
     image, target = batch_of(topology, (24, 8, 8), 1)
 
-    def work(index: int, messages: ThreadMessages) -> list[bool]:
+    def work(index, messages):
         shards[threading.get_ident()] = index
         own = Layout(devices=(CPU,), num_shards=3, shard=index)
         executor = SpatialExecutor(networks[index], own, messages=messages)
@@ -335,7 +325,7 @@ class Alone:
         self.num_asked += values.numel() == 1
 
 
-def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch):
     """Also where a run resumes with the last, smaller batch of an epoch."""
     monkeypatch.setattr(step_capture, "POOLS", {"cpu": None})
     topology = topology_of()
@@ -352,24 +342,24 @@ def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch: pytest.M
         assert messages.num_asked == 1
 
 
-def test_what_shards_agree_on_is_watched_and_a_rank_that_is_lost_meanwhile_is_named() -> None:
+def test_what_shards_agree_on_is_watched_and_a_rank_that_is_lost_meanwhile_is_named():
     log: list[str] = []
 
     @contextmanager
-    def watching() -> Iterator[None]:
+    def watching():
         log.append("begin")
         yield
         log.append("end")
 
     @contextmanager
-    def translated() -> Iterator[None]:
+    def translated():
         try:
             yield
         except RuntimeError as error:
             raise RankError("rank 1 is gone") from error
 
     class OtherAgrees(Alone):
-        def sum(self, values: Tensor) -> None:
+        def sum(self, values):
             log.append("sum")
             values += 1
 
@@ -378,7 +368,7 @@ def test_what_shards_agree_on_is_watched_and_a_rank_that_is_lost_meanwhile_is_na
     assert agreed(True) and not agreed(False)
     assert log == ["begin", "sum", "end"] * 2
 
-    def fails(wish: bool) -> bool:
+    def fails(wish):
         raise RuntimeError("gloo")
 
     group: Any = SimpleNamespace(size=1, translate_dist_errors=translated)

@@ -21,18 +21,18 @@ def computed(folder: Path, kind: str, **variables: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def answers(tmp_path_factory):
     return computed(tmp_path_factory.mktemp("slabs"), "cpu")
 
 
 @pytest.fixture(scope="module")
-def gpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpu_answers(tmp_path_factory):
     gpus = ",".join(map(str, range(torch.cuda.device_count())))
     return computed(tmp_path_factory.mktemp("slabs"), "cuda", CUDA_VISIBLE_DEVICES=gpus)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
-def test_replicas_of_slabs_are_transparent(answers: Path, case: int) -> None:
+def test_replicas_of_slabs_are_transparent(answers, case):
     num_replicas, num_shards, num_samples, _, joins_samples, own = CASES[case]
     options = {**own}
     regions = options.pop("regions", ())
@@ -48,7 +48,7 @@ def test_replicas_of_slabs_are_transparent(answers: Path, case: int) -> None:
 @pytest.mark.multigpu
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", range(len(GPU_CASES)), ids=lambda case: str(GPU_CASES[case]))
-def test_two_gpus_share_a_volume(gpu_answers: Path, case: int) -> None:
+def test_two_gpus_share_a_volume(gpu_answers, case):
     """Launched and replayed, with Triton's kernels, folded maps and levels that are whole."""
     image, target = gpu_batch()
     torch.manual_seed(1)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.shards import ThreadMessages, run_shards
+from tests.shards import run_shards
 from unet3d.parallel.spatial.division import divide
 from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
 
@@ -15,10 +15,10 @@ def volume(planes: int = 10) -> Tensor:
     return torch.arange(2 * 3 * planes * 4 * 5, dtype=torch.float32).view(2, 3, planes, 4, 5)
 
 
-def test_planes_reach_the_neighbours_only() -> None:
+def test_planes_reach_the_neighbours_only():
     whole = volume().permute(0, 2, 3, 4, 1)
 
-    def work(index: int, messages: ThreadMessages) -> tuple[Tensor | None, Tensor | None]:
+    def work(index, messages):
         shard = VolumeShard(index, UNEVEN, messages)
         slab = UNEVEN.slab(index)
         return shard.exchange(whole[:, slab.start], whole[:, slab.stop - 1])
@@ -31,10 +31,10 @@ def test_planes_reach_the_neighbours_only() -> None:
         torch.testing.assert_close(got, whole[:, plane], rtol=0, atol=0)
 
 
-def test_maps_of_uneven_slabs_are_gathered() -> None:
+def test_maps_of_uneven_slabs_are_gathered():
     whole = volume(5)
 
-    def work(index: int, messages: ThreadMessages) -> Tensor:
+    def work(index, messages):
         slab = UNEVEN.slab(index, level=1)
         own = whole[:, :, slab.start : slab.stop]
         return VolumeShard(index, UNEVEN, messages).gather_map(own, level=1)
@@ -44,8 +44,8 @@ def test_maps_of_uneven_slabs_are_gathered() -> None:
         torch.testing.assert_close(gathered, whole, rtol=0, atol=0)
 
 
-def test_sums_and_values_of_all_are_known_to_all() -> None:
-    def work(index: int, messages: ThreadMessages) -> tuple[Tensor, Tensor]:
+def test_sums_and_values_of_all_are_known_to_all():
+    def work(index, messages):
         shard = VolumeShard(index, UNEVEN, messages)
         value = torch.tensor([1.0, 10.0], dtype=torch.bfloat16) * (index + 1)
         return shard.sum(value), shard.gather(value)
@@ -56,7 +56,7 @@ def test_sums_and_values_of_all_are_known_to_all() -> None:
         assert values.tolist() == [[1, 10], [2, 20], [3, 30]]
 
 
-def test_numbers_of_a_slab_are_those_of_the_volume() -> None:
+def test_numbers_of_a_slab_are_those_of_the_volume():
     shards = [VolumeShard(index, UNEVEN, NoMessages()) for index in range(3)]
 
     assert [shard.of_volume(4 * 7) for shard in shards[:2]] == [70, 70]

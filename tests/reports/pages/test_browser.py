@@ -6,7 +6,6 @@ They need a Chromium of the system, which none of our dependencies brings.
 import io
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +89,20 @@ def coloured(pixels: npt.NDArray[np.int64]) -> int:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+def chromium():
     with playwright.sync_playwright() as started:
         yield started.chromium
 
 
 @pytest.fixture(scope="module")
-def browser(chromium: Any) -> Iterator[Any]:
+def browser(chromium):
     started = chromium.launch(executable_path=CHROMIUM, args=FLAGS)
     yield started
     started.close()
 
 
 @pytest.fixture(scope="module")
-def segmentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def segmentation(tmp_path_factory):
     """The page of a scan stored from left to right and front to back.
 
     Its labels are ``organ``, on the patient's right, in front and on top, and one of another name
@@ -123,14 +122,14 @@ def segmentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def viewer(browser: Any, segmentation: Path) -> Iterator[Opened]:
+def viewer(browser, segmentation):
     opened = Opened(browser, segmentation, viewport={"width": 1000, "height": 900})
     opened.ready()
     yield opened
     opened.close()
 
 
-def test_the_canvas_shows_the_labels_in_their_colours(viewer: Opened) -> None:
+def test_the_canvas_shows_the_labels_in_their_colours(viewer):
     viewer.press(*["+"] * 5)
     assert viewer.page.input_value("#opacity") == "100"
     organ, other = (viewer.page.locator("button.place").nth(number) for number in range(2))
@@ -153,7 +152,7 @@ def test_the_canvas_shows_the_labels_in_their_colours(viewer: Opened) -> None:
 
 
 @pytest.mark.nightly
-def test_the_patients_right_is_on_the_left_and_the_front_on_top(viewer: Opened) -> None:
+def test_the_patients_right_is_on_the_left_and_the_front_on_top(viewer):
     viewer.page.click("button.place >> nth=0")
     viewer.press("v", *["+"] * 5)
     assert viewer.page.is_checked("input[name=view][value='0']")  # axial
@@ -170,7 +169,7 @@ def test_the_patients_right_is_on_the_left_and_the_front_on_top(viewer: Opened) 
 
 
 @pytest.mark.nightly
-def test_the_crosshair_is_seen_in_every_plane(viewer: Opened) -> None:
+def test_the_crosshair_is_seen_in_every_plane(viewer):
     viewer.press("o")
     for _ in range(3):
         viewer.press("v")
@@ -181,7 +180,7 @@ def test_the_crosshair_is_seen_in_every_plane(viewer: Opened) -> None:
 
 
 @pytest.mark.nightly
-def test_a_name_leads_to_its_label(viewer: Opened) -> None:
+def test_a_name_leads_to_its_label(viewer):
     # Voxels 4 to 13, 4 to 11, 14 to 21, of which the scan begins with the rightmost and foremost.
     viewer.page.click("button.place >> nth=1")
     assert viewer.page.text_content("#place").endswith(EVIL)
@@ -194,9 +193,7 @@ def test_a_name_leads_to_its_label(viewer: Opened) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_labels", [64, 300])
-def test_many_labels_have_their_colours_and_the_background_has_none(
-    browser: Any, tmp_path: Path, num_labels: int
-) -> None:
+def test_many_labels_have_their_colours_and_the_background_has_none(browser, tmp_path, num_labels):
     labels = np.zeros((40, 40, 40), np.uint16)
     labels.ravel()[: num_labels - 1] = np.arange(1, num_labels)
     labels[8:32, 8:32, 24:36] = num_labels
@@ -220,7 +217,7 @@ def test_many_labels_have_their_colours_and_the_background_has_none(
 
 
 @pytest.mark.nightly
-def test_every_key_does_what_the_page_says(viewer: Opened) -> None:
+def test_every_key_does_what_the_page_says(viewer):
     page = viewer.page
     page.click("button.place >> nth=0")
     begin = viewer.place
@@ -253,7 +250,7 @@ def test_every_key_does_what_the_page_says(viewer: Opened) -> None:
 
 
 @pytest.mark.nightly
-def test_the_viewer_is_reached_and_left_with_tab_and_that_is_seen(viewer: Opened) -> None:
+def test_the_viewer_is_reached_and_left_with_tab_and_that_is_seen(viewer):
     page = viewer.page
     reached = []
     outline = "getComputedStyle(document.querySelector('.canvas')).outlineStyle"
@@ -269,7 +266,7 @@ def test_the_viewer_is_reached_and_left_with_tab_and_that_is_seen(viewer: Opened
 
 
 @pytest.mark.nightly
-def test_black_and_white_can_be_changed(viewer: Opened) -> None:
+def test_black_and_white_can_be_changed(viewer):
     viewer.press("o")
     before = viewer.pixels().mean()
     page = viewer.page
@@ -282,9 +279,7 @@ def test_black_and_white_can_be_changed(viewer: Opened) -> None:
 
 
 @pytest.mark.nightly
-def test_on_paper_and_without_javascript_there_is_a_picture(
-    browser: Any, segmentation: Path, viewer: Opened
-) -> None:
+def test_on_paper_and_without_javascript_there_is_a_picture(browser, segmentation, viewer):
     page = viewer.page
     assert page.is_visible("#canvas") and not page.is_visible("#picture")
     page.emulate_media(media="print")
@@ -297,9 +292,7 @@ def test_on_paper_and_without_javascript_there_is_a_picture(
 
 
 @pytest.mark.nightly
-def test_without_webgl_the_page_says_so_and_shows_a_picture(
-    chromium: Any, segmentation: Path
-) -> None:
+def test_without_webgl_the_page_says_so_and_shows_a_picture(chromium, segmentation):
     browser = chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-3d-apis"])
     opened = Opened(browser, segmentation)
     page = opened.page
@@ -313,9 +306,7 @@ def test_without_webgl_the_page_says_so_and_shows_a_picture(
 @pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
-def test_pages_fit_their_width_in_light_and_dark(
-    browser: Any, segmentation: Path, tmp_path: Path, scheme: str, width: int
-) -> None:
+def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path, scheme, width):
     folder = write_run(tmp_path, **{"validation/cases.json": sample_run.cases(EVIL)})
     (tmp_path / "report.html").write_bytes(encoded(run_page(folder)))
     for path in (segmentation, tmp_path / "report.html"):
@@ -329,17 +320,17 @@ def test_pages_fit_their_width_in_light_and_dark(
 
 
 @pytest.mark.nightly
-def test_headings_sort_by_keyboard(browser: Any, tmp_path: Path) -> None:
+def test_headings_sort_by_keyboard(browser, tmp_path):
     folder = write_run(tmp_path)
     (tmp_path / "report.html").write_bytes(encoded(run_page(folder)))
     opened = Opened(browser, tmp_path / "report.html")
     page = opened.page
 
-    def cases() -> list[str]:
+    def cases():
         found: list[str] = page.locator("table.sortable tbody th").all_text_contents()
         return found
 
-    def sort(column: int) -> str:
+    def sort(column):
         page.locator("table.sortable thead button").nth(column).focus()
         page.keyboard.press("Enter")
         state: str = page.locator("table.sortable thead th").nth(column).get_attribute("aria-sort")

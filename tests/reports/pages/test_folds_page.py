@@ -1,6 +1,5 @@
 """The page of a training over several folds."""
 
-from pathlib import Path
 from typing import Any
 
 from tests.reports.pages import sample_run
@@ -26,7 +25,7 @@ def summary(label: str = "liver") -> dict[str, Any]:
     }
 
 
-def test_finished_folds_show_their_scores_and_lead_to_their_pages(tmp_path: Path) -> None:
+def test_finished_folds_show_their_scores_and_lead_to_their_pages(tmp_path):
     folder = tmp_path / "all folds"
     for fold in (0, 2):
         write_run(folder / f"fold{fold}")
@@ -48,7 +47,7 @@ def test_finished_folds_show_their_scores_and_lead_to_their_pages(tmp_path: Path
     assert elsewhere.links == ["all%20folds/fold2/report.html"]
 
 
-def test_folds_that_have_not_ended_show_what_there_is(tmp_path: Path) -> None:
+def test_folds_that_have_not_ended_show_what_there_is(tmp_path):
     write_run(tmp_path / "fold0")
     write_run(tmp_path / "fold1", **{"summary.json": None})
     page = Page(folds_page(tmp_path, tmp_path / "report.html"))
@@ -59,7 +58,7 @@ def test_folds_that_have_not_ended_show_what_there_is(tmp_path: Path) -> None:
     assert "when all of them have ended" in page.text
 
 
-def test_names_are_text_and_damage_is_named(tmp_path: Path) -> None:
+def test_names_are_text_and_damage_is_named(tmp_path):
     evil = '"><script>alert(1)</script>'
     for fold in (0, 2):
         write_run(tmp_path / f"fold{fold}", **{"data.json": sample_run.data()})

@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "unet3d/reports/pages/niivue"
 
 
-def test_the_viewer_is_the_version_that_the_tool_makes() -> None:
+def test_the_viewer_is_the_version_that_the_tool_makes():
     script = (ROOT / "tools/vendor_niivue.sh").read_text()
     version = re.search(r"^niivue=(.+)$", script, re.MULTILINE)
     source = (FOLDER / "niivue.js").read_text("ascii")
@@ -16,13 +16,13 @@ def test_the_viewer_is_the_version_that_the_tool_makes() -> None:
     assert f'name:"@niivue/niivue",version:"{version[1]}"' in source
 
 
-def test_the_viewer_can_stand_in_a_page_without_rights() -> None:
+def test_the_viewer_can_stand_in_a_page_without_rights():
     source = (FOLDER / "niivue.js").read_text("ascii")
     for word in ("</script", "<!--", "eval(", "new Function(", "WebAssembly", "new Worker("):
         assert word not in source, word
 
 
-def test_every_part_has_its_licence() -> None:
+def test_every_part_has_its_licence():
     assert "Redistributions in binary form" in (FOLDER / "LICENSE").read_text()
     script = (ROOT / "tools/vendor_niivue.sh").read_text()
     listed = re.search(r"parts=\((.*?)\)", script, re.DOTALL)

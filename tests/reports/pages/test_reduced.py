@@ -37,7 +37,7 @@ def blocks(shape: tuple[int, ...], steps: tuple[int, ...]) -> dict[tuple[int, ..
 
 
 @pytest.mark.parametrize("steps", [(1, 1, 1), (2, 3, 1), (4, 1, 5)])
-def test_blocks_become_their_mean_and_their_middle(steps: tuple[int, int, int]) -> None:
+def test_blocks_become_their_mean_and_their_middle(steps):
     rng = np.random.default_rng(0)
     shape = (8, 7, 6)  # 7 and 6 leave blocks that are not whole
     image = rng.normal(100, 20, shape).astype(np.float32)
@@ -55,7 +55,7 @@ def test_blocks_become_their_mean_and_their_middle(steps: tuple[int, int, int]) 
             assert np.allclose(apply_affine(affine, block), centre)
 
 
-def test_a_label_keeps_its_place_within_half_a_block() -> None:
+def test_a_label_keeps_its_place_within_half_a_block():
     labels = np.zeros((30, 30, 30), np.uint8)
     labels[9:21, 6:18, 12:24] = 1
     steps = (3, 2, 4)
@@ -76,12 +76,12 @@ def test_a_label_keeps_its_place_within_half_a_block() -> None:
         ((2000, 2000, 1), (1, 1, 1), (2, 2, 1)),
     ],
 )
-def test_the_finest_axes_are_reduced_first(shape, spacing_mm, steps) -> None:
+def test_the_finest_axes_are_reduced_first(shape, spacing_mm, steps):
     assert steps_for(shape, spacing_mm) == steps
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (700, 600, 900), (10**6, 50, 2), (5000, 5000, 5000)])
-def test_what_a_page_carries_is_bounded(shape: tuple[int, int, int]) -> None:
+def test_what_a_page_carries_is_bounded(shape):
     sizes = [-(-n // step) for n, step in zip(shape, steps_for(shape, (1, 2, 3)), strict=True)]
     assert math.prod(sizes) <= reduced.MAX_VOXELS == 12_000_000
     assert max(sizes) <= reduced.MAX_SIDE
@@ -89,7 +89,7 @@ def test_what_a_page_carries_is_bounded(shape: tuple[int, int, int]) -> None:
         assert math.prod(sizes) > reduced.MAX_VOXELS / 3 or max(sizes) > reduced.MAX_SIDE / 2
 
 
-def test_an_image_keeps_its_intensities_to_a_grey_level() -> None:
+def test_an_image_keeps_its_intensities_to_a_grey_level():
     rng = np.random.default_rng(1)
     image = rng.uniform(-1000, 1500, (20, 18, 16)).astype(np.float32)
     image[3, 4, 5] = 1e6  # which would take all levels
@@ -107,12 +107,12 @@ def test_an_image_keeps_its_intensities_to_a_grey_level() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -7.5, 1e30])
-def test_an_image_of_one_intensity_is_one(value: float) -> None:
+def test_an_image_of_one_intensity_is_one(value):
     greys = greys_of(np.full((4, 4, 4), value, np.float32), np.eye(4))
     assert np.allclose(file_of(greys.nifti).get_fdata(), value)
 
 
-def test_a_few_bright_voxels_in_nothing_are_seen() -> None:
+def test_a_few_bright_voxels_in_nothing_are_seen():
     image = np.zeros((50, 50, 50), np.float32)
     image[:4, :4, :4] = 5  # less than 0.1 %
     greys = greys_of(image, np.eye(4))
@@ -120,7 +120,7 @@ def test_a_few_bright_voxels_in_nothing_are_seen() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64])
-def test_labels_are_numbered_in_the_order_of_their_values(kind: type) -> None:
+def test_labels_are_numbered_in_the_order_of_their_values(kind):
     top = int(np.iinfo(kind).max)
     labels = np.array([0, 3, 7, top, 5, 3], kind).reshape(2, 3, 1)
     file = file_of(numbered(labels, [3, 7, top], AFFINE))
@@ -128,7 +128,7 @@ def test_labels_are_numbered_in_the_order_of_their_values(kind: type) -> None:
     assert np.allclose(file.affine, AFFINE, atol=1e-5)
 
 
-def test_many_labels_are_all_there() -> None:
+def test_many_labels_are_all_there():
     labels = np.arange(1000, dtype=np.uint16).reshape(10, 10, 10)
     file = file_of(numbered(labels, list(range(1, 1000)), np.eye(4)))
     assert np.array_equal(np.asarray(file.dataobj), labels)

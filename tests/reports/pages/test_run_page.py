@@ -22,7 +22,7 @@ EVIL = "</script><script>alert(1)</script>\"'&"
 """What must be text wherever it stands."""
 
 
-def test_a_finished_run_shows_all_that_was_found(tmp_path: Path) -> None:
+def test_a_finished_run_shows_all_that_was_found(tmp_path):
     page = Page(run_page(write_run(tmp_path / "mine")))
     assert_closed(page)
     text = page.text
@@ -59,7 +59,7 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path: Path) -> None:
     assert "mean HD95 3.50 mm" in text and "mean Dice 0.547" in text
 
 
-def test_pictures_are_in_the_page(tmp_path: Path) -> None:
+def test_pictures_are_in_the_page(tmp_path):
     page = Page(run_page(write_run(tmp_path)))
     pictures = [base64.b64decode(address.partition(",")[2]) for address in page.addresses]
     drawn = [one for one in pictures if b"<svg" in one]
@@ -69,12 +69,12 @@ def test_pictures_are_in_the_page(tmp_path: Path) -> None:
     assert b'href="http' not in drawn[0] and b"<script" not in drawn[0]
 
 
-def test_the_same_run_has_the_same_page(tmp_path: Path) -> None:
+def test_the_same_run_has_the_same_page(tmp_path):
     folder = write_run(tmp_path)
     assert run_page(folder) == run_page(folder)
 
 
-def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
+def test_names_are_text_and_nothing_else(tmp_path):
     data = sample_run.data(EVIL) | {"training": {EVIL: "00"}}
     data["preprocessing"]["channel_names"] = [EVIL]
     metrics = [{"epoch": 1, "loss": 1.0, "dice": {EVIL: 0.5}, "mean_dice": 0.5}]
@@ -98,14 +98,14 @@ def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
     assert page.cells(EVIL) == [EVIL, "0.500"]
 
 
-def test_labels_in_any_script_are_drawn_and_named(tmp_path: Path) -> None:
+def test_labels_in_any_script_are_drawn_and_named(tmp_path):
     line = {"epoch": 1, "loss": 1.0, "dice": {"肝臓": 0.5, "$x^": 0.25}, "mean_dice": 0.375}
     changes = {"metrics.jsonl": json.dumps(line) + "\n", "validation/cases.json": None}
     page = Page(run_page(write_run(tmp_path, **changes)))
     assert page.cells("肝臓") == ["肝臓", "0.500"] and page.cells("$x^") == ["$x^", "0.250"]
 
 
-def test_what_cannot_be_shown_is_written_as_its_code(tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_written_as_its_code(tmp_path):
     # Half a character, as in a file name of another encoding, and letters that turn the text.
     cases = sample_run.cases(low="half\udcff turned\u202e")
     text = run_page(write_run(tmp_path, **{"validation/cases.json": cases}))
@@ -113,7 +113,7 @@ def test_what_cannot_be_shown_is_written_as_its_code(tmp_path: Path) -> None:
     text.encode()
 
 
-def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path: Path) -> None:
+def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
     late = ("summary.json", "memory.json", "memory.png")
     of_validation = [f"validation/{name}" for name in ("cases.json", "worst.png", "best.png")]
     folder = write_run(tmp_path, **dict.fromkeys([*late, *of_validation]))
@@ -127,7 +127,7 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["data.json", "config.yaml", "metrics.jsonl"])
-def test_a_run_that_was_killed_early_has_a_page(tmp_path: Path, kept: str) -> None:
+def test_a_run_that_was_killed_early_has_a_page(tmp_path, kept):
     write_run(tmp_path)
     for path in tmp_path.rglob("*.*"):
         if path.name != kept:
@@ -139,7 +139,7 @@ def test_a_run_that_was_killed_early_has_a_page(tmp_path: Path, kept: str) -> No
 
 
 @pytest.fixture
-def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_curves(monkeypatch):
     """Draw no curves, which would take most of a second for each page."""
     monkeypatch.setattr("unet3d.reports.pages.run_page.progress_figure", lambda *_: Figure((1, 1)))
 
@@ -147,9 +147,7 @@ def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", ["data.json", "summary.json", "memory.json", "validation/cases.json"]
 )
-def test_a_damaged_file_is_named_and_the_rest_is_shown(
-    tmp_path: Path, name: str, without_curves: None
-) -> None:
+def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, name, without_curves):
     for damage in ("{", "[1]", '{"epochs": -1, "cases": 3, "slots": [], "unet3d": 5}', "\0"):
         page = Page(run_page(write_run(tmp_path, **{name: damage})))
         assert_closed(page)
@@ -157,7 +155,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(
         assert page.cells("liver")[0] == "liver"
 
 
-def test_damaged_pictures_settings_and_metrics_are_left_out(tmp_path: Path) -> None:
+def test_damaged_pictures_settings_and_metrics_are_left_out(tmp_path):
     changes = {
         "memory.png": "no picture",
         "validation/worst.png": "",
@@ -172,7 +170,7 @@ def test_damaged_pictures_settings_and_metrics_are_left_out(tmp_path: Path) -> N
     assert len(page.addresses) == 2  # the curves, and the best case
 
 
-def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path: Path) -> None:
+def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path):
     cases = sample_run.cases()
     cases["mean"] = {str(n): sample_run.score(f"organ {n}", 0.5) for n in range(1, 31)}
     for case in cases["cases"]:
@@ -184,13 +182,13 @@ def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path: Path) -> 
     assert page.cells("organ 17")[:2] == ["organ 17", "0.500"]
 
 
-def test_another_folder_is_no_run(tmp_path: Path) -> None:
+def test_another_folder_is_no_run(tmp_path):
     with pytest.raises(CheckpointError, match="is no folder of a run") as caught:
         run_page(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_headings_and_pictures_have_words(tmp_path: Path) -> None:
+def test_headings_and_pictures_have_words(tmp_path):
     text = run_page(write_run(tmp_path))
     assert re.findall("<h1", text) == ["<h1"] and '<html lang="en">' in text
     assert all(alt.strip() for alt in re.findall('<img [^>]*alt="([^"]*)"', text))
@@ -199,9 +197,7 @@ def test_headings_and_pictures_have_words(tmp_path: Path) -> None:
 
 @partial(property_test, share=0.25)
 @given(data=st.data())
-def test_no_content_of_a_file_is_more_than_text(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, without_curves: None
-) -> None:
+def test_no_content_of_a_file_is_more_than_text(tmp_path_factory, data, without_curves):
     contents = {
         "data.json": sample_run.data(),
         "summary.json": sample_run.summary(),

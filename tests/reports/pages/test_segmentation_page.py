@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import nibabel as nib
@@ -31,7 +30,7 @@ def scan_and_labels() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
+def files(tmp_path):
     """A segmentation and its scan."""
     image, labels = scan_and_labels()
     scan = write_volume(tmp_path / "scan.nii.gz", image, SPACING_MM)
@@ -54,7 +53,7 @@ def volume_of(page: Page, name: str) -> nib.Nifti1Image:
     return nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(page.data[name])))
 
 
-def test_the_table_has_the_statistics_of_all_voxels(files: tuple[Path, Path]) -> None:
+def test_the_table_has_the_statistics_of_all_voxels(files):
     page = Page(segmentation_page(*files))
     assert_closed(page)
     image, labels = scan_and_labels()
@@ -72,7 +71,7 @@ def mean_and_spread(values: np.ndarray) -> list[str]:
     return [f"{wide.mean():.4g}", f"{wide.std():.4g}"]
 
 
-def test_the_viewer_gets_the_scan_its_labels_and_their_places(files: tuple[Path, Path]) -> None:
+def test_the_viewer_gets_the_scan_its_labels_and_their_places(files):
     page = Page(segmentation_page(*files))
     image, labels = scan_and_labels()
     scan, numbers = volume_of(page, "viewer-image"), volume_of(page, "viewer-labels")
@@ -92,7 +91,7 @@ def test_the_viewer_gets_the_scan_its_labels_and_their_places(files: tuple[Path,
         assert np.linalg.norm(centre - one["mm"]) < 2
 
 
-def test_a_scan_in_any_orientation_lies_where_it_is(tmp_path: Path) -> None:
+def test_a_scan_in_any_orientation_lies_where_it_is(tmp_path):
     image, labels = scan_and_labels()
     affine = np.array([[0, -1.0, 0, 50], [0, 0, 2, -30], [3, 0, 0, 7], [0, 0, 0, 1]])
     for name, array in (("scan", image), ("seg", labels)):
@@ -105,9 +104,7 @@ def test_a_scan_in_any_orientation_lies_where_it_is(tmp_path: Path) -> None:
         assert sorted(map(tuple, np.round(ours, 3))) == sorted(map(tuple, np.round(true, 3)))
 
 
-def test_a_large_scan_is_reduced_and_the_page_says_so(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
     assert "voxels are shown as one" not in Page(segmentation_page(*files)).text
     monkeypatch.setattr(reduced, "MAX_VOXELS", 2000)
     page = Page(segmentation_page(*files))
@@ -120,9 +117,7 @@ def test_a_large_scan_is_reduced_and_the_page_says_so(
     assert page.cells("label 2", 1)[3:5] == ["0.360 mL", "120"]
 
 
-def test_a_label_that_gets_lost_in_the_reduction_says_so(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_label_that_gets_lost_in_the_reduction_says_so(files, monkeypatch):
     monkeypatch.setattr(reduced, "MAX_VOXELS", 60)
     page = Page(segmentation_page(*files))
     row = page.cells("label 9", 1)
@@ -130,7 +125,7 @@ def test_a_label_that_gets_lost_in_the_reduction_says_so(
     assert json.loads(page.data["viewer-data"])["labels"][1]["mm"] is None
 
 
-def test_the_statistics_beside_it_name_the_labels(files: tuple[Path, Path]) -> None:
+def test_the_statistics_beside_it_name_the_labels(files):
     beside = write_json(
         files[0].with_name("scan_seg.json"), statistics(liver=2, tumour=9, spleen=11)
     )
@@ -153,7 +148,7 @@ def test_the_statistics_beside_it_name_the_labels(files: tuple[Path, Path]) -> N
     assert "scan_seg.json is damaged" in Page(segmentation_page(*files)).text
 
 
-def test_names_and_paths_are_text_and_nothing_else(tmp_path: Path) -> None:
+def test_names_and_paths_are_text_and_nothing_else(tmp_path):
     image, labels = scan_and_labels()
     folder = tmp_path / "<img src=x>"
     scan = write_volume(folder / "a&b.nii.gz", image, SPACING_MM)
@@ -167,7 +162,7 @@ def test_names_and_paths_are_text_and_nothing_else(tmp_path: Path) -> None:
     assert EVIL in page.text and "<b>seg.nii.gz" in page.text and str(scan) in page.text
 
 
-def test_the_page_is_small_and_names_the_viewer(files: tuple[Path, Path]) -> None:
+def test_the_page_is_small_and_names_the_viewer(files):
     text = segmentation_page(*files)
     assert len(text) < 2_000_000
     page = Page(text)
@@ -176,7 +171,7 @@ def test_the_page_is_small_and_names_the_viewer(files: tuple[Path, Path]) -> Non
     assert text == segmentation_page(*files)
 
 
-def test_an_empty_segmentation_says_so(tmp_path: Path) -> None:
+def test_an_empty_segmentation_says_so(tmp_path):
     image, labels = scan_and_labels()
     scan = write_volume(tmp_path / "scan.nii.gz", image)
     empty = write_volume(tmp_path / "seg.nii.gz", labels * 0)
@@ -186,7 +181,7 @@ def test_an_empty_segmentation_says_so(tmp_path: Path) -> None:
     assert json.loads(page.data["viewer-data"])["labels"] == []
 
 
-def test_of_several_channels_the_first_is_shown(tmp_path: Path) -> None:
+def test_of_several_channels_the_first_is_shown(tmp_path):
     image, labels = scan_and_labels()
     scan = write_volume(tmp_path / "scan.nii.gz", np.stack([image, -image], axis=3), SPACING_MM)
     segmentation = write_volume(tmp_path / "seg.nii.gz", labels, SPACING_MM)
@@ -204,9 +199,7 @@ def test_of_several_channels_the_first_is_shown(tmp_path: Path) -> None:
         (np.full(SHAPE, 0.5, np.float32), ("no integer labels",)),
     ],
 )
-def test_what_is_no_segmentation_of_the_scan_is_refused(
-    files: tuple[Path, Path], array: np.ndarray, words: tuple[str, ...]
-) -> None:
+def test_what_is_no_segmentation_of_the_scan_is_refused(files, array, words):
     wrong = write_volume(files[0].with_name("wrong.nii.gz"), array, SPACING_MM)
     with pytest.raises(VolumeError) as caught:
         segmentation_page(wrong, files[1])

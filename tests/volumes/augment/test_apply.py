@@ -73,7 +73,7 @@ def made(
     return image, target
 
 
-def test_a_sample_depends_on_its_cut_alone() -> None:
+def test_a_sample_depends_on_its_cut_alone():
     image, label = volume(2, (30, 28, 26))
     size = (16, 12, 14)
     cuts = [cut_of(image, label, size, (5, 6, 7), seed) for seed in range(4)]
@@ -92,7 +92,7 @@ def test_a_sample_depends_on_its_cut_alone() -> None:
 
 
 @pytest.mark.parametrize("size", [(61, 67, 71), (1, 300, 301), (300, 301, 1)], ids=str)
-def test_the_number_of_threads_changes_no_bit(size: Shape) -> None:
+def test_the_number_of_threads_changes_no_bit(size):
     x, y, z = size
     image, label = volume(2, (x + 3, y + 3, z + 3))
     before = torch.get_num_threads()
@@ -109,7 +109,7 @@ def test_the_number_of_threads_changes_no_bit(size: Shape) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file() -> None:
+def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
     """With one for each tensor, receiving a batch of small patches took longer than a step."""
     image, label = volume(8, (30, 28, 26))
     cuts = tuple(cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4))
@@ -117,7 +117,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file() -> Non
     tensors: list[Tensor] = []
 
     class Counting(pickle.Pickler):
-        def reducer_override(self, obj: object) -> object:
+        def reducer_override(self, obj):
             if isinstance(obj, Tensor) and obj.device.type != "meta":
                 tensors.append(obj)
             return NotImplemented
@@ -133,7 +133,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file() -> Non
 
 
 @pytest.mark.parametrize("brightness", [0.8, 1.2])
-def test_what_was_drawn_is_done_in_its_order(brightness: float) -> None:
+def test_what_was_drawn_is_done_in_its_order(brightness):
     """With functions that are tested against others, each on its own."""
     size, whole = (16, 12, 14), Region(start=(0, 0, 0), stop=(16, 12, 14))
     image, label = volume(1, size)
@@ -164,7 +164,7 @@ def test_what_was_drawn_is_done_in_its_order(brightness: float) -> None:
     assert torch.equal(targets[0], label)
 
 
-def test_a_smaller_patch_lies_in_the_middle_of_zeros() -> None:
+def test_a_smaller_patch_lies_in_the_middle_of_zeros():
     image, label = volume(1, (30, 28, 26))
     small, large = (16, 12, 14), (12, 12, 12)
     cuts = [cut_of(image, label, small, (5, 6, 7), 0), cut_of(image, label, large, (5, 6, 7), 1)]
@@ -212,13 +212,11 @@ def slabs_of(
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3))]
 )
-def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(
-    seed: int, size: Shape, shape: Shape, bounds: list[int]
-) -> None:
+def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(seed, size, shape, bounds):
     """Each is made from a cut of its own, as a rank makes its part of a large patch."""
     image, label = volume(2, (60, 28, 26))
 
-    def cut(region: Region | None) -> Cut:
+    def cut(region):
         return cut_of(image, label, size, (8, 4, 2), seed, region)
 
     whole = made([cut(None)], shape)
@@ -232,7 +230,7 @@ def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(
 
 
 @pytest.mark.parametrize("shape", [(9, 1, 7), (1, 1, 1), (3, 2, 5)])
-def test_tiny_patches_survive_everything(shape: Shape) -> None:
+def test_tiny_patches_survive_everything(shape):
     image, label = volume(3, (5, 4, 6))
     for given in (image, torch.zeros_like(image)):
         cuts = [cut_of(given, label, shape, (-2, 0, 1), seed) for seed in range(6)]
@@ -245,7 +243,7 @@ def test_tiny_patches_survive_everything(shape: Shape) -> None:
 @pytest.mark.parametrize(
     ("size", "spacing"), [((33, 47, 29), SPACING), ((50, 31, 9), (0.8, 0.8, 4.0))]
 )
-def test_a_gpu_makes_what_a_cpu_makes(name: str, size: Shape, spacing: Spacing) -> None:
+def test_a_gpu_makes_what_a_cpu_makes(name, size, spacing):
     only = {name: 1} if name in PROBABILITIES else {}
     mirror_axes = ALL_AXES if name in ("mirror", "everything") else ()
     settings = probable(float(name == "everything"), mirror_axes=mirror_axes, **only)
@@ -262,7 +260,7 @@ def test_a_gpu_makes_what_a_cpu_makes(name: str, size: Shape, spacing: Spacing) 
 
 
 @pytest.mark.gpu
-def test_the_host_does_not_wait_for_a_gpu() -> None:
+def test_the_host_does_not_wait_for_a_gpu():
     """Not even once: a read back would stop the steps that are queued."""
     image, label = volume(2, (80, 80, 80))
     cuts = [cut_of(image, label, (64, 64, 64), (8, 8, 8), seed) for seed in range(4)]

@@ -15,7 +15,7 @@ LIVELY = AugmentationDraw(
 )
 
 
-def test_a_patch_that_does_not_turn_is_a_box() -> None:
+def test_a_patch_that_does_not_turn_is_a_box():
     placement = Placement.centred(None, (5, -2, 7), (4, 6, 5))
     assert placement.offset == (5.0, -2.0, 7.0)
     box = placement.box(Region(start=ZERO, stop=(4, 6, 5)), (20, 20, 9))
@@ -31,7 +31,7 @@ def test_a_patch_that_does_not_turn_is_a_box() -> None:
     assert placement.moved(box.start).offset == (3.0, 0.0, 4.0)
 
 
-def test_the_box_holds_every_sampled_point_and_little_more() -> None:
+def test_the_box_holds_every_sampled_point_and_little_more():
     size = (16, 24, 8)
     corners = ((ZERO, size), ((4, 0, 0), (8, 24, 8)), ((15, 23, 7), size))
     for seed, (start, stop) in itertools.product(range(20), corners):
@@ -48,11 +48,11 @@ def test_the_box_holds_every_sampled_point_and_little_more() -> None:
         assert (points.max(axis=1) > np.array(box.stop) - 2).all()
 
 
-def test_margins_hold_what_blur_and_coarsening_reach() -> None:
+def test_margins_hold_what_blur_and_coarsening_reach():
     inner = Region(start=(10, 0, 5), stop=(20, 9, 12))
     size = (40, 9, 14)
 
-    def margin(*channels: DrawnChannel) -> Region:
+    def margin(*channels):
         filters = [ChannelFilters.of(channel, size) for channel in channels]
         return with_margin(inner, filters, size)
 
@@ -64,7 +64,7 @@ def test_margins_hold_what_blur_and_coarsening_reach() -> None:
     assert margin(both) == Region(start=(3, 0, 1), stop=(27, 9, 14))
 
 
-def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for() -> None:
+def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for():
     drawing = AugmentationDraw(probable(1))
     for voxels in (5, 21, 33):
         rngs = (np.random.default_rng(seed) for seed in range(50))
@@ -73,7 +73,7 @@ def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for() ->
         assert most <= farthest_reach(voxels, blurs=True, coarsens=True) <= most + 2
 
 
-def test_cuts_are_copied_with_what_was_drawn() -> None:
+def test_cuts_are_copied_with_what_was_drawn():
     drawn = DrawnChannel(blur_sigma=(0.5, 0.6, 0.7))
     size = (2, 3, 4)
     whole = Region(start=ZERO, stop=size)

@@ -3,7 +3,7 @@ import math
 import numpy as np
 
 from tests.products import pairwise
-from unet3d.config import AugmentationSettings, Shape, Spacing
+from unet3d.config import AugmentationSettings, Shape
 from unet3d.volumes.augment.cut import Placement, Region
 from unet3d.volumes.augment.device import DeviceAugmentation, largest_reach
 from unet3d.volumes.augment.draw import AugmentationDraw
@@ -21,7 +21,7 @@ from unet3d.volumes.augment.draw import AugmentationDraw
         {"scaling_probability": 0},
     ],
 )
-def test_no_cut_is_larger(size: Shape, spacing: Spacing, changes: dict[str, float]) -> None:
+def test_no_cut_is_larger(size, spacing, changes):
     always = {"rotation_probability": 1, "scaling_probability": 1, "mirror_axes": ["x"], **changes}
     settings = AugmentationSettings.model_validate(always)
     drawing = AugmentationDraw(settings)
@@ -57,7 +57,7 @@ def staging(
     return plan.staging_bytes(size, slab, gathers=gathers)
 
 
-def test_staging_is_the_largest_cut_or_what_filters_take() -> None:
+def test_staging_is_the_largest_cut_or_what_filters_take():
     off = AugmentationSettings(enabled=False)
     still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
     for settings in (off, still):
@@ -68,7 +68,7 @@ def test_staging_is_the_largest_cut_or_what_filters_take() -> None:
     assert staging(moving, cases=((20, 64, 64), (64, 64, 40))) == 3 * math.prod((64, 64, 40))
 
 
-def test_staging_of_a_slab_is_that_of_what_is_made_for_it() -> None:
+def test_staging_of_a_slab_is_that_of_what_is_made_for_it():
     plane, slab = 32 * 32, range(4, 12)
     off = AugmentationSettings(enabled=False)
     assert staging(off, slab) == staging(off, slab, gathers=False) == 3 * 8 * plane

@@ -43,14 +43,14 @@ def is_uniform(values: npt.ArrayLike, low: float, high: float) -> bool:
 
 
 @pytest.fixture(scope="module")
-def defaults() -> list[DrawnChannel]:
+def defaults():
     return drawn_channels(AugmentationDraw(AugmentationSettings()))
 
 
 # Ranges and probabilities of nnunetv2 2.8.1, nnUNetTrainer.get_training_transforms, one channel.
 
 
-def test_noise_and_filters_are_drawn_as_in_nnunet(defaults: list[DrawnChannel]) -> None:
+def test_noise_and_filters_are_drawn_as_in_nnunet(defaults):
     drawn = [channel.noise_std for channel in defaults if channel.noise_std]
     assert len(drawn) / NUM_DRAWN == pytest.approx(0.1, abs=MAX_ERROR)
     assert is_uniform(drawn, 0, 0.1)
@@ -74,9 +74,7 @@ def test_noise_and_filters_are_drawn_as_in_nnunet(defaults: list[DrawnChannel]) 
         ("gamma", 0.7, 1.5, 0.3),
     ],
 )
-def test_factors_are_drawn_as_in_nnunet(
-    defaults: list[DrawnChannel], name: str, low: float, high: float, probability: float
-) -> None:
+def test_factors_are_drawn_as_in_nnunet(defaults, name, low, high, probability):
     drawn = np.array([getattr(channel, name) for channel in defaults])
     drawn = drawn[drawn != 1]
     assert len(drawn) / NUM_DRAWN == pytest.approx(probability, abs=MAX_ERROR)
@@ -85,7 +83,7 @@ def test_factors_are_drawn_as_in_nnunet(
     assert is_uniform(drawn[drawn > 1], 1, high)
 
 
-def test_rotation_and_scaling_are_drawn_as_in_nnunet() -> None:
+def test_rotation_and_scaling_are_drawn_as_in_nnunet():
     """Angles up to 30 degrees about each axis; scales from 0.7 to 1.4."""
     cube: Spacing = (1.0, 1.0, 1.0)
     turns = drawn_matrices(draw(rotation_probability=0.2), NUM_DRAWN, (9, 9, 9), cube)
@@ -108,9 +106,7 @@ def test_rotation_and_scaling_are_drawn_as_in_nnunet() -> None:
         ((1, 9, 9), (1.0, 1.0, 1.0), 0),
     ],
 )
-def test_thick_slices_are_turned_all_the_way_round_in_their_plane(
-    size: Shape, spacing_mm: Spacing, about: int
-) -> None:
+def test_thick_slices_are_turned_all_the_way_round_in_their_plane(size, spacing_mm, about):
     """As in nnU-Net, which augments slices as if they were 2-D images."""
     scale = np.diag(spacing_mm)
     drawn = drawn_matrices(draw(rotation_probability=1.0), 1000, size, spacing_mm)
@@ -122,7 +118,7 @@ def test_thick_slices_are_turned_all_the_way_round_in_their_plane(
 
 
 @pytest.mark.parametrize("plane", [True, False])
-def test_each_limit_of_rotation_is_that_of_its_patches(plane: bool) -> None:
+def test_each_limit_of_rotation_is_that_of_its_patches(plane):
     spacing_mm: Spacing = (1, 1, 5) if plane else (1, 1, 1)
     limits = {"rotation_degrees": 12, "in_plane_rotation_degrees": 70}
     # X and Y are alike.
@@ -134,7 +130,7 @@ def test_each_limit_of_rotation_is_that_of_its_patches(plane: bool) -> None:
     np.testing.assert_allclose(matrices, [np.eye(3)] * 20, atol=1e-12)
 
 
-def test_happens_as_often_as_asked() -> None:
+def test_happens_as_often_as_asked():
     drawn = drawn_channels(draw(noise_probability=0.7, gamma_probability=0.3))
     assert np.mean([c.noise_std > 0 for c in drawn]) == pytest.approx(0.7, abs=MAX_ERROR)
     assert np.mean([c.gamma != 1 for c in drawn]) == pytest.approx(0.3, abs=MAX_ERROR)
@@ -144,7 +140,7 @@ def test_happens_as_often_as_asked() -> None:
         assert channel == DrawnChannel(noise_seed=channel.noise_seed)
 
 
-def test_channels_are_drawn_apart_but_share_the_deviation_of_noise() -> None:
+def test_channels_are_drawn_apart_but_share_the_deviation_of_noise():
     """A gamma of one channel says nothing about another, which has other extremes."""
     always = AugmentationDraw(probable(1))
     drawn = [always.channels(np.random.default_rng(seed), 3, (1, 1, 1)) for seed in range(200)]
@@ -169,9 +165,7 @@ def test_channels_are_drawn_apart_but_share_the_deviation_of_noise() -> None:
         ((1, 1, 9), (1, 1, 1), "z", "z"),
     ],
 )
-def test_axes_that_turn_and_scale(
-    size: Shape, spacing_mm: Spacing, turning: str, scaling: str
-) -> None:
+def test_axes_that_turn_and_scale(size, spacing_mm, turning, scaling):
     turns, scales = free_axes(size, spacing_mm)
     assert "".join(axis for axis, is_in in zip("xyz", turns, strict=True) if is_in) == turning
     assert "".join(axis for axis, is_in in zip("xyz", scales, strict=True) if is_in) == scaling
@@ -185,7 +179,7 @@ def test_axes_that_turn_and_scale(
         assert is_turned == (len(turning) > 1)
 
 
-def test_only_the_named_axes_are_mirrored_each_one_time_in_two() -> None:
+def test_only_the_named_axes_are_mirrored_each_one_time_in_two():
     matrices = drawn_matrices(draw(mirror_axes=("x", "z")), 400, (4, 4, 4), (1, 1, 1))
     for signs in [(-1, 1, 1), (1, 1, -1), (-1, 1, -1)]:
         share = (matrices == np.diag(signs)).all(axis=(1, 2)).sum() / 400
@@ -193,14 +187,14 @@ def test_only_the_named_axes_are_mirrored_each_one_time_in_two() -> None:
     assert len(matrices) / 400 == pytest.approx(0.75, abs=0.09)
 
 
-def test_thick_slices_keep_their_resolution() -> None:
+def test_thick_slices_keep_their_resolution():
     coarse = draw(low_resolution_probability=1.0)
     for seed in range(20):
         (channel,) = coarse.channels(np.random.default_rng(seed), 1, (1, 1, 5))
         assert channel.resolution == STILL or (channel.resolution[2] == 1 != channel.resolution[0])
 
 
-def test_one_probability_changes_nothing_else() -> None:
+def test_one_probability_changes_nothing_else():
     """So that two trainings can be compared."""
     before = AugmentationDraw(AugmentationSettings())
     after = AugmentationDraw(AugmentationSettings(gamma_probability=0))

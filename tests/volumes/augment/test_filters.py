@@ -24,7 +24,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(20, 31, 17), (130, 9, 66), (12, 1, 70)])
-def test_blur_is_scipys_gaussian_mirrored_at_the_faces(shape: Shape) -> None:
+def test_blur_is_scipys_gaussian_mirrored_at_the_faces(shape):
     channel = noise(*shape)
     values = channel.numpy().astype(np.float64)
     # SciPy ends the Gaussian at a whole voxel, which is 3 e-4 of its weight at most.
@@ -34,7 +34,7 @@ def test_blur_is_scipys_gaussian_mirrored_at_the_faces(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 8, 9), (2, 3, 1), (1, 1, 5)])
-def test_a_constant_stays_that_constant(shape: Shape) -> None:
+def test_a_constant_stays_that_constant(shape):
     three = torch.full(shape, 3.0)
     blurred = blur(three, (1.0, 0.7, 0.5), ZERO, shape)
     for result in (blurred, coarsen(three, (0.5, 0.63, 0.9), ZERO, shape)):
@@ -43,7 +43,7 @@ def test_a_constant_stays_that_constant(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.25])
-def test_coarsening_is_pytorchs_area_and_linear_interpolation(factor: float) -> None:
+def test_coarsening_is_pytorchs_area_and_linear_interpolation(factor):
     size = (16, 24, 32)
     channel = noise(*size)
     smaller = [round(voxels * factor) for voxels in channel.shape]
@@ -55,7 +55,7 @@ def test_coarsening_is_pytorchs_area_and_linear_interpolation(factor: float) -> 
 
 @pytest.mark.parametrize("factor", [0.5, 0.55, 0.61, 0.77, 0.94])
 @pytest.mark.parametrize("voxels", [21, 64, 101])
-def test_coarsening_moves_nothing(voxels: int, factor: float) -> None:
+def test_coarsening_moves_nothing(voxels, factor):
     """MONAI's takes the nearest voxel, which moved the image 0.64 voxels on average."""
     place = torch.arange(voxels).float()
     ramp = place[:, None, None].expand(voxels, 3, 3).contiguous()
@@ -69,7 +69,7 @@ def test_coarsening_moves_nothing(voxels: int, factor: float) -> None:
 
 
 @pytest.mark.parametrize("start", [ZERO, (10, 0, 30), (64, 5, 7)])
-def test_a_box_is_the_same_box_of_the_whole(start: Shape) -> None:
+def test_a_box_is_the_same_box_of_the_whole(start):
     size = (130, 20, 70)
     for how in (blur_filter((1.0, 0.6, 0.8), size), coarsening_filter((0.7, 0.5, 0.9), size)):
         assert_is_the_same_of_the_whole(start, size, how)

@@ -21,15 +21,13 @@ def statistics(of: torch.Tensor) -> Statistics:
 
 
 @pytest.mark.parametrize("bounds", [(0, 5, 12), (0, 1, 11, 12), (0, 0, 12)])
-def test_levels_of_slabs_are_gathered(
-    bounds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_of_slabs_are_gathered(bounds, monkeypatch):
     """Also for a mean far from zero, and where a slab has margins, or no voxel."""
     monkeypatch.setattr(intensity, "CHUNK_VOXELS", 3 * 15 * 9)
     image = channel(2.0, 500.0)
     own: list[torch.Tensor] = []
 
-    def noted(numbers: torch.Tensor) -> torch.Tensor:
+    def noted(numbers):
         own.append(numbers)
         return numbers[None]
 
@@ -63,7 +61,7 @@ def nnunet_gamma(
 @pytest.mark.parametrize("exponent", [0.7, 1.5])
 @pytest.mark.parametrize("is_inverted", [False, True])
 @pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (3.0, -2.0), (0.5, 100.0)])
-def test_gamma_is_nnunets(exponent: float, is_inverted: bool, scale: float, offset: float) -> None:
+def test_gamma_is_nnunets(exponent, is_inverted, scale, offset):
     image = channel(scale, offset)
     expected = nnunet_gamma(image.numpy().astype(np.float64), exponent, is_inverted)
     change_gamma(image, exponent, is_inverted, statistics(image))
@@ -71,7 +69,7 @@ def test_gamma_is_nnunets(exponent: float, is_inverted: bool, scale: float, offs
 
 
 @pytest.mark.parametrize("factor", [0.75, 1.25])
-def test_contrast_keeps_mean_and_range(factor: float) -> None:
+def test_contrast_keeps_mean_and_range(factor):
     image = channel()
     values = image.numpy().astype(np.float64)
     expected = ((values - values.mean()) * factor + values.mean()).clip(values.min(), values.max())
@@ -79,7 +77,7 @@ def test_contrast_keeps_mean_and_range(factor: float) -> None:
     np.testing.assert_allclose(image, expected, atol=1e-6)
 
 
-def test_a_constant_channel_stays_as_it_is() -> None:
+def test_a_constant_channel_stays_as_it_is():
     for value, is_inverted in itertools.product((0.0, -3.0, 1e6), (False, True)):
         image = torch.full(SHAPE, value)
         change_gamma(image, 0.7, is_inverted, statistics(image))

@@ -16,14 +16,14 @@ def whole(seed: tuple[int, int], size: Shape = SIZE) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (1, 2), (2**32 - 1, 2**31), (123456789, 987654321)])
-def test_it_is_normally_distributed(seed: tuple[int, int]) -> None:
+def test_it_is_normally_distributed(seed):
     values = whole(seed).flatten().numpy()
     assert values.dtype == np.float32 and np.isfinite(values).all()
     assert stats.kstest(values, "norm").pvalue > 1e-3
     assert stats.kurtosis(values) == pytest.approx(0, abs=0.1)
 
 
-def test_neighbours_along_every_axis_are_independent() -> None:
+def test_neighbours_along_every_axis_are_independent():
     values = whole((3, 4))
     for axis in range(3):
         for distance in (1, 2, 8, 16):
@@ -35,13 +35,13 @@ def test_neighbours_along_every_axis_are_independent() -> None:
             assert abs(np.corrcoef(*np.square(pair))[0, 1]) < 0.015
 
 
-def test_every_seed_has_noise_of_its_own() -> None:
+def test_every_seed_has_noise_of_its_own():
     noises = [whole(seed).flatten().numpy() for seed in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 3)]]
     correlations = np.corrcoef(noises) - np.eye(len(noises))
     assert np.abs(correlations).max() < 0.015
 
 
-def test_a_part_has_the_noise_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_has_the_noise_of_the_whole(monkeypatch):
     """However many planes of it are made at a time."""
     expected = whole((8, 9))[3:10, 10:15, 20:50]
     assert torch.equal(gaussian_noise((3, 10, 20), (7, 5, 30), SIZE, (8, 9), CPU), expected)
