@@ -4,13 +4,14 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from tests.trainings import run, run_until_power_cut, settings, without_pictures
+from tests.trainings import run_until_power_cut, settings, without_pictures
 from unet3d.reports.progress import INDENT, MAX_COLUMNS
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
@@ -105,13 +106,8 @@ def test_the_first_batch_of_all_is_told_once(monkeypatch):
 
 
 def loading(**changes: Any) -> Loading:
-    values: dict[str, Any] = {
-        "devices": (GPU,),
-        "num_workers": 2,
-        "num_ranks": 1,
-        "augments_on_cpu": False,
-    }
-    return Loading(**values | changes)
+    usual = Loading(devices=(GPU,), num_workers=2, num_ranks=1, augments_on_cpu=False)
+    return replace(usual, **changes)
 
 
 @pytest.fixture
@@ -135,7 +131,6 @@ def epoch(seconds: float, waited_seconds: float) -> dict[str, float]:
     ("cores", "changes", "expected"),
     [
         (16, {}, "more data.num_workers (now 2)"),
-        (16, {"num_workers": 0}, "more data.num_workers (now 0)"),
         (16, {"num_workers": 15}, "more cores, or data.cache on a faster disk"),
         (16, {"num_ranks": 8}, "more cores, or data.cache on a faster disk"),
         (16, {"augments_on_cpu": True}, "patches.augmentation.device=gpu"),
@@ -165,12 +160,10 @@ def test_a_gpu_whose_patches_are_there_waits_for_the_host(machine_of):
     ("cores", "threads", "changes", "share", "is_worth_it"),
     [
         (2, 2, {}, 0.5, False),  # with a process beside it the network takes twice as long
-        (2, 2, {}, 0.7, True),
         (16, 16, {}, 0.15, False),
         (16, 16, {}, 0.17, True),
         (16, 8, {}, 0.15, True),  # the user has left cores for it
         (16, 14, {"num_workers": 2}, 0.15, False),
-        (1, 1, {}, 1.0, False),
         (16, 1, {"num_workers": 15}, 1.0, False),
         (16, 2, {"num_ranks": 8}, 0.5, False),
         (16, 2, {"num_ranks": 8, "augments_on_cpu": True}, 0.7, True),
@@ -181,11 +174,11 @@ def test_a_cpu_is_told_where_a_process_more_costs_less_than_it_brings(
     machine_of, cores, threads, changes, share, is_worth_it
 ):
     machine_of(cores, threads)
-    changed = loading(**{"devices": (CPU,), "num_workers": 0} | changes)
+    changed = replace(loading(devices=(CPU,), num_workers=0), **changes)
     note = changed.note(epoch(10.0, 10.0 * share), 0.0, 0.0)
+    assert note is not None and note.startswith(f"waited {100 * share:.0f} % for data: try more ")
     more = f"more data.num_workers (now {changed.num_workers})"
-    helps = more if is_worth_it else "more cores, or less of patches.augmentation"
-    assert note == f"waited {100 * share:.0f} % for data: try {helps}"
+    assert note.endswith(more if is_worth_it else "more cores, or less of patches.augmentation")
     assert len(INDENT + note) <= MAX_COLUMNS
 
 
@@ -205,23 +198,19 @@ def test_little_is_not_told(machine_of):
 LATE_SECONDS = 0.1
 
 
-def late_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every batch late, whoever cuts it."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("0", marks=pytest.mark.gpu)])
+def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
+    cache, tmp_path, monkeypatch, machine_of, caplog, device
+):
     batches = PatchLoader.epoch
 
-    def late(self: PatchLoader, *where: Any, **options: Any) -> Iterator[Batch]:
+    def late(self, *where, **options):
         for batch in batches(self, *where, **options):
             time.sleep(LATE_SECONDS)
             yield batch
 
     monkeypatch.setattr(PatchLoader, "epoch", late)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("0", marks=pytest.mark.gpu)])
-def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
-    cache, tmp_path, monkeypatch, device
-):
-    late_batches(monkeypatch)
+    machine_of(16, 1)
     config = settings(cache, f"parallel.devices={device}", "training.save_every_seconds=0")
     folder = tmp_path / "run"
     run_until_power_cut(config, folder, num_steps=6)
@@ -230,66 +219,39 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     # 2 and 4 batches; on a GPU, one that still computes waits less.
     assert 1.0 * LATE_SECONDS < state["waited_seconds"] < state["seconds"]
     assert 3.0 * LATE_SECONDS < state["total_waited_seconds"] < state["total_seconds"]
-    run(config, folder, resume=True)
+    with caplog.at_level("INFO", logger="unet3d"), without_pictures():
+        train(config, RunFolder(folder), True, Console(file=io.StringIO()), quiet=False)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         assert 3.0 * LATE_SECONDS < line["waited_seconds"] < line["seconds"], line
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["waited_seconds"] == pytest.approx(sum(line["waited_seconds"] for line in lines))
     assert summary["waited_seconds"] < summary["training_seconds"]
-
-
-def test_the_log_of_a_training_says_what_helps(cache, tmp_path, monkeypatch, machine_of, caplog):
-    machine_of(16, 1)
-    late_batches(monkeypatch)
-    config = settings(cache, "training.epochs=1", "training.steps_per_epoch=2")
-    console = Console(file=io.StringIO())
-    with caplog.at_level("INFO", logger="unet3d"), without_pictures():
-        train(config, RunFolder(tmp_path / "run"), False, console, quiet=False)
-    messages = [record.message for record in caplog.records]
-    where = next(i for i, text in enumerate(messages) if text.startswith("epoch 1/1: loss"))
-    note = next(text for text in messages[where:] if " for data" in text)
+    (where,) = (i for i, text in enumerate(caplog.messages) if text.startswith("epoch 3/3: loss"))
+    note = next(text for text in caplog.messages[where:] if " for data" in text)
     assert note.startswith(f"{INDENT}waited ")
     assert note.endswith(" % for data: try more data.num_workers (now 0)")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("load_seconds", "least", "most"), [(0.05, 0.3, 0.95), (0.001, 0.0, 0.05)])
-def test_the_share_that_a_gpu_waits_is_what_it_does_not_compute(load_seconds, least, most):
-    num_steps = 40
-    cycles = cycles_of(0.02)
-    clock, busy = DataClock(GPU), []
+@pytest.mark.parametrize(("load_seconds", "has_to_wait"), [(0.05, True), (0.001, False)])
+def test_a_gpu_waits_as_long_as_it_does_not_compute(load_seconds, has_to_wait):
+    def seconds_of(steps):
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        for _ in steps:
+            torch.cuda._sleep(3 * 10**7)  # some 20 ms
+        torch.cuda.synchronize()
+        return time.monotonic() - began
 
-    def batches(count):
-        for _ in range(count):
+    def batches():
+        for _ in range(40):
             time.sleep(load_seconds)
             yield BATCH
 
-    list(clock.timed(batches(1)))
-    torch.cuda.synchronize()
-    clock.read()
-    began = time.monotonic()
-    for _ in clock.timed(batches(num_steps)):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        torch.cuda._sleep(cycles)
-        events[1].record()
-        busy.append(events)
-    torch.cuda.synchronize()
-    seconds = time.monotonic() - began
-    computed = sum(first.elapsed_time(last) for first, last in busy) / 1000
+    seconds_of(range(2))
+    computed, clock = seconds_of(range(40)), DataClock(GPU)
+    seconds = seconds_of(clock.timed(batches()))
     waited = clock.read()
     assert waited == pytest.approx(seconds - computed, abs=0.05 * seconds)
-    assert least <= waited / seconds <= most
-
-
-def cycles_of(seconds: float) -> int:
-    """Return how many cycles the GPU sleeps for in a time."""
-    tried = 10**7
-    torch.cuda._sleep(tried)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    torch.cuda._sleep(tried)
-    last.record()
-    torch.cuda.synchronize()
-    return round(tried * seconds / (first.elapsed_time(last) / 1000))
+    assert (waited > 0.3 * seconds) == has_to_wait
