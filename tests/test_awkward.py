@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from tests.command_line import error_line, run
 from tests.networks import write_checkpoint
-from tests.volumes.samples import write_json, write_msd
+from tests.volumes.samples import write_json
 from unet3d.volumes.files import volume_stem
 
 # What a network with one channel cannot segment, and words of the reason. All else it can.
@@ -61,7 +60,19 @@ def predicting(tmp_path_factory):
     return ("predict", "--checkpoint", checkpoint, "--devices", "cpu", "--overlap", 0)
 
 
-def manifest() -> list[str]:
+@pytest.fixture(scope="module")
+def expected(test_data, predicting, outputs):
+    """The segmentation of the scan that is stored in many ways."""
+    output = outputs / "expected.nii.gz"
+    assert run(*predicting, test_data / "awkward/derived/ref_image.nii.gz", "-o", output) == 0
+    return segmented(output)
+
+
+def segmented(path):
+    return np.asarray(nib.as_closest_canonical(nib.load(path)).dataobj)
+
+
+def manifest():
     """Name the files when tests are collected; without the data each test skips by itself."""
     root = Path(__file__).resolve().parent.parent.parent
     folder = Path(os.environ.get("UNET3D_TEST_DATA", root / "shared" / "data"))
@@ -72,13 +83,13 @@ def manifest() -> list[str]:
     return [line.split("\t")[0] for line in lines]
 
 
-def test_the_table_names_files_of_the_manifest(test_data):
-    assert set(manifest()) >= set(REFUSED)
+def test_the_tables_name_files_of_the_manifest(test_data):
+    assert set(manifest()) >= {*REFUSED, *(f"derived/{name}" for name in SAME_SCAN)}
     assert len(manifest()) == 72
 
 
 @pytest.mark.parametrize("name", manifest())
-def test_a_file_is_segmented_or_refused(test_data, name, predicting, outputs, capsys):
+def test_a_file_is_segmented_or_refused(test_data, name, predicting, outputs, expected, capsys):
     path = test_data / "awkward" / name
     output = outputs / f"{volume_stem(path)}.nii.gz"
     status = run(*predicting, path, "-o", output)
@@ -103,46 +114,13 @@ def test_a_file_is_segmented_or_refused(test_data, name, predicting, outputs, ca
     if isinstance(scan, nib.Nifti1Pair):
         for code in ("qform_code", "sform_code"):
             assert segmentation.header[code] == scan.header[code]
-
-
-@pytest.mark.parametrize("name", SAME_SCAN)
-def test_one_scan_is_segmented_alike_however_it_is_stored(
-    test_data, name, predicting, tmp_path, capsys
-):
-    folder = test_data / "awkward" / "derived"
-    segmentations = []
-    for source in ("ref_image.nii.gz", name):
-        output = tmp_path / f"of_{volume_stem(Path(source))}.nii.gz"
-        assert run(*predicting, folder / source, "-o", output) == 0, capsys.readouterr().err
-        canonical = nib.as_closest_canonical(nib.load(output))
-        segmentations.append(np.asarray(canonical.dataobj))
-    assert len(np.unique(segmentations[0])) == 3
-    np.testing.assert_array_equal(segmentations[1], segmentations[0])
-
-
-def test_bad_files_do_not_keep_the_good_ones_of_a_folder_from_being_segmented(
-    test_data, predicting, tmp_path, capsys
-):
-    derived = test_data / "awkward" / "derived"
-    names = ["empty_file.nii.gz", "ref_image.nii.gz", "truncated_image.nii.gz", "tiny_image.nii.gz"]
-    (tmp_path / "scans").mkdir()
-    for name in names:
-        shutil.copyfile(derived / name, tmp_path / "scans" / name)
-    assert run(*predicting, tmp_path / "scans", "-o", tmp_path / "out") == 1
-    captured = capsys.readouterr()
-    first, second, last = captured.err.splitlines()
-    assert first.startswith("Skipped: ") and "empty_file.nii.gz is empty" in first
-    assert second.startswith("Skipped: ") and "truncated_image.nii.gz" in second
-    assert last.startswith("Error: 2 of 4 scans could not be segmented: ")
-    assert "empty_file.nii.gz" in last and "truncated_image.nii.gz" in last
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "ref_image_seg.nii.gz",
-        "tiny_image_seg.nii.gz",
-    }
+    if path.name in SAME_SCAN:
+        assert len(np.unique(expected)) == 3
+        np.testing.assert_array_equal(segmented(output), expected)
 
 
 # The faults of a data set: the files of each case, and words of what is found, if anything.
-CASES: dict[str, tuple[str, str, str | None]] = {
+CASES = {
     "sound": ("ref_image.nii.gz", "ref_label.nii.gz", None),
     "turned": ("LPS_image.nii.gz", "ASR_label.nii.gz", None),
     "oblique": ("oblique20_image.nii.gz", "oblique20_label.nii.gz", None),
@@ -193,9 +171,7 @@ def test_check_finds_every_fault(broken, tmp_path, capsys):
         f"Error: {broken}: {len(CASES)} cases, {num_errors} errors, {len(WARNINGS)} warnings; "
         "fix the errors before training"
     )
-    findings: list[dict[str, Any]] = json.loads((tmp_path / "findings.json").read_text())[
-        "findings"
-    ]
+    findings = json.loads((tmp_path / "findings.json").read_text())["findings"]
     found = {finding["case"]: finding for finding in findings}
     assert len(found) == len(findings), "one finding a fault"
     assert found.keys() == {case for case, (*_, words) in CASES.items() if words}
@@ -217,7 +193,7 @@ def test_training_stops_at_what_headers_tell(broken, tmp_path, capsys):
     assert sum(f" {case}: " in line for case in BEFORE_VOXELS) == 5
 
 
-@pytest.mark.parametrize("case", ["grey", "negative", "nan", "truncated"])
+@pytest.mark.parametrize("case", ["grey", "nan", "truncated"])
 def test_training_stops_at_what_voxels_tell(broken, tmp_path, capsys, case):
     tree = json.loads((broken / "dataset.json").read_text())
     wanted = ("sound", "turned", case)
@@ -232,17 +208,3 @@ def test_training_stops_at_what_voxels_tell(broken, tmp_path, capsys, case):
     line = error_line(capsys.readouterr().err)
     assert f"{case}.nii.gz" in line
     assert not (output / "checkpoint-latest.pt").exists()
-
-
-@pytest.mark.parametrize("name", ["../secret.nii.gz", "link/secret.nii.gz"])
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_a_data_set_that_points_outside_its_folder_is_refused(tmp_path, name, command, capsys):
-    root = write_msd(tmp_path / "data set")
-    (root / "link").symlink_to(tmp_path)
-    tree = json.loads((root / "dataset.json").read_text())
-    tree["training"][1]["label"] = name
-    write_json(root / "dataset.json", tree)
-    more = ("--output", tmp_path / "run", "--devices", "cpu") if command == "train" else ()
-    assert run(command, root, *more) == 1
-    line = error_line(capsys.readouterr().err)
-    assert f"training[1] points to {name}, outside the data set's folder" in line
