@@ -1,6 +1,5 @@
 import io
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.gpu_waits import refused_waits
-from tests.shards import ThreadMessages, run_shards
+from tests.shards import run_shards
 from tests.volumes.known_cases import PROBABILITIES, probable
-from unet3d.config import Shape, Spacing
-from unet3d.volumes.augment import AugmentationDraw, Cut, Gather, Region, Slab, augment
+from unet3d.volumes.augment import AugmentationDraw, Cut, Region, Slab, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
 from unet3d.volumes.augment.draw import DrawnChannel
 from unet3d.volumes.augment.filters import ChannelFilters, blur_filter, coarsening_filter
@@ -22,32 +20,22 @@ from unet3d.volumes.patches import CutBatch
 
 ALL_AXES = ("x", "y", "z")
 ALWAYS = AugmentationDraw(probable(1, mirror_axes=ALL_AXES))
-SPACING: Spacing = (1.0, 1.2, 0.8)
+SPACING = (1.0, 1.2, 0.8)
 
 
-def volume(num_channels: int, shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
+def volume(num_channels, shape, seed=0):
     rng = np.random.default_rng(seed)
     image = torch.from_numpy(rng.normal(size=(num_channels, *shape)).astype(np.float16))
     return image, torch.from_numpy(rng.integers(0, 5, shape).astype(np.uint8))
 
 
-def cut_of(
-    image: Tensor,
-    label: Tensor,
-    size: Shape,
-    start: Shape,
-    seed: int,
-    region: Region | None = None,
-    spacing: Spacing = SPACING,
-    drawing: AugmentationDraw = ALWAYS,
-) -> Cut:
+def cut_of(image, label, size, start, seed, region=None, spacing=SPACING, drawing=ALWAYS):
     rng = np.random.default_rng(seed)
     placement = Placement.centred(drawing.matrix(rng, size, spacing), start, size)
     channels = drawing.channels(rng, len(image), spacing)
     part = region or Region(start=(0, 0, 0), stop=size)
-    x, y, z = label.shape
     filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
-    box = placement.box(made := with_margin(part, filters, size), (x, y, z))
+    box = placement.box(made := with_margin(part, filters, size), label.shape)
     inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
     return Cut(
         image=image[:, *inside].contiguous(),
@@ -62,9 +50,7 @@ def cut_of(
     )
 
 
-def made(
-    cuts: list[Cut], shape: Shape, slab: Slab | None = None, gather: Gather | None = None
-) -> tuple[Tensor, Tensor]:
+def made(cuts, shape, slab=None, gather=None):
     image = torch.full((len(cuts), len(cuts[0].image), *shape), torch.nan)
     target = cuts[0].label.new_full((len(cuts), *shape), 77)
     if cuts[0].image.is_cuda:
@@ -73,22 +59,34 @@ def made(
     return image, target
 
 
-def test_a_sample_depends_on_its_cut_alone():
+def test_a_sample_depends_on_its_cut_alone_and_lies_in_the_middle_of_zeros():
     image, label = volume(2, (30, 28, 26))
-    size = (16, 12, 14)
-    cuts = [cut_of(image, label, size, (5, 6, 7), seed) for seed in range(4)]
+    sizes = [(16, 12, 14), (12, 12, 12), (16, 12, 14)]
+    cuts = [cut_of(image, label, size, (5, 6, 7), seed) for seed, size in enumerate(sizes)]
     before = [(cut.image.clone(), cut.label.clone()) for cut in cuts]
     state = torch.get_rng_state()
-    together = made(cuts, size)
-    assert torch.isfinite(together[0]).all()
-    for number, cut in enumerate(cuts):
-        alone = made([cut], size)
-        assert torch.equal(alone[0][0], together[0][number])
-        assert torch.equal(alone[1][0], together[1][number])
-    assert not torch.equal(together[0][0], together[0][1])
-    for cut, (own_image, own_label) in zip(cuts, before, strict=True):
-        assert torch.equal(cut.image, own_image) and torch.equal(cut.label, own_label)
+    images, targets = made(cuts, (19, 12, 14))
+    assert torch.isfinite(images).all()
+    assert not torch.equal(images[0], images[2])
+    for cut, own, some, target in zip(cuts, before, images, targets, strict=True):
+        assert torch.equal(cut.image, own[0]) and torch.equal(cut.label, own[1])
+        firsts = [(n - voxels) // 2 for n, voxels in zip((19, 12, 14), cut.size, strict=True)]
+        x, y, z = (slice(a, a + voxels) for a, voxels in zip(firsts, cut.size, strict=True))
+        alone = made([cut], cut.size)
+        assert torch.equal(alone[0][0], some[:, x, y, z])
+        assert torch.equal(alone[1][0], target[x, y, z])
+        some[:, x, y, z], target[x, y, z] = 0, 0
+        assert not some.any() and not target.any()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_cuts_are_copied_with_what_was_drawn():
+    cut = cut_of(*volume(1, (9, 9, 9)), (5, 5, 5), (1, 1, 1), seed=0)
+    moved = cut.to(torch.device("meta"))
+    assert moved.image.is_meta and moved.label.is_meta
+    assert all(matrix.is_meta for matrix in moved.filters[0].blur.matrices)
+    assert moved.filters[0].coarsening is None
+    assert (moved.placement, moved.channels, moved.name) == (cut.placement, cut.channels, "case")
 
 
 @pytest.mark.parametrize("size", [(61, 67, 71), (1, 300, 301), (300, 301, 1)], ids=str)
@@ -114,7 +112,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
     image, label = volume(8, (30, 28, 26))
     cuts = tuple(cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4))
     batch = CutBatch(cuts=cuts, shape=(16, 12, 14), weight=0.5)
-    tensors: list[Tensor] = []
+    tensors = []
 
     class Counting(pickle.Pickler):
         def reducer_override(self, obj):
@@ -126,7 +124,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
     Counting(file).dump(batch)
     (memory,) = tensors
     assert memory.is_shared()  # so that it is not copied once more
-    received: CutBatch = pickle.loads(file.getvalue())
+    received = pickle.loads(file.getvalue())
     assert torch.equal(received.augmented().image, batch.augmented().image)
     assert torch.equal(received.augmented().target, batch.augmented().target)
     assert (received.shape, received.weight) == (batch.shape, batch.weight)
@@ -164,26 +162,12 @@ def test_what_was_drawn_is_done_in_its_order(brightness):
     assert torch.equal(targets[0], label)
 
 
-def test_a_smaller_patch_lies_in_the_middle_of_zeros():
-    image, label = volume(1, (30, 28, 26))
-    small, large = (16, 12, 14), (12, 12, 12)
-    cuts = [cut_of(image, label, small, (5, 6, 7), 0), cut_of(image, label, large, (5, 6, 7), 1)]
-    images, targets = made(cuts, (19, 12, 14))
-    alone = made(cuts[:1], small), made(cuts[1:], large)
-    assert torch.equal(images[0, :, 1:17], alone[0][0][0])
-    assert torch.equal(targets[1, 3:15, :, 1:13], alone[1][1][0])
-    assert images[0, :, 0].abs().max() == images[0, :, 17:].abs().max() == 0
-    assert images[1, :, :3].abs().max() == 0 and targets[1, :, :, 0].max() == 0
-
-
-def slabs_of(
-    cut: Callable[[Region | None], Cut], shape: Shape, bounds: list[int]
-) -> tuple[Tensor, Tensor, list[list[tuple[str, int]]]]:
+def slabs_of(cut, shape, bounds):
     """Return image and target of a batch, each slab made from a cut of its own, and messages."""
     count = len(bounds) - 1
 
-    def work(shard: int, messages: ThreadMessages) -> tuple[Tensor, Tensor, list[tuple[str, int]]]:
-        def gather(numbers: Tensor) -> Tensor:
+    def work(shard, messages):
+        def gather(numbers):
             received = numbers.new_empty(count * len(numbers))
             messages.gather(received, numbers)
             return received.view(count, -1)
@@ -200,24 +184,19 @@ def slabs_of(
 @pytest.mark.parametrize(
     ("size", "shape", "bounds"),
     [
-        ((40, 20, 22), (40, 20, 22), [0, 13, 20, 40]),
         ((40, 20, 22), (40, 20, 22), [0, 1, 39, 40]),
         ((40, 20, 22), (60, 23, 22), [0, 31, 60]),
         # A slab that has nothing of a patch is zero, and takes part in messages about it.
         ((20, 20, 22), (60, 20, 24), [0, 10, 30, 50, 60]),
-        ((20, 20, 22), (60, 20, 24), [0, 3, 6, 60]),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3))]
-)
-def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(seed, size, shape, bounds):
+def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(size, shape, bounds):
     """Each is made from a cut of its own, as a rank makes its part of a large patch."""
     image, label = volume(2, (60, 28, 26))
 
     def cut(region):
-        return cut_of(image, label, size, (8, 4, 2), seed, region)
+        return cut_of(image, label, size, (8, 4, 2), 0, region)
 
     whole = made([cut(None)], shape)
     slab_image, slab_target, logs = slabs_of(cut, shape, bounds)

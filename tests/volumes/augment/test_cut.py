@@ -1,15 +1,14 @@
 import itertools
 
 import numpy as np
-import torch
 
 from tests.volumes.known_cases import probable
-from unet3d.config import AugmentationSettings, Shape
-from unet3d.volumes.augment.cut import Cut, Placement, Region, with_margin
+from unet3d.config import AugmentationSettings
+from unet3d.volumes.augment.cut import Placement, Region, with_margin
 from unet3d.volumes.augment.draw import AugmentationDraw, DrawnChannel
 from unet3d.volumes.augment.filters import ChannelFilters, farthest_reach
 
-ZERO: Shape = (0, 0, 0)
+ZERO = (0, 0, 0)
 LIVELY = AugmentationDraw(
     AugmentationSettings(rotation_probability=1, scaling_probability=1, mirror_axes=("x", "z"))
 )
@@ -71,25 +70,3 @@ def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for():
         drawn = [channel for rng in rngs for channel in drawing.channels(rng, 2, (1, 1, 1))]
         most = max(ChannelFilters.of(channel, (voxels, 8, 8)).reach(0) for channel in drawn)
         assert most <= farthest_reach(voxels, blurs=True, coarsens=True) <= most + 2
-
-
-def test_cuts_are_copied_with_what_was_drawn():
-    drawn = DrawnChannel(blur_sigma=(0.5, 0.6, 0.7))
-    size = (2, 3, 4)
-    whole = Region(start=ZERO, stop=size)
-    cut = Cut(
-        image=torch.ones(1, *size),
-        label=torch.ones(size, dtype=torch.uint8),
-        placement=Placement.centred(None, ZERO, size),
-        channels=(drawn,),
-        filters=(ChannelFilters.of(drawn, size),),
-        size=size,
-        region=whole,
-        made=whole,
-        name="a",
-    )
-    moved = cut.to(torch.device("meta"))
-    assert moved.image.is_meta and moved.label.is_meta
-    assert moved.filters[0].blur is not None and moved.filters[0].coarsening is None
-    assert all(matrix is not None and matrix.is_meta for matrix in moved.filters[0].blur.matrices)
-    assert (moved.placement, moved.channels, moved.name) == (cut.placement, cut.channels, "a")

@@ -3,7 +3,7 @@ import math
 import numpy as np
 
 from tests.products import pairwise
-from unet3d.config import AugmentationSettings, Shape
+from unet3d.config import AugmentationSettings
 from unet3d.volumes.augment.cut import Placement, Region
 from unet3d.volumes.augment.device import DeviceAugmentation, largest_reach
 from unet3d.volumes.augment.draw import AugmentationDraw
@@ -38,14 +38,7 @@ def test_no_cut_is_larger(size, spacing, changes):
             assert all(most <= 1.25 * seen + 4 for seen, most in zip(largest, bound, strict=True))
 
 
-def staging(
-    settings: AugmentationSettings,
-    slab: range | None = None,
-    *,
-    gathers: bool = True,
-    voxel_bytes: int = 3,
-    cases: tuple[Shape, ...] = ((64, 64, 64),),
-) -> int:
+def staging(settings, slab=None, *, gathers=True, voxel_bytes=3, cases=((64, 64, 64),)):
     size = (32, 32, 32)
     plan = DeviceAugmentation(
         settings=settings,

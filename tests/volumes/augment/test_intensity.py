@@ -1,7 +1,6 @@
 import itertools
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -11,12 +10,12 @@ from unet3d.volumes.augment.intensity import Statistics, change_contrast, change
 SHAPE = (12, 15, 9)
 
 
-def channel(scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
+def channel(scale=1.0, offset=0.0):
     values = np.random.default_rng(0).normal(size=SHAPE) * scale + offset
     return torch.from_numpy(values.astype(np.float32))
 
 
-def statistics(of: torch.Tensor) -> Statistics:
+def statistics(of):
     return Statistics(None, of.numel(), None)
 
 
@@ -25,7 +24,7 @@ def test_levels_of_slabs_are_gathered(bounds, monkeypatch):
     """Also for a mean far from zero, and where a slab has margins, or no voxel."""
     monkeypatch.setattr(intensity, "CHUNK_VOXELS", 3 * 15 * 9)
     image = channel(2.0, 500.0)
-    own: list[torch.Tensor] = []
+    own = []
 
     def noted(numbers):
         own.append(numbers)
@@ -45,9 +44,7 @@ def test_levels_of_slabs_are_gathered(bounds, monkeypatch):
         assert (levels.low, levels.high) == (values.min(), values.max())
 
 
-def nnunet_gamma(
-    values: npt.NDArray[np.float64], exponent: float, is_inverted: bool
-) -> npt.NDArray[np.float64]:
+def nnunet_gamma(values, exponent, is_inverted):
     """The formula of batchgeneratorsv2, in float64, written anew."""
     sign = -1 if is_inverted else 1
     values = sign * values

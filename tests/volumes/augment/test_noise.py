@@ -3,16 +3,15 @@ import pytest
 import torch
 from scipy import stats
 
-from unet3d.config import Shape
 from unet3d.volumes.augment import noise
 from unet3d.volumes.augment.noise import add_noise, gaussian_noise
 
 CPU = torch.device("cpu")
-SIZE: Shape = (40, 50, 60)
+SIZE = (40, 50, 60)
 
 
-def whole(seed: tuple[int, int], size: Shape = SIZE) -> torch.Tensor:
-    return gaussian_noise((0, 0, 0), size, size, seed, CPU)
+def whole(seed):
+    return gaussian_noise((0, 0, 0), SIZE, SIZE, seed, CPU)
 
 
 @pytest.mark.parametrize("seed", [(0, 0), (1, 2), (2**32 - 1, 2**31), (123456789, 987654321)])
