@@ -3,8 +3,6 @@
 import logging
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,22 +21,19 @@ from unet3d.errors import DoesNotFitError
 from unet3d.inference.image_slab import WholeImage
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks
-from unet3d.inference.predictor import Predictor
-from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
+from unet3d.inference.sliding_window import NonFiniteLogitsError
 from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import Windows, longest_axis, window_starts
 from unet3d.volumes.classes import Region
-from unet3d.volumes.nifti import ScanImage, open_channels
+from unet3d.volumes.nifti import open_channels
 from unet3d.volumes.scratch import Scratch
 
 
-def scan_of(array: np.ndarray, folder: Path) -> ScanImage:
+def scan_of(array, folder):
     return open_channels([write_volume(folder / "scan.nii", array)])
 
 
-def placed(
-    networks: Networks, *devices: str, **settings: Any
-) -> tuple[PlacedNetworks, VolumeLogits]:
+def placed(networks, *devices, **settings):
     """Return networks on the CPU, cut over several devices or not, and what computes logits."""
     mode = "model" if len(devices) > 1 else "none"
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",))
@@ -47,9 +42,7 @@ def placed(
     return where, VolumeLogits(networks, inference, where, 0)
 
 
-def all_logits(
-    logits: VolumeLogits, image: WholeImage, sizes: Any, windows_done: WindowsDone = lambda *_: None
-) -> torch.Tensor:
+def all_logits(logits, image, sizes, windows_done=lambda *_: None):
     slabs = logits.slabs(image, sizes, windows_done)
     return torch.cat(list(slabs), 1 + longest_axis(image.shape))
 
@@ -57,16 +50,13 @@ def all_logits(
 class Memory:
     """Lets forward passes fail that take too much, and notes how many windows each had."""
 
-    def __init__(
-        self, predictor: Predictor, monkeypatch: pytest.MonkeyPatch, max_windows: int
-    ) -> None:
-        self.tried: list[int] = []
-        self.max_windows = max_windows
+    def __init__(self, predictor, monkeypatch, fits):
+        self.tried, self.fits = [], fits
         predict = predictor.executor.predict
 
-        def limited(image: torch.Tensor) -> torch.Tensor:
+        def limited(image):
             self.tried.append(len(image))
-            if len(image) > self.max_windows:
+            if not self.fits(image):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
             return predict(image)
 
@@ -83,11 +73,11 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     one = place(random_checkpoint(), inference=InferenceSettings(batch_size=1))
     expected = one.segment(scan, probabilities=tmp_path / "one.npy")
     predictor = place(random_checkpoint())
-    memory = Memory(predictor, monkeypatch, 5 if late else 1)
+    memory = Memory(predictor, monkeypatch, lambda image: late or len(image) == 1)
 
     def windows_done(done, total):
         if done >= 10:  # others take memory while some planes are done already
-            memory.max_windows = 1
+            memory.fits = lambda image: len(image) == 1
 
     found = predictor.segment(scan, windows_done, probabilities=tmp_path / "several.npy")
     np.testing.assert_array_equal(found, expected)
@@ -102,16 +92,41 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     assert set(memory.tried) == {1}
 
 
-@pytest.mark.parametrize(("batch_size", "tried"), [("auto", [5, 1]), (3, [3])])
-def test_one_that_does_not_fit_or_a_number_that_was_asked_for_is_an_error(
-    batch_size, tried, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("patch_size", "settings", "max_voxels", "tried", "message"),
+    [
+        ((16, 16, 16), {}, 0, [5, 1], "windows of 16x16x16 voxels do not fit on cpu"),
+        ((16, 16, 16), {"batch_size": 3}, 0, [3], "windows of 16x16x16 voxels do not fit on cpu"),
+        # A network of whole volumes tries eight sizes, from 60x24x20 to 8x6x5.
+        (None, {}, 0, [1] * 8, "do not fit on cpu .*use a smaller inference.window"),
+        # The volume is not cut up where the whole was asked for.
+        ((16, 16, 16), {"window": "whole"}, 16**3, [1], "windows of 60x24x20"),
+    ],
+    ids=str,
+)
+def test_memory_too_small_for_any_window_or_what_was_asked_for_is_explained(
+    patch_size, settings, max_voxels, tried, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 5 * 16**3)
-    predictor = place(random_checkpoint(), inference=InferenceSettings(batch_size=batch_size))
-    memory = Memory(predictor, monkeypatch, 0)
-    with pytest.raises(DoesNotFitError, match="windows of 16x16x16 voxels do not fit on cpu"):
+    checkpoint = random_checkpoint(patch_size=patch_size)
+    predictor = place(checkpoint, inference=InferenceSettings(**settings))
+    memory = Memory(predictor, monkeypatch, lambda image: image.numel() <= max_voxels)
+    with pytest.raises(DoesNotFitError, match=message):
         predictor.segment(scan_of(noise((60, 24, 20)), tmp_path))
     assert memory.tried == tried
+
+
+def test_a_network_of_whole_volumes_falls_back_to_windows(tmp_path, monkeypatch, caplog):
+    checkpoint = random_checkpoint(patch_size=None)
+    scan = scan_of(noise((32, 24, 20)), tmp_path)
+    # 32x24x20 does not fit, nor does 16x24x20; 16x12x20 does.
+    small = place(checkpoint)
+    Memory(small, monkeypatch, lambda image: image.numel() <= 16 * 12 * 20)
+    with caplog.at_level(logging.WARNING, logger="unet3d"):
+        found = small.segment(scan)
+    assert [message.split()[-1] for message in caplog.messages] == ["16x24x20", "16x12x20"]
+    windows = place(checkpoint, inference=InferenceSettings(window=(16, 12, 20)))
+    np.testing.assert_array_equal(found, windows.segment(scan))
 
 
 def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_path, monkeypatch):
@@ -122,11 +137,11 @@ def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_p
     networks = Networks.of(small, replace(small, patch_size=(16, 16, 16)))
     expected = place(networks).segment(scan)
     predictor = place(networks)
-    memory = Memory(predictor, monkeypatch, 3)
+    memory = Memory(predictor, monkeypatch, lambda image: True)
 
     def windows_done(done, total):
         if 1 in memory.tried:  # a window of the larger ones
-            memory.max_windows = 1
+            memory.fits = lambda image: len(image) == 1
 
     np.testing.assert_array_equal(predictor.segment(scan, windows_done), expected)
     assert memory.tried[0] == 3 and set(memory.tried[memory.tried.index(1) + 2 :]) == {1}
@@ -135,7 +150,7 @@ def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_p
 # Folds, whose logits are added up together
 
 
-def folds(count: int) -> Networks:
+def folds(count):
     first = random_checkpoint(patch_size=(16, 16, 12), dtype=torch.float64)
     return Networks.of(first, *(reseeded(first, seed) for seed in range(1, count)))
 
@@ -143,7 +158,6 @@ def folds(count: int) -> Networks:
 @pytest.mark.parametrize(
     ("shape", "batch_size", "devices", "sizes"),
     [
-        ((13, 16, 12), 1, ("cpu", "cpu"), [(16, 16, 12)] * 3),
         ((21, 28, 20), 3, ("cpu",), [(16, 16, 12)] * 3),
         ((17, 18, 36), 100, ("cpu", "cpu"), [(16, 16, 12)] * 3),
         ((18, 17, 24), 3, ("cpu",), [(16, 16, 12), (8, 8, 8), (16, 16, 12)]),
@@ -151,15 +165,14 @@ def folds(count: int) -> Networks:
     ids=str,
 )
 def test_the_mean_of_folds_is_that_of_what_each_of_them_says(shape, batch_size, devices, sizes):
-    image = WholeImage(torch.from_numpy(noise(shape))[None].double())
-    networks = folds(3)
-    shown: list[tuple[int, int]] = []
+    array = torch.from_numpy(noise(shape))[None].double()
+    networks, shown = folds(3), []
     _, logits = placed(networks, *devices, averaging="logits", batch_size=batch_size)
-    found = all_logits(logits, image, sizes, lambda *done: shown.append(done))
+    found = all_logits(logits, WholeImage(array), sizes, lambda *done: shown.append(done))
     each = [
         blended(
             network.build_model().eval(),
-            torch.from_numpy(noise(shape))[None].double(),
+            array,
             Windows.of(shape, network.topology, size, 0.5, 1, [torch.device("cpu")]),
         )
         for network, size in zip(networks, sizes, strict=True)
@@ -171,12 +184,11 @@ def test_the_mean_of_folds_is_that_of_what_each_of_them_says(shape, batch_size, 
 
 
 def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatch):
-    needed: list[int] = []
+    needed, loaded = [], []
     monkeypatch.setattr(
         "unet3d.inference.sliding_window.refuse_beyond_memory", lambda n, *_: needed.append(n)
     )
     where, logits = placed(folds(3), averaging="logits", batch_size=1)
-    loaded: list[int] = []
     load_into = where.load_into
 
     def noted(executor, before, index):
@@ -195,7 +207,7 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatc
 def test_a_fold_whose_logits_are_not_finite_is_found_in_its_first_windows(monkeypatch):
     where, logits = placed(folds(2), averaging="logits")
     predict = where.executor.predict
-    calls: list[int] = []
+    calls = []
 
     def broken(image, *precision):
         calls.append(where.index)
@@ -226,7 +238,7 @@ def test_a_body_in_air_is_segmented_as_without_skipping(regions, tmp_path, monke
     scan = scan_of(array, tmp_path)
     path = tmp_path / "a.npy"
     every, skipping = place(checkpoint), place(checkpoint, skips_empty=True)
-    computed = [Memory(predictor, monkeypatch, 10**9) for predictor in (every, skipping)]
+    computed = [Memory(one, monkeypatch, lambda image: True) for one in (every, skipping)]
     expected = every.segment(scan)
     found = skipping.segment(scan, probabilities=path)
     # Windows of 16 start at 0, 8, ..., 80; the last one with a voxel of the body at 32.
