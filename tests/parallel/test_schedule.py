@@ -1,5 +1,4 @@
 import itertools
-from collections import Counter
 
 import pytest
 
@@ -99,32 +98,3 @@ def test_every_action_comes_once_and_after_what_it_needs(schedule):
         assert begins == sorted(begins)
         if num_stages <= 2:  # they wait no longer than the pipeline is deep
             assert begins[-1] + 1 == 2 * (num_micro_batches + num_stages - 1)
-
-
-def most_alive(schedule: Schedule, num_micro_batches: int, num_stages: int) -> list[int]:
-    """Return, per stage, the most micro-batches whose activations it keeps at one time."""
-    alive: Counter[int] = Counter()
-    most = [0] * num_stages
-    for action in schedule(num_micro_batches, num_stages):
-        alive[action.stage] += 1 if action.kind == "forward" else -1
-        most[action.stage] = max(most[action.stage], alive[action.stage])
-    return most
-
-
-@pytest.mark.parametrize(("num_micro_batches", "num_stages"), SIZES)
-def test_one_forward_one_backward_keeps_few_and_all_forward_everything(
-    num_micro_batches, num_stages
-):
-    assert most_alive(one_forward_one_backward, num_micro_batches, num_stages) == [
-        min(num_micro_batches, num_stages - stage) for stage in range(num_stages)
-    ]
-    most = most_alive(all_forward_all_backward, num_micro_batches, num_stages)
-    assert most == [num_micro_batches] * num_stages
-
-
-@pytest.mark.parametrize(("num_micro_batches", "num_stages"), SIZES)
-def test_all_forward_is_a_pipeline_without_backward(num_micro_batches, num_stages):
-    begins = run(all_forward, num_micro_batches, num_stages)
-    assert {action.kind for action in begins} == {"forward"}
-    assert len(begins) == num_micro_batches * num_stages
-    assert max(begins.values()) + 1 == num_micro_batches + num_stages - 1
