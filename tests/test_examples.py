@@ -6,7 +6,6 @@ import runpy
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,18 +14,17 @@ from matplotlib.image import imread
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ("--shape", "17,17,17", "--width", "0.0625", "--batch-size", "4", "--steps", "3")
 
 
-def check_sweep(
-    devices: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("0,1", marks=pytest.mark.multigpu)])
+def test_resnet50_in_two_stages(devices, tmp_path, monkeypatch, capsys):
     """Run the example's file as a program, in this process, which has imported MONAI already."""
-    picture, record_path = folder / "times.png", folder / "times.json"
-    options = ("--devices", devices, *SMALL, "--output", str(picture), "--json", str(record_path))
+    picture, record_path = tmp_path / "times.png", tmp_path / "times.json"
+    options = f"--devices {devices} --shape 17,17,17 --width 0.0625 --batch-size 4 --steps 3"
+    outputs = ("--output", str(picture), "--json", str(record_path))
     example = str(ROOT / "examples" / "resnet50_two_stages.py")
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", [example, *options])
+    monkeypatch.setattr(sys, "argv", [example, *options.split(), *outputs])
     with pytest.raises(SystemExit) as ending:
         runpy.run_path(example, run_name="__main__")
     output, errors = capsys.readouterr()
@@ -50,39 +48,26 @@ def check_sweep(
     assert width > height > 100
 
 
-def test_resnet50_in_two_stages_on_a_cpu(tmp_path, monkeypatch, capsys):
-    check_sweep("cpu,cpu", tmp_path, monkeypatch, capsys)
-
-
-@pytest.mark.multigpu
-def test_resnet50_in_two_stages_on_two_gpus(tmp_path, monkeypatch, capsys):
-    check_sweep("0,1", tmp_path, monkeypatch, capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--devices", "cpu,tpu"), "Error: device 'tpu' is unknown"),
-        (("--devices", "cpu"), "is one device"),
-        (("--devices", "cpu,cpu", "--splits", "5"), "do not divide a batch of 12"),
-        (("--devices", "cpu,cpu", "--splits", "1,x"), "'1,x' are not whole numbers"),
-        (("--devices", "cpu,cpu", "--shape", "16,32,32"), "three sizes above 16"),
-    ],
-    ids=["device", "one device", "split", "numbers", "shape"],
-)
-def test_wrong_options_are_explained_in_a_line(arguments, message, monkeypatch):
+def test_wrong_options_are_explained_in_a_line(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from resnet50_two_stages import main
 
-    done = CliRunner().invoke(main, list(arguments))
-    assert done.exit_code in (1, 2) and isinstance(done.exception, SystemExit)
-    assert message in done.output
+    for arguments, message in [
+        ("--devices cpu,tpu", "Error: device 'tpu' is unknown"),
+        ("--devices cpu", "is one device"),
+        ("--devices cpu,cpu --splits 5", "do not divide a batch of 12"),
+        ("--devices cpu,cpu --splits 1,x", "'1,x' are not whole numbers"),
+        ("--devices cpu,cpu --shape 16,32,32", "three sizes above 16"),
+    ]:
+        done = CliRunner().invoke(main, arguments.split())
+        assert done.exit_code in (1, 2) and isinstance(done.exception, SystemExit)
+        assert message in done.output
 
 
 def test_the_network_of_the_documents_is_cut_and_trained():
     text = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
+    names = {}
     exec(code, names)
     executor, image, target = names["executor"], names["image"], names["target"]
     assert [len(slot.blocks) > 0 for slot in executor.slots] == [True, True]

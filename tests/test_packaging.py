@@ -23,19 +23,8 @@ from unet3d.cli.app import commands
 from unet3d.config import load_config
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [
-    *(
-        ROOT / name
-        for name in (
-            "README.md",
-            "CONTRIBUTING.md",
-            "CHANGELOG.md",
-            "SECURITY.md",
-            "data/README.md",
-        )
-    ),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
+DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 HEAVY = ("torch", "monai", "nibabel", "scipy", "matplotlib", "numpy", "rich")
 
 
@@ -48,32 +37,29 @@ def python(*arguments, **options):
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("statement", "names"),
     [
-        "import unet3d",
-        "import unet3d.cli.app",
-        "from unet3d.cli.app import commands; commands(['--help'], standalone_mode=False)",
-        "from unet3d.cli.app import commands; commands(['train', '--help'], standalone_mode=False)",
-        "from unet3d.cli.app import commands; commands(['config'], standalone_mode=False)",
+        ("import unet3d", HEAVY),
+        ("commands(['--help'], standalone_mode=False)", HEAVY),
+        ("commands(['train', '--help'], standalone_mode=False)", HEAVY),
+        ("commands(['config'], standalone_mode=False)", HEAVY),
+        ("import unet3d.training.job", ("monai",)),  # metrics are for the end of a training
+        (
+            "import unet3d; unet3d.load('network.pt', devices='cpu').segment('scan.nii.gz')",
+            ("monai", "matplotlib", "sympy", "tensorboard"),
+        ),
     ],
 )
-def test_loads_nothing_heavy(statement):
-    report = f"import sys; print('heavy:', [m for m in {HEAVY} if m in sys.modules])"
-    assert python("-c", f"{statement}; {report}").endswith("heavy: []\n")
-
-
-def test_a_training_starts_without_the_metrics_of_its_end():
-    found = python("-c", "import sys, unet3d.training.job; print('monai' in sys.modules)")
-    assert found == "False\n"
-
-
-def test_a_prediction_imports_nothing_that_only_others_need(tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "network.pt", patch_size=(8, 8, 8))
-    scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
-    names = ("monai", "matplotlib", "sympy", "tensorboard")
-    predict = f"unet3d.load({str(checkpoint)!r}, devices='cpu').segment({str(scan)!r})"
-    report = f"print(*(name for name in {names} if name in sys.modules))"
-    assert python("-c", f"import sys, unet3d; {predict}; {report}") == "\n"
+def test_nothing_is_imported_that_only_others_need(statement, names, tmp_path):
+    if "segment" in statement:
+        write_checkpoint(tmp_path / "network.pt", patch_size=(8, 8, 8))
+        write_volume(tmp_path / "scan.nii.gz", scan_array())
+    if statement.startswith("commands"):
+        statement = f"from unet3d.cli.app import commands; {statement}"
+    report = f"import sys; print('loaded:', [m for m in {names} if m in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = python("-c", f"{statement}; {report}", cwd=tmp_path, env=environment)
+    assert found.endswith("loaded: []\n")
 
 
 @pytest.mark.parametrize("before", ["enable", pytest.param("disable", marks=pytest.mark.nightly)])
@@ -117,18 +103,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert "unet3d = unet3d.__main__:main" in entry_points
 
 
-def test_every_dependency_is_pinned():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = {
-        line.partition("==")[0].lower()
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    }
-    wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
-    names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in wanted}
-    assert names <= pins
-
-
 def normalized(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -142,33 +116,33 @@ def pins_of(path):
     return {normalized(pin[1]): (pin[2], pin[3].strip()) for pin in found}
 
 
-def test_the_lock_of_the_image_has_the_pinned_versions_with_hashes():
+def names_of(requirements):
+    return {normalized(Requirement(requirement).name) for requirement in requirements}
+
+
+def test_dependencies_are_pinned_and_the_lock_of_the_image_has_the_pins_with_hashes():
     pins, lock = pins_of(ROOT / "constraints.txt"), pins_of(ROOT / "requirements-docker.lock")
-    assert {name: version for name, (version, _) in lock.items()} == {
-        name: pins[name][0] for name in lock
-    }
-    for name, (_, more) in lock.items():
-        assert re.fullmatch(r"(--hash=sha256:[0-9a-f]{64} ?)+", more), name
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    assert {normalized(re.split(r"[<>=!~ \[]", name)[0]) for name in wanted} <= lock.keys()
-    # What torch needs for GPUs, which a machine without one does not install.
-    assert {"triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas"} <= lock.keys()
-
-
-def test_the_lock_has_all_that_its_packages_need():
-    lock = pins_of(ROOT / "requirements-docker.lock")
+    of_file = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, builder = of_file["project"], of_file["build-system"]["requires"]
+    wanted = project["dependencies"]
+    assert names_of(sum(project["optional-dependencies"].values(), wanted)) <= pins.keys()
+    # And what torch needs for GPUs, which a machine without one does not install.
+    of_gpus = {"triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas"}
+    assert names_of([*wanted, *builder]) | of_gpus <= lock.keys()
     target = {"python_version": "3.12", "python_full_version": "3.12.14", "extra": ""}
-    for name in lock:
+    for name, (version, more) in lock.items():
+        assert version == pins[name][0]
+        assert re.fullmatch(r"(--hash=sha256:[0-9a-f]{64} ?)+", more), name
+        # All that a package needs is in the lock, too.
         try:
             needed = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue  # only there with GPUs
         for requirement in map(Requirement, needed):
             if requirement.marker is None or requirement.marker.evaluate(target):
-                version, _ = lock[normalized(requirement.name)]
-                if importlib.metadata.version(name).partition("+")[0] == lock[name][0]:
-                    assert requirement.specifier.contains(version), (name, requirement)
+                found, _ = lock[normalized(requirement.name)]
+                if importlib.metadata.version(name).partition("+")[0] == version:
+                    assert requirement.specifier.contains(found), (name, requirement)
 
 
 def test_the_lock_is_what_pip_reports():
@@ -190,8 +164,7 @@ def test_the_lock_is_what_pip_reports():
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert citation["version"] == __version__
-    assert citation["license"] == project["license"]
+    assert (citation["version"], citation["license"]) == (__version__, project["license"])
     assert project["description"] in citation["title"]
 
 
@@ -222,14 +195,9 @@ def test_a_user_that_the_image_does_not_know_gets_a_home_of_its_own(tmp_path):
     script = script.replace('exec unet3d "$@"', 'echo "$HOME $1"')
 
     def home_with(home):
-        done = subprocess.run(
-            ["sh", "-c", script, "sh", "first argument"],
-            env={**os.environ, "HOME": str(home)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        home, _, argument = done.stdout.strip().partition(" ")
+        command = ["sh", "-c", script, "sh", "first argument"]
+        found = subprocess.check_output(command, env={**os.environ, "HOME": str(home)}, text=True)
+        home, _, argument = found.strip().partition(" ")
         assert argument == "first argument"
         return Path(home)
 

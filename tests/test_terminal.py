@@ -4,7 +4,6 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -23,17 +22,17 @@ from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @contextmanager
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def on_terminal(monkeypatch, made=None):
     """Have a terminal in the place of stderr, to which the log goes.
 
     It is no fixture, because pytest puts its own stream there when the test begins.
     """
-    made = Terminal()
+    made = made or Terminal()
     for name in ("TERM", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "100")
@@ -47,7 +46,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     assert handler.stream is made and sys.stderr is made
 
 
-def left_of(written: str) -> list[str]:
+def left_of(written):
     """Return the lines that a terminal shows in the end, but those that are empty."""
     rows, row = [""], 0
     for piece in re.split(r"(\n|\x1b\[[0-9;?]*[A-Za-z])", written):
@@ -73,30 +72,20 @@ def test_a_bar_counts_and_leaves_what_was_logged(monkeypatch):
     assert left_of(written) == ["a case is odd"]
 
 
-def test_a_log_in_a_file_stays_there(monkeypatch, tmp_path):
+def test_a_log_in_a_file_stays_there(monkeypatch):
     """Such as of ``unet3d train 2> log``, whose live line is on stdout."""
     screen = Terminal()
-    with (tmp_path / "log").open("w") as file:
-        monkeypatch.setattr(sys, "stderr", file)
-        handler = logging.StreamHandler(file)
-        logging.getLogger().addHandler(handler)
+    with on_terminal(monkeypatch, io.StringIO()) as file:
         with live(Progress(console=Console(file=screen))):
             logging.getLogger("unet3d").warning("a case is odd")
-        logging.getLogger().removeHandler(handler)
-    assert (tmp_path / "log").read_text() == "a case is odd\n"
+    assert file.getvalue() == "a case is odd\n"
     assert "odd" not in screen.getvalue()
 
 
 def test_the_log_of_a_training_stands_above_its_line(monkeypatch):
+    sizes = {"num_epochs": 2, "num_steps": 4, "validate_every": 1, "validation_seconds": 0.0}
     with on_terminal(monkeypatch) as terminal:
-        line = ProgressLine(
-            Console(file=terminal),
-            num_epochs=2,
-            num_steps=4,
-            validate_every=1,
-            validation_seconds=0.0,
-            quiet=False,
-        )
+        line = ProgressLine(Console(file=terminal), **sizes, quiet=False)
         with line.shown():
             line.predicting(0, 2, 0, 4)
             logging.getLogger("unet3d").warning("a case is odd")
@@ -105,22 +94,14 @@ def test_the_log_of_a_training_stands_above_its_line(monkeypatch):
     assert first == "a case is odd" and len(rest) == 1 and "predicting" in rest[0]
 
 
-def test_there_is_no_bar_in_a_file_or_beside_another_live_line(monkeypatch):
+def test_there_is_no_bar_in_a_file_beside_another_live_line_or_for_another_program(monkeypatch):
     with on_terminal(monkeypatch), working("planning"), bar("preparing cases", 40) as show:
         assert show is None
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with bar("preparing cases", 40) as show:
+    with on_terminal(monkeypatch, io.StringIO()) as file, bar("preparing cases", 40) as show:
         assert show is None
-    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
-
-
-def test_there_is_no_bar_on_the_terminal_of_another_program(monkeypatch):
-    with on_terminal(monkeypatch) as terminal:
-        with no_bars(), bar("preparing cases", 40) as show:
-            assert show is None
-        assert terminal.getvalue() == ""
-        with bar("preparing cases", 40) as show:
-            assert show is not None
+    with on_terminal(monkeypatch) as terminal, no_bars(), bar("preparing cases", 40) as show:
+        assert show is None
+    assert file.getvalue() == terminal.getvalue() == ""
 
 
 def test_a_bar_that_is_interrupted_is_gone(monkeypatch):
