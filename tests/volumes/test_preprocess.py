@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,14 @@ def arrays(cases: list[PreparedCase]) -> list[tuple[bytes, bytes]]:
 
 
 def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: object) -> None:
-        raise AssertionError(f"{path} was read again")
+    def refuse(*_):
+        raise AssertionError("a volume was read again")
 
-    monkeypatch.setattr(preprocess, "read_channels", refuse)
-    monkeypatch.setattr(preprocess, "read_label", refuse)
+    for module, name in (
+        *((preprocess, "read_channels"), (preprocess, "read_label")),
+        *((case_boxes, "open_channels"), (hashlib, "file_digest")),
+    ):
+        monkeypatch.setattr(module, name, refuse)
 
 
 def test_plans_the_median_spacing_and_shape(tmp_path, settings):
@@ -148,17 +150,6 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
         assert not plan.masks_outside
 
 
-def test_a_ct_case_is_read_once_for_the_plan(tmp_path, settings, monkeypatch):
-    dataset = load_dataset(write_msd(tmp_path / "data", modality="CT"))
-
-    def refuse(paths):
-        raise AssertionError(f"{paths} were read for their boxes")
-
-    monkeypatch.setattr(case_boxes, "open_channels", refuse)
-    _, fingerprint = plan_preprocessing(dataset, settings)
-    assert fingerprint.shapes == {(12, 14, 10)}
-
-
 def test_normalization_follows_the_channel_name(tmp_path, settings):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     for modality, setting, kind in (
@@ -190,14 +181,18 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monk
         of_case = nib.load(case.images[0]).get_fdata()[label > 0]
         inside.append(np.repeat(of_case, max(sizes) // size))
     expected = np.concatenate(inside)
-    channel = plan_preprocessing(dataset, settings)[0].channels[0]
+    with monkeypatch.context() as patched:  # boxes come with the intensities
+        patched.setattr(case_boxes, "open_channels", None)
+        plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.shapes == {(12, 14, 10)}
+    (channel,) = plan.channels
     assert channel.mean == pytest.approx(expected.mean(), rel=1e-5)
     assert channel.std == pytest.approx(expected.std(), rel=1e-5)
     low, high = np.percentile(expected, (0.5, 99.5), method="inverted_cdf")
     assert channel.low == pytest.approx(low, rel=1e-5)
     assert channel.high == pytest.approx(high, rel=1e-5)
     forbid_reading(monkeypatch)  # the second plan takes them from the cache
-    assert plan_preprocessing(dataset, settings)[0].channels[0] == channel
+    assert plan_preprocessing(dataset, settings) == (plan, fingerprint)
 
 
 def test_ignored_voxels_have_no_part_in_ct_statistics(tmp_path, settings):
@@ -212,6 +207,9 @@ def test_ignored_voxels_have_no_part_in_ct_statistics(tmp_path, settings):
     write_volume(root / "labelsTr/case_0.nii.gz", label)
     channel = plan_preprocessing(load_dataset(root), settings)[0].channels[0]
     assert (channel.low, channel.high) == (101, 102)
+    write_volume(root / "labelsTr/case_0.nii.gz", np.zeros((12, 14, 10), np.uint8))
+    with pytest.raises(DatasetError, match="every label map is empty.*data.normalization"):
+        plan_preprocessing(load_dataset(root), settings)
 
 
 def test_few_labelled_voxels_have_statistics():
@@ -239,21 +237,14 @@ def test_images_are_stored_in_float16_where_that_loses_nothing():
         np.testing.assert_allclose(stored.astype(np.float32), image, rtol=0 if exact else 2**-11)
 
 
-def test_ct_without_any_label_is_refused(tmp_path, settings):
-    root = write_msd(tmp_path / "data", num_cases=2, modality="CT")
-    for number in range(2):
-        write_volume(root / f"labelsTr/case_{number}.nii.gz", np.zeros((12, 14, 10), np.uint8))
-    with pytest.raises(DatasetError, match="every label map is empty.*data.normalization"):
-        plan_preprocessing(load_dataset(root), settings)
-
-
-def test_prepared_arrays_are_those_of_prepare_image(tmp_path, settings):
-    """Channels may be in files of their own."""
+def test_prepared_arrays_are_those_of_prepare_image(tmp_path, settings, monkeypatch):
+    """Channels may be in files of their own; a second run reads no volume."""
     dataset = load_dataset(write_msd(tmp_path / "data", spacing_mm=(1, 1.5, 2)))
     second = dataset.cases[2].images[0]
     cases = tuple(replace(case, images=(*case.images, second)) for case in dataset.cases)
     dataset = replace(dataset, cases=cases, channel_names=("one", "other"))
-    plan, _ = plan_preprocessing(dataset, with_(settings, spacing_mm=(1.2, 1.2, 1.2)))
+    settings = with_(settings, spacing_mm=(1.2, 1.2, 1.2))
+    plan, _ = plan_preprocessing(dataset, settings)
     prepared = prepare_cases(dataset.cases, plan, settings.cache, 0)
     assert [case.name for case in prepared] == ["case_0", "case_1", "case_2"]
     for case, source in zip(prepared, dataset.cases, strict=True):
@@ -266,19 +257,8 @@ def test_prepared_arrays_are_those_of_prepare_image(tmp_path, settings):
         np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=2**-11, atol=2**-25)
         np.testing.assert_array_equal(case.label(), prepare_label(label, (1, 1.5, 2), plan))
         assert case.spacing_mm == (1.2, 1.2, 1.2)
-
-
-def test_a_second_run_reads_no_volume(tmp_path, settings, monkeypatch):
-    root = write_msd(tmp_path / "data")
-    dataset = load_dataset(root)
-    first = arrays(prepare(dataset, settings))
     forbid_reading(monkeypatch)
-
-    def refuse(*_):
-        raise AssertionError("a volume file was hashed again")
-
-    monkeypatch.setattr(hashlib, "file_digest", refuse)
-    assert arrays(prepare(dataset, settings)) == first
+    assert arrays(prepare(dataset, settings)) == arrays(prepared)
 
 
 def test_the_key_is_the_content_and_the_settings(tmp_path, settings):
@@ -302,41 +282,29 @@ def test_the_key_is_the_content_and_the_settings(tmp_path, settings):
     assert changed.image()[0, 0, 0, 0] < changed.image()[0, 5, 5, 5]
 
 
-def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    tree = json.loads(path.read_text())
-    change(tree)
-    path.write_text(json.dumps(tree))
-
-
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 8
     path.write_bytes(content)
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda entry: os.truncate(entry / "image.npy", 500),
-    "no record": lambda entry: (entry / "entry.json").unlink(),
-    "no folder": lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
-    "of another case": lambda entry: (
-        shutil.rmtree(entry),
-        shutil.copytree(next(entry.parent.iterdir()), entry),
-    ),
-}
-"""How entries are told to be damaged is tested with them, in ``test_entries``."""
-
-
 def test_damaged_entries_are_made_again(tmp_path, settings, caplog):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2))
     prepared = prepare(dataset, settings)
     before = arrays(prepared)
-    for damage in DAMAGES.values():
-        damage(prepared[0].folder)
+    entry, other = (case.folder for case in prepared)
+    for damage in (  # how they are told to be damaged is tested in ``test_entries``
+        lambda: os.truncate(entry / "image.npy", 500),
+        lambda: (entry / "entry.json").unlink(),
+        lambda: (shutil.rmtree(entry), entry.write_text("a file")),
+        lambda: (shutil.rmtree(entry), shutil.copytree(other, entry)),
+    ):
+        damage()
         caplog.clear()
         assert arrays(prepare(dataset, settings)) == before
         (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
         said = warning.getMessage()
-        assert str(prepared[0].folder) in said and "is damaged (" in said and "\n" not in said
+        assert str(entry) in said and "is damaged (" in said and "\n" not in said
     caplog.clear()
     assert arrays(prepare(dataset, settings)) == before
     assert caplog.records == []
@@ -353,34 +321,28 @@ def test_damaged_intensities_are_collected_again(tmp_path, caplog):
     assert [record.getMessage().count("is damaged") for record in caplog.records] == [1, 1]
 
 
-def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(tmp_path):
+def test_digests_are_taken_again_where_they_are_damaged_or_the_file_has_changed(tmp_path, caplog):
     path = written(tmp_path / "scan.nii", bytes(1000))
     store, status = Cache(tmp_path / "cache"), path.stat()
     before = store.digest(path)
-    flip_a_bit(path)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert store.digest(path) != before
-
-
-NOTE_DAMAGES: dict[str, Callable[[Path], object]] = {
-    "another hash": lambda note: change_json(note, lambda tree: tree.update(sha256="0" * 64)),
-    "another path": lambda note: change_json(note, lambda tree: tree.update(path="00")),
-    "wrong types": lambda note: change_json(note, lambda tree: tree.update(size="0")),
-    "a pipe": lambda note: (note.unlink(), os.mkfifo(note)),
-    "nested": lambda note: note.write_text("[" * 100_000),
-    "huge": lambda note: os.truncate(note, 2**40),
-}
-
-
-def test_damaged_digests_are_taken_again(tmp_path, caplog):
-    path = written(tmp_path / "scan.nii", bytes(1000))
-    store = Cache(tmp_path / "cache")
-    before = store.digest(path)
     (note,) = (tmp_path / "cache" / "digests").iterdir()
-    for number, damage in enumerate(NOTE_DAMAGES.values()):
-        damage(note)
+    tree = json.loads(note.read_text())
+    for number, damage in enumerate(
+        (
+            lambda: note.write_text(json.dumps({**tree, "sha256": "0" * 64})),
+            lambda: note.write_text(json.dumps({**tree, "path": "00"})),
+            lambda: note.write_text(json.dumps({**tree, "size": "0"})),
+            lambda: (note.unlink(), os.mkfifo(note)),
+            lambda: note.write_text("[" * 100_000),
+            lambda: os.truncate(note, 2**40),
+        )
+    ):
+        damage()
         assert store.digest(path) == before
         assert len(caplog.records) == number + 1
+    flip_a_bit(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # size and time stay
+    assert store.digest(path) != before
 
 
 def test_worker_processes_prepare_the_same(tmp_path, settings, forked_workers):
@@ -445,18 +407,6 @@ def test_the_default_cache_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (case,) = prepare_cases(dataset.cases, plan, None, 0)
     assert case.folder.is_relative_to(tmp_path / "home" / ".cache" / "unet3d")
-
-
-def test_prepares_real_volumes(test_data, settings):
-    dataset = load_dataset(test_data / "sarcoma_mr")
-    plan, fingerprint = plan_preprocessing(dataset, settings)
-    assert fingerprint.spacing_mm == pytest.approx((0.98, 0.98, 3.27), abs=0.01)
-    (source,) = dataset.cases[:1]
-    (case,) = prepare_cases((source,), plan, settings.cache, 0)
-    label = nib.load(source.label)
-    expected = np.count_nonzero(label.dataobj) * np.prod(label.header.get_zooms())
-    found = np.count_nonzero(case.label()[...]) * np.prod(case.spacing_mm)
-    assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, caplog):
