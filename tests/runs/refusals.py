@@ -1,19 +1,30 @@
-"""Why checkpoints are refused."""
+"""Why checkpoints are refused, and a step of training for those that are not."""
 
 import time
-from pathlib import Path
 
 import pytest
 
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
+from unet3d.model.optimizer import Optimization
 from unet3d.runs.checkpoint import load_checkpoint
 
 MAX_SECONDS = 5
 """Of a processor, so that what else the machine does is no matter."""
 
 
-def refusal(path: Path) -> str:
+def stepped(model, settings, precision="float32", training=None):
+    """Return the optimizer of a network after a step, the first or the one after ``training``."""
+    optimization = Optimization(model, settings, precision)
+    if training:
+        optimization.load_state_dict(training)
+    for value in model.parameters():
+        value.grad = value.detach().clone()
+    optimization.step(0.01)
+    return optimization
+
+
+def refusal(path):
     """Return why a file is refused: one short printable line that names it, soon."""
     began = time.thread_time()
     with pytest.raises(CheckpointError) as caught:

@@ -2,14 +2,12 @@
 
 import contextlib
 import io
-import os
 import resource
 import tempfile
 import time
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,8 @@ from hypothesis import given
 
 from tests.mutations import damaged, mutated, property_test
 from tests.networks import random_checkpoint
-from tests.runs.refusals import MAX_SECONDS, refusal
-from unet3d.config import TrainingSettings, load_config
+from tests.runs.refusals import MAX_SECONDS, refusal, stepped
+from unet3d.config import load_config
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
 from unet3d.memory import host
@@ -29,18 +27,13 @@ from unet3d.training.state import TrainingState
 from unet3d.volumes.resample import Interpolation
 
 
-def content_of(optimizer: str = "adamw") -> dict[str, Any]:
+def content_of(optimizer="adamw"):
     """Return what a checkpoint of format 1 holds, key by key, after a step of training.
 
     This is the layout that files have had since the first version: they must stay readable.
     """
-    checkpoint = random_checkpoint(label_values=(0, 1, 5))
-    model = checkpoint.build_model()
-    settings = TrainingSettings(optimizer=optimizer)  # type: ignore[arg-type]
-    optimization = Optimization(model, settings, "float32")
-    for value in model.parameters():
-        value.grad = torch.ones_like(value)
-    optimization.step(0.01)
+    model = random_checkpoint(label_values=(0, 1, 5)).build_model()
+    config = load_config(None, [f"training.optimizer={optimizer}"])
     return {
         "format": 1,
         "unet3d": "0.1.0",
@@ -61,8 +54,8 @@ def content_of(optimizer: str = "adamw") -> dict[str, Any]:
             "label_values": [0, 1, 5],
         },
         "patch_size": (16, 16, 8),
-        "config": load_config(None, [f"training.optimizer={optimizer}"]).to_yaml(),
-        "model": {name: value.detach() for name, value in model.state_dict().items()},
+        "config": config.to_yaml(),
+        "model": dict(model.state_dict()),
         "training": {
             "state": {
                 "epoch": 3,
@@ -75,29 +68,30 @@ def content_of(optimizer: str = "adamw") -> dict[str, Any]:
                 "last_dice": {"organ": 0.75, "lésion": None},
             },
             "random": torch.get_rng_state(),
-            "optimizer": optimization.optimizer.state_dict(),
+            "optimizer": stepped(model, config.training).optimizer.state_dict(),
             "scaler": {},
         },
     }
 
 
 CONTENT = content_of()
+REGION = {"name": "a", "values": [1, 5], "written": 1}
 
 
-def saved(content: Any, folder: Path) -> Path:
+def saved(content, folder):
     path = folder / "checkpoint.pt"
     torch.save(content, path)
     return path
 
 
-def changed(**changes: Any) -> dict[str, Any]:
+def changed(**changes):
     """Return the content with values below dotted keys replaced."""
     content = {**CONTENT}
     for dotted, value in changes.items():
         *path, last = dotted.split("__")
         target = content
         for name in path:
-            key: Any = int(name) if name.isdigit() else name
+            key = int(name) if name.isdigit() else name
             target[key] = type(target[key])(target[key])
             target = target[key]
         target[int(last) if last.isdigit() else last] = value
@@ -152,17 +146,12 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"preprocessing__channels": [{"kind": "ct", "std": 0.0}]}, "std must be greater than 0"),
         ({"preprocessing__channels": [{"kind": "ct", "mean": NAN}]}, "mean must be a finite numb"),
         (
-            {
-                "preprocessing__regions": [
-                    {"name": "a", "values": [1, 5], "written": 1},
-                    {"name": "b", "values": [5], "written": 5},
-                ]
-            },
-            "3 classes, but it prepares 1 channels and 2 regions",
+            {"preprocessing__regions": [REGION]},
+            "3 classes, but it prepares 1 channels and 1 region",
         ),
         (
-            {"preprocessing__regions": [{"name": "a", "values": [1, 7], "written": 1}]},
-            "has regions that are not made of its labels",
+            {"preprocessing__regions": [{**REGION, "values": [1, 7]}]},
+            "has regions that are not mad",
         ),
         ({"preprocessing__ignore_value": 5}, "ignores the label 5, which is not the highest one"),
         ({"preprocessing__label_values": [0, 1, -5]}, "label_values.2 must be at least 0, but is"),
@@ -173,17 +162,15 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"patch_size": (65537, 8, 8)}, "patch_size.0 must be at most 65536"),
         ({"patch_size": (65536,) * 3}, "patch_size has 281,474,976,710,656 voxels, and may have"),
         ({"config": "a: &x [1]\nb: *x"}, "line 1: anchors (&) and aliases (*) are not allowed"),
-        ({"config": "training: {seed: -1}"}, "training.seed is -1; give a whole number"),
-        ({"model": [1]}, "model must be a mapping, but is [1]"),
+        ({"config": "training: {epoch: 3}"}, "unknown setting training.epoch"),
+        ({"config": "training: ["}, "not valid YAML"),
+        ({"preprocessing": {}}, "preprocessing.spacing_mm is missing"),
+        ({"preprocessing": None}, "preprocessing must be a mapping, but is None"),
         ({"model": {"a": 1}}, "model.a must be an instance of Tensor, but is 1"),
         ({"model": {3: torch.ones(1)}}, "model.3 must be a valid string, but is 3"),
-        ({"model": {}}, "encoder.levels.0.0.conv.weight is missing"),
-        ({"training__state": [1]}, "training.state must be a mapping, but is [1]"),
         ({"training__state__\x1b[2J": 3}, r"training.state.\x1b[2J must hold no control char"),
-        ({"split": [1]}, "split must be a mapping, but is [1]"),
         ({"training__random": torch.zeros(3, dtype=torch.uint8)}, "random is not a state of PyTor"),
         ({"training__random": torch.full((5056,), 255, dtype=torch.uint8)}, "random is not a stat"),
-        ({"training__optimizer": 3}, "training.optimizer must be a mapping, but is 3"),
         ({"training__optimizer__state": {"a": 3}}, "training.optimizer.state.a must be a valid i"),
         ({"training__optimizer__state__0": {}}, "its optimizer is adamw, but the state of"),
         ({"training__optimizer__state__0__step": torch.ones(3)}, "has no usable step of encoder"),
@@ -227,28 +214,24 @@ def test_tensors_that_are_not_plain_numbers(tmp_path):
     assert "the numbers of a tensor are missing, or those of two" in said
 
 
-def rezipped(path: Path, kind: int) -> Path:
-    """Write an archive anew, entry by entry."""
-    with zipfile.ZipFile(path) as old:
-        entries = {name: old.read(name) for name in old.namelist()}
-    return zipped(path, entries, kind)
-
-
-def zipped(
-    path: Path | io.BytesIO, entries: dict[str, bytes], kind: int = zipfile.ZIP_STORED
-) -> Any:
+def zipped(path, entries, kind=zipfile.ZIP_STORED):
     with zipfile.ZipFile(path, "w", kind) as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
     return path
 
 
+def unzipped(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 def test_entries_are_stored_as_they_are_one_behind_the_other(tmp_path):
     path = saved({**CONTENT, "model": {"w": torch.zeros(10**6)}}, tmp_path)
-    rezipped(path, zipfile.ZIP_DEFLATED)
+    zipped(path, unzipped(path), zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 100_000
     assert "its entries are compressed" in refusal(path)
-    path = rezipped(saved(CONTENT, tmp_path), zipfile.ZIP_STORED)
+    path = zipped(path, unzipped(saved(CONTENT, tmp_path)))
     assert load_checkpoint(path).patch_size == (16, 16, 8)
     content = bytearray(saved(CONTENT, tmp_path).read_bytes())
     first = content.index(b"PK\x01\x02")
@@ -258,12 +241,12 @@ def test_entries_are_stored_as_they_are_one_behind_the_other(tmp_path):
     assert "its entries overlap" in refusal(path)
 
 
-def pickled(folder: Path, *steps: bytes) -> Path:
+def pickled(folder, *steps):
     """Write an archive whose pickle has steps of its own."""
     pickle = b"\x80\x02" + b"".join(steps) + b"."
     entries = {"data.pkl": pickle, "byteorder": b"little", "data/0": bytes(4)}
-    path = folder / "checkpoint.pt"
-    return zipped(path, {f"archive/{name}": content for name, content in entries.items()})
+    entries = {f"archive/{name}": content for name, content in entries.items()}
+    return zipped(folder / "checkpoint.pt", entries)
 
 
 TENSOR = (
@@ -276,8 +259,6 @@ TENSOR = (
     ("steps", "message"),
     [
         ([b"]" * 30_000, b"a" * 29_999], "too deep"),  # more than Python's stack
-        ([b")" + b"\x85" * 30_000], "too deep"),
-        pytest.param([b"]" * 500_000, b"a" * 499_999], "too deep", marks=pytest.mark.nightly),
         (
             [b"](]q\0", *[b"]q%c(" % (i + 1) + b"h%c" % i * 9 + b"e" for i in range(30)], b"e"],
             "more",
@@ -285,29 +266,17 @@ TENSOR = (
         ([b"]q\x00h\x00a"], "too deep"),
         ([b"]r\xff\xff\xff\x7f"], "is not a checkpoint of unet3d"),
         ([b"}]K\x01s"], "neither text nor small numbers"),
-        (  # all of one hash
-            [
-                b"}(",
-                *(b"\x8a\x0b%bN" % (i * (2**61 - 1)).to_bytes(11, "little") for i in range(99_999)),
-                b"u",
-            ],
-            "neither text nor small numbers",
-        ),
+        ([b"}\x8a\x05\0\0\0\0\x01Ns"], "neither text nor small numbers"),  # 2^32
         ([b"N0"], "is refused"),
-        pytest.param([b"N" * 1_100_000], "more than 1,000,000 steps", marks=pytest.mark.nightly),
         ([b"N" * 9_000_000], "has more than"),
-        ([b"\x8a\xff" + b"\xff" * 254 + b"\x7f"], "is not a checkpoint of unet3d"),
-        ([b"\x8b\xff\xff\xff\x7f"], "not a checkpoint"),
         ([b"X\xff\xff\xff\x7fa"], "not a checkpoint"),
         ([b"I" + b"9" * 100_000 + b"\n"], "not a checkpoint"),
-        ([b"L" + b"9" * 4_000 + b"L\n"], "is refused"),
         ([b"cos\nsystem\n(X\x04\0\0\0truetR"], "is refused"),
         ([b"ccollections\nOrderedDict\nN\x85R"], "is refused"),
-        ([b"(X\x04\0\0\0evil" + b"ios\nsystem\n"], "is refused"),
         ([b"h\x07"], "parts do not agree"),
         ([b"e"], "parts do not agree"),
-        ([b""], "not a checkpoint"),
-        ([b"NN"], "not a checkpoint"),
+        ([b"NN"], "its pickle makes 2 values instead of one"),
+        ([TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85")], "is not a checkpoint of unet3d; train"),
         ([TENSOR % (b"K\x00", b"K\x02\x85", b"K\x01\x85")], "other numbers than it says"),
         ([TENSOR % (b"K\x01", b"K\x01\x85", b"K\x01\x85")], "other numbers than it says"),
         ([TENSOR % (b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85")], "no usable shape"),
@@ -315,10 +284,6 @@ TENSOR = (
         ([TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01K\x01\x86")], "not a checkpoint"),
         ([TENSOR % (b"K\x00", b"(" + b"K\x01" * 100 + b"t", b"(" + b"K\x01" * 100 + b"t")], "us"),
         ([TENSOR % (b"K\x00", b"N", b"N")], "makes a tensor of something else"),
-        (
-            [TENSOR % (b"K\x00", b"\x8a\xc8" + b"\x7f" * 200 + b"\x85", b"K\x01\x85")],
-            "usable shape",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else str(value[0][:16]),
 )
@@ -339,19 +304,15 @@ def test_a_pickle_has_no_more_steps_and_values_than_it_may():
         plain_values(pairs, none, max_steps=27)
 
 
-def text(letters: int) -> bytes:
-    """Return the steps that make a long text, and keep it as the first value."""
-    return b"X" + letters.to_bytes(4, "little") + b"x" * letters + b"q\x00"
-
-
 LATIN1 = b"X\x06\0\0\0latin1\x86R"
+LONG_TEXT = b"X" + (2**20).to_bytes(4, "little") + b"x" * 2**20 + b"q\x00"
 
 
 @pytest.mark.parametrize(
     ("first", "call", "message"),
     [
-        (text(2**20), b"c_codecs\nencode\nh\x00" + LATIN1, "_codecs.encode"),
-        (text(2**20), b"ctorch\ndevice\nh\x00K\x01\x86R", "torch.device"),
+        (LONG_TEXT, b"c_codecs\nencode\nh\x00" + LATIN1, "_codecs.encode"),
+        (LONG_TEXT, b"ctorch\ndevice\nh\x00K\x01\x86R", "torch.device"),
         (b"\x8a\xc8" + b"\x7f" * 200 + b"q\x00", b"ctorch\ndevice\nX\1\0\0\0ah\x00\x86R", "device"),
         (b"(" + b"N" * 2**18 + b"tq\x00", b"cnumpy\ndtype\nh\x00R", "numpy.dtype"),
         (b"(" + b"N" * 2**18 + b"tq\x00", b"ctorch._utils\n_rebuild_tensor_v2\nh\x00R", "rebuild"),
@@ -365,11 +326,6 @@ def test_a_call_can_be_made_again_and_again_so_none_has_much_to_do(tmp_path, fir
     assert "more than tensors, numbers and strings" in said and message in said
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert grown_kib < 2**17
-
-
-def test_the_plain_tensor_of_these_pickles_is_one(tmp_path):
-    path = pickled(tmp_path, TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85"))
-    assert "is not a checkpoint of unet3d; train one" in refusal(path)
 
 
 def test_a_file_larger_than_the_memory(tmp_path, monkeypatch):
@@ -387,19 +343,10 @@ def test_memory_that_runs_out_while_tensors_are_read(tmp_path, monkeypatch):
     assert "too little memory; use a machine with more" in refusal(saved(CONTENT, tmp_path))
 
 
-def test_files_that_are_no_files(tmp_path):
-    os.mkfifo(tmp_path / "fifo.pt")
-    assert "it is not a regular file" in refusal(tmp_path / "fifo.pt")
-    assert "it is not a regular file" in refusal(Path("/dev/zero"))
-    assert "no file can have such a name" in refusal(tmp_path / "a\0b").replace("\0", "")
-    (tmp_path / "loop.pt").symlink_to(tmp_path / "loop.pt")
-    assert "symbolic links" in refusal(tmp_path / "loop.pt")
+sometimes = partial(property_test, share=1 / 3)
 
 
-SHARE = 1 / 3
-
-
-@partial(property_test, share=SHARE)
+@sometimes
 @given(mutated(CONTENT))
 def test_mutations_of_the_values(content):
     file = io.BytesIO()
@@ -410,37 +357,41 @@ def test_mutations_of_the_values(content):
     assert_refused_or_read(file.getvalue())
 
 
-def small_file() -> bytes:
-    """Return a checkpoint whose bytes are mostly archive and pickle, not numbers."""
+SMALL = {**CONTENT, "training": {}}
+"""What makes bytes that are mostly archive and pickle, not numbers."""
+
+
+def small_file():
     file = io.BytesIO()
-    torch.save({**CONTENT, "training": {}}, file)
-    return file.getvalue()
+    torch.save(SMALL, file)
+    return file
 
 
-@partial(property_test, share=SHARE)
-@given(damaged(small_file()))
+@sometimes
+@given(damaged(small_file().getvalue()))
 def test_mutations_of_the_bytes(content):
-    assert_refused_or_read(content)
+    """They are noticed, or change nothing."""
+    found = assert_refused_or_read(content)
+    if found is not None:
+        torch.testing.assert_close(found.model, SMALL["model"], rtol=0, atol=0)
+        assert found.patch_size == SMALL["patch_size"] and found.config.to_yaml() == SMALL["config"]
 
 
-def pickle_of(file: bytes) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(file)) as archive:
-        return archive.read("archive/data.pkl")
+ENTRIES = unzipped(small_file())
 
 
-@partial(property_test, share=SHARE)
-@given(damaged(pickle_of(small_file())))
+@sometimes
+@given(damaged(ENTRIES["archive/data.pkl"]))
 def test_mutations_of_the_pickle(content):
-    with zipfile.ZipFile(io.BytesIO(small_file())) as old:
-        entries = {name: old.read(name) for name in old.namelist()}
-    file = zipped(io.BytesIO(), {**entries, "archive/data.pkl": content})
+    file = zipped(io.BytesIO(), {**ENTRIES, "archive/data.pkl": content})
     assert_refused_or_read(file.getvalue())
 
 
-def assert_refused_or_read(content: bytes) -> None:
+def assert_refused_or_read(content):
     """Load a file; if it is taken, its network can be built and its training be continued."""
     began = time.thread_time()
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of all tests before, too
+    checkpoint = None
     try:
         with tempfile.NamedTemporaryFile(suffix=".pt") as file:
             file.write(content)
@@ -456,11 +407,8 @@ def assert_refused_or_read(content: bytes) -> None:
         if checkpoint.training:
             with contextlib.suppress(ValueError):  # which resuming explains
                 TrainingState.from_plain(checkpoint.training["state"])
-            optimization = Optimization(model, checkpoint.config.training, "float32")
-            optimization.load_state_dict(checkpoint.training)
-            for value in model.parameters():
-                value.grad = torch.ones_like(value)
-            optimization.step(0.01)
+            stepped(model, checkpoint.config.training, training=checkpoint.training)
     assert time.thread_time() - began < MAX_SECONDS
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert grown_kib < 2**20
+    return checkpoint
