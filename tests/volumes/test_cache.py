@@ -2,9 +2,7 @@ import errno
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +33,7 @@ def test_the_digest_of_a_pair_is_that_of_both_files(tmp_path, names):
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
+def full_disk():
     """Let no file grow beyond 1000 bytes, which NumPy reports without the system's text."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -83,25 +81,8 @@ def test_an_entry_that_cannot_be_put_in_place_is_none(tmp_path, broken, monkeypa
     assert case is not None and not case.image().any()
 
 
-def test_an_entry_is_flushed_with_its_folder(tmp_path, monkeypatch):
-    cache = Cache(tmp_path / "cache")
-    flushed = []
-    fsync = os.fsync
-
-    def watched(descriptor):
-        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", watched)
-    cache.save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
-    names = {path.name for path in flushed}
-    assert names >= {"image.npy", "label.npy", "foreground.npy", "entry.json"}
-    assert any(name.startswith(PREFIX) for name in names)
-    assert flushed[-1] == cache.folder / "prepared"
-
-
-def write_until_it_is_named(folder: Path) -> None:
-    os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+def write_until_it_is_named(folder):
+    os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     Cache(folder).save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
 
 

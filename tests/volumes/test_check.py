@@ -1,6 +1,4 @@
 import os
-from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -16,9 +14,7 @@ RAMP = np.arange(12 * 14 * 10, dtype=np.float32).reshape(SHAPE)
 LABEL = blob_label(SHAPE)
 
 
-def assert_finds(
-    root: Path, *expected: str, case: str = "case_1", check: Any = check_dataset, **more: Any
-) -> None:
+def assert_finds(root, *expected, case="case_1", check=check_dataset, **more):
     """See that each thing found has the severity and words of ``"severity: words"``."""
     findings = check(load_dataset(root), **more)
     said = [f"{finding.severity}: {finding.message}" for finding in findings]
@@ -29,7 +25,7 @@ def assert_finds(
         assert finding.case == case
 
 
-def write_case(root: Path, image: Any = RAMP, label: Any = LABEL, affine: Any = None) -> None:
+def write_case(root, image=RAMP, label=LABEL, affine=None):
     """Write the files of case_1; bytes are written as they are, and of None there is no file."""
     for folder, content in (("imagesTr", image), ("labelsTr", label)):
         path = root / folder / "case_1.nii.gz"
@@ -41,13 +37,13 @@ def write_case(root: Path, image: Any = RAMP, label: Any = LABEL, affine: Any = 
             nib.save(nib.Nifti1Image(content, np.eye(4) if affine is None else affine), path)
 
 
-def with_voxel(value: float) -> np.ndarray:
+def with_voxel(value):
     image = RAMP.copy()
     image[2, 3, 4] = value
     return image
 
 
-def labels_of(*values: float, dtype: type = np.int16) -> np.ndarray:
+def labels_of(*values, dtype=np.int16):
     return np.resize(np.array(values, dtype), SHAPE)
 
 
@@ -64,11 +60,8 @@ def root(tmp_path):
         (np.stack([RAMP] * 2, 3), LABEL, ["error: has 2 channel(s) but dataset.json names 1: MRI"]),
         (RAMP, np.stack([LABEL] * 2, 3), ["error: is 4-D with 2 channels; a label map is 3-D"]),
         (RAMP, labels_of(0, 127, 255), ["error: value(s) 127, 255, but dataset.json names 0, 1"]),
-        (RAMP, labels_of(0, -1), ["error: value(s) -1, but"]),
-        (RAMP, labels_of(0, 1.0000002, 1.9999998, dtype=np.float32), []),
         (RAMP, labels_of(0.4, 1.4, dtype=np.float32), ["error: no integer labels"]),
         (with_voxel(np.nan), LABEL, ["error: has 1 voxels of 1680 that are NaN or infinite"]),
-        (with_voxel(-np.inf), LABEL, ["error: has 1 voxels of 1680 that are NaN or infinite"]),
         (with_voxel(1e10), LABEL, ["error: has 1 voxels of 1680 with values up to"]),
         (
             np.full_like(RAMP, 7),
@@ -109,15 +102,15 @@ def test_ignored_voxels_are_known_but_no_label(tmp_path):
     assert_finds(root, "warning: is empty: every voxel is background or ignored")
 
 
-def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path):
-    for named in (".Hdr", ".IMG"):
-        entries = [msd_entry(0), msd_entry(1, image=f"imagesTr/pair{named}"), msd_entry(2)]
-        root = write_msd(tmp_path, training=entries)
-        (root / "imagesTr/case_1.nii.gz").unlink()
-        nib.save(nib.Nifti1Pair(RAMP, np.eye(4)), root / "imagesTr/new.hdr")
-        (root / "imagesTr/new.hdr").rename(root / "imagesTr/pair.Hdr")
-        (root / "imagesTr/new.img").rename(root / "imagesTr/pair.IMG")
-        assert check_dataset(load_dataset(root)) == []
+@pytest.mark.parametrize("named", [".Hdr", ".IMG"])
+def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path, named):
+    entries = [msd_entry(0), msd_entry(1, image=f"imagesTr/pair{named}"), msd_entry(2)]
+    root = write_msd(tmp_path, training=entries)
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    nib.save(nib.Nifti1Pair(RAMP, np.eye(4)), root / "imagesTr/new.hdr")
+    (root / "imagesTr/new.hdr").rename(root / "imagesTr/pair.Hdr")
+    (root / "imagesTr/new.img").rename(root / "imagesTr/pair.IMG")
+    assert check_dataset(load_dataset(root)) == []
 
 
 @pytest.mark.parametrize("spacing_mm", [(100, 100, 100), (1, 1, 1e8)])

@@ -10,9 +10,7 @@ from unet3d.volumes.classes import class_indices
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [
-        ((0, 1, 2), np.uint8),
         ((0, 7, 300), np.uint16),
-        ((0, 614454277), np.uint32),
         ((0, 3, 4_000_000_000), np.uint64),
         (tuple(range(256)), np.uint8),
         (tuple(range(0, 2000, 5)), np.int32),

@@ -11,37 +11,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.mutations import damaged, mutated, property_test
+from tests.mutations import mutated, property_test
 from tests.volumes.samples import msd_entry, write_json, write_msd, write_nnunet
 from unet3d.errors import Unet3dError
 from unet3d.volumes.check import check_headers
 from unet3d.volumes.classes import MAX_LABEL_VALUE
-from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
+from unet3d.volumes.dataset import fold_cases, load_dataset
 
 SHAPE = (4, 5, 6)
-SECONDS = 10.0
-
 
 ENTRIES = [msd_entry(number, fold=number % 2) for number in range(4)]
 UNNAMED = {"labels": None, "modality": None, "testing": [{"image": "d/t1.nii"}]}
 
+EXPLICIT = {
+    name: {
+        "images": [f"imagesTr/{name}_{channel}.nii.gz" for channel in ("0000", "0001")],
+        "label": f"labelsTr/{name}.nii.gz",
+    }
+    for name in ("a", "b")
+}
+LISTED = {"num_cases": 4, "training": ENTRIES[:3], "validation": ENTRIES[3:], **UNNAMED}
+
 MAKERS = {
-    "decathlon": partial(write_msd, shape=SHAPE),
-    "nnunet": partial(write_nnunet, shape=SHAPE),
-    "explicit": partial(
-        write_nnunet,
-        shape=SHAPE,
-        dataset={
-            name: {
-                "images": [f"imagesTr/{name}_{channel}.nii.gz" for channel in ("0000", "0001")],
-                "label": f"labelsTr/{name}.nii.gz",
-            }
-            for name in ("a", "b")
-        },
-    ),
-    "datalist": partial(
-        write_msd, num_cases=4, shape=SHAPE, training=ENTRIES[:3], validation=ENTRIES[3:], **UNNAMED
-    ),
+    "decathlon": write_msd,
+    "nnunet": write_nnunet,
+    "explicit": partial(write_nnunet, dataset=EXPLICIT),
+    "datalist": partial(write_msd, **LISTED),
 }
 SPLITS = [
     {"train": ["case_0", "case_1"], "val": ["case_2"]},
@@ -52,10 +47,10 @@ SPLITS = [
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    return {name: make(folder / name) for name, make in MAKERS.items()}
+    return {name: make(folder / name, shape=SHAPE) for name, make in MAKERS.items()}
 
 
-def assert_is_usable(dataset: Dataset) -> None:
+def assert_is_usable(dataset):
     """See that nothing can be lost, or be written elsewhere, because of what things are called."""
     names = [case.name for case in dataset.cases]
     assert max(Counter(names).values()) == 1
@@ -74,7 +69,7 @@ def assert_is_usable(dataset: Dataset) -> None:
     assert {*train, *validation} <= {*dataset.cases}
 
 
-def assert_is_understood_or_refused(root: Path, description: str) -> None:
+def assert_is_understood_or_refused(root, description):
     try:
         dataset = load_dataset(root / description)
         check_headers(dataset)
@@ -91,15 +86,6 @@ def test_a_changed_description(roots, layout, data):
     root = roots[layout]
     tree = data.draw(mutated(json.loads((root / "dataset.json").read_text())))
     (root / "changed.json").write_text(json.dumps(tree, default=repr))
-    assert_is_understood_or_refused(root, "changed.json")
-
-
-@partial(property_test, share=0.5)
-@given(data=st.data())
-def test_damaged_text(roots, data):
-    root = roots["decathlon"]
-    content = data.draw(damaged((root / "dataset.json").read_bytes()))
-    (root / "changed.json").write_bytes(content)
     assert_is_understood_or_refused(root, "changed.json")
 
 
@@ -122,10 +108,8 @@ def test_a_large_data_set_is_read_in_seconds(tmp_path):
     tree = {"modality": {"0": "CT"}, "labels": {"0": "background", "1": "a"}, "training": entries}
     began = time.process_time()
     write_json(tmp_path / "dataset.json", tree)
-    write_json(
-        tmp_path / "splits_final.json",
-        [{"train": [str(number) for number in range(1, 5_000)], "val": ["0"]}] * 20,
-    )
+    fold = {"train": [str(number) for number in range(1, 5_000)], "val": ["0"]}
+    write_json(tmp_path / "splits_final.json", [fold] * 20)
     train, validation = fold_cases(load_dataset(tmp_path), 0, 5, seed=0)
     assert (len(train), len(validation)) == (4_999, 1)
-    assert time.process_time() - began < SECONDS
+    assert time.process_time() - began < 10
