@@ -21,8 +21,7 @@ from unet3d.volumes.nifti import read_image, read_label, write_label
 ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
 
 
-def save_pair(folder: Path, header: str, voxels: str, version: int = 1) -> Path:
-    kind = nib.Nifti1Pair if version == 1 else nib.Nifti2Pair
+def save_pair(folder, header, voxels, kind=nib.Nifti1Pair):
     nib.save(kind(ARRAY, np.diag([2.0, 3.0, 4.0, 1.0])), folder / "new.hdr")
     os.rename(folder / "new.hdr", folder / header)
     os.rename(folder / "new.img", folder / voxels)
@@ -41,12 +40,12 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    ("header", "voxels", "version"),
-    [(".hdr", ".img", 1), (".HDR", ".IMG", 2), (".HDR", ".img", 1), (".hDR", ".Img", 2)],
+    ("header", "voxels", "kind"),
+    [(".hdr", ".img", nib.Nifti1Pair), (".HDR", ".IMG", nib.Nifti2Pair), (".hDR", ".Img", None)],
 )
-def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, header, voxels, version):
+def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, header, voxels, kind):
     both = (tmp_path / f"scan.1{header}", tmp_path / f"scan.1{voxels}")
-    save_pair(tmp_path, both[0].name, both[1].name, version)
+    save_pair(tmp_path, both[0].name, both[1].name, kind or nib.Nifti1Pair)
     for path in both:
         assert members(path) == both
         assert stands_for_volume(path) == (path == both[0])
@@ -72,21 +71,22 @@ def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path):
         path.unlink()
 
 
-@pytest.mark.parametrize("suffix", [".nii", ".NII", ".nIi", ".NII.GZ", ".Nii.Gz", ".nii.GZ"])
+@pytest.mark.parametrize("suffix", [".nii", ".nIi", ".NII.GZ", ".nii.GZ"])
 def test_files_are_read_and_written_in_any_case_of_letters(tmp_path, suffix):
     gz = suffix.lower().endswith(".gz")
     nib.save(nib.Nifti1Image(ARRAY, np.eye(4)), tmp_path / ("a.nii.gz" if gz else "a.nii"))
     path = next(tmp_path.iterdir()).rename(tmp_path / f"scan{suffix}")
     np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
-    write_label(tmp_path / f"label{suffix}", ARRAY, read_header(path))
-    assert {file.name for file in tmp_path.iterdir()} == {f"scan{suffix}", f"label{suffix}"}
-    assert ((tmp_path / f"label{suffix}").read_bytes()[:2] == b"\x1f\x8b") == gz
-    np.testing.assert_array_equal(read_label(tmp_path / f"label{suffix}").array, ARRAY)
+    label = tmp_path / f"label{suffix}"
+    write_label(label, ARRAY, read_header(path))
+    assert {*tmp_path.iterdir()} == {path, label}
+    assert (label.read_bytes()[:2] == b"\x1f\x8b") == gz
+    np.testing.assert_array_equal(read_label(label).array, ARRAY)
 
 
 # nibabel leaves it to the garbage collector to close a plain .mgh file.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("suffix", [".mgz", ".mGz", ".MGH"])
+@pytest.mark.parametrize("suffix", [".mGz", ".MGH"])
 def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
     plain = tmp_path / f"new{suffix.lower()}"
     nib.save(nib.MGHImage(ARRAY.astype(np.int32), np.eye(4)), plain)
@@ -100,8 +100,7 @@ def test_a_header_of_no_known_format_is_refused(tmp_path):
     assert "scan.HDR: it does not begin with a NIfTI header" in refusal(path, read_header)
     nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
     (tmp_path / "old.img").rename(tmp_path / "old.IMG")
-    said = refusal(tmp_path / "old.hdr", read_header)
-    assert "old.hdr is in the Analyze 7.5 format" in said
+    assert "old.hdr is in the Analyze 7.5 format" in refusal(tmp_path / "old.hdr", read_header)
 
 
 def test_a_name_is_found_whatever_the_case_of_its_ending(tmp_path):

@@ -6,13 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
-from tests.volumes.itk_headers import (
-    ARRAY,
-    VOXELS,
-    assert_reads_what_simpleitk_writes,
-    meta_bytes,
-    written,
-)
+from tests.volumes import itk_headers
+from tests.volumes.itk_headers import ARRAY, VOXELS, meta_bytes, written
 from tests.volumes.samples import refusal
 from unet3d.volumes.cache import Cache
 from unet3d.volumes.files import members, stands_for_volume
@@ -22,7 +17,7 @@ from unet3d.volumes.nifti import read_image
 
 @pytest.mark.parametrize("name", ["scan.mha", "scan.mhd"])
 def test_every_type_is_what_simpleitk_wrote(tmp_path, name):
-    assert_reads_what_simpleitk_writes(tmp_path / name)
+    itk_headers.assert_reads_what_simpleitk_writes(tmp_path / name)
 
 
 def test_other_spellings_are_the_same_volume(tmp_path):
@@ -75,7 +70,6 @@ def test_what_is_no_volume_is_refused(tmp_path):
         (b"\x00\x01no header\n", "is no line of a MetaImage header"),
         (b"NDims = 3\n", "its header does not end"),
         (meta_bytes(NDims="99999999999"), "has '99999999999' axes"),  # ends the process in ITK
-        (meta_bytes(NDims="4", DimSize="3 4 5 2"), "has '4' axes; only three"),
         (meta_bytes(BinaryData="False"), "has its voxels as text"),
         (meta_bytes(HeaderSize="-1"), "skips -1 bytes before its voxels"),
         (meta_bytes(ElementNumberOfChannels="3"), "has 3 numbers in each voxel"),
@@ -87,14 +81,12 @@ def test_what_is_no_volume_is_refused(tmp_path):
         (meta_bytes(TransformMatrix="1 0 0 1 0 0 0 0 1"), "an affine that no scan has"),
         (meta_bytes(DistanceUnits="inch"), "has the units of length 'inch'"),
         (meta_bytes(ElementDataFile="../other.raw"), 'names "../other.raw" as the file of'),
-        (meta_bytes(ElementDataFile="/etc/passwd"), "only one file in the same folder"),
         (meta_bytes(ElementDataFile="LIST"), "only one file in the same folder"),
         (meta_bytes(ElementDataFile="slice%03d.raw 1 5 1"), "only one file in the same folder"),
         (meta_bytes(VOXELS[:-1]), "it is damaged or incomplete"),
         (meta_bytes(VOXELS + bytes(2**21)), "goes on for more than"),
         (meta_bytes(zlib.compress(VOXELS)[:-1], CompressedData="True"), "before their checksum"),
         (meta_bytes(zlib.compress(VOXELS + b"x"), CompressedData="True"), "unpacks to more than"),
-        (meta_bytes(VOXELS, CompressedData="True"), "cannot read"),
         (meta_bytes(bytes(packed), CompressedData="True"), "cannot read"),
     ]
     for content, reason in refused:
