@@ -1,29 +1,20 @@
 import itertools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from monai.inferers import sliding_window_inference
-from torch import Tensor
 
 from tests.inference.blending import blended
 from tests.mutations import property_test
-from unet3d.config import ModelSettings, Shape
+from unet3d.config import ModelSettings
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference import sliding_window
 from unet3d.inference.image_slab import ImageSlab, WholeImage
-from unet3d.inference.sliding_window import (
-    NonFiniteLogitsError,
-    WindowsDone,
-    join_windows,
-    logit_slabs,
-)
-from unet3d.inference.windows import Windows, gaussian_weight, longest_axis
+from unet3d.inference.sliding_window import NonFiniteLogitsError, join_windows, logit_slabs
+from unet3d.inference.windows import Windows, longest_axis
 from unet3d.memory import host
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.parallel import Layout, parallelize
@@ -34,31 +25,19 @@ WINDOW = (16, 16, 8)
 EMPTY = [9.0, -9.0]
 
 
-def slab_of(image: Tensor, windows: Windows) -> ImageSlab:
+def slab_of(image, windows):
     return ImageSlab(WholeImage(image), windows, image.dtype)
 
 
-def all_slabs(
-    executor: Any,
-    image: Tensor,
-    window: Any,
-    overlap: float,
-    batch_size: Any,
-    windows_done: WindowsDone = lambda done, total: None,
-    empty_logits: list[float] | None = None,
-) -> list[Tensor]:
-    """Return the slabs of a volume."""
-    topology = executor.module.topology
-    devices = [slot.device for slot in executor.slots]
-    windows = Windows.of(image.shape[1:], topology, window, overlap, batch_size, devices)
-    slab, classes = slab_of(image, windows), topology.num_classes
-    return list(logit_slabs([executor], slab, windows, classes, windows_done, empty_logits))
-
-
-def predict_logits(executor: Any, image: Tensor, *request: Any, **more: Any) -> Tensor:
+def predict_logits(
+    executor, image, window, overlap, batch_size, done=lambda *_: None, empty_logits=None
+):
     """Return the logits of the whole volume."""
-    slabs = all_slabs(executor, image, *request, **more)
-    return torch.cat(slabs, 1 + longest_axis(image.shape[1:]))
+    topology, axis = executor.module.topology, longest_axis(image.shape[1:])
+    windows = Windows.of(image.shape[1:], topology, window, overlap, batch_size, [CPU])
+    slab, classes = slab_of(image, windows), topology.num_classes
+    slabs = logit_slabs([executor], slab, windows, classes, done, empty_logits)
+    return torch.cat(list(slabs), 1 + axis)
 
 
 class Voxelwise:
@@ -67,34 +46,26 @@ class Voxelwise:
     input_device = output_device = CPU
     slots = (SimpleNamespace(device=CPU),)
 
-    def __init__(
-        self, function: Callable[[Tensor], Tensor] = lambda image: image, num_classes: int = 2
-    ) -> None:
+    def __init__(self, function=lambda image: image, num_classes=2):
         topology = Topology(
             in_channels=num_classes, num_classes=num_classes, channels=(4, 4, 4), strides=STRIDES
         )
         self.module = SimpleNamespace(topology=topology)
         self.function = function
-        self.batches: list[tuple[int, ...]] = []
+        self.batches = []
 
-    def predict(self, image: Tensor) -> Tensor:
+    def predict(self, image):
         self.batches.append(tuple(image.shape))
         return self.function(image)
 
 
-def make_image(size: Shape, channels: int = 2) -> Tensor:
+def make_image(size, channels=2):
     generator = torch.Generator().manual_seed(math.prod(size))
     return torch.randn(channels, *size, generator=generator)
 
 
-def small_network() -> tuple[UNet3d, object]:
-    torch.manual_seed(0)
-    settings = ModelSettings(deep_supervision=False, base_channels=4, num_levels=3)
-    model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
-    return model, parallelize(model, Layout(devices=(CPU,)))
-
-
-def test_padding_is_zero_and_even_on_both_sides():
+def test_volumes_are_padded_evenly_with_zeros_and_windows_to_the_strides():
+    """To multiples of 4, 4, 2; the whole is one pass."""
     seen = []
     executor = Voxelwise(lambda x: seen.append(x) or x)
     image = make_image((9, 16, 8)) + 10
@@ -102,43 +73,22 @@ def test_padding_is_zero_and_even_on_both_sides():
     (padded,) = seen
     assert torch.equal(padded[0, :, 3:12], image)
     assert not padded[0, :, :3].any() and not padded[0, :, 12:].any()
-
-
-def test_sizes_are_rounded_up_to_the_strides():
-    """To multiples of 4, 4, 2; the whole is one pass."""
     image = make_image((21, 18, 11))
-    executor = Voxelwise()
     assert torch.equal(predict_logits(executor, image, "whole", 0.5, 4), image)
-    assert executor.batches == [(1, 2, 24, 20, 12)]
+    assert executor.batches[1:] == [(1, 2, 24, 20, 12)]
     predict_logits(executor, image, (13, 16, 7), 0.5, 1)
-    assert {shape[2:] for shape in executor.batches[1:]} == {WINDOW}
+    assert {shape[2:] for shape in executor.batches[2:]} == {WINDOW}
 
 
 @pytest.mark.parametrize("window", ["whole", (4, 4, 4), (3, 1, 2)], ids=str)
 def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(window):
-    _, executor = small_network()
+    settings = ModelSettings(deep_supervision=False, base_channels=4, num_levels=3)
+    model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
+    executor = parallelize(model, Layout(devices=(CPU,)))
     for size in ((1, 1, 1), (4, 4, 4), (3, 2, 4)):
         logits = predict_logits(executor, make_image(size, 1), window, 0.5, 1)
         assert logits.shape == (3, *size)
         assert logits.isfinite().all()
-
-
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("size", [(24, 32, 16), (20, 16, 24)])
-def test_windows_of_a_network_agree_with_monai(size, batch_size):
-    model, executor = small_network()
-    image = make_image(size, 1)
-    ours = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
-    with torch.no_grad():
-        theirs = sliding_window_inference(
-            image[None],
-            (16, 16, 16),
-            1,
-            model,
-            overlap=0.5,
-            roi_weight_map=gaussian_weight((16, 16, 16)),
-        )
-    torch.testing.assert_close(ours, theirs[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
@@ -158,13 +108,6 @@ def test_logits_are_added_up_in_float32_at_least(window):
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. More."), "CUDA out of memory"),
         (MemoryError("Unable to allocate 8.00 TiB for an array"), "Unable to allocate .*"),
-        (
-            RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
-                "memory: you tried to allocate 99 bytes. Error code 12 (Cannot allocate memory)"
-            ),
-            "can't allocate .*",
-        ),
         (RuntimeError("sizes differ"), None),
     ],
 )
@@ -181,14 +124,6 @@ def test_too_little_memory_says_what_to_do(error, reason):
     expected = DoesNotFitError if reason else RuntimeError
     with pytest.raises(expected, match=said if reason else "^sizes differ$"):
         predict_logits(Voxelwise(fail), make_image((20, 20, 10)), (13, 16, 8), 0.5, 2)
-
-
-def test_auto_takes_as_many_windows_as_are_best():
-    executor = Voxelwise()
-    image = make_image((128, 64, 64))
-    predict_logits(executor, image, (64, 64, 64), 0.5, "auto")
-    predict_logits(executor, image, (128, 64, 64), 0.5, "auto")
-    assert [shape[0] for shape in executor.batches] == [3, 1]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
@@ -254,7 +189,7 @@ def test_it_says_how_many_windows_are_done(window, batch_size, expected):
         window,
         0.5,
         batch_size,
-        windows_done=lambda *numbers: calls.append((*numbers, len(executor.batches))),
+        lambda *numbers: calls.append((*numbers, len(executor.batches))),
     )
     assert [(done, total) for done, total, _ in calls] == expected
     assert [batches for *_, batches in calls] == list(range(len(expected)))
@@ -282,16 +217,16 @@ def test_the_memory_of_a_slab_does_not_depend_on_the_length(monkeypatch):
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: needed)
     for length in (48, 480):
-        all_slabs(Voxelwise(), make_image((length, 20, 8)), WINDOW, 0.5, 1)
+        predict_logits(Voxelwise(), make_image((length, 20, 8)), WINDOW, 0.5, 1)
     monkeypatch.setattr(host, "available_bytes", lambda: needed - 1)
     with pytest.raises(VolumeError, match="logits of 16x20x8 voxels and 2 classes"):
-        all_slabs(Voxelwise(), make_image((48, 20, 8)), WINDOW, 0.5, 1)
+        predict_logits(Voxelwise(), make_image((48, 20, 8)), WINDOW, 0.5, 1)
 
 
 # Windows that are skipped
 
 
-def body_in_air(size: Shape, share: float) -> Tensor:
+def body_in_air(size, share):
     """Return an image that is one number in each channel, but for its end and some voxels."""
     image = torch.stack([torch.full(size, -1.5), torch.full(size, 0.0)])
     length = int(size[0] * share)
@@ -308,7 +243,7 @@ def test_empty_windows_are_skipped_and_what_only_they_reach_is_background(
     image = body_in_air(size, 0.3)
     executor = Voxelwise(lambda x: 2 * x - 1)
     windows = Windows.of(size, executor.module.topology, WINDOW, overlap, 1, [CPU])
-    computed: list[Tensor] = []
+    computed = []
     expected = blended(lambda x: computed.append(x) or 2 * x - 1, image, windows, EMPTY)
     found = predict_logits(executor, image, WINDOW, overlap, batch_size, empty_logits=EMPTY)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -320,9 +255,8 @@ def test_empty_windows_are_skipped_and_what_only_they_reach_is_background(
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_where_all_windows_are_empty_nothing_is_computed(batch_size):
-    executor = Voxelwise()
+    executor, calls = Voxelwise(), []
     image = torch.full((2, 48, 32, 8), -3.0)  # no window reaches beyond it
-    calls: list[tuple[int, int]] = []
     found = predict_logits(
         executor, image, WINDOW, 0.5, batch_size, lambda *done: calls.append(done), EMPTY
     )
@@ -334,7 +268,7 @@ def test_where_all_windows_are_empty_nothing_is_computed(batch_size):
 
 def test_ranks_that_join_compute_the_same_windows():
     image = make_image((37, 20, 10))
-    seen: list[list[Tensor]] = [[], []]
+    seen = [[], []]
     first, other = (Voxelwise(lambda x, of=of: of.append(x) or x) for of in seen)
     windows = Windows.of(image.shape[1:], first.module.topology, WINDOW, 0.5, 3, [CPU])
     list(logit_slabs([first], slab_of(image, windows), windows, 2))
