@@ -1,6 +1,5 @@
 import gzip
 import itertools
-import logging
 import pickle
 import re
 import struct
@@ -66,9 +65,7 @@ def header_bytes(path: Path, **fields: object) -> None:
     header = nib.load(path).header.copy()
     for name, value in {"vox_offset": 352, **fields}.items():
         header[name] = value
-    raw = header.binaryblock
-    with path.open("r+b") as stream:
-        stream.write(raw)
+    path.write_bytes(header.binaryblock + path.read_bytes()[len(header.binaryblock) :])
 
 
 @pytest.fixture
@@ -164,9 +161,7 @@ def test_labels_are_written_as_the_image_is_stored(tmp_path, affine):
         image.header.set_xyzt_units("mm", "sec")
         nib.save(nib.Nifti1Image(np.asarray(image.dataobj).copy(), None, image.header), path)
         image = nib.load(path)
-
         write_label(output, (array > 100).astype(np.int64), read_image(path).header)
-
         label = nib.load(output)
         np.testing.assert_array_equal(np.asanyarray(label.dataobj), image.get_fdata() > 100)
         assert label.shape == image.shape
@@ -183,41 +178,43 @@ def test_labels_are_written_as_the_image_is_stored(tmp_path, affine):
         np.testing.assert_array_equal(read_label(output).array, array > 100)
 
 
-@pytest.mark.parametrize("codes", [(0, 0), (1, 0), (0, 2), (4, 1)])
-def test_codes_are_written_as_they_were(tmp_path, codes):
+def test_codes_are_written_as_they_were(tmp_path):
     path, output = tmp_path / "image.nii", tmp_path / "label.nii"
-    image = nib.Nifti1Image(random_volume(), STRAIGHT)
-    image.set_qform(STRAIGHT, code=codes[0])
-    image.set_sform(STRAIGHT, code=codes[1])
-    nib.save(image, path)
+    for codes in ((0, 0), (1, 0), (0, 2), (4, 1)):
+        image = nib.Nifti1Image(random_volume(), STRAIGHT)
+        image.set_qform(STRAIGHT, code=codes[0])
+        image.set_sform(STRAIGHT, code=codes[1])
+        nib.save(image, path)
+        header = pickle.loads(pickle.dumps(read_header(path)))  # as it travels between processes
+        write_label(output, np.zeros(header.shape, np.uint8), header)
+        written = nib.load(output)
+        assert (written.header["qform_code"], written.header["sform_code"]) == codes
+        np.testing.assert_array_equal(written.affine, nib.load(path).affine)
+        assert same_grid(read_header(output), header) is None
 
-    header = pickle.loads(pickle.dumps(read_header(path)))  # as it travels between processes
-    write_label(output, np.zeros(header.shape, np.uint8), header)
 
-    written = nib.load(output)
-    assert (int(written.header["qform_code"]), int(written.header["sform_code"])) == codes
-    np.testing.assert_array_equal(written.affine, nib.load(path).affine)
-    assert same_grid(read_header(output), header) is None
-
-
-@pytest.mark.parametrize("kind", ["nifti2", "mgz", "pair", "big-endian", "4-D", "one slice"])
-def test_labels_are_written_for_every_kind_of_image(tmp_path, kind):
-    array = random_volume(shape=(5, 6, 1) if kind == "one slice" else (5, 6, 7))
-    stored = array[..., None] if kind == "4-D" else array
-    path = tmp_path / {"mgz": "image.mgz", "pair": "image.img"}.get(kind, "image.nii")
-    form = {"nifti2": nib.Nifti2Image, "mgz": nib.MGHImage, "pair": nib.Nifti1Pair}
-    header = nib.Nifti1Header(endianness=">") if kind == "big-endian" else None
-    nib.save(
-        form.get(kind, nib.Nifti1Image)(stored, STRAIGHT @ np.diag([-1, 1, 1, 1]), header), path
-    )
-
-    volume = read_image(path)
-    write_label(tmp_path / "label.nii.gz", (volume.array[0] > 100).astype(np.uint8), volume.header)
-
-    label = nib.load(tmp_path / "label.nii.gz")
-    np.testing.assert_array_equal(np.asanyarray(label.dataobj), array > 100)
-    np.testing.assert_allclose(label.affine, nib.load(path).affine, atol=1e-5)
-    assert isinstance(label, nib.Nifti2Image) == (kind == "nifti2")
+def test_labels_are_written_for_every_kind_of_image(tmp_path):
+    array, affine = random_volume(), STRAIGHT @ np.diag([-1, 1, 1, 1])
+    for name, image in (
+        ("two.nii", nib.Nifti2Image(array, affine)),
+        ("image.mgz", nib.MGHImage(array, affine)),
+        ("pair.img", nib.Nifti1Pair(array, affine)),
+        ("big.nii", nib.Nifti1Image(array, affine, nib.Nifti1Header(endianness=">"))),
+        ("4-D.nii", nib.Nifti1Image(array[..., None, None], affine)),
+        ("slice.nii", nib.Nifti1Image(array[..., :1], affine)),
+        ("picture.nii", nib.Nifti1Image(array[..., 0], affine)),
+    ):
+        nib.save(image, tmp_path / name)
+        volume = read_image(tmp_path / name)
+        assert volume.header.num_channels == 1
+        labels = (volume.array[0] > 100).astype(np.uint8)
+        write_label(tmp_path / "label.nii.gz", labels, volume.header)
+        label, expected = nib.load(tmp_path / "label.nii.gz"), nib.load(tmp_path / name)
+        assert label.shape == (*expected.shape, 1)[:3]
+        found = np.asanyarray(label.dataobj).reshape(image.shape)
+        np.testing.assert_array_equal(found, image.get_fdata() > 100)
+        np.testing.assert_allclose(label.affine, expected.affine, atol=1e-5)
+        assert isinstance(label, nib.Nifti2Image) == (name == "two.nii")
 
 
 def test_labels_take_the_smallest_type(tmp_path):
@@ -255,16 +252,16 @@ def test_labels_far_from_integers_are_refused_by_value(tmp_path):
 
 def test_writing_refuses_what_are_no_labels_of_the_image(tmp_path, plain):
     header = read_header(plain)
-    with pytest.raises(ValueError, match="shape"):
-        write_label(tmp_path / "a.nii", np.zeros((7, 6, 5), np.uint8), header)
-    with pytest.raises(ValueError, match="float32"):
-        write_label(tmp_path / "a.nii", np.zeros(header.shape, np.float32), header)
-    with pytest.raises(ValueError, match="-1"):
-        write_label(tmp_path / "a.nii", np.full(header.shape, -1), header)
-    with pytest.raises(VolumeError, match=r"choose a name that ends in .nii.gz or .nii"):
-        write_label(tmp_path / "a.mgz", np.zeros(header.shape, np.uint8), header)
-    with pytest.raises(VolumeError, match="cannot write .*No such file or directory"):
-        write_label(tmp_path / "no" / "a.nii", np.zeros(header.shape, np.uint8), header)
+    labels = np.zeros(header.shape, np.uint8)
+    for name, wrong, words in (
+        ("a.nii", labels.T, "shape"),
+        ("a.nii", labels.astype(np.float32), "float32"),
+        ("a.nii", labels.astype(int) - 1, "-1"),
+        ("a.mgz", labels, "choose a name that ends in .nii.gz or .nii"),
+        ("no/a.nii", labels, "cannot write .*No such file or directory"),
+    ):
+        with pytest.raises((ValueError, VolumeError), match=words):
+            write_label(tmp_path / name, wrong, header)
     assert [path.name for path in tmp_path.iterdir()] == ["plain.nii"]
 
 
@@ -290,11 +287,8 @@ def test_units_other_than_mm_are_converted_and_written_back(tmp_path):
         image = nib.Nifti1Image(array, STRAIGHT)
         image.header.set_xyzt_units(units)
         nib.save(image, tmp_path / "image.nii")
-
         header = read_header(tmp_path / "image.nii")
-        np.testing.assert_allclose(
-            header.spacing_mm, np.array([0.9765625, 0.8, 3.3]) * factor, atol=1e-6
-        )
+        np.testing.assert_allclose(header.spacing_mm, np.diag(STRAIGHT)[:3] * factor, atol=1e-6)
         np.testing.assert_allclose(header.affine[:3], STRAIGHT[:3] * factor, rtol=1e-6)
         write_label(tmp_path / "label.nii", np.ones(header.shape, np.uint8), header)
         label = nib.load(tmp_path / "label.nii")
@@ -302,21 +296,9 @@ def test_units_other_than_mm_are_converted_and_written_back(tmp_path):
         np.testing.assert_array_equal(label.affine, nib.load(tmp_path / "image.nii").affine)
 
 
-def test_axes_of_length_one_do_not_count(tmp_path):
-    for shape in ((4, 5, 6, 1, 1), (4, 5, 6, 1), (4, 5, 6), (4, 5)):
-        array = random_volume(shape=shape)
-        nib.save(nib.Nifti1Image(array, np.eye(4)), tmp_path / "image.nii")
-        volume = read_image(tmp_path / "image.nii")
-        assert volume.header.num_channels == 1
-        np.testing.assert_array_equal(volume.array.ravel(), array.ravel())
-        assert volume.array.shape == (1, 4, 5, shape[2] if len(shape) > 2 else 1)
-
-
 def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
     header_bytes(plain, qform_code=0, sform_code=0)
-    with caplog.at_level(logging.WARNING):
-        header = read_header(plain)
-
+    header = read_header(plain)
     assert "does not state its orientation" in caplog.text and str(plain) in caplog.text
     expected = nib.as_closest_canonical(nib.load(plain)).affine
     np.testing.assert_allclose(header.affine, expected, atol=1e-6)
@@ -326,7 +308,6 @@ def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
     ("fields", "words"),
     [
         ({"sform_code": 2, "srow_x": [1, 1, 0, 5], "srow_y": [1, 1, 0, 0]}, "cannot be inverted"),
-        ({"sform_code": 2, "srow_x": [0, 0, 0, 5]}, "spacing 0x0.8x3.3 mm"),
         ({"sform_code": 2, "srow_x": [np.nan, 0, 0, 5]}, "spacing nanx0.8x3.3 mm"),
         ({"sform_code": 2, "srow_x": [0.7, 0, 0, np.inf]}, "begins at infx"),
         ({"sform_code": 2, "srow_y": [0, 0, 0, 5]}, "spacing 0.976562x0x3.3 mm"),
@@ -337,7 +318,6 @@ def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
 )
 def test_a_header_that_locates_no_voxel_is_refused(plain, fields, words):
     header_bytes(plain, **fields)
-
     assert words in refusal(plain, read_header)
 
 
@@ -366,29 +346,19 @@ def test_a_damaged_file_is_refused_by_its_header_alone(plain, capfd):
 
 
 def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):
-    (tmp_path / "folder.nii").mkdir()
-    content = plain.read_bytes()
-    for name, written in (
-        ("noise.nii", np.random.default_rng(0).bytes(4000)),
-        ("scan.txt", b"no scan"),
-        ("hidden.nii", gzip.compress(content)),
-        ("lonely.hdr", content[:348]),
-    ):
-        (tmp_path / name).write_bytes(written)
+    (tmp_path / "noise.nii").write_bytes(np.random.default_rng(0).bytes(4000))
+    (tmp_path / "hidden.nii").write_bytes(gzip.compress(plain.read_bytes()))
     for name, words in {
         "missing.nii.gz": "No such file",
         "missing.hdr": "No such file",
-        "folder.nii": "is a folder without DICOM slices",
         "noise.nii": "it does not begin with a NIfTI header",
-        "scan.txt": "not named like a volume",
         "hidden.nii": "is gzip-compressed, though",
-        "lonely.hdr": "lacks its partner lonely.img",
     }.items():
         assert words in refusal(tmp_path / name)
 
 
 def test_a_file_that_cannot_be_opened_or_held_is_explained(plain, monkeypatch):
-    def exhausted(*_, **__):
+    def exhausted(*_):
         raise MemoryError
 
     with monkeypatch.context() as patched:
@@ -404,8 +374,7 @@ def test_a_file_that_cannot_be_opened_or_held_is_explained(plain, monkeypatch):
 
 def test_channels_in_one_file_or_in_several_are_one_array(tmp_path, monkeypatch):
     array = np.stack([random_volume(), random_volume() + 1, random_volume() + 2], axis=-1)
-    names = ("all.nii", "first.nii", "others.nii", "shorter.nii")
-    whole, first, others, shorter = (tmp_path / name for name in names)
+    whole, first, others, shorter = (tmp_path / f"{name}.nii" for name in ("a", "b", "c", "d"))
     nib.save(nib.Nifti1Image(array, STRAIGHT), whole)
     nib.save(nib.Nifti1Image(array[..., 0], STRAIGHT), first)
     # The others are stored from right to left, but lie where the first one lies.
@@ -418,12 +387,8 @@ def test_channels_in_one_file_or_in_several_are_one_array(tmp_path, monkeypatch)
     np.testing.assert_array_equal(apart.array, together.array)
     assert same_grid(apart.header, together.header) is None
     assert apart.header.path == first
-
-    def read(*_):
-        raise AssertionError("voxels were read")
-
-    monkeypatch.setattr("unet3d.volumes.nifti.raw_voxels", read)
+    monkeypatch.setattr("unet3d.volumes.nifti.raw_voxels", None)  # voxels are not read
     nib.save(nib.Nifti1Image(random_volume()[1:], STRAIGHT), shorter)
-    words = r"shorter\.nii is not on the grid of .*first\.nii: shapes 5x6x7 and 4x6x7 differ"
+    words = r"d\.nii is not on the grid of .*b\.nii: shapes 5x6x7 and 4x6x7 differ"
     with pytest.raises(VolumeError, match=words):
         read_channels([first, shorter])

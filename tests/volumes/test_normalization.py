@@ -8,7 +8,7 @@ from tests.products import pairwise
 from unet3d.errors import VolumeError
 from unet3d.volumes import image_voxels
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
-from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling, Kind
+from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling
 
 RNG = np.random.default_rng(0)
 Z_SCORE = ChannelNormalization(kind="z-score")
@@ -20,16 +20,14 @@ def channel(scale: float = 1.0) -> np.ndarray:
     return (array * np.float32(scale)).astype(np.float32)
 
 
-def scaling_of(
-    array: np.ndarray, how: ChannelNormalization, inside: np.ndarray | None
-) -> ChannelScaling:
-    image = ImageVoxels([StoredChannels(voxels=array[None])])
-    return ChannelScaling.of(image, 0, how, inside)
+def scaling_of(array, how, inside=None):
+    return ChannelScaling.of(ImageVoxels([StoredChannels(voxels=array[None])]), 0, how, inside)
 
 
-def normalised(scaling: ChannelScaling, array: np.ndarray, inside: np.ndarray | None) -> np.ndarray:
+def normalised(array, how, inside=None):
     values = torch.from_numpy(array.copy())
-    scaling.apply_(values, None if inside is None else torch.from_numpy(inside.copy()))
+    mask = None if inside is None else torch.from_numpy(inside)
+    scaling_of(array, how, inside).apply_(values, mask)
     return values.numpy()
 
 
@@ -50,17 +48,15 @@ def test_intensities_are_those_of_the_voxels_that_count(piece_voxels, is_masked,
         of_all = (values - values.mean()) / values.std()
         mean, std = plain_z_score(array, inside)
         of_inside = (values - mean) / std
-        if inside is not None:
+        if is_masked:
             of_inside[~inside] = 0
-        expected: dict[Kind, np.ndarray] = {
+        for kind, wanted in {
             "z-score": of_inside,
-            "z-score-inside": of_all if inside is None else of_inside,
+            "z-score-inside": of_inside if is_masked else of_all,
             "z-score-all": of_all,
             "rescale": (values - values.min()) / (values.max() - values.min()),
-        }
-        for kind, wanted in expected.items():
-            how = ChannelNormalization(kind=kind)
-            found = normalised(scaling_of(array, how, inside), array, inside)
+        }.items():
+            found = normalised(array, ChannelNormalization(kind=kind), inside)
             assert found.dtype == np.float32
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5, err_msg=kind)
 
@@ -68,9 +64,8 @@ def test_intensities_are_those_of_the_voxels_that_count(piece_voxels, is_masked,
 def test_what_has_no_intensities_stays():
     array = np.zeros((4, 5, 6), np.float32)
     for how in (Z_SCORE, ChannelNormalization(kind="none")):
-        np.testing.assert_array_equal(scaling_of(array, how, None).apply(array), array)
-    nowhere = np.zeros(array.shape, bool)
-    assert scaling_of(array + 1, Z_SCORE, nowhere) == ChannelScaling()
+        np.testing.assert_array_equal(scaling_of(array, how).apply(array), array)
+    assert scaling_of(array + 1, Z_SCORE, np.zeros(array.shape, bool)) == ChannelScaling()
 
 
 @pairwise(
@@ -106,7 +101,7 @@ def test_many_voxels_lose_no_digits(monkeypatch):
     stored = (30_000 + rng.integers(0, 3, (90, 80, 70))).astype(np.uint16)
     mean, std = plain_z_score(stored, None)
     for voxels in (stored, stored.astype(np.float32)):
-        scaling = scaling_of(voxels, Z_SCORE, None)
+        scaling = scaling_of(voxels, Z_SCORE)
         assert scaling.mean == pytest.approx(mean, rel=1e-13)
         assert scaling.std == pytest.approx(std, rel=1e-11)
 
@@ -119,8 +114,8 @@ def test_a_constant_channel_becomes_zero_whatever_its_value(kind):
     for value in (7, 0.1, -7.3, 1e-12, 3e38, 1234567.9):
         array = np.full((31, 17, 13), value, np.float32)
         for inside in (None, np.ones(array.shape, bool)):
-            scaling = scaling_of(array, ChannelNormalization(kind=kind), inside)
-            np.testing.assert_array_equal(normalised(scaling, array, inside), 0)
+            found = normalised(array, ChannelNormalization(kind=kind), inside)
+            np.testing.assert_array_equal(found, 0)
 
 
 @KINDS
@@ -132,7 +127,7 @@ def test_a_least_deviation_keeps_tiny_intensities_small(kind):
         values = array.astype(np.float64)
         start = values.min() if kind == "rescale" else values.mean()
         expected = (values - start) / least
-        found = normalised(scaling_of(array, how, inside), array, inside)
+        found = normalised(array, how, inside)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
@@ -142,30 +137,29 @@ def test_without_one_the_unit_of_intensities_does_not_matter(kind):
     array = channel()
     how = ChannelNormalization(kind=kind)
     inside = RNG.random(array.shape) < 0.5
-    expected = normalised(scaling_of(array, how, inside), array, inside)
+    expected = normalised(array, how, inside)
     assert expected.max() > 0.5
     for scale in (2.0**-40, 2.0**-90, 2.0**60):
-        scaled = array * np.float32(scale)
-        found = normalised(scaling_of(scaled, how, inside), scaled, inside)
+        found = normalised(array * np.float32(scale), how, inside)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_largest_numbers_do_not_overflow():
     array = np.array([-3e38, 0, 3e38], np.float32).reshape(1, 1, 3)
-    found = scaling_of(array, ChannelNormalization(kind="rescale"), None).apply(array)
-    np.testing.assert_allclose(found.ravel(), [0, 0.5, 1], atol=1e-7)
-    np.testing.assert_allclose(
-        scaling_of(array, Z_SCORE, None).apply(array).ravel(), [-1, 0, 1], rtol=1e-6
-    )
+    for how, expected in (
+        (ChannelNormalization(kind="rescale"), [0, 0.5, 1]),
+        (Z_SCORE, [-1, 0, 1]),
+    ):
+        np.testing.assert_allclose(normalised(array, how).ravel(), expected, atol=1e-6)
 
 
 def test_colours_are_from_0_to_255():
     how = ChannelNormalization(kind="rgb")
     for dtype in (np.uint8, np.float32):
         array = RNG.integers(0, 256, (5, 6, 7)).astype(dtype)
-        found = scaling_of(array, how, None).apply(array.astype(np.float32))
+        found = scaling_of(array, how).apply(array.astype(np.float32))
         np.testing.assert_allclose(found, array / 255.0, atol=1e-7)
     for low, high in ((-1, 255), (0, 256), (-1024, 3071)):
         array = np.array([low, 3, high], np.int16).reshape(1, 1, 3)
         with pytest.raises(VolumeError, match=f"intensities from {low} to {high}, but colours"):
-            scaling_of(array, how, None)
+            scaling_of(array, how)

@@ -8,19 +8,14 @@ import torch
 from scipy import ndimage
 from torch.profiler import ProfilerActivity, profile
 
-from unet3d.config import Shape, Spacing
+from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.memory import host
 from unet3d.volumes import resample
 from unet3d.volumes.class_resampling import resample_classes
 from unet3d.volumes.interpolation import Order, line_matrix
 from unet3d.volumes.plane_resampling import Resampling
-from unet3d.volumes.resample import (
-    Interpolation,
-    affordable_shape,
-    resampled_shape,
-    thick_axes,
-)
+from unet3d.volumes.resample import Interpolation, affordable_shape, resampled_shape, thick_axes
 from unet3d.volumes.target_spacing import median_spacing, target_spacing
 
 RNG = np.random.default_rng(0)
@@ -50,15 +45,14 @@ def test_shapes_follow_the_spacing():
 def test_slices_lie_along_one_axis_where_they_are_clipped():
     assert thick_axes((1, 1, 3.1)) == (False, False, True)
     assert thick_axes((5, 1, 1), (1, 1, 3)) == (True, False, False)
-    cases: list[tuple[Spacing, Spacing, tuple[int, ...], tuple[int, ...]]] = [
+    for have_mm, want_mm, each, one in (
         ((1, 1, 3), (1, 1, 1), (), ()),
         ((1, 1, 3.1), (1, 1, 1), (2,), (2,)),
         ((1, 1, 1), (4, 1, 1), (0,), (0,)),
         ((1, 5, 1), (4, 1, 1), (0, 1), (1,)),  # the first spacing counts
         ((5, 5, 1), (4, 1, 1), (0, 1), ()),  # two are equally coarse
         ((4, 5, 1), (1, 1, 1), (0, 1), (1,)),
-    ]
-    for have_mm, want_mm, each, one in cases:
+    ):
         assert Interpolation().slice_axes(have_mm, want_mm) == each
         assert Interpolation(clips=True).slice_axes(have_mm, want_mm) == one
         for clips in (False, True):
@@ -91,8 +85,9 @@ def test_classes_are_the_argmax_of_linear_masks():
         np.testing.assert_array_equal(resampled[clear], np.take(values, masks.argmax(0))[clear])
 
 
-@pytest.mark.parametrize("shape", [(40, 50, 60), (60, 8, 3), (5, 90, 20)])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("shape", "channels"), [((40, 50, 60), 1), ((60, 8, 3), 3), ((5, 90, 20), 1)]
+)
 def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monkeypatch):
     counted = []
     monkeypatch.setattr(resample, "refuse_beyond_memory", lambda size, *_: counted.append(size))
@@ -104,10 +99,8 @@ def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monk
         resample_image(image, shape)
         _, of_numpy = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    sizes = [event.self_cpu_memory_usage for event in events.events()]
-    of_torch = max(itertools.accumulate(sizes))
-    assert of_numpy < counted[0]
-    assert of_torch < counted[0]
+    of_torch = max(itertools.accumulate(one.self_cpu_memory_usage for one in events.events()))
+    assert max(of_numpy, of_torch) < counted[0]
 
 
 def test_nothing_overflows_however_many_voxels_it_would_be(monkeypatch):
@@ -115,8 +108,6 @@ def test_nothing_overflows_however_many_voxels_it_would_be(monkeypatch):
     for spacing in (1e9, 1e200):
         with pytest.raises(VolumeError, match="EiB of memory, but this machine has 4 EiB"):
             affordable_shape((32, 32, 32), (spacing,) * 3, (1e-9,) * 3, 1)
-    assert affordable_shape((8, 9, 10), (1, 1, 1), (2, 1, 0.5), 1) == (4, 9, 20)
-    assert affordable_shape((8, 9, 10), (1, 1, 1), None, 1) == (8, 9, 10)
 
 
 def test_the_median_keeps_microscopy_apart():
@@ -124,17 +115,16 @@ def test_the_median_keeps_microscopy_apart():
     assert median_spacing([(1, 1, 1), (1, 1, 2)]) == (1, 1, 1.5)
 
 
-def nnunet_target_spacing(spacings_mm: list[Spacing], shapes: list[Shape]) -> list[float]:
+def nnunet_target_spacing(spacings_mm, shapes):
     """nnU-Net's rule, from the text of its paper's supplement, in axes sorted by spacing."""
-    spacings, sizes = np.array(spacings_mm, float), np.array(shapes, float)
-    order = np.argsort(np.median(spacings, axis=0), kind="stable")
-    fine, coarse = np.median(spacings, axis=0)[order[:2]], np.median(spacings, axis=0)[order[2]]
-    few = np.median(sizes, axis=0)[order[2]]
-    if coarse / fine[1] > 3 and np.median(sizes, axis=0)[order[:2]].min() / few > 3:
-        coarse = max(np.quantile(spacings[:, order[2]], 0.1), fine[1])
-    target = np.empty(3)
-    target[order] = (*fine, coarse)
-    return target.tolist()
+    spacings, median_mm = np.array(spacings_mm), np.median(spacings_mm, axis=0)
+    order = np.argsort(median_mm, kind="stable")
+    sizes = np.median(shapes, axis=0)[order]
+    _, fine, coarse = median_mm[order]
+    if coarse / fine > 3 and sizes[:2].min() / sizes[2] > 3:
+        coarse = max(np.quantile(spacings[:, order[2]], 0.1), fine)
+    median_mm[order[2]] = coarse
+    return median_mm.tolist()
 
 
 def test_target_spacings_are_those_of_nnunet():
@@ -143,18 +133,14 @@ def test_target_spacings_are_those_of_nnunet():
     for _ in range(300):
         number = int(rng.integers(1, 12))
         scale = rng.permutation([1, 1, rng.uniform(1, 8)])
-        spacings_mm: list[Spacing] = [
-            (x, y, z) for x, y, z in (scale * rng.uniform(0.7, 1.3, (number, 3))).tolist()
-        ]
-        shapes: list[Shape] = [
-            (x, y, z) for x, y, z in (200 / scale ** rng.uniform(0, 2)).astype(int)[None].tolist()
-        ] * number
+        spacings_mm = (scale * rng.uniform(0.7, 1.3, (number, 3))).tolist()
+        shapes = [(200 / scale ** rng.uniform(0, 2)).astype(int).tolist()] * number
         target_mm = target_spacing(spacings_mm, shapes, "median")
         assert target_mm == pytest.approx(nnunet_target_spacing(spacings_mm, shapes), rel=1e-5)
         changed += target_mm != median_spacing(spacings_mm)
-        assert target_spacing(spacings_mm, shapes, "native") is None
-        assert target_spacing(spacings_mm, shapes, (1, 2, 3)) == (1, 2, 3)
     assert 50 < changed < 250
+    assert target_spacing(spacings_mm, shapes, "native") is None
+    assert target_spacing(spacings_mm, shapes, (1, 2, 3)) == (1, 2, 3)
 
 
 def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image():
