@@ -1,10 +1,8 @@
 import json
-from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
-from scipy.spatial.transform import Rotation
 
 from tests.inference.distances import hd95_by_hand, tilted
 from tests.volumes.orientations import turn_to
@@ -21,7 +19,7 @@ def cube(start, stop, shape=(20, 20, 20), value=1):
     return array
 
 
-def write(path: Path, array, spacing_mm=SPACING_MM, origin_mm=0.0) -> Path:
+def write(path, array, spacing_mm=SPACING_MM, origin_mm=0.0):
     affine = np.diag([*spacing_mm, 1.0])
     affine[0, 3] = origin_mm
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,25 +45,9 @@ def test_any_label_values_and_labels_that_one_side_lacks(tmp_path):
     assert evaluation.mean_dice == 0.5
 
 
-def test_json_holds_every_case_and_mean(tmp_path):
-    # Shifted by 2 of 10 voxels along Z, whose voxels are 3 mm.
-    prediction = write(tmp_path / "p.nii.gz", cube((5, 5, 5), (15, 15, 15), value=2))
-    label = write(tmp_path / "l.nii.gz", cube((5, 5, 7), (15, 15, 17), value=2))
-    record = json.loads(json.dumps(evaluate(prediction, label).to_dict(), allow_nan=False))
-    (case,) = record["cases"]
-    assert (case["case"], case["prediction"], case["label"]) == ("l", str(prediction), str(label))
-    score, mean = case["labels"]["2"], record["mean"]["2"]
-    assert score["dice"] == pytest.approx(0.8)
-    assert (score["prediction_ml"], score["label_ml"]) == pytest.approx((1.5, 1.5))
-    assert mean["hd95_mm"] == pytest.approx(6.0)
-    assert mean["num_cases_dice"] == 1
-    assert record["mean_dice"] == pytest.approx(0.8)
-
-
 @pytest.mark.parametrize(
     ("prediction", "label"),
     [
-        ("case.nii.gz", "case.nii.gz"),
         ("case_seg.nii.gz", "case.nii.gz"),
         ("case_0000_seg.nii.gz", "case.nii.gz"),
         ("case_0000_seg.nii.gz", "case_0000.nii"),
@@ -106,31 +88,35 @@ def test_predictions_without_partner_are_refused(tmp_path, predictions, labels, 
     assert "\n" not in str(caught.value)
 
 
-def test_label_maps_that_nobody_predicted_do_not_count(tmp_path):
+def test_what_one_side_alone_has_does_not_count(tmp_path):
     array = cube((1, 1, 1), (5, 5, 5))
-    for name in "abc":
-        write(tmp_path / "l" / f"{name}.nii.gz", array)
+    for name in ("p/a", "p/b_seg", "l/a", "l/b", "l/c"):
+        write(tmp_path / f"{name}.nii.gz", array)
     # Had it counted, its label 9 would have had a Dice of 0.
-    write(tmp_path / "l" / "d.nii.gz", cube((1, 1, 1), (5, 5, 5), value=9))
-    write(tmp_path / "p" / "b_seg.nii.gz", array)
+    write(tmp_path / "l/d.nii.gz", cube((1, 1, 1), (5, 5, 5), value=9))
     seen = []
     evaluation = evaluate(tmp_path / "p", tmp_path / "l", lambda pairs: seen.extend(pairs) or pairs)
-    assert [case.name for case in evaluation.cases] == ["b"]
+    assert [case.name for case in evaluation.cases] == ["a", "b"]
     assert seen == [(case.prediction, case.label) for case in evaluation.cases]
-    assert evaluation.without_prediction == ("a", "c", "d")
     assert (evaluation.labels, evaluation.mean_dice) == ((1,), 1.0)
-    assert evaluation.to_dict()["without_prediction"] == ["a", "c", "d"]
     one = evaluate(tmp_path / "p/b_seg.nii.gz", tmp_path / "l")
     assert [case.name for case in one.cases] == ["b"]
     assert one.without_prediction == ()  # nobody asked for the others
+    write(tmp_path / "p/z.nii.gz", array)
+    with pytest.raises(DatasetError, match="z.nii.gz has no label map .*--leave-out"):
+        evaluate(tmp_path / "p", tmp_path / "l")
+    record = evaluate(tmp_path / "p", tmp_path / "l", leave_out=True).to_dict()
+    assert [case["case"] for case in record["cases"]] == ["a", "b"]
+    assert (record["without_prediction"], record["without_label"]) == (["c", "d"], ["z"])
+    (tmp_path / "p/a.nii.gz").unlink()
+    (tmp_path / "p/b_seg.nii.gz").unlink()
+    with pytest.raises(DatasetError, match="z.nii.gz has no label map"):
+        evaluate(tmp_path / "p", tmp_path / "l", leave_out=True)
 
 
-@pytest.mark.parametrize(
-    "error", [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9")]
-)
-def test_too_little_memory_is_explained(tmp_path, monkeypatch, error):
+def test_too_little_memory_is_explained(tmp_path, monkeypatch):
     def fail(*arguments, **options):
-        raise error
+        raise MemoryError
 
     path = write(tmp_path / "p.nii.gz", cube((1, 1, 1), (5, 5, 5)))
     monkeypatch.setattr("monai.metrics.compute_dice", fail)
@@ -169,8 +155,8 @@ def test_an_image_in_place_of_a_label_map_is_refused(tmp_path, dtype, message, s
 
 
 def test_an_atlas_of_many_labels_is_no_image(tmp_path):
-    path = write(tmp_path / "a.nii", np.arange(6**3, dtype=np.uint8).reshape(6, 6, 6))
-    assert len(evaluate(path, path).labels) == 215
+    path = write(tmp_path / "a.nii", np.arange(5**3, dtype=np.uint8).reshape(5, 5, 5))
+    assert len(evaluate(path, path).labels) == 124
 
 
 @pytest.mark.parametrize(
@@ -184,17 +170,16 @@ def test_nothing_to_compare_is_refused(tmp_path, ignore, message):
         evaluate(path, path, scored=ScoredLabels(ignore=ignore))
 
 
-@pytest.mark.parametrize(("header", "voxels"), [(".hdr", ".IMG"), (".HDR", ".img")])
-def test_a_pair_of_files_is_one_label_map_in_any_case_of_letters(tmp_path, header, voxels):
+def test_a_pair_of_files_is_one_label_map_in_any_case_of_letters(tmp_path):
     array = cube((5, 5, 5), (15, 15, 15))
     write(tmp_path / "p" / "a_seg.NII.GZ", array)
     (tmp_path / "l").mkdir()
     nib.save(nib.Nifti1Pair(array, np.diag([*SPACING_MM, 1.0])), tmp_path / "l" / "new.hdr")
-    (tmp_path / "l" / "new.hdr").rename(tmp_path / "l" / f"a{header}")
-    (tmp_path / "l" / "new.img").rename(tmp_path / "l" / f"a{voxels}")
+    (tmp_path / "l" / "new.hdr").rename(tmp_path / "l" / "a.HDR")
+    (tmp_path / "l" / "new.img").rename(tmp_path / "l" / "a.img")
     (case,) = evaluate(tmp_path / "p", tmp_path / "l").cases
     assert case.scores[1].dice == 1
-    (named,) = evaluate(tmp_path / "p", tmp_path / "l" / f"a{voxels}").cases
+    (named,) = evaluate(tmp_path / "p", tmp_path / "l" / "a.img").cases
     assert named.scores == case.scores
 
 
@@ -219,36 +204,6 @@ def test_a_tilted_gantry_changes_neither_volumes_nor_distances(tmp_path, degrees
     assert score.hd95_mm == pytest.approx(hd95_by_hand(*masks, affine), rel=1e-5)
 
 
-def test_noise_does_not_part_a_prediction_from_its_label(tmp_path):
-    affine, noisy = np.eye(4), np.eye(4)
-    affine[:3, :3] = Rotation.from_euler("z", 45, degrees=True).as_matrix()
-    array = np.random.default_rng(0).integers(0, 2, (8, 9, 10)).astype(np.uint8)
-    nib.save(nib.Nifti1Image(array, affine), tmp_path / "l.nii")
-    for noise in (1e-5, -1e-5):  # of 1e-7 in the affine
-        noisy[:3, :3] = Rotation.from_euler("z", 45 + noise, degrees=True).as_matrix()
-        nib.save(nib.Nifti1Image(array, noisy), tmp_path / "p.nii")
-        score = evaluate(tmp_path / "p.nii", tmp_path / "l.nii").cases[0].scores[1]
-        assert (score.dice, score.hd95_mm) == (1, 0)
-
-
-def test_predictions_without_label_map_can_be_left_out(tmp_path):
-    array = cube((1, 1, 1), (5, 5, 5))
-    for name in ("a", "b_seg", "z"):
-        write(tmp_path / "p" / f"{name}.nii.gz", array)
-    for name in "abc":
-        write(tmp_path / "l" / f"{name}.nii.gz", array)
-    with pytest.raises(DatasetError, match="z.nii.gz has no label map .*--leave-out"):
-        evaluate(tmp_path / "p", tmp_path / "l")
-    evaluation = evaluate(tmp_path / "p", tmp_path / "l", leave_out=True)
-    assert [case.name for case in evaluation.cases] == ["a", "b"]
-    assert (evaluation.without_prediction, evaluation.without_label) == (("c",), ("z",))
-    assert evaluation.to_dict()["without_label"] == ["z"]
-    (tmp_path / "p/a.nii.gz").unlink()
-    (tmp_path / "p/b_seg.nii.gz").unlink()
-    with pytest.raises(DatasetError, match="z.nii.gz has no label map"):
-        evaluate(tmp_path / "p", tmp_path / "l", leave_out=True)
-
-
 def test_regions_and_names_are_in_the_json(tmp_path):
     label = cube((2, 2, 2), (8, 8, 8)) + cube((4, 4, 4), (6, 6, 6))  # 1, and 2 inside
     write(tmp_path / "p" / "a.nii.gz", np.minimum(label, 1))
@@ -260,12 +215,16 @@ def test_regions_and_names_are_in_the_json(tmp_path):
     assert evaluation.labels == ((1, 2), 2)
     record = json.loads(json.dumps(evaluation.to_dict(), allow_nan=False))
     assert (record["ignore"], record["tolerance_mm"]) == (7, 0.75)
-    first, second = (case["labels"] for case in record["cases"])
+    a, b = record["cases"]
+    paths = [str(tmp_path / folder / "a.nii.gz") for folder in "pl"]
+    assert [a["case"], a["prediction"], a["label"], b["case"]] == ["a", *paths, "b"]
+    first, second = a["labels"], b["labels"]
     assert first.keys() == {"1,2", "2"}
     assert (first["1,2"]["name"], first["1,2"]["dice"], first["1,2"]["nsd"]) == ("whole", 1.0, 1.0)
     assert (first["2"]["name"], first["2"]["dice"], first["2"]["hd95_mm"]) == ("core", 0.0, None)
     assert (first["2"]["nsd"], second["2"]["nsd"]) == (0.0, 1.0)
+    assert (first["2"]["prediction_ml"], first["2"]["label_ml"]) == (0, pytest.approx(0.012))
     mean = record["mean"]["2"]
-    assert (mean["name"], mean["dice"], mean["nsd"]) == ("core", 0.5, 0.5)
+    assert (mean["name"], mean["dice"], mean["hd95_mm"], mean["nsd"]) == ("core", 0.5, 0.0, 0.5)
     assert (mean["num_cases_dice"], mean["num_cases_hd95"]) == (2, 1)
     assert record["mean_dice"] == 0.75
