@@ -39,7 +39,7 @@ def file(tmp_path):
     return tmp_path / "scan.nii.gz"
 
 
-def labels_of(image: nib.Nifti1Image) -> np.ndarray:
+def labels_of(image):
     return np.asarray(image.dataobj)
 
 
@@ -93,11 +93,10 @@ def test_an_array_is_seen_as_it_is_by_a_network_for_stored_axes(checkpoint, file
     assert len(np.unique(found)) == 3
 
 
-@pytest.mark.parametrize("unit", ["mm", "meter"])
-def test_an_affine_that_was_changed_counts(segmenter, file, unit):
-    scale = np.diag([1, 1, 1, 1.0]) if unit == "mm" else np.diag([1e-3, 1e-3, 1e-3, 1])
+def test_an_affine_that_was_changed_counts(segmenter, file):
+    scale = np.diag([1e-3, 1e-3, 1e-3, 1])
     image = nib.Nifti1Image(np.asarray(nib.load(file).dataobj), scale @ TURNED)
-    image.header.set_xyzt_units(unit)
+    image.header.set_xyzt_units("meter")
     before = segmenter.segment(image)
     image.affine[:3, 3] += 7
     result = segmenter.segment(image)

@@ -1,24 +1,16 @@
 """The logits of a volume from its windows, all of them in memory, in float64."""
 
-from collections.abc import Callable, Sequence
-
 import torch
-from torch import Tensor
 
-from unet3d.inference.windows import Windows, gaussian_weight
+from unet3d.inference.windows import gaussian_weight
 
 
-def is_empty(window: Tensor) -> bool:
+def is_empty(window):
     """Return whether each channel is one number."""
     return all(len(channel.unique()) == 1 for channel in window)
 
 
-def blended(
-    predict: Callable[[Tensor], Tensor],
-    image: Tensor,
-    windows: Windows,
-    empty_logits: Sequence[float] | None = None,
-) -> Tensor:
+def blended(predict, image, windows, empty_logits=None):
     """Return the mean of what each window gives to a voxel, weighted; shape (K, X, Y, Z).
 
     Args:

@@ -1,20 +1,24 @@
-"""Distances between surfaces, the plain way."""
+"""Label maps, and distances between surfaces the plain way."""
 
 import numpy as np
 from scipy.spatial.distance import cdist
 from scipy.spatial.transform import Rotation
 
-from unet3d.config import Spacing
+
+def cube(start, stop, shape=(20, 20, 20), value=1):
+    array = np.zeros(shape, dtype=np.uint8)
+    array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = value
+    return array
 
 
-def tilted(degrees: float, spacing_mm: Spacing) -> np.ndarray:
+def tilted(degrees, spacing_mm):
     """Return the affine of a CT whose table moves along Z while the gantry is tilted about X."""
     affine = np.diag([*spacing_mm, 1.0])
     affine[:3, 1] = Rotation.from_euler("x", degrees, degrees=True).apply(affine[:3, 1])
     return affine
 
 
-def nearest_mm(one: np.ndarray, other: np.ndarray, affine: np.ndarray) -> list[np.ndarray]:
+def nearest_mm(one, other, affine):
     """Return the distance of each surface voxel to the other mask's surface, for both masks.
 
     A surface voxel is one with one of its six neighbours outside.
@@ -31,6 +35,6 @@ def nearest_mm(one: np.ndarray, other: np.ndarray, affine: np.ndarray) -> list[n
     return [apart.min(axis=1), apart.min(axis=0)]
 
 
-def hd95_by_hand(one: np.ndarray, other: np.ndarray, affine: np.ndarray) -> float:
+def hd95_by_hand(one, other, affine):
     """Return the larger of the 95th percentiles of both directions."""
     return float(max(np.percentile(mm, 95) for mm in nearest_mm(one, other, affine)))

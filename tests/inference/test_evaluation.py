@@ -4,19 +4,13 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.inference.distances import hd95_by_hand, tilted
+from tests.inference.distances import cube, hd95_by_hand, tilted
 from tests.volumes.orientations import turn_to
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.inference.evaluation import evaluate
 from unet3d.volumes.scored_labels import ScoredLabels
 
 SPACING_MM = (0.5, 1.0, 3.0)
-
-
-def cube(start, stop, shape=(20, 20, 20), value=1):
-    array = np.zeros(shape, dtype=np.uint8)
-    array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = value
-    return array
 
 
 def write(path, array, spacing_mm=SPACING_MM, origin_mm=0.0):

@@ -17,12 +17,12 @@ TOPOLOGY = Topology(
 class Asked(WholeImage):
     """An image that notes which planes it was asked for."""
 
-    def __init__(self, image: torch.Tensor) -> None:
+    def __init__(self, image):
         super().__init__(image)
-        self.asked: list[tuple[int, int]] = []
-        self.devices: list[torch.device] = []
+        self.asked = []
+        self.devices = []
 
-    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
+    def planes(self, axis, begin, end, device=CPU):
         self.asked.append((begin, end))
         self.devices.append(device)
         return super().planes(axis, begin, end, device)
@@ -68,13 +68,13 @@ def test_planes_are_dropped_in_place(number):
 class Slow(Asked):
     """An image of which some planes are made only when they may be, by whatever thread."""
 
-    def __init__(self, image: torch.Tensor) -> None:
+    def __init__(self, image):
         super().__init__(image)
-        self.threads: list[str] = []
+        self.threads = []
         self.may_end = threading.Event()
         self.wrong: int | None = None
 
-    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
+    def planes(self, axis, begin, end, device=CPU):
         planes = super().planes(axis, begin, end, device)
         self.threads.append(threading.current_thread().name)
         if begin:

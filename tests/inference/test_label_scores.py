@@ -2,16 +2,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.inference.distances import cube
 from unet3d.inference.label_scores import LabelScore, dice_per_class, score_maps
 from unet3d.volumes.scored_labels import EVERY_VALUE, ScoredLabels
 
 AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])
-
-
-def cube(start, stop, shape=(12, 12, 12), value=1):
-    array = np.zeros(shape, dtype=np.uint8)
-    array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = value
-    return array
 
 
 def test_dice_per_class_is_twice_the_overlap_over_the_sum():
@@ -47,7 +42,7 @@ def test_a_shift_has_the_scores_of_the_hand():
 
 
 def test_a_label_that_one_side_lacks_has_no_distance():
-    empty = np.zeros((12, 12, 12), np.uint8)
+    empty = np.zeros((20, 20, 20), np.uint8)
     for pair in ((cube((2, 2, 2), (8, 8, 8)), empty), (empty, cube((2, 2, 2), (8, 8, 8)))):
         (score,) = score_maps(*pair, AFFINE, EVERY_VALUE).values()
         assert (score.dice, score.hd95_mm, score.nsd) == (0.0, None, 0.0)

@@ -3,7 +3,6 @@
 import errno
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -13,14 +12,12 @@ import torch
 from tests.networks import place, random_checkpoint
 from tests.volumes.orientations import ORIENTATIONS, turn_to
 from tests.volumes.samples import noise
-from unet3d.config import Shape
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.volumes.classes import Region
 from unet3d.volumes.cropping import Box, whole_box
-from unet3d.volumes.header import VolumeHeader, read_header
+from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import open_channels
 from unet3d.volumes.scratch import Scratch
-from unet3d.volumes.transform import Preprocessing
 
 SHAPE = (6, 5, 4)
 """Along X, Y, Z, however it is stored."""
@@ -31,26 +28,24 @@ HALF = np.finfo(np.float16).eps
 """What float16 keeps of a number below 1."""
 
 
-def header_of(codes: str, folder: Path) -> VolumeHeader:
+def header_of(codes, folder):
     """Return the header of a file with its axes in some order and direction."""
     return read_header(write_oriented(np.zeros(SHAPE, np.uint8), codes, folder))
 
 
-def write_oriented(array: np.ndarray, codes: str, folder: Path) -> Path:
+def write_oriented(array, codes, folder):
     image = nib.Nifti1Image(array, np.diag([1.0, 1.5, 2.0, 1]))
     path = folder / f"{codes}.nii"
     nib.save(image.as_reoriented(turn_to(codes)), path)
     return path
 
 
-def as_stored(array: np.ndarray, codes: str) -> np.ndarray:
+def as_stored(array, codes):
     """Return an array (X, Y, Z) as a file of this orientation has it."""
     return nib.apply_orientation(array, turn_to(codes))
 
 
-def preprocessing_of(
-    label_values: tuple[int, ...] = (0, 1, 2), regions: tuple[Region, ...] = ()
-) -> Preprocessing:
+def preprocessing_of(label_values=(0, 1, 2), regions=()):
     return random_checkpoint(label_values=label_values, regions=regions).preprocessing
 
 
@@ -61,18 +56,18 @@ REGIONS = (
 )
 
 
-def logits_of(num: int, shape: Shape, seed: int = 0) -> torch.Tensor:
+def logits_of(num, shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return 3 * torch.randn(num, *shape, generator=generator)
 
 
-def fill(result: LabelVolume | ProbabilityVolume, logits: torch.Tensor, axis: int) -> None:
+def fill(result, logits, axis):
     for slab in torch.split(logits, 2, 1 + axis):
         result.add(slab, axis)
     result.finish()
 
 
-def softmax(logits: torch.Tensor) -> np.ndarray:
+def softmax(logits):
     """Return probabilities in float64, with NumPy alone."""
     exponentials = np.exp(logits.double().numpy())
     return exponentials / exponentials.sum(0)
@@ -100,33 +95,29 @@ def test_labels_and_probabilities_of_every_orientation(axis, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype"),
-    [((0, 1, 2), "u1"), ((0, 7, 3), "u1"), ((0, 300, 2), "u2"), (tuple(range(0, 600, 2)), "u2")],
-    ids=["as classes", "others", "large", "many"],
+    ("values", "regions", "dtype"),
+    [
+        ((0, 1, 2), (), "u1"),
+        ((0, 7, 3), (), "u1"),
+        ((0, 300, 2), (), "u2"),
+        (tuple(range(0, 600, 2)), (), "u2"),
+        ((0, 1, 2, 5), REGIONS, "u1"),
+    ],
+    ids=["as classes", "others", "large", "many", "regions"],
 )
-def test_what_is_outside_of_a_box_is_background(values, dtype, tmp_path):
-    header = header_of("PSL", tmp_path)
-    logits = logits_of(len(values), BOX.shape)
+def test_what_is_outside_of_a_box_is_background(values, regions, dtype, tmp_path):
+    header, preprocessing = header_of("PSL", tmp_path), preprocessing_of(values, regions)
+    logits = logits_of(len(regions or values), BOX.shape)
+    inside = np.zeros(BOX.shape) if regions else np.array(values)[logits.numpy().argmax(0)]
+    for region, number in zip(regions, logits.numpy(), strict=False):  # in their order
+        inside[number > 0] = region.written
     expected = np.zeros(SHAPE, dtype)
-    expected[BOX.slices] = np.array(values)[logits.numpy().argmax(0)]
+    expected[BOX.slices] = inside
     for axis in range(3):
-        labels = LabelVolume(header, BOX, preprocessing_of(values), Scratch(tmp_path))
+        labels = LabelVolume(header, BOX, preprocessing, Scratch(tmp_path))
         fill(labels, logits, axis)
         np.testing.assert_array_equal(labels.array, expected)
         assert labels.array.dtype == np.dtype(dtype)
-
-
-def test_regions_are_written_in_their_order(tmp_path):
-    preprocessing = preprocessing_of((0, 1, 2, 5), REGIONS)
-    labels = LabelVolume(header_of("LAS", tmp_path), BOX, preprocessing, Scratch())
-    logits = logits_of(3, BOX.shape)
-    fill(labels, logits, 1)
-    inside = np.zeros(BOX.shape, int)
-    for region, values in zip(REGIONS, logits.numpy(), strict=True):
-        inside[values > 0] = region.written
-    expected = np.zeros(SHAPE, int)
-    expected[BOX.slices] = inside
-    np.testing.assert_array_equal(labels.array, expected)
 
 
 @pytest.mark.parametrize("are_regions", [False, True])
@@ -143,20 +134,6 @@ def test_outside_of_a_box_the_background_is_certain(are_regions, tmp_path):
         volume = ProbabilityVolume(path, header_of("RAS", tmp_path), BOX, preprocessing)
         fill(volume, logits, axis)
         np.testing.assert_allclose(np.load(path).T.transpose(3, 0, 1, 2), expected, atol=HALF)
-
-
-def test_both_begin_anew(tmp_path):
-    header, path = header_of("RAS", tmp_path), tmp_path / "a.npy"
-    labels = LabelVolume(header, BOX, preprocessing_of(), Scratch())
-    volume = ProbabilityVolume(path, header, BOX, preprocessing_of())
-    logits = logits_of(3, BOX.shape)
-    for result in (labels, volume):
-        result.add(logits_of(3, BOX.shape, seed=5)[:, :3], 0)
-        result.begin()
-        fill(result, logits, 2)
-    np.testing.assert_array_equal(labels.array[BOX.slices], logits.numpy().argmax(0))
-    found = np.load(path).T.transpose(3, 0, 1, 2)[:, *BOX.slices]
-    np.testing.assert_allclose(found, softmax(logits), atol=HALF)
 
 
 def test_certain_logits_are_certain_and_never_nan(tmp_path):

@@ -1,7 +1,6 @@
 """Which mode a prediction takes."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from unet3d.errors import ConfigError, DeviceError
 from unet3d.inference import mode_choice
 from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
-from unet3d.runs.checkpoint import Checkpoint
 
 CHECKPOINT = random_checkpoint(patch_size=(4, 16, 16))
 """Of windows with four planes, and a stride of two."""
@@ -22,14 +20,7 @@ BATCH_NORM = replace(CHECKPOINT, topology=replace(CHECKPOINT.topology, norm="bat
 """Which has no slabs."""
 
 
-def mode_of(
-    *devices: str,
-    checkpoint: Checkpoint = CHECKPOINT,
-    window: Any = "auto",
-    tta: bool = False,
-    ranks: Ranks | None = None,
-    **settings: Any,
-) -> str:
+def mode_of(*devices, checkpoint=CHECKPOINT, window="auto", tta=False, ranks=None, **settings):
     parallel = ParallelSettings(devices=devices or None, **settings)
     networks = Networks.of(checkpoint)
     inference = InferenceSettings(window=window, tta=tta)

@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inference import networks
 from unet3d.inference.networks import Networks
-from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
+from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
 
@@ -21,7 +20,7 @@ ALONE = Group(Ranks())
 CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=70.0)
 
 
-def of_preparation(**changes: Any) -> Checkpoint:
+def of_preparation(**changes):
     checkpoint = random_checkpoint(spacing_mm=(1.0, 1.0, 2.0))
     preprocessing = replace(checkpoint.preprocessing, channels=(CT,))
     return replace(checkpoint, preprocessing=replace(preprocessing, **changes))
@@ -31,13 +30,9 @@ def of_preparation(**changes: Any) -> Checkpoint:
     ("changes", "words"),
     [
         ({"spacing_mm": (1.0, 1.0, 2.5)}, r"its spacing_mm is \[1.0, 1.0, 2.5\] instead of \["),
-        ({"spacing_mm": None}, "its spacing_mm is None instead of"),
         ({"orientation": "stored"}, "its orientation is 'stored' instead of 'ras'"),
         ({"interpolation": Interpolation(clips=True)}, "its interpolation is .*'clips': True"),
         ({"channel_names": ("MR",)}, r"its channel_names is \['MR'\] instead of \['channel 0'\]"),
-        ({"label_names": ("a", "b", "c")}, "its label_names is"),
-        ({"label_values": (0, 1, 5)}, r"its label_values is \[0, 1, 5\] instead of \[0, 1, 2\]"),
-        ({"channels": (replace(CT, kind="z-score"),)}, "its channels is .*z-score.* instead"),
         ({"channels": (replace(CT, mean=41.0),)}, "its channels is .*41.0"),
     ],
     ids=str,
@@ -70,7 +65,7 @@ def test_other_windows_and_levels_and_the_last_digit_do_not_matter():
 
 def test_files_are_read_in_a_thread_while_the_first_is_in_use(tmp_path, monkeypatch):
     paths = [write_checkpoint(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt")]
-    read: list[tuple[str, str]] = []
+    read = []
     go_on = threading.Event()
 
     def load(path, part="network"):

@@ -14,7 +14,7 @@ from unet3d.inference.postprocessing import (
 ANY_NEIGHBOUR = np.ones((3, 3, 3))
 
 
-def expected(labels: np.ndarray, rule: tuple[int, ...]) -> np.ndarray:
+def expected(labels, rule):
     """Return what is left, the plain way."""
     mask = np.isin(labels, rule)
     components, number = ndimage.label(mask, ANY_NEIGHBOUR)

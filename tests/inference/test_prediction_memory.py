@@ -16,9 +16,9 @@ import torch
 from tests.command_line import in_a_process
 from tests.networks import random_checkpoint
 from tests.volumes.samples import write_volume
-from unet3d.config import InferenceSettings, Shape
-from unet3d.inference.prediction_memory import PredictionMemory, prediction_memory
-from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.config import InferenceSettings
+from unet3d.inference.prediction_memory import prediction_memory
+from unet3d.runs.checkpoint import save_checkpoint
 from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import unpacked_bytes
 
@@ -26,15 +26,7 @@ AUTO = InferenceSettings()
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-def planned(
-    path: Path,
-    network: Checkpoint,
-    device: torch.device = CPU,
-    gpu_bytes: int = 0,
-    settings: InferenceSettings = AUTO,
-    count: int = 1,
-    precision: str | None = None,
-) -> PredictionMemory:
+def planned(path, network, device=CPU, gpu_bytes=0, settings=AUTO, count=1, precision=None):
     precision = precision or ("bfloat16" if device == GPU else "float32")
     return prediction_memory(
         read_header(path),
@@ -47,7 +39,7 @@ def planned(
     )
 
 
-def scan_of(folder: Path, shape: Shape, name: str = "scan.nii.gz") -> Path:
+def scan_of(folder, shape, name="scan.nii.gz"):
     rng = np.random.default_rng(0)
     return write_volume(folder / name, rng.integers(0, 900, shape).astype(np.int16))
 

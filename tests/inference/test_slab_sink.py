@@ -12,7 +12,7 @@ from unet3d.inference.slab_sink import MAX_WAITING, SlabSink
 SHAPE = (7, 6, 5)
 
 
-def slabs_of(whole: torch.Tensor, axis: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+def slabs_of(whole, axis, sizes):
     return list(torch.split(whole, list(sizes), whole.ndim - 3 + axis))
 
 
@@ -48,11 +48,11 @@ def test_it_converts_on_the_host_and_begins_anew():
 class Gate:
     """Converts when it may."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.opened = threading.Event()
         self.num_begun = 0
 
-    def __call__(self, array: np.ndarray) -> np.ndarray:
+    def __call__(self, array):
         self.num_begun += 1
         assert self.opened.wait(10)
         return array

@@ -8,7 +8,7 @@ from unet3d.inference.surfaces import surface_distances
 SPACING_MM = (0.5, 1.0, 3.0)
 
 
-def masks(density: float, shape: tuple[int, int, int] = (9, 10, 11)) -> list[np.ndarray]:
+def masks(density, shape=(9, 10, 11)):
     rng = np.random.default_rng(0)
     return [rng.random(shape) < density for _ in range(2)]
 

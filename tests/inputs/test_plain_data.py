@@ -1,4 +1,4 @@
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ class Outer(BaseModel):
     weight: float = 0.0
 
 
-def refusal(values: Any) -> str:
+def refusal(values):
     with pytest.raises(ValueError) as caught:
         validated(Outer, values)
     return str(caught.value)

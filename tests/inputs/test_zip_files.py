@@ -3,7 +3,6 @@
 import io
 import struct
 import zipfile
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,7 @@ from unet3d.inputs.plain_data import is_printable
 from unet3d.inputs.zip_files import open_zip
 
 
-def small_archive() -> bytes:
+def small_archive():
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a", b"0123456789" * 100)
@@ -21,12 +20,12 @@ def small_archive() -> bytes:
     return file.getvalue()
 
 
-def read(path: Path) -> dict[str, bytes]:
+def read(path):
     with open_zip(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     with pytest.raises(ValueError) as caught:
         read(path)
     message = str(caught.value)

@@ -8,7 +8,7 @@ from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.dataset import load_dataset
 
 
-def split(training: dict[str, str], validation: dict[str, str]) -> CaseSplit:
+def split(training, validation):
     parts = [
         {name: 32 * digit[0] for name, digit in part.items()} for part in (training, validation)
     ]

@@ -1,7 +1,6 @@
 """Finding runs and checkpoints by the names of folders."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from unet3d.runs.finding import checkpoints_in, folds_in, newest_run
 from unet3d.runs.run_folder import RunFolder
 
 
-def put_run(folder: Path, name: str, begun: float | None, finished: float | None) -> None:
+def put_run(folder, name, begun, finished):
     run = RunFolder(folder / "runs" / name)
     run.create()
     run.write_data({"number": begun})
@@ -20,7 +19,7 @@ def put_run(folder: Path, name: str, begun: float | None, finished: float | None
             os.utime(path, (time, time))
 
 
-def name_of(run: RunFolder | None) -> str | None:
+def name_of(run):
     return None if run is None else run.path.name
 
 
@@ -68,7 +67,7 @@ def test_folds_are_in_the_order_of_their_numbers(tmp_path):
     assert folds_in(tmp_path / "fold0" / "absent") == {}
 
 
-def names_in(path: Path) -> list[str]:
+def names_in(path):
     return [str(file.relative_to(path)) for file in checkpoints_in(path)]
 
 
