@@ -46,11 +46,6 @@ SAME_SCAN = [
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    return tmp_path_factory.mktemp("segmentations")
-
-
-@pytest.fixture(scope="module")
 def predicting(tmp_path_factory):
     """The command with a network whose grid is coarse, which spares the tests the time."""
     folder = tmp_path_factory.mktemp("network")
@@ -61,9 +56,9 @@ def predicting(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(test_data, predicting, outputs):
+def expected(test_data, predicting, tmp_path_factory):
     """The segmentation of the scan that is stored in many ways."""
-    output = outputs / "expected.nii.gz"
+    output = tmp_path_factory.mktemp("expected") / "seg.nii.gz"
     assert run(*predicting, test_data / "awkward/derived/ref_image.nii.gz", "-o", output) == 0
     return segmented(output)
 
@@ -89,9 +84,9 @@ def test_the_tables_name_files_of_the_manifest(test_data):
 
 
 @pytest.mark.parametrize("name", manifest())
-def test_a_file_is_segmented_or_refused(test_data, name, predicting, outputs, expected, capsys):
+def test_a_file_is_segmented_or_refused(test_data, name, predicting, expected, tmp_path, capsys):
     path = test_data / "awkward" / name
-    output = outputs / f"{volume_stem(path)}.nii.gz"
+    output = tmp_path / f"{volume_stem(path)}.nii.gz"
     status = run(*predicting, path, "-o", output)
     captured = capsys.readouterr()
     if name in REFUSED:
@@ -123,16 +118,13 @@ def test_a_file_is_segmented_or_refused(test_data, name, predicting, outputs, ex
 CASES = {
     "sound": ("ref_image.nii.gz", "ref_label.nii.gz", None),
     "turned": ("LPS_image.nii.gz", "ASR_label.nii.gz", None),
-    "oblique": ("oblique20_image.nii.gz", "oblique20_label.nii.gz", None),
     "one slice": ("oneslice_image.nii.gz", "oneslice_label.nii.gz", None),
-    "doubles": ("float64_image.nii.gz", "float64_label.nii.gz", None),
     "rounded": ("ref_image.nii.gz", "noisyfloat_label.nii.gz", None),
     "shifted": ("ref_image.nii.gz", "shifted_affine_label.nii.gz", "corners lie up to 8.66 mm"),
     "short": ("ref_image.nii.gz", "wrongshape_label.nii.gz", "shapes 35x51x35 and 35x51x34"),
     "empty": ("ref_image.nii.gz", "empty_label.nii.gz", "is empty: every voxel is background"),
     "constant": ("constant_image.nii.gz", "ref_label.nii.gz", "in every voxel of channel 0"),
     "grey": ("ref_image.nii.gz", "label_0_255.nii.gz", "holds the value(s) 127, 255"),
-    "negative": ("ref_image.nii.gz", "neg_label.nii.gz", "holds the value(s)"),
     "nan": ("nan_inf_image.nii.gz", "ref_label.nii.gz", "NaN or infinite"),
     "channels": ("twochannel_image.nii.gz", "ref_label.nii.gz", "has 2 channel(s)"),
     "truncated": ("truncated_image.nii.gz", "ref_label.nii.gz", "end before"),
@@ -149,13 +141,13 @@ def broken(test_data, tmp_path):
     """A data set with every fault there is."""
     derived, root = test_data / "awkward" / "derived", tmp_path / "broken data"
     training = []
-    for case, (image, label, _) in CASES.items():
-        entry = {}
-        for kind, source in (("image", image), ("label", label)):
-            entry[kind] = f"{kind}sTr/{case}.nii.gz"
-            (root / entry[kind]).parent.mkdir(parents=True, exist_ok=True)
+    for folder in ("imagesTr", "labelsTr"):
+        (root / folder).mkdir(parents=True)
+    for case, (*sources, _) in CASES.items():
+        entry = {kind: f"{kind}sTr/{case}.nii.gz" for kind in ("image", "label")}
+        for file, source in zip(entry.values(), sources, strict=True):
             if source:
-                shutil.copyfile(derived / source, root / entry[kind])
+                shutil.copyfile(derived / source, root / file)
         training.append(entry)
     labels = {"0": "background", "1": "Anterior", "2": "Posterior"}
     tree = {"modality": {"0": "MRI"}, "labels": labels, "training": training}
@@ -191,20 +183,3 @@ def test_training_stops_at_what_headers_tell(broken, tmp_path, capsys):
     assert f"has {len(BEFORE_VOXELS)} fault(s), which unet3d check lists: " in line
     assert "and 1 more" in line
     assert sum(f" {case}: " in line for case in BEFORE_VOXELS) == 5
-
-
-@pytest.mark.parametrize("case", ["grey", "nan", "truncated"])
-def test_training_stops_at_what_voxels_tell(broken, tmp_path, capsys, case):
-    tree = json.loads((broken / "dataset.json").read_text())
-    wanted = ("sound", "turned", case)
-    tree["training"] = [
-        entry for entry in tree["training"] if Path(entry["image"]).name[:-7] in wanted
-    ]
-    write_json(broken / "few.json", tree)
-    output = tmp_path / "run"
-    cache = f"data.cache={tmp_path / 'cache'}"
-    arguments = ("--output", output, "--devices", "cpu", "--set", cache, "--quiet")
-    assert run("train", broken / "few.json", *arguments) == 1
-    line = error_line(capsys.readouterr().err)
-    assert f"{case}.nii.gz" in line
-    assert not (output / "checkpoint-latest.pt").exists()
