@@ -1,9 +1,5 @@
 """Batches that are made on a GPU, beside what it works on."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +26,7 @@ def real_cases(folder, shape=(40, 44, 36)):
     return cases
 
 
-def loader(cases, *, on_gpu, num_workers=0, size=(24, 20, 28), settings=None, **shard):
+def loader(cases, *, on_gpu, num_workers=0, size=(24, 20, 28), settings=None):
     return PatchLoader(
         cases=cases,
         settings=settings or PatchSettings(),
@@ -42,19 +38,16 @@ def loader(cases, *, on_gpu, num_workers=0, size=(24, 20, 28), settings=None, **
         num_workers=num_workers,
         device=GPU,
         augments_on_device=on_gpu,
-        **shard,
     )
-
-
-def clones(batches):
-    return [(batch.image.clone(), batch.target.clone()) for batch in batches]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_those_of_the_cpu(tmp_path, num_workers):
     cases = real_cases(tmp_path)
+    half = PatchSettings(augmentation=probable(0.5))  # each change alone and with others
     on_gpu, on_cpu = (
-        loader(cases, on_gpu=is_gpu, num_workers=num_workers) for is_gpu in (True, False)
+        loader(cases, on_gpu=is_gpu, num_workers=num_workers, settings=half)
+        for is_gpu in (True, False)
     )
     for where in ((0,), (1,), (3, 2)):  # an epoch, and the step at which it is resumed
         for made, expected in zip(on_gpu.epoch(*where), on_cpu.epoch(*where), strict=True):
@@ -110,57 +103,3 @@ def test_only_two_batches_and_one_cut_take_memory(tmp_path):
     workspace = 32 * 2**20  # of cuBLAS, for the stream
     peak = torch.cuda.max_memory_allocated() - before
     assert two_batches < peak < (two_batches + max(largest_cut, user) + workspace + 2**22) * 1.05
-
-
-def slab_of(shard, count, shape):
-    return range(shard * shape[0] // count, (shard + 1) * shape[0] // count)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("size", [(24, 20, 28), None])
-def test_slabs_without_messages_are_those_of_the_cpu(tmp_path, size, num_workers):
-    cases = real_cases(tmp_path)
-    whole = loader(cases, on_gpu=False, size=size).epoch(0)
-    shards = [
-        loader(cases, on_gpu=True, size=size, num_workers=num_workers, slab=slab).epoch(0)
-        for slab in (partial(slab_of, shard, 3) for shard in range(3))
-    ]
-    for expected, *parts in zip(whole, *shards, strict=True):
-        assert {part.planes for part in parts} == {expected.image.shape[2]}
-        image = torch.cat([part.image.cpu() for part in parts], dim=2)
-        torch.testing.assert_close(image, expected.image, rtol=0, atol=5e-5)
-        target = torch.cat([part.target.cpu() for part in parts], dim=1)
-        assert (target != expected.target).float().mean() < 1e-4
-
-
-def test_slabs_gather_their_statistics_between_steps(tmp_path):
-    """Two shards on one GPU, in threads that hand each other what they gather."""
-    cases = real_cases(tmp_path)
-    settings = PatchSettings(augmentation=probable(1))
-    whole = clones(loader(cases, on_gpu=True, settings=settings).epoch(0))
-    barrier = threading.Barrier(2)
-    handed, streams = {}, set()
-
-    def work(shard):
-        def gather(numbers):
-            streams.add(torch.cuda.current_stream(GPU))
-            handed[shard] = numbers
-            barrier.wait(timeout=60)
-            both = torch.stack([handed[0], handed[1]])
-            barrier.wait(timeout=60)
-            return both
-
-        slab = partial(slab_of, shard, 2)
-        batches = loader(cases, on_gpu=True, settings=settings, slab=slab, gather=gather)
-        return clones(batches.epoch(0))
-
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(2) as threads:
-        shards = list(threads.map(work, range(2)))
-    torch.cuda.synchronize()
-    assert streams == {torch.cuda.default_stream(GPU)}
-    for (image, target), first, second in zip(whole, *shards, strict=True):
-        assert first[0].shape[2] == second[0].shape[2] == 12
-        torch.testing.assert_close(torch.cat((first[0], second[0]), 2), image, rtol=0, atol=5e-5)
-        differs = torch.cat((first[1], second[1]), 1) != target
-        assert differs.float().mean() < 1e-4

@@ -93,19 +93,12 @@ def test_rotation_and_scaling_are_drawn_as_in_nnunet():
     assert is_uniform(np.log(scales[:, 0, 0]), np.log(0.7), np.log(1.4))
 
 
-@pytest.mark.parametrize(
-    ("size", "spacing_mm", "about"),
-    [
-        ((9, 9, 9), (6.0, 1.2, 1.0), 0),
-        ((9, 9, 9), (5.0, 1.0, 4.0), 1),
-        ((1, 9, 9), (1.0, 1.0, 1.0), 0),
-    ],
-)
-def test_thick_slices_are_turned_all_the_way_round_in_their_plane(size, spacing_mm, about):
+@pytest.mark.parametrize("about", [0, 1, 2])
+def test_thick_slices_are_turned_all_the_way_round_in_their_plane(about):
     """As in nnU-Net, which augments slices as if they were 2-D images."""
-    scale = np.diag(spacing_mm)
-    drawn = drawn_matrices(draw(rotation_probability=1.0), 1000, size, spacing_mm)
-    in_mm = scale @ drawn @ np.linalg.inv(scale)
+    spacing_mm = tuple(np.roll((6.0, 1.2, 1.0), about))
+    drawn = drawn_matrices(draw(rotation_probability=1.0), 1000, (9, 9, 9), spacing_mm)
+    in_mm = np.diag(spacing_mm) @ drawn @ np.linalg.inv(np.diag(spacing_mm))
     np.testing.assert_allclose(in_mm @ in_mm.swapaxes(1, 2), [np.eye(3)] * 1000, atol=1e-12)
     vectors = Rotation.from_matrix(in_mm).as_rotvec(degrees=True)
     np.testing.assert_allclose(np.delete(vectors, about, axis=1), 0, atol=1e-9)

@@ -22,7 +22,7 @@ def test_it_is_normally_distributed(seed):
     assert stats.kurtosis(values) == pytest.approx(0, abs=0.1)
 
 
-def test_neighbours_along_every_axis_are_independent():
+def test_neighbours_along_every_axis_and_seeds_are_independent():
     values = whole((3, 4))
     for axis in range(3):
         for distance in (1, 2, 8, 16):
@@ -32,9 +32,6 @@ def test_neighbours_along_every_axis_are_independent():
             ]
             assert abs(np.corrcoef(*pair)[0, 1]) < 0.015
             assert abs(np.corrcoef(*np.square(pair))[0, 1]) < 0.015
-
-
-def test_every_seed_has_noise_of_its_own():
     noises = [whole(seed).flatten().numpy() for seed in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 3)]]
     correlations = np.corrcoef(noises) - np.eye(len(noises))
     assert np.abs(correlations).max() < 0.015
