@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import nibabel as nib
@@ -21,13 +20,6 @@ from unet3d.volumes.nifti import read_image, read_label, write_label
 ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
 
 
-def save_pair(folder, header, voxels, kind=nib.Nifti1Pair):
-    nib.save(kind(ARRAY, np.diag([2.0, 3.0, 4.0, 1.0])), folder / "new.hdr")
-    os.rename(folder / "new.hdr", folder / header)
-    os.rename(folder / "new.img", folder / voxels)
-    return folder / header
-
-
 def test_names():
     for suffix in SUFFIXES:
         assert is_volume_file(Path(f"folder/scan.1{suffix}"))
@@ -39,13 +31,13 @@ def test_names():
         assert not stands_for_volume(Path(name))
 
 
-@pytest.mark.parametrize(
-    ("header", "voxels", "kind"),
-    [(".hdr", ".img", nib.Nifti1Pair), (".HDR", ".IMG", nib.Nifti2Pair), (".hDR", ".Img", None)],
-)
-def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, header, voxels, kind):
-    both = (tmp_path / f"scan.1{header}", tmp_path / f"scan.1{voxels}")
-    save_pair(tmp_path, both[0].name, both[1].name, kind or nib.Nifti1Pair)
+@pytest.mark.parametrize("kind", [nib.Nifti1Pair, nib.Nifti2Pair])
+@pytest.mark.parametrize("suffixes", [(".hdr", ".img"), (".HDR", ".IMG"), (".hDR", ".Img")])
+def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, suffixes, kind):
+    both = tuple(tmp_path / f"scan.1{suffix}" for suffix in suffixes)
+    nib.save(kind(ARRAY, np.diag([2.0, 3.0, 4.0, 1.0])), tmp_path / "new.hdr")
+    for suffix, path in zip(("hdr", "img"), both, strict=True):
+        (tmp_path / f"new.{suffix}").rename(path)
     for path in both:
         assert members(path) == both
         assert stands_for_volume(path) == (path == both[0])
@@ -94,10 +86,7 @@ def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
     np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
 
 
-def test_a_header_of_no_known_format_is_refused(tmp_path):
-    path = save_pair(tmp_path, "scan.HDR", "scan.img")
-    path.write_bytes(bytes(348))
-    assert "scan.HDR: it does not begin with a NIfTI header" in refusal(path, read_header)
+def test_analyze_files_are_refused(tmp_path):
     nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
     (tmp_path / "old.img").rename(tmp_path / "old.IMG")
     assert "old.hdr is in the Analyze 7.5 format" in refusal(tmp_path / "old.hdr", read_header)

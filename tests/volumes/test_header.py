@@ -1,18 +1,14 @@
 """The spacing of a scan: to the last bit as nnU-Net's readers return it, and rounded as ours."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from tests.networks import random_checkpoint
 from tests.volumes.orientations import turn_to
-from unet3d.config import Shape, Spacing
-from unet3d.volumes.header import VolumeHeader, read_header
+from unet3d.volumes.header import read_header
 from unet3d.volumes.resample import Interpolation, visible_shape
 from unet3d.volumes.transform import Preprocessing
 
@@ -23,14 +19,7 @@ STRAIGHT = np.eye(3)
 TURNED = nib.eulerangles.euler2mat(0.3, -0.2, 0.5)
 
 
-def write_nifti(
-    path: Path,
-    codes: str,
-    spacing_mm: Spacing,
-    shape: Shape = (3, 4, 5),
-    directions: npt.NDArray[np.float64] = STRAIGHT,
-    **fields: Any,
-) -> nib.Nifti1Image:
+def write_nifti(path, codes, spacing_mm, shape=(3, 4, 5), directions=STRAIGHT, **fields):
     """Write a scan of that shape and spacing in RAS, which is stored otherwise."""
     affine = np.eye(4)
     affine[:3, :3] = directions * spacing_mm
@@ -43,12 +32,12 @@ def write_nifti(
     return nib.load(path)
 
 
-def zooms_of(image: nib.Nifti1Image) -> tuple[float, ...]:
+def zooms_of(image):
     """Return what nnU-Net's readers by nibabel do, in the order of nibabel."""
     return tuple(map(float, image.header.get_zooms()))
 
 
-def plan(target_mm: Spacing | None = None, **changes: Any) -> Preprocessing:
+def plan(target_mm, **changes):
     """Return how a network of ours prepares images, or with ``clips=True`` one of nnU-Net's."""
     values = vars(random_checkpoint(spacing_mm=target_mm).preprocessing)
     return Preprocessing(**{**values, "interpolation": Interpolation(**changes)})
@@ -74,11 +63,11 @@ def test_the_exact_spacing_of_nifti_is_that_of_the_readers_of_nnunet(
             assert header.as_stored().exact_mm == scan.GetSpacing()
 
 
-def seen_shape(header: VolumeHeader, preprocessing: Preprocessing) -> Shape:
+def seen_shape(header, preprocessing):
     return visible_shape(header.shape, preprocessing.spacing_of(header), preprocessing.spacing_mm)
 
 
-@pytest.mark.parametrize("codes", ["RAS", "LPS", "SRA", "PIR", "AIL"])
+@pytest.mark.parametrize("codes", ["RAS", "SRA", "AIL"])
 def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path, codes):
     mm = FINE_MM[0]
     path = tmp_path / "scan.nii"
@@ -89,27 +78,21 @@ def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path, codes):
     assert seen_shape(header, plan(target_mm, clips=True)) == expected
     # As stored, the axes of the target are those of the file.
     along = header.stored_orientation[:, 0].astype(int)
-    i, j, k = (target_mm[axis] for axis in along)
-    stored = seen_shape(header.as_stored(), plan((i, j, k), clips=True))
+    target = tuple(target_mm[axis] for axis in along)
+    stored = seen_shape(header.as_stored(), plan(target, clips=True))
     assert stored == tuple(expected[axis] for axis in along)
     # A network of ours has the rounded spacing, which is a little more.
     assert header.spacing_mm[0] == float(f"{mm + 1e-9:.6f}") > mm
     assert seen_shape(header, plan(target_mm)) == (255, 4, 5)
 
 
-def test_where_spacing_and_affine_contradict_each_other_the_affine_counts(tmp_path):
-    path = tmp_path / "scan.nii"
-    write_nifti(path, "LPS", (0.5, 0.75, 2), pixdim=[1, 0.6, 0, math.nan, 1, 1, 1, 1])
-    header = read_header(path)
-    assert header.as_stored().exact_mm == header.exact_mm == header.spacing_mm == (0.5, 0.75, 2)
-
-
-def test_the_exact_spacing_is_in_mm_too_and_of_mgh_that_of_its_affine(tmp_path):
-    write_nifti(tmp_path / "scan.nii", "LPS", (500, 750, 2000), xyzt_units=3)  # micrometres
-    header = read_header(tmp_path / "scan.nii")
-    assert header.as_stored().exact_mm == header.exact_mm == (0.5, 0.75, 2)
-
+def test_the_affine_counts_where_the_spacing_contradicts_it_and_units_are_heeded(tmp_path):
+    wrong = [1, 0.6, 0, math.nan, 1, 1, 1, 1]
+    write_nifti(tmp_path / "wrong.nii", "LPS", (0.5, 0.75, 2), pixdim=wrong)
+    write_nifti(tmp_path / "um.nii", "LPS", (500, 750, 2000), xyzt_units=3)  # micrometres
     image = nib.MGHImage(np.zeros((3, 4, 5), np.uint8), np.diag([-0.5, 0.75, 2, 1]))
     nib.save(image, tmp_path / "scan.mgz")
-    header = read_header(tmp_path / "scan.mgz")
-    assert header.as_stored().exact_mm == header.exact_mm == (0.5, 0.75, 2)
+    for name in ("wrong.nii", "um.nii", "scan.mgz"):
+        header = read_header(tmp_path / name)
+        assert header.as_stored().exact_mm == header.exact_mm == (0.5, 0.75, 2), name
+        assert header.spacing_mm == (0.5, 0.75, 2), name
