@@ -62,24 +62,15 @@ def test_damaged_records_are_made_anew(cases, tmp_path, caplog):
     assert len(records) == len(cases)
     caplog.set_level("INFO")
     plain = {"start": [0, 0, 0], "stop": [1, 1, 1]}
-    damages = [{"start": [1, 1, 1]}, {"stop": [0, 0, 0]}, {"stop": "12"}, None]
+    beyond = {"start": [0, 0, 0], "stop": [99, 14, 10]}
+    beyond["checksum"] = json_checksum(beyond)
+    damages = [{"start": [1, 1, 1]}, {"stop": [0, 0, 0]}, {"stop": "12"}, beyond, None]
     for changes in damages:
         for record in records:
             tree = json.loads(record.read_text())
             write_json(record, plain if changes is None else {**tree, **changes})
         assert found(cases, tmp_path) == found(cases, tmp_path) == BOXES, changes
     assert len([line for line in caplog.messages if "reading 3 of 3" in line]) == len(damages)
-
-
-def test_a_box_beyond_the_image_is_not_believed(tmp_path):
-    path = write_volume(tmp_path / "small.nii", np.ones((4, 4, 4), np.float32))
-    small = Case(name="small", images=(path,), label=tmp_path / "unused.nii")
-    whole = [Box(start=(0, 0, 0), stop=(4, 4, 4))]
-    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == whole
-    (record,) = (tmp_path / "cache" / "boxes").iterdir()
-    content = {"start": [0, 0, 0], "stop": [9, 4, 4]}
-    write_json(record, {**content, "checksum": json_checksum(content)})
-    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == whole
 
 
 def test_what_cannot_be_read_or_written_is_named(cases, tmp_path):

@@ -22,13 +22,6 @@ def test_voxels_are_those_of_each_component():
         assert len(components) == count == found.num_components[value]
 
 
-def test_neighbours_of_two_classes_are_two_components():
-    label = np.ones((4, 4, 4), np.uint8)
-    label[2:] = 2
-    found = foreground_voxels(label, 3)
-    assert found.num_components == (0, 1, 1)
-
-
 @pytest.mark.parametrize(("size", "dtype"), [(255, np.uint8), (256, np.uint16), (2**16, np.uint32)])
 def test_they_are_of_the_smallest_type_that_holds_them(size, dtype):
     label = np.zeros((1, 1, size), np.uint8)

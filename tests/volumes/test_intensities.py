@@ -18,22 +18,13 @@ from unet3d.volumes.nifti import read_image, read_label
     [(1e10, 0), (1e10, 0.9), (-1e30, 0.3), (3.4e38, 0), (float(np.finfo(np.float32).min), 0.9)],
 )
 def test_marks_for_no_data_are_refused_with_their_number(tmp_path, value, share):
-    array = noise()
-    wrong = np.random.default_rng(0).random(array.shape) < share
+    array = noise((20, 17, 13, 2))
+    wrong = np.random.default_rng(0).random(array.shape[:3]) < share
     wrong[3, 4, 5] = True
-    array[wrong] = value
+    array[wrong, 1] = value
     message = refusal(write_volume(tmp_path / "scan.nii", array))
-    assert f"has {wrong.sum()} voxels of {array.size} with values up to {abs(value):.3g}" in message
+    assert f"has {wrong.sum()} voxels of {wrong.size} with values up to {abs(value):.3g}" in message
     assert "replace them" in message
-
-
-def test_damaged_bytes_in_one_channel_are_refused(tmp_path):
-    array = noise((20, 20, 20))
-    array[0, 0, :3] = 1e12, -3e25, 5e18
-    assert "has 1 voxels" in refusal(write_volume(tmp_path / "scan.nii", array))
-    array = noise((10, 10, 10, 3))
-    array[1, 2, 3, 1] = 1e15
-    assert "has 1 voxels of 1000" in refusal(write_volume(tmp_path / "scan.nii", array))
 
 
 @pytest.mark.parametrize("kind", ["mask", "far apart", "soft mask", "hot spot"])
@@ -62,9 +53,7 @@ def test_no_image_of_16_bits_and_no_label_map_is_refused(tmp_path):
     assert read_label(write_volume(tmp_path / "atlas.nii", array)).array.max() == 614454277
 
 
-def looked_at(
-    stored: np.ndarray, piece_voxels: int, monkeypatch: pytest.MonkeyPatch, slope: float = 1.0
-) -> str:
+def looked_at(stored, piece_voxels, monkeypatch, slope=1.0):
     """Return what is said of an image that is looked at so many voxels at a time."""
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
     image = ImageVoxels([StoredChannels(voxels=stored[None], slope=slope)])
@@ -89,8 +78,7 @@ def test_every_voxel_that_is_no_number_is_counted(value, number, piece_voxels, m
 def test_a_slope_may_make_infinite_what_is_counted(monkeypatch):
     """Of integers, each value for itself: those from 4 on are beyond float32."""
     array = np.random.default_rng(0).integers(-5, 6, (9, 9, 9)).astype(np.int16)
-    number = int((np.abs(array.astype(np.float64) * 1e38) > np.finfo(np.float32).max).sum())
-    assert 0 < number < array.size
+    number = int((abs(array) >= 4).sum())
     told = looked_at(array, 2**20, monkeypatch, slope=1e38)
     assert told.startswith(f"scan.nii has {number} voxels of 729 that are NaN or infinite")
 

@@ -6,7 +6,7 @@ import torch
 from scipy import ndimage
 
 from unet3d.volumes import interpolation
-from unet3d.volumes.interpolation import interpolated, line_matrix, reached
+from unet3d.volumes.interpolation import interpolated, line_matrix
 
 RNG = np.random.default_rng(0)
 
@@ -33,7 +33,7 @@ def test_large_matrices_are_not_kept_for_other_images(order, monkeypatch):
     assert again is not kept and torch.equal(again, kept)
 
 
-SIZES: list[dict[int, int]] = [{1: 5}, {3: 200}, {1: 150, 2: 3}, {1: 3, 2: 100, 3: 21}, {}]
+SIZES = [{1: 5}, {3: 200}, {1: 150, 2: 3}, {1: 3, 2: 100, 3: 21}, {}]
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,3 @@ def test_any_order_of_memory_gives_the_products(order, sizes):
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-5)
     # The slowest in memory is still the slowest.
     assert found.permute(order).is_contiguous()
-
-
-def test_gaps_in_memory_do_no_harm():
-    whole = torch.from_numpy(RNG.normal(size=(9, 20, 11)).astype(np.float32))
-    part = whole[2:8:2, 3:18, ::3]
-    matrix = line_matrix(15, 31, 1)
-    expected = torch.einsum("ij,ajb->aib", matrix, part)
-    torch.testing.assert_close(interpolated(part, {1: matrix}), expected)
-
-
-def test_what_rows_reach_is_found():
-    matrix = torch.zeros(3, 9)
-    matrix[1, 2], matrix[2, 6] = 0.5, -0.5
-    assert reached(matrix) == slice(2, 7)
-    assert reached(matrix[1:2]) == slice(2, 3)
