@@ -1,13 +1,10 @@
 """Shards of a volume in threads of one process, which tell one another tensors."""
 
 import threading
-from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-from unet3d.parallel.spatial.shard import Swap
 
 Result = TypeVar("Result")
 
@@ -17,7 +14,7 @@ _LONGEST_SECONDS = 60
 
 
 class _Room:
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count = count
         self.barrier = threading.Barrier(count, timeout=_LONGEST_SECONDS)
         self.values: list[list[Tensor]] = [[]] * count
@@ -26,28 +23,28 @@ class _Room:
 class ThreadMessages:
     """What a thread tells the others; see :class:`unet3d.parallel.spatial.shard.Messages`."""
 
-    def __init__(self, room: _Room, index: int) -> None:
+    def __init__(self, room, index):
         self._room = room
         self._index = index
         self.log: list[tuple[str, int]] = []
         """Kind and bytes of each message."""
 
-    def swap(self, neighbours: Mapping[int, Swap]) -> None:
+    def swap(self, neighbours):
         self.log.append(("swap", sum(swap.sent.nbytes for swap in neighbours.values())))
         sent = [neighbours[r].sent if r in neighbours else NOTHING for r in range(self._room.count)]
         told = self._tell(sent)
         for rank, swap in neighbours.items():
             swap.received.copy_(told[rank][self._index])
 
-    def gather(self, received: Tensor, sent: Tensor) -> None:
+    def gather(self, received, sent):
         self.log.append(("gather", sent.numel()))
         received.copy_(torch.cat([part[0] for part in self._tell([sent])]))
 
-    def sum(self, values: Tensor) -> None:
+    def sum(self, values):
         self.log.append(("sum", values.numel()))
         values.copy_(torch.stack([part[0] for part in self._tell([values])]).sum(0))
 
-    def _tell(self, values: list[Tensor]) -> list[list[Tensor]]:
+    def _tell(self, values):
         room = self._room
         room.values[self._index] = [value.detach().clone() for value in values]
         room.barrier.wait()
@@ -56,7 +53,7 @@ class ThreadMessages:
         return told
 
 
-def run_shards(count: int, work: Callable[[int, ThreadMessages], Result]) -> list[Result]:
+def run_shards(count, work):
     """Run one thread for each shard, and return what they return.
 
     Args:
@@ -67,7 +64,7 @@ def run_shards(count: int, work: Callable[[int, ThreadMessages], Result]) -> lis
     results: list[Result | None] = [None] * count
     errors: list[BaseException] = []
 
-    def run(index: int) -> None:
+    def run(index):
         try:
             results[index] = work(index, ThreadMessages(room, index))
         except threading.BrokenBarrierError:

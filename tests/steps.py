@@ -5,17 +5,17 @@ from functools import cache
 
 import torch
 
-from tests.shards import ThreadMessages, run_shards
-from unet3d.config import ModelSettings, Shape, Spacing, TrainingSettings
+from tests.shards import run_shards
+from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute
-from unet3d.memory.meter import MemoryMeter, SlotMemory
-from unet3d.model import Regions, UNet3d, plan_topology
+from unet3d.memory.meter import MemoryMeter
+from unet3d.model import UNet3d, plan_topology
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Executor, Layout, parallelize, precision
+from unet3d.parallel import Layout, parallelize, precision
 from unet3d.parallel.precision import autocast_dtype, image_dtype
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.executor import SpatialExecutor
-from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
+from unet3d.planning.memory_estimate import Step, predict_memory
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(4))
@@ -25,18 +25,18 @@ LARGE = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=Fa
 
 
 def make_step(
-    devices: tuple[torch.device, ...],
-    size: Shape = (16, 16, 16),
-    batch_size: int = 2,
-    num_micro_batches: int = 1,
-    precision: str = "float32",
-    model: ModelSettings = SMALL,
-    optimizer: str = "sgd",
-    spacing_mm: Spacing = (1.0, 1.0, 1.0),
-    batch_dice: bool = False,
-    regions: Regions = (),
-    **layout: object,
-) -> Step:
+    devices,
+    size=(16, 16, 16),
+    batch_size=2,
+    num_micro_batches=1,
+    precision="float32",
+    model=SMALL,
+    optimizer="sgd",
+    spacing_mm=(1.0, 1.0, 1.0),
+    batch_dice=False,
+    regions=(),
+    **layout,
+):
     """Return a step of a network with two channels and three classes."""
     topology = plan_topology(model, size, spacing_mm, 2, 3)
     autocast = autocast_dtype(precision)
@@ -53,7 +53,7 @@ def make_step(
     )
 
 
-def predicted(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
+def predicted(step, counts_reserved=True):
     """Return the prediction for a step, which is made once in a process."""
     # What tests patch, and a prediction depends on.
     here = (recompute.MIN_ELEMENTS, division.MIN_DIVIDED_ELEMENTS, precision.cpu_has_bfloat16())
@@ -61,31 +61,31 @@ def predicted(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
 
 
 @cache
-def _predicted(step: Step, counts_reserved: bool, here: object) -> MemoryEstimate:
+def _predicted(step, counts_reserved, here):
     return predict_memory(step, counts_reserved)
 
 
-def measure(step: Step) -> dict[int, SlotMemory]:
+def measure(step):
     """Take two steps as training does, and measure the second."""
     return _measure(step, parallelize(_network(step), step.layout))
 
 
-def measure_shards(step: Step) -> list[dict[int, SlotMemory]]:
+def measure_shards(step):
     """Measure every shard, which are threads."""
 
-    def work(shard: int, messages: ThreadMessages) -> dict[int, SlotMemory]:
+    def work(shard, messages):
         own = replace(step, layout=replace(step.layout, shard=shard))
         return _measure(own, SpatialExecutor(_network(step), own.layout, messages=messages))
 
     return run_shards(step.layout.num_shards, work)
 
 
-def _network(step: Step) -> UNet3d:
+def _network(step):
     model = UNet3d(step.topology)
     return model.double() if step.precision == "float64" else model
 
 
-def _measure(step: Step, executor: Executor) -> dict[int, SlotMemory]:
+def _measure(step, executor):
     model, size, num_shards = executor.module, step.own_size, step.layout.num_shards
     optimization = Optimization(model, step.settings, step.precision)
     shape = (step.batch_size, step.topology.in_channels, *size)

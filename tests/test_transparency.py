@@ -22,16 +22,11 @@ from tests.products import pairwise
 from unet3d.config import ModelSettings
 from unet3d.kernels import recompute as remake
 from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Layout, choose_cuts, parallelize
+from unet3d.parallel import Layout, parallelize
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
 FLAT = {"kernels": "anisotropic"}
 NETWORKS: list[dict[str, object]] = [{}, RESIDUAL, {"norm": "group"}, FLAT, TRAINED_ELSEWHERE]
-MORE_NETWORKS: list[dict[str, object]] = [
-    {"norm": "batch"},
-    FLAT | {"encoder": "residual"},
-    FLAT | {"encoder": "residual", **TRAINED_ELSEWHERE},
-]
 
 
 @pairwise(
@@ -51,7 +46,12 @@ def test_spreading_is_transparent(options, stages, batch, schedule, loss_fn):
 
 
 @pairwise(
-    options=[*NETWORKS, *MORE_NETWORKS],
+    options=[
+        *NETWORKS,
+        {"norm": "batch"},
+        FLAT | {"encoder": "residual"},
+        FLAT | {"encoder": "residual", **TRAINED_ELSEWHERE},
+    ],
     recompute=["norm", "level", "off"],
     cuts=[(), (9,), (3, 8)],
     loss_fn=[PER_SAMPLE, BATCH_DICE],
@@ -63,9 +63,10 @@ def test_what_is_made_again_is_transparent(options, recompute, cuts, loss_fn, mo
     num_micro_batches = 1 if topology.norm == "batch" else 2
     executor = check_step(topology, 3, loss_fn, num_micro_batches=num_micro_batches, **layout)
     _, _, plain = plain_gradients(topology, 3, loss_fn)
-    buffers = executor.module.named_buffers()
-    for (name, buffer), expected in zip(buffers, plain.buffers(), strict=True):
-        assert torch.equal(buffer, expected), name  # a batch counts once, even if it runs twice
+    expected, found = plain.state_dict(), executor.module.state_dict()
+    assert list(found) == list(expected)
+    for name, value in found.items():  # of statistics too: a batch counts once, if it runs twice
+        assert torch.equal(value, expected[name]), name
 
 
 @pairwise(
@@ -85,28 +86,6 @@ def test_ignored_voxels_and_regions_are_transparent(
     check_step(topology, num_samples, loss_fn, ignores=True, **layout)
 
 
-@pairwise(balance=["encoder-decoder", "time", "memory"], num_devices=[2, 4])
-def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
-    balance, num_devices, tmp_path
-):
-    topology = make_topology()
-    layout = Layout(devices=(torch.device("cpu"),) * num_devices, cuts=None, num_micro_batches=3)
-    cuts = choose_cuts(
-        make_network(topology),
-        layout=layout,
-        balance=balance,
-        size=(16, 16, 8),
-        batch_size=5,
-        num_states=1,
-        folder=tmp_path,
-    )
-    executor = check_step(topology, 5, num_devices=num_devices, cuts=cuts, num_micro_batches=3)
-    _, _, plain = plain_gradients(topology, 5)
-    expected, found = plain.state_dict(), executor.module.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
 @pairwise(loss_fn=[PER_SAMPLE, BATCH_DICE], num_micro_batches=[1, 2])
 def test_a_scale_changes_gradients_but_not_the_reported_loss(loss_fn, num_micro_batches):
     image, target = make_batch(3)
@@ -119,56 +98,47 @@ def test_a_scale_changes_gradients_but_not_the_reported_loss(loss_fn, num_micro_
     assert_close(gradients_of(model)[name], 1024 * gradients[name], name)
 
 
-def _on_gpus(
-    devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float, **options: object
-) -> None:
+def _step_on(model, layout, image, target):
+    """Return the loss of a step on any devices, and all gradients in a row."""
+    executor = parallelize(model, layout)
+    image, target = image.to(executor.input_device), target.to(executor.output_device)
+    loss = executor.forward_backward(image, target, dice_cross_entropy).total
+    assert loss.device == executor.output_device
+    return loss, torch.cat([g.cpu().double().flatten() for g in gradients_of(model).values()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("autocast", "tolerance"), [(None, TOLERANCE), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (("cuda:0",), {}),
+        (("cuda:0",), TRAINED_ELSEWHERE),
+        (("cpu", "cuda:0"), {}),
+        (("cuda:0", "cpu"), {}),
+        pytest.param(("cuda:0", "cuda:1"), {}, marks=pytest.mark.multigpu),
+        pytest.param(("cuda:1", "cuda:0"), {}, marks=pytest.mark.multigpu),
+        pytest.param(("cuda:0", "cuda:1", "cuda:0"), {}, marks=pytest.mark.multigpu),
+    ],
+    ids=str,
+)
+def test_gpus_are_transparent_or_close(devices, options, autocast, tolerance):
     image, target = make_batch(3)
     topology = make_topology(**options)
     loss, gradients, _ = plain_gradients(topology, 3)
     model = make_network(topology)
     if autocast is not None:
         model, image = model.float(), image.float()
-    layout = Layout(
-        devices=tuple(map(torch.device, devices)), cuts=None, num_micro_batches=2, autocast=autocast
-    )
-    executor = parallelize(model, layout)
-    terms = executor.forward_backward(
-        image.to(executor.input_device), target.to(executor.output_device), dice_cross_entropy
-    )
-    assert terms.total.device == executor.output_device
-    assert abs(terms.total.item() - loss.item()) <= tolerance * loss.item()
-    actual = torch.cat([g.cpu().double().flatten() for g in gradients_of(model).values()])
+    devices = tuple(map(torch.device, devices))
+    layout = Layout(devices=devices, num_micro_batches=2, autocast=autocast)
+    found, actual = _step_on(model, layout, image, target)
+    assert abs(found.item() - loss.item()) <= tolerance * loss.item()
     expected = torch.cat([value.flatten() for value in gradients.values()])
     similarity = torch.nn.functional.cosine_similarity(actual, expected, dim=0)
     # In lower precision each gradient is noisy; all of them must point the same way.
     assert 1 - similarity <= tolerance
     if autocast is None:
         assert_close(actual, expected, "gradients")
-
-
-LOWERED = [(None, TOLERANCE), (torch.bfloat16, 5e-2)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
-@pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cuda:0"), ("cuda:0", "cpu")], ids=str)
-def test_one_gpu_is_transparent_or_close(devices, autocast, tolerance):
-    _on_gpus(devices, autocast, tolerance)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
-def test_networks_trained_elsewhere_are_transparent_on_a_gpu(autocast, tolerance):
-    _on_gpus(("cuda:0",), autocast, tolerance, **TRAINED_ELSEWHERE)
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
-@pytest.mark.parametrize(
-    "devices", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:1", "cuda:0")], ids=str
-)
-def test_two_gpus_are_transparent_or_close(devices, autocast, tolerance):
-    _on_gpus(devices, autocast, tolerance)
 
 
 @pytest.mark.gpu
@@ -178,26 +148,21 @@ def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(num_slots, th
     """Maps with zeros around Z, pairs of voxels: what runs again does the same again."""
     settings = ModelSettings(channels=(32, 64, 64), kernels="anisotropic", deep_supervision=False)
     topology = plan_topology(settings, (128, 64, 64), (1.0, 1.0, thick_mm), 1, 3)
-    gpu = torch.device("cuda", 0)
     generator = torch.Generator().manual_seed(1)
-    image = torch.randn(2, 1, 128, 64, 64, generator=generator).to(gpu)
-    target = torch.randint(3, (2, 128, 64, 64), generator=generator, dtype=torch.uint8).to(gpu)
-    losses, gradients = [], []
+    image = torch.randn(2, 1, 128, 64, 64, generator=generator)
+    target = torch.randint(3, (2, 128, 64, 64), generator=generator, dtype=torch.uint8)
+    found = []
     for recompute in ("norm", "level"):
         torch.manual_seed(0)
-        model = UNet3d(topology)
         layout = Layout(
-            devices=(gpu,) * num_slots,
-            cuts=None,
+            devices=(torch.device("cuda", 0),) * num_slots,
             num_micro_batches=num_slots,
             autocast=torch.bfloat16,
-            recompute=recompute,  # type: ignore[arg-type]
+            recompute=recompute,
             cuda_graphs="off",
         )
-        executor = parallelize(model, layout)
-        losses.append(executor.forward_backward(image, target, dice_cross_entropy).total)
-        found = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
-        gradients.append(torch.cat(found))
-    assert torch.equal(*losses)
+        found.append(_step_on(UNet3d(topology), layout, image, target))
+    (loss, gradients), (loss_again, gradients_again) = found
+    assert torch.equal(loss, loss_again)
     # cuDNN may add in another order the second time.
-    assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[0].norm()
+    assert (gradients - gradients_again).norm() < 1e-3 * gradients.norm()

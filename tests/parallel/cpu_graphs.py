@@ -1,7 +1,7 @@
 """CUDA graphs for a CPU: operations are noted as they run, and run again on the same memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,23 +13,17 @@ from torch.utils._pytree import tree_leaves
 class RecordedOperations(TorchDispatchMode):
     """Notes every operation in its context."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         self._calls.append((func, args, dict(kwargs or {}), made))
         return made
 
     @torch.no_grad()
-    def replay(self) -> None:
+    def replay(self):
         for func, args, kwargs, made in self._calls:
             again = func(*args, **kwargs)
             for place, value in zip(tree_leaves(made), tree_leaves(again), strict=True):
@@ -42,20 +36,20 @@ class CpuGraphPool:
 
     num_captured = 0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         self.device = device
 
     @contextmanager
-    def capture(self) -> Iterator[RecordedOperations]:
+    def capture(self):
         type(self).num_captured += 1
         with RecordedOperations() as graph:
             yield graph
 
-    def place_of(self, tensor: Tensor) -> Tensor:
+    def place_of(self, tensor):
         return tensor
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event):
         raise AssertionError("a CPU has no events")
 
-    def current(self) -> AbstractContextManager[None]:
+    def current(self):
         return nullcontext()

@@ -1,78 +1,150 @@
-"""What the ranks of tests/parallel/test_replicas.py do: gradients of their shares of batches."""
+"""What the ranks of test_replicas.py do: gradients of their shares of batches, or of slabs."""
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo  # which DDP imports, and the forks need not
 
-from tests.plain_network import NESTED, make_batch, make_topology
+from tests.plain_network import (
+    NESTED,
+    TRAINED_ELSEWHERE,
+    gradients_of,
+    make_batch,
+    make_network,
+    make_topology,
+)
 from tests.ranks import in_ranks
-from unet3d.distributed.group import Group
+from unet3d.config import ModelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.model import SegmentationLoss, UNet3d
+from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.spatial import division
 from unet3d.volumes.loader import share_of
 
-CASES: tuple[tuple[int, int, int, int, bool, dict[str, Any]], ...] = (
-    # ranks, samples of the batch, stages, micro-batches, whether their sums are joined, options; in
-    # all with joined sums a part of the voxels is ignored
-    (2, 5, 1, 1, False, {}),
-    (3, 5, 1, 3, False, {"encoder": "residual", "deep_supervision": True}),
-    (3, 2, 1, 1, False, {}),
-    (2, 1, 2, 1, False, {}),
-    (2, 5, 3, 5, False, {"norm": "group", "deep_supervision": True}),
-    (2, 5, 1, 3, True, {"deep_supervision": True, "norm": "group"}),
-    (3, 2, 1, 1, True, {"encoder": "residual", "deep_supervision": True}),
-    (2, 1, 1, 2, True, {}),
-    (3, 7, 2, 2, True, {}),
-    (2, 3, 2, 2, False, {"kernels": "anisotropic"}),
-    (3, 5, 2, 2, True, {"regions": NESTED}),
+RESIDUAL = {"encoder": "residual", "deep_supervision": True}
+CASES = (
+    # replicas, shards, samples of the batch, stages, micro-batches, whether their sums are joined,
+    # options; in all with joined sums a part of the voxels is ignored
+    (2, 1, 5, 1, 1, False, {}),
+    (3, 1, 5, 1, 3, False, RESIDUAL),
+    (3, 1, 2, 1, 1, False, {}),
+    (2, 1, 1, 2, 1, False, {}),
+    (2, 1, 5, 3, 5, False, {"norm": "group", "deep_supervision": True}),
+    (2, 1, 5, 1, 3, True, {"deep_supervision": True, "norm": "group"}),
+    (3, 1, 2, 1, 1, True, RESIDUAL),
+    (2, 1, 1, 1, 2, True, {}),
+    (3, 1, 7, 2, 2, True, {}),
+    (2, 1, 3, 2, 2, False, {"kernels": "anisotropic"}),
+    (3, 1, 5, 2, 2, True, {"regions": NESTED}),
+    (1, 2, 1, 1, 1, False, {}),
+    (2, 2, 5, 1, 2, False, {}),
+    (2, 2, 1, 1, 1, False, {"norm": "group"}),
+    (1, 2, 3, 1, 2, True, {"deep_supervision": True}),
+    (2, 2, 3, 1, 2, True, RESIDUAL),
+    (2, 2, 1, 1, 1, True, {}),
+    (2, 2, 5, 1, 2, True, {"regions": NESTED, **TRAINED_ELSEWHERE}),
+    (1, 2, 2, 1, 1, False, {"regions": NESTED, "kernels": "anisotropic"}),
+    (1, 3, 2, 1, 1, False, {"encoder": "residual", "kernels": "anisotropic", **TRAINED_ELSEWHERE}),
 )
 STEPS = 2
 
+GPU_SIZE = (96, 64, 64)
+GPU_CASES = (
+    {"autocast": None},
+    {"autocast": None, "recompute": "level"},
+    {"autocast": torch.bfloat16},
+    {"autocast": torch.bfloat16, "recompute": "off", "cuda_graphs": "off"},
+    {"autocast": torch.bfloat16, "offload": "skips"},
+)
 
-def take_part(folder: Path) -> None:
-    with joined(Ranks.from_environment()) as group:
-        group.open(60)
-        for number, case in enumerate(CASES):
-            if case[0] == group.size:
-                take_steps(folder, group, number)
+
+def slab_of(layout, topology, *tensors):
+    """Return the planes that a shard has of images (N, C, X, Y, Z) and targets (N, X, Y, Z)."""
+    rule = division.SlabRule(topology=topology, num_shards=layout.num_shards)
+    slab, device = rule.slab(layout.shard, tensors[-1].shape[1:]), layout.devices[0]
+    return [one.narrow(one.dim() - 3, slab.start, len(slab)).to(device) for one in tensors]
 
 
-def take_steps(folder: Path, group: Group, number: int) -> None:
-    _, num_samples, num_stages, num_micro_batches, joins_samples, own = CASES[number]
-    rank, options = group.ranks.rank, {**own}
-    loss = SegmentationLoss(joins_samples=joins_samples, regions=options.pop("regions", ()))
-    # Every rank begins with weights of its own: the first one's must win.
-    torch.manual_seed(1 + rank)
-    model = UNet3d(make_topology(**options)).double()
+def take_steps(folder, group, number):
+    """Take steps on a share of the batch, and keep losses and gradients."""
+    num_replicas, num_shards, num_samples, num_stages, num_micro_batches, joins, own = CASES[number]
+    options = {**own}
+    loss_fn = SegmentationLoss(joins_samples=joins, regions=options.pop("regions", ()))
+    rank, topology = group.ranks.rank, make_topology(**options)
+    model = make_network(topology)
+    if rank > 0:  # every rank begins with weights of its own: the first one's must win
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+    replica, shard = divmod(rank, num_shards)
     layout = Layout(
         devices=(torch.device("cpu"),) * num_stages,
-        cuts=None,
         num_micro_batches=num_micro_batches,
+        num_replicas=num_replicas,
+        num_shards=num_shards,
+        shard=shard,
     )
     executor = parallelize(model, layout, group)
-    image, target = make_batch(num_samples, ignores=joins_samples)
-    mine = share_of(range(num_samples), rank, group.size)
-    weight = len(mine) * group.size / num_samples
-    rows = list(mine or range(1))
+    image, target = slab_of(layout, topology, *make_batch(num_samples, ignores=joins))
+    mine = share_of(range(num_samples), replica, num_replicas)
+    weight = len(mine) * num_replicas / num_samples
+    rows, planes = list(mine or range(1)), 16 if num_shards > 1 else None
     steps = []
     for step in range(STEPS):  # DDP arranges its buckets anew after the first
         model.zero_grad(set_to_none=step == 0)
-        terms = executor.forward_backward(image[rows], target[rows], loss, weight=weight)
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        (total,) = group.sum([terms.total.item() * len(mine) / num_samples])
-        steps.append((total, gradients))
+        terms = executor.forward_backward(
+            image[rows], target[rows], loss_fn, weight=weight, planes=planes
+        )
+        share = len(mine) / num_samples / num_shards
+        (total,) = group.sum([terms.total.item() * share])
+        steps.append((total, {name: p.clone() for name, p in gradients_of(model).items()}))
     model.zero_grad()
-    for stage in executor.stages:  # as after a step that a GPU has replayed
+    for stage in executor.stages if num_shards == 1 else ():  # as a step that a GPU has replayed
         parameters = [p for block in stage.blocks for p in block.module.parameters()]
         executor.exchange.add(stage, {p: torch.full_like(p, rank) for p in parameters})
-    torch.save((steps, [p.grad for p in model.parameters()]), folder / f"{number}-{rank}.pt")
+    replayed = list(gradients_of(model).values())
+    torch.save((steps, replayed), folder / f"{number}-{rank}.pt")
 
 
-def main(folder: str) -> None:
-    for size in {case[0] for case in CASES}:
-        assert not any(in_ranks(size, partial(take_part, Path(folder))))
+def gpu_gradients(layout, group=None):
+    """Return loss and gradients of a network whose finest maps are folded, the last ones whole."""
+    settings = ModelSettings(channels=(32, 64, 64, 64), deep_supervision=False)
+    torch.manual_seed(1)
+    model = UNet3d(plan_topology(settings, GPU_SIZE, (1.0, 1.0, 1.0), 1, 3))
+    executor = parallelize(model, layout, group)
+    generator = torch.Generator().manual_seed(3)
+    image = torch.randn(2, 1, *GPU_SIZE, generator=generator) + 2
+    target = torch.randint(0, 3, (2, *GPU_SIZE), generator=generator, dtype=torch.uint8)
+    batch = slab_of(layout, model.topology, image, target)
+    planes = GPU_SIZE[0] if layout.num_shards > 1 else None
+    for _ in range(6):  # the last ones are replayed, where steps are captured
+        model.zero_grad(set_to_none=False)
+        terms = executor.forward_backward(*batch, dice_cross_entropy, planes=planes)
+    return terms.total.item(), {name: p.cpu() for name, p in gradients_of(model).items()}
+
+
+def share_a_volume(folder, group, number):
+    """Keep what :func:`gpu_gradients` returns of a slab."""
+    rank = group.ranks.rank
+    devices = (torch.device("cuda", rank),)
+    layout = Layout(devices=devices, num_shards=group.size, shard=rank, **GPU_CASES[number])
+    torch.save(gpu_gradients(layout, group), folder / f"{number}-{rank}.pt")
+
+
+def take_part(folder, numbers, work):
+    division.MIN_DIVIDED_ELEMENTS = 0 if work is take_steps else 2**17
+    with joined(Ranks.from_environment()) as group:
+        group.open(60)
+        for number in numbers:
+            work(folder, group, number)
+
+
+def main(folder, kind):
+    is_cuda = kind == "cuda"
+    sizes = [2] * len(GPU_CASES) if is_cuda else [case[0] * case[1] for case in CASES]
+    work = share_a_volume if is_cuda else take_steps
+    for size in set(sizes):
+        numbers = [number for number, own in enumerate(sizes) if own == size]
+        assert not any(in_ranks(size, partial(take_part, Path(folder), numbers, work)))

@@ -4,24 +4,20 @@ On a CPU the real code parks in "host" memory too, where a test lets it: memory 
 read at the wrong time finds nothing.
 """
 
-import gc
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.plain_network import gradients_of
+from tests.plain_network import gradients_of, make_batch, make_topology
 from tests.products import pairwise
-from tests.steps import LARGE, make_step, measure
-from unet3d.config import ModelSettings
+from tests.steps import make_step, measure
 from unet3d.kernels import recompute as remake
 from unet3d.kernels.pad import padded_copy
 from unet3d.kernels.padding import mark_padded, with_padding
 from unet3d.memory.meter import MemoryMeter
-from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Executor, Layout, offload, parallelize
+from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.parallel import Layout, offload, parallelize
 from unet3d.parallel.offload import OffloadedMemory, SkipOffloader, skip_names
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning.memory_estimate import predict_memory
@@ -35,35 +31,21 @@ def parking_cpu(monkeypatch):
     monkeypatch.setattr(offload, "supports_offload", lambda device: True)
 
 
-def topology_of(size: tuple[int, int, int] = (16, 16, 16), **options: Any) -> Topology:
-    settings = ModelSettings(
-        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
-    )
-    return plan_topology(settings, size, (1.0, 1.0, 1.0), 2, 3)
-
-
-def make_batch(num_samples: int = 2, size: int = 16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    image = torch.randn(num_samples, 2, size, size, size, generator=generator)
-    target = torch.randint(0, 3, (num_samples, size, size, size), generator=generator)
-    return image, target.to(torch.uint8)
-
-
-def step(topology: Topology, layout: Layout, **batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+def step(topology, layout, num_samples):
     """Take a step, and return the loss and the gradients."""
     torch.manual_seed(0)
-    return step_of(parallelize(UNet3d(topology), layout), **batch)
+    return step_of(parallelize(UNet3d(topology), layout), num_samples)
 
 
-def step_of(executor: Executor, **batch: int) -> tuple[Tensor, dict[str, Tensor]]:
-    image, target = make_batch(**batch)
+def step_of(executor, num_samples=2):
+    image, target = make_batch(num_samples, torch.float32)
     terms = executor.forward_backward(image, target, dice_cross_entropy)
     return terms.total, gradients_of(executor.module)
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder):
-    model = UNet3d(topology_of(encoder=encoder, deep_supervision=True))
+    model = UNet3d(make_topology(encoder=encoder, deep_supervision=True))
     # The lowest features go to the decoder as well, but they are on their way at once.
     assert skip_names(model.blocks()) == set(model.encoder.outputs()[:-1])
 
@@ -86,7 +68,7 @@ def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder):
 )
 def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeypatch):
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
-    topology = topology_of(**options)
+    topology = make_topology(**options)
     num_devices, cuts, num_micro_batches, schedule = stages
     layout = Layout(
         devices=(CPU,) * num_devices,
@@ -104,7 +86,7 @@ def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeyp
 
 
 def test_a_cpu_parks_nothing():
-    executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
+    executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
     step_of(executor)
     assert sizes.seen == {}
@@ -113,20 +95,20 @@ def test_a_cpu_parks_nothing():
 class Sizes(MemoryMeter):
     """Notes what comes and goes."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor):
         super().__init__(executor.slots, executor.module)
         self.seen: dict[tuple[int, ...], list[int]] = {}
         executor.observer = self
         self.start()
 
-    def resized(self, tensor: Tensor) -> None:
+    def resized(self, tensor):
         super().resized(tensor)
         sizes = self.seen.setdefault(tuple(tensor.shape), [])
         sizes.append(tensor.untyped_storage().nbytes())
 
 
 def test_a_skip_is_parked_with_the_zeros_around_it():
-    blocks = UNet3d(topology_of(num_levels=2)).blocks()
+    blocks = UNet3d(make_topology(num_levels=2)).blocks()
     offloader = SkipOffloader(blocks, skip_names(blocks), {}, lambda tensor: None)
     skip = mark_padded(padded_copy(torch.randn(1, 4, 6, 6, 6)))
     expected = with_padding(skip).clone()
@@ -142,16 +124,16 @@ def test_a_skip_is_parked_with_the_zeros_around_it():
 def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
     """Or, where it is made again in backward, what it is made from."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
-    executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
+    executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
     step_of(executor, num_samples=1)
-    shapes = [(1, 4 * 2**level, *[16 // 2**level] * 3) for level in range(2)]
+    shapes = [(1, 4, 16, 16, 8), (1, 8, 8, 8, 8)]
     assert sizes.seen == {shape: [0, 4 * torch.Size(shape).numel()] for shape in shapes}
 
 
 @pytest.mark.usefixtures("parking_cpu")
 def test_skips_are_away_while_the_decoder_works_at_full_resolution():
-    executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
+    executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
     assert isinstance(executor, PipelineExecutor)
     order: list[str] = []
 
@@ -180,18 +162,18 @@ class Copies:
     The copy is patched, because without a GPU nothing else tells whether its end is waited for.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.waited_for: list[str] = []
         copy = OffloadedMemory._copy
 
-        def noted(memory: OffloadedMemory, target: Tensor, source: Tensor, direction: str) -> Any:
+        def noted(memory, target, source, direction):
             copy(memory, target, source, direction)
             return direction
 
         monkeypatch.setattr(OffloadedMemory, "_copy", noted)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event):
         self.waited_for.append(event)
 
 
@@ -220,7 +202,7 @@ def test_work_waits_for_a_copy_back_but_not_for_a_copy_to_the_host(is_used, monk
 @pytest.mark.usefixtures("parking_cpu")
 def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch):
     layout = Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=2, offload="skips")
-    executor = parallelize(UNet3d(topology_of()), layout)
+    executor = parallelize(UNet3d(make_topology()), layout)
     made: list[str] = []
     deleted: list[str] = []
 
@@ -250,31 +232,20 @@ def test_the_prediction_counts_it_to_the_byte(num_devices):
     assert predicted[1][0].activations_bytes < predicted[0][0].activations_bytes
 
 
-def test_a_gpu_that_is_not_here_is_predicted_to_need_less():
-    step = make_step((GPU,), (128,) * 3, 1, precision="bfloat16", model=LARGE)
-    parking = replace(step, layout=replace(step.layout, offload="skips"))
-    found = [predict_memory(one, counts_reserved=False).memory[0] for one in (step, parking)]
-    channels = step.topology.channels[:-1]
-    skips = sum(2 * c * (128 >> level) ** 3 for level, c in enumerate(channels))
-    fewer = found[0].activations_bytes - found[1].activations_bytes
-    assert fewer == pytest.approx(skips, rel=0.01)
-    assert found[1].peak_bytes < found[0].peak_bytes
-
-
 class Poison(MemoryMeter):
     """Fills memory with NaN when it is given back, and when it was just taken again."""
 
-    def __init__(self, executor: Executor, cycles: int) -> None:
+    def __init__(self, executor, cycles):
         super().__init__(executor.slots, executor.module)
         self.cycles = cycles
         self.num_poisoned = 0
         executor.observer = self
 
-    def during(self, slot: Any, kind: str, micro_batch: int) -> Any:
+    def during(self, slot, kind, micro_batch):
         torch.cuda._sleep(self.cycles)
         return super().during(slot, kind, micro_batch)
 
-    def resized(self, tensor: Tensor) -> None:
+    def resized(self, tensor):
         super().resized(tensor)
         torch.cuda._sleep(self.cycles)
         if tensor.untyped_storage().nbytes() > 0:
@@ -304,7 +275,7 @@ def test_no_memory_is_reused_or_read_too_early(late, num_slots, num_micro_batche
     found = []
     for parks in ("none", "skips"):
         torch.manual_seed(0)
-        model = UNet3d(topology_of()).double()
+        model = UNet3d(make_topology()).double()
         more = {"num_micro_batches": num_micro_batches, "offload": parks}
         layout = Layout(devices=(GPU,) * num_slots, cuts=None, **more)
         executor = parallelize(model, layout)
@@ -321,18 +292,3 @@ def test_no_memory_is_reused_or_read_too_early(late, num_slots, num_micro_batche
     assert torch.isfinite(found[1]).all()
     difference = (found[1] - found[0]).norm() / found[0].norm()
     assert difference < 1e-10
-
-
-@pytest.mark.gpu
-def test_a_gpu_needs_less_by_what_was_predicted():
-    measured = []
-    for choice in ("none", "skips"):
-        step = make_step((GPU,), (128,) * 3, precision="bfloat16", model=LARGE, offload=choice)
-        predicted = predict_memory(step).memory[0]
-        gc.collect()  # networks of other tests, which a reference cycle keeps, would count
-        torch.cuda.empty_cache()
-        found = measure(step)[0]
-        assert predicted.activations_bytes == pytest.approx(found.activations_bytes, rel=0.02)
-        assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
-        measured.append(found.peak_bytes)
-    assert measured[1] < measured[0]

@@ -18,7 +18,7 @@ def make_model(**options):
     return UNet3d(make_topology(**options))
 
 
-def dearest(costs: list[int], cuts: tuple[int, ...]) -> int:
+def dearest(costs, cuts):
     return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
 
 

@@ -1,57 +1,33 @@
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.plain_network import gradients_of
+from tests.plain_network import assert_gradients, gradients_of, make_batch, make_network
 from unet3d.errors import ConfigError
-from unet3d.model import (
-    SegmentationLoss,
-    SequentialNetwork,
-    Topology,
-    UNet3d,
-    dice_cross_entropy,
-)
+from unet3d.model import SegmentationLoss, SequentialNetwork, Topology, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize
 
 CPU = torch.device("cpu")
-TOPOLOGY = Topology(
-    in_channels=1,
+DEEP = Topology(
+    in_channels=2,
     num_classes=3,
     channels=(4, 4, 8, 8),
-    strides=((1, 1, 1), (2, 2, 2), (2, 2, 2), (2, 2, 2)),
+    strides=((1, 1, 1), (2, 2, 2), (2, 2, 2), (2, 2, 1)),
     deep_supervision=True,
 )
-
-
-def network() -> UNet3d:
-    torch.manual_seed(0)
-    return UNet3d(TOPOLOGY).double()
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(3, 1, 16, 16, 16, generator=generator, dtype=torch.float64)
-    return image, torch.randint(0, 3, (3, 16, 16, 16), generator=generator)
-
-
-def assert_same_gradients(model: UNet3d, plain: UNet3d) -> None:
-    found, expected = gradients_of(model), gradients_of(plain)
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert (value - expected[name]).norm() < 1e-9 * expected[name].norm().clamp_min(1e-8)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_a_frozen_encoder_is_passed_by(num_micro_batches):
     """As in fine-tuning: the first stage has nothing to learn."""
-    model, plain = network(), network()
+    model, plain = make_network(DEEP), make_network(DEEP)
     for one in (model, plain):
         one.encoder.requires_grad_(False)
-    image, target = batch()
+    image, target = make_batch(3)
     layout = Layout(devices=(CPU, CPU), num_micro_batches=num_micro_batches)
     parallelize(model, layout).forward_backward(image, target, dice_cross_entropy)
     dice_cross_entropy(plain(image), target).total.backward()
-    assert_same_gradients(model, plain)
+    assert_gradients(gradients_of(model), gradients_of(plain))
 
 
 def test_dropout_cannot_pass_forward_twice():
@@ -75,12 +51,12 @@ def test_dropout_cannot_pass_forward_twice():
 
 
 def test_a_loss_may_leave_out_a_result():
-    model, plain = network(), network()
-    image, target = batch()
+    model, plain = make_network(DEEP), make_network(DEEP)
+    image, target = make_batch(3)
 
     def fine_only(logits, target):
         return dice_cross_entropy(logits[0], target)
 
     parallelize(model, Layout(devices=(CPU, CPU))).forward_backward(image, target, fine_only)
     dice_cross_entropy(plain(image)[0], target).total.backward()
-    assert_same_gradients(model, plain)
+    assert_gradients(gradients_of(model), gradients_of(plain))

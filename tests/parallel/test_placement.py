@@ -5,7 +5,7 @@ import torch
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError, DeviceError, Unet3dError
+from unet3d.errors import ConfigError, DeviceError
 from unet3d.parallel import Layout, Machine, ParallelDims
 
 CPU = torch.device("cpu")
@@ -13,29 +13,27 @@ GPUS = [torch.device("cuda", index) for index in range(4)]
 THREADS = {"mode": "data", "engine": "dataparallel"}
 
 
-def machine(num_gpus: int) -> Machine:
+def machine(num_gpus):
     """Return a machine that need not be this one: nothing here looks for devices."""
     gpus = ", ".join(f"cuda:{index} (Model {index})" for index in range(num_gpus))
     return Machine(num_gpus=num_gpus, description=f"cpu and {gpus or 'no CUDA GPU'}")
 
 
-def resolve(num_gpus: int, ranks: Ranks | None = None, **settings: Any) -> ParallelDims:
+def resolve(num_gpus, ranks=None, **settings):
     return ParallelDims.resolve(ParallelSettings(**settings), machine(num_gpus), ranks)
 
 
-def spatial(devices: str | None, replicas: int = 1, ranks: Ranks | None = None) -> ParallelDims:
+def spatial(devices, replicas=1, ranks=None):
     return resolve(4, ranks, mode="spatial", devices=devices, replicas=replicas)
 
 
-def rank_of(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Ranks:
+def rank_of(rank, world_size, local_rank, local_world_size):
     return Ranks(
         rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size
     )
 
 
-def refusal(
-    num_gpus: int, ranks: Ranks | None, error: type[Unet3dError] = DeviceError, **settings: Any
-) -> str:
+def refusal(num_gpus, ranks, error=DeviceError, **settings):
     with pytest.raises(error) as caught:
         resolve(num_gpus, ranks, **settings)
     assert "\n" not in str(caught.value)

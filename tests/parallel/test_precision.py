@@ -12,7 +12,6 @@ from unet3d.parallel.precision import (
     cpu_has_bfloat16,
     default_precision,
     lowered_on,
-    lowering,
     precision_on,
     resolve_precision,
 )
@@ -21,59 +20,39 @@ CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(2)]
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch,
-    num_gpus: int,
-    capability: tuple[int, int] = (9, 0),
-    cudnn: int | None = 91900,
-    cpu_bfloat16: bool = False,
-) -> None:
+def pretend(monkeypatch, num_gpus, capability=(9, 0), cudnn=91900, cpu_bfloat16=False):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: cpu_bfloat16)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
 
 
-@pytest.mark.parametrize(
-    ("capability", "cudnn", "devices", "expected"),
-    [
+def test_the_default_precision_is_the_best_that_is_right(monkeypatch):
+    for capability, cudnn, devices, expected in (
         ((9, 0), 91900, [GPUS[0]], "bfloat16"),
-        ((8, 0), 90701, [GPUS[0], CPU], "bfloat16"),
-        ((7, 5), 91900, [GPUS[0]], "float16"),
-        ((6, 0), 91900, [CPU, GPUS[0]], "float16"),
+        ((8, 0), None, [GPUS[0], CPU], "bfloat16"),
+        ((7, 5), 91900, [CPU, GPUS[0]], "float16"),
         ((9, 0), 91002, [GPUS[0]], "float16"),
         ((9, 0), 91002, [CPU, CPU], "float32"),
-        ((9, 0), None, [GPUS[0]], "bfloat16"),
-    ],
-)
-def test_the_default_precision_is_the_best_that_is_right(
-    monkeypatch, capability, cudnn, devices, expected
-):
-    pretend(monkeypatch, 1, capability, cudnn)
-    assert default_precision(devices) == expected
-
-
-def test_one_old_gpu_decides_for_all(monkeypatch):
-    pretend(monkeypatch, 2)
+    ):
+        pretend(monkeypatch, 1, capability, cudnn)
+        assert default_precision(devices) == expected
+    pretend(monkeypatch, 2)  # one old GPU decides for all
     capabilities = {GPUS[0]: (9, 0), GPUS[1]: (7, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     assert (default_precision(GPUS[:1]), default_precision(GPUS)) == ("bfloat16", "float16")
 
 
-@pytest.mark.parametrize(
-    ("cudnn", "is_wrong"),
-    [(90701, False), (90800, True), (91002, True), (91400, True), (91500, False), (None, False)],
-)
-def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(monkeypatch, cudnn, is_wrong):
-    pretend(monkeypatch, 1, cudnn=cudnn)
-    if is_wrong:
+def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(monkeypatch):
+    for cudnn in (90800, 91002, 91400):
+        pretend(monkeypatch, 1, cudnn=cudnn, cpu_bfloat16=True)
         with pytest.raises(DeviceError, match=rf"cuDNN {cudnn} .*163539.*float16"):
             check_precision("bfloat16", [CPU, GPUS[0]])
-    else:
+        check_precision("float16", GPUS[:1])
+        check_precision("bfloat16", [CPU])
+    for cudnn in (90701, 91500, None):
+        pretend(monkeypatch, 1, cudnn=cudnn)
         check_precision("bfloat16", [CPU, GPUS[0]])
-    check_precision("float16", GPUS[:1])
-    pretend(monkeypatch, 1, cudnn=cudnn, cpu_bfloat16=True)
-    check_precision("bfloat16", [CPU])
 
 
 def test_ranks_that_differ_agree_on_less(monkeypatch):
@@ -118,14 +97,6 @@ def test_each_device_lowers_to_what_it_has(monkeypatch):
         assert precision_on(device, wanted) == expected
         dtype = lowered_on(device, precision.autocast_dtype(wanted))
         assert (str(dtype) == f"torch.{expected}") == (dtype is not None)
-
-
-def test_what_is_lowered_on_a_cpu_is_in_bfloat16(monkeypatch):
-    x, weight = torch.ones(1, 1, 3, 3, 3), torch.ones(2, 1, 1, 1, 1)
-    for has_it, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        pretend(monkeypatch, 0, cpu_bfloat16=has_it)
-        with lowering(CPU, torch.bfloat16):
-            assert torch.conv3d(x, weight).dtype == dtype
 
 
 @pytest.mark.parametrize(

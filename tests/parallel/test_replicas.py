@@ -5,47 +5,78 @@ import torch
 
 from tests import warm
 from tests.parallel import rank_gradients
-from tests.parallel.rank_gradients import CASES
+from tests.parallel.rank_gradients import CASES, GPU_CASES, gpu_gradients
 from tests.plain_network import (
     assert_close,
     assert_same_in_ranks,
     make_batch,
+    make_network,
     make_topology,
     plain_gradients,
 )
 from unet3d.errors import ConfigError
 from unet3d.model import SegmentationLoss, UNet3d
-from unet3d.parallel import DataParallelExecutor, Executor, Layout, parallelize
+from unet3d.parallel import DataParallelExecutor, Layout, parallelize
 from unet3d.parallel.replicas import use_plain_strides
 
 GPUS = tuple(torch.device("cuda", index) for index in range(2))
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """Folder of what all ranks have computed."""
-    folder = tmp_path_factory.mktemp("gradients")
-    done = warm.run_call(rank_gradients.main, str(folder))
+def computed(folder, kind, **variables):
+    """Run the ranks, and return the folder of what they have computed."""
+    done = warm.run_call(rank_gradients.main, str(folder), kind, timeout=240, **variables)
     assert done.returncode == 0, done.stderr
     return folder
 
 
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return computed(tmp_path_factory.mktemp("gradients"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def gpu_answers(tmp_path_factory):
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    return computed(tmp_path_factory.mktemp("gradients"), "cuda", CUDA_VISIBLE_DEVICES=gpus)
+
+
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
-def test_replicas_are_transparent_and_average_what_is_replayed(answers, case):
-    num_ranks, num_samples, _, _, joins_samples, own = CASES[case]
+def test_replicas_and_slabs_are_transparent_and_average_what_is_replayed(answers, case):
+    num_replicas, num_shards, num_samples, _, _, joins_samples, own = CASES[case]
     options = {**own}
     loss = SegmentationLoss(joins_samples=joins_samples, regions=options.pop("regions", ()))
-    topology = make_topology(**options)
-    expected_loss, expected, _ = plain_gradients(topology, num_samples, loss, joins_samples)
+    expected = plain_gradients(make_topology(**options), num_samples, loss, joins_samples)[:2]
+    num_ranks = num_replicas * num_shards
     found = [torch.load(answers / f"{case}-{rank}.pt") for rank in range(num_ranks)]
     for by_rank in zip(*(steps for steps, _ in found), strict=True):
-        assert_same_in_ranks(by_rank, expected_loss, expected)
+        assert_same_in_ranks(by_rank, *expected)
     mean = sum(range(num_ranks)) / num_ranks
     for _, replayed in found:
         assert all(torch.equal(value, torch.full_like(value, mean)) for value in replayed)
 
 
-def two_steps(executor: Executor, dtype: torch.dtype, loss: SegmentationLoss) -> list[torch.Tensor]:
+@pytest.mark.multigpu
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", range(len(GPU_CASES)), ids=lambda case: str(GPU_CASES[case]))
+def test_two_gpus_share_a_volume(gpu_answers, case):
+    """Launched and replayed, with Triton's kernels, folded maps and levels that are whole."""
+    autocast = GPU_CASES[case]["autocast"]
+    one = Layout(devices=GPUS[:1], autocast=autocast, cuda_graphs="off")
+    expected_loss, expected = gpu_gradients(one)
+    # TF32 rounds like bfloat16 does in float32, but to three more bits.
+    tolerance = 2e-2 if autocast is None else 6e-2
+    by_rank = [torch.load(gpu_answers / f"{case}-{rank}.pt") for rank in range(2)]
+    for loss, gradients in by_rank:
+        assert abs(loss - expected_loss) <= 1e-3 * expected_loss
+        found, wanted = (
+            torch.cat([value.double().flatten() for value in one.values()])
+            for one in (gradients, expected)
+        )
+        assert (found - wanted).norm() <= tolerance * wanted.norm()
+        assert all(torch.equal(value, by_rank[0][1][name]) for name, value in gradients.items())
+
+
+def two_steps(executor, dtype, loss):
     """Return all gradients in a row, after each of two steps on batches of four."""
     found = []
     for number in range(2):
@@ -67,16 +98,11 @@ def two_steps(executor: Executor, dtype: torch.dtype, loss: SegmentationLoss) ->
 @pytest.mark.parametrize("joins_samples", [False, True])
 def test_nn_data_parallel_gives_the_gradients_of_one_gpu(output, lowered, joins_samples):
     dtype = torch.float64 if lowered is None else torch.float32
-    networks = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        networks.append(UNet3d(make_topology()).to(dtype))
+    networks = [make_network(make_topology()).to(dtype) for _ in range(2)]
     threads = DataParallelExecutor(networks[0], GPUS, output, lowered)
     assert (threads.input_device, threads.output_device) == (GPUS[0], output)
     assert not torch.backends.cudnn.benchmark
-    one = parallelize(
-        networks[1], Layout(devices=GPUS[:1], cuts=None, num_micro_batches=1, autocast=lowered)
-    )
+    one = parallelize(networks[1], Layout(devices=GPUS[:1], autocast=lowered))
     loss = SegmentationLoss(joins_samples=joins_samples)
     found, wanted = two_steps(threads, dtype, loss), two_steps(one, dtype, loss)
     for actual, expected in zip(found, wanted, strict=True):

@@ -4,7 +4,6 @@ import pytest
 
 from unet3d.parallel.schedule import (
     Action,
-    Schedule,
     all_forward,
     all_forward_all_backward,
     one_forward_one_backward,
@@ -14,7 +13,7 @@ SCHEDULES = [one_forward_one_backward, all_forward_all_backward]
 SIZES = list(itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5)))
 
 
-def needs(action: Action, num_stages: int) -> list[Action]:
+def needs(action, num_stages):
     """What a U-Net's data ask for: forward down the stages, backward up again."""
     kind, micro_batch, stage = action.kind, action.micro_batch, action.stage
     if kind == "forward":
@@ -27,7 +26,7 @@ def needs(action: Action, num_stages: int) -> list[Action]:
     ]
 
 
-def run(schedule: Schedule, num_micro_batches: int, num_stages: int) -> dict[Action, int]:
+def run(schedule, num_micro_batches, num_stages):
     """Return when each action begins, on devices that take one unit for it, in queued order."""
     begins: dict[Action, int] = {}
     free = [0] * num_stages

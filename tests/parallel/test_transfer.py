@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from unet3d.parallel.transfer import Transfer, _copy_streams
 
@@ -20,7 +19,7 @@ def test_on_one_device_nothing_is_copied_and_the_graph_ends():
     assert received.grad_fn is None and not received.requires_grad
 
 
-def values_of(seed: int) -> Tensor:
+def values_of(seed):
     generator = torch.Generator(GPU).manual_seed(seed)
     return torch.randn(SIZE, device=GPU, generator=generator)
 

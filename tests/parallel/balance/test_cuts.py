@@ -2,22 +2,20 @@ import functools
 import itertools
 import logging
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.plain_network import make_topology
 from tests.steps import GPUS, SMALL, make_step
-from unet3d.config import Balance, load_config
+from unet3d.config import load_config
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.kernels import recompute as remake
 from unet3d.model import UNet3d
 from unet3d.parallel import Layout, choose_cuts
 from unet3d.parallel.balance import cuts as balance
 from unet3d.parallel.balance.cuts import memory_cost
-from unet3d.parallel.partition import StageCost, default_cuts
+from unet3d.parallel.partition import default_cuts
 from unet3d.parallel.schedule import SCHEDULES, most_alive
 from unet3d.planning.memory_estimate import predict_memory
 
@@ -29,9 +27,7 @@ def make_model(**options):
     return UNet3d(make_topology(**options))
 
 
-def chosen(
-    folder: Path, balance: Balance, model: UNet3d | None = None, batch_size: int = 1, **layout: Any
-) -> tuple[int, ...]:
+def chosen(folder, balance, model=None, batch_size=1, **layout):
     """Return the cuts that are chosen, by default for two stages on CPUs."""
     return choose_cuts(
         make_model() if model is None else model,
@@ -44,13 +40,13 @@ def chosen(
     )
 
 
-def cheapest(cost: StageCost, num_blocks: int, num_stages: int) -> float:
+def cheapest(cost, num_blocks, num_stages):
     """Return what the dearest stage costs with the best of all cuts."""
     choices = itertools.combinations(range(1, num_blocks), num_stages - 1)
     return min(dearest(cost, cuts, num_blocks) for cuts in choices)
 
 
-def dearest(cost: StageCost, cuts: tuple[int, ...], num_blocks: int) -> float:
+def dearest(cost, cuts, num_blocks):
     ends = itertools.pairwise((0, *cuts, num_blocks))
     return max(cost(stage, *run) for stage, run in enumerate(ends))
 

@@ -1,7 +1,5 @@
 """How volumes are divided into slabs."""
 
-import pickle
-
 import pytest
 
 from unet3d.errors import DeviceError
@@ -16,7 +14,7 @@ STANDARD = Topology(
 )
 
 
-def rule_of(num_shards: int, **options: object) -> SlabRule:
+def rule_of(num_shards, **options):
     return SlabRule(topology=Topology(**{**vars(STANDARD), **options}), num_shards=num_shards)
 
 
@@ -61,19 +59,3 @@ def test_too_few_planes_name_the_most_devices():
     with pytest.raises(DeviceError, match="32x64x64 voxels has 32 planes.*33 devices.*at most 32"):
         rule_of(33).divide((32, 64, 64))
     assert rule_of(32).divide((32, 64, 64)).bounds == tuple(range(33))
-
-
-def test_strides_of_one_along_x_are_followed():
-    rule = rule_of(3, strides=((1, 1, 1), (1, 2, 2), (2, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2)))
-
-    division = rule.divide((64, 256, 256))
-
-    assert division.steps == (1, 1, 2, 2, 4, 8)
-    assert all(bound % division.steps[division.num_divided - 1] == 0 for bound in division.bounds)
-
-
-def test_a_rule_can_be_handed_to_another_process():
-    rule = rule_of(3)
-    again = pickle.loads(pickle.dumps(rule))
-    for shard in range(3):
-        assert again.slab(shard, (64, 64, 64)) == rule.slab(shard, (64, 64, 64))

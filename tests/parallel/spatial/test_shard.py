@@ -1,7 +1,6 @@
 """What the devices of a volume tell one another."""
 
 import torch
-from torch import Tensor
 
 from tests.shards import run_shards
 from unet3d.parallel.spatial.division import divide
@@ -9,39 +8,6 @@ from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
 
 UNEVEN = divide(10, 3, (1, 2), 2)
 """Slabs of 4, 4 and 2 planes."""
-
-
-def volume(planes: int = 10) -> Tensor:
-    return torch.arange(2 * 3 * planes * 4 * 5, dtype=torch.float32).view(2, 3, planes, 4, 5)
-
-
-def test_planes_reach_the_neighbours_only():
-    whole = volume().permute(0, 2, 3, 4, 1)
-
-    def work(index, messages):
-        shard = VolumeShard(index, UNEVEN, messages)
-        slab = UNEVEN.slab(index)
-        return shard.exchange(whole[:, slab.start], whole[:, slab.stop - 1])
-
-    first, middle, last = run_shards(3, work)
-
-    assert first[0] is None and last[1] is None
-    for got, plane in ((first[1], 4), (middle[0], 3), (middle[1], 8), (last[0], 7)):
-        assert got is not None
-        torch.testing.assert_close(got, whole[:, plane], rtol=0, atol=0)
-
-
-def test_maps_of_uneven_slabs_are_gathered():
-    whole = volume(5)
-
-    def work(index, messages):
-        slab = UNEVEN.slab(index, level=1)
-        own = whole[:, :, slab.start : slab.stop]
-        return VolumeShard(index, UNEVEN, messages).gather_map(own, level=1)
-
-    for gathered in run_shards(3, work):
-        assert gathered.is_contiguous(memory_format=torch.channels_last_3d)
-        torch.testing.assert_close(gathered, whole, rtol=0, atol=0)
 
 
 def test_sums_and_values_of_all_are_known_to_all():
