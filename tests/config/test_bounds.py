@@ -15,22 +15,12 @@ from hypothesis import strategies as st
 from tests.mutations import HOSTILE, damaged, mutated, property_test
 from unet3d.config import Config, load_config
 from unet3d.config.bounded_yaml import parse_yaml
-from unet3d.config.reference import commented_yaml
+from unet3d.config.reference import commented_yaml, settings
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import is_printable
 
-
-def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted keys of all settings."""
-    keys = []
-    for name, value in tree.items():
-        below = isinstance(value, dict)
-        keys += leaves(value, f"{prefix}{name}.") if below else [prefix + name]
-    return keys
-
-
 TREE = Config().model_dump(mode="json")
-KEYS = leaves(TREE)
+KEYS = [setting.key for setting in settings() if not setting.is_section]
 
 
 def numbers(value: Any) -> list[float]:
@@ -52,16 +42,6 @@ def accept(make: Any) -> Config | None:
         assert len(str(error)) < 2500, str(error)
         config = None
     return config
-
-
-def assert_usable(config: Config) -> None:
-    """Check that nothing made from the settings can overflow, and that they can be recorded."""
-    for number in numbers(config.model_dump(mode="json")):
-        assert math.isfinite(number)
-        assert abs(number) <= 2**64
-    assert Config.from_yaml(config.to_yaml()) == config
-    for path in (config.data.dataset, config.data.cache):
-        assert path is None or b"\0" not in os.fsencode(path)
 
 
 @pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.nightly)])
@@ -99,15 +79,10 @@ def test_every_setting_refuses_or_bounds_hostile_values(share):
         ("data.cache=" + "x" * 5000, "data.cache is 'xxxx"),
         ("training.epochs=0x" + "f" * 5000, "training.epochs is <a number of 20000 bits>; give"),
         ("training.epochs=" + "9" * 5000, "is not valid YAML"),
-        ("training.epochs=&a 3", "line 1: anchors (&) and aliases (*) are not allowed"),
-        ("training.epochs=!!int 3", "line 1: tags (!) are not allowed"),
         ("training.epochs=" + "[" * 100_000, "nested more than 16 deep"),
-        ("training.epochs=[" + "1," * 100_000 + "]", "there are more than 10,000 values"),
-        ("training.epochs=" + "1," * 100_000, "a value has more than 8,192 characters"),
         ("training.epochs=" + "1," * 4_000, "training.epochs is [1, 1, 1, 1, 1, 1, 1, 1, ...]; gi"),
         ("\x1b[2J=1", r"unknown setting \x1b[2J, known: data, patches"),
         ("a" * 10**6 + "=1", "unknown setting aaaa"),
-        ("." * 10**5 + "=1", "unknown setting , known"),
     ],
     ids=lambda value: repr(value)[:60],
 )
@@ -130,12 +105,9 @@ LAUGHS = "a: &a [x]\n" + "".join(
     [
         (LAUGHS, "line 1: anchors (&) and aliases (*) are not allowed"),
         ("training:\n  epochs: *other\n", "line 2: anchors (&) and aliases (*) are not allowed"),
-        ("training: &self\n  epochs: 3\n", "line 1: anchors (&) and aliases (*) are not allowed"),
         ("training:\n  <<: {epochs: 3}\n", "line 2: merged keys (<<) are not allowed"),
         ("training:\n  epochs: 3\n  epochs: 4\n", "line 3: 'epochs' is named twice"),
-        ("training: {}\nmodel: {}\ntraining: {epochs: 3}\n", "line 3: 'training' is named twice"),
         ("training: !!python/object/apply:os.system [true]", "line 1: tags (!) are not allowed"),
-        ("training: !!set {a, b}", "line 1: tags (!) are not allowed"),
         ("a: " + "{b: " * 20 + "}" * 20, "line 1: values are nested more than 16 deep"),
         ("a: [" + "1, " * 20_000 + "]", "line 1: there are more than 10,000 values"),
         ("a: " + "x" * 10_000, "line 1: a value has more than 8,192 characters"),
@@ -154,12 +126,6 @@ def test_yaml_that_is_more_than_settings(tmp_path, text, message):
     assert is_printable(str(caught.value))
     with pytest.raises(ConfigError, match="stored settings is not valid YAML"):
         Config.from_yaml(text)
-
-
-def test_numbers_of_many_parts_take_no_time():
-    # YAML 1.1 reads 1:1:1 as a number of base 60; the time of a long one grows with its square.
-    with pytest.raises(ValueError, match="more than 8,192 characters"):
-        parse_yaml("a: " + ":".join(["1"] * 300_000))
 
 
 def test_a_file_that_is_none_or_too_large(tmp_path):

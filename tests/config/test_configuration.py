@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -10,50 +11,13 @@ from unet3d.config import Config, load_config, overrides_of
 from unet3d.errors import ConfigError
 
 
-def refusal(*overrides: str, text: str | None = None, folder: Path | None = None) -> str:
+def refusal(*overrides: str, path: Path | None = None) -> str:
     """Return the message of a refusal, which must be one line."""
-    path = None
-    if text is not None and folder is not None:
-        path = folder / "settings.yaml"
-        path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-def test_defaults_are_valid_and_round_trip():
-    config = load_config()
-    assert config == Config()
-    assert Config.from_yaml(config.to_yaml()) == config
-
-
-def test_round_trip_of_every_kind_of_value(tmp_path):
-    config = load_config(
-        None,
-        [
-            "data.dataset=/somewhere/else",
-            "data.spacing_mm=1,1.5,3",
-            "patches.size=[32, 48, 64]",
-            "patches.augmentation.mirror_axes=x,y",
-            "model.channels=8,16,32",
-            "training.weight_decay=1e-7",
-            "parallel.mode=model",
-            "parallel.devices=0,cpu,cuda:1",
-            "parallel.cuts=3,7",
-            "inference.window=whole",
-        ],
-    )
-    assert config.data.dataset == Path("/somewhere/else")
-    assert config.data.spacing_mm == (1.0, 1.5, 3.0)
-    assert config.patches.size == (32, 48, 64)
-    assert config.patches.augmentation.mirror_axes == ("x", "y")
-    assert config.training.weight_decay == 1e-7
-    assert config.parallel.devices == ("0", "cpu", "cuda:1")
-    assert Config.from_yaml(config.to_yaml()) == config
-    (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_values_of_python_are_settings():
@@ -73,26 +37,12 @@ def test_values_of_python_are_settings():
         "inference.window": "whole",
     }
     config = load_config(None, overrides_of(values))
-    assert config.data.dataset == Path("/somewhere, else #1") and config.data.cache is None
-    assert config.data.spacing_mm == (1.0, 1.5, 3e-7)
-    assert config.patches.size == (32, 48, 64)
-    assert not config.patches.augmentation.enabled
-    assert config.patches.augmentation.mirror_axes == ("x", "y")
-    assert config.model.channels == (8, 16, 32)
-    assert config.memory.recompute == "off"
-    assert config.training.epochs == 3
-    assert config.training.weight_decay == 0.5
-    assert config.training.learning_rate == 1e-7
-    assert config.parallel.mode == "model" and config.parallel.devices == ("0", "cpu")
-    assert config.inference.window == "whole"
-
-
-def test_a_file_holds_only_what_differs_and_overrides_win(tmp_path):
-    path = tmp_path / "settings.yaml"
-    path.write_text("training:\n  epochs: 7\n  batch_size: 4\n")
-    config = load_config(path, ["training.epochs=8", "training.epochs=9"])
-    assert (config.training.epochs, config.training.batch_size) == (9, 4)
-    assert config.model == Config().model
+    assert (config.parallel.mode, config.parallel.devices) == ("model", ("0", "cpu"))
+    del values["parallel"]
+    for key, value in values.items():
+        taken = tuple(value) if isinstance(value, list | np.ndarray) else value
+        assert attrgetter(key)(config) == taken, key
+    assert Config.from_yaml(config.to_yaml()) == config
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "training:\n", "data:\n  phantom:\n"])
@@ -109,7 +59,7 @@ def test_with_values_replaces_some_and_checks_all():
     assert changed.patches.size == (16, 16, 8)
     assert changed.training.epochs == 3
     assert config.patches.size == "auto"
-    with pytest.raises(ConfigError, match="unknown setting training.epoch, did you mean"):
+    with pytest.raises(ConfigError, match="training.epoch, did you mean training.epochs"):
         config.with_values({"training.epoch": 3})
     with pytest.raises(ConfigError, match=r"model.num_levels is 1; give a whole number"):
         config.with_values({"model.num_levels": 1})
@@ -121,17 +71,11 @@ def test_with_values_replaces_some_and_checks_all():
     ("override", "message"),
     [
         ("patches.size=1,2", "patches.size is [1, 2]; give auto, whole or three whole numbers abo"),
-        (
-            "patches.size=8,8,0",
-            "patches.size is [8, 8, 0]; give auto, whole or three whole numbers",
-        ),
+        ("patches.size=8,8,0", "is [8, 8, 0]; give auto, whole or three whole numbers"),
         ("training.epochs=0", "training.epochs is 0; give a whole number above 0"),
-        ("training.epochs=2.5", "training.epochs is 2.5; give a whole number above 0"),
         ("training.epochs=yes", "training.epochs is True; give a whole number above 0"),
-        ("training.epochs=", "training.epochs is None; give a whole number above 0"),
         ("training.seed=-1", "training.seed is -1; give a whole number of at least 0"),
         ("training.momentum=1", "training.momentum is 1; give a number of at least 0 and below 1"),
-        ("training.learning_rate=.inf", "training.learning_rate is inf; give a number above 0"),
         ("training.learning_rate=.nan", "training.learning_rate is nan; give a number above 0"),
         ("patches.foreground_fraction=2", "is 2; give a number of at least 0 and at most 1"),
         ("model.norm=layer", "model.norm is 'layer'; give instance, group or batch"),
@@ -140,27 +84,18 @@ def test_with_values_replaces_some_and_checks_all():
         ("model.channels=[32]", "model.channels names 1 level(s); give channels for 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give auto or a list of x, y or z"),
-        ("patches.augmentation.mirror_axes=xy", "is 'xy'; give auto or a list of x, y or z"),
         ("patches.augmentation.scaling_range=1", "scaling_range is 1; give two numbers"),
-        (
-            "patches.augmentation.scaling_range=1.4,0.7",
-            "scaling_range is 1.4,0.7; give the smaller number first",
-        ),
+        ("patches.augmentation.scaling_range=1.4,0.7", "is 1.4,0.7; give the smaller number"),
         ("parallel.devices=1.5", "parallel.devices is 1.5; give a list of names or null"),
-        ("data.spacing_mm=1,2", "is [1, 2]; give median, native or three numbers of at least"),
-        (
-            "training=3",
-            "training is 3; give a section with settings such as epochs, steps_per_epoch",
-        ),
-        ("epochs=3", "unknown setting epochs, did you mean training.epochs?"),
+        ("parallel.replicas=0", "parallel.replicas is 0; give a whole number above 0"),
+        ("parallel.timeout_seconds=0", "parallel.timeout_seconds is 0; give a number above 0"),
+        ("parallel.max_restarts=-1", "parallel.max_restarts is -1; give a whole number of at"),
         ("patches.epochs=3", "unknown setting patches.epochs, did you mean training.epochs?"),
-        ("training.epoch=3", "unknown setting training.epoch, did you mean training.epochs?"),
         ("trainig.epochs=3", "unknown setting trainig, did you mean training?"),
         ("zzz=3", "unknown setting zzz, known: data, patches, model, training, parallel"),
         ("data.phantom.zzz=3", "unknown setting data.phantom.zzz, known: num_cases, shape"),
         ("training.epochs", "--set training.epochs: write section.key=value"),
         ("model.channels=8,[16", "--set model.channels: the value '8,[16' is not valid YAML"),
-        ("training.epochs=2024-99-99", "'2024-99-99' is not valid YAML"),
     ],
 )
 def test_one_message_for_a_wrong_setting(override, message):
@@ -170,70 +105,53 @@ def test_one_message_for_a_wrong_setting(override, message):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"),
+    ("mode", "settings", "reason"),
     [
+        ("none", ["parallel.replicas=2"], " is 2 but parallel.mode none has no groups of devices"),
+        ("data", ["parallel.replicas=2"], "--parallel data with a replica on each"),
+        ("auto", ["parallel.engine=dataparallel"], "parallel.mode is auto; add --parallel data"),
+        ("data", ["parallel.output_device=1"], " is 1 but only parallel.engine=dataparallel"),
+        ("data", ["parallel.balance=time"], " is time but parallel.mode data does not cut the"),
+        ("spatial", ["parallel.cuts=4,7"], " is 4,7 but parallel.mode spatial does not cut the"),
+        ("spatial", ["model.norm=batch"], " is batch but parallel.mode spatial takes the stat"),
         (
-            ["parallel.replicas=2", "parallel.mode=none"],
-            "parallel.replicas is 2 but parallel.mode none has no groups of devices",
-        ),
-        (["parallel.replicas=2", "parallel.mode=data"], "--parallel data with a replica on each"),
-        (["parallel.engine=dataparallel"], "parallel.mode is auto; add --parallel data"),
-        (
-            ["parallel.engine=dataparallel", "parallel.mode=spatial"],
-            "parallel.mode is spatial; add --parallel data",
-        ),
-        (
-            ["parallel.engine=dataparallel", "parallel.mode=data", "training.micro_batches=2"],
+            "data",
+            ["training.micro_batches=2", "parallel.engine=dataparallel"],
             "dataparallel takes no micro-batches, but training.micro_batches is 2",
         ),
         (
-            ["parallel.output_device=1", "parallel.mode=data"],
-            "parallel.output_device is 1 but only parallel.engine=dataparallel",
+            "auto",
+            ["training.micro_batches=2", "model.norm=batch"],
+            "would take its statistics from portions of the batch and train another network; use "
+            "model.norm=instance",
         ),
         (
-            ["parallel.balance=time", "parallel.mode=data"],
-            "parallel.balance is time but parallel.mode data does not cut the network",
+            "auto",
+            ["memory.recompute=level", "memory.offload=skips"],
+            "memory.offload=skips with memory.recompute=level",
         ),
-        (
-            ["parallel.cuts=4,7", "parallel.mode=spatial"],
-            "parallel.cuts is 4,7 but parallel.mode spatial does not cut the network",
-        ),
-        (["parallel.balance=memory"], "parallel.mode auto does not cut the network; add --par"),
-        (
-            ["model.norm=batch", "parallel.mode=spatial"],
-            "model.norm is batch but parallel.mode spatial takes the statistics of each sample",
-        ),
-        (["parallel.replicas=0"], "parallel.replicas is 0; give a whole number above 0"),
-        (["parallel.engine=horovod"], "parallel.engine is 'horovod'; give ddp or dataparallel"),
-        (["parallel.timeout_seconds=0"], "parallel.timeout_seconds is 0; give a number above 0"),
-        (["parallel.max_restarts=-1"], "parallel.max_restarts is -1; give a whole number of at"),
     ],
     ids=str,
 )
-def test_replicas_that_do_not_suit_the_mode_are_refused(overrides, reason):
-    assert reason in refusal(*overrides)
+def test_settings_that_do_not_suit_each_other_are_refused(mode, settings, reason):
+    said = refusal(f"parallel.mode={mode}", *settings)
+    assert reason in said and settings[-1].partition("=")[0] in said
 
 
-def test_replicas_that_suit_the_mode_are_taken():
+def test_settings_that_suit_each_other_are_taken():
+    load_config(None, ["memory.offload=skips"])
     load_config(None, ["parallel.mode=model", "parallel.replicas=2", "parallel.balance=memory"])
     load_config(None, ["parallel.mode=spatial", "parallel.replicas=2", "training.micro_batches=2"])
     load_config(None, ["parallel.replicas=2", "model.norm=batch"])  # auto: the devices decide
-    threads = load_config(
-        None,
-        ["parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"],
-    )
-    assert threads.parallel.output_device == "1"
-
-
-def test_batch_norm_with_accumulation_is_refused_with_the_reason():
-    message = refusal("model.norm=batch", "training.micro_batches=2")
-    assert "statistics" in message and "use model.norm=instance" in message
+    threads = ["parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"]
+    assert load_config(None, threads).parallel.output_device == "1"
 
 
 def test_all_errors_are_told_at_once(tmp_path):
-    text = "training: {epochs: -1, optimiser: sgd}\nmodel: {norm: layer}\n"
-    message = refusal("patches.size=x", text=text, folder=tmp_path)
-    assert message.startswith(f"{tmp_path / 'settings.yaml'}: ")
+    path = tmp_path / "settings.yaml"
+    path.write_text("training: {epochs: -1, optimiser: sgd}\nmodel: {norm: layer}\n")
+    message = refusal("patches.size=x", path=path)
+    assert message.startswith(f"{path}: ")
     for part in (
         "training.epochs is -1",
         "unknown setting training.optimiser, did you mean training.optimizer?",
@@ -247,31 +165,24 @@ def test_all_errors_are_told_at_once(tmp_path):
     ("text", "message"),
     [
         ("- a\n- b\n", "must hold sections and settings, not a list"),
-        ("just words", "must hold sections and settings, not a str"),
         ("training: [unclosed", "is not valid YAML"),
         ("training: {epochs: 2024-99-99}", "is not valid YAML: month must be in 1..12"),
         ("training: 3", "training is 3; give a section with settings such as epochs"),
         ("training: {1: 2}", "unknown setting training.1, known: epochs"),
         ("7: 8", "unknown setting 7, known: data"),
-        ("training: &a {epochs: *a}", "line 1: anchors (&) and aliases (*) are not allowed"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path, text, message):
-    assert message in refusal(text=text, folder=tmp_path)
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    assert message in refusal(path=path)
     with pytest.raises(ConfigError):
         Config.from_yaml(text)
-
-
-def test_an_override_below_a_scalar(tmp_path):
-    message = refusal("training.epochs=4", text="training: 3", folder=tmp_path)
-    assert message == "cannot set training.epochs: training is 3, not a section"
 
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="cannot read .*missing.yaml: No such file"):
         load_config(tmp_path / "missing.yaml")
-    with pytest.raises(ConfigError, match="Is a directory"):
-        load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ConfigError, match=r"binary.yaml: not a text file"):
         load_config(tmp_path / "binary.yaml")
@@ -289,10 +200,3 @@ def test_the_written_yaml_is_plain_and_complete():
 def test_settings_need_no_torch():
     code = "import sys, unet3d.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_levels_that_are_made_again_cannot_be_parked():
-    settings = ["memory.offload=skips", "memory.recompute=level"]
-    with pytest.raises(ConfigError, match=r"memory\.offload=skips with memory\.recompute=level"):
-        load_config(None, settings)
-    assert load_config(None, settings[:1]).memory.offload == "skips"
