@@ -34,7 +34,6 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Made]] = {
     "shape in place": lambda x, y: (x.t_(), x.unsqueeze_(0), x.squeeze_()),
     "the same or new": lambda x, y: (x.contiguous(), x.t().contiguous(), x.reshape(-1), x.to(x)),
     "out": lambda x, y: (*add_out(x, y, x), *add_out(x, y, y), *add_out(x, x, torch.empty(4, 6))),
-    "one or another": lambda x, y: (*add_out(x, x, x), *add_out(x, x, y), *add_out(x, y, y)),
     "list": lambda x, y: (torch.cat([x, y]), torch.cat([x, y], 1), torch.stack([x, x])),
     "expanded": lambda x, y: (x[:1].expand(3, 6), torch.empty(2, 0, 3), x.new_empty((3, 2))),
     "strided": lambda x, y: (torch.empty_strided((2, 3), (1, 2)), x.as_strided((2,), (4,), 1)),

@@ -37,14 +37,6 @@ def test_the_end_grows_only_by_what_its_gap_lacks():
     assert segments.reserved_bytes == 40 * MIB
 
 
-def test_neighbouring_gaps_become_one():
-    segments = Segments()
-    places = [segments.allocate(10 * MIB) for _ in range(4)]
-    for index in (0, 2, 1):
-        segments.free(places[index], 10 * MIB)
-    assert segments.allocate(30 * MIB) == places[0]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_tensors_overlap_and_all_that_is_freed_is_found_again(seed):
     """Against plain bookkeeping of who has which addresses."""
