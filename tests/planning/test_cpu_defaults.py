@@ -1,11 +1,12 @@
 """Settings that suit a CPU, where the user has left them open and there is no configuration."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.config import ParallelSettings, load_config
 from unet3d.parallel import Machine, ParallelDims
 from unet3d.planning.cpu_defaults import CPU_DEFAULTS, load_settings
 from unet3d.planning.network_plan import plan_without_data
@@ -18,37 +19,20 @@ def dims_with(num_gpus: int) -> Callable[[ParallelSettings], ParallelDims]:
     return lambda settings: ParallelDims.resolve(settings, machine)
 
 
-def value(config: Config, key: str) -> object:
-    found: object = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found
-
-
 def changed(*changes: str, num_gpus: int = 0, path: Path | None = None) -> dict[str, object]:
     """Return what differs from the same settings without the values for a CPU."""
     config = load_settings(path, changes, dims_with(num_gpus), say=lambda line: None)
     plain = load_config(path, changes)
-    different = {key for key in VALUES if value(config, key) != value(plain, key)}
-    assert config.with_values({key: value(plain, key) for key in different}) == plain
-    return {key: value(config, key) for key in different}
+    before = {key: attrgetter(key)(plain) for key in VALUES}
+    assert config.with_values(before) == plain
+    after = {key: attrgetter(key)(config) for key in VALUES}
+    return {key: value for key, value in after.items() if value != before[key]}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        (),
-        ("parallel.mode=model", "parallel.devices=cpu,cpu"),
-        ("parallel.mode=data", "parallel.devices=cpu,cpu"),
-        ("parallel.mode=model", "parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2"),
-        ("training=null",),
-        ("training.micro_batches=8",),
-        ("data.fold=1",),
-    ],
-    ids=str,
-)
-def test_without_a_gpu_what_is_open_suits_a_cpu(changes):
-    assert changed(*changes) == VALUES
+def test_without_a_gpu_what_is_open_suits_a_cpu():
+    assert changed() == changed("training=null") == changed("data.fold=1") == VALUES
+    model = ("parallel.mode=model", "parallel.devices=cpu,cpu,cpu,cpu")
+    assert changed(*model) == changed(*model, "parallel.replicas=2") == VALUES
 
 
 def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path):
@@ -65,9 +49,7 @@ def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "kept"),
     [
-        ("training.epochs=3", {"training.epochs"}),
         ("training.epochs=250", {"training.epochs"}),  # also the default, because it was asked for
-        ("training.optimizer=sgd", {"training.optimizer", "training.learning_rate"}),
         ("training.learning_rate=0.1", {"training.optimizer", "training.learning_rate"}),
         ("training.momentum=0.9", {"training.optimizer", "training.learning_rate"}),
         ("model.channels=4,8", {"model.base_channels", "patches.memory_gib"}),
@@ -75,7 +57,6 @@ def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path):
         ("patches.memory_gib=4", {"model.base_channels", "patches.memory_gib"}),
         ("patches.size=whole", set()),
         ("patches.augmentation.gamma_probability=0.5", {"patches.augmentation.enabled"}),
-        ("patches.augmentation.enabled=true", {"patches.augmentation.enabled"}),
         ("training={steps_per_epoch: 9}", {"training.steps_per_epoch"}),
     ],
 )

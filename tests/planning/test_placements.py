@@ -37,34 +37,24 @@ def ways(devices: tuple[torch.device, ...], *changes: str) -> list[tuple[str, in
     ]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "found"),
-    [
-        (1, [("spatial", 1, 8)]),
-        (2, [("spatial", 1, 8), ("spatial", 2, 4)]),
-        (7, [("spatial", 1, 8), ("spatial", 2, 4), ("spatial", 4, 2)]),
-        (8, [("data", 8, 1), ("spatial", 1, 8), ("spatial", 2, 4), ("spatial", 4, 2)]),
-    ],
-)
-def test_all_devices_are_used_in_every_way(batch_size, found):
-    assert ways(GPUS, f"training.batch_size={batch_size}") == [("none", 1, 1), *found]
-
-
 SPATIAL = "parallel.mode=spatial"
 THIN = ("patches.size=4,64,64", "model.num_levels=3", "training.batch_size=2")
-ONE = ("none", 1, 1)
+ONE, WHOLE = ("none", 1, 1), ("spatial", 1, 8)
+FOURTHS = [("spatial", 1, 4), ("spatial", 2, 2)]
 
 
 @pytest.mark.parametrize(
     ("devices", "changes", "found"),
     [
+        (GPUS, ("training.batch_size=7",), [ONE, WHOLE, ("spatial", 2, 4), ("spatial", 4, 2)]),
+        (GPUS[:4], ("training.batch_size=4",), [ONE, ("data", 4, 1), *FOURTHS]),
         # Replicas that are asked for are kept.
         (GPUS, (SPATIAL, "training.batch_size=8", "parallel.replicas=4"), [("spatial", 4, 2)]),
         (GPUS, (SPATIAL, "training.batch_size=8", "parallel.replicas=8"), [("data", 8, 1)]),
         # There is no other way to have three groups on six than stages, with a batch of two.
         (GPUS[:6], (SPATIAL, "training.batch_size=2", "parallel.replicas=3"), [("model", 3, 1)]),
         # A volume needs planes for its shards.
-        (GPUS[:4], THIN, [ONE, ("spatial", 1, 4), ("spatial", 2, 2)]),
+        (GPUS[:4], THIN, [ONE, *FOURTHS]),
         (GPUS, THIN, [ONE, ("spatial", 2, 4)]),
         # Stages are what is left, if there are not more devices than blocks.
         ((GPUS[0], CPU), (), [ONE, ("model", 1, 1)]),
@@ -143,8 +133,3 @@ def test_memory_of_devices_that_are_not_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(placements, "device_bytes", lambda device: 7)
     assert memory_of(GPUS[:2], None) == {GPUS[0]: 7, GPUS[1]: 7}  # taken to be alike
-
-
-def test_phantoms_can_be_placed(tmp_path):
-    config = load_config(None, [f"data.cache={tmp_path}"])
-    assert len(possible_dims(config, plan_without_data(config), (CPU, CPU))) == 3

@@ -9,7 +9,6 @@ there too. Its papers name the same patches for most of these data sets (arXiv 1
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,10 +22,9 @@ DATA_SETS = json.loads(RECORD.read_text())["data_sets"]
 
 def planned(name: str, *changes: str) -> NetworkPlan:
     data = DATA_SETS[name]
-    shape: Any = tuple(data["shape"])
-    spacing_mm: Any = tuple(data["spacing_mm"])
+    shape = tuple(data["shape"])
     fingerprint = Fingerprint(
-        spacing_mm=spacing_mm,
+        spacing_mm=tuple(data["spacing_mm"]),
         shape=shape,
         shapes=frozenset([shape]),
         num_cases=data["num_cases"],
@@ -41,7 +39,6 @@ def planned(name: str, *changes: str) -> NetworkPlan:
 def test_a_plan_takes_the_memory_that_there_is_in_the_shape_that_nnunet_gives_it(name):
     data, network = DATA_SETS[name], planned(name)
     theirs, batch_size = data["nnunet"]["patch_size"], data["nnunet"]["batch_size"]
-    assert network.limits is not None
     assert network.limits.needed_bytes <= 10 * 1024**3
     strides = network.topology.total_stride
     assert all(n % stride == 0 for n, stride in zip(network.size, strides, strict=True))

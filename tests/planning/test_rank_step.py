@@ -17,18 +17,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def config(tmp_path):
-    return load_config(
-        None,
-        [
-            "patches.size=16,16,16",
-            "model.base_channels=4",
-            "model.num_levels=2",
-            "training.precision=float32",
-            "parallel.mode=none",
-            "parallel.devices=cpu",
-            f"data.cache={tmp_path}",
-        ],
-    )
+    few = ["patches.size=16,16,16", "model.base_channels=4", "model.num_levels=2"]
+    here = ["parallel.mode=none", "parallel.devices=cpu", f"data.cache={tmp_path}"]
+    return load_config(None, [*few, *here, "training.precision=float32"])
 
 
 def test_a_step_takes_time_and_what_was_predicted(config, tmp_path):
@@ -36,13 +27,9 @@ def test_a_step_takes_time_and_what_was_predicted(config, tmp_path):
     measure_rank(config, network, path)
     record = json.loads(path.read_text())
     assert 0 < record["seconds"] < 60
+    dims, memory = placed(config.parallel, "none", (CPU,)), {CPU: 2**30}
     option = make_option(
-        config,
-        network,
-        placed(config.parallel, "none", (CPU,)),
-        precision="float32",
-        num_micro_batches=1,
-        memory={CPU: 2**30},
+        config, network, dims, precision="float32", num_micro_batches=1, memory=memory
     )
     assert record["peak_bytes"] == [option.prediction.memory[0].peak_bytes]
 

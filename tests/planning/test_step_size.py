@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.config import Config, ModelSettings, Shape, Spacing, load_config
+from unet3d.config import Config, ModelSettings, Shape, load_config
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.model import plan_topology, unet
 from unet3d.parallel import ParallelDims
-from unet3d.planning.network_plan import (
-    NetworkPlan,
-    plan_fingerprint,
-    plan_notes,
-    plan_without_data,
-    slow_on_cpu,
-)
+from unet3d.planning.network_plan import NetworkPlan, plan_fingerprint, plan_notes, slow_on_cpu
 from unet3d.planning.placements import make_option
 from unet3d.planning.step_size import (
     MIN_EDGE,
@@ -37,19 +31,17 @@ NARROW = ("model.base_channels=8", "model.num_levels=3")
 """Settings with which most of what a step takes are features, and a prediction is quick."""
 
 
-def fingerprint(
-    shape: Shape,
-    spacing_mm: Spacing = (1.0, 1.0, 1.0),
-    cases: int = 100,
-    shapes: tuple[Shape, ...] = (),
-) -> Fingerprint:
-    return Fingerprint(
-        spacing_mm=spacing_mm, shape=shape, shapes=frozenset(shapes or [shape]), num_cases=cases
-    )
+def fingerprint(shape: Shape, **more: Any) -> Fingerprint:
+    given = {"spacing_mm": (1.0, 1.0, 1.0), "shapes": frozenset([shape]), "num_cases": 100, **more}
+    return Fingerprint(shape=shape, **given)
 
 
-def planned(data: Fingerprint, *changes: str, num_replicas: int = 1) -> tuple[Config, NetworkPlan]:
+def planned(
+    data: Fingerprint | Shape, *changes: str, num_replicas: int = 1
+) -> tuple[Config, NetworkPlan]:
+    """Return settings and what is planned with them for data, or for volumes of a shape."""
     config = load_config(None, [*NARROW, *changes])
+    data = data if isinstance(data, Fingerprint) else fingerprint(data)
     return config, plan_fingerprint(config, data, 1, 3, num_replicas)
 
 
@@ -68,7 +60,6 @@ def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
 
 def limits_of(network: NetworkPlan) -> tuple[str, str]:
     """Return what limits the patch, and the batch."""
-    assert network.limits is not None
     return network.limits.patch, network.limits.batch
 
 
@@ -79,7 +70,6 @@ def test_the_patch_fits_and_the_next_larger_one_does_not():
     def plan(size):
         return plan_topology(config.model, size, data.spacing_mm, 1, 3)
 
-    assert network.limits is not None
     assert (network.limits.patch, network.batch_size) == ("memory", 2)
     assert network.limits.needed_bytes == needed_gib(config, network) * GIB <= 1.8 * GIB
     sizes = list(shrinking_sizes(plan, data.shape, data.shape))
@@ -89,7 +79,7 @@ def test_the_patch_fits_and_the_next_larger_one_does_not():
 
 
 def test_what_is_set_stays_and_the_rest_is_planned_for_it():
-    data = fingerprint((240, 200, 160))
+    data = (240, 200, 160)
     _, free = planned(data, "patches.memory_gib=1.8")
     _, more = planned(data, "patches.memory_gib=1.8", "training.batch_size=6")
     assert more.batch_size == 6
@@ -114,48 +104,33 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it():
 
 
 @pytest.mark.parametrize(
-    ("num_cases", "changes", "batch_size", "limit"),
+    ("num_cases", "changes", "num_replicas", "batch_size", "limit"),
     [
-        (100, (), 5, "data"),  # 5 % of 100 cases, each as large as a patch
-        (10, (), 2, "least"),
-        (100_000, (), 32, "most"),
-        (100_000, ("patches.memory_gib=1.15",), 9, "memory"),
-        (10, ("training.micro_batches=3",), 3, "least"),
+        (100, (), 1, 5, "data"),  # 5 % of 100 cases, each as large as a patch
+        (10, (), 1, 2, "least"),
+        (100_000, (), 1, 32, "most"),
+        (10, ("training.micro_batches=3",), 1, 3, "least"),
+        (100, ("training.micro_batches=2",), 4, 8, "devices"),  # a patch for each micro-batch
     ],
 )
-def test_a_batch_is_limited_by_the_data_and_by_memory(num_cases, changes, batch_size, limit):
-    data = fingerprint((32, 32, 32), cases=num_cases)
-    config, network = planned(data, *changes)
+def test_a_batch_is_limited_by_the_data_and_the_devices(
+    num_cases, changes, num_replicas, batch_size, limit
+):
+    data = fingerprint((32, 32, 32), num_cases=num_cases)
+    _, network = planned(data, *changes, num_replicas=num_replicas)
     assert (network.size, *limits_of(network)) == ((32, 32, 32), "median", limit)
-    if limit == "memory":
-        assert 2 < network.batch_size < 32
-        more = {"batch_size": network.batch_size + 1}
-        assert needed_gib(config, network) <= 1.15 < needed_gib(config, network, **more)
-    else:
-        assert network.batch_size == batch_size
-
-
-def test_each_micro_batch_of_each_replica_has_a_patch():
-    data = fingerprint((32, 32, 32))
-    _, alone = planned(data, "training.micro_batches=2")
-    assert alone.batch_size == 5
-    _, several = planned(data, "training.micro_batches=2", num_replicas=4)
-    assert (several.batch_size, limits_of(several)[1]) == (8, "devices")
-    assert (several.topology, several.size) == (alone.topology, alone.size)
+    assert network.batch_size == batch_size
 
 
 @pytest.mark.parametrize("changes", [(), ("training.batch_size=5",), ("patches.size=40,40,40",)])
 def test_a_settled_plan_is_planned_as_the_same(changes):
     """So a run is continued with the network it began with, and all ranks have one."""
-    data = fingerprint((90, 61, 50), (1.0, 1.0, 2.5))
+    data = fingerprint((90, 61, 50), spacing_mm=(1.0, 1.0, 2.5))
     config, network = planned(data, "patches.memory_gib=1.2", *changes)
     settled = network.settled(config)
     again = plan_fingerprint(settled, data, 1, 3, num_replicas=1)
-    assert (again.topology, again.sizes, again.batch_size) == (
-        network.topology,
-        network.sizes,
-        network.batch_size,
-    )
+    for name in ("topology", "sizes", "batch_size"):
+        assert getattr(again, name) == getattr(network, name), name
     assert network.settled(settled) == settled
     # A batch that is set to what was planned leads to the same patch.
     batch = config.with_values({"training.batch_size": network.batch_size})
@@ -163,19 +138,18 @@ def test_a_settled_plan_is_planned_as_the_same(changes):
 
 
 def test_a_network_that_no_patch_suits_is_planned_at_its_smallest():
-    _, network = planned(fingerprint((64, 48, 6)), "patches.memory_gib=0.5", "model.num_levels=4")
+    _, network = planned((64, 48, 6), "patches.memory_gib=0.5", "model.num_levels=4")
     assert sorted(network.size) == [6, 8, 32]  # the levels need one axis with 32 voxels
     assert limits_of(network)[0] == "smallest"
     with pytest.raises(ConfigError, match="has 6 levels but a patch of 64x64x64 voxels gives 5"):
-        planned(fingerprint((64, 64, 64)), "model.num_levels=6")
+        planned((64, 64, 64), "model.num_levels=6")
 
 
 def test_whole_volumes_stay_whole_and_their_batch_is_planned():
-    data = fingerprint((40, 36, 32), cases=200, shapes=((32, 40, 32), (48, 32, 32)))
+    data = fingerprint((40, 36, 32), num_cases=200, shapes=frozenset([(32, 40, 32), (48, 32, 32)]))
     config, network = planned(data, "patches.size=whole")
     # A batch is as large along each axis as its largest volume, 48x40x32.
     assert network.batch_size == round(0.05 * 200 * 40 * 36 * 32 / (48 * 32 * 32))
-    assert network.limits is not None
     assert network.limits.needed_bytes == needed_gib(config, network) * GIB
     assert network.settled(config).patches.size == "whole"
 
@@ -183,7 +157,7 @@ def test_whole_volumes_stay_whole_and_their_batch_is_planned():
 def test_a_network_that_the_host_cannot_hold_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(unet, "shortage", lambda needed: f"needs {needed} bytes")
     with pytest.raises(DoesNotFitError, match="use fewer channels or levels"):
-        planned(fingerprint((32, 32, 32)))
+        planned((32, 32, 32))
 
 
 def test_the_smallest_gpu_limits_the_memory():
@@ -198,42 +172,32 @@ def test_the_smallest_gpu_limits_the_memory():
 
 
 def test_notes_say_what_was_planned_and_why():
-    config, network = planned(fingerprint((35, 50, 36), cases=260), "model.num_levels=4")
+    config, network = planned(fingerprint((35, 50, 36), num_cases=260), "model.num_levels=4")
     (line,) = plan_notes(config, network)
     assert line.startswith(
         "patches of 40x56x40 voxels (limited by the median volume), 9 in a batch (limited by 5% of "
         "the data's voxels): 9 on one GPU are predicted to take 1."
     )
     assert line.endswith(" of 10 GiB (patches.memory_gib)")
-    config, network = planned(fingerprint((64, 64, 64)), "patches.size=31,32,32")
+    config, network = planned((64, 64, 64), "patches.size=31,32,32")
     rounded, line = plan_notes(config, network)
     assert rounded.startswith("patches.size 31x32x32 is rounded up to 32x32x32, multiples of")
     assert "(as set)" in line
-    config, network = planned(
-        fingerprint((64, 64, 64)), "patches.size=32,32,32", "training.batch_size=2"
-    )
+    config, network = planned((64, 64, 64), "patches.size=32,32,32", "training.batch_size=2")
     assert plan_notes(config, network) == []
 
 
 def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu():
     cpu = torch.device("cpu")
-    _, large = planned(fingerprint((128, 128, 128)), "training.batch_size=2")
+    _, large = planned((128, 128, 128), "training.batch_size=2")
     line = slow_on_cpu(large, cpu)
-    assert line is not None
     assert "4.2 million voxels" in line and "patches.memory_gib" in line
     assert slow_on_cpu(large, GPU) is None
-    _, small = planned(fingerprint((32, 32, 32)))
+    _, small = planned((32, 32, 32))
     assert slow_on_cpu(small, cpu) is None
-    _, asked = planned(
-        fingerprint((128, 128, 128)), "patches.size=128,128,128", "training.batch_size=2"
-    )
+    set_both = ("patches.size=128,128,128", "training.batch_size=2")
+    _, asked = planned((128, 128, 128), *set_both)
     assert slow_on_cpu(asked, cpu) is None
-
-
-def test_phantoms_are_planned_by_their_number():
-    phantoms = ("data.phantom.shape=32,32,32", "data.phantom.num_cases=100")
-    network = plan_without_data(load_config(None, [*NARROW, *phantoms]))
-    assert (network.size, network.batch_size) == ((32, 32, 32), 5)
 
 
 # The parts of the search
@@ -242,9 +206,7 @@ def test_phantoms_are_planned_by_their_number():
 @pytest.mark.parametrize(
     ("shape", "spacing_mm", "num_voxels", "expected"),
     [
-        ((512, 512, 512), (1, 1, 1), 64**3, (64, 64, 64)),
         ((512, 512, 512), (0.3, 0.3, 0.3), 64**3, (64, 64, 64)),
-        ((512, 512, 512), (1, 1, 4), 64**3, (102, 102, 25)),
         ((512, 512, 20), (1, 1, 4), 64**3, (102, 102, 20)),
         ((50, 40, 30), (1, 1, 1), 64**3, (50, 40, 30)),
         ((1, 1, 4000), (1, 1, 1), 1000, (1, 1, 10)),
@@ -259,10 +221,9 @@ def test_patches_shrink_where_they_are_largest_and_always_suit_their_network():
     for _ in range(15):
         shape: Any = tuple(int(size) for size in rng.integers(20, 300, 3))
         spacing_mm: Any = tuple(float(mm) for mm in rng.uniform(0.5, 4, 3))
-        settings = ModelSettings()
 
         def plan(size, mm=spacing_mm):
-            return plan_topology(settings, size, mm, 1, 2)  # noqa: B023
+            return plan_topology(ModelSettings(), size, mm, 1, 2)
 
         sizes = list(shrinking_sizes(plan, shape, shape))
         for size in sizes:

@@ -8,19 +8,14 @@ from unet3d.errors import DeviceError
 from unet3d.model import UNet3d
 from unet3d.planning import step_time
 from unet3d.planning.memory_estimate import Step
-from unet3d.planning.step_time import count_parameters, count_work, rates_of, step_seconds
+from unet3d.planning.step_time import count_parameters, count_work
+from unet3d.planning.step_time import step_seconds as seconds
 
 
 def on_gpu(edge: int, batch_size: int = 1, **more: object) -> Step:
     """Return a step of the standard network on a cube, on a GPU."""
     model = LARGE if edge >= 128 else ModelSettings(base_channels=32, deep_supervision=False)
     return make_step(GPUS[:1], (edge,) * 3, batch_size, precision="bfloat16", model=model, **more)
-
-
-def seconds(step: Step) -> float:
-    predicted = step_seconds(step)
-    assert predicted is not None
-    return predicted
 
 
 # Measured: ``benchmarks/results/spatial-2026-11-23.json``.
@@ -36,7 +31,6 @@ def test_gpus_take_what_h200_took(edge, one_ms, two_ms):
 @pytest.mark.parametrize(
     ("channels", "edge", "precision", "milliseconds"),
     [
-        ((32, 64, 128, 256, 320), 64, "bfloat16", 599),
         ((32, 64, 128, 256, 320), 96, "bfloat16", 1903),
         ((32, 64, 128, 256, 320), 96, "float32", 3398),
         ((8, 16, 32, 64), 40, "bfloat16", 44),
@@ -51,17 +45,11 @@ def test_a_cpu_takes_what_two_cores_took(channels, edge, precision, milliseconds
 
 
 def test_large_volumes_go_by_the_number_of_gpus():
-    ratios = {
-        (edge, count): seconds(on_gpu(edge)) / seconds(on_gpu(edge, num_shards=count))
-        for edge in (128, 256, 384, 1024)
-        for count in (2, 4, 8)
-    }
-    for edge in (256, 384, 1024):
-        assert ratios[edge, 2] < ratios[edge, 4] < ratios[edge, 8] < 8.5
     for count in (2, 4, 8):
-        assert ratios[128, count] < ratios[256, count] < ratios[384, count] < ratios[1024, count]
-        assert ratios[1024, count] > 0.93 * count
-    assert 1.6 < ratios[256, 2] < 1.9
+        small, large = (
+            seconds(on_gpu(edge)) / seconds(on_gpu(edge, num_shards=count)) for edge in (256, 1024)
+        )
+        assert small < large and 0.93 * count < large < 1.07 * count
 
 
 def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
@@ -109,16 +97,6 @@ def test_operations_and_weights_are_those_of_the_network():
     assert count_parameters(topology) == sum(p.numel() for p in UNet3d(topology).parameters())
 
 
-def test_a_block_that_was_measured_takes_what_it_took():
-    step = on_gpu(128)
-    work = count_work(step.topology, step.size, 1, 2)
-    rates = rates_of(GPUS[0], "bfloat16")
-    twice = step_seconds(step, {block.name: 2.0 for block in work})
-    assert twice is not None
-    added = sum(block.seconds(rates) for block in work)
-    assert twice - seconds(step) == pytest.approx(added)
-
-
 def test_what_saves_memory_and_batch_dice_take_time():
     for option in ({"recompute": "level"}, {"offload": "skips"}):
         assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < 1.35
@@ -132,7 +110,7 @@ def test_what_saves_memory_and_batch_dice_take_time():
 
 
 def test_stages_are_not_predicted_and_too_few_planes_are_refused():
-    assert step_seconds(make_step(GPUS[:2], precision="bfloat16")) is None
+    assert seconds(make_step(GPUS[:2], precision="bfloat16")) is None
     for size in ((16, 16, 16), (8, 64, 64)):
         with pytest.raises(DeviceError, match="too few"):
-            step_seconds(make_step(GPUS[:1], size, num_shards=17))
+            seconds(make_step(GPUS[:1], size, num_shards=17))

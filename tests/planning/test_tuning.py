@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command_line import error_line, run
+from tests.command_line import run
 from tests.volumes.samples import write_msd
 from unet3d.config import Config, load_config
 from unet3d.errors import DeviceError
@@ -25,7 +25,6 @@ from unet3d.planning.tuning import Progress, Tuning, micro_batch_counts, tune
 from unet3d.planning.tuning_cache import TuningKey, recall_tuned, remember_tuned, resolve_auto
 
 FLOAT32 = "training.precision=float32"
-NUM_TIMED_RUNS = timings.NUM_TIMED_RUNS
 SMALL = (
     "model.base_channels=2",
     "model.num_levels=2",
@@ -54,7 +53,7 @@ def words(cache: Path, *overrides: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def quick_steps(monkeypatch):
-    """Take each time once, as one test sees how times are taken, and leave garbage alone.
+    """Take each time once, and leave garbage alone.
 
     A GPU needs the steps in which a step is captured, and the memory of what is garbage.
     """
@@ -82,19 +81,6 @@ def test_settings_are_followed_or_refused_before_anything_is_timed(tmp_path, mon
         sweep(tmp_path, "parallel.cuts=999")
 
 
-def step_of(found: Tuning, row: Row) -> Step:
-    """Return the step that a row of a sweep has measured."""
-    here = found.tuning_key
-    return Step(
-        topology=here.topology,
-        layout=row.layout,
-        size=here.size,
-        batch_size=here.config.training.batch_size,  # type: ignore[arg-type]
-        settings=here.config.training,
-        precision=here.precision,
-    )
-
-
 def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastest_chosen(times):
     swept = sweep(times, "parallel.cuts=2")
     found = [(row.layout.cuts, row.layout.num_micro_batches) for row in swept.rows]
@@ -104,8 +90,17 @@ def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastes
     assert cuts[1] == (4,)  # encoder and decoder
     assert (2,) in cuts  # which is set
     assert all(row.seconds > 0 for row in swept.rows)
+    here = swept.tuning_key
+    step = Step(
+        topology=here.topology,
+        layout=Layout(devices=here.devices),
+        size=here.size,
+        batch_size=2,
+        settings=here.config.training,
+        precision=here.precision,
+    )
     for row in swept.rows[::3]:  # each number of micro-batches, on one device and on two
-        assert row.peak_bytes == predict_memory(step_of(swept, row)).needed_bytes()
+        assert row.peak_bytes == predict_memory(replace(step, layout=row.layout)).needed_bytes()
     spread = [row for row in swept.rows if len(row.layout.devices) == 2]
     fastest = min(spread, key=lambda row: row.seconds)
     assert swept.fastest_asked is fastest
@@ -204,16 +199,13 @@ def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
     assert seen[0] == Progress(num_done=0, num_settings=6, seconds_left=None)
     assert [one.num_done for one in seen] == list(range(num_measured))
     for one in seen[1:]:
-        assert one.seconds_left is not None
         assert one.seconds_left <= min((6 - one.num_done) * each, 300 + each)
     assert "up to 6 settings in about 5 min at most: one device and 2 cut(s)" in caplog.text
     assert f"{num_measured} of 6: " in caplog.text
 
 
-def test_a_time_is_the_median_of_steps_that_do_all_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(timings, "NUM_TIMED_RUNS", NUM_TIMED_RUNS)
+def test_a_time_is_that_of_steps_that_do_all_the_work(tmp_path, monkeypatch):
     calls: list[str] = []
-    now = [0.0]
     forward_backward, take = PipelineExecutor.forward_backward, bench.Optimization.step
 
     def forward(self, image, target, *more):
@@ -223,17 +215,13 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(tmp_path, monkeypatc
 
     def step(self, learning_rate):
         calls.append("step")
-        # Some steps are slow: a mean would show it.
-        now[0] += 100.0 if len(calls) % 8 == 0 else 1.0
         take(self, learning_rate)
 
     monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
     monkeypatch.setattr(bench.Optimization, "step", step)
-    monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
     one = Bench(replace(circumstances(tmp_path), config=settings(tmp_path, *ALONE)))
     before = {name: value.clone() for name, value in one.model.state_dict().items()}
-    row = one.row(Layout(devices=(CPU,), cuts=()))
-    assert row.seconds == 1.0
+    one.row(Layout(devices=(CPU,), cuts=()))
     assert calls == ["forward and backward", "step"] * (len(calls) // 2)
     assert all(torch.equal(v, before[n]) for n, v in one.model.state_dict().items())
     assert all(parameter.grad is None for parameter in one.model.parameters())
@@ -398,32 +386,6 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(
     for planned, trained in zip(asked["slots"], record["slots"], strict=True):
         assert planned["blocks"] == trained["blocks"]
         assert planned["predicted"] == trained["predicted"]
-
-
-def test_a_plan_needs_devices_to_balance_times(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
-    shape = ("plan", "--shape", "16,16,16", "--devices", "0,1", "--device-memory", 80)
-    shape += ("--parallel", "model", "--batch-size", 2, "--set", "model.num_levels=2")
-    shape += ("--set", "parallel.cuda_graphs=off")
-    assert run(*shape, "--balance", "time") == 1
-    line = error_line(capsys.readouterr().err)
-    assert "cuda:0 is not on this machine" in line and "--balance memory" in line
-    assert run(*shape, "--balance", "memory") == 0
-
-
-@pytest.mark.multigpu
-def test_two_gpus_are_measured(tmp_path):
-    large = ("patches.size=64,64,64", "model.base_channels=16", "model.num_levels=4")
-    several = ("training.batch_size=4", "training.precision=auto", "parallel.devices=0,1")
-    found = sweep(tmp_path, *large, *several)
-    assert {len(row.peak_bytes) for row in found.rows} == {1, 2}
-    assert all(row.seconds is not None for row in found.rows)
-    for row in found.rows:
-        expected = predict_memory(step_of(found, row))
-        for slot in expected.slots:
-            peak = expected.memory[slot.index].peak_bytes
-            assert row.peak_bytes[slot.device] == pytest.approx(peak, rel=0.15), (row, slot)
 
 
 @pytest.mark.gpu

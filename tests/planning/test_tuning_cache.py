@@ -10,7 +10,6 @@ from rich.console import Console
 
 from tests.command_line import run
 from unet3d.config import Config, ModelSettings, load_config
-from unet3d.errors import CacheError
 from unet3d.model import plan_topology
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning_cache import (
@@ -65,7 +64,6 @@ def test_a_choice_is_found_again(tmp_path, caplog):
     assert recall_tuned(here) is None
     path = remember_tuned(here, CHOICE)
     assert path.is_relative_to(tmp_path)
-    assert recall_tuned(tuning_key(tmp_path)) == CHOICE
     # What does not change the time of a step does not matter.
     assert recall_tuned(tuning_key(tmp_path, "training.epochs=7", "data.fold=1")) == CHOICE
     assert not caplog.records
@@ -113,25 +111,19 @@ def choice(**changes: object) -> str:
 
 
 DAMAGES = (
-    "",
-    "{",
-    "[]",
     "{}",
     '{"choice": 1}',
-    '{"choice": {"cuts": ["x"]}}',
-    "[" * 100_000,
-    '{"choice": 1, "choice": 1}',
     choice(cuts=[3, 4]),
     choice(cuts=[1000]),
     choice(cuts=[-1]),
     choice(cuts=[3.0]),
     choice(num_micro_batches=3),
-    choice(num_micro_batches=10**30),
     choice(step_seconds=float("nan")),
     choice(step_seconds=-1.0),
     choice(measured="\x1b[2J"),
     choice(another=1),
 )
+"""What is no record at all is in tests/inputs/test_reading.py."""
 
 
 def test_a_damaged_file_is_named_and_not_used(tmp_path, caplog):
@@ -143,14 +135,6 @@ def test_a_damaged_file_is_named_and_not_used(tmp_path, caplog):
         (record,) = caplog.records
         assert str(path) in record.getMessage()
         caplog.clear()
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    here = tuning_key(tmp_path)
-    folder = here.path.parent
-    folder.write_text("in the way")
-    with pytest.raises(CacheError, match=r"cannot write .*data\.cache"):
-        remember_tuned(here, CHOICE)
 
 
 def found_by(key: TuningKey) -> tuple[object, ...]:
@@ -194,11 +178,6 @@ def test_what_is_set_wins(setting, expected, tmp_path, caplog):
     assert not caplog.records
 
 
-def train_here(config: Config, folder: Path) -> list[list[str]]:
-    train(config, RunFolder(folder), False, Console(quiet=True), quiet=True)
-    return stages_of(folder)
-
-
 def stages_of(folder: Path) -> list[list[str]]:
     """Return the blocks of each stage that a run was trained in."""
     record = json.loads((folder / "memory.json").read_text())
@@ -210,7 +189,8 @@ def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     here = tuning_key(cache)
     remember_tuned(here, CHOICE)
     with caplog.at_level("INFO"):
-        stages = train_here(here.config, folder)
+        train(here.config, RunFolder(folder), False, Console(quiet=True), quiet=True)
+    stages = stages_of(folder)
     assert [len(blocks) for blocks in stages] == [3, len(here.blocks()) - 3]
     assert caplog.text.count("what plan --measure measured") == 1
     recorded = load_config(folder / "config.yaml")
@@ -223,23 +203,11 @@ def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     assert load_config(folder / "config.yaml").parallel.cuts == (3,)
 
 
-@pytest.mark.nightly
-def test_a_resumed_run_may_be_placed_in_another_way(tmp_path, capsys):
-    folder, here = tmp_path / "run", tuning_key(tmp_path / "cache")
-    remember_tuned(here, CHOICE)
-    train_here(here.config, folder)
-    again = ("train", "--quiet", "--resume", "--output", folder, "--epochs", 2)
-    assert run(*again, "--parallel", "none", "--devices", "cpu") == 0
-    assert load_config(folder / "config.yaml").parallel.cuts is None
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("change", "cuts"),
     [
         ({"training.epochs": 9}, (3,)),
         ({"parallel.cuts": [5], "parallel.balance": "time"}, (5,)),
-        ({"parallel.balance": "encoder-decoder"}, None),
         ({"parallel.balance": "time"}, None),
         ({"parallel.devices": ["cpu", "cpu", "cpu"]}, None),
     ],
@@ -258,17 +226,13 @@ def test_recorded_cuts_give_way_to_another_placement(change, cuts, tmp_path):
     ],
     ids=("hybrid", "threads"),
 )
-def test_a_run_can_be_resumed_in_any_mode(recorded, tmp_path):
-    path = tmp_path / "config.yaml"
+def test_a_run_can_be_resumed_in_any_mode(recorded):
     before = load_config(None, recorded)
-    path.write_text(before.to_yaml())
-    for mode in ("none", "data", "model"):
+    assert forgotten_modes(before, recorded[:1]) == []
+    for mode in {"none", "data", "model"} - {before.parallel.mode}:
         changes = [f"parallel.mode={mode}"]
-        resumed = load_config(path, [*forgotten_modes(before, changes), *changes])
-        if mode == before.parallel.mode:
-            assert resumed == before
-        else:
-            assert resumed.parallel == load_config(None, changes).parallel
+        resumed = load_config(None, [*recorded, *forgotten_modes(before, changes), *changes])
+        assert resumed.parallel == load_config(None, changes).parallel
 
 
 def test_names_of_blocks_need_no_memory():
