@@ -1,9 +1,7 @@
 """Records to make reports of, and what the reports show."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import torch
@@ -17,12 +15,11 @@ from unet3d.parallel import Slot
 
 MIB = 1024**2
 ENCODER = ("encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1")
+STEP = ((0, "forward"), (1, "loss"), (1, "backward"))
 DECODER = ("decoder.0.skip", "decoder.0.up", "decoder.0.0", "decoder.0.1", "head")
 
 
-def memory_of(
-    activations_mib: float, parameters_mib: float = 7, peak_mib: float | None = None
-) -> SlotMemory:
+def memory_of(activations_mib, parameters_mib=7, peak_mib=None):
     """Return the memory of a slot; gradients and momentum are as large as the parameters."""
     counted = activations_mib + 3 * parameters_mib
     peak = counted if peak_mib is None else peak_mib
@@ -33,26 +30,24 @@ def memory_of(
     )
 
 
-def record_of(devices: Sequence[str], memories: Sequence[SlotMemory]) -> dict[str, Any]:
+def record_of(devices, memories):
     """Return what ``memory.json`` would hold; each peak was predicted 1 MiB too large."""
+    cpu = torch.device("cpu")
     slots = [
-        Slot(index=index, device=torch.device("cpu"), blocks=DECODER if index else ENCODER)
+        Slot(index=index, device=cpu, blocks=DECODER if index else ENCODER)
         for index in range(len(devices))
     ]
     predicted = [replace(one, peak_bytes=one.peak_bytes + MIB) for one in memories]
     made = memory_record("model", slots, dict(enumerate(memories)), dict(enumerate(predicted)))
     for slot, device in zip(made["slots"], devices, strict=True):
-        slot["device"] = device  # a GPU's record, without a GPU
-        slot["device_bytes"] = 80 * 1024 * MIB
+        slot |= {"device": device, "device_bytes": 80 * 1024 * MIB}  # a GPU's record, without one
     return made
 
 
-def cells(table: Table) -> list[tuple[str, ...]]:
+def cells(table):
     """Return the rows of a table, each cell as text without the spaces that only place it."""
-    return [
-        tuple(str(cell).strip() for cell in row)
-        for row in zip(*(column.cells for column in table.columns), strict=True)
-    ]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    return [tuple(str(cell).strip() for cell in row) for row in rows]
 
 
 def heads(table: Table) -> list[str]:
@@ -75,24 +70,26 @@ def assert_is_picture(path: Path) -> None:
     assert pixels.min() < pixels.max()
 
 
-def timeline(
-    num_micro_batches: int,
-    device: str = "cuda:0",
-    slots: tuple[int, ...] = (0,),
-    peak_mib: int = 100,
-) -> dict[str, Any]:
+def timeline(num_micro_batches, device="cuda:0", slots=(0,)):
     """Return a step: forward on slot 0, loss and backward on slot 1, for each micro-batch."""
-    actions: list[tuple[int | None, str, int | None]] = [(None, "optimizer", None)]
-    for number in reversed(range(num_micro_batches)):
-        actions = [(0, "forward", number), (1, "loss", number), (1, "backward", number), *actions]
-    marks = tuple(
-        Mark(
-            slot=slot,
-            kind=kind,
-            micro_batch=number,
-            bytes=(50 + index) * MIB,
-            peak_bytes=(peak_mib - index) * MIB,
-        )
-        for index, (slot, kind, number) in enumerate(actions)
-    )
+    actions = [
+        *((slot, kind, number) for number in range(num_micro_batches) for slot, kind in STEP),
+        (None, "optimizer", None),
+    ]
+    names = ("slot", "kind", "micro_batch", "bytes", "peak_bytes")
+    values = ((*one, (50 + at) * MIB, (100 - at) * MIB) for at, one in enumerate(actions))
+    marks = tuple(Mark(**dict(zip(names, one, strict=True))) for one in values)
     return Timeline(device=device, slots=slots, marks=marks).to_dict()
+
+
+def legend(axes):
+    """Return the names in a legend."""
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def curves(axes):
+    """Return the x and y of the points of each line, by its name."""
+    return {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in axes.get_lines()
+    }

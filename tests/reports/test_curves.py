@@ -1,42 +1,21 @@
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import pytest
-from matplotlib.axes import Axes
 
-from tests.reports.records import assert_is_picture
+from tests.reports.records import assert_is_picture, curves, legend
 from unet3d.reports.curves import progress_figure, write_progress_picture
 
 
-def metrics_of(num_epochs: int, labels: Sequence[str], every: int = 2) -> list[dict[str, Any]]:
+def metrics_of(num_epochs, labels):
     made = []
     for epoch in range(1, num_epochs + 1):
-        line: dict[str, Any] = {
-            "epoch": epoch,
-            "step": 10 * epoch,
-            "loss": math.exp(-epoch / 5),
-            "seconds": 1.0,
-            "learning_rate": 0.01 * (1 - epoch / num_epochs) ** 0.9,
-        }
-        if epoch % every == 0:
+        rate = 0.01 * (1 - epoch / num_epochs) ** 0.9
+        line = {"epoch": epoch, "loss": math.exp(-epoch / 5), "learning_rate": rate}
+        if epoch % 2 == 0:
             line |= {"dice": {label: 1 - 1 / epoch for label in labels}, "mean_dice": 1 - 1 / epoch}
             line["validation_loss"] = 1.5
         made.append(line)
     return made
-
-
-def curves(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
-    return {
-        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
-        for line in axes.get_lines()
-    }
-
-
-def legend(axes: Axes) -> list[str]:
-    found = axes.get_legend()
-    return [] if found is None else [text.get_text() for text in found.get_texts()]
 
 
 def test_each_curve_shows_its_numbers():
@@ -51,26 +30,18 @@ def test_each_curve_shows_its_numbers():
     assert list(curves(rate).values()) == [(epochs, [line["learning_rate"] for line in metrics])]
     values = ([2, 4, 6], [1 - 1 / 2, 1 - 1 / 4, 1 - 1 / 6])
     best = {"best  0.833\nin epoch 6": ([6], [1 - 1 / 6])}
-    assert curves(dice) == {
-        **{name + "  0.833": values for name in ("brain", "lesion", "mean")},
-        **best,
-    }
+    assert curves(dice) == {f"{one}  0.833": values for one in ("brain", "lesion", "mean")} | best
     assert legend(dice) == list(curves(dice))
     labels = [axes.get_ylabel() for axes in (loss, dice, rate)]
     assert labels == ["loss", "Dice in validation", "learning rate"]
     assert rate.get_xlabel() == "epoch"
 
 
-def test_a_single_epoch_is_a_point_that_can_be_seen():
+def test_a_single_epoch_is_a_point_and_many_labels_are_not_named():
     loss, dice, _ = progress_figure(metrics_of(1, ["a"]), "run").axes
-    (line,) = loss.get_lines()
-    assert line.get_marker() == "o"
+    assert [line.get_marker() for line in loss.get_lines()] == ["o"]
     assert [text.get_text() for text in dice.texts] == ["no validation yet"]
-
-
-def test_labels_too_many_to_tell_apart_are_not_named():
-    names = [f"region {index}" for index in range(116)]
-    dice = progress_figure(metrics_of(10, names), "run").axes[1]
+    dice = progress_figure(metrics_of(10, [f"region {n}" for n in range(116)]), "run").axes[1]
     assert legend(dice) == ["mean of 116 labels  0.900", "best  0.900\nin epoch 10"]
     assert len(dice.get_lines()) == 118
 
@@ -90,47 +61,33 @@ def test_the_first_of_the_best_validations_is_marked():
     metrics = metrics_of(10, ["a"])
     for line, mean in zip(metrics[1::2], (0.5, 0.75, None, 0.75, 0.25), strict=True):
         line["mean_dice"] = mean
+        del line["validation_loss"]  # as in runs of the past, which have no curve of it
     figure = progress_figure(metrics, "runs/mine: fold 0 of heads")
     assert curves(figure.axes[1])["best  0.750\nin epoch 4"] == ([4], [0.75])
     assert figure.get_suptitle() == "runs/mine: fold 0 of heads"
+    assert list(curves(figure.axes[0])) == ["training  0.135"]
 
 
-def test_runs_without_a_validation_loss_have_no_curve_of_it():
-    metrics = metrics_of(4, ["a"])
-    for line in metrics:
-        line.pop("validation_loss", None)
-    assert list(curves(progress_figure(metrics, "run").axes[0])) == ["training  0.449"]
-
-
-def test_curves_can_be_told_apart_without_colours():
-    lines = progress_figure(metrics_of(4, [str(n) for n in range(12)]), "run").axes[1].get_lines()
-    assert len({(line.get_marker(), line.get_linestyle()) for line in lines[:12]}) == 12
-
-
-def test_a_label_that_begins_with_an_underline_is_named():
-    assert legend(progress_figure(metrics_of(4, ["_left"]), "run").axes[1])[0] == " _left  0.750"
-
-
-def test_lines_at_both_ends_of_the_scale_are_inside_it():
-    low, high = progress_figure(metrics_of(4, ["a"]), "run").axes[1].get_ylim()
+def test_curves_can_be_told_apart_without_colours_and_are_inside_the_scale():
+    axes = progress_figure(metrics_of(4, ["_left", *map(str, range(11))]), "run").axes[1]
+    lines = axes.get_lines()[:12]
+    assert len({(line.get_marker(), line.get_linestyle()) for line in lines}) == 12
+    assert legend(axes)[0] == " _left  0.750"  # which matplotlib would leave out
+    low, high = axes.get_ylim()
     assert low < 0 and high > 1
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["a"], ["$\\frac", "under_score"], ["肝臟"]],
-    ids=["plain", "formulas", "another script"],
-)
-def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(tmp_path, names):
+def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "progress.png"
     path.write_bytes(b"the picture of the epoch before")
-    write_progress_picture(metrics_of(4, names), names[0], path)
-    assert_is_picture(path)
+    for names in (["$\\frac", "under_score"], ["肝臟"]):
+        write_progress_picture(metrics_of(4, names), names[0], path)
+        assert_is_picture(path)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_damaged_is_not_drawn(tmp_path):
-    metrics: list[dict[str, Any]] = [
+    metrics = [
         {"epoch": 1},
         {"epoch": 2, "loss": "1.0", "learning_rate": None, "dice": 3, "mean_dice": 0.5},
         {"epoch": 3, "loss": 10**400, "learning_rate": [1], "dice": ["a"]},

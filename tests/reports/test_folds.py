@@ -5,11 +5,11 @@ from rich.console import Console
 from unet3d.reports.folds import folds_table
 
 
-def spread(mean: float | None, deviation: float | None) -> dict[str, float | int | None]:
+def spread(mean, deviation):
     return {"mean": mean, "standard_deviation": deviation, "num_folds": 2}
 
 
-def text_of(num_folds: int, kind: str = "final") -> str:
+def text_of(num_folds, kind="final"):
     folds = {
         str(fold): {
             f"{kind}_mean_dice": 0.5 + fold / 100,
@@ -30,24 +30,16 @@ def text_of(num_folds: int, kind: str = "final") -> str:
     return captured.get()
 
 
-def rows(text: str) -> list[list[str]]:
-    return [line.split() for line in text.splitlines() if line.strip()]
-
-
 def test_labels_have_a_number_of_each_fold_and_their_mean():
-    found = rows(text_of(2))
+    found = [line.split() for line in text_of(2).splitlines()]
     assert ["[b]liver", "0.600", "0.610", "0.605", "0.007"] in found
     assert ["tumour", "0.250", "–", "0.250", "–"] in found
     assert ["mean", "0.500", "0.510", "0.505", "0.007"] in found
     assert "mean of the best networks: 0.700" in text_of(2)
 
 
-def test_without_final_scores_those_of_training_are_shown():
+def test_without_final_scores_those_of_training_are_shown_and_many_folds_are_a_mean():
     assert text_of(2, kind="last") == text_of(2)
-
-
-def test_many_folds_are_a_mean():
-    found = rows(text_of(20))
-    assert ["label", "mean", "spread"] in found
-    assert ["[b]liver", "0.605", "0.007"] in found
+    found = [line.split() for line in text_of(20).splitlines()]
+    assert ["label", "mean", "spread"] in found and ["[b]liver", "0.605", "0.007"] in found
     assert all(len(line) <= 80 for line in text_of(6).splitlines())

@@ -1,12 +1,10 @@
-import pytest
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from tests.reports.records import (
-    MIB,
     assert_is_picture,
     cells,
     heads,
+    legend,
     memory_of,
     printed,
     record_of,
@@ -15,15 +13,14 @@ from tests.reports.records import (
 from unet3d.reports.memory import memory_figure, memory_table, write_memory_picture
 from unet3d.reports.slots import REST
 
-TWO = record_of(["cuda:0", "cuda:1"], [memory_of(180), memory_of(260)])
+GPUS = ["cuda:0", "cuda:1"]
+TWO = record_of(GPUS, [memory_of(180), memory_of(260)])
 
 
-def bars(axes: Axes) -> dict[str, list[tuple[float, float]]]:
+def bars(axes):
     """Return start and end of each bar, by the label of its part."""
     return {
-        str(container.get_label()): [
-            (bar.get_x(), bar.get_x() + bar.get_width()) for bar in container
-        ]
+        container.get_label(): [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in container]
         for container in axes.containers
     }
 
@@ -37,23 +34,18 @@ def test_the_table_has_a_row_for_each_slot_with_its_numbers():
     ]
     numbers = ("7.00", "7.00", "7.00")
     assert cells(table) == [
-        *[("0", "cuda:0", "encoder.0.0 … encoder.1.1", *numbers, "180", "201", "202", "81,920")],
-        *[("1", "cuda:1", "decoder.0.skip … head", *numbers, "260", "281", "282", "81,920")],
+        ("0", "cuda:0", "encoder.0.0 … encoder.1.1", *numbers, "180", "201", "202", "81,920"),
+        ("1", "cuda:1", "decoder.0.skip … head", *numbers, "260", "281", "282", "81,920"),
     ]
 
 
-def test_a_large_peak_is_shown_in_gib():
-    table = memory_table(record_of(["cuda:0"], [memory_of(20480, 64, 21504)]))
+def test_a_large_peak_is_shown_in_gib_and_what_was_not_predicted_is_left_open():
+    record = record_of(["cuda:0"], [memory_of(20480, 64, 21504)])
+    record["slots"][0]["predicted"] = None
+    table = memory_table(record)
     assert "GiB" in str(table.title)
     (row,) = cells(table)
-    assert row[-7:] == ("0.062", "0.062", "0.062", "20.00", "21.00", "21.00", "80.00")
-
-
-def test_what_was_not_predicted_is_left_open():
-    record = record_of(["cuda:0"], [memory_of(180)])
-    record["slots"][0]["predicted"] = None
-    (row,) = cells(memory_table(record))
-    assert row[-2] == "–"
+    assert row[-7:] == ("0.062", "0.062", "0.062", "20.00", "21.00", "–", "80.00")
 
 
 def test_no_number_of_the_table_is_cut_off_on_a_narrow_terminal():
@@ -64,22 +56,17 @@ def test_no_number_of_the_table_is_cut_off_on_a_narrow_terminal():
         assert row[1] in text
 
 
-@pytest.mark.parametrize(
-    ("devices", "note"),
-    [
-        (["cpu", "cpu"], "On a CPU the peak is the sum of what is counted: a lower bound."),
-        (["cuda:0", "cuda:0"], "Slots that share a GPU each show the peak of the whole GPU."),
-        (["cuda:0", "cuda:1"], ""),
-    ],
-)
-def test_table_and_picture_say_what_a_peak_is(devices, note):
-    record = record_of(devices, [memory_of(180), memory_of(260)])
-    caption = str(memory_table(record).caption)
-    assert note in caption
-    for device in devices:
-        assert ("cpu" not in device) == (f"{device} reserved" in caption)
-    label = memory_figure(record).axes[0].get_xlabel()
-    assert label == (f"MiB\n{note}" if note else "MiB")
+def test_table_and_picture_say_what_a_peak_is():
+    bound = "On a CPU the peak is the sum of what is counted: a lower bound."
+    shared = "Slots that share a GPU each show the peak of the whole GPU."
+    for devices, note in (("cpu", "cpu"), bound), (("cuda:0", "cuda:0"), shared), (GPUS, ""):
+        record = record_of(devices, [memory_of(180), memory_of(260)])
+        caption = str(memory_table(record).caption)
+        assert note in caption
+        for device in devices:
+            assert ("cpu" not in device) == (f"{device} reserved" in caption)
+        label = memory_figure(record).axes[0].get_xlabel()
+        assert label == (f"MiB\n{note}" if note else "MiB")
 
 
 def test_what_a_gpu_has_reserved_stands_beside_what_was_predicted():
@@ -87,11 +74,10 @@ def test_what_a_gpu_has_reserved_stands_beside_what_was_predicted():
     for slot in record["slots"]:
         slot["measured"]["reserved_bytes"] = 500 * 1024**2
         slot["predicted"]["reserved_bytes"] = 490 * 1024**2
+    record["slots"][2]["predicted"] = None
     caption = str(memory_table(record).caption)
     assert caption.count("cuda:0 reserved 500 MiB (490 predicted).") == 1
-    assert "cuda:1 reserved 500 MiB (490 predicted)." in caption
-    record["slots"][2]["predicted"] = None
-    assert "cuda:1 reserved 500 MiB." in str(memory_table(record).caption)
+    assert "cuda:1 reserved 500 MiB." in caption
 
 
 def test_the_picture_has_a_bar_for_each_slot_divided_into_its_parts():
@@ -119,48 +105,35 @@ def test_the_legend_is_below_the_title_and_names_what_is_there():
     figure = memory_figure(record)
     FigureCanvasAgg(figure).draw()  # which lays it out
     axes = figure.axes[0]
-    legend, title = axes.get_legend(), figure.texts[0]
-    assert legend is not None and title.get_text() == "Memory in training, parallel mode model"
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["parameters", "gradients", "activations", "rest of the peak", "peak"]
-    box = legend.get_window_extent()
+    title, box = figure.texts[0], axes.get_legend().get_window_extent()
+    assert title.get_text() == "Memory in training, parallel mode model"
+    names = ["parameters", "gradients", "activations", "rest of the peak", "peak"]
+    assert legend(axes) == names
     assert axes.get_window_extent().y1 <= box.y0 and box.y1 <= title.get_window_extent().y0
     (numbers,) = (text.get_text() for text in axes.texts)
     assert "optimizer" not in numbers and "parameters 7.00" in numbers
 
 
-def test_the_rest_of_a_peak_is_counted_once_where_slots_share_a_gpu():
+def test_the_rest_of_a_peak_is_counted_once_and_timelines_have_panels():
     memories = [memory_of(400, 0, 1000), memory_of(300, 0, 1000)]
-    axes = memory_figure(record_of(["cuda:0", "cuda:0"], memories)).axes[0]
+    record = record_of(["cuda:0", "cuda:0"], memories)
+    record["timeline"] = [timeline(2), timeline(2, "cuda:1", (1,))]
+    axes, *panels = memory_figure(record).axes
     # 700 of the peak of 1000 are counted on the GPU, so 300 are left.
     assert bars(axes)[REST] == [(400, 700), (300, 600)]
+    titles = [axes.get_title(loc="left") for axes in panels]
+    assert titles == ["One step on cuda:0, slot 0", "One step on cuda:1, slot 1"]
+    assert [axes.get_ylabel() for axes in panels] == ["MiB", "MiB"]
 
 
-def test_the_picture_has_a_panel_for_each_timeline():
-    record = record_of(["cuda:0", "cuda:1"], [memory_of(100), memory_of(100)])
-    record["timeline"] = [timeline(2), timeline(2, "cuda:1", (1,))]
-    _, first, second = memory_figure(record).axes
-    assert first.get_title(loc="left") == "One step on cuda:0, slot 0"
-    assert second.get_title(loc="left") == "One step on cuda:1, slot 1"
-    assert first.get_ylabel() == second.get_ylabel() == "MiB"
-
-
-@pytest.mark.parametrize("num_slots", [1, 8])
-def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path, num_slots):
-    record = record_of([f"cuda:{i}" for i in range(num_slots)], [memory_of(300)] * num_slots)
+def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path):
+    record = record_of([f"cuda:{i}" for i in range(8)], [memory_of(300)] * 8)
     record["timeline"] = [timeline(40)]
     write_memory_picture(record, tmp_path / "memory.png")
     assert_is_picture(tmp_path / "memory.png")
     figure = memory_figure(record)
     figure.canvas.draw()
-    labels = figure.axes[0].get_yticklabels()
-    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: float(box.y0))
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    boxes.sort(key=lambda box: box.y0)
     for below, above in zip(boxes, boxes[1:], strict=False):
         assert below.y1 <= above.y0  # names do not cover each other
-
-
-def test_a_unit_fits_the_largest_peak():
-    small, large = memory_of(100), memory_of(100, peak_mib=8 * 1024)
-    assert "MiB" in str(memory_table(record_of(["cuda:0"], [small])).title)
-    assert "GiB" in str(memory_table(record_of(["cuda:0", "cuda:1"], [small, large])).title)
-    assert large.peak_bytes == 8 * 1024 * MIB

@@ -1,25 +1,17 @@
-from typing import Any
-
 import pytest
 
 from tests.reports.records import cells, heads, memory_of, record_of
 from unet3d.reports.plan import plan_line, plan_table
 
 
-def way(devices: list[str], **more: Any) -> dict[str, Any]:
-    slots = record_of(devices, [memory_of(100, 20, 200)] * len(devices))["slots"]
-    values = {
+def way(devices, **more):
+    return {
         "parallel": "none" if len(devices) == 1 else "model",
-        "replicas": 1,
-        "num_micro_batches": 1,
-        "balance": None,
-        "asked": False,
-        "fits": True,
-        "step_seconds": None,
-        "largest_shape": [320, 320, 256],
-        "slots": slots,
+        **{"replicas": 1, "num_micro_batches": 1, "balance": None, "asked": False, "fits": True},
+        **{"step_seconds": None, "largest_shape": [320, 320, 256]},
+        "slots": record_of(devices, [memory_of(100, 20, 200)] * len(devices))["slots"],
+        **more,
     }
-    return values | more
 
 
 @pytest.fixture
@@ -32,7 +24,7 @@ def record():
         "ways": [
             way(["cuda:0"], fits=False, largest_shape=None, step_seconds=0.1344),
             way(["cuda:0", "cuda:1"], num_micro_batches=4, asked=True, balance="time"),
-            way(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], replicas=2),
+            way(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], replicas=2, step_seconds=0.00512),
         ],
     }
 
@@ -66,21 +58,8 @@ def test_each_way_has_a_line_that_can_be_typed(record):
         "--parallel model --devices cuda:0,cuda:1 --micro-batches 4 --balance time: "
         "up to 320x320x256 voxels (asked for)",
         "--parallel model --devices cuda:0,cuda:1,cuda:2,cuda:3 --replicas 2 --micro-batches 1: "
-        "up to 320x320x256 voxels",
+        "5.1 ms a step, up to 320x320x256 voxels",
     ]
-
-
-def test_groups_of_shards_are_named():
-    four = way(
-        ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
-        parallel="spatial",
-        replicas=2,
-        step_seconds=0.00512,
-    )
-    assert plan_line(four) == (
-        "--parallel spatial --devices cuda:0,cuda:1,cuda:2,cuda:3 --replicas 2 --micro-batches 1: "
-        "5.1 ms a step, up to 320x320x256 voxels"
-    )
 
 
 def test_equal_rows_of_many_devices_are_one(record):
@@ -88,18 +67,15 @@ def test_equal_rows_of_many_devices_are_one(record):
     for index in (0, 63):  # at the ends
         predicted = many["slots"][index]["predicted"]
         many["slots"][index]["predicted"] = predicted | {"peak_bytes": 190 * 2**20}
-    record["ways"] = [many, way(["cpu"] * 9, parallel="spatial")]
-    found = [(name, slots, devices) for name, slots, devices, *_ in cells(plan_table(record))]
-    assert found == [
+    record["ways"] = [many, *(way(["cpu"] * 9, parallel="spatial") for _ in range(2))]
+    table = plan_table(record)
+    assert [row[:3] for row in cells(table)] == [
         ("spatial, 1", "0", "cuda:0"),
         ("", "1-62", "cuda:1-62"),
         ("", "63", "cuda:63"),
-        ("spatial, 1", "0-8", "cpu"),
+        *[("spatial, 1", "0-8", "cpu")] * 2,
     ]
-
-
-def test_a_note_of_several_ways_is_said_once(record):
-    record["ways"] = [way(["cpu"]), way(["cpu", "cpu"])]
-    assert str(plan_table(record).caption) == (
+    # A note of several ways is said once.
+    assert str(table.caption) == (
         "A note. On a CPU the peak is the sum of what is counted: a lower bound."
     )

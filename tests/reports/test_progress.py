@@ -2,7 +2,6 @@ import io
 import logging
 import re
 import time
-from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -11,47 +10,37 @@ from rich.console import Console
 from unet3d.reports.progress import ProgressLine, duration, list_within
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0 s"),
-        (41.4, "41 s"),
-        (59.7, "1 min 00 s"),
-        (61, "1 min 01 s"),
-        (3599.6, "1 h 00 min"),
-        (7500, "2 h 05 min"),
-        (90000, "25 h 00 min"),
-    ],
-)
-def test_durations_read_as_people_write_them(seconds, words):
-    assert duration(seconds) == words
+def test_durations_read_as_people_write_them():
+    for seconds, words in (
+        *((41.4, "41 s"), (59.7, "1 min 00 s"), (61, "1 min 01 s")),
+        *((3599.6, "1 h 00 min"), (7500, "2 h 05 min"), (90000, "25 h 00 min")),
+    ):
+        assert duration(seconds) == words
 
 
-def metrics(epoch: int, **more: object) -> dict[str, object]:
+def metrics(epoch, **more):
     return {"epoch": epoch, "loss": 0.51234, "seconds": 2.0, **more}
 
 
-def line_on(console: Console, **changes: Any) -> ProgressLine:
-    values: dict[str, Any] = {
-        "num_epochs": 10,
-        "num_steps": 4,
-        "validate_every": 5,
-        "validation_seconds": 0.0,
-        "quiet": False,
-    }
-    return ProgressLine(console, **values | changes)
+SCORED = {"dice": {"a": 0.5}, "mean_dice": 0.5}
+
+
+def line_on(console=None, **changes):
+    counts = {"num_epochs": 10, "num_steps": 4, "validate_every": 5, "validation_seconds": 0.0}
+    console = console or Console(file=io.StringIO())
+    return ProgressLine(console, **{**counts, "quiet": False, **changes})
 
 
 class Terminal:
     """What a terminal of some width has shown, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, width: int = 80) -> None:
+    def __init__(self, monkeypatch, width=80):
         self.seconds = 100.0
         monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
         self._text = io.StringIO()
         self.console = Console(file=self._text, force_terminal=True, width=width)
 
-    def shown(self) -> list[str]:
+    def shown(self):
         """Return the lines since the last call, without what moves the cursor and colours."""
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._text.getvalue())
         self._text.seek(0)
@@ -110,19 +99,17 @@ def test_a_validation_has_its_share_of_the_line(monkeypatch):
         terminal.seconds += 10.0
         line.validating(4, 2, 2, 0, 1)
         assert "validating case 2/2" in terminal.shown()[-1]
-        line.epoch_done(metrics(5, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=80.0))
+        line.epoch_done(metrics(5, **SCORED, validation_seconds=80.0))
         assert terminal.shown()[0].endswith("Dice 0.500 (a 0.500), 82.0 s, 0 s left")
 
 
 def test_the_time_left_knows_the_validations_to_come(caplog):
-    line = line_on(Console(file=io.StringIO()), num_epochs=11)
+    line = line_on(num_epochs=11)
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
-        line.epoch_done(metrics(1))
-        line.epoch_done(metrics(5, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=60.0))
-        line.epoch_done(metrics(6))
-        line.epoch_done(metrics(10, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=30.0))
-        line.epoch_done(metrics(11, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=30.0))
-    assert [record.message.split(", ")[-1] for record in caplog.records] == [
+        for epoch, seconds in ((1, None), (5, 60.0), (6, None), (10, 30.0), (11, 30.0)):
+            scores = {**SCORED, "validation_seconds": seconds} if seconds else {}
+            line.epoch_done(metrics(epoch, **scores))
+    assert [message.split(", ")[-1] for message in caplog.messages] == [
         "over 20 s left",
         "2 min 12 s left",  # 6 epochs, and validations of epochs 10 and 11
         "2 min 10 s left",
@@ -137,9 +124,8 @@ def test_a_log_gets_a_line_for_each_epoch(caplog):
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
         assert not line.wants_loss()
         line.epoch_done(metrics(1))
-        scores = {"dice": {"a": 0.5}, "mean_dice": 0.5, "validation_seconds": 1.0}
-        line.epoch_done(metrics(2, **scores), "waited for [data]")
-    assert [record.message for record in caplog.records] == [
+        line.epoch_done(metrics(2, **SCORED, validation_seconds=1.0), "waited for [data]")
+    assert caplog.messages == [
         "epoch 1/10: loss 0.5123, 2.0 s, 28 s left",
         "epoch 2/10: loss 0.5123, Dice 0.500 (a 0.500), 3.0 s, 18 s left",
         "    waited for [data]",
@@ -147,18 +133,26 @@ def test_a_log_gets_a_line_for_each_epoch(caplog):
     assert text.getvalue() == ""
 
 
-def test_a_log_is_told_of_a_long_validation(monkeypatch, caplog):
+def test_a_log_is_told_of_long_validations_and_predictions(monkeypatch, caplog):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    line = line_on(Console(file=io.StringIO()))
-    with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
+    caplog.set_level(logging.INFO, logger="unet3d")
+    line = line_on()
+    with line.shown():
         for case in range(20):
             line.validating(4, case, 20, 0, 1)
             clock[0] += 10.0
-    assert [record.message for record in caplog.records] == [
+    log = line_on()
+    with log.shown():
+        for second in range(0, 130, 10):
+            clock[0] += 10.0
+            log.predicting(second // 50, 3, second % 50, 50)
+    assert caplog.messages == [
         "epoch 5: validating case 7/20, 2 min 20 s left of it",
         "epoch 5: validating case 13/20, 1 min 20 s left of it",
         "epoch 5: validating case 19/20, 20 s left of it",
+        "predicting case 2/3",
+        "predicting case 3/3",
     ]
 
 
@@ -170,12 +164,8 @@ TAIL = ", 12.5 s, 18 min 45 s left"
 @pytest.mark.parametrize(
     ("dice", "lines"),
     [
-        ({"a": 0.912, "b": None}, [f"{HEAD} (a 0.912, b –){TAIL}"]),
-        ({"a\nb\x1b": 0.25}, [f"{HEAD} (a?b? 0.250){TAIL}"]),
-        (
-            {"liver": 0.912, "tumour": 0.788},
-            [HEAD + TAIL, "    liver 0.912, tumour 0.788"],
-        ),
+        ({"a\x1b": 0.912, "b": None}, [f"{HEAD} (a? 0.912, b –){TAIL}"]),
+        ({"liver": 0.912, "tumour": 0.788}, [HEAD + TAIL, "    liver 0.912, tumour 0.788"]),
         (
             {f"vertebra {n}": n / 30 for n in range(1, 25)},
             [
@@ -183,17 +173,8 @@ TAIL = ", 12.5 s, 18 min 45 s left"
                 "    lowest of 24 labels: vertebra 1 0.033, vertebra 2 0.067, vertebra 3 0.100",
             ],
         ),
-        (
-            {f"label {n}": None for n in range(30)},
-            [HEAD + TAIL],
-        ),
-        (
-            {LONG: 0.5},
-            [
-                HEAD + TAIL,
-                "    white matter hyperintensities… 0.500",
-            ],
-        ),
+        ({f"label {n}": None for n in range(30)}, [HEAD + TAIL]),
+        ({LONG: 0.5}, [HEAD + TAIL, "    white matter hyperintensities… 0.500"]),
         (
             {"脳" * 40: 0.5, "b": 0.75},
             [HEAD + TAIL, f"    lowest of 2 labels: {'脳' * 14}… 0.500, b 0.750"],
@@ -203,18 +184,17 @@ TAIL = ", 12.5 s, 18 min 45 s left"
 @pytest.mark.parametrize("width", [None, 80, 200])
 def test_the_lines_of_an_epoch_fit_80_columns(dice, lines, width, caplog, monkeypatch):
     terminal = Terminal(monkeypatch, width or 80)
-    console = terminal.console if width else Console(file=io.StringIO())
-    line = line_on(console, num_epochs=100, validate_every=1)
+    line = line_on(terminal.console if width else None, num_epochs=100, validate_every=1)
     values = {"seconds": 8.0, "validation_seconds": 4.5, "dice": dice, "mean_dice": 0.85}
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
         terminal.shown()
         line.epoch_done({**metrics(10), **values})
-        shown = terminal.shown() if width else [record.message for record in caplog.records]
+        shown = terminal.shown() if width else caplog.messages
     assert [one for one in shown if "starting" not in one] == lines
     assert all(cell_len(one) <= 80 for one in shown if "starting" not in one)
 
 
-def test_the_prediction_at_the_end_has_a_line_of_its_own(monkeypatch, caplog):
+def test_the_prediction_at_the_end_has_a_line_of_its_own(monkeypatch):
     terminal = Terminal(monkeypatch)
     line = line_on(terminal.console)
     with line.shown():
@@ -231,37 +211,20 @@ def test_the_prediction_at_the_end_has_a_line_of_its_own(monkeypatch, caplog):
         line.predicting(1, 4, 2, 4)  # 1.5 of 4 cases took 30 s
         assert "case 2/4 window 2/4  50 s left" in terminal.shown()[-1]
 
-    caplog.set_level(logging.INFO)
-    log = line_on(Console(file=io.StringIO()))
-    with log.shown():
-        for second in range(0, 130, 10):
-            terminal.seconds += 10
-            log.predicting(second // 50, 3, second % 50, 50)
-    assert caplog.messages == ["predicting case 2/3", "predicting case 3/3"]
 
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_quiet_shows_nothing(terminal, caplog):
+def test_quiet_shows_nothing(caplog):
     text = io.StringIO()
-    line = line_on(Console(file=text, force_terminal=terminal), quiet=True)
-    with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
-        assert not line.wants_loss()
-        line.validating(4, 0, 2, 1, 4)
-        line.epoch_done(metrics(1, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=1.0))
-    assert text.getvalue() == ""
-    assert not caplog.records
+    for terminal in (True, False):
+        line = line_on(Console(file=text, force_terminal=terminal), quiet=True)
+        with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
+            assert not line.wants_loss()
+            line.validating(4, 0, 2, 1, 4)
+            line.epoch_done(metrics(1, **SCORED, validation_seconds=1.0))
+    assert text.getvalue() == "" and not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("columns", "text"),
-    [
-        (80, "a, bb, ccc, dddd"),
-        (16, "a, bb, ccc, dddd"),
-        (15, "a and 3 more"),
-        (12, "a and 3 more"),
-    ],
-)
-def test_as_many_names_as_fit(columns, text):
-    assert list_within(["a", "bb", "ccc", "dddd"], columns) == text
-    assert list_within(["x" * 99], columns) == "x" * (columns - 1) + "…"
-    assert list_within(["x" * 99, "y"], columns).endswith("… and 1 more")
+def test_as_many_names_as_fit():
+    for columns, text in ((16, "a, bb, ccc, dddd"), (15, "a and 3 more"), (12, "a and 3 more")):
+        assert list_within(["a", "bb", "ccc", "dddd"], columns) == text
+        assert list_within(["x" * 99], columns) == "x" * (columns - 1) + "…"
+        assert list_within(["x" * 99, "y"], columns).endswith("… and 1 more")

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 from tests.reports.records import cells, heads
 from unet3d.inference.evaluation import CaseScores, Evaluation
@@ -8,20 +7,18 @@ from unet3d.reports.scores import evaluation_table
 from unet3d.volumes.scored_labels import ScoredLabels
 
 
-def evaluation(num_cases: int, **more: Any) -> Evaluation:
+def evaluation(num_cases, **more):
     scores = {
         1: LabelScore(dice=0.91234, hd95_mm=1.5, nsd=0.75, prediction_ml=12.3456, label_ml=12.0),
         255: LabelScore(dice=None, hd95_mm=None, nsd=None, prediction_ml=0.0, label_ml=0.0),
     }
-    cases = [
-        CaseScores(name=f"case_{i}", prediction=Path("p"), label=Path("l"), scores=scores)
-        for i in range(num_cases)
-    ]
     other = LabelScore(dice=0.5, hd95_mm=3.5, nsd=0.25, prediction_ml=1.0, label_ml=2.0)
-    cases[-1] = CaseScores(
-        name="[/last]", prediction=Path("p"), label=Path("l"), scores={1: other, 255: other}
+    each = {f"case_{i}": scores for i in range(num_cases - 1)} | {"[/last]": {1: other, 255: other}}
+    cases = tuple(
+        CaseScores(name=name, prediction=Path("p"), label=Path("l"), scores=scores)
+        for name, scores in each.items()
     )
-    return Evaluation(cases=tuple(cases), labels=(1, 255), **more)
+    return Evaluation(cases=cases, labels=(1, 255), **more)
 
 
 def test_the_table_has_each_case_and_the_means():
@@ -41,13 +38,10 @@ def test_the_table_has_each_case_and_the_means():
     assert str(table.caption) == f"Mean Dice over the labels: {mean:.4f}"
 
 
-def test_one_case_needs_no_means():
+def test_one_case_needs_no_means_and_labels_may_have_names():
     table = evaluation_table(evaluation(1))
     assert [row[0] for row in cells(table)] == ["[/last]", ""]
     assert str(table.caption) == "Mean Dice over the labels: 0.5000"
-
-
-def test_labels_have_their_names_and_the_tolerance_stands_above_its_column():
     named = ScoredLabels(names={1: "[bold]left", 255: "1"})
     table = evaluation_table(evaluation(1, scored=named, tolerance_mm=2.5))
     assert [row[1] for row in cells(table)] == ["[bold]left", "1"]

@@ -1,9 +1,6 @@
-from typing import Any
-
 import pytest
-from matplotlib.figure import Figure
 
-from tests.reports.records import assert_is_picture, cells, heads
+from tests.reports.records import assert_is_picture, cells, curves, heads, legend
 from unet3d.reports.tuning import (
     mode_figure,
     mode_lines,
@@ -18,71 +15,48 @@ from unet3d.reports.tuning import (
 GIB = 1024**3
 
 
-def row(cuts: list[int], count: int, seconds: float | None, marks: str = "") -> dict[str, Any]:
+def row(cuts, count, seconds, marks=""):
     devices = ["cuda:0", "cuda:1"] if cuts else ["cuda:0"]
     peaks = {device: (9 + index) * GIB for index, device in enumerate(devices)}
     return {
-        "devices": devices,
-        "cuts": cuts,
-        "cut_before": [f"block.{cut}" for cut in cuts],
-        "num_micro_batches": count,
-        "seconds": seconds,
+        **{"devices": devices, "cuts": cuts, "cut_before": [f"block.{cut}" for cut in cuts]},
+        **{"num_micro_batches": count, "seconds": seconds},
         "ratio": None if seconds is None else 0.4 / seconds,
         "peak_bytes": {} if seconds is None else peaks,
-        "chosen": "chosen" in marks,
-        "fastest": "fastest" in marks,
+        **{mark: mark in marks for mark in ("chosen", "fastest")},
     }
 
 
 @pytest.fixture
 def record():
-    return {
-        "batch_size": 4,
-        "size": [192, 192, 160],
-        "precision": "bfloat16",
-        "devices": ["NVIDIA H200", "NVIDIA H200"],
-        "num_left_out": 0,
-        "rows": [
-            *(row([], *values) for values in ((1, None), (2, 0.4), (4, 0.43))),
-            *(row([10], *values) for values in ((1, 0.45), (2, 0.35), (4, 0.3))),
-            *(row([17], *values) for values in ((1, 0.46), (2, 0.34), (4, 0.25, "chosen fastest"))),
-        ],
-    }
+    seconds = {(): (None, 0.4, 0.43), (10,): (0.45, 0.35, 0.3), (17,): (0.46, 0.34, 0.25)}
+    rows = [
+        row(list(cuts), count, one)
+        for cuts, each in seconds.items()
+        for count, one in zip((1, 2, 4), each, strict=True)
+    ]
+    rows[-1] |= {"chosen": True, "fastest": True}
+    size = {"batch_size": 4, "size": [192, 192, 160], "precision": "bfloat16"}
+    return {**size, "devices": ["NVIDIA H200"] * 2, "num_left_out": 0, "rows": rows}
 
 
-def lines(figure: Figure) -> dict[str, tuple[list[float], list[float]]]:
-    (axes,) = figure.axes
-    return {
-        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
-        for line in axes.get_lines()
-    }
-
-
-def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record):
-    figure = tuning_figure(record)
-    assert lines(figure) == {
+def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record, tmp_path):
+    (axes,) = tuning_figure(record).axes
+    assert curves(axes) == {
         "no cut, cuda:0\n(no point: out of memory)": ([2, 4], [400.0, 430.0]),
         "block.10 (10)": ([1, 2, 4], [450.0, 350.0, 300.0]),
         "block.17 (17)": ([1, 2, 4], [460.0, 340.0, 250.0]),
     }
-    (axes,) = figure.axes
     assert axes.get_ylabel() == "time of a training step (ms)"
     assert axes.get_xlabel() == "micro-batches of a batch of 4"
     assert "192x192x160" in axes.get_title() and "2 x NVIDIA H200" in axes.get_title()
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4"]
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == list(lines(figure))
+    assert legend(axes) == list(curves(axes))
     assert [text.get_text() for text in axes.texts] == ["fastest: 250.0 ms"]
     looks = {(line.get_color(), line.get_marker()) for line in axes.get_lines()}
     assert len(looks) == 3  # no two lines look alike
-
-
-def test_the_picture_replaces_an_older_one(tmp_path, record):
-    path = tmp_path / "tuning.png"
-    path.write_text("an older one")
-    write_tuning_picture(record, path)
-    assert_is_picture(path)
+    write_tuning_picture(record, tmp_path / "tuning.png")
+    assert_is_picture(tmp_path / "tuning.png")
 
 
 def test_the_table_has_every_number(record):
@@ -120,9 +94,7 @@ def test_one_device_that_is_faster_is_marked_and_said(record):
     assert line.startswith("One device is faster here: 200.0 ms a step on cuda:0 against 250.0 on")
     assert "Leave out --parallel model" in line
     (axes,) = tuning_figure(record).axes
-    ((label, place),) = ((text.get_text(), text.xy) for text in axes.texts)
-    assert (label, place) == ("fastest: 200.0 ms", (4, 200.0))
-    assert place[1] == min(min(times) for _, times in lines(tuning_figure(record)).values())
+    assert [(text.get_text(), text.xy) for text in axes.texts] == [("fastest: 200.0 ms", (4, 200))]
     _, *notes = axes.get_xlabel().splitlines()
     assert " ".join(notes) == line and len(notes) > 1
 
@@ -130,9 +102,12 @@ def test_one_device_that_is_faster_is_marked_and_said(record):
 def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     record["num_left_out"] = 3
     assert tuning_lines(record) == ["There was no time for 3 of 12 settings."]
-    record["rows"] = [row([], 1, 0.4, "fastest"), row([10], 1, None)]
     record["num_left_out"] = 0
+    record["rows"] = [row([], 1, 0.4, "fastest"), row([10], 1, None)]
     assert tuning_lines(record) == ["Only one device, cuda:0, has the memory for it."]
+    record["rows"] = [row([10], count, None) for count in (1, 2)]  # nothing fits
+    assert tuning_table(record).row_count == 2
+    assert all(not times for _, times in curves(tuning_figure(record).axes[0]).values())
 
 
 def test_a_small_network_on_a_cpu_is_in_mib(record):
@@ -144,20 +119,7 @@ def test_a_small_network_on_a_cpu_is_in_mib(record):
     assert "lower bound" in str(table.caption)
 
 
-def test_where_nothing_fits_there_is_still_a_table_and_a_picture(record):
-    for entry in record["rows"]:
-        entry |= {
-            "seconds": None,
-            "ratio": None,
-            "peak_bytes": {},
-            "chosen": False,
-            "fastest": False,
-        }
-    assert tuning_table(record).row_count == 9
-    assert all(not times for _, times in lines(tuning_figure(record)).values())
-
-
-def mode(name: str, seconds: float | None, predicted: float, fastest: bool) -> dict[str, Any]:
+def mode(name, seconds, predicted, fastest):
     return {
         "name": name,
         "parallel": name.partition(",")[0].partition(" ")[0],
@@ -170,24 +132,19 @@ def mode(name: str, seconds: float | None, predicted: float, fastest: bool) -> d
 
 @pytest.fixture
 def modes():
-    return {
-        "batch_size": 2,
-        "size": [256, 256, 256],
-        "precision": "bfloat16",
-        "modes": [
-            mode("none, on cuda:0", 0.12, 0.134, False),
-            mode("data over 2 GPUs", None, 0.07, False),
-            mode("spatial over 2 GPUs", 0.06, 0.071, True),
-        ],
-    }
+    made = [
+        mode("none, on cuda:0", 0.12, 0.134, False),
+        mode("data over 2 GPUs", None, 0.07, False),
+        mode("spatial over 2 GPUs", 0.06, 0.071, True),
+    ]
+    return {"batch_size": 2, "size": [256, 256, 256], "precision": "bfloat16", "modes": made}
 
 
 def test_modes_have_a_row_each(modes):
     table = mode_table(modes)
     assert "2 patches of 256x256x256 voxels, bfloat16" in str(table.title)
-    assert heads(table) == [
-        *("parallel", "ms a step", "predicted", "against one device", "peak MiB a rank"),
-    ]
+    names = ["parallel", "ms a step", "predicted", "against one device", "peak MiB a rank"]
+    assert heads(table) == names
     assert cells(table) == [
         ("none, on cuda:0", "120.0", "134.0", "1.00x", "4,096"),
         ("data over 2 GPUs", "out of memory", "70.0", "–", ""),

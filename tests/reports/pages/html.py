@@ -11,22 +11,18 @@ VOID = {"meta", "img", "input", "br"}
 class Page(HTMLParser):
     """The elements, texts and addresses of a page."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
+        self.tags, self.links, self.texts, self.rows, self._open = [], [], [], [], []
+        self.addresses = []
         """Of everything that a browser loads."""
-        self.links: list[str] = []
-        self.texts: list[str] = []
-        self.rows: list[list[str]] = []
-        self.sources: dict[str, list[str]] = {"script": [], "style": []}
+        self.sources = {"script": [], "style": []}
         """Of scripts that run, and of styles."""
-        self.data: dict[str, str] = {}
+        self.data = {}
         """Content of the scripts that do not run, by their ids."""
         self.policy = ""
-        self.handlers: list[str] = []
+        self.handlers = []
         """Attributes that would run or style something."""
-        self._open: list[tuple[str, dict[str, str | None]]] = []
         self.feed(text)
         self.close()
         assert not self._open, self._open
@@ -35,7 +31,7 @@ class Page(HTMLParser):
     def text(self) -> str:
         return " ".join(" ".join(self.texts).split())
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         self.tags.append(tag)
         self.handlers += [name for name in values if name.startswith("on") or name == "style"]

@@ -14,16 +14,16 @@ SIZES = {"parameters": 6, "gradients": 6, "optimizer": 12, "activations": 70}
 
 def write_run(folder: Path, **changes: Any) -> Path:
     """Write every file that a page reads; a change replaces one, None leaves it out."""
-    files: dict[str, Any] = {
+    files = {
         "data.json": data(),
         "config.yaml": load_config(None, ["training.epochs=4"]).to_yaml(),
         "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in metrics()),
         "memory.json": memory(),
-        "memory.png": picture(),
+        "memory.png": Figure((1, 1)),
         "summary.json": summary(),
         "validation/cases.json": cases(),
-        "validation/worst.png": picture(),
-        "validation/best.png": picture(),
+        "validation/worst.png": Figure((1, 1)),
+        "validation/best.png": Figure((1, 1)),
     }
     for name, content in {**files, **changes}.items():
         path = folder / name
@@ -35,28 +35,22 @@ def write_run(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def picture() -> Figure:
-    return Figure(figsize=(1, 1))
-
-
-def data(dataset: str | None = "/data/Task01_Sample") -> dict[str, Any]:
+def data(dataset="/data/Task01_Sample"):
+    preprocessing = {
+        "spacing_mm": [1.0, 1.25, 3.0],
+        "channel_names": ["CT"],
+        "label_names": ["background", "liver", "tumour"],
+    }
     return {
-        "unet3d": "0.1.0",
-        "dataset": dataset,
-        "fold": 2,
-        "seed": 5,
-        "preprocessing": {
-            "spacing_mm": [1.0, 1.25, 3.0],
-            "channel_names": ["CT"],
-            "label_names": ["background", "liver", "tumour"],
-        },
+        **{"unet3d": "0.1.0", "dataset": dataset, "fold": 2, "seed": 5},
+        "preprocessing": preprocessing,
         "training": {"a": "00", "b": "01"},
         "validation": {"low": "02", "high": "03"},
     }
 
 
-def metrics() -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = [
+def metrics():
+    lines = [
         {"epoch": epoch, "loss": 2.0 / epoch, "learning_rate": 0.01 / epoch, "seconds": 3.0}
         for epoch in range(1, 5)
     ]
@@ -65,31 +59,19 @@ def metrics() -> list[dict[str, Any]]:
     return lines
 
 
-def score(name: str, dice: float | None, hd95_mm: float | None = 2.5) -> dict[str, Any]:
-    return {
-        "name": name,
-        "dice": dice,
-        "hd95_mm": hd95_mm,
-        "nsd": dice,
-        "prediction_ml": 12.5,
-        "label_ml": 10.0,
-    }
+def score(name, dice, hd95_mm=2.5):
+    volumes = {"prediction_ml": 12.5, "label_ml": 10.0}
+    return {"name": name, "dice": dice, "hd95_mm": hd95_mm, "nsd": dice, **volumes}
 
 
-def cases(liver: str = "liver", low: str = "low") -> dict[str, Any]:
+def cases(liver="liver", low="low"):
     """The better case first, which a page turns round."""
+    better = {"1": score(liver, 0.9375), "2": score("tumour", None, None)}
+    worse = {"1": score(liver, 0.75), "2": score("tumour", 0.25)}
     return {
         "cases": [
-            {
-                "case": "high",
-                "mean_dice": 0.9375,
-                "labels": {"1": score(liver, 0.9375), "2": score("tumour", None, None)},
-            },
-            {
-                "case": low,
-                "mean_dice": 0.5,
-                "labels": {"1": score(liver, 0.75), "2": score("tumour", 0.25)},
-            },
+            {"case": "high", "mean_dice": 0.9375, "labels": better},
+            {"case": low, "mean_dice": 0.5, "labels": worse},
         ],
         "mean": {
             "1": score(liver, 0.84375, 2.25) | {"num_cases_dice": 2, "num_cases_hd95": 2},
@@ -101,19 +83,16 @@ def cases(liver: str = "liver", low: str = "low") -> dict[str, Any]:
     }
 
 
-def memory() -> dict[str, Any]:
+def memory():
     """Two slots; the first was predicted a tenth too large, the second not at all."""
 
-    def record(factor: float) -> dict[str, int]:
+    def record(factor):
         sizes = {f"{name}_bytes": size * MIB for name, size in SIZES.items()}
         return sizes | {"peak_bytes": round(100 * factor) * MIB, "reserved_bytes": 120 * MIB}
 
     slots = [
         {
-            "slot": slot,
-            "rank": slot,
-            "device": f"cuda:{slot}",
-            "device_bytes": 80 * 1024 * MIB,
+            **{"slot": slot, "rank": slot, "device": f"cuda:{slot}", "device_bytes": 81920 * MIB},
             "blocks": ["encoder.0.0", "encoder.0.1"][: slot + 1],
             "predicted": None if slot else record(1.1),
             "measured": record(1.0),
@@ -123,17 +102,13 @@ def memory() -> dict[str, Any]:
     return {"parallel": "model", "slots": slots, "timeline": []}
 
 
-def summary() -> dict[str, Any]:
+def summary():
+    seconds = {"training": 3600.0, "validation": 123.0, "waited": 9.0}
     return {
-        "best_dice": 0.5,
-        "best_epoch": 2,
-        "last_mean_dice": 0.5,
+        **{"best_dice": 0.5, "best_epoch": 2, "last_mean_dice": 0.5, "epochs": 4},
         "final": {"mean_dice": 0.546875, "num_cases": 2},
-        "epochs": 4,
         "seconds": 3723.0,
-        "training_seconds": 3600.0,
-        "validation_seconds": 123.0,
-        "waited_seconds": 9.0,
+        **{f"{name}_seconds": value for name, value in seconds.items()},
         "parallel": "model",
         "devices": ["cuda:0 (NVIDIA H200)", "cuda:1 (NVIDIA H200)"],
         "precision": "bfloat16",

@@ -6,13 +6,10 @@ They need a Chromium of the system, which none of our dependencies brings.
 import io
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import nibabel as nib
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from tests.reports.pages import sample_run
@@ -34,56 +31,54 @@ EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 class Opened:
     """A page in the browser, and what went wrong in it."""
 
-    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+    def __init__(self, browser, path, **options):
         self.page = browser.new_context(**options).new_page()
-        self.wrong: list[str] = []
-        self.requests: list[str] = []
+        self.wrong, self.requests = [], []
         self.page.on("console", lambda message: self.wrong.append(message.text))
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("dialog", lambda dialog: self.wrong.append(dialog.message))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(path.as_uri())
         self._address = path.as_uri()
+        self.page.goto(self._address)
 
-    def ready(self) -> Any:
+    def ready(self):
         """Wait until the viewer is drawn, and return the page."""
         self.page.wait_for_selector("html.is-ready", state="attached", timeout=60_000)
         return self.page
 
-    def press(self, *keys: str) -> None:
+    def press(self, *keys):
         self.page.focus("#canvas")
         for key in keys:
             self.page.keyboard.press(key)
 
     @property
-    def place(self) -> dict[str, float]:  # in mm to the right, front and top
+    def place(self):  # in mm to the right, front and top
         text = self.page.text_content("#place")
         found = re.match(r"([LR]) ([\d.]+)  ([PA]) ([\d.]+)  ([IS]) ([\d.]+) mm", text)
         assert found, text
         signs = [-1 if letter in "LPI" else 1 for letter in found.groups()[::2]]
-        return dict(
-            zip("xyz", np.multiply(signs, list(map(float, found.groups()[1::2]))), strict=True)
-        )
+        mm = np.multiply(signs, list(map(float, found.groups()[1::2])))
+        return dict(zip("xyz", mm, strict=True))
 
-    def pixels(self) -> npt.NDArray[np.int64]:
+    def pixels(self):
         """Return what the viewer shows, (height, width, 3), from 0 to 255."""
         content = self.page.locator("#canvas").screenshot()
         picture = matplotlib.image.imread(io.BytesIO(content))
         # Without the rounded corners, where the outline of the focus is.
         return np.rint(picture[20:-20, 20:-20, :3] * 255).astype(np.int64)
 
-    def close(self) -> None:
+    def close(self):
         assert self.wrong == []
         assert self.requests == [self._address]
         self.page.context.close()
 
 
-def near(pixels: npt.NDArray[np.int64], colour: tuple[int, int, int]) -> npt.NDArray[np.bool_]:
+def near(pixels, colour):
     """Return where pixels have a colour."""
     return np.abs(pixels - colour).max(axis=2) <= 12
 
 
-def coloured(pixels: npt.NDArray[np.int64]) -> int:
+def coloured(pixels):
     """Return how many pixels are not grey, as those of a scan are."""
     return int((np.ptp(pixels, axis=2) > 20).sum())
 
@@ -101,6 +96,14 @@ def browser(chromium):
     started.close()
 
 
+def write_page(folder, image, labels, affine, names=None):
+    for name, array in (("scan", image), ("seg", labels)):
+        nib.save(nib.Nifti1Image(array, affine), folder / f"{name}.nii.gz")
+    page = segmentation_page(folder / "seg.nii.gz", folder / "scan.nii.gz", names)
+    (folder / "seg.html").write_bytes(encoded(page))
+    return folder / "seg.html"
+
+
 @pytest.fixture(scope="module")
 def segmentation(tmp_path_factory):
     """The page of a scan stored from left to right and front to back.
@@ -114,11 +117,7 @@ def segmentation(tmp_path_factory):
     labels = np.zeros(shape, np.uint8)
     labels[4:14, 4:12, 14:22] = 1
     labels[30:36, 24:30, 2:8] = 2
-    for name, array in (("scan", image), ("seg", labels)):
-        nib.save(nib.Nifti1Image(array, affine), folder / f"{name}.nii.gz")
-    page = segmentation_page(folder / "seg.nii.gz", folder / "scan.nii.gz", {1: "organ", 2: EVIL})
-    (folder / "seg.html").write_bytes(encoded(page))
-    return folder / "seg.html"
+    return write_page(folder, image, labels, affine, {1: "organ", 2: EVIL})
 
 
 @pytest.fixture
@@ -152,43 +151,41 @@ def test_the_canvas_shows_the_labels_in_their_colours(viewer):
 
 
 @pytest.mark.nightly
-def test_the_patients_right_is_on_the_left_and_the_front_on_top(viewer):
-    viewer.page.click("button.place >> nth=0")
-    viewer.press("v", *["+"] * 5)
-    assert viewer.page.is_checked("input[name=view][value='0']")  # axial
-    pixels = viewer.pixels()
-    rows, columns = np.nonzero(near(pixels, SKY))
-    height, width, _ = pixels.shape
-    assert columns.mean() < width / 2 and rows.mean() < height / 2
-    viewer.press("v")  # coronal: right is on the left, top above
-    rows, columns = np.nonzero(near(viewer.pixels(), SKY))
-    assert columns.mean() < width / 2 and rows.mean() < height / 2
-    viewer.press("v")  # sagittal: the front is on the left
-    rows, columns = np.nonzero(near(viewer.pixels(), SKY))
-    assert columns.mean() < width / 2 and rows.mean() < height / 2
+def test_a_name_leads_to_its_label_which_is_on_its_side_of_every_plane(viewer):
+    page = viewer.page
+    page.click("button.place >> nth=1")
+    assert page.text_content("#place").endswith(EVIL)
+    page.click("button.place >> nth=0")
+    assert page.text_content("#place").endswith("organ")
+    # Voxels 4 to 13, 4 to 11, 14 to 21, of which the scan begins with the rightmost and foremost.
+    place = viewer.place
+    assert -2 * 13 <= place["x"] <= -2 * 4 and -2 * 11 <= place["y"] <= -2 * 4
+    assert 3 * 14 <= place["z"] <= 3 * 21
+    viewer.press(*["+"] * 5)
+    for view in range(3):  # axial; coronal: right is on the left, top above; sagittal: front left
+        viewer.press("v")
+        assert page.is_checked(f"input[name=view][value='{view}']")
+        pixels = viewer.pixels()
+        rows, columns = np.nonzero(near(pixels, SKY))
+        assert columns.mean() < pixels.shape[1] / 2 and rows.mean() < pixels.shape[0] / 2
 
 
 @pytest.mark.nightly
-def test_the_crosshair_is_seen_in_every_plane(viewer):
+def test_the_crosshair_is_seen_in_every_plane_and_black_and_white_can_be_changed(viewer):
     viewer.press("o")
+    before, page = viewer.pixels().mean(), viewer.page
+    page.focus("#white")
+    page.keyboard.press("Home")
+    assert viewer.pixels().mean() > 1.5 * before  # all is white
+    page.click("#reset")
+    viewer.press("o")
+    assert viewer.pixels().mean() == pytest.approx(before, rel=0.05)
     for _ in range(3):
         viewer.press("v")
         for _ in range(3):  # wherever it lies between the pixels
             viewer.press("ArrowLeft", "ArrowDown")
             white = (viewer.pixels() > 170).all(axis=2)
             assert white.mean(axis=0).max() > 0.6 and white.mean(axis=1).max() > 0.6
-
-
-@pytest.mark.nightly
-def test_a_name_leads_to_its_label(viewer):
-    # Voxels 4 to 13, 4 to 11, 14 to 21, of which the scan begins with the rightmost and foremost.
-    viewer.page.click("button.place >> nth=1")
-    assert viewer.page.text_content("#place").endswith(EVIL)
-    viewer.page.click("button.place >> nth=0")
-    assert viewer.page.text_content("#place").endswith("organ")
-    place = viewer.place
-    assert -2 * 13 <= place["x"] <= -2 * 4 and -2 * 11 <= place["y"] <= -2 * 4
-    assert 3 * 14 <= place["z"] <= 3 * 21
 
 
 @pytest.mark.nightly
@@ -199,11 +196,8 @@ def test_many_labels_have_their_colours_and_the_background_has_none(browser, tmp
     labels[8:32, 8:32, 24:36] = num_labels
     image = np.full(labels.shape, 100, np.int16)
     image[:, :4] = 300
-    for name, array in (("scan", image), ("seg", labels)):
-        nib.save(nib.Nifti1Image(array, np.eye(4)), tmp_path / f"{name}.nii.gz")
-    page = segmentation_page(tmp_path / "seg.nii.gz", tmp_path / "scan.nii.gz")
-    (tmp_path / "seg.html").write_bytes(encoded(page))
-    opened = Opened(browser, tmp_path / "seg.html", viewport={"width": 700, "height": 700})
+    path = write_page(tmp_path, image, labels, np.eye(4))
+    opened = Opened(browser, path, viewport={"width": 700, "height": 700})
     opened.ready().locator("button.place").last.click()
     assert opened.page.text_content("#place").endswith(f"label {num_labels}")
     opened.press("v", *["+"] * 5)
@@ -251,8 +245,7 @@ def test_every_key_does_what_the_page_says(viewer):
 
 @pytest.mark.nightly
 def test_the_viewer_is_reached_and_left_with_tab_and_that_is_seen(viewer):
-    page = viewer.page
-    reached = []
+    page, reached = viewer.page, []
     outline = "getComputedStyle(document.querySelector('.canvas')).outlineStyle"
     assert page.evaluate(outline) == "none"
     for _ in range(12):
@@ -260,52 +253,29 @@ def test_the_viewer_is_reached_and_left_with_tab_and_that_is_seen(viewer):
         reached.append(page.evaluate("document.activeElement.id || document.activeElement.name"))
         if reached[-1] == "canvas":
             assert page.evaluate(outline) == "solid"
-    for name in ("view", "opacity", "black", "white", "cut", "reset", "canvas"):
-        assert name in reached
+    assert {"view", "opacity", "black", "white", "cut", "reset", "canvas"} <= set(reached)
     assert reached[-1] != "canvas"
 
 
 @pytest.mark.nightly
-def test_black_and_white_can_be_changed(viewer):
-    viewer.press("o")
-    before = viewer.pixels().mean()
-    page = viewer.page
-    page.focus("#white")
-    page.keyboard.press("Home")
-    assert viewer.pixels().mean() > 1.5 * before  # all is white
-    page.click("#reset")
-    viewer.press("o")
-    assert viewer.pixels().mean() == pytest.approx(before, rel=0.05)
+def test_where_the_viewer_cannot_be_is_a_picture(chromium, browser, segmentation, viewer):
+    viewer.page.emulate_media(media="print")
+    blind = chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-3d-apis"])
+    scriptless = Opened(browser, segmentation, java_script_enabled=False)
+    without_webgl = Opened(blind, segmentation)
+    assert "needs JavaScript" in scriptless.page.inner_text("noscript")
+    assert "WebGL 2" in without_webgl.page.inner_text("#viewer-note")
+    assert not without_webgl.page.is_visible(".toggle >> nth=0")
+    for opened in (viewer, scriptless, without_webgl):
+        assert opened.page.is_visible("#picture") and not opened.page.is_visible("#canvas")
+    for opened in (scriptless, without_webgl):
+        assert opened.page.is_visible("text=organ")
+        opened.close()
+    blind.close()
 
 
 @pytest.mark.nightly
-def test_on_paper_and_without_javascript_there_is_a_picture(browser, segmentation, viewer):
-    page = viewer.page
-    assert page.is_visible("#canvas") and not page.is_visible("#picture")
-    page.emulate_media(media="print")
-    assert not page.is_visible("#canvas") and page.is_visible("#picture")
-    opened = Opened(browser, segmentation, java_script_enabled=False)
-    assert opened.page.is_visible("#picture") and not opened.page.is_visible("#canvas")
-    assert "needs JavaScript" in opened.page.inner_text("noscript")
-    assert opened.page.is_visible("text=organ")
-    opened.close()
-
-
-@pytest.mark.nightly
-def test_without_webgl_the_page_says_so_and_shows_a_picture(chromium, segmentation):
-    browser = chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-3d-apis"])
-    opened = Opened(browser, segmentation)
-    page = opened.page
-    assert "WebGL 2" in page.inner_text("#viewer-note")
-    assert page.is_visible("#picture") and not page.is_visible("#canvas")
-    assert page.is_visible("text=organ") and not page.is_visible(".toggle >> nth=0")
-    opened.close()
-    browser.close()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1200)])
 def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path, scheme, width):
     folder = write_run(tmp_path, **{"validation/cases.json": sample_run.cases(EVIL)})
     (tmp_path / "report.html").write_bytes(encoded(run_page(folder)))
@@ -327,14 +297,12 @@ def test_headings_sort_by_keyboard(browser, tmp_path):
     page = opened.page
 
     def cases():
-        found: list[str] = page.locator("table.sortable tbody th").all_text_contents()
-        return found
+        return page.locator("table.sortable tbody th").all_text_contents()
 
     def sort(column):
         page.locator("table.sortable thead button").nth(column).focus()
         page.keyboard.press("Enter")
-        state: str = page.locator("table.sortable thead th").nth(column).get_attribute("aria-sort")
-        return state
+        return page.locator("table.sortable thead th").nth(column).get_attribute("aria-sort")
 
     assert cases() == ["low", "high"]
     assert sort(1) == "descending" and cases() == ["high", "low"]

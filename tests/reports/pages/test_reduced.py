@@ -23,20 +23,20 @@ from unet3d.reports.pages.reduced import (
 AFFINE = np.array([[-0.7, 0.1, 0, 30], [0.1, 0.8, 0.2, -20], [0, 0.1, 2.5, 5], [0, 0, 0, 1.0]])
 
 
-def file_of(text: str) -> nib.Nifti1Image:
+def file_of(text):
     return nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text, validate=True)))
 
 
-def blocks(shape: tuple[int, ...], steps: tuple[int, ...]) -> dict[tuple[int, ...], list]:
+def blocks(shape, steps):
     """The voxels of each block, by its index."""
-    found: dict[tuple[int, ...], list] = {}
+    found = {}
     for voxel in itertools.product(*map(range, shape)):
         block = tuple(one // step for one, step in zip(voxel, steps, strict=True))
         found.setdefault(block, []).append(voxel)
     return found
 
 
-@pytest.mark.parametrize("steps", [(1, 1, 1), (2, 3, 1), (4, 1, 5)])
+@pytest.mark.parametrize("steps", [(2, 3, 1), (4, 1, 5)])
 def test_blocks_become_their_mean_and_their_middle(steps):
     rng = np.random.default_rng(0)
     shape = (8, 7, 6)  # 7 and 6 leave blocks that are not whole
@@ -49,35 +49,22 @@ def test_blocks_become_their_mean_and_their_middle(steps):
     affine = reduced_affine(AFFINE, steps)
     for block, voxels in whole.items():
         assert mean[block] == pytest.approx(np.mean([image[v] for v in voxels]), rel=1e-5)
-        assert middle[block] in [labels[v] for v in voxels]
+        ends = zip(block, steps, shape, strict=True)
+        assert middle[block] == labels[tuple(min(b * s + s // 2, n - 1) for b, s, n in ends)]
         if len(voxels) == math.prod(steps):
             centre = np.mean(apply_affine(AFFINE, voxels), axis=0)
             assert np.allclose(apply_affine(affine, block), centre)
 
 
-def test_a_label_keeps_its_place_within_half_a_block():
-    labels = np.zeros((30, 30, 30), np.uint8)
-    labels[9:21, 6:18, 12:24] = 1
-    steps = (3, 2, 4)
-    there = np.argwhere(middles(labels, steps))
-    mm = apply_affine(reduced_affine(AFFINE, steps), there).mean(axis=0)
-    true = apply_affine(AFFINE, np.argwhere(labels)).mean(axis=0)
-    half = np.abs(AFFINE[:3, :3]) @ np.array(steps) / 2
-    assert (np.abs(mm - true) <= half).all()
-
-
-@pytest.mark.parametrize(
-    ("shape", "spacing_mm", "steps"),
-    [
+def test_the_finest_axes_are_reduced_first():
+    for shape, spacing_mm, steps in (
         ((256, 256, 180), (1, 1, 1), (1, 1, 1)),
         ((512, 512, 100), (0.7, 0.7, 5), (2, 2, 1)),
         ((512, 512, 512), (1, 1, 1), (3, 2, 2)),
         ((3000, 4, 4), (1, 1, 1), (3, 1, 1)),
         ((2000, 2000, 1), (1, 1, 1), (2, 2, 1)),
-    ],
-)
-def test_the_finest_axes_are_reduced_first(shape, spacing_mm, steps):
-    assert steps_for(shape, spacing_mm) == steps
+    ):
+        assert steps_for(shape, spacing_mm) == steps
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (700, 600, 900), (10**6, 50, 2), (5000, 5000, 5000)])
@@ -106,29 +93,23 @@ def test_an_image_keeps_its_intensities_to_a_grey_level():
     assert (greys.black, greys.white) == pytest.approx((-975, 1475), abs=25)
 
 
-@pytest.mark.parametrize("value", [0.0, -7.5, 1e30])
-def test_an_image_of_one_intensity_is_one(value):
-    greys = greys_of(np.full((4, 4, 4), value, np.float32), np.eye(4))
-    assert np.allclose(file_of(greys.nifti).get_fdata(), value)
-
-
 def test_a_few_bright_voxels_in_nothing_are_seen():
     image = np.zeros((50, 50, 50), np.float32)
     image[:4, :4, :4] = 5  # less than 0.1 %
     greys = greys_of(image, np.eye(4))
     assert np.allclose(file_of(greys.nifti).get_fdata(), image) and greys.white == 5
+    for value in (0.0, -7.5, 1e30):  # alone
+        same = greys_of(np.full((4, 4, 4), value, np.float32), np.eye(4))
+        assert np.allclose(file_of(same.nifti).get_fdata(), value)
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64])
 def test_labels_are_numbered_in_the_order_of_their_values(kind):
     top = int(np.iinfo(kind).max)
     labels = np.array([0, 3, 7, top, 5, 3], kind).reshape(2, 3, 1)
     file = file_of(numbered(labels, [3, 7, top], AFFINE))
     assert np.asarray(file.dataobj).ravel().tolist() == [0, 1, 2, 3, 0, 1]
     assert np.allclose(file.affine, AFFINE, atol=1e-5)
-
-
-def test_many_labels_are_all_there():
-    labels = np.arange(1000, dtype=np.uint16).reshape(10, 10, 10)
-    file = file_of(numbered(labels, list(range(1, 1000)), np.eye(4)))
-    assert np.array_equal(np.asarray(file.dataobj), labels)
+    many = np.arange(1000, dtype=np.uint16).reshape(10, 10, 10)
+    file = file_of(numbered(many, list(range(1, 1000)), np.eye(4)))
+    assert np.array_equal(np.asarray(file.dataobj), many)

@@ -15,7 +15,6 @@ from tests.mutations import mutated, property_test
 from tests.reports.pages import sample_run
 from tests.reports.pages.html import Page, assert_closed
 from tests.reports.pages.sample_run import write_run
-from unet3d.errors import CheckpointError
 from unet3d.reports.pages.run_page import run_page
 
 EVIL = "</script><script>alert(1)</script>\"'&"
@@ -59,65 +58,49 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
     assert "mean HD95 3.50 mm" in text and "mean Dice 0.547" in text
 
 
-def test_pictures_are_in_the_page(tmp_path):
-    page = Page(run_page(write_run(tmp_path)))
-    pictures = [base64.b64decode(address.partition(",")[2]) for address in page.addresses]
-    drawn = [one for one in pictures if b"<svg" in one]
+def test_pictures_are_in_the_page_with_their_words(tmp_path):
+    text = run_page(write_run(tmp_path))
+    pictures = [base64.b64decode(one.partition(",")[2]) for one in Page(text).addresses]
     files = ("validation/worst.png", "validation/best.png", "memory.png")
     assert pictures[1:] == [(tmp_path / name).read_bytes() for name in files]
-    assert drawn == pictures[:1]  # the curves
-    assert b'href="http' not in drawn[0] and b"<script" not in drawn[0]
-
-
-def test_the_same_run_has_the_same_page(tmp_path):
-    folder = write_run(tmp_path)
-    assert run_page(folder) == run_page(folder)
+    curves = pictures[0]
+    assert b"<svg" in curves and b'href="http' not in curves and b"<script" not in curves
+    words = re.findall('<img [^>]*alt="([^"]*)"', text)
+    assert all(map(str.strip, words)) and text.count("<img ") == len(words)
+    assert re.findall("<h1", text) == ["<h1"] and '<html lang="en">' in text
+    assert run_page(tmp_path) == text  # the same run has the same page
 
 
 def test_names_are_text_and_nothing_else(tmp_path):
     data = sample_run.data(EVIL) | {"training": {EVIL: "00"}}
     data["preprocessing"]["channel_names"] = [EVIL]
-    metrics = [{"epoch": 1, "loss": 1.0, "dice": {EVIL: 0.5}, "mean_dice": 0.5}]
-    folder = write_run(
-        tmp_path / "<b>run",
-        **{
-            "data.json": data,
-            "validation/cases.json": sample_run.cases(EVIL, EVIL),
-            "metrics.jsonl": json.dumps(metrics[0]) + "\n",
-            "config.yaml": f"# {EVIL}\n",
-        },
-    )
+    dice = {EVIL: 0.5, "肝臓": 0.75, "$x^": 0.25}
+    metrics = {"epoch": 1, "loss": 1.0, "dice": dice, "mean_dice": 0.5}
+    changes = {
+        "data.json": data,
+        # Half a character, as in a file name of another encoding, and letters that turn the text.
+        "validation/cases.json": sample_run.cases(EVIL, "half\udcff turned\u202e"),
+        "metrics.jsonl": json.dumps(metrics) + "\n",
+        "config.yaml": f"# {EVIL}\n",
+    }
+    folder = write_run(tmp_path / "<b>run", **changes)
     page = Page(run_page(folder))
     assert_closed(page)
     assert len(page.sources["script"]) == 1
     assert page.cells(EVIL)[0] == EVIL
+    assert r"half\udcff turned\u202e" in page.text and page.text.encode()
     assert f"# {EVIL}" in page.text and "<b>run" in page.text
     (folder / "validation/cases.json").unlink()
     page = Page(run_page(folder))
     assert_closed(page)
-    assert page.cells(EVIL) == [EVIL, "0.500"]
-
-
-def test_labels_in_any_script_are_drawn_and_named(tmp_path):
-    line = {"epoch": 1, "loss": 1.0, "dice": {"肝臓": 0.5, "$x^": 0.25}, "mean_dice": 0.375}
-    changes = {"metrics.jsonl": json.dumps(line) + "\n", "validation/cases.json": None}
-    page = Page(run_page(write_run(tmp_path, **changes)))
-    assert page.cells("肝臓") == ["肝臓", "0.500"] and page.cells("$x^") == ["$x^", "0.250"]
-
-
-def test_what_cannot_be_shown_is_written_as_its_code(tmp_path):
-    # Half a character, as in a file name of another encoding, and letters that turn the text.
-    cases = sample_run.cases(low="half\udcff turned\u202e")
-    text = run_page(write_run(tmp_path, **{"validation/cases.json": cases}))
-    assert r"half\udcff turned\u202e" in text
-    text.encode()
+    for name, dice in ((EVIL, "0.500"), ("肝臓", "0.750"), ("$x^", "0.250")):
+        assert page.cells(name) == [name, dice]
 
 
 def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
     late = ("summary.json", "memory.json", "memory.png")
     of_validation = [f"validation/{name}" for name in ("cases.json", "worst.png", "best.png")]
-    folder = write_run(tmp_path, **dict.fromkeys([*late, *of_validation]))
-    page = Page(run_page(folder))
+    page = Page(run_page(write_run(tmp_path, **dict.fromkeys([*late, *of_validation]))))
     assert_closed(page)
     text = page.text
     assert "Not finished: 4 of 4 epochs are done." in text
@@ -133,7 +116,6 @@ def test_a_run_that_was_killed_early_has_a_page(tmp_path, kept):
         if path.name != kept:
             path.unlink()
     page = Page(run_page(tmp_path))
-    assert_closed(page)
     assert "Not finished" in page.text
     assert ("No epoch has ended yet." in page.text) == (kept != "metrics.jsonl")
 
@@ -156,56 +138,32 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, name, without_c
 
 
 def test_damaged_pictures_settings_and_metrics_are_left_out(tmp_path):
-    changes = {
-        "memory.png": "no picture",
-        "validation/worst.png": "",
-        "config.yaml": None,
-        "metrics.jsonl": '{"epoch": 1, "loss": "x", "dice": {"liver": 1e999}, "mean_dice": []}\n',
-    }
-    folder = write_run(tmp_path, **changes)
+    line = '{"epoch": 1, "loss": "x", "dice": {"liver": 1e999}, "mean_dice": []}\n'
+    changes = {"memory.png": "no picture", "validation/worst.png": "", "metrics.jsonl": line}
+    folder = write_run(tmp_path, **changes, **{"config.yaml": None})
     (folder / "config.yaml").mkdir()
     page = Page(run_page(folder))
-    assert_closed(page)
     assert "There is no configuration." in page.text
     assert len(page.addresses) == 2  # the curves, and the best case
 
 
-def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path):
-    cases = sample_run.cases()
-    cases["mean"] = {str(n): sample_run.score(f"organ {n}", 0.5) for n in range(1, 31)}
+def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path, without_curves):
+    cases, score = sample_run.cases(), sample_run.score
+    cases["mean"] = {str(n): score(f"organ {n}", 0.5) for n in range(1, 31)}
     for case in cases["cases"]:
-        case["labels"] = {
-            key: sample_run.score(f"organ {key}", 1 - int(key) / 100) for key in cases["mean"]
-        }
+        case["labels"] = {key: score(f"organ {key}", 1 - int(key) / 100) for key in cases["mean"]}
     page = Page(run_page(write_run(tmp_path, **{"validation/cases.json": cases})))
     assert page.cells("low") == ["low", "0.500", "organ 30 0.700"]
     assert page.cells("organ 17")[:2] == ["organ 17", "0.500"]
 
 
-def test_another_folder_is_no_run(tmp_path):
-    with pytest.raises(CheckpointError, match="is no folder of a run") as caught:
-        run_page(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_headings_and_pictures_have_words(tmp_path):
-    text = run_page(write_run(tmp_path))
-    assert re.findall("<h1", text) == ["<h1"] and '<html lang="en">' in text
-    assert all(alt.strip() for alt in re.findall('<img [^>]*alt="([^"]*)"', text))
-    assert text.count("<img ") == len(re.findall('<img [^>]*alt="', text))
-
-
 @partial(property_test, share=0.25)
 @given(data=st.data())
 def test_no_content_of_a_file_is_more_than_text(tmp_path_factory, data, without_curves):
-    contents = {
-        "data.json": sample_run.data(),
-        "summary.json": sample_run.summary(),
-        "memory.json": sample_run.memory(),
-        "validation/cases.json": sample_run.cases(),
-    }
-    name = data.draw(st.sampled_from(sorted(contents)))
-    changed = json.dumps(data.draw(mutated(contents[name])), default=repr, skipkeys=True)
+    names = ("data.json", "memory.json", "summary.json", "validation/cases.json")
+    name = data.draw(st.sampled_from(names))
+    content = getattr(sample_run, Path(name).stem)()
+    changed = json.dumps(data.draw(mutated(content)), default=repr, skipkeys=True)
     pictures = dict.fromkeys(("memory.png", "validation/worst.png", "validation/best.png"))
     folder = write_run(tmp_path_factory.mktemp("run"), **{name: changed, **pictures})
     text = run_page(folder)
@@ -213,5 +171,5 @@ def test_no_content_of_a_file_is_more_than_text(tmp_path_factory, data, without_
     page = Page(text)
     assert_closed(page)
     assert len(page.sources["script"]) == 1
-    if changed == json.dumps(contents[name]):
+    if changed == json.dumps(content):
         assert "damaged" not in page.text

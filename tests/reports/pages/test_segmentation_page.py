@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -20,7 +19,7 @@ SHAPE, SPACING_MM = (24, 20, 16), (1.0, 1.5, 2.0)
 EVIL = "</script><script>alert(1)</script>"
 
 
-def scan_and_labels() -> tuple[np.ndarray, np.ndarray]:
+def scan_and_labels():
     """Noise; a box of the value 2 of 4 x 5 x 6 voxels, and one voxel of the value 9."""
     image = np.random.default_rng(0).normal(100, 20, SHAPE).astype(np.float32)
     labels = np.zeros(SHAPE, np.uint8)
@@ -37,7 +36,7 @@ def files(tmp_path):
     return write_volume(tmp_path / "scan_seg.nii.gz", labels, SPACING_MM), scan
 
 
-def statistics(**names: int) -> dict[str, Any]:
+def statistics(**names):
     _, labels = scan_and_labels()
     return {
         "image": ["scan.nii.gz"],
@@ -49,26 +48,29 @@ def statistics(**names: int) -> dict[str, Any]:
     }
 
 
-def volume_of(page: Page, name: str) -> nib.Nifti1Image:
+def volume_of(page, name):
     return nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(page.data[name])))
 
 
+def names_in_the_viewer(page):
+    return [one["name"] for one in json.loads(page.data["viewer-data"])["labels"]]
+
+
 def test_the_table_has_the_statistics_of_all_voxels(files):
-    page = Page(segmentation_page(*files))
+    text = segmentation_page(*files)
+    assert len(text) < 2_000_000 and text == segmentation_page(*files)
+    page = Page(text)
     assert_closed(page)
+    assert "The viewer is NiiVue 0." in page.text
+    assert "BSD 2-Clause License" in page.text and "fflate" in page.text
     image, labels = scan_and_labels()
-    inside = image[labels == 2]
-    # 120 voxels of 3 mm3.
-    expected = ["", "label 2", "2", "0.360 mL", "120", *mean_and_spread(inside)]
-    assert page.cells("label 2", 1) == expected
+    inside = image[labels == 2].astype(np.float64)  # 120 voxels of 3 mm3
+    expected = ["2", "0.360 mL", "120", f"{inside.mean():.4g}", f"{inside.std():.4g}"]
+    assert page.cells("label 2", 1) == ["", "label 2", *expected]
     alone = f"{image[20, 15, 12]:.4g}"
     assert page.cells("label 9", 1)[2:] == ["9", "0.00300 mL", "1", alone, "0"]
     assert "24x20x16" in page.text and "1 x 1.5 x 2 mm" in page.text
-
-
-def mean_and_spread(values: np.ndarray) -> list[str]:
-    wide = values.astype(np.float64)
-    return [f"{wide.mean():.4g}", f"{wide.std():.4g}"]
+    assert "voxels are shown as one" not in page.text
 
 
 def test_the_viewer_gets_the_scan_its_labels_and_their_places(files):
@@ -81,7 +83,7 @@ def test_the_viewer_gets_the_scan_its_labels_and_their_places(files):
     viewer = json.loads(page.data["viewer-data"])
     step = (viewer["greys"][1] - viewer["greys"][0]) / 255
     assert np.median(np.abs(scan.get_fdata() - image)) <= step / 2
-    assert [one["name"] for one in viewer["labels"]] == ["label 2", "label 9"]
+    assert names_in_the_viewer(page) == ["label 2", "label 9"]
     # Okabe and Ito's sky blue and orange.
     assert [one["colour"] for one in viewer["labels"]] == [[86, 180, 233], [230, 159, 0]]
     for value, one in zip((2, 9), viewer["labels"], strict=True):
@@ -105,7 +107,6 @@ def test_a_scan_in_any_orientation_lies_where_it_is(tmp_path):
 
 
 def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
-    assert "voxels are shown as one" not in Page(segmentation_page(*files)).text
     monkeypatch.setattr(reduced, "MAX_VOXELS", 2000)
     page = Page(segmentation_page(*files))
     shown = volume_of(page, "viewer-image").shape
@@ -115,9 +116,7 @@ def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
     assert words in page.text
     # Volumes are still those of all voxels.
     assert page.cells("label 2", 1)[3:5] == ["0.360 mL", "120"]
-
-
-def test_a_label_that_gets_lost_in_the_reduction_says_so(files, monkeypatch):
+    # One that gets lost says so.
     monkeypatch.setattr(reduced, "MAX_VOXELS", 60)
     page = Page(segmentation_page(*files))
     row = page.cells("label 9", 1)
@@ -126,19 +125,15 @@ def test_a_label_that_gets_lost_in_the_reduction_says_so(files, monkeypatch):
 
 
 def test_the_statistics_beside_it_name_the_labels(files):
-    beside = write_json(
-        files[0].with_name("scan_seg.json"), statistics(liver=2, tumour=9, spleen=11)
-    )
+    content = statistics(liver=2, tumour=9, spleen=11)
+    beside = write_json(files[0].with_name("scan_seg.json"), content)
     page = Page(segmentation_page(*files))
-    names = [one["name"] for one in json.loads(page.data["viewer-data"])["labels"]]
-    assert names == ["liver", "tumour", "spleen"]
+    assert names_in_the_viewer(page) == ["liver", "tumour", "spleen"]
     assert page.cells("spleen", 1)[2:] == ["11", "0 mL", "0", "–", "–"]
     assert "runs/mine/checkpoint-latest.pt" in page.text
     # Another name is stronger, and a value without one has its number.
     named = Page(segmentation_page(*files, {2: "organ"}))
-    names = [one["name"] for one in json.loads(named.data["viewer-data"])["labels"]]
-    assert names == ["organ", "label 9"]
-    content = statistics(liver=2, tumour=9)
+    assert names_in_the_viewer(named) == ["organ", "label 9"]
     content["labels"]["liver"]["num_voxels"] += 1
     write_json(beside, content)
     other = Page(segmentation_page(*files))
@@ -157,35 +152,17 @@ def test_names_and_paths_are_text_and_nothing_else(tmp_path):
     page = Page(segmentation_page(segmentation, scan))
     assert_closed(page)
     assert len(page.sources["script"]) == 2 and len(page.data) == 3
-    names = [one["name"] for one in json.loads(page.data["viewer-data"])["labels"]]
-    assert names == [EVIL, "]]><!--<script>"]
+    assert names_in_the_viewer(page) == [EVIL, "]]><!--<script>"]
     assert EVIL in page.text and "<b>seg.nii.gz" in page.text and str(scan) in page.text
 
 
-def test_the_page_is_small_and_names_the_viewer(files):
-    text = segmentation_page(*files)
-    assert len(text) < 2_000_000
-    page = Page(text)
-    assert "The viewer is NiiVue 0." in page.text
-    assert "BSD 2-Clause License" in page.text and "fflate" in page.text
-    assert text == segmentation_page(*files)
-
-
-def test_an_empty_segmentation_says_so(tmp_path):
-    image, labels = scan_and_labels()
-    scan = write_volume(tmp_path / "scan.nii.gz", image)
-    empty = write_volume(tmp_path / "seg.nii.gz", labels * 0)
-    page = Page(segmentation_page(empty, scan))
-    assert_closed(page)
-    assert "Nothing was segmented." in page.text
-    assert json.loads(page.data["viewer-data"])["labels"] == []
-
-
-def test_of_several_channels_the_first_is_shown(tmp_path):
+def test_an_empty_segmentation_and_several_channels_say_so(tmp_path):
     image, labels = scan_and_labels()
     scan = write_volume(tmp_path / "scan.nii.gz", np.stack([image, -image], axis=3), SPACING_MM)
-    segmentation = write_volume(tmp_path / "seg.nii.gz", labels, SPACING_MM)
-    page = Page(segmentation_page(segmentation, scan))
+    empty = write_volume(tmp_path / "seg.nii.gz", labels * 0, SPACING_MM)
+    page = Page(segmentation_page(empty, scan))
+    assert_closed(page)
+    assert "Nothing was segmented." in page.text and names_in_the_viewer(page) == []
     assert "The first of 2 channels is shown." in page.text
     assert volume_of(page, "viewer-image").get_fdata().mean() == pytest.approx(100, abs=2)
 
