@@ -242,16 +242,21 @@ def test_steps_in_the_context_are_measured_and_no_others():
 @pytest.mark.gpu
 def test_a_gpu_is_measured_by_its_allocator():
     gpu = torch.device("cuda", 0)
-    executor = spread(1, device=gpu, num_micro_batches=2)
+    executor = spread(1, device=gpu, num_micro_batches=2, cuda_graphs="off")
     optimizer = torch.optim.SGD(executor.module.parameters())
     meter = MemoryMeter(executor.slots, executor.module)
     image, target = (value.to(gpu) for value in make_batch())
     for _ in range(2):
         optimizer.zero_grad()
-        meter.start()
-        executor.observer = meter
+        torch.cuda.reset_peak_memory_stats(gpu)
         executor.forward_backward(image, target, dice_cross_entropy)
+    unobserved_bytes = torch.cuda.max_memory_allocated(gpu)
+    optimizer.zero_grad()
+    meter.start()
+    executor.observer = meter
+    executor.forward_backward(image, target, dice_cross_entropy)
     found = meter.read(optimizer)[0]
+    assert found.peak_bytes == pytest.approx(unobserved_bytes, rel=0.02)
     (line,) = meter.timeline({0: found})
     assert line.device == "cuda:0"
     assert [mark.kind for mark in line.marks] == 2 * ["forward", "loss", "backward"]
