@@ -5,9 +5,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,22 +15,9 @@ from unet3d.volumes.phantom import write_phantom_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("step", "training", "prediction", "scaling", "memory", "quality", "nnunet")
-DOCUMENTS = (
-    *(ROOT / "docs").glob("*.md"),
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING")),
-    *(ROOT / "benchmarks" / f"{name}.py" for name in SCRIPTS),
-)
-SMALL = ("--channels", "4,8,8", "--shape", "16,16,16")
-ON_CPU = ("--device", "cpu")
-
-Run = Callable[..., tuple[dict[str, Any], str]]
-
-
-def commands_in(path: Path) -> list[list[str]]:
-    """Return the words of each command of a benchmark that a document shows."""
-    text = path.read_text().replace("\\\n", " ")
-    lines = re.findall(r"python benchmarks/(\w+\.py[^`\n]*)", text)
-    return [shlex.split(line, comments=True) for line in lines]
+DOCUMENTS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS += [ROOT / "benchmarks" / f"{name}.py" for name in SCRIPTS]
+SMALL = "--channels 4,8,8 --shape 16,16,16"
 
 
 @pytest.fixture
@@ -43,13 +28,13 @@ def load(monkeypatch):
 
 @pytest.fixture
 def run(load, monkeypatch, capfd, tmp_path):
-    def run_script(name, *arguments):
+    def run_script(name, options):
         """Return the record and the table of a benchmark."""
         path = tmp_path / "record.json"
         script = ROOT / "benchmarks" / f"{name}.py"
-        monkeypatch.setattr(sys, "argv", [str(script), "--json", str(path), *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", [str(script), "--json", str(path), *shlex.split(options)])
         load(name).main()
-        record: dict[str, Any] = json.loads(path.read_text())
+        record = json.loads(path.read_text())
         assert record["command"].startswith(f"benchmarks/{name}.py --json record.json")
         assert str(tmp_path) not in record["command"] and str(ROOT) not in record["command"]
         assert {"date", "devices", "cores", "versions"} < set(record)
@@ -61,10 +46,10 @@ def run(load, monkeypatch, capfd, tmp_path):
 def test_commands_in_the_documents_parse(load):
     shown = set()
     for path in DOCUMENTS:
-        for script, *arguments in commands_in(path):
-            name = script.removesuffix(".py")
-            assert name in SCRIPTS, f"{path.name}: {script}"
-            load(name).make_parser().parse_args(arguments)
+        text = path.read_text().replace("\\\n", " ")
+        for name, options in re.findall(r"python benchmarks/(\w+)\.py([^`\n]*)", text):
+            assert name in SCRIPTS, f"{path.name}: {name}"
+            load(name).make_parser().parse_args(shlex.split(options, comments=True))
             shown.add(name)
     assert shown == set(SCRIPTS)
 
@@ -85,7 +70,7 @@ def test_a_search_ends_between_what_trains_and_what_does_not(load):
 @pytest.mark.nightly
 def test_step_compares_networks_or_says_why_not(run):
     keys = "ours,dynunet-eager,nnunet-eager"
-    record, table = run("step", *ON_CPU, *SMALL, "--variants", keys, "--warmup", 1, "--steps", 2)
+    record, table = run("step", f"--device cpu {SMALL} --variants {keys} --warmup 1 --steps 2")
     rows = {row["key"]: row for row in record["rows"]}
     for key in ("ours", "dynunet-eager"):
         assert rows[key]["seconds"] > 0 and len(rows[key]["all_window_seconds"]) == 2
@@ -97,29 +82,9 @@ def test_step_compares_networks_or_says_why_not(run):
 
 @pytest.mark.nightly
 def test_trainings_are_timed_and_whole_runs_too(run, tmp_path):
-    record, _ = run(
-        "training",
-        *ON_CPU,
-        "--channels",
-        "4,8",
-        "--shape",
-        "16,16,16",
-        "--volume",
-        "32,32,32",
-        "--num-cases",
-        3,
-        "--turns",
-        2,
-        "--steps",
-        2,
-        "--workers",
-        "0",
-        "--nnunet",
-        "--runs",
-        "cpu",
-        "--cache",
-        tmp_path / "cache",
-    )
+    sizes = "--channels 4,8 --shape 16,16,16 --volume 32,32,32 --num-cases 3 --turns 2 --steps 2"
+    others = f"--workers 0 --nnunet --runs cpu --cache '{tmp_path / 'cache'}'"
+    record, _ = run("training", f"--device cpu {sizes} {others}")
     ours, theirs, whole = record["rows"]
     assert (len(ours["all_seconds"]), len(ours["all_alone_seconds"])) == (2, 3)
     ratio = ours["samples_per_second"] / ours["alone_samples_per_second"]
@@ -130,31 +95,18 @@ def test_trainings_are_timed_and_whole_runs_too(run, tmp_path):
 
 @pytest.mark.nightly
 def test_predictions_are_timed_from_file_to_file_and_by_windows(run):
-    small = ("--devices", "cpu", "--shape", "40,32,32", "--channels", "4,8", "--window", "16,16,16")
-    record, table = run("prediction", *small)
+    small = "--devices cpu --shape 40,32,32 --channels 4,8 --window 16,16,16"
+    record, table = run("prediction", small)
     row = record["rows"]["cpu"]
     assert row["seconds"] > 0 and row["host_bytes"] > 2**27 and "40x32x32 voxels" in table
-    windows, _ = run("prediction", *small, "--inferer")
+    windows, _ = run("prediction", f"{small} --inferer")
     assert windows["rows"]["ours, 4"]["windows_a_second"] > 0
 
 
 @pytest.mark.nightly
 def test_modes_are_compared_with_one_device_and_train_the_same(run):
-    record, table = run(
-        "scaling",
-        "--devices",
-        "cpu,cpu",
-        *SMALL,
-        "--modes",
-        "stages,slabs",
-        "--predict",
-        "--warmup",
-        1,
-        "--steps",
-        1,
-        "--repeats",
-        2,
-    )
+    how = "--modes stages,slabs --predict --warmup 1 --steps 1 --repeats 2"
+    record, table = run("scaling", f"--devices cpu,cpu {SMALL} {how}")
     rows = {row["mode"]: row for row in record["rows"]}
     assert list(rows) == ["one", "stages", "slabs"]
     assert [row["num_ranks"] for row in rows.values()] == [1, 1, 2]
@@ -166,18 +118,18 @@ def test_modes_are_compared_with_one_device_and_train_the_same(run):
 
 @pytest.mark.nightly
 def test_memory_is_predicted_and_cubes_are_tried(run, load):
-    record, _ = run("memory", "--devices", "cpu", "--unit", 8, *SMALL[:2], "--only", "7")
+    record, _ = run("memory", "--devices cpu --unit 8 --channels 4,8,8 --only 7")
     assert [row["measured"]["peak_bytes"] for row in record["rows"]] == pytest.approx(
         [row["predicted"]["peak_bytes"] for row in record["rows"]], rel=0.05
     )
-    small = ("--devices", "cpu", "--largest", "ours", *SMALL[:2], "--attempts", 1)
-    largest, table = run("memory", *small, "--memory-gib", 0.1)
+    small = "--devices cpu --largest ours --channels 4,8,8 --attempts 1"
+    largest, table = run("memory", f"{small} --memory-gib 0.1")
     (row,) = largest["rows"]
     (attempt,) = row["attempts"]
     assert attempt["edge"] == row["planned_edge"] // 32 * 32 > 0 and not attempt["trains"]
     assert "allocate memory" in attempt["reason"] and "not all sizes were tried" in table
     memory, trainees = load("memory"), load("trainees")
-    arguments = memory.make_parser().parse_args([*map(str, small)])
+    arguments = memory.make_parser().parse_args(small.split())
     problem = trainees.Problem(size=(16, 16, 16), batch_size=1, channels=(4, 8, 8))
     tried = memory.try_rank(Group(Ranks()), *arguments.largest, problem, arguments)
     assert tried["trains"] and tried["second_step_seconds"] > 0
@@ -188,10 +140,8 @@ def test_memory_is_predicted_and_cubes_are_tried(run, load):
 def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
     dataset = write_phantom_dataset(tmp_path / "heads", 5, (32, 32, 32), (1.0, 1.0, 1.0), 0)
     settings = ("patches.size=[16,16,16]", "model.channels=[4,8]", "training.steps_per_epoch=2")
-    changes = [word for one in settings for word in ("--set", one)]
-    record, table = run(
-        "quality", dataset, *ON_CPU, "--minutes", 0.01, "--nnunet-steps", 2, *changes
-    )
+    options = ("--device cpu --minutes 0.01 --nnunet-steps 2", *(f"--set {s}" for s in settings))
+    record, table = run("quality", f"'{dataset}' {' '.join(options)}")
     ours, theirs = record["rows"]["unet3d"], record["rows"]["nnU-Net"]
     assert ours["validation, plain"]["num_cases"] == ours["validation, mirrored"]["num_cases"] == 1
     assert ours["num_epochs"] == 1 and "| unet3d | 1, validation, plain |" in table
@@ -201,21 +151,10 @@ def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
 @pytest.mark.nightly
 def test_labels_are_compared_with_those_of_nnunet(run):
     recorded = ROOT / "tests/recorded/nnunet/isotropic"
-    record, table = run(
-        "nnunet",
-        recorded / "nnUNetTrainer__nnUNetPlans__3d_fullres",
-        *ON_CPU,
-        "--folds",
-        "0,1",
-        "--scans",
-        recorded / "scans",
-        "--found",
-        recorded / "segmentations/plain",
-        "--precision",
-        "float32",
-        "--repeats",
-        1,
-    )
+    folders = f"--scans '{recorded}/scans' --found '{recorded}/segmentations/plain'"
+    model = recorded / "nnUNetTrainer__nnUNetPlans__3d_fullres"
+    options = "--device cpu --folds 0,1 --precision float32 --repeats 1"
+    record, table = run("nnunet", f"'{model}' {options} {folders}")
     agreed = record["rows"]["unet3d, float32"]["to_nnunet"]
     assert agreed["num_cases"] == len(list((recorded / "segmentations/plain").glob("*.nii.gz")))
     assert agreed["equal_voxels"] > 0.9999 and min(agreed["dice"].values()) > 0.9995
