@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pytest
 import yaml
@@ -16,15 +18,8 @@ from unet3d.distributed.launcher import import_variables
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 SMALL = (
-    *("--devices", "cpu", "--epochs", "1"),
-    *(
-        "--set",
-        "data.num_workers=0",
-        "--set",
-        "patches.size=8,8,8",
-        "--set",
-        "training.steps_per_epoch=2",
-    ),
+    *("--devices", "cpu", "--epochs", "1", "--set", "data.num_workers=0"),
+    *("--set", "patches.size=8,8,8", "--set", "training.steps_per_epoch=2"),
     *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
 )
 """Options of ``unet3d train`` for a training of a second."""
@@ -35,7 +30,6 @@ def run(*arguments: object) -> int:
     try:
         main([str(argument) for argument in arguments])
     except SystemExit as ending:
-        assert isinstance(ending.code, int)
         return ending.code
 
 
@@ -47,14 +41,10 @@ def in_a_process(*arguments: object, **more: Any) -> subprocess.CompletedProcess
     )
 
 
-def process_environment() -> dict[str, str]:
+def process_environment():
     """Return the variables of a process without a GPU that imports what the tests do."""
-    return {
-        **os.environ,
-        **import_variables(),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **import_variables(), **own}
 
 
 def error_line(errors: str) -> str:
@@ -73,10 +63,28 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def settings_of(run_folder: Path) -> dict[str, Any]:
     """Return what a run's ``config.yaml`` holds."""
-    settings: dict[str, Any] = yaml.safe_load((run_folder / "config.yaml").read_text())
-    return settings
+    return yaml.safe_load((run_folder / "config.yaml").read_text())
+
+
+def names_in(folder: Path | str, pattern: str = "*") -> list[str]:
+    """Return the names of a folder's files, sorted."""
+    return sorted(path.name for path in Path(folder).glob(pattern))
+
+
+def labels_of(path: Path | str) -> np.ndarray:
+    """Return the label map in a file."""
+    return np.asarray(nib.load(path).dataobj)
 
 
 def scan_array(shape: tuple[int, int, int] = (14, 13, 12), seed: int = 0) -> np.ndarray:
     """Return an image of noise."""
     return np.random.default_rng(seed).normal(100, 20, shape).astype(np.float32)
+
+
+def wait_until(is_so, process):
+    """Wait until something is so, while a process goes on."""
+    deadline = time.monotonic() + 100
+    while not is_so():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -3,7 +3,6 @@
 import os
 import time
 from types import SimpleNamespace
-from typing import Any
 
 from isal import isal_zlib
 
@@ -15,38 +14,29 @@ from unet3d.volumes import inflating
 WINDOWS, READING = "windows\n", "reading\n"
 
 
-def predict(words: list[str], reading_s: float, window_s: float) -> None:
-    """Run ``unet3d WORDS``.
-
-    Args:
-        words: Arguments.
-        reading_s: Seconds for each 4 KB that are unpacked.
-        window_s: Seconds for each few windows.
-    """
+def predict(words, reading_s, window_s):
+    """Run ``unet3d WORDS``, with seconds for each 4 KB unpacked, and for each few windows."""
     cut = ImageSlab.cut
 
     class SlowInflater:
-        """What unpacks, but slowly."""
-
-        def __init__(self, *options: int) -> None:
+        def __init__(self, *options):
             self._actual = isal_zlib.decompressobj(*options)
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(self._actual, name)
 
-        def decompress(self, packed: bytes, max_length: int) -> bytes:
+        def decompress(self, packed, max_length):
             os.write(1, READING.encode())
             time.sleep(reading_s)
-            part: bytes = self._actual.decompress(packed, max_length)
-            return part
+            return self._actual.decompress(packed, max_length)
 
-    def slow_cut(self: ImageSlab, starts: Any) -> Any:
+    def slow_cut(self, starts):
         os.write(1, WINDOWS.encode())
         time.sleep(window_s)
         return cut(self, starts)
 
     windows.CPU_VOXELS = 4 * 8**3  # computed at a time
     inflating.PIECE_BYTES = 4096
-    vars(inflating)["isal_zlib"] = SimpleNamespace(decompressobj=SlowInflater)
-    ImageSlab.cut = slow_cut  # type: ignore[method-assign]
+    inflating.isal_zlib = SimpleNamespace(decompressobj=SlowInflater)
+    ImageSlab.cut = slow_cut
     run_command(words)

@@ -1,25 +1,30 @@
 """The command line as a whole: help, refusals, errors, and one job from images to scores."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import nibabel as nib
 import numpy as np
 import pytest
-import torch
 
-from tests.command_line import SMALL, process_environment, refusal, run, scan_array
+from tests.command_line import SMALL, labels_of, process_environment, refusal, run, wait_until
 from tests.reports.records import assert_is_picture
-from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
+from tests.volumes.samples import (
+    blob_label,
+    noise,
+    write_json,
+    write_msd,
+    write_nnunet,
+    write_volume,
+)
 from unet3d import __version__
 from unet3d.errors import DatasetError
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_GPU = not torch.cuda.is_available()
 
 
 def test_help_is_instant():
@@ -50,14 +55,14 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("prediction",), "No such command 'prediction'"),
         (("train", "--epoch", "3"), "--epochs"),
         (("train", "--fold", "-1"), "-1 is not in the range"),
-        (("train", "--seed", "x"), "'x' is not a valid integer"),
         (("train", "--parallel", "tensor"), "'tensor' is not one of"),
         (("predict",), "Missing argument 'IMAGES...'"),
         (("predict", "a.nii", "--overlap", "1"), "1.0 is not in the range"),
-        (("evaluate", "a"), "Missing argument 'LABELS'"),
+        (("predict", "a.nii", "--continue", "--overwrite"), "--continue keeps results and"),
+        (("predict", "a.nii", "--scratch", __file__), "Invalid value for '--scratch': "),
+        (("convert", "model", "--folds", "all,0", "-o", "a.pt"), "names no folds"),
         (("plan", "--checkpoint", "a.pt"), "--checkpoint is the network of --predict SCAN"),
         (("plan", "data", "--predict", "a.nii"), "drop DATASET and --measure"),
-        (("plan", "--measure", "--predict", "a.nii"), "drop DATASET and --measure"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, words, capsys):
@@ -83,19 +88,28 @@ def test_a_rank_that_is_done_takes_nothing_down(world_size):
 
 
 def test_variables_of_ranks_that_contradict_one_another_are_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "first")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "first"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     line = refusal(capsys, "predict", "scan.nii.gz")
     assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE is no number" in line
 
 
-def test_a_traceback_only_with_debug(capsys):
+def test_a_traceback_only_with_debug(monkeypatch, capsys):
     assert refusal(capsys, "check", "nowhere") == (
         "Error: there is no data set at nowhere; give its folder or its dataset.json"
     )
     for arguments in (("--debug", "check", "nowhere"), ("check", "nowhere", "--debug")):
         with pytest.raises(DatasetError, match="^there is no data set at nowhere"):
             run(*arguments)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a/file")
+
+    monkeypatch.setattr("unet3d.volumes.dataset.load_dataset", fail)
+    line = refusal(capsys, "check", "nowhere")
+    assert line == "Error: a/file: No space left on device; --debug shows where"
+    with pytest.raises(OSError):
+        run("--debug", "check", "nowhere")
 
 
 IN_A_START = """
@@ -129,16 +143,11 @@ start(way, run_name="__main__")
 def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):
     """The signal comes while a module loads."""
     words = ["train", *SMALL, "--epochs", "10000", "--output", "run"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", IN_A_START, module, way, *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=process_environment(),
-    )
+    command = [sys.executable, "-c", IN_A_START, module, way, *words]
+    own = process_environment()
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own)
     try:
-        while not Path("loading").exists():
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.01)
+        wait_until(Path("loading").exists, process)
         process.send_signal(stop)
         Path("go on").touch()
         _, errors = process.communicate(timeout=100)
@@ -148,85 +157,54 @@ def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):
     assert errors.splitlines() == [f"Stopped by {stop.name}"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_devices_that_cannot_be_are_explained(scan, checkpoint, capsys):
+    for options, words in (
         (("--devices", "97"), "device '97' does not exist; this machine has cpu and "),
-        (("--devices", "cuda:98"), "device 'cuda:98' does not exist; this machine has"),
-        (("--devices", "foo"), "device 'foo' is unknown; write 0, cuda:0 or cpu"),
         (("--parallel", "none", "--devices", "cpu,cpu"), "use --parallel auto, or name one"),
         (("--parallel", "model", "--devices", "cpu"), "needs a device for each of two stages"),
-        pytest.param(
-            ("--devices", "0"),
-            "device '0' does not exist; this machine has cpu and no CUDA GPU",
-            marks=pytest.mark.skipif(not NO_GPU, reason="this machine has a GPU"),
-        ),
-    ],
-)
-def test_devices_that_cannot_be_are_explained(options, words, scan, checkpoint, capsys):
-    assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, *options)
-    assert words in refusal(capsys, "train", "--output", "run", *options)
+    ):
+        assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, *options)
+        assert words in refusal(capsys, "train", "--output", "run", *options)
     assert not Path("run").exists() and not Path("a scan_seg.nii.gz").exists()
 
 
-def test_more_stages_than_blocks_are_refused(folder, scan, predicting, capsys):
-    words = "60 devices for a network of 7 blocks; name at most 7 devices"
+def test_more_stages_than_blocks_are_refused(scan, predicting, capsys):
     stages = ("--parallel", "model", "--devices", ",".join(["cpu"] * 60))
-    assert words in refusal(capsys, *predicting, scan, *stages)
-    write_msd(folder / "data")
-    assert words in refusal(capsys, "train", "data", *SMALL, *stages)
-
-
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_a_folder_that_is_no_data_set_is_explained(command, capsys):
-    Path("empty").mkdir()
-    line = refusal(capsys, command, "absent")
-    assert "there is no data set at " in line and "absent; give its folder" in line
-    assert "holds no dataset.json; a data set is" in refusal(capsys, command, "empty")
+    line = refusal(capsys, *predicting, scan, *stages)
+    assert "60 devices for a network of 7 blocks; name at most 7 devices" in line
 
 
 def test_outputs_that_cannot_be_written_are_explained(folder, scan, predicting, capsys):
     write_msd(folder / "data")
     Path("file").touch()
-    for output in ("file", "file/run"):
-        line = refusal(capsys, "train", "data", *SMALL, "--output", output)
-        assert f"cannot write to {output}: " in line
-    for output in ("file", "file/out"):
-        line = refusal(capsys, *predicting, scan, "-o", output)
-        assert "cannot write to file: " in line
-    label = folder / "data/labelsTr/case_0.nii.gz"
-    line = refusal(capsys, "evaluate", label, label, "--json", "absent/scores.json")
-    assert "cannot write absent/scores.json: No such file or directory" in line
+    line = refusal(capsys, "train", "data", *SMALL, "--output", "file/run")
+    assert "cannot write to file/run: " in line
+    assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
+    assert "cannot write to file: " in refusal(capsys, *predicting, scan, "-o", "file/out")
     line = refusal(capsys, "train", "data", *SMALL, "--set", "data.cache=file")
     assert "cannot write the cache folder" in line and "set data.cache" in line
 
 
-def write_nnunet(root: Path, num_cases: int = 4) -> Path:
+def write_two_channels(root):
     """Write two channels and the labels 1 and 4, of which the second channel shows one."""
-    for number in range(num_cases):
+    names = [f"case_{number}" for number in range(4)]
+    labels = {"background": 0, "left": 1, "right": 4}
+    channels = {"0": "T1", "1": "T2"}
+    write_nnunet(root, names, (12, 14, 10), channel_names=channels, labels=labels)
+    for number, name in enumerate(names):
         label = blob_label((12, 14, 10), number)
         for channel in range(2):
-            shown = label == channel + 1
-            image = 30 * scan_array(label.shape, 2 * number + channel) / 100 + 90 * shown
-            path = root / f"imagesTr/case_{number}_{channel:04d}.nii.gz"
-            write_volume(path, image.astype(np.float32), (1, 1, 2))
+            image = noise(label.shape, 2 * number + channel) / 3 + 90 * (label == channel + 1)
+            write_volume(root / f"imagesTr/{name}_{channel:04d}.nii.gz", image, (1, 1, 2))
         label[label == 2] = 4
-        write_volume(root / f"labelsTr/case_{number}.nii.gz", label, (1, 1, 2))
-    tree = {
-        "channel_names": {"0": "T1", "1": "T2"},
-        "labels": {"background": 0, "left": 1, "right": 4},
-        "numTraining": num_cases,
-        "file_ending": ".nii.gz",
-    }
-    write_json(root / "dataset.json", tree)
-    cases = [f"case_{number}" for number in range(num_cases)]
-    write_json(root / "splits_final.json", [{"train": cases[1:], "val": cases[:1]}])
+        write_volume(root / f"labelsTr/{name}.nii.gz", label, (1, 1, 2))
+    write_json(root / "splits_final.json", [{"train": names[1:], "val": names[:1]}])
     return root
 
 
 def test_train_predict_and_evaluate_two_channels(folder, capsys, caplog):
     """The whole job, on nnU-Net's layout, with two stages and no name given to anything."""
-    root = write_nnunet(folder / "raw data")
+    root = write_two_channels(folder / "raw data")
     two = ("--parallel", "model", "--devices", "cpu,cpu")
     better = ("--epochs", 30, "--set", "training.optimizer=adamw")
     assert run("train", root, *SMALL, *two, *better, "--set", "training.validate_every=30") == 0
@@ -241,33 +219,27 @@ def test_train_predict_and_evaluate_two_channels(folder, capsys, caplog):
     assert len(epochs) == 30 and epochs[0].startswith("epoch 1/30: loss ")
     assert "Dice " in epochs[-1] and "(left 0." in epochs[-1] and " 0 s left" in epochs[-1]
 
-    assert (
-        run("predict", root / "imagesTr", "-o", "out put", "--statistics", "--devices", "cpu") == 0
-    )
+    options = ("-o", "out put", "--statistics", "--devices", "cpu")
+    assert run("predict", root / "imagesTr", *options) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"using {run_folder}/checkpoint-latest.pt\n")
     assert len(output.splitlines()) == 5
     names = {f"case_{number}_seg{end}" for number in range(4) for end in (".nii.gz", ".json")}
     assert {path.name for path in Path("out put").iterdir()} == names
-    segmentation = nib.load("out put/case_0_seg.nii.gz")
-    assert segmentation.header.get_zooms() == (1, 1, 2)
-    array = np.asarray(segmentation.dataobj)
+    array = labels_of("out put/case_0_seg.nii.gz")
     assert set(np.unique(array)) <= {0, 1, 4}
     statistics = json.loads(Path("out put/case_0_seg.json").read_text())
-    assert [Path(name).name for name in statistics["image"]] == [
-        "case_0_0000.nii.gz",
-        "case_0_0001.nii.gz",
-    ]
-    assert statistics["labels"]["right"]["value"] == 4
-    num_voxels = np.count_nonzero(array == 4)
-    assert statistics["labels"]["right"]["num_voxels"] == num_voxels
-    assert statistics["labels"]["right"]["volume_ml"] == pytest.approx(num_voxels * 2 / 1000)
+    channels = [f"case_0_000{channel}.nii.gz" for channel in range(2)]
+    assert [Path(name).name for name in statistics["image"]] == channels
+    right, num_voxels = statistics["labels"]["right"], np.count_nonzero(array == 4)
+    assert (right["value"], right["num_voxels"]) == (4, num_voxels)
+    assert right["volume_ml"] == pytest.approx(num_voxels * 2 / 1000)
 
     assert run("evaluate", "out put", root / "labelsTr", "--json", "scores.json") == 0
     assert "case_0" in capsys.readouterr().out
     scores = json.loads(Path("scores.json").read_text())
     assert len(scores["cases"]) == 4
     assert scores["mean_dice"] > 0.6  # it has learned something
-    label = nib.load(root / "labelsTr/case_0.nii.gz").get_fdata()
+    label = labels_of(root / "labelsTr/case_0.nii.gz")
     by_hand = 2 * ((array == 4) & (label == 4)).sum() / ((array == 4).sum() + (label == 4).sum())
     assert scores["cases"][0]["labels"]["4"]["dice"] == pytest.approx(by_hand)

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nibabel as nib
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import error_line, process_environment, run
+from tests.command_line import error_line, labels_of, names_in, process_environment, run, wait_until
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.volumes.samples import noise, write_volume
@@ -26,17 +25,13 @@ DEALT = ("--devices", "cpu,cpu")
 EXACT = ("training.precision=float64",)
 
 
-def labels(path: Path) -> np.ndarray:
-    return np.asanyarray(nib.load(path).dataobj)
-
-
-def assert_same(folder: str, other: str, names: str) -> None:
+def assert_same(folder, other, names):
     """Compare the segmentations of scans, which are all that there is."""
-    files = [f"{name}_seg.nii.gz" for name in names]
-    assert sorted(path.name for path in Path(folder).iterdir()) == files
-    for file in files:
-        assert len(np.unique(labels(Path(other, file)))) == 3
-        np.testing.assert_array_equal(labels(Path(folder, file)), labels(Path(other, file)))
+    assert names_in(folder) == [f"{name}_seg.nii.gz" for name in names]
+    for file in names_in(folder):
+        expected = labels_of(Path(other, file))
+        assert len(np.unique(expected)) == 3
+        np.testing.assert_array_equal(labels_of(Path(folder, file)), expected)
 
 
 @pytest.fixture
@@ -49,55 +44,42 @@ def scans(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "precision"),
+    ("options", "precision", "num_networks"),
     [
-        (("--overlap", "0.4", "--window", "12,16,8", "--tta"), "float32"),
-        (("--window", "whole", "--statistics", "--preview", "--no-postprocessing"), "float64"),
+        (("--overlap", "0.4", "--window", "12,16,8", "--tta"), "float32", 1),
+        (("--window", "whole", "--statistics", "--preview", "--no-postprocessing"), "float64", 2),
     ],
 )
-def test_ranks_write_the_files_of_one_process(scans, options, precision):
-    network = write_checkpoint(
-        Path("network.pt"),
-        dtype=getattr(torch, precision),
-        changes=(f"training.precision={precision}",),
-        postprocessing=((1, 2),),
-    )
-    arguments = ("predict", scans, "--checkpoint", network, *options)
+def test_ranks_write_the_files_of_one_process(scans, options, precision, num_networks):
+    changes = (f"training.precision={precision}",)
+    names = [f"networks/{number}.pt" for number in range(num_networks)]
+    for number, name in enumerate(names):
+        write_checkpoint(
+            Path(name),
+            **{"dtype": getattr(torch, precision), "changes": changes, "channels": (4 + number, 8)},
+            postprocessing=((1, 2),),
+        )
+    arguments = ("predict", scans, "--checkpoint", "networks", *options)
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
     spatial = ("--parallel", "spatial", "--devices", "cpu,cpu,cpu")
     done = warm.run([*arguments, *spatial, "-o", "ranks"])
     assert done.returncode == 1
     computing, *said, skipped, error = done.stderr.splitlines()
-    words = {
-        "each window is predicted 4 times, mirrored along Y, Z": "--tta" in options,
-        "post-processing: only the largest component is kept of all labels together": (
-            "--no-postprocessing" not in options
-        ),
-    }
-    assert said == [line for line, is_said in words.items() if is_said]
+    mirrored = "each window is predicted 4 times, mirrored along Y, Z"
+    kept = "post-processing: only the largest component is kept of all labels together"
+    assert said == ([mirrored, kept] if num_networks == 1 else [])
     assert computing == f"computing on cpu in {precision}, each window in 3 slabs"
     assert skipped.startswith("Skipped: ") and "b.nii.gz" in skipped
     assert error.startswith("Error: 1 of 3 scans could not be segmented: ")
     using, *lines = done.stdout.splitlines()
-    assert using == "using network.pt"
+    mean = "the mean of 2 networks: " if num_networks > 1 else ""
+    assert using == f"using {mean}{', '.join(names)}"
     assert [line.split(" -> ")[0][-8:] for line in lines] == ["a.nii.gz", "c.nii.gz"]
     beside = [path for path in Path("alone").iterdir() if path.suffix in (".json", ".png")]
     assert len(beside) == (4 if "--preview" in options else 0)
     for path in beside:
         assert path.read_bytes() == Path("ranks", path.name).read_bytes()
         Path("ranks", path.name).unlink()
-    assert_same("ranks", "alone", "ac")
-
-
-def test_ranks_average_the_networks_that_one_process_does(scans):
-    for number, channels in enumerate([(4, 8), (6, 8)]):
-        network = Path(f"folds/{number}.pt")
-        write_checkpoint(network, dtype=torch.float64, changes=EXACT, channels=channels)
-    arguments = ("predict", scans, "--checkpoint", "folds")
-    assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
-    done = warm.run([*arguments, *SPATIAL, "-o", "ranks"])
-    assert done.returncode == 1
-    assert done.stdout.startswith("using the mean of 2 networks: folds/0.pt, folds/1.pt\n")
     assert_same("ranks", "alone", "ac")
 
 
@@ -157,78 +139,60 @@ def test_fewer_scans_than_devices_have_their_windows_dealt(scans):
 SHAPE = (24, 22, 20)
 
 
-def start(checkpoint: Path, how: tuple[str, ...]) -> warm.Warm:
+def start(checkpoint, how):
     """Segment many scans, and return when the first is done."""
     first = write_volume(Path("scans/00.nii.gz"), noise(SHAPE))
     for number in range(1, 60):
         shutil.copy(first, f"scans/{number:02}.nii.gz")
     words = ("predict", "scans", "-o", "out", "--checkpoint", checkpoint, *how)
     process = warm.start([*words, "--window", "8,8,8", "--overlap", "0.8"])
-    deadline = time.monotonic() + 100
-    while not Path("out/00_seg.nii.gz").exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(Path("out/00_seg.nii.gz").exists, process)
     return process
 
 
-def assert_nothing_half() -> None:
-    for path in Path("out").iterdir():
-        assert path.name.endswith("_seg.nii.gz")
-        assert labels(path).shape == SHAPE
+def assert_nothing_half():
+    for name in names_in("out"):
+        assert name.endswith("_seg.nii.gz") and labels_of(f"out/{name}").shape == SHAPE
 
 
 by_night = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
-    ("how", "rank"),
+    ("how", "rank", "number"),
     [
-        pytest.param(SPATIAL, 0, id="slabs-0", marks=by_night),
-        pytest.param(SPATIAL, 1, id="slabs-1"),
-        pytest.param(DEALT, 0, id="scans-0"),
-        pytest.param(DEALT, 1, id="scans-1", marks=by_night),
+        pytest.param(SPATIAL, 0, signal.SIGKILL, marks=by_night),
+        (SPATIAL, 1, signal.SIGKILL),
+        (DEALT, 0, signal.SIGKILL),
+        pytest.param(DEALT, 1, signal.SIGKILL, marks=by_night),
+        (SPATIAL, None, signal.SIGINT),
+        pytest.param(SPATIAL, None, signal.SIGTERM, marks=by_night),
+        pytest.param(DEALT, None, signal.SIGINT, marks=by_night),
+        (DEALT, None, signal.SIGTERM),
     ],
 )
-def test_a_killed_rank_ends_the_others_and_is_named(checkpoint, how, rank):
-    process = start(checkpoint, how)
-    family = family_of(process.pid)
-    os.kill(children_of(process.pid)[rank], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    *others, last = errors.splitlines()
-    assert last == f"Error: rank {rank} was killed by SIGKILL; give the same command again"
-    if rank == 1 or how == DEALT:
-        assert others[-1].startswith("Not segmented: scans/")
-    if rank == 1:  # what the first has begun, nobody takes away
-        assert_nothing_half()
-    assert "Traceback" not in errors
-    assert_all_end(family, 10)
-
-
-@pytest.mark.parametrize(
-    ("how", "number"),
-    [
-        pytest.param(SPATIAL, signal.SIGINT, id="slabs-SIGINT"),
-        pytest.param(SPATIAL, signal.SIGTERM, id="slabs-SIGTERM", marks=by_night),
-        pytest.param(DEALT, signal.SIGINT, id="scans-SIGINT", marks=by_night),
-        pytest.param(DEALT, signal.SIGTERM, id="scans-SIGTERM"),
-    ],
-)
-def test_a_signal_ends_all_ranks_and_says_what_is_left(checkpoint, how, number):
+def test_a_killed_rank_or_a_signal_ends_all_and_says_what_is_left(checkpoint, how, rank, number):
     process = start(checkpoint, how)
     family = family_of(process.pid)
     # A terminal sends Ctrl-C to all of a group.
-    for one in (process.pid, *(family if number == signal.SIGINT else [])):
+    group = (process.pid, *(family if number == signal.SIGINT else []))
+    for one in group if rank is None else children_of(process.pid)[rank : rank + 1]:
         os.kill(one, number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, errors
-    *_, left, stopped = errors.splitlines()
-    assert errors.count("Not segmented: ") == 1
-    assert left.startswith("Not segmented: scans/")
-    assert left.endswith("; to go on, give the same command again")
-    assert stopped == f"Stopped by {number.name}"
-    assert_nothing_half()
+    *others, last = errors.splitlines()
+    if rank is None:
+        assert process.returncode == 128 + number, errors
+        assert last == f"Stopped by {number.name}"
+    else:
+        assert process.returncode == 1
+        assert last == f"Error: rank {rank} was killed by SIGKILL; give the same command again"
+    if rank != 0 or how == DEALT:
+        assert others[-1].startswith("Not segmented: scans/")
+        assert others[-1].endswith("; to go on, give the same command again")
+        assert errors.count("Not segmented: ") == 1
+    if rank != 0:  # what the first has begun, nobody takes away
+        assert_nothing_half()
+    assert "Traceback" not in errors
     assert_all_end(family, 10)
 
 
@@ -244,24 +208,13 @@ def test_killing_the_command_leaves_no_rank(checkpoint):
 def test_torchrun_starts_the_ranks_as_well(scans, checkpoint):
     arguments = ("predict", "scans", "--checkpoint", str(checkpoint), "-o")
     assert run(*arguments, "alone", "--devices", "cpu") == 1
-
-    def torchrun(*more):
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("-m", "unet3d", *arguments, "ranks", *more),
-        ]
-        return subprocess.run(
-            command, capture_output=True, text=True, env=process_environment(), timeout=120
-        )
-
-    refused = torchrun("--parallel", "none")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "unet3d")
+    command = [sys.executable, *torchrun, *arguments, "ranks", "--parallel"]
+    how = {"capture_output": True, "text": True, "env": process_environment(), "timeout": 120}
+    refused = subprocess.run([*command, "none"], **how)
     assert "Error: 2 ranks were started, but --parallel none predicts in one" in refused.stderr
-    for more in ((), ("--parallel", "data", "--overwrite")):
-        done = torchrun(*more)
-        errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-        assert errors == ["Error: 1 of 3 scans could not be segmented: scans/b.nii.gz"]
-        assert done.stdout.count(" -> ") == 2
-        for name in ("a_seg.nii.gz", "c_seg.nii.gz"):
-            same = labels(Path("alone", name)) == labels(Path("ranks", name))
-            assert same.mean() > 0.99  # bfloat16
+    done = subprocess.run([*command, "data"], **how)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert errors == ["Error: 1 of 3 scans could not be segmented: scans/b.nii.gz"]
+    assert done.stdout.count(" -> ") == 2
     assert_same("ranks", "alone", "ac")
