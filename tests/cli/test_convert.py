@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command_line import refusal, run
+from tests.command_line import names_in, refusal, run
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.nnunet.reading import load_model
@@ -14,25 +14,16 @@ from unet3d.runs.checkpoint import load_checkpoint
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
 
 
-def names_in(folder: str, pattern: str = "*") -> list[str]:
-    return sorted(path.name for path in Path(folder).glob(pattern))
-
-
-def test_a_model_becomes_a_checkpoint(capsys):
-    model = write_model(Path(NAME), 0)
-    assert run("convert", NAME, "-o", "model.pt") == 0
+def test_a_model_becomes_a_checkpoint_and_several_folds_a_folder(capsys):
+    model = write_model(Path(NAME), 0, 2)
+    assert run("convert", NAME, "--folds", "0", "-o", "model.pt") == 0
     out = capsys.readouterr().out
     assert out == f"{NAME}/fold_0/checkpoint_final.pth -> model.pt\n"
     read = load_model(model / "fold_0/checkpoint_final.pth")
     assert load_checkpoint(Path("model.pt")).preprocessing == read.preprocessing
-    assert run("convert", NAME, "-o", "model.pt", "--overwrite") == 0
-
-
-def test_folds_need_a_folder(capsys):
-    write_model(Path(NAME), 0, 2)
-    said = refusal(capsys, "convert", NAME, "-o", "model.pt")
-    assert "it has 2 folds, and model.pt takes one network; name a fold with --folds" in said
-    assert run("convert", NAME, "--folds", "2", "-o", "model.pt") == 0
+    said = refusal(capsys, "convert", NAME, "-o", "other.pt")
+    assert "it has 2 folds, and other.pt takes one network; name a fold with --folds" in said
+    assert run("convert", NAME, "--folds", "2", "-o", "model.pt", "--overwrite") == 0
     assert run("convert", NAME, "-o", "models") == 0
     assert names_in("models") == ["fold_0.pt", "fold_2.pt"]
     said = refusal(capsys, "convert", NAME, "-o", "models")
@@ -50,55 +41,44 @@ def test_an_archive_is_unpacked_and_its_copy_removed(capsys, monkeypatch):
     assert capsys.readouterr().out == f"{name} -> model.pt\n"
     assert not list(scratch.iterdir())
     assert run("convert", name, "-o", "same.pt") == 0
-    before, after = (load_checkpoint(Path(file)).model for file in ("model.pt", "same.pt"))
-    assert all(after[key].equal(value) for key, value in before.items())
-
-
-def test_there_and_back(capsys):
-    write_model(Path(NAME), 0, 1)
-    assert run("convert", NAME, "-o", "models") == 0
-    assert run("convert", "models", "--to", "nnunet", "-o", "back") == 0
-    for fold in (0, 1):
-        before = load_model(Path(f"{NAME}/fold_{fold}/checkpoint_final.pth"))
-        after = load_model(Path(f"back/fold_{fold}/checkpoint_final.pth"))
-        assert after.preprocessing == before.preprocessing
-        assert all(after.model[name].equal(value) for name, value in before.model.items())
-    said = refusal(capsys, "convert", "models", "--to", "nnunet", "-o", "back")
-    assert "back exists; add --overwrite to replace it" in said
 
 
 @pytest.mark.parametrize("folds", [(2, 3), ("all",)])
-def test_folds_keep_their_numbers(folds, capsys):
+def test_folds_keep_their_numbers_and_weights_there_and_back(folds, capsys):
     write_model(Path(NAME), 0, *folds)
     chosen = ("--folds", ",".join(map(str, folds)))
     names = [f"fold_{fold}" for fold in folds]
     assert run("convert", NAME, *chosen, "-o", "models") == 0
-    assert sorted(path.stem for path in Path("models").iterdir()) == names
+    assert names_in("models") == [f"{name}.pt" for name in names]
     for source, output in (("models", "back"), (NAME, "copy")):
         words = chosen if source == NAME else ()
         assert run("convert", source, *words, "--to", "nnunet", "-o", output) == 0
         assert names_in(output, "fold_*") == names
         for fold in folds:
-            content = torch.load(f"{output}/fold_{fold}/checkpoint_final.pth", weights_only=False)
+            path = Path(output, f"fold_{fold}/checkpoint_final.pth")
+            content = torch.load(path, weights_only=False)
             assert content["init_args"]["fold"] == fold
+            before, after = load_model(Path(NAME, *path.parts[1:])), load_model(path)
+            assert after.preprocessing == before.preprocessing
+            assert all(after.model[name].equal(value) for name, value in before.model.items())
+    said = refusal(capsys, "convert", "models", "--to", "nnunet", "-o", "back")
+    assert "back exists; add --overwrite to replace it" in said
 
 
 def test_networks_are_numbered_as_they_are_named(capsys):
     write_model(Path(NAME), 0, 1)
     assert run("convert", NAME, "-o", "models") == 0
+    Path("models/fold_1.pt").rename("models/other.pt")
     # Files of one folder keep their names.
     assert run("convert", "models", "-o", "copies") == 0
-    for name in ("fold_0.pt", "fold_1.pt"):
-        before, after = (load_checkpoint(Path(where, name)).model for where in ("models", "copies"))
-        assert all(after[key].equal(value) for key, value in before.items())
+    assert names_in("copies") == ["fold_0.pt", "other.pt"]
     # Those without a number are counted.
-    Path("copies/fold_1.pt").rename("copies/other.pt")
     assert run("convert", "copies", "--to", "nnunet", "-o", "counted") == 0
     assert names_in("counted", "fold_*") == ["fold_0", "fold_1"]
     # Those of a run have the number of their folder.
-    for old, fold in ((0, 1), (1, 4)):
+    for old, fold in (("fold_0", 1), ("other", 4)):
         Path(f"run/fold{fold}").mkdir(parents=True)
-        Path(f"models/fold_{old}.pt").rename(f"run/fold{fold}/checkpoint-best.pt")
+        Path(f"models/{old}.pt").rename(f"run/fold{fold}/checkpoint-best.pt")
     assert run("convert", "run", "--to", "nnunet", "-o", "of run") == 0
     assert names_in("of run", "fold_*") == ["fold_1", "fold_4"]
 
@@ -108,11 +88,7 @@ def test_only_a_model_is_replaced(capsys):
     to_nnunet = ("convert", NAME, "--to", "nnunet", "--overwrite", "-o")
     assert run(*to_nnunet, "back") == 0
     assert run(*to_nnunet, "back", "--folds", "1") == 0
-    assert names_in("back") == [
-        "dataset.json",
-        "fold_1",
-        "plans.json",
-    ]
+    assert names_in("back") == ["dataset.json", "fold_1", "plans.json"]
     assert names_in(".") == sorted(["back", NAME])
     Path("mine").mkdir()
     Path("mine/precious").touch()
@@ -126,31 +102,19 @@ def test_only_a_model_is_replaced(capsys):
     assert Path(NAME, "fold_0/checkpoint_final.pth").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("-o", "model.pth"), "model.pth ends in .pth; name a file *.pt, or a folder"),
-        (("-o", "model.PT"), "model.PT ends in .PT; name a file *.pt"),
+def test_folders_are_not_named_like_files(capsys):
+    write_model(Path(NAME), 0)
+    for words, message in (
+        (("-o", "model.PT"), "model.PT ends in .PT; name a file *.pt, or a folder"),
         (("-o", "model.zip"), "model.zip ends in .zip"),
         (("-o", "model.nii.gz"), "model.nii.gz is no place for the results"),
         (("--to", "nnunet", "-o", "model.pt"), "model.pt ends in .pt; name a folder with --output"),
-        (("--to", "nnunet", "-o", "model.zip"), "model.zip ends in .zip; name a folder"),
-    ],
-)
-def test_folders_are_not_named_like_files(words, message, capsys):
-    write_model(Path(NAME), 0)
-    assert message in refusal(capsys, "convert", NAME, *words)
+    ):
+        assert message in refusal(capsys, "convert", NAME, *words)
     assert names_in(".") == [NAME]
-
-
-def test_a_folder_may_have_a_dot_in_its_name(capsys):
-    write_model(Path(NAME), 0)
-    assert run("convert", NAME, "-o", "models.v2") == 0
-    assert run("convert", NAME, "--to", "nnunet", "-o", "back.v2") == 0
-    assert Path("models.v2").is_dir() and Path("back.v2").is_dir()
-    write_checkpoint(Path("model.pt"))  # in no folder, it keeps its name
-    assert run("convert", "model.pt", "-o", "copies") == 0
-    assert names_in("copies") == ["model.pt"]
+    for name, words in (("models.v2", ()), ("back.v2", ("--to", "nnunet"))):  # which is no ending
+        assert run("convert", NAME, *words, "-o", name) == 0
+        assert Path(name).is_dir()
 
 
 def test_what_cannot_be_converted(capsys):
@@ -159,11 +123,4 @@ def test_what_cannot_be_converted(capsys):
     assert "nnU-Net cannot predict with this network: each image keeps its own spacing" in said
     assert not Path("model").exists()
     assert "no such file" in refusal(capsys, "convert", "none.pth", "-o", "a.pt").lower()
-    said = refusal(capsys, "convert", "model.pt", "-o", "missing/a.pt")
-    assert "cannot write missing/a.pt" in said
-
-
-@pytest.mark.parametrize("folds", ["0,x", "-1", "", "all,0"])
-def test_folds_that_are_none(folds, capsys):
-    assert run("convert", "model", "--folds", folds, "-o", "a.pt") == 2
-    assert "names no folds" in capsys.readouterr().err
+    assert "cannot write no/a.pt" in refusal(capsys, "convert", "model.pt", "-o", "no/a.pt")

@@ -4,15 +4,13 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import pytest
 
 from tests import warm
-from tests.command_line import refusal, run
+from tests.command_line import names_in, refusal, wait_until
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.trainings import assert_same_weights, contents, without_drawing
 from unet3d.runs.finding import recorded_folds
@@ -26,20 +24,19 @@ CHANGES = (
 SMALL = tuple(word for one in CHANGES for word in ("--set", one))
 
 
-def start(*words: object) -> warm.Warm:
+def start(*words):
     return warm.call(without_drawing, [*map(str, words)])
 
 
-def train(*words: object) -> tuple[int, str, str]:
+def train(*words):
     """Run ``unet3d train`` to its end; return status, output and errors."""
     process = start("train", *words)
     output, errors = process.communicate(timeout=120)
     return process.wait(), output, errors
 
 
-def summary_of(path: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((path / "summary.json").read_text())
-    return summary
+def summary_of(path):
+    return json.loads((path / "summary.json").read_text())
 
 
 def test_folds_one_after_another_are_runs_of_their_own(scan):
@@ -49,8 +46,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
     assert top.name.startswith("phantom-folds-")
     assert "folds 0, 2, one after another" in errors.splitlines()
     assert errors.count("\nepoch 1/1: ") == 2
-    names = ["config.yaml", "fold0", "fold2", "folds.json", "summary.json"]
-    assert sorted(path.name for path in top.iterdir()) == names
+    assert names_in(top) == ["config.yaml", "fold0", "fold2", "folds.json", "summary.json"]
     # The summary is over the folds.
     each = [summary_of(top / name) for name in ("fold0", "fold2")]
     found = summary_of(top)
@@ -102,9 +98,7 @@ def test_a_signal_stops_all_folds_and_they_go_on(devices):
     words = (*SMALL, "--folds", "0,1", "--devices", devices, "--epochs", 100000)
     process = start("train", *words, "--output", "folds")
     running = [Path("folds", name) for name in ("fold0", "fold1")[: devices.count("cpu")]]
-    while not all((one / "metrics.jsonl").exists() for one in running):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+    wait_until(lambda: all((one / "metrics.jsonl").exists() for one in running), process)
     family = family_of(process.pid)
     assert len(children_of(process.pid)) == len(running)
     for one in (process.pid, *family):  # as systemd does, and the command passes it on
@@ -122,31 +116,21 @@ def test_a_signal_stops_all_folds_and_they_go_on(devices):
     assert {name: one["epochs"] for name, one in folds.items()} == {"0": epochs, "1": epochs}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--folds", "3"), "--folds names fold 3, but there are 3, counted from 0"),
-        (("--folds", "0,1,"), "--folds is 0,1,; give all, or numbers such as 0,1,2"),
-        (("--folds", "first"), "--folds is first; give all"),
-        (("--folds", "all", "--fold", 1), "--fold is given for a run over several folds"),
-        (("--folds", "all", "--resume"), "there is no run to resume in runs"),
-        (("--folds", "all", "--devices", "cpu,cpu,99"), "99"),
-        (("--folds", "all", "--set", "model.num_levels=8"), "the model has 8 levels"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_one_line_and_leaves_nothing(options, words, capsys):
-    assert run("train", *SMALL, "--devices", "cpu", *options) == 1
-    assert words in capsys.readouterr().err.splitlines()[-1]
-    assert not list(Path().glob("runs/*"))
-
-
-def test_ranks_of_torchrun_are_refused(monkeypatch, capsys):
+def test_what_cannot_be_is_one_line_and_leaves_nothing(monkeypatch, capsys):
+    command = ("train", *SMALL, "--devices", "cpu", "--folds")
+    for options, words in (
+        (("3",), "--folds names fold 3, but there are 3, counted from 0"),
+        (("0,1,",), "--folds is 0,1,; give all, or numbers such as 0,1,2"),
+        (("all", "--fold", 1), "--fold is given for a run over several folds"),
+        (("all", "--devices", "cpu,cpu,99"), "99"),
+    ):
+        assert words in refusal(capsys, *command, *options)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(os, "_exit", sys.exit)
-    line = refusal(capsys, "train", "--folds", "all")
+    line = refusal(capsys, *command, "all")
     assert "--folds starts the processes of each fold itself" in line
+    assert not list(Path().glob("runs/*"))
 
 
 def test_folds_that_fail_are_named_and_there_is_no_summary(monkeypatch, capsys):
