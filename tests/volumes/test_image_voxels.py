@@ -110,8 +110,8 @@ def test_every_type_in_a_file(dtype, scaling, name, piece_voxels, tmp_path, monk
 )
 def test_every_order_and_direction_of_the_axes(axes, steps, order, monkeypatch):
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 40)
-    scaling = (0.5, 3.0) if steps[0] > 0 else (1.0, 0.0)
-    stored = np.asarray(stored_numbers("<i2" if steps[0] > 0 else "<f4", (2, 4, 5, 6)), order=order)
+    dtype, *scaling = ("<f4", 1.0, 0.0) if order == "C" else ("<i2", 0.5, 3.0)
+    stored = np.asarray(stored_numbers(dtype, (2, 4, 5, 6)), order=order)
     turned = stored.transpose(0, *(1 + axis for axis in axes))
     turned = turned[:, :: steps[0], :: steps[1], :: steps[2]]
     before = turned.copy()
