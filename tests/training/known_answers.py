@@ -1,35 +1,40 @@
 """Validation cases, and a network whose answers are known."""
 
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from tests.networks import random_checkpoint
 from unet3d.config import load_config
-from unet3d.distributed.group import Group
-from unet3d.model import Topology
-from unet3d.training.validation import Validation, Validator
+from unet3d.training.validation import Validator
 from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.transform import Preprocessing
 
 NAMES = ("background", "liver", "tumour", "absent")
+
+
+def checkpoint():
+    """Return one of a network for these labels, whose images are not normalised."""
+    found = random_checkpoint(label_values=tuple(range(len(NAMES))), patch_size=(4, 4, 4))
+    channels = (ChannelNormalization(kind="none"),)
+    preprocessing = replace(found.preprocessing, channels=channels, label_names=NAMES)
+    return replace(found, preprocessing=preprocessing)
 
 
 class Case:
     """A case whose image is what the network will answer."""
 
-    def __init__(self, name: str, answer: np.ndarray, label: np.ndarray) -> None:
+    def __init__(self, name, answer, label):
         self.name = name
         self.answer, self.truth = answer, label
 
-    def image(self) -> np.ndarray:
+    def image(self):
         return self.answer[None].astype(np.float32)
 
-    def label(self) -> np.ndarray:
+    def label(self):
         return self.truth
 
 
@@ -39,19 +44,19 @@ class Reader:
     input_device = output_device = torch.device("cpu")
     slots = ()
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.module = torch.nn.Conv3d(1, 1, 1)
         self.num_windows = 0
-        self.precisions: set[str | None] = set()
+        self.precisions = set()
 
-    def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
+    def predict(self, image, precision=None):
         self.num_windows += 1
         self.precisions.add(precision)
         classes = F.one_hot(image[:, 0].round().long(), len(NAMES))
         return classes.movedim(-1, 1).float()
 
 
-def made_cases() -> list[Case]:
+def made_cases():
     """Return five cases; the third has no tumour."""
     generator = np.random.default_rng(0)
     made = []
@@ -63,38 +68,20 @@ def made_cases() -> list[Case]:
     return made
 
 
-def validator(
-    cases: list[Case],
-    group: Group,
-    num_shards: int = 1,
-    executor: Any = None,
-    window: str = "4,4,4",
-    ignore_value: int | None = None,
-) -> Validator:
-    experiment: Any = SimpleNamespace(
+def validator(cases, group, num_shards=1, executor=None, window="4,4,4", ignore_value=None):
+    known = checkpoint()
+    experiment = SimpleNamespace(
         config=load_config(None, [f"inference.window={window}"]),
-        preprocessing=Preprocessing(
-            spacing_mm=None,
-            channels=(ChannelNormalization(kind="none"),),
-            channel_names=("answer",),
-            label_names=NAMES,
-            label_values=tuple(range(len(NAMES))),
-            ignore_value=ignore_value,
-        ),
-        topology=Topology(
-            in_channels=1,
-            num_classes=len(NAMES),
-            channels=(4, 8),
-            strides=((1, 1, 1), (2, 2, 2)),
-        ),
-        patch_size=(4, 4, 4),
+        preprocessing=replace(known.preprocessing, ignore_value=ignore_value),
+        topology=known.topology,
+        patch_size=known.patch_size,
         validation=tuple(cases),
     )
     return Validator(experiment, executor or Reader(), group, num_shards)
 
 
-def expected(cases: list[Case]) -> dict[str, float | None]:
-    means: dict[str, float | None] = {"absent": None}
+def expected(cases):
+    means = {"absent": None}
     for value, name in ((1, "liver"), (2, "tumour")):
         scores = []
         for case in cases:
@@ -105,7 +92,12 @@ def expected(cases: list[Case]) -> dict[str, float | None]:
     return means
 
 
-def expected_loss(case: Case) -> float:
+def expected_loss(cases):
+    """Return the mean over the cases of :func:`loss_of`."""
+    return sum(map(loss_of, cases)) / len(cases)
+
+
+def loss_of(case):
     """Return cross-entropy plus soft Dice loss, of the voxels that count, by PyTorch and hand."""
     logits = F.one_hot(torch.from_numpy(case.answer).long(), len(NAMES)).double().flatten(0, 2)
     truth = torch.from_numpy(case.truth).long().flatten()
@@ -115,7 +107,7 @@ def expected_loss(case: Case) -> float:
     return float(F.cross_entropy(logits, truth) + 1 - overlap.mean())
 
 
-def assert_right(found: Validation, cases: list[Case]) -> None:
+def assert_right(found, cases):
     wanted = expected(cases)
     assert found.stop == 0
     assert set(found.dice) == set(NAMES[1:])
@@ -123,5 +115,4 @@ def assert_right(found: Validation, cases: list[Case]) -> None:
         assert found.dice[name] == (None if value is None else pytest.approx(value, rel=1e-6))
     known = [value for value in wanted.values() if value is not None]
     assert found.mean_dice == pytest.approx(sum(known) / 2, rel=1e-6)
-    losses = [expected_loss(case) for case in cases]
-    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found.loss == pytest.approx(expected_loss(cases), rel=1e-5)

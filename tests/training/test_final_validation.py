@@ -4,11 +4,7 @@ import json
 import math
 import shutil
 import signal
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -16,33 +12,31 @@ import pytest
 import torch
 
 from tests.command_line import run as run_command
-from tests.networks import random_checkpoint
 from tests.rank_threads import in_threads
 from tests.reports.records import assert_is_picture
-from tests.training.known_answers import NAMES, Reader
+from tests.training.known_answers import Reader, checkpoint
 from tests.trainings import assert_same_weights, run, settings, without_pictures
 from tests.volumes.samples import write_volume
-from unet3d.config import Config, load_config
+from unet3d.config import load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError, VolumeError
 from unet3d.inference.evaluation import evaluate
 from unet3d.interruption import Interrupted, InterruptionRequest
-from unet3d.parallel import precision
+from unet3d.parallel import ParallelDims, precision
 from unet3d.planning.experiment import open_dataset
-from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
+from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import final_validation
 from unet3d.training.component_choice import Choice
-from unet3d.training.final_result import FinalResult, scored_labels
 from unet3d.training.final_validation import FinalValidation
 from unet3d.volumes.dataset import Case
 from unet3d.volumes.nifti import read_label
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.scored_labels import ScoredLabels
+
+CPU = torch.device("cpu")
 
 
-def of_two_folds(cache: Path, *overrides: str) -> Config:
+def of_two_folds(cache, *overrides):
     """Return a training that validates several cases, on another grid than their own."""
     return settings(
         cache, "data.num_folds=2", "data.spacing_mm=1.3,1,1", "training.epochs=1", *overrides
@@ -64,12 +58,11 @@ def folder(finished, tmp_path):
     return tmp_path / "run"
 
 
-def record_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "validation/cases.json").read_text())
-    return found
+def record_of(folder):
+    return json.loads((folder / "validation/cases.json").read_text())
 
 
-def label_maps(folder: Path) -> dict[str, np.ndarray]:
+def label_maps(folder):
     return {path.name: read_label(path).array for path in folder.rglob("*_seg.nii.gz")}
 
 
@@ -80,18 +73,16 @@ def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(finishe
     assert sorted(record["training"] + record["validation"]) == sorted(
         case.name for case in dataset.cases
     )
-    assert len(record["cases"]) == len(record["validation"])
-    wanted = {case["case"]: case for case in expected["cases"]}
-    means = []
+    wanted = {case["case"]: case["labels"] for case in expected["cases"]}
+    assert {case["case"] for case in record["cases"]} == wanted.keys() == {*record["validation"]}
+    names = dict(zip(map(str, dataset.label_values), dataset.label_names, strict=True))
     for case in record["cases"]:
         assert (finished / "validation" / case["prediction"]).is_file()
         for key, score in case["labels"].items():
-            value = int(key)
-            assert score["name"] == dataset.label_names[dataset.label_values.index(value)]
-            assert {**score, "name": None} == wanted[case["case"]]["labels"][key]
+            assert score == {**wanted[case["case"]][key], "name": names[key]}
         known = [score["dice"] for score in case["labels"].values() if score["dice"] is not None]
         assert case["mean_dice"] == pytest.approx(sum(known) / len(known))
-        means.append(case["mean_dice"])
+    means = [case["mean_dice"] for case in record["cases"]]
     assert means == sorted(means) and means[0] < means[-1]
     for name in ("worst.png", "best.png"):
         assert_is_picture(finished / "validation" / name)
@@ -173,10 +164,8 @@ def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
     assert 2 <= len(names) < len(cases)
     images = [cases[name].images[0] for name in names]
     options = ("--checkpoint", folder, "--devices", "cpu")
-    kept, everything = (
-        predicted(tmp_path / "kept"),
-        predicted(tmp_path / "all", "--no-postprocessing"),
-    )
+    kept = predicted(tmp_path / "kept")
+    everything = predicted(tmp_path / "all", "--no-postprocessing")
     for name, array in label_maps(folder / "validation").items():
         assert array.any() and np.array_equal(kept[name], array)
         ours, theirs = (nib.load(one / name) for one in (folder / "validation", tmp_path / "kept"))
@@ -215,33 +204,17 @@ def empty(tmp_path):
     return tmp_path / "run"
 
 
-def checkpoint() -> Checkpoint:
-    found = random_checkpoint(label_values=tuple(range(len(NAMES))), patch_size=(4, 4, 4))
-    channels = (ChannelNormalization(kind="none"),)
-    preprocessing = replace(found.preprocessing, channels=channels, label_names=NAMES)
-    return replace(found, preprocessing=preprocessing)
-
-
-def validate(
-    cases: Sequence[Case],
-    folder: Path,
-    *changes: str,
-    group: Group | None = None,
-    request: InterruptionRequest | None = None,
-) -> tuple[FinalResult, Reader]:
+def validate(cases, folder, *changes, group=None, request=None):
     known, group = checkpoint(), group or Group(Ranks())
-    executor: Any = Reader()
-    experiment: Any = SimpleNamespace(
+    executor = Reader()
+    experiment = SimpleNamespace(
         config=load_config(None, ["inference.window=4,4,4", *changes]),
         preprocessing=known.preprocessing,
         patch_size=known.patch_size,
         validation_files=tuple(cases),
         split=SimpleNamespace(training={"other": ""}, validation={case.name: "" for case in cases}),
     )
-    devices = (torch.device("cpu"),)
-    dims: Any = SimpleNamespace(
-        num_shards=1, num_replicas=group.size, devices=devices, all_devices=devices
-    )
+    dims = ParallelDims(mode="data", replicas=((CPU,),) * group.size, num_replicas=group.size)
     validation = FinalValidation(
         experiment=experiment, executor=executor, folder=RunFolder(folder), dims=dims, group=group
     )
@@ -274,7 +247,7 @@ def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
     for result, _ in results:
         assert result.rules == () and record["postprocessing"] == []
         assert result.mean_dice == record["mean_dice"]
-        assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)  # type: ignore
+        assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)
     windows = [executor.num_windows for _, executor in results]
     assert all(windows[:num_busy]) and not any(windows[num_busy:])
 
@@ -286,15 +259,14 @@ def test_cases_are_computed_in_what_is_asked_of_predictions(cases, empty, monkey
         with without_pictures():
             _, executor = validate(cases[:1], empty, *changes)
         assert executor.precisions == {expected}
-    words = "^inference.precision=float16 needs a GPU; use inference"
-    with pytest.raises(DeviceError, match=words):
+    with pytest.raises(DeviceError, match="^inference.precision=float16 needs a GPU; use inf"):
         validate([], empty, "inference.precision=float16")
 
 
 def test_small_components_are_removed_where_that_helps(tmp_path, empty):
     """Each answer has a speck of label 1 beside the true one; label 2 has two parts, both true.
 
-    A case more has no label at all, and is listed last.
+    A case more has no label at all, and is listed last. A rank more has no case.
     """
     cases, wanted = [], {}
     for number in (3, 0, 1, 2):
@@ -311,7 +283,7 @@ def test_small_components_are_removed_where_that_helps(tmp_path, empty):
         cases.append(Case(name=name, images=(image,), label=target))
         wanted[f"{name}_seg.nii.gz"] = label
     with without_pictures():
-        results = in_threads(2, lambda group: validate(cases, empty, group=group))
+        results = in_threads(5, lambda group: validate(cases, empty, group=group))
     assert {result.rules for result, _ in results} == {((1,),)}
     assert {result.mean_dice for result, _ in results} == {1.0}
     record = record_of(empty)
@@ -348,10 +320,3 @@ def test_a_case_that_is_gone_is_named_and_without_any_there_is_nothing(cases, em
     with pytest.raises(VolumeError, match=r"images/2\.nii\.gz"):
         validate(cases, empty)
     assert not list(empty.iterdir())
-
-
-def test_what_nobody_has_labelled_is_not_scored():
-    known = checkpoint().preprocessing
-    assert scored_labels(known).ignore is None
-    found = scored_labels(replace(known, ignore_value=9))
-    assert found == ScoredLabels(names={1: "liver", 2: "tumour", 3: "absent"}, ignore=9)

@@ -1,14 +1,18 @@
 """Validation with a network whose answers are known."""
 
+import sys
+
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import warm
-from tests.rank_threads import in_threads
-from tests.training import rank_validation
+from tests.ranks import in_ranks
 from tests.training.known_answers import (
     NAMES,
     Case,
+    Reader,
     assert_right,
     expected_loss,
     made_cases,
@@ -16,19 +20,14 @@ from tests.training.known_answers import (
 )
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.rendezvous import joined
 from unet3d.errors import DeviceError
 from unet3d.interruption import InterruptionRequest
-from unet3d.training.validation import Validation
 
 
 @pytest.fixture(scope="module")
 def cases():
     return made_cases()
-
-
-def test_the_dice_of_each_label_is_the_mean_over_the_cases(cases):
-    found = validator(cases, Group(Ranks())).validate(1, 10, InterruptionRequest())
-    assert_right(found, cases)
 
 
 def test_ignored_voxels_are_in_no_score(cases):
@@ -42,8 +41,7 @@ def test_ignored_voxels_are_in_no_score(cases):
         partly.append(case)
     assert any((case.answer[case.truth == len(NAMES)] == 3).any() for case in partly)
     found = validator(partly, Group(Ranks()), ignore_value=9).validate(1, 10, InterruptionRequest())
-    losses = [expected_loss(case) for case in partly]
-    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found.loss == pytest.approx(expected_loss(partly), rel=1e-5)
     for case in partly:  # as if these voxels had never been
         case.answer[case.truth == len(NAMES)] = 0
     assert_right(found, partly)
@@ -53,15 +51,15 @@ def test_the_loss_of_a_volume_is_that_of_its_slabs(cases, monkeypatch):
     monkeypatch.setattr("unet3d.training.validation.MAX_LOGITS", 1000)
     wide = [Case(case.name, case.answer, case.truth.astype(np.uint16)) for case in cases]
     found = validator(wide, Group(Ranks())).validate(1, 10, InterruptionRequest())
-    losses = [expected_loss(case) for case in cases]
-    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found.loss == pytest.approx(expected_loss(cases), rel=1e-5)
 
 
-def test_every_case_and_window_is_told_of(cases):
-    told: list[tuple[int, int, int, int]] = []
+def test_the_dice_of_each_label_is_the_mean_over_the_cases_and_every_window_is_told_of(cases):
+    told = []
     found = validator(cases, Group(Ranks())).validate(
         1, 10, InterruptionRequest(), lambda *numbers: told.append(numbers)
     )
+    assert_right(found, cases)
     assert found.seconds > 0
     assert [numbers[:2] for numbers in told if numbers[2] == 0] == [(n, 5) for n in range(6)]
     assert told[-1] == (5, 5, 0, 1)
@@ -83,27 +81,72 @@ def test_windows_with_too_few_planes_are_refused_before_the_first_epoch(
         validator(cases, Group(Ranks()), planes + 1, window=window)
 
 
-def both_ranks(cases: list[Case], requests: list[InterruptionRequest]) -> list[Validation]:
-    return in_threads(
-        2,
-        lambda group: validator(cases, group).validate(1, 10, requests[group.ranks.rank]),
+NUM_SHARDS = 2
+
+
+class SharedReader(Reader):
+    """Answers when all shards have asked for the same window."""
+
+    def __init__(self, group):
+        super().__init__()
+        self._shards = group.new_subgroup(torch.device("cpu"), NUM_SHARDS)
+
+    def predict(self, image):
+        total = image.clone()
+        dist.all_reduce(total, group=self._shards)
+        assert torch.equal(total, NUM_SHARDS * image)
+        return super().predict(image)
+
+
+class LateRequest(InterruptionRequest):
+    """Says from some moment on that somebody asked to stop."""
+
+    def __init__(self, num_asked):
+        self._num_left = num_asked
+
+    @property
+    def signal_number(self):
+        self._num_left -= 1
+        return 15 if self._num_left < 0 else None
+
+
+def check_scores(group):
+    """Three cases for the first replica, two for the second."""
+    cases, executor = made_cases(), SharedReader(group)
+    told = []
+    found = validator(cases, group, NUM_SHARDS, executor).validate(
+        1, 10, InterruptionRequest(), lambda *progress: told.append(progress)
     )
+    assert_right(found, cases)
+    # The first shard alone scores a case, and reports its windows.
+    is_told = group.exchange(any(num_done for _, _, num_done, _ in told))
+    assert is_told == [True, False, True, False]
+    counts = group.exchange(executor.num_windows)
+    assert counts[0] == counts[1] > counts[2] == counts[3] > 0
 
 
-def test_ranks_divide_the_cases_and_agree(cases):
-    first, second = both_ranks(cases, [InterruptionRequest(), InterruptionRequest()])
-    assert first == second
-    assert_right(first, cases)
+def check_stops(group):
+    """Each rank is asked to stop before another case, or not at all."""
+    for moments in ((0, 1, 2, 9), (9, 1, 9, 9), (9, 9, 0, 9), (2, 9, 9, 1)):
+        executor = SharedReader(group)
+        request = LateRequest(moments[group.ranks.rank])
+        found = validator(made_cases(), group, NUM_SHARDS, executor).validate(1, 10, request)
+        assert found.stop == 15 and found.dice == {}
+        counts = group.exchange(executor.num_windows)
+        assert counts[0] == counts[1] and counts[2] == counts[3]
 
 
-def test_a_signal_to_one_rank_stops_all(cases):
-    told = InterruptionRequest()
-    told.signal_number = 15
-    found = both_ranks(cases, [InterruptionRequest(), told])
-    assert [one.stop for one in found] == [15, 15]
+def validate_in_rank():
+    with joined(Ranks.from_environment()) as group:
+        group.open(20)
+        check_scores(group)
+        check_stops(group)
+
+
+def validate_in_ranks():
+    sys.exit(any(in_ranks(4, validate_in_rank)))
 
 
 def test_shards_validate_the_cases_of_their_replica_together():
-    """Also where each is asked to stop at another moment; see ``rank_validation``."""
-    done = warm.run_call(rank_validation.main)
+    done = warm.run_call(validate_in_ranks)
     assert done.returncode == 0, done.stderr
