@@ -5,10 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +14,13 @@ from rich.console import Console
 from torch._subclasses import FakeTensor
 
 from tests import warm
-from unet3d.config import Config, load_config
+from unet3d.config import load_config
 from unet3d.distributed.launcher import import_variables
 from unet3d.model.optimizer import Optimization
 from unet3d.reports import format as report_format
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
-from unet3d.training.loop import TrainingResult
 from unet3d.volumes.nifti import read_label
 
 SMALL = (
@@ -42,21 +38,19 @@ SMALL = (
 )
 
 
-def settings(cache: Path, *overrides: str) -> Config:
+def settings(cache, *overrides):
     """Return the settings of a small training; the cache keeps its phantoms."""
     return load_config(None, [*SMALL, f"data.cache={cache}", *overrides])
 
 
-def run(
-    config: Config, folder: Path, resume: bool = False, pictures: bool = False
-) -> TrainingResult:
+def run(config, folder, resume=False, pictures=False):
     """Train in this process; without ``pictures`` their files are empty."""
     with nullcontext() if pictures else without_pictures():
         return train(config, RunFolder(folder), resume, Console(quiet=True), quiet=True)
 
 
 @contextmanager
-def without_pictures() -> Iterator[None]:
+def without_pictures():
     """Leave the files of pictures empty, which take half the time of a small training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report_format, "save_figure", lambda *_, **__: None)
@@ -64,11 +58,11 @@ def without_pictures() -> Iterator[None]:
 
 
 @contextmanager
-def before_steps(work: Callable[[int], object]) -> Iterator[None]:
+def before_steps(work):
     """Call work with 0, 1, ... before the optimizer of a training takes each step."""
     step, numbers = Optimization.step, itertools.count()
 
-    def watched(self: Optimization, learning_rate: float) -> None:
+    def watched(self, learning_rate):
         if is_real(self):
             work(next(numbers))
         step(self, learning_rate)
@@ -78,7 +72,7 @@ def before_steps(work: Callable[[int], object]) -> Iterator[None]:
         yield
 
 
-def is_real(optimization: Optimization) -> bool:
+def is_real(optimization):
     """Return whether a network has numbers: a step without any predicts the memory of others."""
     return not isinstance(next(optimization.module.parameters()).data, FakeTensor)
 
@@ -87,10 +81,10 @@ class PowerCut(Exception):
     """Ends a training at once: nothing more is written."""
 
 
-def run_until_power_cut(config: Config, folder: Path, num_steps: int) -> None:
+def run_until_power_cut(config, folder, num_steps):
     """Train in this process, which ends as with a power cut, after some steps."""
 
-    def cut(number: int) -> None:
+    def cut(number):
         if number == num_steps:
             raise PowerCut
 
@@ -98,18 +92,18 @@ def run_until_power_cut(config: Config, folder: Path, num_steps: int) -> None:
         run(config, folder)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     """Return the weights that a run has saved last."""
     return load_checkpoint(folder / "checkpoint-latest.pt").model
 
 
-def assert_same_weights(a: Path, b: Path) -> None:
+def assert_same_weights(a, b):
     expected = weights(b)
     for name, value in weights(a).items():
         assert torch.equal(value, expected[name]), name
 
 
-def assert_same_validation(a: Path, b: Path) -> None:
+def assert_same_validation(a, b):
     """See that the final networks of two runs have predicted the same of the same cases."""
     ours, expected = (
         {path.name: read_label(path).array for path in (run / "validation").rglob("*.nii.gz")}
@@ -122,37 +116,37 @@ def assert_same_validation(a: Path, b: Path) -> None:
     assert records[0] == records[1]
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
+def contents(folder):
     """Return every file below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
+def losses(folder):
     """Return the epochs that a run has finished, and the mean loss of each."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [(line["epoch"], line["loss"]) for line in map(json.loads, lines)]
 
 
-def words(folder: Path, cache: Path, *overrides: str) -> list[str]:
+def words(folder, cache, *overrides):
     """Return the arguments of ``unet3d`` that train a small network in a folder."""
     changes = (*SMALL, f"data.cache={cache}", *overrides)
     return ["train", "--output", str(folder), *(w for one in changes for w in ("--set", one))]
 
 
-def without_drawing(arguments: list[str]) -> None:
+def without_drawing(arguments):
     """Run ``unet3d ARGUMENTS`` in a warm process, and leave the files of pictures empty."""
     with without_pictures():
         warm.run_command(arguments)
 
 
-def start_warm(folder: Path, cache: Path, *overrides: str) -> warm.Warm:
+def start_warm(folder, cache, *overrides):
     """Do as :func:`start`, without drawing and in a process that is forked."""
     resume = ["--resume"] if (folder / "checkpoint-latest.pt").exists() else []
     changes = ("training.save_every_seconds=0", *overrides)
     return warm.call(without_drawing, [*words(folder, cache, *changes), *resume])
 
 
-def start(folder: Path, cache: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(folder, cache, *overrides):
     """Start a training in a process of its own, or continue the one that is in the folder."""
     command = [
         *(sys.executable, "-m", "unet3d"),
@@ -164,10 +158,3 @@ def start(folder: Path, cache: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Wait until a process has made a file."""
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
