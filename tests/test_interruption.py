@@ -2,14 +2,11 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from tests.ranks import environment
-from unet3d.interruption import deferred_interruption, postponed_interruption
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from unet3d.interruption import SIGNALS, deferred_interruption, postponed_interruption
 
 
 @pytest.fixture(autouse=True)
@@ -22,17 +19,13 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_a_request_and_the_second_acts(number):
+def test_the_first_signal_is_a_request_and_the_second_acts_but_a_rank_is_told_more_often(number):
     with deferred_interruption() as request:
         assert request.signal_number is None
         signal.raise_signal(number)
         assert request.signal_number == number
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_rank_is_told_more_than_once(number):
     with deferred_interruption(is_rank=True) as request:
         for _ in range(3):
             signal.raise_signal(number)
@@ -60,7 +53,7 @@ def test_a_thread_of_another_program_changes_no_handler(context):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_another_program_handles_what_was_postponed_once(number):
-    heard: list[int] = []
+    heard = []
     signal.signal(number, lambda heard_number, _: heard.append(heard_number))
     with postponed_interruption():
         with postponed_interruption():
@@ -80,7 +73,7 @@ def test_a_handler_that_is_not_pythons_stays(monkeypatch):
         assert request.signal_number == signal.SIGINT
 
 
-def in_a_program(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def in_a_program(code, tmp_path):
     """Run code in a program that handles signals as ours does."""
     (tmp_path / "interrupted_import.py").write_text(
         "import signal\n"
@@ -144,7 +137,7 @@ from unet3d.memory.allocations import counted_allocations
 try:
     with interruptible(), counted_allocations():
         torch.empty(3)
-        {}
+        signal.raise_signal(15)
         with counted_allocations():
             print(torch.empty(3).shape)
         print('counted')
@@ -156,18 +149,15 @@ except Interrupted as interruption:
 
 def test_a_signal_interrupts_no_counting_of_allocations(tmp_path):
     """PyTorch would end the process by SIGABRT at some of its operations."""
-    done = in_a_program(COUNTS.format("signal.raise_signal(15)"), tmp_path)
+    done = in_a_program(COUNTS, tmp_path)
     expected = "torch.Size([3])\ncounted\nSIGTERM 143\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
-def test_a_second_signal_ends_counting_at_once(tmp_path):
-    twice = "signal.raise_signal(15); signal.raise_signal(2)"
-    done = in_a_program(COUNTS.format(twice), tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
 def test_a_second_signal_ends_at_once_but_not_a_rank(tmp_path, monkeypatch):
+    twice = "signal.raise_signal(15); signal.raise_signal(2)"
+    done = in_a_program(RAISES.format(f"with postponed_interruption(): {twice}"), tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     code = RAISES.format("signal.raise_signal(15)") + "    signal.raise_signal(2)\nprint('end')"
     done = in_a_program(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "SIGTERM 143\n", "")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -23,16 +22,16 @@ from tests.trainings import (
     SMALL,
     assert_same_validation,
     assert_same_weights,
+    before_steps,
     losses,
     weights,
     without_pictures,
+    words,
 )
 from tests.volumes.samples import write_msd
 from unet3d import trainer
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, DeviceError, Unet3dError
-from unet3d.interruption import Interrupted
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from unet3d.interruption import SIGNALS, Interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -44,31 +43,29 @@ def folder(tmp_path, monkeypatch):
         yield tmp_path
 
 
-def small(cache: Path, **changes: Any) -> dict[str, Any]:
+def small(cache):
     """Return the settings of a small training on phantoms."""
-    named = {key.replace("__", "."): value for key, value in changes.items()}
-    return {**dict(one.split("=") for one in SMALL), "data.cache": cache, **named}
+    return {**dict(one.split("=") for one in SMALL), "data.cache": cache}
 
 
-def train(output: str | None, cache: Path, **options: Any) -> unet3d.TrainedRun:
-    settings = small(cache, **options.pop("settings", {}))
-    return unet3d.train(output=output, settings=settings, devices="cpu", **options)
+def train(output, cache, settings=(), **more):
+    settings = {**small(cache), **dict(settings)}
+    return unet3d.train(output=output, settings=settings, devices="cpu", **more)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cache, tmp_path_factory):
     """The run of the command that the others are compared with."""
     folder = tmp_path_factory.mktemp("command") / "run"
-    changes = (*SMALL, f"data.cache={cache}")
-    words = [word for change in changes for word in ("--set", change)]
-    assert run("train", "--output", folder, "--devices", "cpu", "--quiet", *words) == 0
+    assert run(*words(folder, cache), "--devices", "cpu", "--quiet") == 0
     return folder
 
 
 def test_a_run_is_that_of_the_command(folder):
     write_msd(folder / "first")
     write_msd(folder / "data", num_cases=5)
-    values: dict[str, Any] = {
+    tiny = {
+        "training.steps_per_epoch": np.int64(2),
         "patches.size": (8, 8, 8),
         "model.base_channels": 4,
         "model.num_levels": 2,
@@ -78,7 +75,6 @@ def test_a_run_is_that_of_the_command(folder):
         "data.num_workers": 0,
         "data.cache": folder / "cache",
     }
-    tiny = {**values, "training.steps_per_epoch": np.int64(2)}
     start = unet3d.train("first", output="first run", settings=tiny, devices="cpu", epochs=1)
     found = unet3d.train(
         "data",
@@ -90,17 +86,15 @@ def test_a_run_is_that_of_the_command(folder):
         fold=3,
         init=start.folder,
     )
-    assert (
-        run(
-            *("train", "data", "--output", "of the command", "--preset", "full"),
-            *("--preset", "quick", "--set", "training.steps_per_epoch=2"),
-            *("--set", "patches.size=8,8,8", "--set", "training.learning_rate=0.05"),
-            *("--set", "training.optimizer=adamw", "--set", "patches.augmentation.enabled=false"),
-            *("--set", "data.num_workers=0", "--set", f"data.cache={folder / 'cache'}"),
-            *("--devices", "cpu", "--epochs", 2, "--fold", 3, "--init", "first run", "--quiet"),
-        )
-        == 0
+    status = run(
+        *("train", "data", "--output", "of the command", "--preset", "full"),
+        *("--preset", "quick", "--set", "training.steps_per_epoch=2"),
+        *("--set", "patches.size=8,8,8", "--set", "training.learning_rate=0.05"),
+        *("--set", "training.optimizer=adamw", "--set", "patches.augmentation.enabled=false"),
+        *("--set", "data.num_workers=0", "--set", f"data.cache={folder / 'cache'}"),
+        *("--devices", "cpu", "--epochs", 2, "--fold", 3, "--init", "first run", "--quiet"),
     )
+    assert status == 0
     other = folder / "of the command"
     assert settings_of(found.folder) == settings_of(other)
     assert settings_of(other)["data"]["dataset"] == str(folder / "data")
@@ -121,36 +115,30 @@ def test_a_run_is_that_of_the_command(folder):
     assert np.array_equal(np.asarray(labels.dataobj), np.asarray(expected.dataobj))
 
 
-@pytest.mark.parametrize("has_log", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_program_stays_as_it_was(folder, has_log, monkeypatch, caplog):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
+def test_a_program_stays_as_it_was(folder, monkeypatch, caplog):
     for name in ("TERM", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    terminal = Terminal()
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
-    caplog.set_level(logging.INFO if has_log else logging.WARNING, logger="unet3d")
+    caplog.set_level(logging.INFO, logger="unet3d")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(64)
     try:
         before = _state()
-        changes: dict[str, Any] = {"training__epochs": 2, "patches__size": "8,8,8"}
-        changes["data__phantom__shape"] = "16,16,16"
-        found = train("run", folder / "cache", settings=changes)  # a new one, of new phantoms
+        tiny = {"data.phantom.shape": "16,16,16", "patches.size": "8,8,8"}  # new phantoms
+        found = train("run", folder / "cache", settings=tiny, epochs=2)
         assert _state() == before
     finally:
         torch.set_num_threads(num_threads)
     assert terminal.getvalue() == ""
     assert found.folder == folder / "run"
-    lines = [record.getMessage() for record in caplog.records]
-    epochs = [line.partition(":")[0] for line in lines if line.startswith("epoch ")]
-    assert epochs == (["epoch 1/2", "epoch 2/2"] if has_log else [])
+    epochs = [line.partition(":")[0] for line in caplog.messages if line.startswith("epoch ")]
+    assert epochs == ["epoch 1/2", "epoch 2/2"]
 
 
-def _state() -> dict[str, Any]:
+def _state():
     main = sys.modules["__main__"]
     loggers = [logging.getLogger(name) for name in (None, "unet3d", "unet3d.training")]
     return {
@@ -169,35 +157,16 @@ def _state() -> dict[str, Any]:
     }
 
 
-class Raising(logging.Handler):
-    """Sends this process a signal when the first epoch is logged."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(logging.INFO)
-        self._number = number
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("epoch 1/3"):
-            signal.raise_signal(self._number)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_goes_on(number, cache, undisturbed, caplog):
+def test_a_run_that_is_stopped_goes_on(cache, undisturbed, caplog):
     caplog.set_level(logging.INFO, logger="unet3d")
     before = [signal.getsignal(one) for one in SIGNALS]
-    handler = Raising(number)
-    logging.getLogger("unet3d").addHandler(handler)
-    try:
-        with pytest.raises(BaseException) as stopped:
+    with before_steps(lambda step: signal.raise_signal(signal.SIGTERM) if step == 5 else None):
+        with pytest.raises(Interrupted) as stopped:
             train("run", cache)
-    finally:
-        logging.getLogger("unet3d").removeHandler(handler)
-    if number == signal.SIGINT:
-        assert stopped.type is KeyboardInterrupt
-        assert str(stopped.value) == "stopped; resume=True continues run"
-    else:
-        assert isinstance(stopped.value, Interrupted) and stopped.value.can_resume
-        assert stopped.value.signal_number == number
+    assert stopped.value.can_resume and stopped.value.signal_number == signal.SIGTERM
+    with before_steps(lambda step: signal.raise_signal(signal.SIGINT)):
+        with pytest.raises(KeyboardInterrupt, match="^stopped; resume=True continues run$"):
+            unet3d.train(output="run", resume=True)
     assert [signal.getsignal(one) for one in SIGNALS] == before
     assert not Path("run/summary.json").exists()
     assert [epoch for epoch, _ in losses(Path("run"))] == [1]
@@ -210,7 +179,7 @@ def test_a_run_that_is_stopped_goes_on(number, cache, undisturbed, caplog):
 
 
 def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch):
-    events: list[str] = []
+    events = []
     train_run = trainer.train_run
 
     def watched(*values, **options):
@@ -220,12 +189,9 @@ def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch
         return result
 
     monkeypatch.setattr(trainer, "train_run", watched)
-    options: list[dict[str, Any]] = [
-        {"output": "a"},
-        {"output": None, "settings": {"training__epochs": 1}},
-    ]
+    options = [("a", cache), (None, cache, {"training.epochs": 1})]
     with ThreadPoolExecutor(2) as threads:
-        runs = list(threads.map(lambda own: train(cache=cache, **own), options))
+        runs = list(threads.map(lambda own: train(*own), options))
     assert events == ["begins", "ends"] * 2
     assert_same_weights(runs[0].folder, undisturbed)
     # Without a folder, a run is put where the command puts it.
@@ -234,34 +200,16 @@ def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch
 
 
 @pytest.mark.nightly
-def test_ranks_are_started_and_heard_but_not_seen(cache, undisturbed, caplog, capfd):
-    caplog.set_level(logging.INFO, logger="unet3d")
-    settings = small(cache, parallel__mode="data")
-    capfd.readouterr()
-    found = unet3d.train(output="run", settings=settings, devices=["cpu", "cpu"])
-    assert capfd.readouterr() == ("", "")
-    for (_, loss), (_, expected) in zip(losses(found.folder), losses(undisturbed), strict=True):
-        assert loss == pytest.approx(expected, rel=1e-2)
-    assert len(json.loads((found.folder / "memory.json").read_text())["slots"]) == 2
-    lines = [record.getMessage() for record in caplog.records]
-    assert sum(line.startswith("epoch 3/3: ") for line in lines) == 1
-    assert 0 <= (found.mean_dice or 0) <= 1 and found.dice.keys() == {
-        "brain",
-        "ventricles",
-        "lesion",
-    }
-
-
-@pytest.mark.nightly
-def test_a_script_need_not_ask_for_its_name(folder, cache, undisturbed):
-    """Processes that prepare cases and cut patches must not run it again."""
-    settings = {key: str(value) for key, value in small(folder / "new cache").items()}
-    settings["data.num_workers"] = "2"
+def test_a_script_hears_its_ranks_and_need_not_ask_for_its_name(folder, undisturbed):
+    """Processes that train, prepare cases and cut patches must not run it again."""
+    changes = {"data.num_workers": 1, "parallel.mode": "data"}
+    settings = {**small(str(folder / "new cache")), **changes}
     (folder / "training_script.py").write_text(
-        "import unet3d\n"
+        "import logging, unet3d\n"
+        "logging.basicConfig(level='INFO', format='%(message)s')\n"
         "print('began', flush=True)\n"
-        f"found = unet3d.train(output='run', settings={settings}, devices='cpu')\n"
-        "print(found.folder.name)\n"
+        f"found = unet3d.train(output='run', settings={settings}, devices=['cpu', 'cpu'])\n"
+        "print(found.folder.name, *found.dice)\n"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "training_script.py"],
@@ -270,8 +218,12 @@ def test_a_script_need_not_ask_for_its_name(folder, cache, undisturbed):
         env=process_environment(),
         timeout=120,
     )
-    assert (done.returncode, done.stdout) == (0, "began\nrun\n"), done.stderr
-    assert_same_weights(folder / "run", undisturbed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "began\nrun brain ventricles lesion\n"
+    assert sum(line.startswith("epoch 3/3: ") for line in done.stderr.splitlines()) == 1
+    for (_, loss), (_, expected) in zip(losses(Path("run")), losses(undisturbed), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-2)
+    assert len(json.loads(Path("run/memory.json").read_text())["slots"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -294,15 +246,11 @@ def test_a_script_need_not_ask_for_its_name(folder, cache, undisturbed):
 def test_what_cannot_be_is_refused_in_words(folder, options, kind, words):
     (folder / "taken").mkdir()
     (folder / "taken/file").touch()
-    before = _files_of_runs(folder)
     with pytest.raises(kind) as refused:
         unet3d.train(**{"devices": "cpu", **options})
     assert words in str(refused.value)
-    assert _files_of_runs(folder) == before
-
-
-def _files_of_runs(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and "cache" not in path.parts]
+    files = [path for path in folder.rglob("*") if path.is_file() and "cache" not in path.parts]
+    assert files == [folder / "taken/file"]
 
 
 def test_what_only_the_command_does_is_named(folder, monkeypatch):
