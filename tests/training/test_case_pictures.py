@@ -1,16 +1,15 @@
 """Which cases are drawn after a training, and that predicted and true outlines are in place."""
 
-from pathlib import Path
+from dataclasses import replace
 
 import nibabel as nib
 import numpy as np
 import pytest
 from matplotlib.contour import QuadContourSet
-from matplotlib.figure import Figure
 
 from tests.volumes.samples import write_volume
-from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
-from unet3d.inference.label_scores import TOLERANCE_MM, score_maps
+from unet3d.inference.evaluation import Evaluation, evaluate
+from unet3d.inference.label_scores import TOLERANCE_MM
 from unet3d.training import case_pictures
 from unet3d.training.case_pictures import draw_extremes
 from unet3d.volumes.dataset import Case
@@ -20,7 +19,7 @@ SHAPE, SPACING_MM = (24, 20, 16), (1.0, 1.0, 2.0)
 TRUE = (slice(4, 12), slice(6, 15), slice(3, 9))
 
 
-def made(folder: Path, shifts: list[int], ignore: int | None = None) -> tuple[Evaluation, list]:
+def made(folder, shifts, ignore=None):
     """Write cases whose prediction is shifted along X by some voxels, and score them."""
     scored = ScoredLabels.of({0: "background", 1: "liver"}, (), ignore)
     cases, scores = [], []
@@ -39,24 +38,17 @@ def made(folder: Path, shifts: list[int], ignore: int | None = None) -> tuple[Ev
             label=write_volume(folder / f"labels/{name}.nii.gz", label, SPACING_MM),
         )
         path = write_volume(folder / f"run/{name}_seg.nii.gz", prediction, SPACING_MM)
-        maps = read_pair(path, case.label)
-        found = score_maps(maps[0].array, maps[1].array, maps[1].header.affine, scored)
+        (found,) = evaluate(path, case.label, scored=scored).cases
         cases.append(case)
-        scores.append(
-            CaseScores(
-                name=name, prediction=Path(f"{name}_seg.nii.gz"), label=case.label, scores=found
-            )
-        )
-    evaluation = Evaluation.of(
-        sorted(scores, key=lambda case: case.mean_dice or 0.0), scored, TOLERANCE_MM
-    )
-    return evaluation, cases
+        scores.append(replace(found, name=name, prediction=path.relative_to(folder / "run")))
+    worst_first = sorted(scores, key=lambda case: case.mean_dice)
+    return Evaluation.of(worst_first, scored, TOLERANCE_MM), cases
 
 
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are written, by the names of their files."""
-    written: dict[str, Figure] = {}
+    written = {}
     write = case_pictures.write_figure
 
     def note(figure, path):
@@ -67,7 +59,7 @@ def figures(monkeypatch):
     return written
 
 
-def extents_mm(figure: Figure, view: str) -> list[tuple[float, float]]:
+def extents_mm(figure, view):
     """Return from where to where each outline of a view goes across."""
     (axes,) = (one for one in figure.axes if one.get_title(loc="left").startswith(view))
     contours = [
@@ -95,8 +87,8 @@ def test_the_worst_and_the_best_case_are_drawn_with_both_outlines(tmp_path, figu
 def test_a_single_case_has_one_picture_and_one_without_any_label_none(tmp_path, figures):
     evaluation, cases = made(tmp_path, [2])
     (case,) = evaluation.cases
-    nothing = CaseScores(name=case.name, prediction=case.prediction, label=case.label, scores={})
-    draw_extremes(tmp_path, Evaluation.of([nothing], evaluation.scored, TOLERANCE_MM), cases)
+    nothing = replace(evaluation, cases=(replace(case, scores={}),))
+    draw_extremes(tmp_path, nothing, cases)
     assert not figures
     draw_extremes(tmp_path / "run", evaluation, cases)
     assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["worst.png"]

@@ -1,24 +1,16 @@
 import json
 from types import SimpleNamespace
-from typing import Any
 
+from tests.networks import random_checkpoint
 from unet3d.config import load_config
 from unet3d.runs.case_split import CaseSplit
 from unet3d.training.data_record import data_lines, data_record
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.transform import Preprocessing
 
 
-def experiment(training: list[str], validation: list[str], *changes: str) -> Any:
+def experiment(training, validation, *changes):
     return SimpleNamespace(
         config=load_config(None, changes),
-        preprocessing=Preprocessing(
-            spacing_mm=(1.0, 1.0, 2.5),
-            channels=(ChannelNormalization(kind="z-score"),),
-            channel_names=("MRI",),
-            label_names=("background", "liver"),
-            label_values=(0, 7),
-        ),
+        preprocessing=random_checkpoint(label_values=(0, 7)).preprocessing,
         split=CaseSplit(
             training=dict.fromkeys(training, "0" * 32),
             validation=dict.fromkeys(validation, "1" * 32),

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +22,10 @@ from unet3d.training.divergence import (
     image_fault,
     suspects,
 )
-from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.cache import PreparedCase
 
 
-def case(name: str, *values: float) -> Any:
+def case(name, *values):
     image = np.array(values, np.float32).reshape(1, -1, 1, 1)
     return SimpleNamespace(name=name, image=lambda: image)
 
@@ -46,7 +44,7 @@ def test_the_image_that_is_at_fault_is_named_or_else_the_learning_rate():
     assert "a smaller training.learning_rate than 0.01" in str(error)
 
 
-def step(total: float, *cases: str) -> StepLoss:
+def step(total, *cases):
     zero = torch.zeros(())
     terms = LossTerms(total=torch.tensor(total), dice=zero, cross_entropy=zero)
     return StepLoss(num_samples=len(cases), terms=terms, cases=cases)
@@ -88,11 +86,11 @@ def folder(begun, tmp_path):
     return shutil.copytree(begun, tmp_path / "run")
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, after: int, what: str) -> None:
+def spoil(monkeypatch, after, what):
     """Make numbers infinite after some steps, without a trace of it in the loss of the step."""
     take, done = Optimization.step, []
 
-    def spoiled(self: Optimization, learning_rate: float) -> None:
+    def spoiled(self, learning_rate):
         take(self, learning_rate)
         if is_real(self):
             done.append(learning_rate)
@@ -117,9 +115,8 @@ def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
     ):
         spoil(patch, after, what)
         run(settings(cache, *save), folder, resume=True)
-    saved = load_checkpoint(folder / "checkpoint-latest.pt")
-    assert saved.training["state"]["epoch"] == 1
-    assert saved.training["state"]["step"] == 0
+    state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
+    assert (state["epoch"], state["step"]) == (1, 0)
     run(settings(cache, "training.learning_rate=0.001", *save), folder, resume=True)
     assert [epoch for epoch, _ in losses(folder)] == [1, 2]
 
@@ -141,40 +138,29 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache, folder):
     assert contents(folder) == before
 
 
-def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(cache, folder, monkeypatch):
-    name = next(iter(json.loads((folder / "data.json").read_text())["training"]))
+def spoil_image(monkeypatch, folder, part, value):
+    """Fill the prepared image of the first case of a part with a value; return its name."""
+    name = next(iter(json.loads((folder / "data.json").read_text())[part]))
     whole = PreparedCase.image
 
     def image(self):
         array = np.array(whole(self), np.float32)
-        return np.full_like(array, 1e38) if self.name == name else array
+        return np.full_like(array, value) if self.name == name else array
 
     monkeypatch.setattr(PreparedCase, "image", image)
+    return name
+
+
+def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(cache, folder, monkeypatch):
+    name = spoil_image(monkeypatch, folder, "training", 1e38)
     with pytest.raises(VolumeError, match=f"prepared image of case {name} ") as refused:
         more = ("training.steps_per_epoch=20", "patches.augmentation.enabled=false")
         run(settings(cache, *QUICK, *more), folder, resume=True)
     assert "learning_rate" not in str(refused.value)
-    monkeypatch.undo()
-    run(settings(cache, *QUICK), folder, resume=True)
 
 
-def test_a_bad_image_in_validation_is_blamed(cache, tmp_path, monkeypatch):
-    config = settings(cache, *QUICK, "training.epochs=1")
-    names: list[str] = []
-    whole = PreparedCase.image
-
-    def image(self):
-        array = np.array(whole(self), np.float32)
-        return array if self.name in names else np.full_like(array, math.nan)
-
-    begin = TrainingLoop.run
-
-    def begun(self, *arguments):
-        names.extend(case.name for case in self.experiment.training)
-        return begin(self, *arguments)
-
-    monkeypatch.setattr(PreparedCase, "image", image)
-    monkeypatch.setattr(TrainingLoop, "run", begun)
-    with pytest.raises(VolumeError, match="validation case .* holds NaN or infinite"):
-        run(config, tmp_path / "run")
+def test_a_bad_image_in_validation_is_blamed(cache, begun, tmp_path, monkeypatch):
+    name = spoil_image(monkeypatch, begun, "validation", math.nan)
+    with pytest.raises(VolumeError, match=f"validation case .*case {name} holds NaN or infinite"):
+        run(settings(cache, *QUICK, "training.epochs=1"), tmp_path / "run")
     assert not (tmp_path / "run/checkpoint-latest.pt").exists()

@@ -1,39 +1,32 @@
 """Beginning with the weights of another run: what is taken, what is new, what does not fit."""
 
 import logging
-import math
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, random_weights, write_model
-from tests.trainings import (
-    SMALL,
-    assert_same_weights,
-    run,
-    run_until_power_cut,
-    settings,
-    weights,
-)
+from tests.trainings import SMALL, assert_same_weights, run, run_until_power_cut, settings
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import Topology, UNet3d, plan_topology
-from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.runs.checkpoint import save_checkpoint
 from unet3d.training.initialising import begin_with, settings_of_init, take_weights
 from unet3d.volumes.classes import Region
-from unet3d.volumes.normalization import ChannelNormalization, Kind
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+
+STEM, HEADS = "encoder.levels.0.0.", "decoder.heads."
+OLD = ("liver", "tumour")
 
 DEEP = Topology(
     in_channels=2,
@@ -44,7 +37,7 @@ DEEP = Topology(
 )
 
 
-def preparing(num_channels: int, *labels: str) -> Preprocessing:
+def preparing(num_channels, *labels):
     return Preprocessing(
         spacing_mm=(1.0, 1.0, 2.5),
         channels=(ChannelNormalization(kind="z-score"),) * num_channels,
@@ -54,18 +47,18 @@ def preparing(num_channels: int, *labels: str) -> Preprocessing:
     )
 
 
-def network(seed: int, **changes: Any) -> UNet3d:
+def network(seed, **changes):
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return UNet3d(replace(DEEP, **changes))
 
 
-def trained(**changes: Any) -> Checkpoint:
+def trained(**changes):
     topology = replace(DEEP, **changes)
     return replace(
         random_checkpoint(),
         topology=topology,
-        preprocessing=preparing(topology.in_channels, "liver", "tumour"),
+        preprocessing=preparing(topology.in_channels, *OLD),
         model=network(1, **changes).state_dict(),
     )
 
@@ -81,27 +74,17 @@ def file(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "labels", "new", "words"),
     [
-        ({}, ("liver", "tumour"), (), "nothing is new"),
-        (  # as many of other names
-            {},
-            ("left", "right"),
-            ("decoder.heads.",),
-            "new: the heads (left, right instead of liver, tumour)",
-        ),
+        ({}, OLD, (), None),
+        ({}, ("left", "right"), (HEADS,), "the heads (left, right instead of liver, tumour)"),
+        ({"in_channels": 1}, OLD, (STEM,), "the stem (channel 0 instead of channel 0, channel 1)"),
         (
-            {"in_channels": 1},
-            ("liver", "tumour"),
-            ("encoder.levels.0.0.",),
-            "new: the stem (channel 0 instead of channel 0, channel 1)",
-        ),
-        (
-            {"in_channels": 4, "num_classes": 2},
+            {"in_channels": 3, "num_classes": 2},
             ("one",),
-            ("encoder.levels.0.0.", "decoder.heads."),
-            "new: the stem (channel 0, channel 1, channel 2, channel 3 instead of channel 0, "
-            "channel 1) and the heads (one instead of liver, tumour)",
+            (STEM, HEADS),
+            "the stem (channel 0, channel 1, channel 2 instead of channel 0, channel 1) and the "
+            "heads (one instead of liver, tumour)",
         ),
-        ({"deep_supervision": False}, ("liver", "tumour"), (), "nothing is new"),
+        ({"deep_supervision": False}, OLD, (), None),
     ],
     ids=str,
 )
@@ -110,20 +93,19 @@ def test_all_but_stem_and_heads_is_taken(changes, labels, new, words, encoder):
     model = network(2, encoder=encoder, **changes)
     random = {name: value.clone() for name, value in model.state_dict().items()}
     found = take_weights(model, preparing(model.topology.in_channels, *labels), checkpoint)
-    assert found == words
+    assert found == (f"new: {words}" if words else "nothing is new")
     taken = {name: value for name, value in checkpoint.model.items() if not name.startswith(new)}
     assert_equal(model.state_dict(), {name: taken.get(name, random[name]) for name in random})
 
 
 def test_regions_in_place_of_labels_have_heads_of_their_own():
     """Three of them, as many as the checkpoint has classes."""
-    regions = tuple(
-        Region(name=name, values=values, written=values[-1])
-        for name, values in (("whole", (1, 2, 3)), ("core", (1, 2)), ("rim", (1,)))
-    )
+    regions = [Region(name=name, values=(1, 2), written=2) for name in ("whole", "core", "rim")]
     model = network(2)
     head = model.decoder.heads[0].weight.clone()
-    words = take_weights(model, replace(preparing(2, "a", "b", "c"), regions=regions), trained())
+    words = take_weights(
+        model, replace(preparing(2, "a", "b", "c"), regions=tuple(regions)), trained()
+    )
     assert words == "new: the heads (whole, core, rim instead of liver, tumour)"
     assert_equal(model.decoder.heads[0].weight, head)
 
@@ -168,7 +150,7 @@ def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(tmp_path, 
 
 def test_each_channel_may_be_normalised_otherwise(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    cases: list[tuple[tuple[Kind, ...], tuple[Kind, ...], list[str]]] = [
+    cases = [
         (("ct", "none"), ("none", "ct"), ["ct, none instead of none, ct"]),
         (("ct", "ct"), ("ct", "none"), ["ct instead of ct, none"]),
         (("ct", "ct"), ("ct",), []),  # another stem, of which another line tells
@@ -176,7 +158,7 @@ def test_each_channel_may_be_normalised_otherwise(tmp_path, caplog):
     for new, old, words in cases:
         wanted, found = (
             replace(
-                preparing(len(kinds), "liver", "tumour"),
+                preparing(len(kinds), *OLD),
                 channels=tuple(ChannelNormalization(kind=one) for one in kinds),
             )
             for kinds in (new, old)
@@ -199,7 +181,7 @@ def test_another_network_is_refused(file):
 # Settings
 
 
-def resolved(file: Path, *changes: str) -> Config:
+def resolved(file, *changes):
     return settings_of_init(load_config(None, [f"training.init={file}", *changes]))
 
 
@@ -251,12 +233,10 @@ def finished(cache, tmp_path_factory):
     return folder
 
 
-def fine_tuning(cache: Path, init: Path, *changes: str) -> Config:
+def fine_tuning(cache, init, *changes):
     """Return settings like those of a small training, but for the network."""
     own = [change for change in SMALL if not change.startswith("model.")]
-    return settings_of_init(
-        load_config(None, [*own, f"data.cache={cache}", f"training.init={init}", *changes])
-    )
+    return resolved(init, *own, f"data.cache={cache}", *changes)
 
 
 def test_a_training_begins_with_the_weights(cache, finished, tmp_path, caplog):
@@ -278,13 +258,10 @@ def test_it_goes_on_without_the_file(cache, finished, tmp_path):
     init.unlink()
     run(load_config(tmp_path / "parts" / "config.yaml"), tmp_path / "parts", resume=True)
     assert_same_weights(tmp_path / "parts", tmp_path / "whole")
-    changed = weights(tmp_path / "whole")
-    moved = [(value - changed[name]).abs().max() for name, value in weights(finished).items()]
-    assert 0 < max(moved) < math.inf
 
 
 def test_every_part_of_a_network_of_another_program_is_taken(tmp_path):
-    changes: dict[str, Any] = {
+    changes = {
         "kernels": ((3, 3, 1), (3, 3, 1), (3, 3, 3), (3, 3, 3)),
         "strides": ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2)),
         "units": (1, 3, 2, 2),
@@ -296,10 +273,10 @@ def test_every_part_of_a_network_of_another_program_is_taken(tmp_path):
     checkpoint = trained(**changes)
     save_checkpoint(checkpoint, tmp_path / "model.pt")
     config = resolved(tmp_path / "model.pt", "model.kernels=anisotropic")
-    planned = plan_topology(config.model, (16, 16, 16), (1.0, 1.0, 1.0), 2, 3)
-    assert planned == checkpoint.topology
+    topology = plan_topology(config.model, (16, 16, 16), (1.0, 1.0, 1.0), 2, 3)
+    assert topology == checkpoint.topology
     assert Config.from_yaml(config.to_yaml()).model == config.model
-    model = UNet3d(planned)
+    model = UNet3d(topology)
     assert take_weights(model, checkpoint.preprocessing, checkpoint) == "nothing is new"
     assert_equal(model.state_dict(), checkpoint.model)
     with pytest.raises(ConfigError, match="model.units"):
@@ -307,13 +284,11 @@ def test_every_part_of_a_network_of_another_program_is_taken(tmp_path):
 
 
 def test_a_model_of_nnunet_may_be_named_itself(tmp_path):
-    model = write_model(tmp_path / "model", 0)
-    path = model / "fold_0" / "checkpoint_final.pth"
+    path = write_model(tmp_path / "model", 0) / "fold_0/checkpoint_final.pth"
     config = resolved(path)
-    planned = plan_topology(config.model, (32, 48, 16), (1.0, 0.5, 3.0), 2, 3)
-    assert planned == TOPOLOGY
+    assert plan_topology(config.model, (32, 48, 16), (1.0, 0.5, 3.0), 2, 3) == TOPOLOGY
     assert config.data.spacing_mm == (1.0, 0.5, 3.0)
-    network = UNet3d(planned)
+    network = UNet3d(TOPOLOGY)
     begin_with(path, network, preparing(2, "organ", "lésion"), Group(Ranks()))
     stem = "encoder.levels.0.0.conv.weight"
     assert_equal(network.state_dict()[stem], random_weights()[stem])

@@ -1,7 +1,6 @@
 """What the loop itself decides; what it leads to is in ``test_job``."""
 
 import multiprocessing
-from pathlib import Path
 
 import pytest
 
@@ -9,11 +8,9 @@ from tests.trainings import before_steps, losses, run, settings
 from unet3d.reports.progress import ProgressLine
 
 
-def shown_losses(
-    cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, save_every_seconds: int
-) -> list[float]:
+def shown_losses(cache, folder, monkeypatch, save_every_seconds):
     """Return the losses that the live line shows, having seen that it shows one for each step."""
-    shown: list[tuple[int, int, float]] = []
+    shown = []
     monkeypatch.setattr(ProgressLine, "wants_loss", lambda self: True)
     monkeypatch.setattr(ProgressLine, "step_done", lambda self, *values: shown.append(values))
     saving = f"training.save_every_seconds={save_every_seconds}"

@@ -16,10 +16,10 @@ def test_what_captured_steps_reserve_later_is_written_down(tmp_path, monkeypatch
     executor = SimpleNamespace(slots=[SimpleNamespace(device=device) for device in devices])
     record = {"slots": [{"measured": {"reserved_bytes": 300}} for _ in devices]}
     folder = RunFolder(tmp_path)
-    update_reserved(record, executor, folder, Group(Ranks()))  # type: ignore[arg-type]
+    update_reserved(record, executor, folder, Group(Ranks()))
     found = [slot["measured"]["reserved_bytes"] for slot in record["slots"]]
     assert found == [300, 500, 300]
     assert json.loads(folder.memory.read_text()) == record
     folder.memory.unlink()
-    update_reserved(record, executor, folder, Group(Ranks()))  # type: ignore[arg-type]
+    update_reserved(record, executor, folder, Group(Ranks()))
     assert not folder.memory.exists(), "a record that stays true is written again"

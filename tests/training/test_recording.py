@@ -1,8 +1,6 @@
 """Who writes what a run tells of itself, and when; what is in it, ``test_job`` sees."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,27 +13,13 @@ from unet3d.parallel import ParallelDims
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import recording
 from unet3d.training.final_result import FinalResult
+from unet3d.training.metrics import epoch_metrics
 from unet3d.training.recording import RunRecorder
 from unet3d.training.state import TrainingState
 
 CPU = torch.device("cpu")
-METRICS = {
-    "epoch": 1,
-    "loss": 0.5,
-    "dice_loss": 0.25,
-    "cross_entropy": 0.25,
-    "seconds": 2.0,
-    "waited_seconds": 1.0,
-    "learning_rate": 0.01,
-}
-FILES = {
-    "config.yaml",
-    "data.json",
-    "metrics.jsonl",
-    "progress.png",
-    "summary.json",
-    "tensorboard",
-}
+METRICS = epoch_metrics(TrainingState(), num_steps=1, learning_rate=0.01, validation=None)
+FILES = {"config.yaml", "data.json", "metrics.jsonl", "progress.png", "summary.json", "tensorboard"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +27,9 @@ def _record_of_no_data(monkeypatch):
     monkeypatch.setattr(recording, "data_record", lambda experiment: {})
 
 
-def recorder(group: Group, folder: Path) -> RunRecorder:
-    experiment: Any = SimpleNamespace(config=Config())
-    executor: Any = SimpleNamespace(slots=[SimpleNamespace(device=torch.device("cpu"))])
+def recorder(group, folder):
+    experiment = SimpleNamespace(config=Config())
+    executor = SimpleNamespace(slots=[SimpleNamespace(device=torch.device("cpu"))])
     return RunRecorder(
         experiment=experiment,
         executor=executor,
@@ -88,7 +72,7 @@ def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp
 
 def test_the_first_epoch_is_drawn_and_then_no_more_than_one_a_minute(tmp_path, monkeypatch):
     now = 1000.0
-    drawn: list[tuple[float, str]] = []
+    drawn = []
     monkeypatch.setattr(recording.time, "monotonic", lambda: now)
     monkeypatch.setattr(
         recording, "write_progress_picture", lambda _, title, path: drawn.append((now, title))

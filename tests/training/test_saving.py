@@ -1,7 +1,5 @@
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from unet3d.config import load_config
 from unet3d.distributed.group import Group
@@ -11,9 +9,9 @@ from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 
 
-def saver_of(rank: int, folder: Path) -> CheckpointSaver:
-    experiment: Any = SimpleNamespace(config=load_config(None, ["training.save_every_seconds=5"]))
-    nothing: Any = None
+def saver_of(rank, folder):
+    experiment = SimpleNamespace(config=load_config(None, ["training.save_every_seconds=5"]))
+    nothing = None
     return CheckpointSaver(
         experiment=experiment,
         module=nothing,

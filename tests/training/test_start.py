@@ -1,10 +1,9 @@
 """Which run is meant, and that all ranks mean the same one."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from tests.rank_threads import in_threads, place
 from unet3d.config import Config, load_config
@@ -24,14 +23,16 @@ CHANGES = (
 )
 
 
-def request(**changes: Any) -> RunRequest:
-    values: dict[str, Any] = {
-        "config_path": None,
-        "changes": CHANGES,
-        "output": None,
-        "resume": False,
-    }
-    return RunRequest(**values | changes)
+def request(**changes):
+    usual = RunRequest(config_path=None, changes=CHANGES, output=None, resume=False)
+    return replace(usual, **changes)
+
+
+def begin(run):
+    """Leave what a run has on the disk after its first epoch."""
+    run.folder.create()
+    run.folder.write_config(run.config)
+    run.folder.latest.touch()
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def planned(monkeypatch):
     """What plans takes two groups of slabs on four devices; return the ranks that it was told."""
-    told: list[Ranks | None] = []
+    told = []
 
     def plan(config, network, ranks):
         told.append(ranks)
@@ -56,12 +57,7 @@ def planned(monkeypatch):
     return told
 
 
-def refuse_yaml(*_: object, **__: object) -> None:
-    raise AssertionError("settings are turned to YAML")
-
-
 def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch):
-    monkeypatch.setattr(yaml, "safe_dump", refuse_yaml)
     run = choose_run(request(), ALONE)
     assert run.config.data.dataset == Path("some/where")
     assert run.config.patches.size == (16, 16, 24)
@@ -73,9 +69,7 @@ def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch):
         choose_run(request(changes=changes), Group(place(0, 2)))
 
 
-def test_all_ranks_get_the_run_of_the_first_without_yaml(here, monkeypatch):
-    monkeypatch.setattr(yaml, "safe_dump", refuse_yaml)
-
+def test_all_ranks_get_the_run_of_the_first(here):
     def choose(group):
         # What the second rank is asked does not count.
         own = (*CHANGES, "parallel.devices=cpu,cpu") if group.is_first else ("training.seed=9",)
@@ -92,11 +86,9 @@ def test_all_ranks_get_the_run_of_the_first_without_yaml(here, monkeypatch):
 
 def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here):
     started = choose_run(request(output=here / "run"), ALONE)
-    started.folder.create()
-    started.folder.write_config(started.config)
     with pytest.raises(ConfigError, match="no run to resume in"):
         choose_run(request(changes=(), output=here / "run", resume=True), ALONE)
-    started.folder.latest.touch()
+    begin(started)
     changes = ("training.epochs=7",)
     run = choose_run(request(changes=changes, output=here / "run", resume=True), ALONE)
     assert run.resume and run.folder.path == here / "run"
@@ -133,15 +125,6 @@ def test_auto_becomes_what_is_planned(planned, caplog):
         assert caplog.messages.pop() == "parallel: as planned"
 
 
-def resumed(here: Path, started: tuple[str, ...], changes: tuple[str, ...]) -> Config:
-    """Return the settings of a run that is continued with some changes."""
-    run = choose_run(request(changes=(*CHANGES, *started), output=here / "run"), ALONE)
-    run.folder.create()
-    run.folder.write_config(run.config)
-    run.folder.latest.touch()
-    return choose_run(request(changes=changes, output=here / "run", resume=True), ALONE).config
-
-
 MODEL = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 DATA = ("parallel.mode=data", "parallel.devices=cpu,cpu")
 SPATIAL = ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2")
@@ -160,7 +143,9 @@ SPATIAL = ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "paralle
     ids=str,
 )
 def test_a_run_goes_on_in_a_mode_that_suits_the_devices(here, started, changes, mode):
-    assert resumed(here, started, changes).parallel.mode == mode
+    begin(choose_run(request(changes=(*CHANGES, *started), output=here / "run"), ALONE))
+    run = choose_run(request(changes=changes, output=here / "run", resume=True), ALONE)
+    assert run.config.parallel.mode == mode
 
 
 def test_settings_suit_a_cpu_where_no_configuration_is_named(here, caplog):
@@ -169,9 +154,7 @@ def test_settings_suit_a_cpu_where_no_configuration_is_named(here, caplog):
     assert started.config.model.base_channels == 8
     assert started.config.training.epochs == 7
     assert "for a CPU, without --config: model.base_channels=8" in caplog.text
-    started.folder.create()
-    started.folder.write_config(started.config)
-    started.folder.latest.touch()
+    begin(started)
     caplog.clear()
     # A run goes on as it was begun, and a configuration decides alone.
     again = choose_run(request(changes=(), output=started.folder.path, resume=True), ALONE)

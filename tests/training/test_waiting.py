@@ -3,9 +3,7 @@
 import io
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -32,25 +30,25 @@ BATCH = Batch(
 class Machine:
     """A host with a clock and a GPU that works behind it, both in seconds of the same time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 100.0
         self.gpu_free = 100.0
         self.num_waits = 0
         machine = self
 
         class Event:
-            def __init__(self, enable_timing: bool) -> None:
+            def __init__(self, enable_timing):
                 assert enable_timing
 
-            def record(self, stream: object) -> None:
+            def record(self, stream):
                 assert stream == ("stream of", GPU)
                 self.seconds = machine.gpu_free = max(machine.now, machine.gpu_free)
 
-            def synchronize(self) -> None:
+            def synchronize(self):
                 machine.num_waits += 1
                 machine.now = max(machine.now, self.seconds)
 
-            def elapsed_time(self, end: "Event") -> float:
+            def elapsed_time(self, end):
                 assert max(self.seconds, end.seconds) <= machine.now, "not complete"
                 return 1000 * (end.seconds - self.seconds)
 
@@ -58,13 +56,13 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
 
-    def batches(self, *seconds: float) -> Iterator[Batch]:
+    def batches(self, *seconds):
         """Yield batches, each after some time on the host."""
         for one in seconds:
             self.now += one
             yield BATCH
 
-    def compute(self, seconds: float) -> None:
+    def compute(self, seconds):
         """Launch a step, which takes the host 1 ms."""
         self.now += 0.001
         self.gpu_free = max(self.now, self.gpu_free) + seconds
@@ -105,7 +103,7 @@ def test_the_first_batch_of_all_is_told_once(monkeypatch):
     assert clock.read() == pytest.approx(10.0)
 
 
-def loading(**changes: Any) -> Loading:
+def loading(**changes):
     usual = Loading(devices=(GPU,), num_workers=2, num_ranks=1, augments_on_cpu=False)
     return replace(usual, **changes)
 
@@ -123,10 +121,6 @@ def machine_of(monkeypatch):
     torch.set_num_threads(before)
 
 
-def epoch(seconds: float, waited_seconds: float) -> dict[str, float]:
-    return {"seconds": seconds, "waited_seconds": waited_seconds}
-
-
 @pytest.mark.parametrize(
     ("cores", "changes", "expected"),
     [
@@ -139,9 +133,9 @@ def epoch(seconds: float, waited_seconds: float) -> dict[str, float]:
 )
 def test_a_gpu_that_waits_is_told_what_helps(machine_of, cores, changes, expected):
     machine_of(cores, 1)
-    note = loading(**changes).note(epoch(20.0, 6.8), 0.0, 6.8)
+    note = loading(**changes).note({"seconds": 20.0, "waited_seconds": 6.8}, 0.0, 6.8)
     assert note == f"waited 34 % for data: try {expected}"
-    longest = loading(**changes).note(epoch(20.0, 20.0), 0.0, 20.0)
+    longest = loading(**changes).note({"seconds": 20.0, "waited_seconds": 20.0}, 0.0, 20.0)
     assert longest is not None and len(INDENT + longest) <= MAX_COLUMNS
 
 
@@ -151,7 +145,8 @@ def test_a_gpu_whose_patches_are_there_waits_for_the_host(machine_of):
         (1.9, "the host, which queues such short steps too slowly"),
         (2.1, "data: try more data.num_workers (now 2)"),
     ):
-        note = loading().note(epoch(23.0, 12.0), 3.0, loading_seconds)  # of the start, 3 s
+        metrics = {"seconds": 23.0, "waited_seconds": 12.0}  # of the start, 3 s
+        note = loading().note(metrics, 3.0, loading_seconds)
         assert note == f"waited 45 % for {for_what}"
         assert len(INDENT + note) <= MAX_COLUMNS
 
@@ -175,7 +170,7 @@ def test_a_cpu_is_told_where_a_process_more_costs_less_than_it_brings(
 ):
     machine_of(cores, threads)
     changed = replace(loading(devices=(CPU,), num_workers=0), **changes)
-    note = changed.note(epoch(10.0, 10.0 * share), 0.0, 0.0)
+    note = changed.note({"seconds": 10.0, "waited_seconds": 10.0 * share}, 0.0, 0.0)
     assert note is not None and note.startswith(f"waited {100 * share:.0f} % for data: try more ")
     more = f"more data.num_workers (now {changed.num_workers})"
     assert note.endswith(more if is_worth_it else "more cores, or less of patches.augmentation")
@@ -191,7 +186,7 @@ def test_little_is_not_told(machine_of):
         (5.0, 4.0, True),
         (4.0, 5.0, False),  # other ranks were faster to start
     ):
-        note = loading().note(epoch(10.0, waited), start, waited)
+        note = loading().note({"seconds": 10.0, "waited_seconds": waited}, start, waited)
         assert (note is not None) == is_told, (waited, start)
 
 
