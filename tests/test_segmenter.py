@@ -119,7 +119,7 @@ def test_settings_are_those_of_training_unless_they_are_named(checkpoint, file, 
     assert not np.array_equal(labels_of(loaded), labels_of(other))
 
 
-def test_several_networks_and_several_devices_are_those_of_the_command(checkpoint, file, tmp_path):
+def test_several_networks_and_devices_and_threads_do_as_the_command(checkpoint, file, tmp_path):
     other = write_checkpoint(tmp_path / "other.pt", patch_size=(8, 8, 8), seed=3)
     words = ("--checkpoint", checkpoint, "--checkpoint", other, "--devices", "cpu")
     assert run("predict", file, *words) == 0
@@ -128,6 +128,9 @@ def test_several_networks_and_several_devices_are_those_of_the_command(checkpoin
     for devices in ("cpu", "cpu,cpu", ["cpu", device], device):
         segmenter = unet3d.load(checkpoint.parent, other, devices=devices)
         assert np.array_equal(labels_of(segmenter.segment(file)), expected)
+    with ThreadPoolExecutor(4) as threads:  # which wait for one another
+        for found in threads.map(segmenter.segment, [file] * 8):
+            assert np.array_equal(labels_of(found), expected)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_what_cannot_be_segmented_is_refused_in_words(segmenter, voxels, affine,
     assert words in str(refused.value)
 
 
-def test_misuse_is_a_type_error(segmenter, file):
+def test_misuse_is_named(segmenter, checkpoint, file):
     with pytest.raises(TypeError, match="needs an affine"):
         segmenter.segment(np.zeros((4, 4, 4)))
     with pytest.raises(TypeError, match="only a NumPy array takes an affine, and not a Posix"):
@@ -160,6 +163,10 @@ def test_misuse_is_a_type_error(segmenter, file):
         unet3d.load()
     with pytest.raises(CheckpointError, match="absent.pt"):
         unet3d.load(file.with_name("absent.pt"))
+    with pytest.raises(DeviceError, match="device '97' does not exist"):
+        unet3d.load(checkpoint, devices=97)
+    with pytest.raises(ConfigError, match="overlap"):
+        unet3d.load(checkpoint, devices="cpu", overlap=2.0)
     with pytest.raises(VolumeError, match=r"absent\.nii"):
         segmenter.segment(file.with_name("absent.nii"))
     with pytest.raises(AttributeError, match="no attribute 'segment'"):
@@ -185,22 +192,6 @@ def test_an_array_is_not_copied():
     image = open_stored(NAME, open_array(voxels, TURNED)).voxels
     voxels[1, 2, 3] = 7
     assert image.whole().max() == 7
-
-
-def test_threads_wait_for_one_another(segmenter, checkpoint, file, tmp_path):
-    other = write_checkpoint(tmp_path / "other.pt", patch_size=(8, 8, 8), seed=3)
-    both = unet3d.load(checkpoint, other, devices="cpu")
-    expected = labels_of(both.segment(file))
-    with ThreadPoolExecutor(4) as threads:
-        for found in threads.map(both.segment, [file] * 8):
-            assert np.array_equal(labels_of(found), expected)
-
-
-def test_devices_and_settings_that_there_are_not_are_refused(checkpoint):
-    with pytest.raises(DeviceError, match="device '97' does not exist"):
-        unet3d.load(checkpoint, devices=97)
-    with pytest.raises(ConfigError, match="overlap"):
-        unet3d.load(checkpoint, devices="cpu", overlap=2.0)
 
 
 def test_an_archive_is_there_as_long_as_the_segmenter(tmp_path, monkeypatch):

@@ -3,6 +3,10 @@
 import torch
 
 from unet3d.inference.windows import gaussian_weight
+from unet3d.model import Topology
+
+STRIDES = ((1, 1, 1), (2, 2, 1), (2, 2, 2))  # in all 4, 4, 2
+TOPOLOGY = Topology(in_channels=2, num_classes=2, channels=(4, 4, 4), strides=STRIDES)
 
 
 def is_empty(window):
@@ -13,11 +17,7 @@ def is_empty(window):
 def blended(predict, image, windows, empty_logits=None):
     """Return the mean of what each window gives to a voxel, weighted; shape (K, X, Y, Z).
 
-    Args:
-        predict: Returns the logits of a window (1, C, X, Y, Z).
-        image: Shape (C, X, Y, Z).
-        windows: The windows.
-        empty_logits: Logits of a voxel that only empty windows reach, which are skipped then.
+    With the logits of a voxel that only empty windows reach, these are skipped.
     """
     padded = torch.zeros(len(image), *windows.size, dtype=image.dtype)
     padded[(slice(None), *windows.inside)] = image

@@ -2,33 +2,28 @@
 
 import itertools
 import os
-import signal
 import sys
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo  # which building a network imports, and the forks need not
 import torch.distributed as dist
 
 from tests.networks import place, random_checkpoint
 from tests.ranks import ends_of, start_ranks
-from tests.volumes.samples import noise, write_volume
-from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.config import ParallelSettings
 from unet3d.distributed.purpose import PREDICTION
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import Unet3dError
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks
-from unet3d.inference.predictor import Predictor
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.interruption import Interrupted
 from unet3d.parallel.spatial.shard import GroupMessages
-from unet3d.volumes.scans import Scan, read_scan
 
 LARGE, SMALL = (24, 16, 16), (16, 16, 16)
 
@@ -164,22 +159,6 @@ def check_memory(group, out, fails):
     executor.end()
 
 
-def check_smaller_windows(group, folder):
-    """Segment a scan that does not fit into the memory of the second rank in one piece."""
-    failing(group, 1, run_out)
-    predictor = Predictor(Networks.of(CHECKPOINT), spread(group.size), [InferenceSettings()], group)
-    if not group.is_first:
-        predictor.follow()
-        return
-    path = write_volume(folder / "scan.nii", noise(LARGE))
-    image = read_scan(Scan(images=(path,), output=folder / "unused.nii"))
-    found = predictor.segment(image)
-    predictor.end()
-    halves = InferenceSettings(window=(12, 16, 16))
-    np.testing.assert_array_equal(found, place(CHECKPOINT, inference=halves).segment(image))
-    assert len(np.unique(found)) == 3
-
-
 def hang_until(path):
     """Say nothing until the first rank has written what it is told."""
     began = time.monotonic()
@@ -190,13 +169,8 @@ def hang_until(path):
 def check_loss(group, out, name):
     """Lose the second rank in the middle of a window, or before it hears of the second one."""
     path = out / f"{name}.txt"
-    losses = {
-        "killed": lambda: os._exit(0),
-        "hanging": lambda: hang_until(path),
-        "stopped": lambda: signal.raise_signal(signal.SIGTERM),
-    }
-    if name in losses:
-        failing(group, 1, losses[name])
+    if name != "late":
+        failing(group, 1, lambda: os._exit(0) if name == "killed" else hang_until(path))
     executor = shared(group, HANGING_SECONDS if name in ("hanging", "late") else PATIENT_SECONDS)
     try:
         if group.is_first:
@@ -243,13 +217,10 @@ def main(out):
         (2, check_networks),
         (2, check_memory, out, 1),
         (three, check_memory, out, 0),
-        (2, check_smaller_windows, out),
     )
     statuses = [status for call in calls for status in ends_of(start(*call))]
     if not ON_GPUS:  # ranks that wait most of the time, and so all of them at once
-        waiting = []
-        for name in ("killed", "stopped"):
-            waiting += start(2, check_loss, out, name)
+        waiting = start(2, check_loss, out, "killed")
         for name in ("hanging", "late"):
             waiting += start(2, check_loss, out, name, limit=HANGING_SECONDS)
         statuses += ends_of(waiting)

@@ -3,28 +3,31 @@ import threading
 import pytest
 import torch
 
+from tests.inference.blending import TOPOLOGY
 from unet3d.errors import VolumeError
-from unet3d.inference.image_slab import ImageSlab, WholeImage, drop_planes
+from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.windows import Windows
-from unet3d.model import Topology
 
 CPU = torch.device("cpu")
-TOPOLOGY = Topology(
-    in_channels=2, num_classes=2, channels=(4, 4, 4), strides=((1, 1, 1), (2, 2, 1), (2, 2, 2))
-)
 
 
 class Asked(WholeImage):
-    """An image that notes which planes it was asked for."""
+    """An image that notes what it was asked for, and makes later planes when it may."""
 
-    def __init__(self, image):
+    def __init__(self, image, wrong=None):
         super().__init__(image)
-        self.asked = []
-        self.devices = []
+        self.asked, self.devices, self.threads = [], [], []
+        self.may_end, self.wrong = threading.Event(), wrong
+        self.may_end.set()
 
     def planes(self, axis, begin, end, device=CPU):
         self.asked.append((begin, end))
         self.devices.append(device)
+        self.threads.append(threading.current_thread().name)
+        if begin:
+            assert self.may_end.wait(10)
+        if begin == self.wrong:
+            raise VolumeError("these are infinite")
         return super().planes(axis, begin, end, device)
 
 
@@ -55,38 +58,10 @@ def test_planes_are_asked_for_where_windows_are_cut():
     assert set(image.devices) == {elsewhere}
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 7])
-def test_planes_are_dropped_in_place(number):
-    for dim in (0, 1):
-        tensor = torch.arange(49.0).reshape(7, 7) + 1
-        expected = torch.zeros(7, 7)
-        expected.narrow(dim, 0, 7 - number).copy_(tensor.narrow(dim, number, 7 - number))
-        drop_planes(tensor, dim, number)
-        assert torch.equal(tensor, expected)
-
-
-class Slow(Asked):
-    """An image of which some planes are made only when they may be, by whatever thread."""
-
-    def __init__(self, image):
-        super().__init__(image)
-        self.threads = []
-        self.may_end = threading.Event()
-        self.wrong: int | None = None
-
-    def planes(self, axis, begin, end, device=CPU):
-        planes = super().planes(axis, begin, end, device)
-        self.threads.append(threading.current_thread().name)
-        if begin:
-            assert self.may_end.wait(10)
-        if begin == self.wrong:
-            raise VolumeError("these are infinite")
-        return planes
-
-
 def test_the_next_planes_are_made_while_windows_are_computed():
     voxels = torch.randn(2, 64, 16, 8)
-    image = Slow(voxels)
+    image = Asked(voxels)
+    image.may_end.clear()
     windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
     slab = ImageSlab(image, windows, torch.float32)
     first, *others = windows.batches()
@@ -101,18 +76,15 @@ def test_the_next_planes_are_made_while_windows_are_computed():
 @pytest.mark.parametrize("wrong", [16, 24, 56])
 def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong):
     voxels = torch.randn(2, 64, 16, 8)
-    image = Slow(voxels)
-    image.may_end.set()
-    image.wrong = wrong
+    image = Asked(voxels, wrong)
     windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
     slab = ImageSlab(image, windows, torch.float32)
-    for batch in windows.batches():
-        start = batch[0][0]
+    for start, *_ in windows.starts:
         if start + 16 > wrong:
             with pytest.raises(VolumeError, match="these are infinite"):
-                slab.cut(batch)
+                slab.cut([(start, 0, 0)])
             break
-        assert torch.equal(slab.cut(batch)[0], voxels[:, start : start + 16])
+        assert torch.equal(slab.cut([(start, 0, 0)])[0], voxels[:, start : start + 16])
     # They were asked for once, and so was nothing behind them.
     assert image.asked[-1] == (wrong, wrong + 8)
     assert len(image.asked) == len(set(image.asked))

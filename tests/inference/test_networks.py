@@ -102,11 +102,3 @@ def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path):
     write_checkpoint(paths[0], patch_size=(8, 8, 8))
     with pytest.raises(CheckpointError, match="a.pt was replaced while it was in use; give the"):
         replaced[0]
-
-
-def test_what_continues_a_training_is_not_read(tmp_path):
-    path = write_checkpoint(tmp_path / "a.pt")
-    assert load_checkpoint(path, "network").training == {}
-    described = load_checkpoint(path, "description")
-    assert described.topology == random_checkpoint().topology
-    assert described.dtype == torch.float32

@@ -22,30 +22,22 @@ def test_slabs_in_one_process_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("trained", "asked", "computed"),
+    ("device", "trained", "asked", "computed"),
     [
-        ("float16", "auto", "float32"),
-        ("float16", "bfloat16", "bfloat16"),
-        ("float32", "auto", "float32"),
-        ("float32", "bfloat16", "bfloat16"),
-        ("bfloat16", "auto", "bfloat16"),
-        ("auto", "auto", "bfloat16"),
-        ("auto", "float32", "float32"),
+        ("cpu", "float16", "auto", "float32"),
+        ("cpu", "float32", "auto", "float32"),
+        ("cpu", "float32", "bfloat16", "bfloat16"),
+        ("cpu", "bfloat16", "auto", "bfloat16"),
+        ("cpu", "auto", "auto", "bfloat16"),
+        ("cpu", "auto", "float32", "float32"),
+        pytest.param("cuda:0", "float16", "auto", "float16", marks=pytest.mark.gpu),
+        pytest.param("cuda:0", "float32", "auto", "float32", marks=pytest.mark.gpu),
+        pytest.param("cuda:0", "auto", "auto", "bfloat16", marks=pytest.mark.gpu),
     ],
 )
-def test_what_is_computed_in_on_a_cpu(trained, asked, computed, monkeypatch):
+def test_what_is_computed_in(device, trained, asked, computed, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
     network = random_checkpoint(changes=(f"training.precision={trained}",))
-    parallel = ParallelSettings(devices=("cpu",))
+    parallel = ParallelSettings(devices=(device,))
     placed = PlacedNetworks(Networks.of(network), parallel, Group(Ranks()), [asked])
     assert placed.precision == computed
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("trained", "computed"), [("float16", "float16"), ("float32", "float32"), ("auto", "bfloat16")]
-)
-def test_what_is_computed_in_on_a_gpu(trained, computed):
-    network = random_checkpoint(changes=(f"training.precision={trained}",))
-    parallel = ParallelSettings(devices=("cuda:0",))
-    assert PlacedNetworks(Networks.of(network), parallel, Group(Ranks())).precision == computed

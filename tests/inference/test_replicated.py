@@ -161,30 +161,3 @@ def test_two_gpus_replay_what_a_cpu_computes(image):
     expected = alone(image, checkpoint)
     for _ in "ab":
         assert (predictor.segment(image) == expected).mean() > 0.9999
-
-
-def test_windows_are_computed_one_by_one_where_no_more_fit(image, monkeypatch, caplog):
-    checkpoint = network_of()
-    predictor = placed(2, checkpoint)
-    caplog.set_level("INFO")
-    sizes = []
-    predict = predictor.executor.predict  # of the first replica
-
-    def limited(part, *precision):
-        sizes.append(len(part))
-        if len(part) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        return predict(part, *precision)
-
-    monkeypatch.setattr(predictor.executor, "predict", limited)
-    np.testing.assert_array_equal(predictor.segment(image), alone(image, checkpoint))
-    assert "2048 windows at a time do not fit; trying one" in caplog.text
-    assert sizes == [12, *[1] * 12]
-
-
-def test_the_log_says_what_is_dealt(caplog):
-    caplog.set_level("INFO")
-    placed(3, network_of())
-    assert [record.message for record in caplog.records] == [
-        "computing on cpu in float64, windows dealt to 3 replicas"
-    ]

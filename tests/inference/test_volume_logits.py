@@ -21,7 +21,6 @@ from unet3d.errors import DoesNotFitError
 from unet3d.inference.image_slab import WholeImage
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks
-from unet3d.inference.sliding_window import NonFiniteLogitsError
 from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import Windows, longest_axis, window_starts
 from unet3d.volumes.classes import Region
@@ -202,22 +201,6 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatc
     assert needed == [18 * 16 * 12 * 3 * 8]
     # All are looked at before the first window.
     assert loaded == [1, 2] + [0, 1, 2] * len(window_starts(42, 12, 0.5))
-
-
-def test_a_fold_whose_logits_are_not_finite_is_found_in_its_first_windows(monkeypatch):
-    where, logits = placed(folds(2), averaging="logits")
-    predict = where.executor.predict
-    calls = []
-
-    def broken(image, *precision):
-        calls.append(where.index)
-        return predict(image, *precision) * (torch.nan if where.index == 1 else 1)
-
-    monkeypatch.setattr(where.executor, "predict", broken)
-    image = WholeImage(torch.from_numpy(noise((24, 20, 60)))[None].double())
-    with pytest.raises(NonFiniteLogitsError):
-        all_logits(logits, image, [(16, 16, 12)] * 2)
-    assert calls.count(1) == 1
 
 
 # Windows that are skipped

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import ndimage
 
+from tests.inference.blending import TOPOLOGY
 from unet3d.inference.windows import (
     Windows,
     gaussian_weight,
@@ -13,12 +14,8 @@ from unet3d.inference.windows import (
     window_starts,
     windows_at_a_time,
 )
-from unet3d.model import Topology
 
 CPU = torch.device("cpu")
-TOPOLOGY = Topology(
-    in_channels=1, num_classes=2, channels=(4, 4, 4), strides=((1, 1, 1), (2, 2, 1), (2, 2, 2))
-)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 0.5, 0.75, 0.9, 0.99])
@@ -95,11 +92,6 @@ def test_windows_advance_along_the_longest_axis_and_reach_no_further(size, overl
             seen[windows.place(start)] += 1
     assert seen.min() >= 1
     assert tuple(seen[windows.inside].shape) == size
-
-
-def test_the_plane_from_which_a_place_is_counted():
-    windows = Windows.of((20, 16, 40), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
-    assert windows.place((4, 0, 12), 10) == (slice(4, 20), slice(0, 16), slice(2, 10))
 
 
 @pytest.mark.parametrize(("device", "reach"), [("cpu", 16), ("cuda:0", 16 + 8)])
