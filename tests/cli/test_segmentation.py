@@ -29,9 +29,6 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-# Continued
-
-
 def test_a_single_scan_with_all_results_is_kept(scan, predicting, monkeypatch, capsys):
     arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out", "--continue")
     assert run(*arguments) == 0  # there is nothing yet
