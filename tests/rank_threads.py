@@ -1,6 +1,5 @@
 """Ranks as threads of the tests' process, for what they tell one another through a store."""
 
-from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ Result = TypeVar("Result")
 LIMIT_SECONDS = 30
 
 
-def place(rank: int, num_ranks: int, per_machine: int | None = None) -> Ranks:
+def place(rank, num_ranks, per_machine=None):
     """Return the place of a rank, on one machine or several."""
     per_machine = per_machine or num_ranks
     return Ranks(
@@ -26,7 +25,7 @@ def place(rank: int, num_ranks: int, per_machine: int | None = None) -> Ranks:
     )
 
 
-def store_of_all() -> dist.Store:
+def store_of_all():
     """Return a store for all ranks of a test."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=LIMIT_SECONDS))
@@ -36,22 +35,20 @@ def store_of_all() -> dist.Store:
 class _StoreUntilError:
     """A store that fails in every rank once one of them has failed, so that none waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.store = store_of_all()
         self.failed = False
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
+    def wait(self, keys, timeout):
         if self.failed:
             raise dist.DistError("another rank of the test has failed")
         self.store.wait(keys, timeout)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.store, name)
 
 
-def in_threads(
-    num_ranks: int, work: Callable[[Group], Result], per_machine: int | None = None
-) -> list[Result]:
+def in_threads(num_ranks, work, per_machine=None):
     """Return what work returns in each rank; the error of the first rank that fails is raised."""
     store: Any = _StoreUntilError()
     stores = Stores(values=store, lasting=store, groups=store)

@@ -4,19 +4,18 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 
 from unet3d.distributed.launcher import import_variables
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
 
 
-def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def rank_variables(rank, num_ranks, port):
     """Return what torchrun would tell a rank."""
     return {
         "RANK": str(rank),
@@ -28,12 +27,12 @@ def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def in_ranks(num_ranks: int, work: Callable[[], None]) -> list[int]:
+def in_ranks(num_ranks, work):
     """Run work in forks of this process, which so imports PyTorch once; return their statuses."""
     return ends_of(start_ranks(num_ranks, work))
 
 
-def start_ranks(num_ranks: int, work: Callable[[], None]) -> list[int]:
+def start_ranks(num_ranks, work):
     """Start work in forks of this process and return their ids.
 
     To be called in a process of its own, before PyTorch has started threads.
@@ -58,12 +57,12 @@ def start_ranks(num_ranks: int, work: Callable[[], None]) -> list[int]:
     return children
 
 
-def ends_of(children: list[int]) -> list[int]:
+def ends_of(children):
     """Wait for processes and return their statuses."""
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def environment() -> dict[str, str]:
+def environment():
     """Return the variables of a process that calls :func:`in_ranks`, or is a rank itself."""
     return {
         **os.environ,

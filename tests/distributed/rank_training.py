@@ -1,43 +1,42 @@
-"""What the ranks of ``test_ranks.py`` do: train, and miss one another."""
+"""What the ranks of ``test_ranks.py`` do, train and miss one another; and a rank of torchrun."""
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from tests.ranks import ends_of, start_ranks
 from tests.trainings import without_drawing
-from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import RankError
-from unet3d.training.loop import TrainingLoop, TrainingResult
+from unet3d.training.loop import TrainingLoop
 
 
-def train(words: list[str], folder: Path) -> None:
+def train(words, folder):
     """Run ``unet3d WORDS``; of each rank, keep its weights, and the names of what it unpickles."""
     run = TrainingLoop.run
 
-    def run_and_keep(self: TrainingLoop, console: Console, quiet: bool) -> TrainingResult:
+    def run_and_keep(self, console, quiet):
         result = run(self, console, quiet)
         weights = self.executor.module.state_dict()
         torch.save(weights, folder / f"weights-{self.group.ranks.rank}.pt")
         return result
 
-    def note(event: str, details: tuple[object, ...]) -> None:
+    def note(event, details):
         if event == "pickle.find_class":
             with open(folder / f"unpickled-{os.getpid()}", "a") as file:
                 print(*details, file=file)
 
-    TrainingLoop.run = run_and_keep  # type: ignore[method-assign]
+    TrainingLoop.run = run_and_keep
     sys.addaudithook(note)
     without_drawing(words)
 
 
-def miss(how: str, folder: Path) -> None:
+def miss(how, folder):
     """Write down what the first rank says of a second one that does not come."""
     with joined(Ranks.from_environment()) as group:
         group.open(1)
@@ -53,7 +52,7 @@ def miss(how: str, folder: Path) -> None:
         time.sleep(60)  # longer than the other needs to find out, and to end this
 
 
-def wait_for_others(how: str, group: Group) -> None:
+def wait_for_others(how, group):
     if how.endswith("exchange"):
         group.exchange(None)
     for step in range(3):
@@ -61,13 +60,21 @@ def wait_for_others(how: str, group: Group) -> None:
         group.all_reduce_flags(0, False)
 
 
-def miss_one_another(folder: Path) -> None:
+def miss_one_another(folder):
     """Have pairs of ranks miss one another in all ways at once, because they mostly wait."""
     pairs = []
     for how in ("killed-step", "killed-exchange", "hanging-step", "hanging-exchange"):
-        pairs.append(start_ranks(2, lambda how=how: miss(how, folder)))  # type: ignore[misc]
+        pairs.append(start_ranks(2, lambda how=how: miss(how, folder)))
     statuses = ends_of([first for first, _ in pairs])
     for _, second in pairs:
         os.kill(second, 9)
     ends_of([second for _, second in pairs])
     sys.exit(any(statuses))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))
+        (folder / f"address-{os.environ['RANK']}.txt").write_text(probe.getsockname()[0])
+    train(sys.argv[2:], folder)

@@ -12,10 +12,10 @@ from unet3d.distributed.broken_groups import aborted_with_others
 class FakeGroup:
     """A group that only counts how often it is aborted."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_aborts = 0
 
-    def abort(self) -> None:
+    def abort(self):
         self.num_aborts += 1
 
 

@@ -21,49 +21,33 @@ GOOD = ("config",)
 BAD = ("config", "--set", "nonsense=1")
 
 
-def commands(*arguments: tuple[str, ...]) -> list[Command]:
-    return [Command(name=f"c{index}", arguments=one) for index, one in enumerate(arguments)]
-
-
-def run(
-    *arguments: tuple[str, ...], num_slots: int, goes_on: bool = True
-) -> tuple[dict[str, int], list[str]]:
-    said: list[str] = []
+def run(*arguments, slots, goes_on=True, on_cpu=True):
+    """Return the status of each command, and what they say."""
+    commands = [Command(name=f"c{index}", arguments=one) for index, one in enumerate(arguments)]
+    said = []
     statuses = run_commands(
-        commands(*arguments),
-        [()] * num_slots,
-        on_cpu=True,
-        say=said.append,
-        goes_on_after=lambda command: goes_on,
+        commands, slots, on_cpu=on_cpu, say=said.append, goes_on_after=lambda command: goes_on
     )
     return statuses, said
 
 
 def test_what_commands_say_at_the_same_time_has_their_names():
-    statuses, said = run(GOOD, BAD, GOOD, num_slots=2)
+    statuses, said = run(GOOD, BAD, GOOD, slots=[()] * 2)
     assert statuses == {"c0": 0, "c1": 1, "c2": 0}
     (line,) = said  # results of commands that run side by side are not shown
     assert line.startswith("c1: Error: ") and "nonsense" in line
 
 
-def test_one_at_a_time_writes_to_the_terminal(capfd):
-    statuses, said = run(GOOD, BAD, num_slots=1)
-    assert statuses == {"c0": 0, "c1": 1} and said == []
+def test_one_at_a_time_writes_to_the_terminal_and_a_failure_may_be_the_end(capfd):
+    assert run(BAD, GOOD, slots=[()]) == ({"c0": 1, "c1": 0}, [])
     captured = capfd.readouterr()
     assert captured.out.startswith("#") and captured.err.startswith("Error: ")
-
-
-def test_what_has_not_begun_need_not_begin_after_a_failure():
-    assert run(BAD, GOOD, num_slots=1, goes_on=False)[0] == {"c0": 1}
-    assert run(BAD, GOOD, num_slots=1, goes_on=True)[0] == {"c0": 1, "c1": 0}
+    assert run(BAD, GOOD, slots=[()], goes_on=False)[0] == {"c0": 1}
 
 
 def test_each_slot_adds_its_own_words():
-    said: list[str] = []
     slots = (("--set", "one=1"), ("--set", "two=2"))
-    run_commands(
-        commands(GOOD, GOOD), slots, on_cpu=False, say=said.append, goes_on_after=lambda _: True
-    )
+    _, said = run(GOOD, GOOD, slots=slots, on_cpu=False)
     assert ["one" in line for line in sorted(said)] == [True, False]
 
 
@@ -93,7 +77,7 @@ def begun(tmp_path, monkeypatch):
     return tmp_path / "begun"
 
 
-def wait_for(begun: Path, number: int) -> list[int]:
+def wait_for(begun, number):
     """Return the ids of commands as soon as there are so many."""
     deadline = time.monotonic() + 60
     while len(found := [int(path.name) for path in begun.iterdir()]) < number:
@@ -111,7 +95,7 @@ def test_a_signal_ends_all_and_nothing_new_begins(begun, num_slots):
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(Interrupted, match="SIGTERM"):
-        run(GOOD, GOOD, GOOD, num_slots=num_slots)
+        run(GOOD, GOOD, GOOD, slots=[()] * num_slots)
     thread.join()
     ended = wait_for(begun, num_slots)
     assert len(ended) == num_slots

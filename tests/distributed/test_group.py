@@ -27,6 +27,8 @@ def test_a_single_rank_gets_what_it_made_itself():
     assert ALONE.in_turn(lambda: made) is made
     assert ALONE.all_reduce_flags(15, True) == (15, True)
     assert not ALONE.has_begun("run")
+    with pytest.raises(RuntimeError, match="a single rank has no other"):
+        ALONE.new_group(torch.device("cpu"))
 
 
 def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
@@ -43,31 +45,26 @@ def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
     assert not list((tmp_path / "meeting").iterdir())
 
 
-def test_what_the_first_rank_makes_reaches_all_by_way_of_plain_values():
-    calls = []
+def test_all_ranks_know_the_first_ones_result_and_values_and_sums_of_all():
+    calls, values = [], ([0.1, 1.0], [0.2, 2.0], [0.3, 4.0])
 
     def work(group):
+        rank = group.ranks.rank
+
         def make():
-            calls.append(group.ranks.rank)
-            return Path("a") / str(group.ranks.rank)
+            calls.append(rank)
+            return Path("a") / str(rank)
 
-        return group.from_first(make, to_plain=str, from_plain=Path)
+        made = group.from_first(make, to_plain=str, from_plain=Path)
+        return (
+            made,
+            [group.exchange(10 * turn + rank) for turn in range(5)],
+            group.sum(values[rank]),
+        )
 
-    assert in_threads(3, work) == [Path("a/0")] * 3
+    exchanged = [[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(5)]
+    assert in_threads(3, work) == [(Path("a/0"), exchanged, [0.1 + 0.2 + 0.3, 7.0])] * 3
     assert calls == [0]
-
-
-def test_values_come_in_the_order_of_the_ranks_however_often():
-    def work(group):
-        return [group.exchange(10 * turn + group.ranks.rank) for turn in range(5)]
-
-    assert in_threads(3, work) == [[[10 * t, 10 * t + 1, 10 * t + 2] for t in range(5)]] * 3
-
-
-def test_sums_are_the_same_in_all_ranks():
-    values = ([0.1, 1.0], [0.2, 2.0], [0.3, 4.0])
-    found = in_threads(3, lambda group: group.sum(values[group.ranks.rank]))
-    assert found == [[0.1 + 0.2 + 0.3, 7.0]] * 3
 
 
 def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine():
@@ -107,8 +104,3 @@ def test_an_error_of_a_process_group_names_the_rank_that_misses_nobody(monkeypat
     with pytest.raises(RuntimeError, match="^of something else$"):
         with watch.translate_dist_errors():
             raise RuntimeError("of something else")
-
-
-def test_a_single_rank_has_no_group():
-    with pytest.raises(RuntimeError, match="a single rank has no other"):
-        ALONE.new_group(torch.device("cpu"))

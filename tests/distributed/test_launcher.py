@@ -16,7 +16,7 @@ import torch
 
 from tests import warm
 from tests.ranks import environment, free_port
-from tests.trainings import SMALL, losses, run, settings, start, weights, without_drawing, words
+from tests.trainings import SMALL, run, settings, weights, without_drawing, words
 from unet3d.distributed import launcher
 from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
 from unet3d.distributed.purpose import TRAINING
@@ -25,20 +25,6 @@ from unet3d.errors import ConfigError, Unet3dError
 from unet3d.interruption import Interrupted
 
 ALONE: Any = {"num_ranks": 1, "on_gpus": False}
-
-
-def probe_folder(folder: Path) -> Path:
-    """Make a folder of which every interpreter that can import from it leaves a trace."""
-    folder.mkdir(parents=True)
-    (folder / "unet3d_probe.py").write_text("")
-    (folder / "sitecustomize.py").write_text(
-        "import json, os, sys\n"
-        "import unet3d_probe\n"
-        "if 'RANK' in os.environ:\n"
-        "    with open(os.path.join(os.environ['PROBE'], os.environ['RANK']), 'w') as file:\n"
-        "        json.dump(sys.path, file)\n"
-    )
-    return folder
 
 
 def test_a_rank_that_cannot_end_is_ended(tmp_path, monkeypatch):
@@ -77,9 +63,15 @@ def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_killed(tmp_path, monke
 
 def test_ranks_import_what_the_process_that_starts_them_can(tmp_path):
     start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
-    absolute, inserted = tmp_path / "absolute", probe_folder(tmp_path / "inserted")
-    for folder in (start / "packages", absolute, elsewhere):
+    absolute, inserted = tmp_path / "absolute", tmp_path / "inserted"
+    for folder in (start / "packages", absolute, elsewhere, inserted):
         folder.mkdir(parents=True)
+    (inserted / "sitecustomize.py").write_text(
+        "import json, os, sys\n"
+        "if 'RANK' in os.environ:\n"
+        "    with open(os.path.join(os.environ['PROBE'], os.environ['RANK']), 'w') as file:\n"
+        "        json.dump(sys.path, file)\n"
+    )
     (elsewhere / "torch.py").write_text("raise SystemExit('a file of the current folder')")
     code = f"""
 import json, os, sys
@@ -145,50 +137,6 @@ def test_the_reason_of_a_failing_rank_is_one_line(cache, tmp_path):
 
 
 @pytest.mark.multigpu
-def test_two_gpus_train_one_network(cache, tmp_path):
-    folder = tmp_path / "run"
-    more = ("parallel.mode=data", "parallel.devices=0,1", "training.epochs=2")
-    process = start(folder, cache, *more, "training.precision=bfloat16", "training.batch_size=3")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    rows = json.loads((folder / "memory.json").read_text())["slots"]
-    assert [(row["slot"], row["rank"], row["device"]) for row in rows] == [
-        (0, 0, "cuda:0"),
-        (1, 1, "cuda:1"),
-    ]
-    for row in rows:
-        for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
-            assert row["measured"][kind] == row["predicted"][kind] > 0
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["replicas"] == 2 and summary["precision"] == "bfloat16"
-    assert [loss < 10 for _, loss in losses(folder)] == [True, True]
-
-
-@pytest.mark.multigpu
-def test_two_gpus_have_the_same_weights_to_the_bit(cache, tmp_path):
-    more = ("training.epochs=2", "training.precision=bfloat16", "training.batch_size=3")
-    script = Path(__file__).with_name("rank_machine.py")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *(str(script), str(tmp_path), *words(tmp_path / "run", cache, *more)),
-        ],
-        env=environment(),
-        timeout=120,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = (
-        torch.load(tmp_path / f"weights-{rank}.pt", map_location="cpu") for rank in range(2)
-    )
-    for key, value in weights(tmp_path / "run").items():
-        assert torch.equal(first[key], value), key
-        assert torch.equal(second[key], value), key
-
-
-@pytest.mark.multigpu
 def test_nn_data_parallel_trains_in_one_process(cache, tmp_path):
     threads = (
         "parallel.mode=data",
@@ -208,7 +156,7 @@ def test_nn_data_parallel_trains_in_one_process(cache, tmp_path):
     assert second["activations_bytes"] > 0 and second["peak_bytes"] > 0
 
 
-def can_make_networks() -> bool:
+def can_make_networks():
     tools = shutil.which("ip") and shutil.which("unshare")
     return bool(tools) and subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
 
@@ -222,7 +170,7 @@ def test_two_machines_train_one_network(mode, cache, tmp_path):
     ends = [f"u3d{os.getpid() % 10**6}{node}" for node in range(2)]
     overrides = [*SMALL, f"data.cache={cache}", "training.batch_size=3", "training.epochs=2"]
     overrides.append(f"parallel.mode={mode}")
-    script = Path(__file__).with_name("rank_machine.py")
+    script = Path(__file__).with_name("rank_training.py")
     agents = []
     try:
         if has_networks:
@@ -258,16 +206,14 @@ def test_two_machines_train_one_network(mode, cache, tmp_path):
         if has_networks:
             for name in names:
                 subprocess.run(["ip", "netns", "delete", name], check=False)
-    first, second = (torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(2))
-    stored = weights(tmp_path / "run")
-    for key, value in stored.items():
-        assert torch.equal(first[key], value), key
-        assert torch.equal(second[key], value), key
+    for rank in range(2):
+        own = torch.load(tmp_path / f"weights-{rank}.pt")
+        assert all(torch.equal(own[k], v) for k, v in weights(tmp_path / "run").items())
     addresses = {(tmp_path / f"address-{rank}.txt").read_text() for rank in range(2)}
     assert len(addresses) == (2 if has_networks else 1)
 
 
-def make_networks(names: list[str], ends: list[str]) -> None:
+def make_networks(names, ends):
     """Make two network namespaces with an address each, and a cable between them."""
     commands = [f"netns add {name}" for name in names]
     commands.append(f"link add {ends[0]} type veth peer name {ends[1]}")
@@ -286,11 +232,11 @@ def make_networks(names: list[str], ends: list[str]) -> None:
 # in such an order, within milliseconds.
 
 
-def failure(rank: int, exit_status: int, seconds: float, **report: object) -> Failure:
+def failure(rank, exit_status, seconds, **report):
     return Failure(rank=rank, exit_status=exit_status, noticed_at=seconds, report=report)
 
 
-def told(rank: int, kind: str, seconds: float, text: str) -> Failure:
+def told(rank, kind, seconds, text):
     report = {"kind": kind, "time": seconds, "message": {"message": text}}
     return failure(rank, 1, seconds + 1, **report)
 

@@ -28,7 +28,7 @@ child.wait()
 """
 
 
-def python(code: str) -> subprocess.Popen[str]:
+def python(code):
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
 
@@ -63,7 +63,7 @@ def test_blocked_signals_come_when_the_context_ends():
         signal.signal(signal.SIGHUP, before)
 
 
-def be_deaf(ready: "multiprocessing.synchronize.Event") -> None:
+def be_deaf(ready):
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ready.set()

@@ -16,7 +16,6 @@ from tests.distributed import rank_training
 from tests.process_trees import family_of, is_open_to_others, listening_sockets
 from tests.ranks import environment
 from tests.trainings import assert_same_validation, losses, run, settings, weights, words
-from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
 EXACT = ("training.precision=float64", "training.batch_size=3")
@@ -28,8 +27,6 @@ MODES = {
     ),
     "spatial": ("parallel.mode=spatial", "parallel.devices=cpu,cpu"),
 }
-SLOTS = {"data": [0, 1], "hybrid": [0, 0, 1, 1], "spatial": [0, 1]}
-"""The rank of each row of the memory report."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,7 @@ class Spread:
     """Those at which any of them has listened."""
 
 
-def continued(name: str, begun: Path, cache: Path, folder: Path, *changes: str) -> Spread:
+def continued(name, begun, cache, folder, *changes):
     """Continue a training; the first rank sends its checkpoint to the second."""
     run_folder, kept = folder / "run", folder / "kept"
     shutil.copytree(begun, run_folder)
@@ -98,28 +95,6 @@ def test_ranks_train_what_one_process_trains(spread, alone):
     assert found == wanted and found[1] is not None  # each case counts once
 
 
-def test_weights_are_the_same_in_all_ranks_to_the_bit(spread):
-    first, second = (torch.load(spread.kept / f"weights-{rank}.pt") for rank in range(2))
-    stored = load_checkpoint(spread.folder / "checkpoint-latest.pt").model
-    for key, value in first.items():
-        assert torch.equal(value, second[key]), key
-        assert torch.equal(value, stored[key]), key
-
-
-def test_the_memory_report_has_a_row_for_each_device_of_each_rank(spread):
-    slots = json.loads((spread.folder / "memory.json").read_text())["slots"]
-    assert [slot["rank"] for slot in slots] == SLOTS[spread.name]
-    assert [slot["slot"] for slot in slots] == list(range(len(slots)))
-    if spread.name == "hybrid":
-        assert slots[0]["blocks"] == slots[2]["blocks"] != slots[1]["blocks"]
-    for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
-        for slot in slots:
-            assert slot["measured"][kind] == slot["predicted"][kind] > 0
-    summary = json.loads((spread.folder / "summary.json").read_text())
-    assert summary["replicas"] == (1 if spread.name == "spatial" else 2)
-    assert len(summary["devices"]) == len(slots)
-
-
 def test_only_the_first_rank_writes(spread, alone):
     names, wanted = (
         {path.relative_to(one).parts[0] for path in one.rglob("*")}
@@ -130,21 +105,44 @@ def test_only_the_first_rank_writes(spread, alone):
     assert events == wanted
 
 
-def assert_closed(spread: Spread) -> None:
-    """See that nobody else could talk to the ranks, or have them run code."""
+def check_ranks(spread, slots, num_replicas):
+    """See that ranks have equal weights, report each device, and are open to nobody.
+
+    Args:
+        spread: Their training.
+        slots: The rank of each row of the memory report.
+        num_replicas: How many they train.
+    """
+    first, second = (
+        torch.load(spread.kept / f"weights-{rank}.pt", map_location="cpu") for rank in range(2)
+    )
+    stored = weights(spread.folder)
+    for key, value in first.items():
+        assert torch.equal(value, second[key]) and torch.equal(value, stored[key]), key
+    rows = json.loads((spread.folder / "memory.json").read_text())["slots"]
+    assert [(row["rank"], row["slot"]) for row in rows] == [(r, i) for i, r in enumerate(slots)]
+    for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert all(row["measured"][kind] == row["predicted"][kind] > 0 for row in rows)
+    if len(rows) == 4:
+        assert rows[0]["blocks"] == rows[2]["blocks"] != rows[1]["blocks"]
+    summary = json.loads((spread.folder / "summary.json").read_text())
+    assert (summary["replicas"], len(summary["devices"])) == (num_replicas, len(rows))
+    # Nobody else could talk to the ranks, or have them run code.
     assert [one for one in spread.sockets if is_open_to_others(one)] == []
     assert any("127.0.0.1" in one for one in spread.sockets)  # gloo's, so they were seen
     assert {path.name: path.read_text() for path in spread.kept.glob("unpickled-*")} == {}
 
 
-def test_ranks_on_one_machine_listen_to_nobody_else_and_unpickle_nothing(spread):
-    assert_closed(spread)
+def test_ranks_have_equal_weights_report_each_device_and_listen_to_nobody_else(spread):
+    slots = [0, 0, 1, 1] if spread.name == "hybrid" else [0, 1]
+    check_ranks(spread, slots, 1 if spread.name == "spatial" else 2)
 
 
 @pytest.mark.multigpu
 def test_so_do_those_on_gpus(alone, cache, tmp_path):
     on_gpus = ("parallel.mode=data", "parallel.devices=0,1")
-    assert_closed(continued("nccl", alone.with_name("begun"), cache, tmp_path, *on_gpus))
+    spread = continued("nccl", alone.with_name("begun"), cache, tmp_path, *on_gpus)
+    check_ranks(spread, [0, 1], 2)
 
 
 def test_a_lost_rank_is_named_with_its_step(tmp_path):
@@ -157,7 +155,7 @@ def test_a_lost_rank_is_named_with_its_step(tmp_path):
         assert hanging.read_text().startswith(reason)
 
 
-def ended_by(folder: Path, code: str) -> tuple[int, str, dict[str, str]]:
+def ended_by(folder, code):
     """Return exit status, errors and report of a rank whose threads end it."""
     head = "import threading, time\nfrom unet3d.distributed import ranks\n"
     head += "from unet3d.errors import RankError\nerror = RankError('rank 1 hangs')\n"

@@ -14,7 +14,7 @@ from unet3d.errors import RankError
 from unet3d.training.start import RunRequest, choose_run
 
 
-def start_all(store: dist.Store, num_ranks: int) -> set[str]:
+def start_all(store, num_ranks):
     """Return the names that ranks take which start at the same time, the first rank last."""
     with ThreadPoolExecutor(num_ranks) as ranks:
         names = [

@@ -28,15 +28,6 @@ def test_it_keeps_what_pytorchs_store_keeps(tmp_path):
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_a_value_that_comes_ends_the_wait(tmp_path):
-    reader, writer = FolderStore(tmp_path), FolderStore(tmp_path)
-    late = threading.Timer(0.1, writer.set, ("key", "value"))
-    late.start()
-    reader.wait(["key"], timedelta(seconds=20))
-    assert reader.get("key") == b"value"
-    late.join()
-
-
 def test_notes_of_many_steps_take_no_more_room_than_one(tmp_path):
     store = FolderStore(tmp_path)
     for step in range(1000):
