@@ -1,16 +1,12 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from unet3d.kernels import (
-    conv3x3x3,
-    instance_norm,
-    recomputed_in_backward,
-)
+from unet3d.kernels import conv3x3x3, recomputed_in_backward
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv.api import upsample
 from unet3d.kernels.padding import detached, is_padded, mark_folded, mark_padded, was_folded
@@ -43,34 +39,21 @@ def test_what_autocast_lowered_is_recomputed_as_low():
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.fixture
-def reading():
-    """The tensors that a handler around is asked about: those that are not recomputed."""
-    seen: list[Tensor] = []
-    with handling(seen.append):
-        yield seen
-
-
-def test_a_view_comes_back_with_its_shape_and_strides(reading):
-    values = torch.arange(24.0)
+def test_a_view_comes_back_with_its_shape_and_strides():
+    values, kept = torch.arange(24.0), []
     leaf = torch.ones(2, 3, requires_grad=True)
-    num_computed = []
-
-    def recompute():
-        num_computed.append(1)
-        return values.clone().view(4, 6)
-
-    with recomputed_in_backward():
+    recompute = Mock(side_effect=lambda: values.clone().view(4, 6))
+    with handling(kept.append), recomputed_in_backward():
         tensor = recompute()
         offer(tensor, recompute, values)
         view = tensor[1:3, ::2]
         made = leaf * view
-    assert storage_key(tensor) not in map(storage_key, reading)
+    assert storage_key(tensor) not in map(storage_key, kept)
     saved = made.grad_fn._saved_other
     assert (saved.shape, saved.stride(), saved.storage_offset()) == ((2, 3), (6, 2), 6)
     assert torch.equal(saved, view)
     assert storage_key(saved) != storage_key(tensor)
-    assert len(num_computed) == 2
+    assert recompute.call_count == 2
 
 
 def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(monkeypatch):
@@ -99,38 +82,26 @@ def test_a_result_that_lives_on_keeps_nothing_alive():
     assert result.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_outside_the_context_nothing_is_offered(reading):
-    x = torch.randn(1, 2, 4, 4, 4, requires_grad=True)
-    weight, bias = torch.ones(2), torch.zeros(2)
-    with recomputed_in_backward():
-        pass
-    y = instance_norm(x, weight, bias, 1e-5, 0.01)
-    y.square()
-    assert storage_key(y) in map(storage_key, reading)
-
-
-def test_a_part_that_is_recomputed_as_a_whole_offers_nothing(reading):
-    leaf = torch.ones(3, requires_grad=True)
-    with recomputed_in_backward():
-        with nothing_offered():
-            inside = torch.full((3,), 2.0)
+def test_what_is_offered_in_the_context_and_outside_of_parts_is_not_kept(monkeypatch):
+    leaf, reading = torch.ones(3, requires_grad=True), []
+    inside, outside, result, small, behind = (torch.full((3,), 2.0) for _ in range(5))
+    with handling(reading.append), recomputed_in_backward():
+        with nothing_offered():  # in a part, which is recomputed as a whole
             offer(inside, inside.clone, leaf)
         leaf * inside
-        outside = torch.full((3,), 2.0)
         offer(outside, outside.clone, leaf)
         leaf * outside
-    seen = set(map(storage_key, reading))
-    assert storage_key(inside) in seen and storage_key(outside) not in seen
-
-
-def test_results_of_parts_are_recomputed_however_small(monkeypatch, reading):
-    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 10**9)
-    leaf = torch.ones(3, requires_grad=True)
-    result = torch.full((3,), 2.0)
-    with recomputed_in_backward():
-        offer_result(result, lambda: torch.full((3,), 5.0))
+        monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 10**9)
+        offer(small, small.clone, leaf)
+        leaf * small
+        offer_result(result, lambda: torch.full((3,), 5.0))  # of a part, however small
         made = leaf * result
-    assert storage_key(result) not in map(storage_key, reading)
+    with handling(reading.append):
+        offer(behind, behind.clone, leaf)
+        leaf * behind
+    seen = set(map(storage_key, reading))
+    kept = [storage_key(value) in seen for value in (inside, outside, small, result, behind)]
+    assert kept == [True, False, True, False, True]
     made.sum().backward()
     assert leaf.grad.tolist() == [5.0, 5.0, 5.0]
 

@@ -1,23 +1,15 @@
 """Boxes of a case, matrices, and sampling into new memory."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from scipy.spatial.transform import Rotation
-from torch import Tensor
 
 from unet3d.kernels import sample_affine
 
-Array = npt.NDArray[np.float64]
-Shape = tuple[int, int, int]
-
-IDENTITY = np.eye(3)
 TURNED = Rotation.from_euler("xyz", [20, -15, 25], degrees=True).as_matrix()
 THICK = np.array([[0.9, 0.4, 0.0], [-0.35, 1.1, 0.0], [0.0, 0.0, 1.0]])
-FLIPS = [(1, 1, 1), (-1, 1, 1), (1, -1, -1), (-1, -1, -1)]
 MATRICES = {
     "turned": TURNED,
     "turned and larger": TURNED * 0.7,
@@ -37,13 +29,7 @@ SIZES = [
 ]
 
 
-def case(
-    shape: Shape,
-    channels: int = 1,
-    num_classes: int = 4,
-    dtype: torch.dtype = torch.float32,
-    label_dtype: torch.dtype = torch.uint8,
-) -> tuple[Tensor, Tensor]:
+def case(shape, channels=1, num_classes=4, dtype=torch.float32, label_dtype=torch.uint8):
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(channels, *shape, generator=generator, dtype=torch.float64).to(dtype)
     coarse = torch.randint(num_classes, [-(-size // 2) for size in shape], generator=generator)
@@ -52,26 +38,13 @@ def case(
     return image, coarse[: shape[0], : shape[1], : shape[2]].contiguous().to(label_dtype)
 
 
-def centred(matrix: Array, box: Shape, size: Shape) -> Array:
+def centred(matrix, box, size):
     """Return the offset with which the centres of box and output meet."""
-    offset: Array = (np.array(box) - 1) / 2 - matrix @ ((np.array(size) - 1) / 2)
+    offset = (np.array(box) - 1) / 2 - matrix @ ((np.array(size) - 1) / 2)
     return offset
 
 
-def sampled(
-    image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shape
-) -> tuple[Tensor, Tensor]:
-    return sampled_with(sample_affine, image, label, matrix, offset, size)
-
-
-def sampled_with(
-    function: Callable[..., None],
-    image: Tensor,
-    label: Tensor,
-    matrix: Array,
-    offset: Array,
-    size: Shape,
-) -> tuple[Tensor, Tensor]:
+def sampled(image, label, matrix, offset, size, function=sample_affine):
     dtype = torch.promote_types(image.dtype, torch.float32)
     image_out = torch.full((len(image), *size), math.nan, dtype=dtype, device=image.device)
     label_out = torch.full(size, 77, dtype=label.dtype, device=label.device)
@@ -79,14 +52,7 @@ def sampled_with(
     return image_out, label_out
 
 
-def call(
-    function: Callable[..., None],
-    image: Tensor,
-    label: Tensor,
-    matrix: Array,
-    offset: Array,
-    *outputs: Tensor,
-) -> None:
+def call(function, image, label, matrix, offset, *outputs):
     rows = tuple(tuple(row) for row in matrix.tolist())
     given = {"matrix": rows, "offset": tuple(offset.tolist())}
     function(image, label, **given, image_out=outputs[0], label_out=outputs[1])

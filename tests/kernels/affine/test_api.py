@@ -5,37 +5,22 @@ import pytest
 import torch
 from scipy import ndimage
 from scipy.spatial.transform import Rotation
-from torch import Tensor
+from torch.nn import functional
 
-from tests.kernels.affine.boxes import (
-    FLIPS,
-    IDENTITY,
-    MATRICES,
-    SHIFT,
-    SIZES,
-    TURNED,
-    Array,
-    Shape,
-    call,
-    case,
-    centred,
-    sampled,
-    sampled_with,
-)
+from tests.kernels.affine.boxes import MATRICES, SHIFT, SIZES, TURNED, call, case, centred, sampled
 from tests.products import pairwise
 from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
 
+FLIPS = [(1, 1, 1), (-1, 1, 1), (1, -1, -1), (-1, -1, -1)]
 
-def linear(volume: Array, matrix: Array, offset: Array, size: Shape) -> Array:
+
+def linear(volume, matrix, offset, size):
     """Return what SciPy samples, with zeros around the volume."""
-    sampled: Array = ndimage.affine_transform(
-        volume, matrix, offset, size, order=1, mode="grid-constant", cval=0.0
-    )
-    return sampled
+    return ndimage.affine_transform(volume, matrix, offset, size, order=1, mode="grid-constant")
 
 
-def shares(label: Tensor, matrix: Array, offset: Array, size: Shape) -> tuple[Array, Array]:
+def shares(label, matrix, offset, size):
     """Return the classes, 0 first, and how much each has of every voxel."""
     classes = np.union1d([0], label.numpy())
     found = [linear((label.numpy() == k).astype(float), matrix, offset, size) for k in classes]
@@ -43,7 +28,7 @@ def shares(label: Tensor, matrix: Array, offset: Array, size: Shape) -> tuple[Ar
     return classes, np.stack(found)
 
 
-def check(image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shape) -> None:
+def check(image, label, matrix, offset, size):
     image_out, label_out = sampled(image, label, matrix, offset, size)
     atol = 1e-6 * (1 + float(image.abs().max()))
     for channel, out in zip(image.double().numpy(), image_out.numpy(), strict=True):
@@ -96,7 +81,7 @@ def test_float64_is_interpolated_as_such():
     np.testing.assert_allclose(image_out[0].numpy(), expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("matrix", [TURNED, np.diag([0.8, 1.1, 1.0]), IDENTITY])
+@pytest.mark.parametrize("matrix", [TURNED, np.diag([0.8, 1.1, 1.0]), np.eye(3)])
 def test_all_around_the_box_is_zero(matrix):
     image, label = case((4, 3, 5))
     found = sampled(image[:, :0], label[:0], matrix, np.zeros(3), (5, 4, 3))
@@ -109,49 +94,45 @@ def test_all_around_the_box_is_zero(matrix):
 def test_a_step_of_thousands_of_voxels_takes_no_memory_for_them():
     image, label = case((40, 41, 42))
     matrix = np.array([[5e4, -3e3, 20.0], [2e4, 7e3, -5e4], [3e4, -20.0, 1e3]])
-    image_out, _ = sampled(image, label, matrix, np.array([20.3, 19.6, 21.5]), (6, 7, 5))
-    expected = linear(image[0].double().numpy(), matrix, np.array([20.3, 19.6, 21.5]), (6, 7, 5))
+    offset, size = np.array([20.3, 19.6, 21.5]), (6, 7, 5)
+    image_out, _ = sampled(image, label, matrix, offset, size)
+    expected = linear(image[0].double().numpy(), matrix, offset, size)
     assert np.count_nonzero(expected) == 1
     np.testing.assert_allclose(image_out[0].numpy(), expected, rtol=0, atol=1e-3)
 
 
-def mirrored(
-    box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
-) -> Tensor:
-    """Return what is at ``sign * o + offset``, by a loop over the output."""
-    out = torch.zeros((len(box), *size), dtype=box.dtype)
-    for place in np.ndindex(*size):
-        at = [sign * o + first for sign, o, first in zip(signs, place, offset, strict=True)]
-        if all(0 <= i < n for i, n in zip(at, box.shape[1:], strict=True)):
-            out[:, *place] = box[:, *at]
+def mirrored(box, signs, offset, size):
+    """Return what is at ``sign * o + offset``, of a box with zeros around."""
+    out = functional.pad(box, [50] * 6)
+    for axis, (sign, first, count) in enumerate(zip(signs, offset, size, strict=True)):
+        out = out.index_select(axis + 1, sign * torch.arange(count) + first + 50)
     return out
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pairwise(
-    first=[(0, 0, 0), (2, -1, 3), (-3, 4, -2), (0, 30, 0)],
+    first=[(0, 0, 0), (2, -1, 3), (-3, 4, -2), (0, 45, 0)],
     signs=FLIPS,
     dtype=[torch.float16, torch.float64],
 )
-def test_flips_copy_to_the_bit(first, signs, dtype):
-    box, size = (7, 6, 9), (6, 8, 7)
+def test_flips_copy_to_the_bit(first, signs, dtype, device):
+    box, size = (37, 40, 41), (33, 45, 39)
     image, label = case(box, 2, dtype=dtype)
     offset = tuple(i if s > 0 else i + n - 1 for i, s, n in zip(first, signs, size, strict=True))
     given = (np.diag(signs).astype(float), np.array(offset, float), size)
-    image_out, label_out = sampled(image, label, *given)
-    assert torch.equal(image_out.to(dtype), mirrored(image, signs, offset, size))
-    assert torch.equal(label_out, mirrored(label[None], signs, offset, size)[0])
-    plain_out = sampled_with(plain.sample, image, label, *given)
-    assert torch.equal(plain_out[0], image_out) and torch.equal(plain_out[1], label_out)
+    for function in (sample_affine, plain.sample):
+        image_out, label_out = sampled(image.to(device), label.to(device), *given, function)
+        assert torch.equal(image_out.cpu().to(dtype), mirrored(image, signs, offset, size))
+        assert torch.equal(label_out.cpu(), mirrored(label[None], signs, offset, size)[0])
 
 
 def test_of_equal_shares_the_smallest_class_wins():
     image, _ = case((2, 3, 2))
     label = torch.tensor([5, 2, 9, 2, 5, 9, 9, 5, 2, 5, 2, 9], dtype=torch.uint8).view(2, 3, 2)
+    corners = label[:2, :2, :2].flatten().tolist()
     for angle in (0.0, 0.3):  # through a lattice and through any positions
         matrix = Rotation.from_euler("z", angle).as_matrix()
-        half = np.array([0.5, 0.5, 0.5])
-        _, label_out = sampled(image, label, matrix, half, (1, 1, 1))
-        corners = label[:2, :2, :2].flatten().tolist()
+        _, label_out = sampled(image, label, matrix, np.full(3, 0.5), (1, 1, 1))
         tied = [k for k in corners if corners.count(k) == max(map(corners.count, corners))]
         assert len(set(tied)) > 1 and label_out.item() == min(tied)
 
@@ -198,4 +179,4 @@ def test_wrong_arguments_are_refused():
         (image.transpose(1, 2), label.transpose(0, 1), image_out, label_out),
     ]:
         with pytest.raises(ValueError):
-            call(sample_affine, *given[:2], IDENTITY, np.zeros(3), *given[2:])
+            call(sample_affine, *given[:2], np.eye(3), np.zeros(3), *given[2:])

@@ -3,13 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.comparison import (
-    LAYOUTS,
-    assert_near,
-    assert_same,
-    results,
-    tensor,
-)
+from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, results, tensor
 from unet3d.kernels import conv1x1x1, conv3x3x3, strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.padding import MIN_ELEMENTS, can_fold
@@ -56,7 +50,7 @@ def test_a_head_multiplies_eight_voxels_at_a_time(outputs, size, limit, folds, m
     monkeypatch.setattr(api, "can_fold", lambda x, channels: True)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
     values = [tensor(2, 5, *size), tensor(outputs, 5, 1, 1, 1, seed=1), tensor(outputs, seed=2)]
-    rows: list[int] = []
+    rows = []
     for name in ("linear", "conv3d"):
         function = getattr(F, name)
 
@@ -86,18 +80,12 @@ def test_shards_with_halos_are_the_whole_convolution(stride, folds, monkeypatch)
 
     def in_shards(x, weight):
         after = 1 if stride == 1 else 0  # the plane behind is not read at stride 2
-        return torch.cat(
-            [
-                convolve(x[:, :, : 4 + after], weight, (1, 0)),
-                convolve(x[:, :, 3 : 8 + after], weight, (0, 0)),
-                convolve(x[:, :, 7:], weight, (0, 1)),
-            ],
-            2,
-        )
+        parts = ((x[:, :, : 4 + after], (1, 0)), (x[:, :, 3 : 8 + after], (0, 0)))
+        parts += ((x[:, :, 7:], (0, 1)),)
+        return torch.cat([convolve(part, weight, sides) for part, sides in parts], 2)
 
-    assert_same(
-        results(in_shards, values), results(lambda x, w: F.conv3d(x, w, None, stride, 1), values)
-    )
+    expected = results(lambda x, w: F.conv3d(x, w, None, stride, 1), values)
+    assert_same(results(in_shards, values), expected)
 
 
 @pytest.mark.gpu

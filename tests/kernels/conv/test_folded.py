@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from tests.kernels.comparison import SIDES, Size, assert_same, padded, results, tensor
+from tests.kernels.comparison import SIDES, assert_same, padded, results, tensor
 from tests.products import pairwise
 from unet3d.kernels import strided_conv3x3x3
 from unet3d.kernels.conv import slabs
@@ -15,7 +14,7 @@ from unet3d.kernels.padding import with_padding
 Sides = tuple[int, int]
 
 
-def plain(x: Tensor, weight: Tensor, stride: Size = (1, 1, 1), sides: Sides = (1, 1)) -> Tensor:
+def plain(x, weight, stride=(1, 1, 1), sides=(1, 1)):
     return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, 1, 1))
 
 

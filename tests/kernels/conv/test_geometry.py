@@ -4,12 +4,10 @@ from itertools import product
 
 import pytest
 
-from unet3d.kernels.conv.geometry import Axis, Slab, divide, halves
-
-KERNELS = list(product((1, 2, 3, 4), (1, 2, 3)))
+from unet3d.kernels.conv.geometry import Axis, divide, halves
 
 
-def axes(kernel: int, stride: int) -> list[Axis]:
+def axes(kernel, stride):
     """Return axes of many sizes and paddings."""
     return [
         Axis(size, kernel, stride, before, after)
@@ -19,7 +17,7 @@ def axes(kernel: int, stride: int) -> list[Axis]:
     ]
 
 
-def products(axis: Axis) -> set[tuple[int, int, int]]:
+def products(axis):
     """Return (plane of the input, of the kernel, of the result) of every product of a volume."""
     return {
         (result * axis.stride + tap - axis.before, tap, result)
@@ -29,7 +27,7 @@ def products(axis: Axis) -> set[tuple[int, int, int]]:
     }
 
 
-def products_of(slab: Slab, axis: Axis) -> set[tuple[int, int, int]]:
+def products_of(slab, axis):
     """Return those that a call on a slab computes, in planes of the volume."""
     call = Axis(len(slab.x), axis.kernel, axis.stride, slab.padding, slab.padding)
     assert call.result == len(slab.y)
@@ -40,65 +38,49 @@ def products_of(slab: Slab, axis: Axis) -> set[tuple[int, int, int]]:
     }
 
 
-def runs(planes: int) -> list[tuple[int, int]]:
+def runs(planes):
     return [(first, stop) for first in range(planes) for stop in range(first + 1, planes + 1)]
 
 
-@pytest.mark.parametrize(("kernel", "stride"), KERNELS)
-def test_planes_are_those_that_are_counted(kernel, stride):
+def check_slab(slab, axis, side, wanted, expected):
+    """See that a slab computes all products of what is wanted: planes of x (0) or of y (2)."""
+    assert slab.wanted == wanted
+    assert set(wanted) <= set(slab.y if side else slab.x)
+    assert {entry for entry in products_of(slab, axis) if entry[side] in wanted} == expected
+
+
+@pytest.mark.parametrize(("kernel", "stride"), list(product((1, 2, 3, 4), (1, 2, 3))))
+def test_planes_and_slabs_are_those_that_are_counted(kernel, stride):
     for axis in axes(kernel, stride):
         all_of_them = products(axis)
-        assert (
-            axis.result == (axis.size + axis.before + axis.after - axis.kernel) // axis.stride + 1
-        )
+        padded = axis.size + axis.before + axis.after
+        assert axis.result == (padded - axis.kernel) // axis.stride + 1
         for first, stop in runs(axis.result):
-            read = axis.read_by(range(first, stop))
-            counted = {x for x, _, y in all_of_them if first <= y < stop}
-            assert counted <= set(read)
+            run = range(first, stop)
+            read = axis.read_by(run)
+            expected = {entry for entry in all_of_them if entry[2] in run}
+            assert {x for x, _, _ in expected} <= set(read)
             assert read.start == first * axis.stride - axis.before
             assert len(read) == (stop - 1 - first) * axis.stride + axis.kernel
+            assert axis.exact(first, stop).padding == 0
+            for slab in (axis.for_result(first, stop), axis.exact(first, stop)):
+                check_slab(slab, axis, 2, run, expected)
         for first, stop in runs(axis.size):
-            counted = {y for x, _, y in all_of_them if first <= x < stop}
-            readers = axis.readers_of(range(first, stop))
-            assert counted <= set(readers)
+            run = range(first, stop)
+            expected = {entry for entry in all_of_them if entry[0] in run}
+            counted, readers = {y for _, _, y in expected}, set(axis.readers_of(run))
+            assert counted <= readers
             # With strides above the kernel some planes have no readers.
-            assert axis.stride > axis.kernel or set(readers) == counted
+            assert axis.stride > axis.kernel or readers == counted
+            check_slab(axis.for_gradient(first, stop), axis, 0, run, expected)
         inside = axis.inside()
         for y in range(axis.result):
             read = axis.read_by(range(y, y + 1))
             assert (y in inside) == (read.start >= 0 and read.stop <= axis.size)
-
-
-@pytest.mark.parametrize(("kernel", "stride"), KERNELS)
-def test_slabs_compute_what_the_volume_does(kernel, stride):
-    for axis in axes(kernel, stride):
-        all_of_them = products(axis)
-        for first, stop in runs(axis.result):
-            expected = {entry for entry in all_of_them if first <= entry[2] < stop}
-            for slab in (axis.for_result(first, stop), axis.exact(first, stop)):
-                assert slab.wanted == range(first, stop)
-                assert set(slab.wanted) <= set(slab.y)
-                computed = products_of(slab, axis)
-                assert {entry for entry in computed if first <= entry[2] < stop} == expected
-            assert axis.exact(first, stop).padding == 0
-        for first, stop in runs(axis.size):
-            slab = axis.for_gradient(first, stop)
-            assert slab.wanted == range(first, stop)
-            assert set(slab.wanted) <= set(slab.x)
-            expected = {entry for entry in all_of_them if first <= entry[0] < stop}
-            computed = products_of(slab, axis)
-            assert {entry for entry in computed if first <= entry[0] < stop} == expected
-
-
-@pytest.mark.parametrize(("kernel", "stride"), KERNELS)
-def test_a_padding_is_symmetric_where_it_gives_the_same(kernel, stride):
-    for axis in axes(kernel, stride):
+        # A padding is symmetric where it gives the same.
         same = Axis(axis.size, axis.kernel, axis.stride, axis.before, axis.before)
-        if axis.symmetric is None:
-            assert products(same) != products(axis) or same.result != axis.result
-        else:
-            assert axis.symmetric == axis.before
-            assert products(same) == products(axis)
+        is_same = products(same) == all_of_them and same.result == axis.result
+        assert axis.symmetric == (axis.before if is_same else None)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.comparison import (
-    LAYOUTS,
-    SIDES,
-    assert_near,
-    assert_same,
-    channels_last,
-    results,
-    tensor,
-)
+from tests.kernels.comparison import LAYOUTS, SIDES, assert_near, assert_same, results, tensor
 from tests.products import pairwise
 from unet3d.kernels import conv1x1x1, conv3x3x3, upsampled_conv3x3x3
 from unet3d.kernels.conv import slabs
@@ -27,24 +17,18 @@ from unet3d.kernels.conv.api import upsample
 
 
 class ConvolutionCalls(TorchDispatchMode):
-    """Counts the convolutions that reach PyTorch, and remembers their largest tensor."""
+    """Counts the convolutions that reach PyTorch, and remembers first and largest tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.count: Counter[str] = Counter()
-        self.largest = 0
+        self.count, self.largest, self.read = Counter(), 0, set()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__  # type: ignore[attr-defined]
+        name = func.overloadpacket.__name__
         if name in ("convolution", "convolution_backward"):
             self.count[name] += 1
+            self.read.add(args[0].untyped_storage().data_ptr())
             made = result if isinstance(result, tuple) else (result,)
             tensors = [value for value in (*args, *made) if isinstance(value, Tensor)]
             self.largest = max(self.largest, *(value.numel() for value in tensors))
@@ -66,10 +50,8 @@ def test_convolutions_in_slabs_are_the_whole_ones(size, stride, layout, monkeypa
         with ConvolutionCalls() as calls:
             actual = results(lambda x, w: slabs.convolve(x, w, stride, (1, 1, 1)), [x, weight])
         assert_same(actual, expected, 1e-12)
-        assert actual[0].is_contiguous(memory_format=torch.channels_last_3d) or calls.count == {
-            "convolution": 1,
-            "convolution_backward": 1,
-        }
+        of_one = {"convolution": 1, "convolution_backward": 1}
+        assert actual[0].is_contiguous(memory_format=LAYOUTS[1]) or calls.count == of_one
         # Four planes with their neighbours are the least that a call can be given.
         plane = math.prod(space[1:]) * 4
         assert calls.largest <= max(limit, 5 * plane)
@@ -97,11 +79,9 @@ def test_each_side_has_its_padding(kernel_and_sides, stride, limit, monkeypatch)
         given = results(lambda x, w: slabs.convolve(x, w, stride, padding), [x, weight])
         assert_same(given, expected)
         dy = tensor(*expected[0].shape, seed=9)
+        gradients = (slabs.input_gradient, slabs.weight_gradient)
         with torch.no_grad():
-            direct = [
-                slabs.input_gradient(dy, x, weight, stride, padding),
-                slabs.weight_gradient(dy, x, weight, stride, padding),
-            ]
+            direct = [gradient(dy, x, weight, stride, padding) for gradient in gradients]
         assert_same(direct, expected[1:])
 
 
@@ -150,10 +130,10 @@ def test_slabs_are_few_equal_and_below_the_limit(monkeypatch):
             function(*values)
         assert calls.count == {name: count}
         assert calls.largest == largest
-
-
-def test_below_the_limit_each_is_one_call(monkeypatch):
-    x, weight = tensor(2, 2, 6, 4, 4), tensor(2, 2, 3, 3, 3)
+        # What a slab reads is no copy.
+        if function is slabs.convolve:
+            assert calls.read == {values[0].untyped_storage().data_ptr()}
+    x = tensor(2, 2, 6, 4, 4)
     # Else a call for each of two samples, forward and for either gradient.
     for limit, count in [
         (x.numel(), {"convolution": 1, "convolution_backward": 1}),
@@ -163,22 +143,6 @@ def test_below_the_limit_each_is_one_call(monkeypatch):
         with ConvolutionCalls() as calls:
             results(lambda x, w: slabs.convolve(x, w, (1, 1, 1), (1, 1, 1)), [x, weight])
         assert calls.count == count
-
-
-def test_the_input_of_a_slab_is_no_copy(monkeypatch):
-    x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 500)
-    seen = []
-    convolution = F.conv3d
-
-    def watched(x, *args):
-        seen.append(x.untyped_storage().data_ptr())
-        return convolution(x, *args)
-
-    monkeypatch.setattr(slabs.F, "conv3d", watched)
-    slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
-    assert len(seen) > 2
-    assert set(seen) == {x.untyped_storage().data_ptr()}
 
 
 def test_autocast_lowers_what_is_in_slabs(monkeypatch):
@@ -205,38 +169,23 @@ def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch):
     assert total.item() == 3
 
 
-def require_memory() -> None:
+def large_volume(channels, size):
+    """Return a volume, made in slabs: normal numbers take float32 meanwhile."""
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB of free GPU memory")
+    x = torch.empty((1, size, size, size, channels), dtype=torch.bfloat16, device="cuda")
+    for planes in x.split(52, 1):
+        planes.normal_()
+    return x.permute(0, 4, 1, 2, 3)
 
 
-def large_volume() -> Tensor:
-    """Return a volume of 2.3e9 elements, made in slabs: normal numbers take float32 meanwhile."""
-    require_memory()
-    x = channels_last(torch.empty((1, 32, 416, 416, 416), dtype=torch.bfloat16, device="meta"))
-    x = torch.empty_like(x, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(0)
-    for planes in x.split(52, 2):
-        planes.normal_(generator=generator)
-    assert x.numel() > slabs.MAX_ELEMENTS
-    return x
+def weight_of(*shape, seed=0):
+    return (tensor(*shape, seed=seed) * 0.05).to("cuda", torch.bfloat16)
 
 
-def blocks(num_blocks: int = 8, size: int = 416) -> list[tuple[int, ...]]:
-    """Return first voxels of blocks of 12 voxels: at both ends, around the middle, anywhere.
-
-    All are even, as what two voxels are upsampled to.
-    """
-    generator = torch.Generator().manual_seed(1)
-    anywhere = torch.randint(0, (size - 12) // 2, (num_blocks, 3), generator=generator) * 2
-    ends = [(0, 0, 0), (size - 12,) * 3, (size // 2 - 6,) * 3, (size // 2 - 6, 0, size - 12)]
-    return [*ends, *(tuple(corner) for corner in anywhere.tolist())]
-
-
-def crop(x: Tensor, corner: Sequence[int], margin: int, size: int = 12) -> Tensor:
+def crop(x, corner, margin, size=12):
     """Return a block of so many voxels with a margin, which is zero outside the volume."""
-    slices: list[slice] = [slice(None), slice(None)]
-    pads: list[int] = []
+    slices, pads = [slice(None), slice(None)], []
     for first, voxels in zip(corner, x.shape[2:], strict=True):
         start, stop = first - margin, first + size + margin
         slices.append(slice(max(start, 0), min(stop, voxels)))
@@ -244,66 +193,56 @@ def crop(x: Tensor, corner: Sequence[int], margin: int, size: int = 12) -> Tenso
     return F.pad(x[tuple(slices)].double(), pads)
 
 
+CORNERS = [(0, 0, 0), (404, 404, 404), (202, 202, 202), (202, 0, 404), (100, 200, 300)]
+"""First voxels of blocks of 12: at both ends, where two slabs meet, and elsewhere."""
+
+
+def half(corner):
+    return [first // 2 for first in corner]
+
+
 @pytest.mark.gpu
-def test_a_volume_above_the_limit_on_a_gpu():
-    x = large_volume()
-    weight = (tensor(32, 32, 3, 3, 3) * 0.03).to("cuda", torch.bfloat16).requires_grad_()
-    with torch.no_grad():
-        y = conv3x3x3(x, weight)
-        plain = slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
-    for corner in blocks():
-        expected = F.conv3d(crop(x, corner, 1), weight.double())
-        for result in (y, plain):
-            assert_near([crop(result, corner, 0)], [expected], 4e-3)
-    del y, plain
-    # The gradient is zero but for a few blocks, so the expected sum is over these: at both ends,
-    # where two slabs meet, and elsewhere.
-    corners = [(0, 0, 0), (404, 404, 404), (204, 204, 204), (204, 0, 404), (100, 200, 300)]
-    dy = torch.zeros_like(x)
-    expected = torch.zeros_like(weight, dtype=torch.float64)
-    for corner in corners:
+def test_values_above_the_limit_on_a_gpu():
+    x, coarse = large_volume(32, 416), large_volume(64, 208)
+    weight, up = weight_of(32, 32, 3, 3, 3), weight_of(64, 32, 2, 2, 2)
+    head, bias = weight_of(3, 32, 1, 1, 1), weight_of(3)
+    assert x.numel() > slabs.MAX_ELEMENTS
+
+    def check(y, expected, tolerance):
+        for corner in CORNERS:
+            assert_near([crop(y, corner, 0)], [expected(corner)], tolerance)
+
+    def upsampled(corner, margin):
+        block = crop(coarse, half(corner), margin, 6)
+        return F.conv_transpose3d(block, up.double(), stride=2)
+
+    for y in (conv3x3x3(x, weight), slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))):
+        check(y, lambda corner: F.conv3d(crop(x, corner, 1), weight.double()), 4e-3)
+    y = conv1x1x1(x, head, bias)
+    check(y, lambda corner: F.conv3d(crop(x, corner, 0), head.double(), bias.double()), 8e-3)
+    check(upsample(coarse, up, (2, 2, 2)), lambda corner: upsampled(corner, 0), 4e-3)
+    y = upsampled_conv3x3x3(coarse, up.float(), weight.float(), (2, 2, 2))
+    inside = (..., *[slice(1, -1)] * 3)
+    check(y, lambda corner: F.conv3d(upsampled(corner, 1), weight.double())[inside], 1e-2)
+
+
+@pytest.mark.gpu
+def test_gradients_above_the_limit_on_a_gpu():
+    x, weight = large_volume(32, 416), weight_of(32, 32, 3, 3, 3).requires_grad_()
+    # The gradient is zero but for a few blocks, so the expected sum is over these.
+    dy, expected = torch.zeros_like(x), torch.zeros_like(weight, dtype=torch.float64)
+    for corner in CORNERS:
         place = dy[(..., *(slice(first, first + 12) for first in corner))]
         place.normal_()
         expected += torch.nn.grad.conv3d_weight(crop(x, corner, 1), weight.shape, place.double())
     alone = slabs.weight_gradient(dy, x, weight, (1, 1, 1), (1, 1, 1))
     conv3x3x3(x, weight).backward(dy)
     assert_near([alone, weight.grad], [expected] * 2, 1e-2)
-
-
-@pytest.mark.gpu
-def test_a_head_and_upsampling_above_the_limit_on_a_gpu():
-    x = large_volume()
-    weight, bias = (v.to("cuda", torch.bfloat16) for v in (tensor(3, 32, 1, 1, 1), tensor(3)))
-    y = conv1x1x1(x, weight.requires_grad_(), bias.requires_grad_())
-    for corner in blocks():
-        expected = F.conv3d(crop(x, corner, 0), weight.double(), bias.double())
-        assert_near([crop(y, corner, 0)], [expected], 8e-3)
-    del x, y
-    x = channels_last(torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16))
-    weight = tensor(64, 32, 2, 2, 2).to("cuda", torch.bfloat16)
-    y = upsample(x, weight, (2, 2, 2))
-    for corner in blocks():
-        coarse = crop(x, [first // 2 for first in corner], 0, 6)
-        expected = F.conv_transpose3d(coarse, weight.double(), stride=2)
-        assert_near([crop(y, corner, 0)], [expected], 4e-3)
-
-
-@pytest.mark.gpu
-def test_an_upsampled_convolution_above_the_limit_on_a_gpu():
-    require_memory()
-    x = channels_last(torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16))
-    up = (tensor(64, 32, 2, 2, 2) * 0.1).float().cuda()
-    weight = (tensor(32, 32, 3, 3, 3, seed=1) * 0.03).float().cuda()
-    assert 32 * 416**3 > slabs.MAX_ELEMENTS
-    y = upsampled_conv3x3x3(x.requires_grad_(), up, weight, (2, 2, 2))
-    dy = torch.empty_like(y, memory_format=torch.channels_last_3d)
-    for planes in dy.split(52, 2):
-        planes.normal_()
-    (dx,) = torch.autograd.grad(y, x, dy)
-    kernel = F.conv3d(up.double(), weight.double(), padding=2)
-    for corner in blocks():
-        coarse = [first // 2 for first in corner]
-        full = F.conv_transpose3d(crop(x, coarse, 1, 6), up.double(), stride=2)
-        wanted = F.conv3d(full, weight.double())[..., 1:-1, 1:-1, 1:-1]
-        wanted_dx = F.conv3d(crop(dy, corner, 1), kernel, stride=2)
-        assert_near([crop(y, corner, 0), crop(dx, coarse, 0, 6)], [wanted, wanted_dx], 1e-2)
+    del dy
+    coarse, up = large_volume(64, 208).requires_grad_(), weight_of(64, 32, 2, 2, 2).float()
+    y = upsampled_conv3x3x3(coarse, up, weight.detach().float(), (2, 2, 2))
+    (dx,) = torch.autograd.grad(y, coarse, x)
+    kernel = F.conv3d(up.double(), weight.detach().double(), padding=2)
+    for corner in CORNERS:
+        wanted = F.conv3d(crop(x, corner, 1), kernel, stride=2)
+        assert_near([crop(dx, half(corner), 0, 6)], [wanted], 1e-2)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import LAYOUTS, assert_near, results, tensor
@@ -11,9 +10,7 @@ from tests.products import pairwise
 from unet3d.kernels import conv3x3x3
 from unet3d.kernels.conv.api import MAX_STEM_CHANNELS, MAX_STEM_ROWS
 
-Shape = tuple[int, int, int, tuple[int, int, int]]
-
-SHAPES: list[Shape] = [
+SHAPES = [
     # samples, channels of the image and of the result, size
     (1, 1, 32, (40, 48, 56)),
     (2, 1, 8, (5, 7, 9)),
@@ -23,17 +20,13 @@ SHAPES: list[Shape] = [
 ]
 
 
-def arguments(
-    samples: int, inputs: int, outputs: int, size: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
+def arguments(samples, inputs, outputs, size):
     return tensor(samples, inputs, *size), tensor(outputs, inputs, 3, 3, 3, seed=1)
 
 
 @pytest.mark.gpu
 @pairwise(
-    shape=SHAPES,
-    sides=[(1, 1), (1, 0), (0, 1), (2, 2)],
-    dtype=[torch.bfloat16, torch.float16],
+    shape=SHAPES, sides=[(1, 1), (1, 0), (0, 1), (2, 2)], dtype=[torch.bfloat16, torch.float16]
 )
 def test_low_precision_on_a_gpu_against_float64(shape, sides, dtype):
     image, weight = (value.cuda().to(dtype) for value in arguments(*shape))
@@ -58,42 +51,40 @@ def test_low_precision_on_a_gpu_against_float64(shape, sides, dtype):
 
 
 @pytest.mark.gpu
-@pairwise(shape=SHAPES[1:4], sides=[(1, 1), (0, 1)], layout=LAYOUTS)
-def test_the_operation_is_registered_as_pytorch_wants_it(shape, sides, layout):
-    image, weight = (
-        value.cuda().bfloat16().contiguous(memory_format=layout) for value in arguments(*shape)
-    )
-    torch.library.opcheck(torch.ops.unet3d.stem.default, (image, weight.requires_grad_(), *sides))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_operation_is_registered_as_pytorch_wants_it(layout):
+    given = (value.cuda().bfloat16() for value in arguments(*SHAPES[2]))
+    image, weight = (value.contiguous(memory_format=layout) for value in given)
+    torch.library.opcheck(torch.ops.unet3d.stem.default, (image, weight.requires_grad_(), 0, 1))
 
 
-@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (0, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (2, 1)], ids=str)
 def test_a_fake_gpu_takes_it_for_images(sides):
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         image = torch.empty(2, 1, 8, 6, 5, device="cpu:0")
         weight = torch.empty(16, 1, 3, 3, 3, device="cpu:0", requires_grad=True)
         y = conv3x3x3(image, weight, x_padding=sides)
-        assert y.shape == (2, 16, 6 + sum(sides), 6, 5)
-        assert y.dtype == torch.bfloat16
+        assert (y.shape, y.dtype) == ((2, 16, 6 + sum(sides), 6, 5), torch.bfloat16)
         assert y.is_contiguous(memory_format=torch.channels_last_3d)
         assert y.grad_fn is not None and "stem" in y.grad_fn.name()
         y.sum().backward()
-        assert weight.grad is not None and weight.grad.shape == weight.shape
-        assert weight.grad.dtype == torch.float32
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("channels", "outputs", "dtype", "needs_gradient"),
+    ("channels", "outputs", "dtype", "needs_gradient", "takes"),
     [
-        (MAX_STEM_ROWS // 27 + 1, 16, torch.bfloat16, False),
-        (1, MAX_STEM_CHANNELS + 1, torch.bfloat16, False),
-        (1, 16, torch.float32, False),
-        (1, 16, torch.bfloat16, True),
+        (MAX_STEM_ROWS // 27, MAX_STEM_CHANNELS, torch.bfloat16, False, True),
+        (MAX_STEM_ROWS // 27 + 1, 16, torch.bfloat16, False, False),
+        (1, MAX_STEM_CHANNELS + 1, torch.bfloat16, False, False),
+        (1, 16, torch.float32, False, False),
+        (1, 16, torch.bfloat16, True, False),
     ],
 )
-def test_other_maps_do_not_take_it(channels, outputs, dtype, needs_gradient):
+def test_other_maps_do_not_take_it(channels, outputs, dtype, needs_gradient, takes):
     with FakeTensorMode():
         image = torch.empty(1, channels, 4, 4, 4, dtype=dtype, device="cpu:0")
         image.requires_grad_(needs_gradient)
         weight = torch.empty(outputs, channels, 3, 3, 3, dtype=dtype, device="cpu:0")
         y = conv3x3x3(image, weight.requires_grad_())
-        assert y.grad_fn is not None and "stem" not in y.grad_fn.name()
+        assert y.grad_fn is not None and ("stem" in y.grad_fn.name()) == takes

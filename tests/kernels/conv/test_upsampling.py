@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.comparison import Size, assert_near, assert_same, padded, results, tensor
+from tests.kernels.comparison import assert_near, assert_same, padded, results, tensor
 from tests.products import pairwise
 from unet3d.kernels import upsampled_conv3x3x3
 from unet3d.kernels.conv import api, slabs
@@ -16,16 +15,16 @@ from unet3d.kernels.padding import has_room, was_folded
 STRIDES = [(2, 2, 2), (1, 2, 2), (2, 1, 2)]
 
 
-def weights(inputs: int, outputs: int, stride: Size) -> tuple[Tensor, Tensor]:
+def weights(inputs, outputs, stride):
     return tensor(inputs, 3, *stride, seed=1), tensor(outputs, 3, 3, 3, 3, seed=2)
 
 
-def plain(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+def plain(x, up, weight):
     stride = tuple(up.shape[2:])
     return F.conv3d(F.conv_transpose3d(x, up, stride=stride), weight, padding=1)
 
 
-def composed(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+def composed(x, up, weight):
     kernel = composed_kernel(up, weight)
     return ComposedUpsampling.apply(x, kernel, tuple(up.shape[2:]), (1, 1))
 

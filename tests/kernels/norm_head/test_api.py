@@ -1,19 +1,15 @@
 """A normalisation and the head behind it as one operation."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import assert_near, assert_same, channels_last
 from tests.kernels.comparison import results as results_of
-from tests.kernels.norm.closed_form import EPS, arguments, closed_form
+from tests.kernels.norm.closed_form import EPS, arguments, called, closed_form
 from tests.products import pairwise
-from unet3d.kernels import instance_norm_head
+from unet3d.kernels import instance_norm, instance_norm_head
 from unet3d.kernels.norm import api as norm_api
 from unet3d.kernels.norm import op as norm
 from unet3d.kernels.norm_head import op
@@ -23,15 +19,7 @@ from unet3d.memory.saved_tensors import handling
 SLOPE = 0.01
 
 
-def inputs_of(
-    shape: tuple[int, ...],
-    classes: int,
-    dtype: torch.dtype,
-    device: str,
-    *,
-    adds: bool,
-    mean: float = 1.0,
-) -> list[Tensor]:
+def inputs_of(shape, classes, dtype, device, *, adds, mean=1.0):
     """Return x, weight, bias, the head's weight and bias, what is added, and the gradient."""
     x, weight, bias, _ = arguments(shape, mean, dtype, device)
     generator = torch.Generator().manual_seed(5)
@@ -45,23 +33,19 @@ def inputs_of(
     return [(channels_last(v) if v.dim() == 5 else v).to(device) for v in values]
 
 
-def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def results(function, inputs):
     *values, dy = inputs
     # A convolution's result, which may be overwritten.
     return results_of(lambda x, *others: function(x.clone(), *others), values, dy)
 
 
-def joined(x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
-    head, head_bias, *added = rest
-    options: dict[str, Any] = {"head_weight": head, "head_bias": head_bias}
-    if added:
-        options["added"] = added[0]
+def joined(x, weight, bias, head, head_bias, added=None):
+    options = {"head_weight": head, "head_bias": head_bias, "added": added}
     return instance_norm_head(x, weight, bias, EPS, SLOPE, **options)
 
 
-def apart(x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
-    head, head_bias, *added = rest
-    x = x + added[0] if added else x
+def apart(x, weight, bias, head, head_bias, added=0):
+    x = x + added
     return F.conv3d(closed_form(x, weight, bias, EPS, SLOPE), head, head_bias)
 
 
@@ -71,59 +55,42 @@ def test_the_reference_is_the_closed_form(adds):
     assert_same(results(joined, inputs), results(apart, inputs), 1e-10)
 
 
-@pytest.fixture
-def triton_at_any_size(monkeypatch):
-    monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 0)
-
-
-FAKE_GPU = torch.device("cpu", 0)
-
-
 @pytest.mark.parametrize(
-    ("channels", "classes", "is_joined"),
-    [(32, 3, True), (64, 16, True), (65, 3, False), (32, 17, False)],
+    ("channels", "classes", "adds", "is_joined"),
+    [
+        (32, 3, False, True),
+        (32, 3, True, True),
+        (64, 16, False, True),
+        (65, 3, False, False),
+        (32, 17, False, False),
+    ],
 )
-def test_few_channels_and_classes_are_joined(channels, classes, is_joined):
+def test_few_channels_and_classes_are_joined_and_of_maps_only_the_input_is_kept(
+    channels, classes, adds, is_joined
+):
+    kept, options = [], {"device": "cpu:0", "dtype": torch.bfloat16, "requires_grad": True}
     with FakeTensorMode():
-        x = torch.empty(1, channels, 64, 64, 64, device=FAKE_GPU, dtype=torch.bfloat16)
-        affine = [torch.empty(channels, device=FAKE_GPU, requires_grad=True) for _ in range(2)]
-        head = torch.empty(classes, channels, 1, 1, 1, device=FAKE_GPU, dtype=x.dtype)
-        bias = torch.empty(classes, device=FAKE_GPU, dtype=x.dtype)
-        y = joined(x, *affine, head, bias)
-    assert y.grad_fn is not None and ("NormHead" in y.grad_fn.name()) == is_joined
-    assert (y.shape, y.dtype) == ((1, classes, 64, 64, 64), torch.bfloat16)
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_of_the_maps_only_the_input_is_kept(adds):
-    kept: list[Tensor] = []
-    with FakeTensorMode():
-        x, added = (
-            torch.empty(1, 32, 64, 64, 64, device=FAKE_GPU, dtype=torch.bfloat16).requires_grad_()
-            for _ in range(2)
-        )
-        affine = [torch.empty(32, device=FAKE_GPU, requires_grad=True) for _ in range(2)]
-        head, bias = (torch.empty(s, device=FAKE_GPU) for s in ((3, 32, 1, 1, 1), (3,)))
+        maps = [torch.empty(1, channels, 64, 64, 64, **options) for _ in range(1 + adds)]
+        affine = [torch.empty(channels, device="cpu:0", requires_grad=True) for _ in range(2)]
+        head = [torch.empty(classes, channels, 1, 1, 1, **options), torch.empty(classes, **options)]
         with handling(kept.append):
-            y = joined(x, *affine, head, bias, *([added] if adds else []))
-        assert sorted(v.numel() for v in kept)[-2:] == [3 * 32, x.numel()]
-        given = [x, added] if adds else [x]
-        for gradient in torch.autograd.grad(y, given, torch.empty_like(y)):
-            assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
-
-
-CASES = [
-    ((1, 32, 40, 48, 56), 3),
-    ((2, 5, 7, 9, 11), 16),
-    ((3, 64, 3, 5, 7), 5),
-    ((2, 1, 8, 8, 8), 1),
-]
+            y = joined(maps[0], *affine, *head, *maps[1:])
+        assert y.grad_fn is not None and ("NormHead" in y.grad_fn.name()) == is_joined
+        assert (y.shape, y.dtype) == ((1, classes, 64, 64, 64), torch.bfloat16)
+        large = [value.numel() for value in kept if value.numel() > channels * classes]
+        assert (large == [maps[0].numel()]) == is_joined
+        for gradient in torch.autograd.grad(y, maps, torch.empty_like(y)):
+            assert (gradient.shape, gradient.dtype) == (maps[0].shape, torch.bfloat16)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("triton_at_any_size")
 @pairwise(
-    case=CASES,
+    case=[
+        ((1, 32, 40, 48, 56), 3),
+        ((2, 5, 7, 9, 11), 16),
+        ((3, 64, 3, 5, 7), 5),
+        ((2, 1, 8, 8, 8), 1),
+    ],
     kind=[
         (torch.float32, 0.0, 2e-6),
         (torch.float32, 1e4, 2e-6),
@@ -131,7 +98,8 @@ CASES = [
         (torch.float16, 1.0, 1e-3),
     ],
 )
-def test_on_a_gpu_against_float64(case, kind):
+def test_on_a_gpu_against_float64(case, kind, monkeypatch):
+    monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 0)
     (shape, classes), (dtype, mean, tolerance) = case, kind
     inputs = inputs_of(shape, classes, dtype, "cuda", adds=False, mean=mean)
     inputs[3] = inputs[3].to(dtype).float()
@@ -161,15 +129,17 @@ def test_more_than_two_to_the_31_elements():
     inputs[3] = inputs[3].to(torch.bfloat16).float()
     assert 32 * (8 * 52) ** 3 > 2**31
     expected = results(apart, [value.cpu().double() for value in inputs])
+    x, weight, bias = (value.double() for value in inputs[:3])
+    normed = closed_form(x, weight, bias, EPS, SLOPE)
     # A volume of copies has the same statistics, logits, and gradient of x.
-    of_maps = (0, len(inputs) - 1)
-    large = [
-        channels_last(v.repeat(1, 1, 52, 52, 52)) if index in of_maps else v
-        for index, v in enumerate(inputs)
-    ]
-    y, dx, *sums = results(joined, large)
+    for index in (0, -1):
+        inputs[index] = channels_last(inputs[index].repeat(1, 1, 52, 52, 52))
+    y, dx, *sums = results(joined, inputs)
     actual = [y[..., -8:, -8:, -8:], dx[..., -8:, -8:, -8:], *(v / 52**3 for v in sums)]
     assert_near(actual, expected, 1e-2)
+    with torch.no_grad():  # the same, normalised only
+        y = instance_norm(*inputs[:3], EPS, SLOPE)
+    assert_near([y[..., -8:, -8:, -8:], y[..., :8, :8, :8]], [normed] * 2, 4e-3)
 
 
 @pytest.mark.gpu
@@ -190,17 +160,9 @@ def test_the_gradient_for_a_folded_convolution_has_zeros_around():
 def test_the_operations_are_registered_as_pytorch_wants_it():
     inputs = inputs_of((2, 5, 4, 5, 6), 3, torch.float32, "cuda", adds=True)
     x, weight, bias, head, head_bias, added, dy = inputs
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    mean, rstd, _ = norm.merge(norm.sum_moments(x, added), 120, EPS)
+    mean, rstd, _ = norm.merge(called(norm.sum_moments, x, added), 120, EPS)
     affine = (weight, bias, mean, rstd, head.flatten(1))
-    sums, _ = op.sums(dy, x, *affine, slope=SLOPE)
-    of_all = norm.total(sums)
-    options = {"total": of_all, "voxels": 120, "slope": SLOPE, "pads": False}
-    for function, given, named in (
-        (norm.sum_moments, (x, added), {}),
-        (norm.total, (sums,), {}),
-        (op.logits, (x, *affine, head_bias), {"slope": SLOPE}),
-        (op.sums, (dy, x, *affine), {"slope": SLOPE}),
-        (op.gradient, (dy, x, *affine), options),
-    ):
-        torch.library.opcheck(function, given, named, test_utils=checks)
+    called(op.logits, x, *affine, head_bias, slope=SLOPE)
+    sums, _ = called(op.sums, dy, x, *affine, slope=SLOPE)
+    total = called(norm.total, sums)
+    called(op.gradient, dy, x, *affine, total=total, voxels=120, slope=SLOPE, pads=False)
