@@ -1,16 +1,14 @@
 """The plain network on one device, with which every way of spreading it is compared."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unet3d.config import ModelSettings
-from unet3d.model import SegmentationLoss, Topology, UNet3d, plan_topology
-from unet3d.parallel import Executor, Layout, parallelize
+from unet3d.model import SegmentationLoss, UNet3d, plan_topology
+from unet3d.parallel import Layout, parallelize
 
 TOLERANCE = 1e-10
 PER_SAMPLE = SegmentationLoss()
@@ -18,17 +16,12 @@ BATCH_DICE = SegmentationLoss(joins_samples=True)
 NESTED = ((1, 2), (2,), (1,))
 """Regions of the classes of :func:`make_batch`, as many as the network has outputs."""
 
-TRAINED_ELSEWHERE: dict[str, object] = {
-    "units": (1, 3, 2),
-    "decoder_units": (3, 1),
-    "upsampling_bias": True,
-    "norm_eps": 0.02,
-    "negative_slope": 0.1,
-}
+_UNITS = {"units": (1, 3, 2), "decoder_units": (3, 1)}
+TRAINED_ELSEWHERE = {**_UNITS, "upsampling_bias": True, "norm_eps": 0.02, "negative_slope": 0.1}
 """What networks of :func:`make_topology` have only if a checkpoint says so."""
 
 
-def make_topology(**options: object) -> Topology:
+def make_topology(**options):
     """Return a network of three levels; options are settings, or fields of a topology."""
     fields = {name: options.pop(name) for name in TRAINED_ELSEWHERE if name in options}
     small = {"deep_supervision": False, "base_channels": 4, "max_channels": 16, "num_levels": 3}
@@ -36,13 +29,8 @@ def make_topology(**options: object) -> Topology:
     return replace(plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3), **fields)
 
 
-def make_batch(
-    num_samples: int, dtype: torch.dtype = torch.float64, ignores: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return images and targets; where it ignores, a share that differs has no class.
-
-    Of the last of several samples nothing has.
-    """
+def make_batch(num_samples, dtype=torch.float64, ignores=False):
+    """Return images and targets; where it ignores, a share has no class: all of the last sample."""
     generator = torch.Generator().manual_seed(num_samples)
     image = torch.randn(num_samples, 2, 16, 16, 8, generator=generator, dtype=dtype)
     target = torch.randint(0, 3, (num_samples, 16, 16, 8), generator=generator)
@@ -52,7 +40,7 @@ def make_batch(
     return image, target.to(torch.uint8)
 
 
-def make_network(topology: Topology) -> UNet3d:
+def make_network(topology):
     """Return a network in float64 with the weights of seed 1, and biases of upsampling, if any."""
     torch.manual_seed(1)
     model = UNet3d(topology).double()
@@ -63,12 +51,7 @@ def make_network(topology: Topology) -> UNet3d:
 
 
 @functools.lru_cache(maxsize=64)
-def plain_gradients(
-    topology: Topology,
-    num_samples: int,
-    loss_fn: SegmentationLoss = PER_SAMPLE,
-    ignores: bool = False,
-) -> tuple[Tensor, dict[str, Tensor], UNet3d]:
+def plain_gradients(topology, num_samples, loss_fn=PER_SAMPLE, ignores=False):
     """Return loss, gradients and network of a step in float64, with the weights of seed 1.
 
     The whole batch passes through the network, and its loss is taken, at once. All that ask for
@@ -83,28 +66,20 @@ def plain_gradients(
 
 
 @functools.lru_cache(maxsize=64)
-def plain_logits(topology: Topology, num_samples: int) -> Tensor:
+def plain_logits(topology, num_samples):
     """Return what the network of :func:`plain_gradients` predicts for the same images."""
     _, _, model = plain_gradients(topology, num_samples)
     with torch.no_grad():
         return model.eval()(make_batch(num_samples)[0])
 
 
-def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
+def assert_close(actual, expected, name):
     error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
     assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
 
 
-def assert_same_in_ranks(
-    by_rank: Sequence[tuple[float, dict[str, Tensor]]], loss: Tensor, expected: dict[str, Tensor]
-) -> None:
-    """See that all ranks have the loss and, to the bit alike, the gradients of the plain network.
-
-    Args:
-        by_rank: Loss and gradients of each rank.
-        loss: What :func:`plain_gradients` returned.
-        expected: The gradients that it returned.
-    """
+def assert_same_in_ranks(by_rank, loss, expected):
+    """See that all ranks have the plain network's loss and, to the bit alike, its gradients."""
     for own_loss, gradients in by_rank:
         assert abs(own_loss - loss.item()) <= TOLERANCE * loss.item()
         assert_gradients(gradients, expected)
@@ -112,7 +87,7 @@ def assert_same_in_ranks(
             assert torch.equal(value, by_rank[0][1][name]), name
 
 
-def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_gradients(found, expected):
     """See that gradients are those that :func:`plain_gradients` returned."""
     assert list(found) == list(expected)
     for name, value in found.items():
@@ -121,29 +96,15 @@ def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
             assert_close(value, expected[name], name)
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+def gradients_of(model):
     """Return the gradient of each parameter that has one."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check_step(
-    topology: Topology,
-    num_samples: int,
-    loss_fn: SegmentationLoss = PER_SAMPLE,
-    ignores: bool = False,
-    **layout: Any,
-) -> Executor:
-    """Take a step in a layout on CPUs, and see that it is the plain network's.
+def check_step(topology, num_samples, loss_fn=PER_SAMPLE, ignores=False, **layout):
+    """Take a step in a layout on CPUs, see that it is the plain network's, and return its executor.
 
-    Args:
-        topology: The network.
-        num_samples: Samples of the batch.
-        loss_fn: The loss.
-        ignores: As for :func:`make_batch`.
-        layout: Fields of a layout, but for the devices ``num_devices``.
-
-    Returns:
-        What has taken the step.
+    Fields of a layout are given, but for the devices ``num_devices``.
     """
     loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores)
     image, target = make_batch(num_samples, ignores=ignores)

@@ -1,30 +1,18 @@
 """The function that a network of the project is, in PyTorch's own operations and nothing else."""
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from unet3d.model import Topology
-
-Weights = Mapping[str, Tensor]
 
 
 class Reference:
     """Joins skip and upsampled features along the channels, as nnU-Net does, biases and all."""
 
-    def __init__(self, topology: Topology, weights: Weights) -> None:
-        """Take parameters by the names that they have in a checkpoint.
-
-        Args:
-            topology: Of the network; group and batch normalisation as in training.
-            weights: They may require gradients.
-        """
+    def __init__(self, topology, weights):
+        """Take parameters by the names that they have in a checkpoint; norms are as in training."""
         self.topology = topology
         self.weights = weights
 
-    def logits(self, image: Tensor) -> tuple[Tensor, ...]:
+    def logits(self, image):
         """Return the logits of all heads, full resolution first."""
         topology, skips, x = self.topology, [], image
         is_residual = topology.encoder == "residual"
@@ -37,7 +25,7 @@ class Reference:
                     x = self._unit(x, self.weights[f"{name}.conv.weight"], name, stride)
                 stride = (1, 1, 1)
             skips.append(x)
-        made: dict[int, Tensor] = {}
+        made = {}
         for level in reversed(range(topology.num_levels - 1)):
             name = f"decoder.levels.{level}"
             stride = topology.strides[level + 1]
@@ -58,7 +46,7 @@ class Reference:
             for level, name in enumerate(of_heads)
         )
 
-    def _units(self, level: int) -> range:
+    def _units(self, level):
         """Count the encoder's units of a level, a stem too."""
         topology = self.topology
         if topology.encoder == "plain":
@@ -66,19 +54,19 @@ class Reference:
         units = topology.units or (1, 3, 4, *[6] * topology.num_levels)
         return range(units[level] + (level == 0))
 
-    def _decoder_units(self, level: int) -> int:
+    def _decoder_units(self, level):
         if self.topology.decoder_units:
             return self.topology.decoder_units[level]
         return 2 if self.topology.encoder == "plain" else 1
 
-    def _unit(self, x: Tensor, weight: Tensor, name: str, stride: tuple[int, ...]) -> Tensor:
+    def _unit(self, x, weight, name, stride):
         return self._activated(self._normed(self._convolved(x, weight, stride), f"{name}.norm"))
 
-    def _convolved(self, x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> Tensor:
+    def _convolved(self, x, weight, stride):
         padding = tuple(taps // 2 for taps in weight.shape[2:])
         return F.conv3d(x, weight, None, stride, padding)
 
-    def _residual_unit(self, x: Tensor, name: str, stride: tuple[int, ...], level: int) -> Tensor:
+    def _residual_unit(self, x, name, stride, level):
         y = self._unit(x, self.weights[f"{name}.first.conv.weight"], f"{name}.first", stride)
         y = self._normed(
             self._convolved(y, self.weights[f"{name}.conv.weight"], (1, 1, 1)), f"{name}.norm"
@@ -90,10 +78,10 @@ class Reference:
             x = self._normed(x, f"{name}.shortcut.1.1")
         return self._activated(x + y)
 
-    def _activated(self, x: Tensor) -> Tensor:
+    def _activated(self, x):
         return torch.where(x > 0, x, self.topology.negative_slope * x)
 
-    def _normed(self, x: Tensor, name: str) -> Tensor:
+    def _normed(self, x, name):
         """Normalise in closed form, with the variance of all values."""
         nested = f"{name}.0" if f"{name}.0.weight" in self.weights else name
         n, c = x.shape[:2]

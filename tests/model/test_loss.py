@@ -1,9 +1,9 @@
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
 from monai.losses import DiceCELoss
-from torch import Tensor
 
 from tests.gpu_waits import refused_waits
 from tests.products import pairwise
@@ -12,34 +12,26 @@ from unet3d.model import LossTerms, SegmentationLoss, dice_cross_entropy
 BATCH_DICE = SegmentationLoss(joins_samples=True)
 
 
-def make_batch(
-    num_classes: int, num_samples: int = 3, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
+def make_batch(num_classes, num_samples=3, dtype=torch.float64):
     generator = torch.Generator().manual_seed(num_classes)
     shape = (num_samples, num_classes, 6, 5, 7)
     logits = (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
     target = torch.randint(0, num_classes, (num_samples, 6, 5, 7), generator=generator)
-    return logits, target
+    return logits.requires_grad_(), target
 
 
-def monai_loss(logits: Tensor, target: Tensor, joins_samples: bool = False) -> Tensor:
-    loss = DiceCELoss(
-        batch=joins_samples,
-        include_background=False,
-        to_onehot_y=True,
-        softmax=True,
-        smooth_nr=1e-5,
-        smooth_dr=1e-5,
-    )
+def monai_loss(logits, target, joins_samples=False):
+    options = {"include_background": False, "to_onehot_y": True, "softmax": True}
+    loss = DiceCELoss(batch=joins_samples, smooth_nr=1e-5, smooth_dr=1e-5, **options)
     return loss(logits, target.unsqueeze(1))
 
 
-def gradient(loss: Tensor, logits: Tensor) -> Tensor:
+def gradient(loss, logits):
     (result,) = torch.autograd.grad(loss, logits, retain_graph=True)
     return result
 
 
-def assert_same(ours: Tensor, theirs: Tensor, logits: Tensor) -> None:
+def assert_same(ours, theirs, logits):
     """Compare losses, and their gradients."""
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     wanted = gradient(theirs, logits)
@@ -55,7 +47,7 @@ def assert_same(ours: Tensor, theirs: Tensor, logits: Tensor) -> None:
 def test_loss_and_gradient_are_monais(num_classes, present, joins_samples):
     logits, target = make_batch(num_classes)
     target = torch.tensor(present)[target % len(present)]
-    ours = SegmentationLoss(joins_samples=joins_samples)(logits.requires_grad_(), target).total
+    ours = SegmentationLoss(joins_samples=joins_samples)(logits, target).total
     assert_same(ours, monai_loss(logits, target, joins_samples), logits)
 
 
@@ -65,8 +57,8 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples):
     logits, target = make_batch(3)
     target[0, :4] = 3
     target[2] = 3  # nothing of the last sample is labelled
-    logits.requires_grad_()
-    terms = SegmentationLoss(joins_samples=joins_samples)(logits, target)
+    loss = SegmentationLoss(joins_samples=joins_samples)
+    terms = loss(logits, target)
     chance, dice, cross_entropy = logits.softmax(1), [], []
     groups = [[0, 1, 2]] if joins_samples else [[0], [1], [2]]
     for group in groups:
@@ -84,6 +76,10 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples):
     found = gradient(terms.total, logits)
     assert_same(terms.total, expected, logits)
     assert not found[2].any() and not found[0, :, :4].any()
+    # A batch without a label costs nothing.
+    terms = loss(logits, torch.full_like(target, 3))
+    assert terms.total.item() == pytest.approx(0, abs=1e-12)
+    assert not gradient(terms.total, logits).any()
 
 
 @pairwise(
@@ -96,12 +92,8 @@ def test_the_loss_of_regions_is_nnunets(regions, joins_samples, ignores, num_lev
     """Binary cross-entropy plus Dice of every region (nnU-Net's DC_and_BCE_loss), written anew."""
     generator = torch.Generator().manual_seed(2)
     target = torch.randint(0, 5 if ignores else 4, (3, 8, 4, 4), generator=generator)
-    levels = [
-        torch.randn(3, len(regions), 8 // n, 4 // n, 4 // n, generator=generator).double()
-        for n in (1, 2)[:num_levels]
-    ]
-    for level in levels:
-        level.requires_grad_()
+    shapes = [(3, len(regions), 8 // n, 4 // n, 4 // n) for n in (1, 2)[:num_levels]]
+    levels = [torch.randn(s, generator=generator).double().requires_grad_() for s in shapes]
     loss = SegmentationLoss(joins_samples=joins_samples, regions=regions)
     terms = loss(levels if num_levels > 1 else levels[0], target)
     expected = torch.zeros((), dtype=torch.float64)
@@ -128,20 +120,9 @@ def test_the_loss_of_regions_is_nnunets(regions, joins_samples, ignores, num_lev
         assert_same(terms.total, expected, level)
 
 
-def test_a_batch_without_a_label_costs_nothing():
-    logits, _ = make_batch(3)
-    target = torch.full((3, 6, 5, 7), 3)
-    logits.requires_grad_()
-    for loss in (dice_cross_entropy, BATCH_DICE):
-        terms = loss(logits, target)
-        assert terms.total.item() == pytest.approx(0, abs=1e-12)
-        assert not gradient(terms.total, logits).any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_logits_are_taken_in_float32(dtype):
     logits, target = make_batch(3, dtype=dtype)
-    logits.requires_grad_()
     exact = logits.detach().double().requires_grad_()
     loss, expected = dice_cross_entropy(logits, target).total, monai_loss(exact, target)
     assert loss.dtype == torch.float32
@@ -153,15 +134,15 @@ def test_low_precision_logits_are_taken_in_float32(dtype):
     torch.testing.assert_close(found.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_any_integer_type_of_target(dtype):
+def test_any_integer_type_of_target():
     logits, target = make_batch(3)
     expected = dice_cross_entropy(logits, target).total
-    assert torch.equal(dice_cross_entropy(logits, target.to(dtype)).total, expected)
-    assert torch.equal(dice_cross_entropy([logits], target.to(dtype)).total, expected)
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        for levels in (logits, [logits]):
+            assert torch.equal(dice_cross_entropy(levels, target.to(dtype)).total, expected)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3), (4, 1), (5,)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3)], ids=str)
 def test_micro_batches_add_up(sizes):
     """Weighted losses add up, as do sums: joined along samples, or for the batch as a whole."""
     logits, target = make_batch(3, num_samples=5)
@@ -179,21 +160,14 @@ def test_micro_batches_add_up(sizes):
     torch.testing.assert_close(found, monai_loss(logits, target, True), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 1, 4)], ids=str)
-def test_sums_of_slabs_give_the_loss_of_the_volume(sizes):
+def test_sums_of_slabs_give_the_loss_of_the_volume():
     """Ratios of slabs do not add up; sums do, and so do the gradients that they lead to."""
     logits, target = make_batch(4)
-    logits.requires_grad_()
-    expected = monai_loss(logits, target)
-    slabs = zip(logits.split(sizes, 2), target.split(sizes, 1), strict=True)
+    slabs = zip(logits.split((1, 1, 4), 2), target.split((1, 1, 4), 1), strict=True)
     sums = torch.stack([dice_cross_entropy.sums(slab, labels) for slab, labels in slabs]).sum(0)
     assert sums.shape == (1, 4, 3, 4)
-    terms = dice_cross_entropy.from_sums(sums)
-    assert_same(terms.total, expected, logits)
-
-
-def test_the_loss_of_sums_is_the_formula():
-    """Of one sample: background, and a class of 6 voxels of which p finds 4, and 1 elsewhere."""
+    assert_same(dice_cross_entropy.from_sums(sums).total, monai_loss(logits, target), logits)
+    # Of one sample: background, and a class of 6 voxels of which p finds 4, and 1 elsewhere.
     sums = torch.tensor([[[[2.0, 3.0]], [[9.0, 4.0]], [[11.0, 5.0]], [[10.0, 6.0]]]]).double()
     terms = dice_cross_entropy.from_sums(sums)
     assert terms.cross_entropy.item() == pytest.approx(5 / 16)
@@ -207,9 +181,7 @@ def test_deep_supervision_is_the_weighted_sum_of_levels():
     sizes = [(8, 8, 4), (4, 4, 4), (2, 2, 2)]  # Z is not halved at first
     steps = [(1, 1, 1), (2, 2, 1), (4, 4, 2)]
     logits = [torch.randn(2, 3, *size, generator=generator, dtype=torch.float64) for size in sizes]
-
     terms = dice_cross_entropy(logits, target)
-
     expected = torch.zeros((), dtype=torch.float64)
     for level, step, weight in zip(logits, steps, (4 / 7, 2 / 7, 1 / 7), strict=True):
         coarse = torch.empty(level[:, 0].shape, dtype=torch.long)
@@ -220,23 +192,15 @@ def test_deep_supervision_is_the_weighted_sum_of_levels():
     torch.testing.assert_close(terms.total, terms.dice + terms.cross_entropy)
 
 
-def test_the_loss_stays_where_the_logits_are():
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_loss_stays_where_the_logits_are_and_nothing_waits_for_it(device):
     """No value is fetched: on the meta device there is none, and no other device takes part."""
-    logits = [torch.zeros(2, 3, n, n, n, device="meta", requires_grad=True) for n in (8, 4)]
-    target = torch.zeros(2, 8, 8, 8, dtype=torch.uint8, device="meta")
-    terms = dice_cross_entropy(logits, target)
-    made = (terms.total, terms.dice, terms.cross_entropy, gradient(terms.total, logits[0]))
-    assert {value.device.type for value in made} == {"meta"}
-
-
-@pytest.mark.gpu
-def test_the_loss_stays_on_the_gpu_and_nothing_waits_for_it():
-    logits, target = (value.cuda() for value in make_batch(3))
+    logits, target = (value.detach().to(device) for value in make_batch(3))
     logits.requires_grad_()
-    with refused_waits():
+    with refused_waits() if device == "cuda" else nullcontext():
         terms = dice_cross_entropy([logits, logits[:, :, ::2]], target)
-        found = gradient(terms.total, logits)
-    assert {terms.total.device.type, found.device.type} == {"cuda"}
+        made = (terms.total, terms.dice, terms.cross_entropy, gradient(terms.total, logits))
+    assert {value.device.type for value in made} == {device}
 
 
 def test_terms_add_weigh_and_detach():

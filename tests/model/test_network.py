@@ -2,12 +2,11 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
 
 import pytest
 import torch
 from monai.networks.nets.resnet import resnet50
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from unet3d.errors import ConfigError, DeviceError, VolumeError
@@ -24,10 +23,10 @@ SHAPE = (1, 32, 32, 16)
 PARTS = ("conv1", "bn1", "act", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool")
 
 
-def make_resnet(norm: str = "batch") -> nn.Module:
+def make_resnet(norm="batch"):
     """Return MONAI's network, narrow; MONAI itself hands ``norm`` to the stem only."""
     torch.manual_seed(3)
-    network: nn.Module = resnet50(
+    network = resnet50(
         spatial_dims=3, n_input_channels=1, num_classes=4, widen_factor=1 / 16, conv1_t_size=3
     )
     if norm == "instance":
@@ -38,13 +37,13 @@ def make_resnet(norm: str = "batch") -> nn.Module:
     return network.double()
 
 
-def as_network(resnet: nn.Module) -> SequentialNetwork:
+def as_network(resnet):
     parts = [(name, getattr(resnet, name)) for name in PARTS]
     chain = nn.Sequential(OrderedDict([*parts, ("flatten", nn.Flatten()), ("fc", resnet.fc)]))
     return SequentialNetwork(chain, SHAPE)
 
 
-def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
+def make_batch(num_samples):
     generator = torch.Generator().manual_seed(num_samples)
     image = torch.randn(num_samples, *SHAPE, generator=generator, dtype=torch.float64)
     return image, torch.randint(4, (num_samples,), generator=generator)
@@ -67,10 +66,10 @@ def test_resnet50_is_transparent(norm, num_samples, options):
     image, target = make_batch(num_samples)
     loss = functional.cross_entropy(plain(image), target)
     loss.backward()
-    executor = parallelize(as_network(placed), Layout(**{"devices": (CPU, CPU), **options}))
-
+    network = as_network(placed)
+    assert network.samples_are_independent == (norm == "instance")
+    executor = parallelize(network, Layout(**{"devices": (CPU, CPU), **options}))
     terms = executor.forward_backward(image, target, functional.cross_entropy)
-
     assert_close(terms.total, loss.detach(), "loss")
     for (name, actual), expected in zip(placed.named_parameters(), plain.parameters(), strict=True):
         assert expected.grad is not None
@@ -81,14 +80,6 @@ def test_resnet50_is_transparent(norm, num_samples, options):
         assert_close(actual.double(), expected.double(), name)
     executor.module.eval()
     assert_close(executor.predict(image), plain.eval()(image).detach(), "logits")
-
-
-def test_batch_norm_is_refused_with_micro_batches():
-    network = as_network(make_resnet())
-    assert not network.samples_are_independent
-    with pytest.raises(ConfigError, match="batch normalisation with 2 micro-batches"):
-        parallelize(network, Layout(devices=(CPU, CPU), num_micro_batches=2))
-    assert as_network(make_resnet("instance")).samples_are_independent
 
 
 def test_the_chain_is_taken_apart_down_to_the_bottlenecks():
@@ -103,25 +94,23 @@ def test_the_chain_is_taken_apart_down_to_the_bottlenecks():
     assert [block.inputs for block in blocks] == [("image",), *((name,) for name in names[:-1])]
     network = as_network(resnet)
     assert list(network.chain.state_dict()) == list(resnet.state_dict())
-
-
-def test_blocks_of_a_chain_can_follow_another():
+    with pytest.raises(ConfigError, match="batch normalisation with 2 micro-batches"):
+        parallelize(network, Layout(devices=(CPU, CPU), num_micro_batches=2))
+    # The blocks of a chain can follow another.
     (first,) = sequential_blocks(nn.Sequential(nn.Linear(2, 3)), "encoder")
     (second,) = sequential_blocks(nn.Sequential(nn.Linear(3, 1)), "head", first.name)
-    assert [(block.name, block.inputs, block.path) for block in (first, second)] == [
-        ("encoder.0", ("image",), "encoder"),
-        ("head.0", ("encoder.0",), "head"),
-    ]
+    assert (first.name, first.inputs, first.path) == ("encoder.0", ("image",), "encoder")
+    assert (second.name, second.inputs, second.path) == ("head.0", ("encoder.0",), "head")
 
 
 class Doubled(nn.Sequential):
     """A chain that does not only run its modules."""
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image):
         return 2 * super().forward(image)
 
 
-def check_chain(chain: nn.Sequential, cuts: tuple[int, ...], inputs: Tensor) -> None:
+def check_chain(chain, cuts, inputs):
     expected = chain(inputs)
     loss = expected.square().mean()
     gradients = torch.autograd.grad(loss, list(chain.parameters()))
@@ -159,15 +148,12 @@ def test_a_stage_without_parameters_keeps_the_precision():
     check_chain(chain, (1,), torch.randn(4, 1, 9, 9, dtype=torch.float64))
 
 
-def test_a_shared_parameter_is_refused():
+def test_shared_parameters_other_shapes_too_many_stages_and_losses_of_samples_are_refused():
     linear = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"chain\.0 and chain\.2 share a parameter"):
         SequentialNetwork(nn.Sequential(linear, nn.Tanh(), linear), (2,))
     with pytest.raises(ConfigError, match="a chain of 0 modules"):
         SequentialNetwork(nn.Sequential(), (2,))
-
-
-def test_other_shapes_and_too_many_stages_are_refused():
     network = SequentialNetwork(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Tanh()), (2, 8, 8, 8))
     executor = parallelize(network, Layout(devices=(CPU, CPU)))
     assert executor.predict(torch.zeros(1, 2, 9, 7, 5)).shape == (1, 4, 7, 5, 3)
@@ -176,6 +162,9 @@ def test_other_shapes_and_too_many_stages_are_refused():
             executor.predict(torch.zeros(shape))
     with pytest.raises(DeviceError, match="3 devices for a network of 2 blocks"):
         parallelize(network, Layout(devices=(CPU,) * 3))
+    # Of one value a sample.
+    with pytest.raises(ConfigError, match=r"returned a tensor of shape \(2,\); return a scalar"):
+        executor.forward_backward(*[torch.zeros(2, 2, 8, 8, 8)] * 2, lambda y, _: y[:, 0, 0, 0, 0])
 
 
 def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed():
@@ -189,9 +178,7 @@ def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed(
     executor.forward_backward(image, image[:, :2], functional.mse_loss)
     for actual, expected in zip(chain.buffers(), plain.buffers(), strict=True):
         assert torch.equal(actual, expected)
-
-
-def test_cuts_are_found_with_batch_norm_over_single_features():
+    # And cuts are found with such a norm.
     chain = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     assert default_cuts(SequentialNetwork(chain, (2, 2, 2)), 2) == (2,)
 
@@ -218,10 +205,3 @@ def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch):
         assert_close(replayed, launched, "loss")
     assert len({loss.item() for loss in losses[:steps]}) == steps  # none was overwritten
     assert_close(*predictions, "logits")
-
-
-def test_a_loss_of_one_value_a_sample_is_refused():
-    executor = parallelize(as_network(make_resnet()), Layout(devices=(CPU,)))
-    loss_fn: Callable[..., Tensor] = nn.CrossEntropyLoss(reduction="none")
-    with pytest.raises(ConfigError, match=r"returned a tensor of shape \(2,\); return a scalar"):
-        executor.forward_backward(*make_batch(2), loss_fn)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unet3d.config import ModelSettings
 from unet3d.errors import DoesNotFitError, VolumeError
-from unet3d.model import Decoder, Encoder, Topology, UNet3d, plan_topology, run_blocks
+from unet3d.model import Encoder, Topology, UNet3d, plan_topology, run_blocks
 from unet3d.model.layers import Head
 from unet3d.model.unet import refuse_beyond_memory
 
@@ -23,36 +23,26 @@ VARIANTS = [
 ]
 
 
-def make_topology(num_levels: int = 4, **options: object) -> Topology:
-    settings = ModelSettings(
-        **{
-            "deep_supervision": False,
-            "base_channels": 4,
-            "max_channels": 12,
-            "num_levels": num_levels,
-            **options,
-        }
-    )
+def make_topology(num_levels=4, **options):
+    given = {"deep_supervision": False, "base_channels": 4, "max_channels": 12, **options}
+    settings = ModelSettings(num_levels=num_levels, **given)
     return plan_topology(settings, (32, 32, 16), (1.0, 1.0, 2.5), 2, 3)
 
 
-def make_image(num_samples: int = 2, size: tuple[int, int, int] = (16, 16, 8)) -> Tensor:
+def make_image(num_samples=2, size=(16, 16, 8)):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(num_samples, 2, *size, generator=generator)
 
 
-@pytest.fixture(params=VARIANTS, ids=str)
-def model(request):
-    torch.manual_seed(0)
-    return UNet3d(make_topology(**request.param))
-
-
-def in_blocks(network: UNet3d | Decoder, kind: str = "parameters") -> list[int]:
+def in_blocks(network, kind="parameters"):
     return sorted(id(v) for block in network.blocks() for v in getattr(block.module, kind)())
 
 
-def test_the_network_is_its_blocks(model):
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_network_is_its_blocks(variant):
     """Each parameter is in one block, blocks read earlier tensors only, and give its logits."""
+    torch.manual_seed(0)
+    model = UNet3d(make_topology(**variant))
     for kind in ("parameters", "buffers"):
         assert in_blocks(model, kind) == sorted(id(value) for value in getattr(model, kind)())
     known = {"image"}
@@ -64,9 +54,8 @@ def test_the_network_is_its_blocks(model):
     image = make_image()
     made = run_blocks(model.eval().blocks(), {"image": image}, model.outputs())
     assert torch.equal(model(image), made["head"])
-
-
-def test_encoder_and_decoder_share_nothing(model):
+    assert torch.equal(model.decoder(model.encoder(image))[0], made["head"])
+    # Encoder and decoder share nothing.
     for kind in ("modules", "parameters", "buffers"):
         encoder = {id(value) for value in getattr(model.encoder, kind)()}
         decoder = {id(value) for value in getattr(model.decoder, kind)()}
@@ -75,19 +64,6 @@ def test_encoder_and_decoder_share_nothing(model):
     assert not any(isinstance(module, Encoder) for module in model.decoder.modules())
     # What is no registered module could still hold the other half.
     assert not any(isinstance(value, nn.Module) for value in vars(model.decoder).values())
-
-
-def test_encoder_and_decoder_run_alone():
-    model = UNet3d(make_topology()).eval()
-    image = make_image()
-    features = model.encoder(image)
-    assert [tuple(level.shape[1:]) for level in features] == [
-        (4, 16, 16, 8),
-        (8, 8, 8, 8),
-        (12, 4, 4, 4),
-        (12, 2, 2, 2),
-    ]
-    assert torch.equal(model.decoder(features)[0], model(image))
 
 
 def test_the_plain_block_list_is_what_the_diagram_shows():
@@ -116,10 +92,6 @@ def test_a_replica_that_shares_the_network_joins_its_own_modules():
     assert not torch.equal(with_skip_only, model.decoder(features)[0])
     own = [id(value) for module in replica._modules.values() for value in module.parameters()]
     assert in_blocks(replica) == sorted(own)
-
-
-def test_joined_blocks_stay_those_of_their_network():
-    model = UNet3d(make_topology(2))
     copied = copy.deepcopy(model)
     assert in_blocks(copied) == sorted(map(id, copied.parameters()))
     assert not {*in_blocks(copied)} & {*in_blocks(model)}
@@ -128,10 +100,8 @@ def test_joined_blocks_stay_those_of_their_network():
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_a_module_that_takes_the_place_of_another_is_the_one_that_runs(encoder):
     model = UNet3d(make_topology(2, encoder=encoder)).eval()
-    image = make_image()
-    before = model(image)
     model.decoder.heads[0] = Head(model.topology.channels[0], 7)
-    assert model(image).shape == (*before.shape[:1], 7, *before.shape[2:])
+    assert model(make_image()).shape == (2, 7, 16, 16, 8)
     assert in_blocks(model) == sorted(map(id, model.parameters()))
     assert all(a.module is b.module for a, b in zip(model.blocks(), model.blocks(), strict=True))
 
@@ -147,32 +117,27 @@ def test_deep_supervision_has_heads_but_at_the_two_lowest_levels(num_levels, siz
     assert model.eval()(image).shape == (2, 3, 16, 16, 8)
 
 
-@pytest.mark.parametrize(
-    ("size", "channels", "message"),
-    [
+def test_images_that_do_not_suit_are_refused_in_one_line():
+    model = UNet3d(make_topology())
+    for size, channels, message in [
         ((16, 15, 8), 2, "16x15x8 voxels does not divide by the network's strides 8x8x4"),
         ((16, 16, 6), 2, "16x16x6 voxels does not divide"),
         ((8, 8, 4), 2, "8x8x4 voxels is one voxel at the network's lowest level"),
         ((16, 16, 8), 1, "the image has 1 channels but the network was built for 2"),
-    ],
-)
-def test_images_that_do_not_suit_are_refused_in_one_line(size, channels, message):
-    model = UNet3d(make_topology())
-    with pytest.raises(VolumeError, match=message) as caught:
-        model(torch.zeros(1, channels, *size))
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(VolumeError, match=message) as caught:
+            model(torch.zeros(1, channels, *size))
+        assert "\n" not in str(caught.value)
     assert model(torch.randn(1, 2, 16, 8, 4)).isfinite().all()  # the smallest that is taken
+
+
+WIDE = Topology(in_channels=1, num_classes=2, channels=(32, 64), strides=((1, 1, 1), (2, 2, 2)))
 
 
 @pytest.mark.parametrize("slope", [0.01, 0.5])
 def test_initialisation_keeps_the_variance_of_he(slope):
     torch.manual_seed(0)
-    strides = ((1, 1, 1), (2, 2, 2))
-    model = UNet3d(
-        Topology(
-            in_channels=1, num_classes=2, channels=(32, 64), strides=strides, negative_slope=slope
-        )
-    )
+    model = UNet3d(replace(WIDE, negative_slope=slope))
     assert not model.decoder.heads[0].bias.any()
     # Two convolutions that are added start as the one over both inputs would.
     level = model.decoder.levels["0"]
@@ -186,12 +151,9 @@ def test_initialisation_keeps_the_variance_of_he(slope):
 
 
 def test_weights_beyond_the_memory_of_the_host_are_refused():
-    wide = Topology(
-        in_channels=1, num_classes=2, channels=(65536, 65536), strides=((1, 1, 1), (2, 2, 2))
-    )
     with pytest.raises(DoesNotFitError, match=r"65536, 65536 channels takes [0-9.]+ TiB"):
-        refuse_beyond_memory(wide)
-    refuse_beyond_memory(replace(wide, channels=(2, 4)))
+        refuse_beyond_memory(replace(WIDE, channels=(65536, 65536)))
+    refuse_beyond_memory(WIDE)
 
 
 def test_a_network_without_memory_needs_no_compiler():
