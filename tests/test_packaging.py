@@ -87,16 +87,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert wheel.name == f"unet3d_parallel-{__version__}-py3-none-any.whl"
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "unet3d").rglob("*.py")}
+    files = {path for path in (ROOT / "unet3d").rglob("*.*") if path.suffix != ".pyc"}
+    files.add(ROOT / "unet3d/reports/pages/niivue/LICENSE")
     metadata = f"unet3d_parallel-{__version__}.dist-info/"
-    # py.typed tells type checkers that the annotations are to be trusted (PEP 561).
     in_package = {name for name in names if not name.startswith(metadata)}
-    pages = {
-        str(path.relative_to(ROOT))
-        for folder in ("niivue", "templates")
-        for path in (ROOT / "unet3d/reports/pages" / folder).iterdir()
-    }
-    assert in_package == sources | pages | {"unet3d/py.typed", "unet3d/__init__.pyi"}
+    assert in_package == {str(path.relative_to(ROOT)) for path in files}
+    # py.typed tells type checkers that the annotations are to be trusted (PEP 561).
+    assert {"unet3d/py.typed", "unet3d/__init__.pyi"} <= in_package
     for licence in ("LICENSE", "unet3d/reports/pages/niivue/LICENSE"):
         assert f"{metadata}licenses/{licence}" in names
     entry_points = archive.read(f"{metadata}entry_points.txt").decode()
@@ -207,30 +204,26 @@ def test_a_user_that_the_image_does_not_know_gets_a_home_of_its_own(tmp_path):
     assert (made / ".cache/matplotlib/fontlist.json").read_text() == "{}"
 
 
-def command_lines():
-    """Each ``unet3d ...`` line that the documents and configurations tell the reader to run."""
+def test_the_documents_show_commands_that_exist():
+    """Each ``unet3d ...`` line that documents and configurations tell the reader to run."""
+    shown = set()
     for document in [*DOCUMENTS, ROOT / "tools" / "demo.sh", *(ROOT / "configs").glob("*.yaml")]:
         text = re.sub(r"\\\n#? *", "", document.read_text())
         for line in text.splitlines():
             in_docker = r"docker run .* (?:-m unet3d|unet3d-parallel)"
             match = re.match(rf"(?:#\s+)?(?:unet3d|{in_docker}) (?!=)(.*)", line)
-            if match and "..." not in line:
-                yield document.name, match[1]
-
-
-def test_the_documents_show_commands_that_exist():
-    shown = set()
-    for document, line in command_lines():
-        name, *arguments = shlex.split(line, comments=True)
-        shown.add(name)
-        if name == "--help":
-            continue
-        command = commands.get_command(None, name)
-        assert command is not None, (document, line)
-        parsed = command.make_context(name, arguments).params
-        # The settings that they change exist, and the configurations that they name.
-        config = parsed.get("config_path")
-        load_config(ROOT / config if config else None, parsed.get("overrides", ()))
+            if not match or "..." in line:
+                continue
+            name, *arguments = shlex.split(match[1], comments=True)
+            shown.add(name)
+            if name == "--help":
+                continue
+            command = commands.get_command(None, name)
+            assert command is not None, (document, line)
+            parsed = command.make_context(name, arguments).params
+            # The settings that they change exist, and the configurations that they name.
+            config = parsed.get("config_path")
+            load_config(ROOT / config if config else None, parsed.get("overrides", ()))
     assert {"train", "predict", "evaluate", "check"} <= shown
 
 
