@@ -3,9 +3,6 @@
 import copy
 import json
 import zipfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from unet3d.model import Topology, UNet3d
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.weights import to_nnunet, with_all_names
 
-KWARGS: dict[str, Any] = {
+KWARGS = {
     "n_stages": 3,
     "features_per_stage": [8, 16, 32],
     "conv_op": "torch.nn.modules.conv.Conv3d",
@@ -38,7 +35,7 @@ ARCHITECTURE = {
     "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
 }
 SLICES = {"is_seg": False, "order_z": 0, "force_separate_z": None}
-FULLRES: dict[str, Any] = {
+FULLRES = {
     "preprocessor_name": "DefaultPreprocessor",
     "patch_size": [16, 32, 48],
     "spacing": [3.0, 1.0, 0.5],
@@ -51,7 +48,7 @@ FULLRES: dict[str, Any] = {
     "architecture": ARCHITECTURE,
     "batch_dice": True,
 }
-PLANS: dict[str, Any] = {
+PLANS = {
     "dataset_name": "Dataset001_Phantoms",
     "transpose_forward": [0, 2, 1],
     "transpose_backward": [0, 2, 1],
@@ -59,13 +56,8 @@ PLANS: dict[str, Any] = {
     "label_manager": "LabelManager",
     "foreground_intensity_properties_per_channel": {
         "0": {
-            "mean": 40.5,
-            "std": 20.0,
-            "median": 41.0,
-            "min": -900.0,
-            "max": 2000.0,
-            "percentile_00_5": -100.0,
-            "percentile_99_5": 300.0,
+            **{"mean": 40.5, "std": 20.0, "median": 41.0, "min": -900.0, "max": 2000.0},
+            **{"percentile_00_5": -100.0, "percentile_99_5": 300.0},
         }
     },
     "configurations": {
@@ -77,7 +69,7 @@ PLANS: dict[str, Any] = {
     },
 }
 
-DATASET: dict[str, Any] = {
+DATASET = {
     "channel_names": {"0": "CT", "1": "MRI"},
     "labels": {"background": 0, "organ": 1, "lésion": 2},
     "numTraining": 3,
@@ -85,8 +77,6 @@ DATASET: dict[str, Any] = {
 }
 
 TRANSPOSE_FORWARD = (0, 2, 1)
-
-Weights = Mapping[str, torch.Tensor]
 
 TOPOLOGY = Topology(
     in_channels=2,
@@ -102,7 +92,7 @@ TOPOLOGY = Topology(
 """The network of the plans, along X, Y, Z of a file."""
 
 
-def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(seed=0):
     """Return our parameters of the network."""
     torch.manual_seed(seed)
     network = UNet3d(TOPOLOGY)
@@ -111,14 +101,14 @@ def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return network.state_dict()
 
 
-def assert_equal(found: Weights, expected: Weights) -> None:
+def assert_equal(found, expected):
     """See that weights are the same, by the same names."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
-def content_of(seed: int = 0, fold: int | str = 0) -> dict[str, Any]:
+def content_of(seed=0, fold=0):
     """Return what nnU-Net puts into a checkpoint after some epochs on a GPU."""
     axes = Axes.of(TRANSPOSE_FORWARD)
     weights = with_all_names(to_nnunet(random_weights(seed), TOPOLOGY, axes), has_biases=True)
@@ -145,28 +135,19 @@ def content_of(seed: int = 0, fold: int | str = 0) -> dict[str, Any]:
     }
 
 
-def write_model(folder: Path, *folds: int | str) -> Path:
-    """Write the folder of a model, each fold with weights of its own.
-
-    Returns:
-        The folder.
-    """
+def write_model(folder, *folds):
+    """Write the folder of a model, each fold with weights of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plans.json").write_text(json.dumps(PLANS))
     (folder / "dataset.json").write_text(json.dumps(DATASET))
     for seed, fold in enumerate(folds):
-        place = folder / f"fold_{fold}"
-        place.mkdir()
-        torch.save(content_of(seed, fold), place / "checkpoint_final.pth")
+        (folder / f"fold_{fold}").mkdir()
+        torch.save(content_of(seed, fold), folder / f"fold_{fold}" / "checkpoint_final.pth")
     return folder
 
 
-def archive_of(folder: Path, path: Path, prefix: str = "Dataset001_Phantoms/") -> Path:
-    """Write an archive as nnU-Net exports a model.
-
-    Returns:
-        ``path``.
-    """
+def archive_of(folder, path, prefix="Dataset001_Phantoms/"):
+    """Write an archive as nnU-Net exports a model."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(folder.rglob("*")):
             if file.is_file():
@@ -174,13 +155,13 @@ def archive_of(folder: Path, path: Path, prefix: str = "Dataset001_Phantoms/") -
     return path
 
 
-def their_network(topology: Topology, axes: Axes) -> nn.Module:
+def their_network(topology, axes):
     """Return nnU-Net's own network of a topology, whose axes are in another order."""
-    architectures: Any = pytest.importorskip("dynamic_network_architectures.architectures.unet")
+    architectures = pytest.importorskip("dynamic_network_architectures.architectures.unet")
     is_residual = topology.encoder == "residual"
     levels = range(topology.num_levels)
     kind = architectures.ResidualEncoderUNet if is_residual else architectures.PlainConvUNet
-    network: nn.Module = kind(
+    return kind(
         topology.in_channels,
         topology.num_levels,
         topology.channels,
@@ -196,4 +177,3 @@ def their_network(topology: Topology, axes: Axes) -> nn.Module:
         nonlin=nn.LeakyReLU,
         nonlin_kwargs={"negative_slope": topology.negative_slope},
     )
-    return network

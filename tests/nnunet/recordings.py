@@ -2,13 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
-import numpy.typing as npt
 
 FOLDER = Path(__file__).resolve().parent.parent / "recorded" / "nnunet"
 
@@ -26,60 +23,44 @@ MAX_VOXELS = 2
 """That may differ in any case: nnU-Net adds up logits in float16, and a small scan has voxels that
 hang on its last digit."""
 
-Segmentations = Mapping[str, nib.Nifti1Image]
-"""By the names of the scans."""
 
-
-def model_of(kind: str) -> Path:
-    """Return the folder of a model as nnU-Net lays it out."""
+def model_of(kind):
     (plans,) = (FOLDER / kind).glob("*/plans.json")
     return plans.parent
 
 
-def plans_of(model: Path) -> dict[str, Any]:
-    """Return the plans of a model."""
-    plans: dict[str, Any] = json.loads((model / "plans.json").read_text())
-    return plans
+def plans_of(model):
+    return json.loads((model / "plans.json").read_text())
 
 
-def scans_of(kind: str) -> list[str]:
-    """Return the names of the scans of a kind."""
+def scans_of(kind):
     return sorted(
         path.name.removesuffix(f"_0000{SUFFIX}")
         for path in (FOLDER / kind / "scans").glob(f"*_0000{SUFFIX}")
     )
 
 
-def files_of(kind: str, scan: str) -> list[Path]:
-    """Return the files of the channels of a scan."""
+def files_of(kind, scan):
     return sorted((FOLDER / kind / "scans").glob(f"{scan}_????{SUFFIX}"))
 
 
-def recorded(kind: str, scan: str, how: str) -> nib.Nifti1Image:
-    """Return what nnU-Net has made of a scan.
-
-    Args:
-        kind: A kind.
-        scan: The name of a scan.
-        how: ``plain``, ``mirrored``, or a fold alone.
-    """
+def recorded(kind, scan, how):
+    """Return what nnU-Net has made of a scan: ``plain``, ``mirrored``, or with a fold alone."""
     return nib.load(FOLDER / kind / "segmentations" / how / f"{scan}{SUFFIX}")
 
 
-def all_recorded(kind: str, how: str) -> dict[str, nib.Nifti1Image]:
-    """Return what nnU-Net has made of every scan of a kind."""
+def all_recorded(kind, how):
     return {scan: recorded(kind, scan, how) for scan in scans_of(kind)}
 
 
-def labels_of(image: nib.Nifti1Image) -> npt.NDArray[np.generic]:
-    """Return the voxels of a label map."""
+def labels_of(image):
     return np.asarray(image.dataobj)
 
 
-def assert_agree(found: Segmentations, expected: Segmentations) -> None:
+def assert_agree(found, expected):
     """See that segmentations are the same but for rounding, and in the same place."""
     assert found and found.keys() == expected.keys()
-    sizes, different = Counter[int](), Counter[int]()
+    sizes, different = Counter(), Counter()
     for name, image in found.items():
         ours, theirs = labels_of(image), labels_of(expected[name])
         assert ours.shape == theirs.shape, name

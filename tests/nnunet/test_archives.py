@@ -7,7 +7,6 @@ import zlib
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +22,7 @@ CHECKPOINT = "model/fold_0/checkpoint_final.pth"
 NOISE = bytes(range(256)) * 40  # which shrinks, but not as zeros do
 
 
-def archive_with(path: Any, kind: int = zipfile.ZIP_DEFLATED, **more: bytes) -> Any:
+def archive_with(path, kind=zipfile.ZIP_DEFLATED, **more):
     """Write an archive of a model, and of what else is named."""
     with zipfile.ZipFile(path, "w", kind) as archive:
         archive.writestr("model/plans.json", b"{}")
@@ -33,13 +32,13 @@ def archive_with(path: Any, kind: int = zipfile.ZIP_DEFLATED, **more: bytes) -> 
     return path
 
 
-def unpacked(path: Path) -> bytes:
+def unpacked(path):
     with ExitStack() as stack:
         (found,) = networks_in(path, None, stack)
         return found.read_bytes()
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     with pytest.raises(CheckpointError) as caught:
         unpacked(path)
     message = str(caught.value)
@@ -88,34 +87,27 @@ def test_what_no_model_has_is_not_unpacked(tmp_path, monkeypatch):
 def test_no_more_is_written_than_an_entry_declares(tmp_path):
     path = archive_with(tmp_path / "a.zip", checkpoint=bytes(10**6))
     content = bytearray(path.read_bytes())
-    for mark, at in ((b"PK\3\4", 22), (b"PK\1\2", 24)):
-        start = content.index(mark, content.index(mark) + 1)  # the second entry
+    starts = [content.index(mark, content.index(mark) + 1) for mark in (b"PK\3\4", b"PK\1\2")]
+    for start, at in zip(starts, (22, 24), strict=True):  # of the second entry
         assert struct.unpack_from("<L", content, start + at) == (10**6,)
         struct.pack_into("<L", content, start + at, 10)
     path.write_bytes(content)
     assert "is damaged: Bad CRC-32" in refusal(path)
-    crc = zlib.crc32(bytes(10))
-    for mark, at in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
-        start = content.index(mark, content.index(mark) + 1)
-        struct.pack_into("<L", content, start + at, crc)
+    for start, at in zip(starts, (14, 16), strict=True):
+        struct.pack_into("<L", content, start + at, zlib.crc32(bytes(10)))
     path.write_bytes(content)
     assert unpacked(path) == bytes(10)
 
 
 def test_names_that_lead_elsewhere_or_cannot_be_shown(tmp_path):
-    for name in (
-        "../outside/plans.json",
-        "/outside/plans.json",
-        "\x1b[2J/plans.json",
-        "plans.json/",
-        "a/" * 250 + "plans.json",
-    ):
+    names = ["../outside/plans.json", "/outside/plans.json", "\x1b[2J/plans.json", "plans.json/"]
+    for name in (*names, "a/" * 250 + "plans.json"):
         with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
             archive.writestr(name, b"")
         assert "a.zip has no plans.json" in refusal(tmp_path / "a.zip")
 
 
-def small_archive() -> bytes:
+def small_archive():
     file = io.BytesIO()
     archive_with(file, checkpoint=NOISE[:300])
     return file.getvalue()
@@ -129,5 +121,4 @@ def test_mutations_of_the_bytes(tmp_path_factory, content):
     try:
         assert len(unpacked(path)) <= len(NOISE)
     except CheckpointError as error:
-        assert is_printable(str(error)), repr(str(error))
-        assert len(str(error)) < 900
+        assert is_printable(str(error)) and len(str(error)) < 900, repr(str(error))

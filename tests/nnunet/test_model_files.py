@@ -1,9 +1,8 @@
 """Which networks a path means."""
 
 import re
-import zipfile
+import shutil
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,23 +17,21 @@ from unet3d.runs.checkpoint import save_checkpoint
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
 
 
-def touched(path: Path) -> Path:
+def touched(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     return path
 
 
-def model_of(folder: Path, *folds: int | str) -> Path:
+def model_of(folder, *folds):
     """Make the files of a model, which nobody reads."""
-    touched(folder / "plans.json")
-    touched(folder / "dataset.json")
-    for fold in folds:
-        touched(folder / f"fold_{fold}" / "checkpoint_final.pth")
-        touched(folder / f"fold_{fold}" / "checkpoint_best.pth")
+    files = [f"fold_{fold}/checkpoint_{which}.pth" for fold in folds for which in ("final", "best")]
+    for name in ("plans.json", "dataset.json", *files):
+        touched(folder / name)
     return folder
 
 
-def names(paths: tuple[Path, ...]) -> list[str]:
+def names(paths):
     assert all(path.name == "checkpoint_final.pth" for path in paths)
     return [path.parent.name for path in paths]
 
@@ -64,30 +61,31 @@ def test_the_folder_of_a_data_set_with_one_model(tmp_path):
 
 def test_folds_that_are_not_there(tmp_path):
     model = model_of(tmp_path / NAME, 0, "all")
-    with pytest.raises(CheckpointError, match=r"has no .* of fold 3; it has 0, all"):
-        networks_in(model, [3])
-    with pytest.raises(CheckpointError, match="has no fold_0/checkpoint_final.pth"):
-        networks_in(model_of(tmp_path / "empty"))
-    with pytest.raises(CheckpointError, match="is one network, which has no folds"):
-        networks_in(model / "fold_0", [0])
+    for place, folds, said in (
+        (model, [3], "has no .* of fold 3; it has 0, all"),
+        (model_of(tmp_path / "empty"), None, "has no fold_0/checkpoint_final.pth"),
+        (model / "fold_0", [0], "is one network, which has no folds"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            networks_in(place, folds)
 
 
 def test_networks_of_ours_are_found_as_before(tmp_path):
+    run = tmp_path / "run"
     for fold in (0, 1):
-        folder = tmp_path / "run" / f"fold{fold}"
-        folder.mkdir(parents=True)
-        save_checkpoint(random_checkpoint(), folder / "checkpoint-latest.pt")
-        (folder / "summary.json").write_text("{}")
-    found = networks_in(tmp_path / "run")
+        (run / f"fold{fold}").mkdir(parents=True)
+        save_checkpoint(random_checkpoint(), run / f"fold{fold}" / "checkpoint-latest.pt")
+        (run / f"fold{fold}" / "summary.json").write_text("{}")
+    found = networks_in(run)
     assert [path.parent.name for path in found] == ["fold0", "fold1"]
-    assert [path.parent.name for path in networks_in(tmp_path / "run", [1])] == ["fold1"]
-    with pytest.raises(CheckpointError, match="has no fold 2; it has 0, 1"):
-        networks_in(tmp_path / "run", [2])
-    assert networks_in(found[0]) == found[:1]
-    with pytest.raises(CheckpointError, match="which has no folds"):
-        networks_in(found[0], [0])
-    with pytest.raises(CheckpointError, match="it has none"):
-        networks_in(tmp_path / "run" / "fold0", [0])
+    assert networks_in(run, [1]) == found[1:] and networks_in(found[0]) == found[:1]
+    for place, fold, said in (
+        (run, 2, "has no fold 2; it has 0, 1"),
+        (found[0], 0, "which has no folds"),
+        (run / "fold0", 0, "it has none"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            networks_in(place, [fold])
 
 
 @pytest.fixture
@@ -104,19 +102,17 @@ def stack(tmp_path, monkeypatch):
 def test_an_archive_is_unpacked(tmp_path, stack):
     model = write_model(tmp_path / NAME, 0, 1)
     (model / "fold_0" / "progress.png").write_bytes(b"picture")
-    archive = archive_of(model, tmp_path / "model.zip")
+    archive, temporary = archive_of(model, tmp_path / "model.zip"), tmp_path / "temporary"
     found = networks_in(archive, None, stack)
     assert names(found) == ["fold_0", "fold_1"]
     for name in ("plans.json", "dataset.json", "fold_1/checkpoint_final.pth"):
         assert (found[1].parents[1] / name).read_bytes() == (model / name).read_bytes()
-    assert not list((tmp_path / "temporary").rglob("progress.png"))
+    assert not list(temporary.rglob("progress.png"))
     assert names(networks_in(archive, [1], stack)) == ["fold_1"]
-    assert len(list((tmp_path / "temporary").rglob("fold_0"))) == 1  # of the first time
+    assert len(list(temporary.rglob("fold_0"))) == 1  # of the first time
     # It may hold the model without folders.
     path = tmp_path / "other.ZIP"
-    with zipfile.ZipFile(path, "w") as other:
-        for file in model.rglob("*.*"):
-            other.write(file, file.relative_to(model))
+    shutil.move(shutil.make_archive(str(tmp_path / "other"), "zip", model), path)
     assert known_as(networks_in(path, None, stack)[0]) == path / "fold_0" / "checkpoint_final.pth"
 
 
@@ -165,8 +161,7 @@ def test_checkpoints_that_are_not_the_final_ones_are_named(tmp_path, stack):
 
 
 def test_archives_that_cannot_be_used(tmp_path, stack, monkeypatch):
-    empty, broken = tmp_path / "empty.zip", tmp_path / "broken.zip"
-    zipfile.ZipFile(empty, "w").close()
+    empty, broken = archive_of(tmp_path / "none", tmp_path / "e.zip"), tmp_path / "broken.zip"
     broken.write_bytes(b"PK\3\4 and no more")
     archive = archive_of(write_model(tmp_path / NAME, 0), tmp_path / "model.zip")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))

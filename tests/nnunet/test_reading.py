@@ -6,8 +6,6 @@ import json
 import os
 import zipfile
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +38,7 @@ ALONE = Group(Ranks())
 CONTENT = content_of()
 
 
-def saved(content: Any, folder: Path) -> Path:
+def saved(content, folder):
     """Write a checkpoint without the files of its model, which it has a copy of."""
     path = folder / "alone" / "fold_0" / "checkpoint_final.pth"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,23 +46,22 @@ def saved(content: Any, folder: Path) -> Path:
     return path
 
 
-def with_args(**changes: Any) -> dict[str, Any]:
+def with_args(**changes):
     return {**CONTENT, "init_args": {**CONTENT["init_args"], **changes}}
 
 
-def with_plan(**changes: Any) -> dict[str, Any]:
+def with_plan(**changes):
     plans = copy.deepcopy(PLANS)
     plans["configurations"]["3d_fullres"] |= changes
     return with_args(plans=plans)
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     """Return why a file is refused: one short printable line."""
     with pytest.raises(CheckpointError) as caught:
         load_model(path)
     message = str(caught.value).replace(str(path), "")
-    assert is_printable(message), repr(message)
-    assert len(message) < 900, message
+    assert is_printable(message) and len(message) < 900, repr(message)
     return message
 
 
@@ -73,13 +70,11 @@ def test_a_model_becomes_a_checkpoint(tmp_path):
     checkpoint = load_network(model / "fold_0" / "checkpoint_final.pth")
     assert checkpoint.topology == TOPOLOGY
     assert_equal(checkpoint.model, random_weights())
-    # Network axes 0, 1, 2 are Z, X, Y of a file, by the plan's transpose_forward.
-    assert checkpoint.patch_size == (32, 48, 16)
     prepared = checkpoint.preprocessing
-    assert prepared.spacing_mm == (1.0, 0.5, 3.0)
+    # Network axes 0, 1, 2 are Z, X, Y of a file, by the plan's transpose_forward.
+    assert (checkpoint.patch_size, prepared.spacing_mm) == ((32, 48, 16), (1.0, 0.5, 3.0))
     assert checkpoint.mirror_axes == (1, 2)
-    assert prepared.orientation == "stored"
-    assert prepared.crops_to_nonzero
+    assert prepared.orientation == "stored" and prepared.crops_to_nonzero
     ct, other = prepared.channels
     assert (ct.kind, ct.low, ct.high, ct.mean, ct.std) == ("ct", -100.0, 300.0, 40.5, 20.0)
     assert (other.kind, other.least_std) == ("z-score-inside", 1e-8)
@@ -108,15 +103,15 @@ def test_files_are_told_apart_by_what_they_hold(tmp_path, part):
         load_network(again.rename(again.with_suffix(".pt")), part)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("a.pth", "it has no network_weights"), ("a.pt", "is not a checkpoint of unet3d")],
-)
-def test_files_of_others_are_refused_by_their_name(tmp_path, name, message):
-    torch.save({"state_dict": torch.ones(3)}, tmp_path / name)
-    for read in (load_network, lambda path: network_from_first(path, ALONE)):
-        with pytest.raises(CheckpointError, match=message):
-            read(tmp_path / name)
+def test_files_of_others_are_refused_by_their_name(tmp_path):
+    for name, message in {
+        "a.pth": "it has no network_weights",
+        "a.pt": "is not a checkpoint of unet3d",
+    }.items():
+        torch.save({"state_dict": torch.ones(3)}, tmp_path / name)
+        for read in (load_network, lambda path: network_from_first(path, ALONE)):
+            with pytest.raises(CheckpointError, match=message):
+                read(tmp_path / name)
 
 
 def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path):
@@ -150,11 +145,9 @@ def test_regions_and_an_ignore_label(tmp_path):
     labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4}
     dataset = {**DATASET, "labels": labels, "regions_class_order": [1, 2, 3]}
     prepared = load_model(saved(with_args(dataset_json=dataset), tmp_path)).preprocessing
-    assert [(one.name, one.values, one.written) for one in prepared.regions] == [
-        ("whole", (1, 2, 3), 1),
-        ("core", (2, 3), 2),
-        ("enhancing", (3,), 3),
-    ]
+    values = {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)}
+    assert {one.name: one.values for one in prepared.regions} == values
+    assert [one.written for one in prepared.regions] == [1, 2, 3]
     assert prepared.ignore_value == 4
     # Lists of one value are labels.
     dataset = {**DATASET, "labels": {"background": 0, "organ": [1], "lésion": [2]}}
@@ -166,17 +159,17 @@ def test_regions_and_an_ignore_label(tmp_path):
     assert read.mirror_axes == () and not read.config.inference.tta
 
 
-def with_other_key(*names: str) -> dict[str, Any]:
+def with_other_key(*names):
     """Return the content with a number among the keys below some."""
     content = copy.deepcopy(CONTENT)
     place = content
     for name in names:
         place = place[name]
-    place[7] = torch.ones(2) if names == ("network_weights",) else 1
+    place[7] = torch.ones(2)
     return content
 
 
-def with_weight(name: str, value: torch.Tensor) -> dict[str, Any]:
+def with_weight(name, value):
     return {**CONTENT, "network_weights": {**CONTENT["network_weights"], name: value}}
 
 
@@ -192,7 +185,6 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
         (with_other_key("init_args", "dataset_json", "labels"), "dataset.json has the key 7"),
         (with_other_key("init_args", "plans", "configurations"), "plans.json has the key 7"),
         ({**CONTENT, "init_args": None}, "does not say which configuration"),
-        (with_args(configuration="2d"), "configuration 2d is 2-D"),
         (with_args(plans=None), "there is no plans.json"),
         (with_args(dataset_json=[1]), "there is no dataset.json"),
         (with_args(dataset_json={**DATASET, "labels": {"a": 1, "b": 3}}), "not 0, 1, 2"),
@@ -202,13 +194,7 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
         ({**CONTENT, "inference_allowed_mirroring_axes": (0, 7)}, "mirroring_axes is (0, 7)"),
         (with_weight("decoder.seg_layers.1.weight", NAN), "numbers that are not finite"),
         (with_weight("decoder.seg_layers.1.weight", torch.ones(3)), "seg_layers.1.weight is 3"),
-        (with_weight("decoder.\x1b[2J", torch.ones(3)), r"decoder.\x1b[2J is unknown"),
         (with_plan(patch_size=[4096] * 3), "patches.size"),
-        (
-            with_weight("encoder.stages.0.0.convs.0.norm.running_mean", torch.zeros(8))
-            | {"trainer_name": "nnUNetTrainerBN"},
-            "its trainer nnUNetTrainerBN has given its network batch normalisation",
-        ),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path, content, message):
@@ -232,7 +218,7 @@ def test_a_trainer_of_others_is_warned_of_once(tmp_path, caplog):
 
 
 def test_the_memory_asked_for_is_what_is_read(tmp_path, monkeypatch):
-    asked: list[int] = []
+    asked = []
     monkeypatch.setattr(reading, "shortage", asked.append)
     load_model(saved(CONTENT, tmp_path))
     own = to_nnunet(random_weights(), TOPOLOGY, Axes.of(TRANSPOSE_FORWARD))
@@ -245,14 +231,13 @@ def test_the_memory_asked_for_is_what_is_read(tmp_path, monkeypatch):
     assert asked[1] == num_bytes - own[name].nbytes + 4 * 10**6
 
 
-class _Runs:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch run",)
-
-
 def test_nothing_in_a_model_is_run(tmp_path, monkeypatch):
+    class Runs:
+        def __reduce__(self):
+            return os.system, ("touch run",)
+
     monkeypatch.chdir(tmp_path)
-    said = refusal(saved({**CONTENT, "logging": _Runs()}, tmp_path))
+    said = refusal(saved({**CONTENT, "logging": Runs()}, tmp_path))
     assert "tensors, numbers and strings (posix.system), and so could run code" in said
     assert "use another model, or the program that wrote it" in said
     assert not (tmp_path / "run").exists()
@@ -262,21 +247,23 @@ def test_nothing_in_a_model_is_run(tmp_path, monkeypatch):
     assert "or is damaged: File is not a zip file; copy it again, or use another" in refusal(path)
 
 
-def assert_refused_or_read(content: bytes, folder: Path) -> None:
+def assert_refused_or_read(content, folder):
     """Load a file; if it is taken, its network can be built."""
     path = folder / "mutated.pth"
     path.write_bytes(content)
     try:
         read = load_model(path)
     except CheckpointError as error:
-        assert is_printable(str(error)), repr(str(error))
-        assert len(str(error)) < 1200
+        assert is_printable(str(error)) and len(str(error)) < 1200, repr(str(error))
     else:
         read.build_model()
 
 
-@partial(property_test, share=0.4)
-@given(mutated({**CONTENT, "network_weights": {}}))
+SETTINGS = ("init_args", "trainer_name", "inference_allowed_mirroring_axes")
+
+
+@partial(property_test, share=0.6)
+@given(mutated({"network_weights": {}, **{name: CONTENT[name] for name in SETTINGS}}))
 def test_mutations_of_the_values(tmp_path_factory, content):
     file = io.BytesIO()
     if isinstance(content, dict) and content.get("network_weights") == {}:
@@ -288,50 +275,19 @@ def test_mutations_of_the_values(tmp_path_factory, content):
     assert_refused_or_read(file.getvalue(), tmp_path_factory.getbasetemp())
 
 
-def without_numbers() -> bytes:
-    """Return a checkpoint that is mostly archive and pickle."""
-    file = io.BytesIO()
-    torch.save({**CONTENT, "network_weights": {"a": torch.ones(2)}}, file)
-    return file.getvalue()
-
-
-def pickle_of(file: bytes) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(file)) as archive:
-        return archive.read("archive/data.pkl")
+SMALL = io.BytesIO()  # a checkpoint that is mostly archive and pickle
+torch.save({**CONTENT, "network_weights": {"a": torch.ones(2)}}, SMALL)
+with zipfile.ZipFile(SMALL) as small:
+    ENTRIES = {name: small.read(name) for name in small.namelist()}
 
 
 # pickletools decodes text with escapes before the step is refused.
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
 @partial(property_test, share=0.4)
-@given(damaged(pickle_of(without_numbers())))
+@given(damaged(ENTRIES["archive/data.pkl"]))
 def test_mutations_of_the_pickle(tmp_path_factory, content):
-    with zipfile.ZipFile(io.BytesIO(without_numbers())) as old:
-        entries = {name: old.read(name) for name in old.namelist()}
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as new:
-        for name, value in {**entries, "archive/data.pkl": content}.items():
+        for name, value in {**ENTRIES, "archive/data.pkl": content}.items():
             new.writestr(name, value)
     assert_refused_or_read(file.getvalue(), tmp_path_factory.getbasetemp())
-
-
-@partial(property_test, share=0.4)
-@given(mutated({"plans": PLANS, "dataset": DATASET}))
-def test_mutations_of_the_files(tmp_path_factory, content):
-    folder = tmp_path_factory.getbasetemp() / "mutated model"
-    path = folder / "fold_0" / "checkpoint_final.pth"
-    if not path.exists():
-        path.parent.mkdir(parents=True)
-        torch.save(CONTENT, path)
-    if not isinstance(content, dict):
-        return
-    for name in ("plans", "dataset"):
-        try:
-            text = json.dumps(content.get(name))
-        except (TypeError, ValueError):
-            return
-        (folder / f"{name}.json").write_text(text)
-    try:
-        load_model(path, "description")
-    except CheckpointError as error:
-        assert is_printable(str(error)), repr(str(error))
-        assert len(str(error)) < 1500

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 from dataclasses import replace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,18 +15,19 @@ from unet3d.errors import CheckpointError, ResultExistsError
 from unet3d.model import UNet3d
 from unet3d.nnunet.reading import load_model
 from unet3d.nnunet.writing import write_model
-from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.classes import Region
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
 CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5)
+Z_SCORE = ChannelNormalization(kind="z-score")  # of the first versions
+GROUPS = replace(TOPOLOGY, norm="group", upsampling_bias=False)
 
 
-def trained(**changes: Any) -> Checkpoint:
+def trained(**changes):
     """Return a checkpoint that nnU-Net can do, but for changes of its preparation."""
-    values: dict[str, Any] = {
+    values = {
         "spacing_mm": (1.0, 0.5, 3.0),
         "channels": (CT, ChannelNormalization(kind="z-score-inside")),
         "channel_names": ("CT", "MRI"),
@@ -72,9 +73,8 @@ def test_it_is_read_again(tmp_path):
     checkpoint = trained(ignore_value=3)
     write_model({0: checkpoint, 1: checkpoint}, tmp_path / "model")
     read = load_model(tmp_path / "model/fold_1/checkpoint_final.pth")
-    assert read.topology == checkpoint.topology
-    assert read.patch_size == checkpoint.patch_size
-    assert read.mirror_axes == checkpoint.mirror_axes
+    for name in ("topology", "patch_size", "mirror_axes"):
+        assert getattr(read, name) == getattr(checkpoint, name)
     wanted = checkpoint.preprocessing
     # nnU-Net clips what is resampled to the range of the image, and has a least deviation.
     clips = replace(wanted.interpolation, clips=True)
@@ -83,15 +83,12 @@ def test_it_is_read_again(tmp_path):
     assert_equal(read.model, checkpoint.model)
 
 
-def of_regions(*values: tuple[int, ...]) -> Checkpoint:
+def of_regions(*values):
     """Return a network of regions."""
-    regions = tuple(
-        Region(name=f"of {one}", values=one, written=number)
-        for number, one in enumerate(values, start=1)
-    )
+    regions = [Region(name=f"of {one}", values=one, written=n + 1) for n, one in enumerate(values)]
     topology = replace(TOPOLOGY, num_classes=2)
     weights = UNet3d(topology).state_dict()
-    return replace(trained(regions=regions), topology=topology, model=weights)
+    return replace(trained(regions=tuple(regions)), topology=topology, model=weights)
 
 
 def test_regions_keep_their_order(tmp_path):
@@ -112,14 +109,8 @@ def test_regions_keep_their_order(tmp_path):
         (trained(crops_to_nonzero=False), "it crops images to what is not zero"),
         (trained(label_values=(0, 1, 5)), "without a gap, and these 0, 1, 5"),
         (trained(ignore_value=7), "its ignore label follows the highest one, 2, and this is 7"),
-        (
-            trained(channels=(ChannelNormalization(kind="z-score"), CT)),
-            "it normalises by the mean of all voxels",
-        ),
-        (
-            replace(trained(), topology=replace(TOPOLOGY, norm="group", upsampling_bias=False)),
-            "instance normalisation, and this is group",
-        ),
+        (trained(channels=(Z_SCORE, CT)), "it normalises by the mean of all voxels"),
+        (replace(trained(), topology=GROUPS), "instance normalisation, and this is group"),
         # nnU-Net takes [1] for 1, and so would want a head for the background.
         (of_regions((1,), (2,)), "regions if one has several values"),
     ],
@@ -139,8 +130,7 @@ def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path):
         write_model({0: trained(), 1: other}, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     # Networks of the first versions masked what is outside.
-    score = ChannelNormalization(kind="z-score")
-    write_model({0: trained(channels=(score, CT), masks_outside=True)}, tmp_path / "first")
+    write_model({0: trained(channels=(Z_SCORE, CT), masks_outside=True)}, tmp_path / "first")
     plans = json.loads((tmp_path / "first/plans.json").read_text())
     assert plans["configurations"]["3d_fullres"]["use_mask_for_norm"] == [True, False]
 
@@ -158,35 +148,27 @@ def test_a_model_that_cannot_be_replaced_is_kept(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="each image keeps its own spacing"):
         write_model({3: trained(spacing_mm=None)}, tmp_path / "model", overwrite=True)
 
-    def fail(*arguments, **names):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(torch, "save", fail)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError, match="cannot write .*: No space left on device; choose"):
         write_model({3: trained()}, tmp_path / "model", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model/fold_0/checkpoint_final.pth").is_file()
 
 
-@pytest.mark.parametrize(
-    ("kind", "thick", "orientation"),
-    [
-        ("z-score-all", "auto", "ras"),
-        ("z-score-inside", "always", "stored"),
-        ("rescale", "never", "stored"),
-        ("rgb", "auto", "ras"),
-        ("none", "never", "ras"),
-    ],
-)
-def test_preparations_are_read_again(tmp_path, kind, thick, orientation):
-    across = 0 if orientation == "stored" else 1
-    checkpoint = trained(
-        orientation=orientation,
-        channels=(CT, ChannelNormalization(kind=kind, least_std=1e-8)),
-        interpolation=Interpolation(thick=thick, clips=True, across_slices=across),
-    )
-    write_model({0: checkpoint}, tmp_path / "model")
-    reader = json.loads((tmp_path / "model/plans.json").read_text())["image_reader_writer"]
-    assert reader == ("SimpleITKIO" if orientation == "stored" else "NibabelIOWithReorient")
-    read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth", "description")
-    assert read.preprocessing == checkpoint.preprocessing
+def test_preparations_are_read_again(tmp_path):
+    kinds = ("z-score-all", "z-score-inside", "rescale", "rgb", "none")
+    others = [ChannelNormalization(kind=kind, least_std=1e-8) for kind in kinds]
+    for thick, orientation, across, reader in (
+        ("auto", "ras", 1, "NibabelIOWithReorient"),
+        ("always", "stored", 0, "SimpleITKIO"),
+        ("never", "stored", 1, "SimpleITKIO"),
+    ):
+        how = Interpolation(thick=thick, clips=True, across_slices=across)
+        for other in others:
+            checkpoint = trained(orientation=orientation, channels=(CT, other), interpolation=how)
+            write_model({0: checkpoint}, tmp_path / "model", overwrite=True)
+            plans = json.loads((tmp_path / "model/plans.json").read_text())
+            assert plans["image_reader_writer"] == reader
+            read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth", "description")
+            assert read.preprocessing == checkpoint.preprocessing

@@ -157,11 +157,7 @@ KINDS = (
 
 
 def prepare(kind: Kind) -> str:
-    """Write the cases, and have nnU-Net plan and prepare them.
-
-    Returns:
-        The name of the plan.
-    """
+    """Write the cases, have nnU-Net plan and prepare them, and return the name of the plan."""
     from nnunetv2.experiment_planning import plan_and_preprocess_api as planning
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
@@ -201,23 +197,14 @@ def prepare(kind: Kind) -> str:
 
 
 def train(kind: Kind, fold: int | str, plans_name: str) -> Path:
-    """Train one fold with nnU-Net's trainer.
-
-    Returns:
-        The folder of the model.
-    """
+    """Train one fold with nnU-Net's trainer, and return the folder of the model."""
     from nnunetv2.run.run_training import get_trainer_from_args
 
     seed = kind.dataset_id + (fold if isinstance(fold, int) else 0)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    trainer = get_trainer_from_args(
-        str(kind.dataset_id),
-        CONFIGURATION,
-        fold,
-        plans_identifier=plans_name,
-        device=torch.device("cpu"),
-    )
+    where = {"plans_identifier": plans_name, "device": torch.device("cpu")}
+    trainer = get_trainer_from_args(str(kind.dataset_id), CONFIGURATION, fold, **where)
     trainer.num_epochs = kind.num_epochs
     trainer.num_iterations_per_epoch = kind.num_steps
     trainer.num_val_iterations_per_epoch = 2
@@ -263,13 +250,8 @@ def record_arrays(kind: Kind, model: Path, output: Path) -> None:
     predictor = predictor_of(model, kind.folds[:1], False)
     preprocessor = predictor.configuration_manager.preprocessor_class(verbose=False)
     files = sorted((HERE / kind.name / "scans").glob("turned_0*"))
-    image, _, properties = preprocessor.run_case(
-        [str(path) for path in files],
-        None,
-        predictor.plans_manager,
-        predictor.configuration_manager,
-        predictor.dataset_json,
-    )
+    given = (predictor.plans_manager, predictor.configuration_manager, predictor.dataset_json)
+    image, _, properties = preprocessor.run_case([str(path) for path in files], None, *given)
     box = np.array(properties["bbox_used_for_cropping"], np.int64)
     window = np.random.RandomState(0).standard_normal((1, len(files), *kind.patch))
     with torch.inference_mode():
@@ -316,11 +298,7 @@ def record(kind: Kind) -> None:
 
 
 def check(kind: Kind) -> None:
-    """See that the model has learnt: every label is in the segmentation of every scan.
-
-    Raises:
-        SystemExit: It has not.
-    """
+    """See that the model has learnt: every label is in the segmentation of every scan."""
     for scan in kind.scans:
         values = np.unique(kind.draw(scan)[1])
         for path in sorted((HERE / kind.name / "segmentations").glob(f"*/{scan.name}.nii.gz")):
