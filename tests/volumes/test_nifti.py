@@ -4,6 +4,7 @@ import pickle
 import re
 import struct
 from pathlib import Path
+from unittest import mock
 
 import nibabel as nib
 import numpy as np
@@ -15,7 +16,6 @@ from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
 from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import (
-    VolumeHeader,
     open_channels,
     read_channels,
     read_image,
@@ -35,11 +35,11 @@ UNREADABLE = {
 """Awkward files that cannot be used, and what is said of each."""
 
 
-def random_volume(seed: int = 0, shape: tuple[int, ...] = (5, 6, 7)) -> np.ndarray:
+def random_volume(seed=0, shape=(5, 6, 7)):
     return np.random.default_rng(seed).normal(100, 30, shape).astype(np.float32)
 
 
-def oblique_affine(degrees: float = 20.0) -> np.ndarray:
+def oblique_affine(degrees=20.0):
     turned = Rotation.from_euler("zx", [degrees, degrees / 2], degrees=True).as_matrix()
     affine = np.eye(4)
     affine[:3, :3] = turned @ np.diag([0.9765625, 0.8, 3.3])
@@ -52,7 +52,7 @@ SHEARED = STRAIGHT + [[0, 0, 0, 0], [0, 0, -1.2, 0], [0] * 4, [0] * 4]  # a tilt
 AFFINES = {"straight": STRAIGHT, "oblique": oblique_affine(), "sheared": SHEARED}
 
 
-def save_oriented(path: Path, array: np.ndarray, affine: np.ndarray, codes: str, form: str) -> None:
+def save_oriented(path, array, affine, codes, form):
     """Write an RAS array with its axes stored as ``codes`` say, located by qform or sform only."""
     image = nib.Nifti1Image(array, affine).as_reoriented(turn_to(codes, affine))
     image.set_qform(image.affine, code=1 if form == "qform" else 0)
@@ -60,7 +60,7 @@ def save_oriented(path: Path, array: np.ndarray, affine: np.ndarray, codes: str,
     nib.save(image, path)
 
 
-def header_bytes(path: Path, **fields: object) -> None:
+def header_bytes(path, **fields):
     """Change fields of the header of an uncompressed NIfTI file, checking nothing."""
     header = nib.load(path).header.copy()
     for name, value in {"vox_offset": 352, **fields}.items():
@@ -87,7 +87,7 @@ def test_awkward_files_are_what_nibabel_loads(test_data):
             assert_is_what_nibabel_loads(path)
 
 
-def assert_is_what_nibabel_loads(path: Path) -> None:
+def assert_is_what_nibabel_loads(path):
     """Compare an image and a label map, or why they are refused, with nibabel's reorientation."""
     reference = nib.as_closest_canonical(nib.load(path))
     found = reference.get_fdata()
@@ -120,7 +120,7 @@ def assert_is_what_nibabel_loads(path: Path) -> None:
 def test_all_orientations_of_a_scan_read_alike(tmp_path, affine):
     array = np.stack([random_volume(), random_volume(1)], 3)
     forms = ("sform",) if affine == "sheared" else ("qform", "sform")
-    headers: list[VolumeHeader] = []
+    headers = []
     assert len(set(ORIENTATIONS)) == 48
     for codes, form in itertools.product(ORIENTATIONS, forms):
         path = tmp_path / f"{codes}.nii"
@@ -164,8 +164,7 @@ def test_labels_are_written_as_the_image_is_stored(tmp_path, affine):
         write_label(output, (array > 100).astype(np.int64), read_image(path).header)
         label = nib.load(output)
         np.testing.assert_array_equal(np.asanyarray(label.dataobj), image.get_fdata() > 100)
-        assert label.shape == image.shape
-        assert label.get_data_dtype() == np.uint8
+        assert (label.shape, label.get_data_dtype()) == (image.shape, np.uint8)
         np.testing.assert_array_equal(label.affine, image.affine)
         for form in ("get_qform", "get_sform"):
             expected, expected_code = getattr(image.header, form)(coded=True)
@@ -178,43 +177,36 @@ def test_labels_are_written_as_the_image_is_stored(tmp_path, affine):
         np.testing.assert_array_equal(read_label(output).array, array > 100)
 
 
-def test_codes_are_written_as_they_were(tmp_path):
-    path, output = tmp_path / "image.nii", tmp_path / "label.nii"
-    for codes in ((0, 0), (1, 0), (0, 2), (4, 1)):
-        image = nib.Nifti1Image(random_volume(), STRAIGHT)
-        image.set_qform(STRAIGHT, code=codes[0])
-        image.set_sform(STRAIGHT, code=codes[1])
-        nib.save(image, path)
-        header = pickle.loads(pickle.dumps(read_header(path)))  # as it travels between processes
-        write_label(output, np.zeros(header.shape, np.uint8), header)
-        written = nib.load(output)
-        assert (written.header["qform_code"], written.header["sform_code"]) == codes
-        np.testing.assert_array_equal(written.affine, nib.load(path).affine)
-        assert same_grid(read_header(output), header) is None
-
-
 def test_labels_are_written_for_every_kind_of_image(tmp_path):
     array, affine = random_volume(), STRAIGHT @ np.diag([-1, 1, 1, 1])
-    for name, image in (
-        ("two.nii", nib.Nifti2Image(array, affine)),
-        ("image.mgz", nib.MGHImage(array, affine)),
-        ("pair.img", nib.Nifti1Pair(array, affine)),
-        ("big.nii", nib.Nifti1Image(array, affine, nib.Nifti1Header(endianness=">"))),
-        ("4-D.nii", nib.Nifti1Image(array[..., None, None], affine)),
-        ("slice.nii", nib.Nifti1Image(array[..., :1], affine)),
-        ("picture.nii", nib.Nifti1Image(array[..., 0], affine)),
-    ):
+    images = {
+        "two.nii": nib.Nifti2Image(array, affine),
+        "image.mgz": nib.MGHImage(array, affine),
+        "pair.img": nib.Nifti1Pair(array, affine),
+        "big.nii": nib.Nifti1Image(array, affine, nib.Nifti1Header(endianness=">")),
+        "4-D.nii": nib.Nifti1Image(array[..., None, None], affine),
+        "slice.nii": nib.Nifti1Image(array[..., :1], affine),
+        "picture.nii": nib.Nifti1Image(array[..., 0], affine),
+    }
+    for codes in ((0, 0), (1, 0), (0, 2), (4, 1)):
+        image = images[f"codes {codes}.nii"] = nib.Nifti1Image(array, affine)
+        image.set_qform(affine, code=codes[0])
+        image.set_sform(affine, code=codes[1])
+    for name, image in images.items():
         nib.save(image, tmp_path / name)
         volume = read_image(tmp_path / name)
-        assert volume.header.num_channels == 1
-        labels = (volume.array[0] > 100).astype(np.uint8)
-        write_label(tmp_path / "label.nii.gz", labels, volume.header)
-        label, expected = nib.load(tmp_path / "label.nii.gz"), nib.load(tmp_path / name)
-        assert label.shape == (*expected.shape, 1)[:3]
+        header = pickle.loads(pickle.dumps(volume.header))  # as it travels between processes
+        assert header.num_channels == 1
+        write_label(tmp_path / "label.nii.gz", (volume.array[0] > 100).astype(np.uint8), header)
+        assert same_grid(read_header(tmp_path / "label.nii.gz"), header) is None
+        label, stored = nib.load(tmp_path / "label.nii.gz"), nib.load(tmp_path / name)
+        assert label.shape == (*stored.shape, 1)[:3]
         found = np.asanyarray(label.dataobj).reshape(image.shape)
-        np.testing.assert_array_equal(found, image.get_fdata() > 100)
-        np.testing.assert_allclose(label.affine, expected.affine, atol=1e-5)
+        np.testing.assert_array_equal(found, stored.get_fdata() > 100)
+        np.testing.assert_allclose(label.affine, stored.affine, atol=1e-5)
         assert isinstance(label, nib.Nifti2Image) == (name == "two.nii")
+        for code in ("qform_code", "sform_code") if "codes" in name else ():
+            assert label.header[code] == stored.header[code]
 
 
 def test_labels_take_the_smallest_type(tmp_path):
@@ -312,7 +304,6 @@ def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
         ({"sform_code": 2, "srow_x": [0.7, 0, 0, np.inf]}, "begins at infx"),
         ({"sform_code": 2, "srow_y": [0, 0, 0, 5]}, "spacing 0.976562x0x3.3 mm"),
         ({"sform_code": 0, "qform_code": 1, "pixdim": [1, 1, 0, 1, 1, 1, 1, 1]}, "1x0x1 mm"),
-        ({"sform_code": 0, "qform_code": 1, "pixdim": [1, 1, np.nan, 1, 1, 1, 1, 1]}, "1xnanx1"),
         ({"sform_code": 0, "qform_code": 0, "pixdim": [1, 0, 0, 0, 1, 1, 1, 1]}, "0x0x0 mm"),
     ],
 )
@@ -358,17 +349,11 @@ def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):
 
 
 def test_a_file_that_cannot_be_opened_or_held_is_explained(plain, monkeypatch):
-    def exhausted(*_):
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(FileVoxels, "read", exhausted)
+        patched.setattr(FileVoxels, "read", mock.Mock(side_effect=MemoryError))
         assert "too little memory" in refusal(plain)
-
-    def denied(*_):  # root may read everything, so the open call itself refuses
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", denied)
+    denied = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(Path, "open", denied)  # root may read everything
     assert "Permission denied" in refusal(plain)
 
 

@@ -7,8 +7,6 @@ import re
 import socket
 import struct
 import time
-from functools import partial
-from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -37,7 +35,7 @@ NUMBERS = [0, 1, 2, 3, -1, 7, 255, 32767, -32768, 2**31 - 1, -(2**31), 2**63 - 1
 FLOATS = [*NUMBERS, 0.5, -0.0, np.nan, np.inf, -np.inf, 1e30, 1e-30, 1e300, 1e-300, 3e38, 1e-45]
 
 
-def content_of(name: str, byte_order: str = "<") -> tuple[bytes, bytes]:
+def content_of(name, byte_order="<"):
     """Return the header of a small valid volume, and all that follows it, uncompressed."""
     array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
     affine = np.array([[0.8, 0.1, 0, 5], [-0.1, 0.8, 0, 6], [0, 0, 3, 7], [0, 0, 0, 1]])
@@ -54,7 +52,7 @@ def content_of(name: str, byte_order: str = "<") -> tuple[bytes, bytes]:
     return (header[:size], voxels) if header else (voxels[:size], voxels[size:])
 
 
-def write(folder: Path, name: str, header: bytes, rest: bytes) -> Path:
+def write(folder, name, header, rest):
     path = folder / name
     if name.endswith(".hdr"):
         path.write_bytes(header + bytes(4))
@@ -78,66 +76,44 @@ def test_what_is_mutated_below_can_be_read(tmp_path):
         read_or_refuse(path)
 
 
-@partial(property_test, share=0.6)
+def fields(dtypes, numbers):
+    """Return what may be written into fields of a header, in both orders of bytes."""
+    with np.errstate(all="ignore"):
+        values = [np.array(number).astype(dtype) for dtype in dtypes for number in numbers]
+    return [raw for value in values for raw in (value.tobytes(), value.byteswap().tobytes())]
+
+
+FIELDS = [*fields(("i2", "i4", "i8"), NUMBERS), *fields(("f4", "f8"), FLOATS)]
+HEADERS = (nib.Nifti1Header.template_dtype, nib.Nifti2Header.template_dtype)
+PLACES = sorted({offset for header in HEADERS for _, offset in header.fields.values()})
+CHANGES = st.one_of(
+    st.tuples(st.integers(0, 359), st.binary(min_size=1, max_size=1)),
+    st.tuples(st.sampled_from(PLACES), st.sampled_from(FIELDS)),
+)
+
+
+@property_test
 @given(
     name=st.sampled_from(list(FORMATS)),
     byte_order=st.sampled_from("<>"),
-    changes=st.lists(st.tuples(st.integers(0, 359), st.integers(0, 255)), min_size=1, max_size=6),
+    changes=st.lists(CHANGES, min_size=1, max_size=6),
     end=st.one_of(st.none(), st.integers(0, 900)),
 )
-@example(name="scan.mgh", byte_order="<", changes=[(4, 4)], end=None)  # 2^31 bytes and more
-def test_bytes_of_a_header_may_be_anything(folder, name, byte_order, changes, end):
+@example(name="scan.mgh", byte_order="<", changes=[(4, b"\4")], end=None)  # 2^31 bytes and more
+@example(name="two.hdr", byte_order="<", changes=[(16, b"\xff" * 8)], end=None)
+def test_bytes_and_fields_of_a_header_may_be_anything(folder, name, byte_order, changes, end):
     header, rest = content_of(name, byte_order)
     content = bytearray(header + rest)
-    for place, value in changes:
-        content[place] = value
+    for place, raw in changes:
+        content[place : place + len(raw)] = raw
     size = len(header)
     read_or_refuse(write(folder, name, bytes(content[:size]), bytes(content[size:end])))
 
 
-@st.composite
-def changed_fields(draw: st.DrawFn) -> tuple[str, str, dict[str, list[float]]]:
-    name = draw(st.sampled_from([name for name in FORMATS if "scan" not in name]))
-    dtype = FORMATS[name].header_class.template_dtype
-    fields: dict[str, list[float]] = {}
-    for field in draw(st.lists(st.sampled_from(dtype.names), min_size=1, max_size=4, unique=True)):
-        base, shape = dtype[field].base, dtype[field].shape
-        if base.kind not in "iuf":
-            continue
-        numbers = st.sampled_from(FLOATS if base.kind == "f" else NUMBERS)
-        count = int(np.prod(shape, dtype=int))
-        fields[field] = draw(st.lists(numbers, min_size=count, max_size=count))
-    return name, draw(st.sampled_from("<>")), fields
-
-
-@partial(property_test, share=0.6)
-@given(changed=changed_fields())
-@example(changed=("two.hdr", "<", {"dim": [-1, 0, 0, 0, 0, 0, 0, 0]}))
-def test_fields_of_a_header_may_be_anything(folder, changed):
-    name, byte_order, fields = changed
-    header, rest = content_of(name, byte_order)
-    layout = FORMATS[name].header_class.template_dtype.newbyteorder(byte_order)
-    record = np.frombuffer(header, layout).copy()
-    for field, numbers in fields.items():
-        dtype = record.dtype[field]
-        values = np.array(numbers, np.float64 if dtype.base.kind == "f" else object)
-        if dtype.base.kind != "f":
-            limits = np.iinfo(dtype.base)
-            values = np.clip(values, int(limits.min), int(limits.max))
-        with np.errstate(over="ignore"):
-            record[field][0] = values.astype(dtype.base).reshape(dtype.shape)
-    read_or_refuse(write(folder, name, record.tobytes(), rest))
-
-
 def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.nii.gz")
-    for link, target in {
-        "zero.nii": "/dev/zero",
-        "link.nii": "pipe.nii.gz",
-        "a.nii.gz": "b.nii.gz",
-        "b.nii.gz": "a.nii.gz",
-    }.items():
-        (tmp_path / link).symlink_to(target)
+    for link, target in {"zero": "/dev/zero", "link": "pipe.nii.gz", "loop": "loop.nii"}.items():
+        (tmp_path / f"{link}.nii").symlink_to(target)
     pair = write(tmp_path, "one.hdr", *content_of("one.hdr"))
     pair.with_suffix(".img").unlink()
     os.mkfifo(pair.with_suffix(".img"))
@@ -149,7 +125,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path):
             assert "is a pipe, not a file" in refusal(tmp_path / "link.nii", read)
             assert "is a device, not a file" in refusal(tmp_path / "zero.nii", read)
             assert "is a socket, not a file" in refusal(tmp_path / "socket.nii", read)
-            assert "Too many levels of symbolic links" in refusal(tmp_path / "a.nii.gz", read)
+            assert "Too many levels of symbolic links" in refusal(tmp_path / "loop.nii", read)
             with pytest.raises(VolumeError, match="lacks its partner|is a pipe"):
                 read(pair)
 
@@ -181,7 +157,7 @@ def test_a_short_tail_is_no_fault_and_its_checksum_counts(tmp_path):
     assert read_image(path).array.max() == 59
 
 
-def changed(place: int, raw: bytes) -> tuple[bytes, bytes]:
+def changed(place, raw):
     """Return a header with other bytes at a place, and all that follows it."""
     header, rest = content_of("one.nii")
     return header[:place] + raw + header[place + len(raw) :], rest
