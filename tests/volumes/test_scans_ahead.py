@@ -2,8 +2,7 @@
 
 import gzip
 import threading
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,12 +18,8 @@ SHAPE = (12, 11, 10)
 SCAN_BYTES = 12 * 11 * 10 * 4
 
 
-def scan_of(path: Path) -> Scan:
+def scan_of(path):
     return Scan(images=(path,), output=path.with_name("unused.nii.gz"))
-
-
-def name_of(scan: Scan) -> str:
-    return scan.images[0].name.split(".")[0]
 
 
 @pytest.fixture
@@ -36,44 +31,29 @@ def scans(tmp_path):
     ]
 
 
-class Reading:
-    """What is read, and by which thread."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.read: list[str] = []
-        self.in_main: list[str] = []
-        self._condition = threading.Condition()
-
-        def noted(scan: Scan, scratch: Scratch) -> object:
-            with self._condition:
-                self.read.append(name_of(scan))
-                if threading.current_thread() is threading.main_thread():
-                    self.in_main.append(name_of(scan))
-                self._condition.notify_all()
-            return read_scan(scan, scratch)
-
-        monkeypatch.setattr(scans_ahead, "read_scan", noted)
-
-    def wait_for(self, *names: str) -> bool:
-        with self._condition:
-            return self._condition.wait_for(lambda: self.read == list(names), 10)
-
-
 @pytest.fixture
 def reading(monkeypatch):
-    return Reading(monkeypatch)
+    """What is read, and by which thread."""
+    condition, read, in_main = threading.Condition(), [], []
+
+    def noted(scan, scratch):
+        with condition:
+            name = scan.images[0].name.split(".")[0]
+            read.append(name)
+            if threading.current_thread() is threading.main_thread():
+                in_main.append(name)
+            condition.notify_all()
+        return read_scan(scan, scratch)
+
+    def wait_for(*names):
+        with condition:
+            return condition.wait_for(lambda: read == list(names), 10)
+
+    monkeypatch.setattr(scans_ahead, "read_scan", noted)
+    return SimpleNamespace(read=read, in_main=in_main, wait_for=wait_for)
 
 
-def take_all(scans: list[Scan], scratch: Scratch, monkeypatch: Any, available: int) -> None:
-    """Take every scan, where so much memory is available."""
-    monkeypatch.setattr(scans_ahead, "available_bytes", lambda: available)
-    ahead = ScansAhead(scans, scratch)
-    ahead.begin()
-    for number, scan in enumerate(scans):
-        assert_is(ahead.take(number), number, scan)
-
-
-def assert_is(found: scans_ahead.ReadScan, seed: int, scan: Scan) -> None:
+def assert_is(found, seed, scan):
     np.testing.assert_array_equal(found.image.voxels.whole()[0], noise(SHAPE, seed))
     assert found.stamps == stamps(scan)
 
@@ -87,31 +67,33 @@ def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
         assert_is(ahead.take(number), number, scan)
         assert reading.wait_for(*"abcd"[: number + 2])  # and no more than one
     assert reading.in_main == []
-
-
-def test_no_scans_or_no_beginning_are_fine(scans, reading):
-    ScansAhead([], Scratch()).begin()
+    ScansAhead([], Scratch()).begin()  # no scans, or no beginning
     assert_is(ScansAhead(scans[:1], Scratch()).take(0), 0, scans[0])
-    assert reading.read == ["a"]
 
 
-@pytest.mark.parametrize(("available", "is_early"), [(4 * SCAN_BYTES, 1), (4 * SCAN_BYTES - 1, 0)])
 def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
-    scans, reading, available, is_early, monkeypatch
+    scans, reading, tmp_path, monkeypatch
 ):
-    take_all(scans, Scratch(), monkeypatch, available)
-    assert reading.read == list("abcd")
-    assert reading.in_main == ([] if is_early else list("abcd"))
-
-
-def test_what_takes_no_memory_is_read_whatever_its_size(scans, reading, tmp_path, monkeypatch):
-    take_all(scans, Scratch(tmp_path), monkeypatch, 0)
-    for number, scan in enumerate(scans):
+    mapped = []
+    for scan in scans:
         path = scan.images[0].with_suffix("")
         path.write_bytes(gzip.decompress(scan.images[0].read_bytes()))
-        scans[number] = scan_of(path)  # which is mapped
-    take_all(scans, Scratch(), monkeypatch, 0)
-    assert reading.in_main == []
+        mapped.append(scan_of(path))
+    for given, scratch, available, is_early in (
+        (scans, Scratch(), 4 * SCAN_BYTES, True),
+        (scans, Scratch(), 4 * SCAN_BYTES - 1, False),
+        (scans, Scratch(tmp_path), 0, True),
+        (mapped, Scratch(), 0, True),
+    ):
+        monkeypatch.setattr(scans_ahead, "available_bytes", lambda most=available: most)
+        reading.read.clear()
+        reading.in_main.clear()
+        ahead = ScansAhead(given, scratch)
+        ahead.begin()
+        for number, scan in enumerate(given):
+            assert_is(ahead.take(number), number, scan)
+        assert reading.read == list("abcd")
+        assert reading.in_main == ([] if is_early else list("abcd"))
 
 
 def test_a_scan_that_nobody_takes_is_no_other_one(scans, reading):

@@ -41,7 +41,6 @@ def test_labels_are_read_in_every_layout(tmp_path, labels, names, ignore):
     ("tree", "message"),
     [
         ({}, "names no labels"),
-        ([], "names no labels"),
         ({"labels": {}}, "names no labels"),
         ({"labels": {"a": 1.5}}, r"label a has the value 1\.5; use whole numbers"),
         ({"labels": {"a": [1, -1]}}, "label a has the value -1"),

@@ -1,16 +1,16 @@
 """Room for voxels: in memory, or in files that have no name."""
 
+import contextlib
 import errno
 import itertools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.command_line import process_environment
+from tests import warm
+from tests.faults import small_disk
 from tests.resident import resident_kib
 from unet3d.errors import VolumeError
 from unet3d.memory import host
@@ -19,43 +19,34 @@ from unet3d.volumes.scratch import Scratch, forget_pages, new_mapped
 SHAPE = (30, 20, 10)
 
 
-@pytest.mark.parametrize("is_memory", [True, False])
-def test_an_array_keeps_what_is_written(is_memory, tmp_path):
-    scratch = Scratch(None if is_memory else tmp_path)
-    assert scratch.is_memory == is_memory
-    for dtype, order in itertools.product(("u1", "<i2", ">f4", "f8", "?"), "CF"):
-        array = scratch.empty(SHAPE, dtype, "a scan", order)
-        assert (array.shape, array.dtype) == (SHAPE, np.dtype(dtype))
-        assert array.flags[f"{order}_CONTIGUOUS"] and array.flags.writeable
-        values = np.random.default_rng(0).integers(0, 2, SHAPE).astype(dtype)
-        array[...] = values
-        forget_pages(array)
-        np.testing.assert_array_equal(array, values)
+def test_an_array_keeps_what_is_written(tmp_path):
+    for folder, order in itertools.product((None, tmp_path), "CF"):
+        scratch = Scratch(folder)
+        assert scratch.is_memory == (folder is None)
+        for dtype in ("u1", "<i2", ">f4", "f8", "?"):
+            array = scratch.empty(SHAPE, dtype, "a scan", order)
+            assert (array.shape, array.dtype) == (SHAPE, np.dtype(dtype))
+            assert array.flags[f"{order}_CONTIGUOUS"] and array.flags.writeable
+            values = np.random.default_rng(0).integers(0, 2, SHAPE).astype(dtype)
+            array[...] = values
+            forget_pages(array)
+            np.testing.assert_array_equal(array, values)
 
 
 def test_files_have_no_name_and_are_gone_with_the_array(tmp_path):
-    def mapped():
+    def held():
         lines = Path("/proc/self/maps").read_text().splitlines()
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                lines.append(os.readlink(f"/proc/self/fd/{number}"))
         return [line for line in lines if str(tmp_path) in line]
-
-    def opened():
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        return [one for one in map(linked, links) if str(tmp_path) in one]
 
     array = Scratch(tmp_path).empty((2**20,), "u1", "a scan")
     array[:] = 7
     assert not list(tmp_path.iterdir())
-    (line,) = mapped()
-    assert line.endswith("(deleted)")
+    assert {line.split()[-1] for line in held()} == {"(deleted)"}
     del array
-    assert not mapped() and not opened()
-
-
-def linked(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except FileNotFoundError:  # closed meanwhile
-        return ""
+    assert not held()
 
 
 def test_the_space_of_a_file_is_taken_at_once(tmp_path):
@@ -86,45 +77,24 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         new_mapped(tmp_path / "a.npy", (3,), np.dtype("u1"))
 
 
-IN_A_SMALL_DISK = """
-import sys
-from pathlib import Path
-from unet3d.errors import VolumeError
-from unet3d.volumes.scratch import Scratch
-
-scratch = Scratch(Path(sys.argv[1]))
-first = scratch.empty((600, 1024), "u1", "the first")
-first[:] = 3  # there is space for all of it
-try:
-    scratch.empty((600, 1024), "u1", "the second")
-except VolumeError as error:
-    print(error)
-del first
-scratch.empty((600, 1024), "u1", "the third")[:] = 4
-"""
+def fill(disk):
+    """Take the space of a disk of 1 MiB, and again when it is free."""
+    small_disk.mount(disk, "size=1m")
+    scratch = Scratch(disk)
+    first = scratch.empty((600, 1024), "u1", "the first")
+    first[:] = 3  # there is space for all of it
+    with pytest.raises(VolumeError, match="the second takes 600 KiB of .*: No space left on"):
+        scratch.empty((600, 1024), "u1", "the second")
+    del first
+    scratch.empty((600, 1024), "u1", "the third")[:] = 4
 
 
-def test_a_small_disk_is_one_line_and_not_a_signal(tmp_path):
+def test_a_small_disk_is_an_error_and_not_a_signal(tmp_path):
     """Without the space of a file, writing to its pages ends the process by SIGBUS."""
-    small = ["unshare", "--map-root-user", "--mount", "bash", "-c"]
-    mount = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
-    command = [*small, mount, str(tmp_path)]
-    try:
-        subprocess.run([*command, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small disk needs user and mount namespaces: {error}")
-    ended = subprocess.run(
-        [*command, sys.executable, "-c", IN_A_SMALL_DISK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=process_environment(),
-        timeout=60,
-    )
+    ended = warm.run_call(fill, tmp_path)
+    if "no namespaces" in ended.stderr:
+        pytest.skip("a small disk needs user and mount namespaces")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == (
-        f"the second takes 600 KiB of {tmp_path}: No space left on device; name another folder "
-        "with --scratch\n"
-    )
 
 
 def test_memory_that_is_not_there_is_refused(tmp_path, monkeypatch):
@@ -138,14 +108,12 @@ def test_memory_that_is_not_there_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["scratch", "new", "read"])
 def test_pages_are_given_back_and_their_content_stays(kind, tmp_path):
     shape, values = (64, 2**14), np.random.default_rng(0).integers(0, 256, (64, 2**14), np.uint8)
-    array: np.ndarray
-    if kind == "read":
-        values.tofile(tmp_path / "a.raw")
-        array = np.memmap(tmp_path / "a.raw", np.uint8, "r", 0, shape)
-    elif kind == "new":
-        array = new_mapped(tmp_path / "a.npy", shape, np.dtype("u1"))
-    else:
-        array = Scratch(tmp_path).empty(shape, "u1", "a scan")
+    values.tofile(tmp_path / "a.raw")
+    array = {
+        "read": lambda: np.memmap(tmp_path / "a.raw", np.uint8, "r", 0, shape),
+        "new": lambda: new_mapped(tmp_path / "a.npy", shape, np.dtype("u1")),
+        "scratch": lambda: Scratch(tmp_path).empty(shape, "u1", "a scan"),
+    }[kind]()
     if kind != "read":
         array[...] = values
     # As the rest of the package sees it: itself, a part, turned, strided, of another type.

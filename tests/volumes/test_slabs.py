@@ -1,29 +1,26 @@
 """Slabs of batches, laid beside each other, are what the undivided loader yields."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from itertools import pairwise, product
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from tests.volumes.known_cases import make_loader
-from unet3d.config import AugmentationSettings, PatchSettings, Shape, Spacing
+from unet3d.config import AugmentationSettings, PatchSettings
 from unet3d.errors import DeviceError
 from unet3d.volumes.augment import Slab
-from unet3d.volumes.cache import Cache, PreparedCase
-from unet3d.volumes.loader import PatchLoader
-from unet3d.volumes.patches import Batch, PatchSampler
+from unet3d.volumes.cache import Cache
+from unet3d.volumes.patches import PatchSampler
 
 MOVING = ("rotation", "scaling")
 LINEAR = ("noise", "blur", "brightness", "low_resolution")
 MEASURED = ("contrast", "inverted_gamma", "gamma")
 
 
-def drawn(*names: str, probability: float = 1.0) -> AugmentationSettings:
+def drawn(*names, probability=1.0):
     """Return settings with which some changes are drawn, and no others."""
     values = {
         f"{name}_probability": probability if name in names else 0.0
@@ -39,47 +36,37 @@ SETTINGS = {
     "linear": drawn(*MOVING, *LINEAR),
     "everything": drawn(*MOVING, *LINEAR, *MEASURED),
     "sometimes": drawn(*MOVING, *LINEAR, *MEASURED, probability=0.4),
-    "default": AugmentationSettings(),
 }
-SMALL: Shape = (20, 18, 21)
-WIDE: Shape = (45, 18, 35)
-SHAPES: tuple[Shape, ...] = ((33, 30, 29), (26, 34, 20), (17, 21, 40), (40, 24, 31))
+SMALL = (20, 18, 21)
+WIDE = (45, 18, 35)
+SHAPES = ((33, 30, 29), (26, 34, 20), (17, 21, 40), (40, 24, 31))
 
 
-def real_cases(
-    folder: Path, shapes: Sequence[Shape] = SHAPES, spacing_mm: Spacing = (1.0, 1.1, 0.9)
-) -> list[PreparedCase]:
+def real_cases(folder, shapes=SHAPES, spacing_mm=(1.0, 1.1, 0.9)):
     store, rng = Cache(folder), np.random.default_rng(0)
     for number, shape in enumerate(shapes):
         image = rng.normal(size=(2, *shape)).astype(np.float32)
         label = rng.integers(0, 4, shape).astype(np.uint8)
         store.save_case(f"real{number}", image, label, spacing_mm, 4)
-    cases = [store.load_case(f"real{number}", f"case_{number}") for number in range(len(shapes))]
-    return [case for case in cases if case is not None]
+    return [store.load_case(f"real{number}", f"case_{number}") for number in range(len(shapes))]
 
 
-def slab_of(fractions: tuple[float, float], shape: Shape) -> range:
+def slab_of(fractions, shape):
     """Return planes, as a rank would be told; uneven, and of any number."""
     first, last = (round(fraction * shape[0]) for fraction in fractions)
     return range(first, last)
 
 
-def slabs(*fractions: float) -> list[Callable[[Shape], range]]:
+def slabs(*fractions):
     return [partial(slab_of, both) for both in pairwise((0.0, *fractions, 1.0))]
 
 
-def loader(
-    cases: Sequence[PreparedCase],
-    augmentation: AugmentationSettings,
-    size: Shape | None = SMALL,
-    stride: Shape = (1, 1, 1),
-    **settings: Any,
-) -> PatchLoader:
+def loader(cases, augmentation, size=SMALL, stride=(1, 1, 1), **settings):
     given = {"num_steps": 2, "seed": 3, "size": size, "stride": stride, **settings}
     return make_loader(cases, PatchSettings(augmentation=augmentation), **given)
 
 
-def check(whole: Sequence[Batch], shards: Sequence[Sequence[Batch]]) -> None:
+def check(whole, shards):
     for batch, *parts in zip(whole, *shards, strict=True):
         assert {part.planes for part in parts} == {batch.image.shape[2]}
         assert {(part.names, part.weight) for part in parts} == {(batch.names, batch.weight)}
@@ -90,26 +77,15 @@ def check(whole: Sequence[Batch], shards: Sequence[Sequence[Batch]]) -> None:
         assert batch.planes is None
 
 
-SIZES_BY_DAY: dict[str, tuple[Shape | None, ...]] = {
-    "off": (None,),
-    "mirrored": (WIDE,),
-    "moved": (None,),
-    "linear": (WIDE,),
-    "everything": (None, SMALL),
-    "sometimes": (WIDE,),
-    "default": (),
-}
+BY_DAY = {("off", None), ("mirrored", WIDE), ("moved", None), ("linear", WIDE)}
+BY_DAY |= {("everything", None), ("everything", SMALL), ("sometimes", WIDE)}
+ALL = [
+    pytest.param(*one, marks=() if one in BY_DAY else pytest.mark.nightly)
+    for one in product(SETTINGS, (SMALL, WIDE, None))
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        pytest.param(name, size, marks=() if size in SIZES_BY_DAY[name] else pytest.mark.nightly)
-        for name in SETTINGS
-        for size in (SMALL, WIDE, None)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "size"), ALL, ids=str)
 def test_slabs_are_those_of_the_whole_batch(tmp_path, name, size):
     """Patches in cases, patches larger than cases, and whole cases of several shapes."""
     cases = real_cases(tmp_path)
@@ -135,7 +111,7 @@ def test_thick_slices_are_divided(tmp_path, spacing_mm):
 def test_replicas_share_batches_and_shards_their_patches(tmp_path, size):
     """In workers, where a batch has fewer patches than there are replicas, and after a resume."""
     cases = real_cases(tmp_path)
-    given: dict[str, Any] = {"size": size, "batch_size": 3 if size else 1}
+    given = {"size": size, "batch_size": 3 if size else 1}
     for replica in range(2):
         own = {**given, "rank": replica, "num_ranks": 2}
         whole = list(loader(cases, SETTINGS["sometimes"], **own).epoch(2))
@@ -149,18 +125,15 @@ def test_replicas_share_batches_and_shards_their_patches(tmp_path, size):
 
 
 def test_a_slab_that_cannot_be_is_an_error_in_one_line(tmp_path):
+    no_slab = mock.Mock(side_effect=DeviceError("too few planes"))
     with pytest.raises(DeviceError, match="too few planes"):
         next(loader(real_cases(tmp_path), SETTINGS["off"], slab=no_slab).epoch(0))
-
-
-def no_slab(shape: Shape) -> range:
-    raise DeviceError(f"{shape[0]}: too few planes")
 
 
 def test_only_what_a_slab_needs_is_read(tmp_path):
     """The whole patch only where its intensities are measured and the numbers not gathered."""
     cases = real_cases(tmp_path, [(60, 40, 40)])
-    size: Shape = (40, 20, 20)
+    size = (40, 20, 20)
     slab = Slab(planes=range(10), num_planes=40)
 
     def planes(name, gathers):

@@ -11,15 +11,15 @@ import pytest
 from unet3d.errors import VolumeError
 from unet3d.memory import host
 from unet3d.volumes.scratch import Scratch
-from unet3d.volumes.voxels import FileVoxels, HeldVoxels, Order, StoredVoxels
+from unet3d.volumes.voxels import FileVoxels, HeldVoxels
 
 SHAPE = (5, 4, 3, 2)
 DTYPES = ("|u1", "<i2", ">i2", ">f4", "<f8")
-ORDERS: tuple[Order, ...] = ("C", "F")
+ORDERS = ("C", "F")
 HEADER = b"a header of 29 bytes, not even"[:29]
 
 
-def numbers(dtype: str) -> np.ndarray:
+def numbers(dtype):
     return np.random.default_rng(0).integers(0, 2, SHAPE).astype(dtype) * 3
 
 
@@ -28,7 +28,7 @@ def test_mapped_voxels_stay_in_their_file(tmp_path):
     for dtype, order in itertools.product(DTYPES, ORDERS):
         array = numbers(dtype)
         path.write_bytes(HEADER + array.tobytes(order) + b"a tail")
-        voxels: StoredVoxels = FileVoxels(path, SHAPE, array.dtype, offset=len(HEADER), order=order)
+        voxels = FileVoxels(path, SHAPE, array.dtype, offset=len(HEADER), order=order)
         assert voxels.is_mapped and (voxels.slope, voxels.inter) == (1, 0)
         found = voxels.read(Scratch(), "reading")
         np.testing.assert_array_equal(found, array)
@@ -37,9 +37,8 @@ def test_mapped_voxels_stay_in_their_file(tmp_path):
         np.testing.assert_array_equal(found, array)
 
 
-@pytest.mark.parametrize("is_memory", [True, False])
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
-def test_packed_voxels_come_in_their_own_type(tmp_path, is_memory, pack):
+def test_packed_voxels_come_in_their_own_type(tmp_path, pack):
     path = tmp_path / "voxels"
     for dtype, order in itertools.product(DTYPES, ORDERS):
         array = numbers(dtype)
@@ -48,19 +47,15 @@ def test_packed_voxels_come_in_their_own_type(tmp_path, is_memory, pack):
             path,
             SHAPE,
             array.dtype,
-            offset=len(HEADER),
-            order=order,
-            slope=2.0,
-            inter=-1.0,
-            is_packed=True,
-            packed_from=4,
-            max_tail_bytes=6,
+            **{"offset": len(HEADER), "order": order, "slope": 2.0, "inter": -1.0},
+            **{"is_packed": True, "packed_from": 4, "max_tail_bytes": 6},
         )
         assert not voxels.is_mapped and (voxels.slope, voxels.inter) == (2, -1)
-        found = voxels.read(Scratch(None if is_memory else tmp_path), "reading")
-        np.testing.assert_array_equal(found, array)  # not scaled
-        assert found.dtype == array.dtype and found.flags[f"{order}_CONTIGUOUS"]
-        assert os.listdir(tmp_path) == ["voxels"]
+        for scratch in (Scratch(), Scratch(tmp_path)):
+            found = voxels.read(scratch, "reading")
+            np.testing.assert_array_equal(found, array)  # not scaled
+            assert found.dtype == array.dtype and found.flags[f"{order}_CONTIGUOUS"]
+            assert os.listdir(tmp_path) == ["voxels"]
 
 
 def test_packed_voxels_that_have_no_room_are_not_unpacked(tmp_path, monkeypatch):
@@ -86,7 +81,7 @@ def test_a_file_that_has_shrunk_is_an_error_and_no_signal(tmp_path):
 
 def test_voxels_in_memory_are_not_copied():
     array = numbers("<i2")
-    voxels: StoredVoxels = HeldVoxels(array)
+    voxels = HeldVoxels(array)
     assert voxels.read(Scratch(), "reading") is array
     assert (voxels.shape, voxels.dtype, voxels.offset) == (SHAPE, array.dtype, 0)
     assert (voxels.slope, voxels.inter) == (1, 0)

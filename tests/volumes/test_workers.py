@@ -15,7 +15,7 @@ from unet3d.volumes.workers import map_items
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_results_are_in_the_order_of_the_items(num_workers, forked_workers):
-    told: list[int] = []
+    told = []
     assert map_items(abs, [-3, 2, -1], num_workers, told.append) == [3, 2, 1]
     assert told == [1, 2, 3]
 
