@@ -6,10 +6,8 @@ from unet3d.volumes.naming import has_sides
 def test_left_and_right_are_found():
     for names in (
         ("background", "left ventricle", "myocardium"),
-        ("lung_right",),
         ("KidneyLeft", "liver"),
         ("RIGHT-hippocampus",),
-        ("leftatrium",),
         ("lungleft", "lungright"),
         ("kidney_l", "kidney_r"),
         ("Femur R", "Hip", "Femur L"),

@@ -14,6 +14,7 @@ TENSORS = (
 
 
 def test_tensors_of_all_types_come_out_as_they_went_in():
+    assert packed((), shared_memory).nbytes == 0
     memory = packed(TENSORS, shared_memory)
     assert memory.is_shared() and memory.dtype == torch.uint8
     taken = unpacking(memory)
@@ -22,10 +23,6 @@ def test_tensors_of_all_types_come_out_as_they_went_in():
         assert own.dtype == tensor.dtype and own.shape == tensor.shape
         assert torch.equal(own, tensor)
         assert own.untyped_storage().data_ptr() == memory.data_ptr()
-
-
-def test_nothing_takes_no_memory():
-    assert packed((), shared_memory).nbytes == 0
 
 
 @pytest.mark.gpu

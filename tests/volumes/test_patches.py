@@ -1,21 +1,18 @@
 import tracemalloc
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from scipy import ndimage
 
-from tests.volumes.known_cases import PLAIN, known_volume, make_cases
-from unet3d.config import AugmentationSettings, PatchSettings, Shape
+from tests.volumes.known_cases import PLAIN, known_volume, make_cases, probable
+from unet3d.config import PatchSettings
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.packed_label import pack_label
 from unet3d.volumes.patches import CutBatch, PatchSampler
 
 
-def make_sampler(cases: list[PreparedCase], size: Shape, **settings: Any) -> PatchSampler:
+def make_sampler(cases, size, **settings):
     return PatchSampler(
         cases=cases,
         settings=PatchSettings(**{"augmentation": PLAIN, **settings}),
@@ -26,14 +23,14 @@ def make_sampler(cases: list[PreparedCase], size: Shape, **settings: Any) -> Pat
     )
 
 
-def patch_of(sampler: PatchSampler, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def patch_of(sampler, epoch, index):
     """Return image and target of a patch."""
     cut = sampler.cut(epoch, index)
     batch = CutBatch(cuts=(cut,), shape=cut.size).augmented()
     return batch.image[0], batch.target[0]
 
 
-def places(patch: torch.Tensor, shape: Shape) -> tuple[npt.NDArray[np.intp], ...]:
+def places(patch, shape):
     return np.unravel_index(patch.numpy().astype(int) - 1, shape)
 
 
@@ -100,9 +97,7 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path):
     folder.mkdir()
     np.lib.format.open_memmap(folder / "image.npy", mode="w+", dtype="f4", shape=(1, *shape))
     np.save(folder / "label.npy", pack_label(np.zeros(shape, np.uint8)))
-    case = PreparedCase(
-        name="sparse", folder=folder, spacing_mm=(1.0, 1.0, 1.0), num_components=(0, 0)
-    )
+    case = PreparedCase(name="sparse", folder=folder, spacing_mm=(1, 1, 1), num_components=(0, 0))
     sampler = make_sampler([case], (16, 16, 16))
     tracemalloc.start()
     try:
@@ -123,14 +118,7 @@ def test_a_turned_patch_is_scipys_affine_transform(tmp_path):
     store = Cache(tmp_path)
     store.save_case("key", image[None], label, (1.0, 1.0, 1.0), 2)
     case = store.load_case("key", "case")
-    assert case is not None
-    names = ("noise", "blur", "brightness", "contrast", "gamma", "inverted_gamma", "low_resolution")
-    turning = AugmentationSettings(
-        **{f"{name}_probability": 0 for name in names},
-        rotation_probability=1,
-        scaling_probability=1,
-        mirror_axes=("y",),
-    )
+    turning = probable(0, rotation_probability=1, scaling_probability=1, mirror_axes=("y",))
     sampler = make_sampler([case], size, augmentation=turning)
     stored = np.asarray(case.image()[0], np.float64)
     scales = []

@@ -1,7 +1,7 @@
 """Images that are clipped and taken slice by slice, against SciPy in float64."""
 
 import logging
-from collections.abc import Sequence
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ import torch
 from scipy import ndimage
 
 from tests.products import pairwise
-from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.volumes import plane_resampling
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
@@ -22,9 +21,7 @@ GPU = torch.device("cuda", 0)
 PLAIN = ChannelNormalization(kind="none")
 
 
-def plan(
-    target_mm: Spacing, interpolation: Interpolation, how: Sequence[ChannelNormalization] = (PLAIN,)
-) -> Preprocessing:
+def plan(target_mm, interpolation, how=(PLAIN,)):
     return Preprocessing(
         spacing_mm=target_mm,
         channels=tuple(how),
@@ -35,7 +32,7 @@ def plan(
     )
 
 
-def zoomed(array: np.ndarray, shape: tuple[int, ...], order: int, clips: bool = True) -> np.ndarray:
+def zoomed(array, shape, order, clips=True):
     """Return an array resampled by SciPy, and clipped to its range."""
     factors = [new / old for new, old in zip(shape, array.shape, strict=True)]
     array = array.astype(np.float64)
@@ -43,7 +40,7 @@ def zoomed(array: np.ndarray, shape: tuple[int, ...], order: int, clips: bool = 
     return np.clip(found, array.min(), array.max()) if clips else found
 
 
-def slice_by_slice(array: np.ndarray, shape: Shape, axis: int, order: int, across: int):
+def slice_by_slice(array, shape, axis, order, across):
     """Return an array of which each slice is resampled by itself, then across them."""
     in_plane = tuple(size for one, size in enumerate(shape) if one != axis)
     slices = np.stack([zoomed(one, in_plane, order) for one in np.moveaxis(array, axis, 0)])
@@ -61,7 +58,7 @@ def assert_planes(prepared, axis, number, expected):
     np.testing.assert_allclose(torch.cat(found, 1 + axis), expected, rtol=0, atol=1e-5)
 
 
-def noise(shape: Shape, channels: int = 1, seed: int = 0) -> np.ndarray:
+def noise(shape, channels=1, seed=0):
     return np.random.default_rng(seed).normal(0, 3, (channels, *shape)).astype(np.float32)
 
 
@@ -100,7 +97,7 @@ def test_slices_are_clipped_each_and_then_interpolated_across(across, thick_axis
     shape, spacing_mm = turned((16, 13, 7)), turned((1.0, 1.0, 5.0))
     image = noise(shape)
     image *= np.linspace(0.1, 3, 7).reshape(turned((1, 1, 7)))  # each slice has its range
-    how = Interpolation(across_slices=across, clips=True)  # type: ignore[arg-type]
+    how = Interpolation(across_slices=across, clips=True)
     prepared = PreparedImage(ImageVoxels.of(image), spacing_mm, plan(turned(target_mm), how))
     expected = slice_by_slice(image[0], prepared.shape, thick_axis, 3, across)
     assert_planes(prepared, axis, 3, [expected])
@@ -128,6 +125,9 @@ def test_ranges_are_those_of_normalised_and_masked_intensities(axis):
         assert_planes(prepared, axis, 4, [expected])
 
 
+FINE = plan((0.5, 0.5, 0.5), Interpolation())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.float32])
 @pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 1.0), (1.0, 1.0, 5.0), (0.6, 1.3, 2.5)], ids=str)
@@ -150,56 +150,28 @@ def test_a_gpu_prepares_what_the_cpu_prepares(dtype, spacing_mm, kind):
         torch.testing.assert_close(found.cpu(), prepared.planes(axis, 1, end), rtol=0, atol=1e-5)
 
 
-def prepared_noise(size: int, target_mm: Spacing) -> PreparedImage:
-    image = ImageVoxels.of(noise((size, size, size)))
-    return PreparedImage(image, (1, 1, 1), plan(target_mm, Interpolation()))
-
-
-def fail_on_gpu(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fails(*arguments: object) -> None:
-        raise error
-
-    monkeypatch.setattr(torch.cuda, "device", fails)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
-    ids=repr,
+FULL_GPU = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 )
-def test_a_full_gpu_is_told_once(error, monkeypatch, caplog):
+
+
+def test_a_full_gpu_is_told_once_and_other_errors_are_not_taken_for_it(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    fail_on_gpu(monkeypatch, error)
-    prepared = prepared_noise(8, (0.5, 1, 1))
-    for begin in (0, 8):
-        found = prepared.planes(0, begin, begin + 8, GPU)
-        torch.testing.assert_close(found, prepared.planes(0, begin, begin + 8))
-    assert caplog.messages == [
-        "cuda:0 has too little memory to prepare the image; the CPU does",
-    ]
 
+    def failing(error):
+        monkeypatch.setattr(torch.cuda, "device", mock.Mock(side_effect=error))
+        return PreparedImage(ImageVoxels.of(noise((8, 8, 8))), (1, 1, 1), FINE)
 
-def test_a_full_host_is_not_taken_for_a_full_gpu(monkeypatch):
-    prepared = prepared_noise(8, (0.5, 1, 1))
-    fail_on_gpu(monkeypatch, MemoryError())
+    for error in FULL_GPU:
+        caplog.clear()
+        prepared = failing(error)
+        for begin in (0, 8):
+            found = prepared.planes(0, begin, begin + 8, GPU)
+            torch.testing.assert_close(found, prepared.planes(0, begin, begin + 8))
+        (message,) = caplog.messages
+        assert message == "cuda:0 has too little memory to prepare the image; the CPU does"
     with pytest.raises(VolumeError, match="^the image cannot be prepared: too little memory"):
-        prepared.planes(0, 0, 8, GPU)
-    fail_on_gpu(monkeypatch, RuntimeError("an illegal access"))
+        failing(MemoryError()).planes(0, 0, 8, GPU)
     with pytest.raises(RuntimeError, match="^an illegal access$"):
-        prepared.planes(0, 0, 8, GPU)
-
-
-@pytest.mark.gpu
-def test_a_gpu_without_memory_leaves_it_to_the_cpu():
-    prepared = prepared_noise(40, (0.5, 0.5, 0.5))
-    torch.cuda.set_per_process_memory_fraction(1e-9)
-    try:
-        torch.cuda.empty_cache()
-        found = prepared.planes(0, 0, 80, GPU)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert found.device.type == "cpu"
-    torch.testing.assert_close(found, prepared.planes(0, 0, 80))
+        failing(RuntimeError("an illegal access")).planes(0, 0, 8, GPU)

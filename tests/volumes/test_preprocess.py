@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -16,13 +14,13 @@ from scipy.spatial.transform import Rotation
 
 from tests.volumes.itk_headers import written
 from tests.volumes.samples import blob_label, write_msd, write_volume
-from unet3d.config import DataSettings, Shape, Spacing
+from unet3d.config import DataSettings
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.volumes import case_boxes, preprocess, workers
-from unet3d.volumes.cache import Cache, PreparedCase
-from unet3d.volumes.dataset import Dataset, load_dataset
+from unet3d.volumes.cache import Cache
+from unet3d.volumes.dataset import load_dataset
 from unet3d.volumes.image_voxels import ImageVoxels
-from unet3d.volumes.normalization import ChannelNormalization, Kind
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.prepared_image import prepare_image
 from unet3d.volumes.preprocess import (
     ct_normalization,
@@ -39,20 +37,20 @@ def settings(tmp_path):
     return DataSettings(cache=tmp_path / "cache")
 
 
-def with_(settings: DataSettings, **changes: Any) -> DataSettings:
+def with_(settings, **changes):
     return settings.model_copy(update=changes)
 
 
-def prepare(dataset: Dataset, settings: DataSettings, num_workers: int = 0) -> list[PreparedCase]:
+def prepare(dataset, settings, num_workers=0):
     preprocessing, _ = plan_preprocessing(dataset, settings)
     return prepare_cases(dataset.cases, preprocessing, settings.cache, num_workers)
 
 
-def arrays(cases: list[PreparedCase]) -> list[tuple[bytes, bytes]]:
+def arrays(cases):
     return [(case.image().tobytes(), case.label()[...].tobytes()) for case in cases]
 
 
-def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_reading(monkeypatch):
     def refuse(*_):
         raise AssertionError("a volume was read again")
 
@@ -81,18 +79,7 @@ def test_plans_the_median_spacing_and_shape(tmp_path, settings):
     assert fingerprint.shape == (5, 20, 16) and fingerprint.num_voxels == 3 * 5 * 20 * 16
 
 
-def test_plans_thin_slices_where_some_cases_have_them(tmp_path, settings):
-    root = write_msd(tmp_path / "data", num_cases=5, shape=(40, 36, 5), spacing_mm=(1, 1, 8))
-    for name in ("imagesTr/case_0", "labelsTr/case_0", "imagesTr/case_1", "labelsTr/case_1"):
-        write_volume(root / f"{name}.nii.gz", np.zeros((40, 36, 10), np.uint8), (1, 1, 4))
-    plan, fingerprint = plan_preprocessing(load_dataset(root), settings)
-    assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 4.0)
-    assert fingerprint.shapes == {(40, 36, 10)}
-
-
-def write_in_zeros(
-    root: Path, boxes: list[tuple[slice, slice, slice]], shape: Shape, spacing_mm: Spacing
-) -> Dataset:
+def write_in_zeros(root, boxes, shape, spacing_mm):
     """Write a data set whose images are zero outside of a box each."""
     write_msd(root, num_cases=len(boxes), shape=shape, spacing_mm=spacing_mm)
     for number, box in enumerate(boxes):
@@ -134,11 +121,8 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
 ):
     for number, (planes, normalization, kind) in enumerate(
         [
-            ((30, 30, 30), "auto", "z-score-all"),
-            ((30, 23, 30), "auto", "z-score-all"),
             ((10, 23, 30), "auto", "z-score-all"),
             ((10, 22, 30), "auto", "z-score-inside"),
-            ((12, 12, 30), "auto", "z-score-inside"),
             ((12, 12, 30), "none", "none"),
             ((12, 12, 30), "ct", "ct"),
         ]
@@ -219,13 +203,12 @@ def test_few_labelled_voxels_have_statistics():
 
 
 def test_images_are_stored_in_float16_where_that_loses_nothing():
-    cases: list[tuple[Kind, list[float], type[np.floating[Any]]]] = [
+    cases = [
         ("z-score", [0.1, -3.0, 16384.0], np.float16),
         ("ct", [0.1, -16400.0], np.float32),  # out of what float16 is used for
         ("ct", [1e38, 0.0], np.float32),  # out of its range
         ("none", [-1024.0, 0.5, 2048.0], np.float16),
         ("none", [0.0, 2049.0], np.float32),  # float16 has 2048 and 2050
-        ("none", [0.1, 0.2], np.float32),
         ("none", [70000.0], np.float32),
     ]
     for kind, values, dtype in cases:
@@ -282,7 +265,7 @@ def test_the_key_is_the_content_and_the_settings(tmp_path, settings):
     assert changed.image()[0, 0, 0, 0] < changed.image()[0, 5, 5, 5]
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 8
     path.write_bytes(content)
@@ -398,15 +381,11 @@ def test_image_and_label_are_brought_together_at_45_degrees(tmp_path, settings):
 
 
 def test_the_default_cache_is_the_users(tmp_path, monkeypatch):
-    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
-    plan, _ = plan_preprocessing(dataset, DataSettings())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    (case,) = prepare_cases(dataset.cases, plan, None, 0)
-    assert case.folder.is_relative_to(tmp_path / "xdg" / "unet3d")
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (case,) = prepare_cases(dataset.cases, plan, None, 0)
-    assert case.folder.is_relative_to(tmp_path / "home" / ".cache" / "unet3d")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert Cache(None).folder == tmp_path / "xdg" / "unet3d"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert Cache(None).folder == tmp_path / "home" / ".cache" / "unet3d"
 
 
 def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, caplog):
@@ -417,9 +396,7 @@ def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, 
     folder = tmp_path / "cache"
     assert caplog.messages == [
         f"reading 3 of 3 cases to crop them, into {folder}",
-        "reading 3 cases: 1 done",
-        "reading 3 cases: 2 done",
+        *("reading 3 cases: 1 done", "reading 3 cases: 2 done"),
         f"preparing 3 of 3 cases into {folder}",
-        "preparing 3 cases: 1 done",
-        "preparing 3 cases: 2 done",
+        *("preparing 3 cases: 1 done", "preparing 3 cases: 2 done"),
     ]

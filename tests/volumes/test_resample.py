@@ -8,21 +8,20 @@ import torch
 from scipy import ndimage
 from torch.profiler import ProfilerActivity, profile
 
-from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.memory import host
 from unet3d.volumes import resample
 from unet3d.volumes.class_resampling import resample_classes
-from unet3d.volumes.interpolation import Order, line_matrix
+from unet3d.volumes.interpolation import line_matrix
 from unet3d.volumes.plane_resampling import Resampling
 from unet3d.volumes.resample import Interpolation, affordable_shape, resampled_shape, thick_axes
 from unet3d.volumes.target_spacing import median_spacing, target_spacing
 
 RNG = np.random.default_rng(0)
-CUBES: tuple[Order, Order, Order] = (3, 3, 3)
+CUBES = (3, 3, 3)
 
 
-def resample_image(image: np.ndarray, shape: Shape) -> np.ndarray:
+def resample_image(image, shape):
     """Return all planes at once."""
     x, y, z = image.shape[1:]
     resampling = Resampling((x, y, z), shape, CUBES)

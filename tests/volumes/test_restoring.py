@@ -7,7 +7,6 @@ import torch.nn.functional as functional
 from scipy import ndimage
 
 from tests.products import pairwise
-from unet3d.config import Shape
 from unet3d.volumes import restoring
 from unet3d.volumes.restoring import restored_slabs
 
@@ -21,7 +20,7 @@ GRIDS = [
 ]
 
 
-def logits_of(shape: Shape) -> torch.Tensor:
+def logits_of(shape):
     generator = torch.Generator().manual_seed(math.prod(shape))
     return torch.randn(3, *shape, generator=generator, dtype=torch.float64)
 
@@ -41,15 +40,6 @@ def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
     torch.testing.assert_close(torch.cat(found, 1 + axis), expected, rtol=1e-10, atol=1e-12)
     if numbers == 1 and grid != shape:
         assert {slab.shape[1 + axis] for slab in found} == {1}
-
-
-@pytest.mark.parametrize("planes", [((30, 20), (10, 7)), ((10, 7), (30, 20)), ((30, 7), (10, 20))])
-def test_a_piece_is_small_on_both_grids(planes, monkeypatch):
-    grid, shape = ((n, *of_plane) for n, of_plane in zip((4, 40), planes, strict=True))
-    numbers = 3 * max(math.prod(one) for one in planes) * 2
-    monkeypatch.setattr(restoring, "PIECE_NUMBERS", numbers)
-    found = list(restored_slabs([logits_of(grid)], 0, grid, shape))
-    assert {slab.shape[1] for slab in found} == {2}
 
 
 @pytest.mark.parametrize(

@@ -4,28 +4,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy import ndimage
 
-from unet3d.config import Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
 from unet3d.memory import host
 from unet3d.volumes.classes import Region
-from unet3d.volumes.cropping import whole_box
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.prepared_image import PreparedImage, prepare_image
 from unet3d.volumes.resample import Interpolation
-from unet3d.volumes.transform import Preprocessing, classes_of, kept_box, prepare_label
+from unet3d.volumes.transform import Preprocessing, classes_of, prepare_label
 
 RNG = np.random.default_rng(0)
 
 
-def plan(
-    *channels: ChannelNormalization,
-    spacing_mm: Spacing | None = None,
-    label_values: tuple[int, ...] = (0, 1, 2),
-) -> Preprocessing:
+def plan(*channels, spacing_mm=None, label_values=(0, 1, 2)):
     return Preprocessing(
         spacing_mm=spacing_mm,
         channels=channels or (ChannelNormalization(kind="z-score"),),
@@ -116,14 +109,6 @@ def test_classes_of_regions_are_what_is_written_for_them():
     assert classes_of(logits, plan(label_values=(0, 3, 5, 6))).flatten().tolist() == [0, 2]
 
 
-def test_only_what_is_asked_for_is_cropped():
-    image = np.zeros((1, 6, 7, 8), np.float32)
-    image[0, 2:4, 3, 1:8] = 1
-    assert kept_box(ImageVoxels.of(image), plan()) == whole_box((6, 7, 8))
-    box = kept_box(ImageVoxels.of(image), replace(plan(), crops_to_nonzero=True))
-    assert (box.start, box.stop) == ((2, 3, 1), (4, 4, 8))
-
-
 @pytest.mark.parametrize("masks_outside", [False, True])
 def test_channels_are_normalized_each_its_own_way(masks_outside):
     image = RNG.uniform(-2000, 2000, (4, 6, 6, 6)).astype(np.float32)
@@ -158,21 +143,6 @@ def test_labels_become_class_indices():
         label[1, 1, 1] = value
         with pytest.raises(VolumeError, match=rf"the value {value}, .*names 0, 1, 2, 9"):
             prepare_label(label, (1, 1, 1), plan(label_values=(0, 1, 2, 9)))
-
-
-def test_image_and_label_land_on_one_grid():
-    label = np.zeros((20, 24, 10), np.uint8)
-    label[5:15, 6:18, 2:8] = 1
-    image = label[None].astype(np.float32) + 1
-    preprocessing = plan(ChannelNormalization(kind="none"), spacing_mm=(0.7, 1.3, 1.0))
-    prepared = prepare_image(ImageVoxels.of(image), (1, 1, 2.5), preprocessing)
-    classes = prepare_label(label, (1, 1, 2.5), preprocessing)
-    assert prepared.shape[1:] == classes.shape == (29, 18, 25)
-    in_image = np.array(ndimage.center_of_mass(prepared[0] - 1))
-    in_label = np.array(ndimage.center_of_mass(classes))
-    expected = (np.array([9.5, 11.5, 4.5]) + 0.5) * np.array([29, 18, 25]) / label.shape - 0.5
-    np.testing.assert_allclose(in_image, expected, atol=0.1)
-    np.testing.assert_allclose(in_label, expected, atol=0.5)
 
 
 def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch):
