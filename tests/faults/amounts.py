@@ -1,8 +1,6 @@
 """How many faults are tried: one of each kind by day, as many as are asked for at night."""
 
 import os
-import random
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ FIRST_SEED = int(os.environ.get("UNET3D_FAULTS_SEED", "0"))
 """Of the random choices. Each seed is a test, so a failure names the seed that repeats it."""
 
 
-def seeds(share: float = 1.0) -> list[Any]:
+def seeds(share=1.0):
     """Return a seed for each try; only the first is tried by day.
 
     Args:
@@ -21,8 +19,3 @@ def seeds(share: float = 1.0) -> list[Any]:
     """
     first, *others = range(FIRST_SEED, FIRST_SEED + max(1, round(NUM_FAULTS * share)))
     return [first, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in others)]
-
-
-def chance(seed: int) -> random.Random:
-    """Return where the random choices of one try come from."""
-    return random.Random(seed)

@@ -1,11 +1,9 @@
 """A command in a file system of its own, of some size."""
 
-import contextlib
 import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.warm import run_command
@@ -13,7 +11,7 @@ from tests.warm import run_command
 NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000  # linux/sched.h
 
 
-def mount(disk: Path, options: str) -> None:
+def mount(disk, options):
     """Mount a file system in memory that only this process, which has one thread, sees."""
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_USERS | NEW_MOUNTS):
@@ -27,16 +25,7 @@ def mount(disk: Path, options: str) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", disk], check=True)
 
 
-@contextlib.contextmanager
-def copied_at_last(disk: Path, copy: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.chdir("/")
-        shutil.copytree(disk, copy)
-
-
-def run(words: list[str], disk: Path, size_kib: int, read_only: bool, after: Path) -> None:
+def run(words, disk, size_kib, read_only, after):
     """Run ``unet3d WORDS`` in a folder that is a disk, with what is in it.
 
     Args:
@@ -53,5 +42,8 @@ def run(words: list[str], disk: Path, size_kib: int, read_only: bool, after: Pat
     if read_only:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     os.chdir(disk)
-    with copied_at_last(disk, after):
+    try:
         run_command(words)
+    finally:
+        os.chdir("/")
+        shutil.copytree(disk, after)

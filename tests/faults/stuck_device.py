@@ -2,37 +2,32 @@
 
 import os
 import time
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-
-import torch
 
 import unet3d.config
 from tests.trainings import without_drawing
-from unet3d.config import Config
 from unet3d.distributed import device_watch
 
 
 class StuckProgress:
     """A device that is as far as its main thread, until that stops, in rank 0."""
 
-    def __init__(self, stuck: Path, device: torch.device) -> None:
+    def __init__(self, stuck, device):
         self._stuck = stuck
         self._number = 0
 
-    def queue(self, number: int) -> None:
+    def queue(self, number):
         if os.environ["RANK"] == "0" and self._stuck.exists():
             self._stuck.with_suffix(".0").touch()
             while True:
                 time.sleep(1000)
         self._number = number
 
-    def reached(self) -> int:
+    def reached(self):
         return self._number
 
 
-def run(words: list[str], stuck: Path | None, limit: int | None = None) -> None:
+def run(words, stuck, limit=None):
     """Run ``unet3d WORDS``.
 
     Args:
@@ -43,7 +38,7 @@ def run(words: list[str], stuck: Path | None, limit: int | None = None) -> None:
     """
     load_config = unet3d.config.load_config
 
-    def with_limit(path: Path | None, changes: Sequence[str] = ()) -> Config:
+    def with_limit(path, changes=()):
         return load_config(path, [*changes, f"parallel.timeout_seconds={limit}"])
 
     if limit is not None:
