@@ -2,14 +2,12 @@
 
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from unet3d.distributed.group import Group, Stores
 from unet3d.distributed.ranks import Ranks
-
-Result = TypeVar("Result")
 
 LIMIT_SECONDS = 30
 

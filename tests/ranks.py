@@ -11,8 +11,7 @@ from unet3d.distributed.launcher import import_variables
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        return listener.getsockname()[1]
 
 
 def rank_variables(rank, num_ranks, port):

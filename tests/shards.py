@@ -1,12 +1,9 @@
 """Shards of a volume in threads of one process, which tell one another tensors."""
 
 import threading
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-Result = TypeVar("Result")
 
 NOTHING = torch.empty(0)
 
@@ -54,14 +51,9 @@ class ThreadMessages:
 
 
 def run_shards(count, work):
-    """Run one thread for each shard, and return what they return.
-
-    Args:
-        count: Number of shards.
-        work: Gets the shard's number and its messages to the others.
-    """
+    """Run work(number, messages) in a thread for each shard, and return what they return."""
     room = _Room(count)
-    results: list[Result | None] = [None] * count
+    results = [None] * count
     errors: list[BaseException] = []
 
     def run(index):

@@ -88,11 +88,11 @@ def _network(step):
 def _measure(step, executor):
     model, size, num_shards = executor.module, step.own_size, step.layout.num_shards
     optimization = Optimization(model, step.settings, step.precision)
-    shape = (step.batch_size, step.topology.in_channels, *size)
-    image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
-    target = torch.zeros(step.batch_size, *size, dtype=torch.uint8)
+    image = torch.randn(step.batch_size, step.topology.in_channels, *size)
+    image = image.to(executor.input_device, image_dtype(model))
+    batch = (step.batch_size, *size)
+    target = torch.zeros(batch, dtype=torch.uint8, device=executor.output_device)
     planes = step.size[0] if num_shards > 1 else None
-    target = target.to(executor.output_device)
     meter = MemoryMeter(executor.slots, model)
     for number in range(2):
         if number == 1:

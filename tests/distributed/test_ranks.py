@@ -106,13 +106,7 @@ def test_only_the_first_rank_writes(spread, alone):
 
 
 def check_ranks(spread, slots, num_replicas):
-    """See that ranks have equal weights, report each device, and are open to nobody.
-
-    Args:
-        spread: Their training.
-        slots: The rank of each row of the memory report.
-        num_replicas: How many they train.
-    """
+    """See that ranks have equal weights, report the device of each slot, and are closed."""
     first, second = (
         torch.load(spread.kept / f"weights-{rank}.pt", map_location="cpu") for rank in range(2)
     )
@@ -155,39 +149,28 @@ def test_a_lost_rank_is_named_with_its_step(tmp_path):
         assert hanging.read_text().startswith(reason)
 
 
-def ended_by(folder, code):
-    """Return exit status, errors and report of a rank whose threads end it."""
-    head = "import threading, time\nfrom unet3d.distributed import ranks\n"
-    head += "from unet3d.errors import RankError\nerror = RankError('rank 1 hangs')\n"
-    own = environment() | {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    done = subprocess.run(
-        [sys.executable, "-c", head + code],
-        env=own,
-        timeout=60,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stderr, json.loads((folder / "error.json").read_text())
-
-
-def test_of_several_threads_one_says_why_the_process_ends(tmp_path):
-    code = """
-for _ in range(20):
-    threading.Thread(target=ranks.end_process, args=(error,)).start()
+@pytest.mark.parametrize(
+    ("threads", "said"),
+    [
+        ("for _ in range(20): start(error)", "Error: rank 1 hangs\n"),
+        # The main thread has said why, but cannot end.
+        ("ranks.LEAVE_SECONDS = 0.2; ranks.report_end(error, 'hang'); start(RankError('2'))", ""),
+    ],
+    ids=["several", "main"],
+)
+def test_of_several_threads_one_says_why_the_process_ends(threads, said, tmp_path):
+    code = f"""
+import threading, time
+from unet3d.distributed import ranks
+from unet3d.errors import RankError
+error = RankError("rank 1 hangs")
+start = lambda error: threading.Thread(target=ranks.end_process, args=(error,)).start()
+{threads}
 time.sleep(50)
 """
-    status, errors, report = ended_by(tmp_path, code)
-    assert (status, errors, report["kind"]) == (1, "Error: rank 1 hangs\n", "hang")
-
-
-def test_a_main_thread_that_says_why_but_cannot_end_is_ended(tmp_path):
-    code = """
-ranks.LEAVE_SECONDS = 0.2
-ranks.report_end(error, "hang")
-threading.Thread(target=ranks.end_process, args=(RankError("again"),)).start()
-time.sleep(50)
-"""
-    status, errors, report = ended_by(tmp_path, code)
-    assert (status, errors, report["kind"]) == (1, "", "hang")
-    assert "rank 1 hangs" in str(report)
+    own = environment() | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=own, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, said)
+    report = json.loads((tmp_path / "error.json").read_text())
+    assert report["kind"] == "hang" and "rank 1 hangs" in str(report)

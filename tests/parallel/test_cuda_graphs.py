@@ -17,8 +17,6 @@ from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 TOPOLOGY = Topology(
     in_channels=1, num_classes=3, channels=(4, 8, 16), strides=((1, 1, 1), (2, 2, 2), (2, 2, 2))
 )
-
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DEVICES = [CPU, pytest.param(GPU, marks=pytest.mark.gpu)]
 

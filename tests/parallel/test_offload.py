@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.plain_network import gradients_of, make_batch, make_topology
+from tests.plain_network import gradients_of, make_batch, make_network, make_topology
 from tests.products import pairwise
 from tests.steps import make_step, measure
 from unet3d.kernels import recompute as remake
@@ -31,13 +31,8 @@ def parking_cpu(monkeypatch):
     monkeypatch.setattr(offload, "supports_offload", lambda device: True)
 
 
-def step(topology, layout, num_samples):
+def step(executor, num_samples=2):
     """Take a step, and return the loss and the gradients."""
-    torch.manual_seed(0)
-    return step_of(parallelize(UNet3d(topology), layout), num_samples)
-
-
-def step_of(executor, num_samples=2):
     image, target = make_batch(num_samples, torch.float32)
     terms = executor.forward_backward(image, target, dice_cross_entropy)
     return terms.total, gradients_of(executor.module)
@@ -74,11 +69,11 @@ def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeyp
         devices=(CPU,) * num_devices,
         cuts=cuts,
         num_micro_batches=num_micro_batches,
-        autocast=None,
         schedule=schedule,
     )
     (loss, gradients), (expected_loss, expected) = (
-        step(topology, one, num_samples=3) for one in (replace(layout, offload="skips"), layout)
+        step(parallelize(make_network(topology).float(), one), num_samples=3)
+        for one in (replace(layout, offload="skips"), layout)
     )
     assert torch.equal(loss, expected_loss)
     assert gradients.keys() == expected.keys()
@@ -88,7 +83,7 @@ def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeyp
 def test_a_cpu_parks_nothing():
     executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
-    step_of(executor)
+    step(executor)
     assert sizes.seen == {}
 
 
@@ -126,7 +121,7 @@ def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
-    step_of(executor, num_samples=1)
+    step(executor, num_samples=1)
     shapes = [(1, 4, 16, 16, 8), (1, 8, 8, 8, 8)]
     assert sizes.seen == {shape: [0, 4 * torch.Size(shape).numel()] for shape in shapes}
 
@@ -149,7 +144,7 @@ def test_skips_are_away_while_the_decoder_works_at_full_resolution():
         blocks[name].register_forward_hook(lambda *_, name=name: order.append(name))
         weight = next(iter(blocks[name].parameters()))
         weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(f"back {name}"))
-    step_of(executor, num_samples=1)
+    step(executor, num_samples=1)
     forward = ["encoder.0.1", "decoder.0.skip", "decoder.1.1", "out 4", "out 8", "decoder.0.0"]
     # Those that backward needs first come first.
     backward = ["decoder.0.0", "in 8", "in 4", "decoder.1.1", "decoder.0.skip", "encoder.0.1"]
@@ -215,7 +210,7 @@ def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch):
             deleted.append("one")
 
     monkeypatch.setattr(offload, "OffloadedMemory", Counted)
-    step_of(executor)
+    step(executor)
     assert len(made) == 2 * 2  # both stages share the memory, for they share the device
     assert deleted == made
 

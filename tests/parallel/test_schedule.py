@@ -42,17 +42,11 @@ def run(schedule, num_micro_batches, num_stages):
     [
         (
             one_forward_one_backward,
-            [
-                "F0 F1 .. B0 F2 B1 F3 B2 .. B3",
-                ".. F0 B0 F1 B1 F2 B2 F3 B3 ..",
-            ],
+            ["F0 F1 .. B0 F2 B1 F3 B2 .. B3", ".. F0 B0 F1 B1 F2 B2 F3 B3 .."],
         ),
         (
             all_forward_all_backward,
-            [
-                "F0 F1 F2 F3 .. .. B0 B1 B2 B3",
-                ".. F0 F1 F2 F3 B0 B1 B2 B3 ..",
-            ],
+            ["F0 F1 F2 F3 .. .. B0 B1 B2 B3", ".. F0 F1 F2 F3 B0 B1 B2 B3 .."],
         ),
         (
             one_forward_one_backward,
@@ -63,13 +57,7 @@ def run(schedule, num_micro_batches, num_stages):
             ],
         ),
         (one_forward_one_backward, ["F0 B0 F1 B1 F2 B2 F3 B3"]),  # gradient accumulation
-        (
-            all_forward,
-            [
-                "F0 F1 F2 F3 ..",
-                ".. F0 F1 F2 F3",
-            ],
-        ),
+        (all_forward, ["F0 F1 F2 F3 ..", ".. F0 F1 F2 F3"]),
     ],
 )
 def test_the_timetable(schedule, timetable):

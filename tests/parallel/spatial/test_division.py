@@ -34,7 +34,6 @@ def test_slabs_cover_every_level_once(num_divided):
     ("size", "num_shards", "num_divided"),
     [
         ((256, 256, 256), 2, 4),  # 320 x 16^3 is 1.3 million elements
-        ((512, 512, 512), 2, 5),
         ((32, 32, 32), 2, 1),  # a small volume is divided all the same
         ((256, 256, 256), 20, 4),
         ((256, 256, 256), 40, 3),  # level 3 has 32 planes
@@ -45,13 +44,8 @@ def test_low_levels_stay_whole(size, num_shards, num_divided):
 
 
 def test_levels_with_a_head_are_divided():
-    rule = rule_of(2, deep_supervision=True)
-
-    assert rule.divide((32, 32, 32)).num_divided == 4
-    assert rule.most_shards((32, 32, 32)) == 4
-    with pytest.raises(
-        DeviceError, match="4 planes along X at the lowest level with a head.*at most 4"
-    ):
+    assert rule_of(4, deep_supervision=True).divide((32, 32, 32)).num_divided == 4
+    with pytest.raises(DeviceError, match="4 planes.* at the lowest level with a head.*at most 4"):
         rule_of(5, deep_supervision=True).divide((32, 32, 32))
 
 

@@ -202,9 +202,7 @@ def test_the_head_follows_whole_levels(monkeypatch):
     Case(topology_of(encoder="residual", **SHALLOW), (14, 8, 8)).check(3)
 
 
-@pytest.mark.parametrize(
-    "threshold", [4 * 14 * 16 * 8, 8 * 7 * 8 * 4, 12 * (3 * 4 * 2 + 6)], ids=str
-)
+@pytest.mark.parametrize("threshold", [4 * 14 * 16 * 8, 8 * 7 * 8 * 4, 12 * (3 * 4 * 2 + 6)])
 def test_thresholds_between_two_slabs_change_no_message(threshold, monkeypatch):
     """Slabs of 16, 12 and 12 planes at a time, with every threshold of the kernels between them."""
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", threshold)
