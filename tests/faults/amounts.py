@@ -12,10 +12,6 @@ FIRST_SEED = int(os.environ.get("UNET3D_FAULTS_SEED", "0"))
 
 
 def seeds(share=1.0):
-    """Return a seed for each try; only the first is tried by day.
-
-    Args:
-        share: How many tries there are, as a share of the kills.
-    """
+    """Return a seed for each try, a share of the kills; only the first is tried by day."""
     first, *others = range(FIRST_SEED, FIRST_SEED + max(1, round(NUM_FAULTS * share)))
     return [first, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in others)]

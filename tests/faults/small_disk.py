@@ -16,25 +16,14 @@ def mount(disk, options):
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_USERS | NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "no namespaces")
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"0 {user} 1"),
-        ("gid_map", f"0 {group} 1"),
-    ):
-        Path("/proc/self", name).write_text(text)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", disk], check=True)
 
 
 def run(words, disk, size_kib, read_only, after):
-    """Run ``unet3d WORDS`` in a folder that is a disk, with what is in it.
-
-    Args:
-        words: Arguments.
-        disk: The folder.
-        size_kib: Of the disk.
-        read_only: Whether nothing more can be written there.
-        after: Where what the disk then holds is copied to.
-    """
+    """Run ``unet3d WORDS`` in a folder made a disk, with what is in it; copy what it then holds."""
     before = after.with_name("before")
     shutil.copytree(disk, before)
     mount(disk, f"size={size_kib}k")

@@ -28,13 +28,10 @@ class StuckProgress:
 
 
 def run(words, stuck, limit=None):
-    """Run ``unet3d WORDS``.
+    """Run ``unet3d WORDS``, with a limit in seconds for ranks, which predictions cannot name.
 
-    Args:
-        words: Arguments.
-        stuck: As soon as this file is there, rank 0 stops in the call that would wait for its
-            device; None: no device is watched.
-        limit: Seconds after which a rank is lost, of a prediction, which has no option for it.
+    As soon as the file ``stuck`` is there, rank 0 stops in the call that would wait for its
+    device; None: no device is watched.
     """
     load_config = unet3d.config.load_config
 

@@ -38,9 +38,8 @@ CPU = torch.device("cpu")
 
 def of_two_folds(cache, *overrides):
     """Return a training that validates several cases, on another grid than their own."""
-    return settings(
-        cache, "data.num_folds=2", "data.spacing_mm=1.3,1,1", "training.epochs=1", *overrides
-    )
+    folds = ("data.num_folds=2", "data.spacing_mm=1.3,1,1", "training.epochs=1")
+    return settings(cache, *folds, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +69,8 @@ def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(finishe
     dataset = open_dataset(of_two_folds(cache))
     expected = evaluate(finished / "validation", dataset.root / "labelsTr").to_dict()
     record = record_of(finished)
-    assert sorted(record["training"] + record["validation"]) == sorted(
-        case.name for case in dataset.cases
-    )
+    everyone = sorted(case.name for case in dataset.cases)
+    assert sorted(record["training"] + record["validation"]) == everyone
     wanted = {case["case"]: case["labels"] for case in expected["cases"]}
     assert {case["case"] for case in record["cases"]} == wanted.keys() == {*record["validation"]}
     names = dict(zip(map(str, dataset.label_values), dataset.label_names, strict=True))
@@ -233,9 +231,8 @@ def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
             num_ranks, lambda group: validate(cases, empty, NOT_KEPT, group=group), per_machine
         )
     record = record_of(empty)
-    assert [case["case"] for case in record["cases"]] == [
-        *("case_4", "patient_1/map", "case_2", "case_0", "case_3")
-    ]
+    worst_first = ["case_4", "patient_1/map", "case_2", "case_0", "case_3"]
+    assert [case["case"] for case in record["cases"]] == worst_first
     assert (record["training"], len(record["validation"])) == (["other"], 5)
     best = record["cases"][-1]["labels"]
     assert best["1"]["name"] == "liver" and "3" not in best
