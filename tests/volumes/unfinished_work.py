@@ -3,20 +3,19 @@
 import multiprocessing
 import sys
 import time
-from pathlib import Path
 
 from unet3d.atomic import replacing
 from unet3d.interruption import Interrupted, interruptible, stop_on_signals
 from unet3d.volumes.workers import map_items
 
 
-def write_slowly(path: Path) -> None:
+def write_slowly(path):
     with replacing(path) as unfinished:
         unfinished.touch()
         time.sleep(60)
 
 
-def work_in_workers(folder: Path, start: str) -> None:
+def work_in_workers(folder, start):
     """Write files slowly in two workers; ``start`` is a start method of ``multiprocessing``."""
     context = multiprocessing.get_context(start)
     vars(multiprocessing)["get_context"] = lambda kind: context
