@@ -16,8 +16,8 @@ from unet3d.errors import RankError
 from unet3d.training.loop import TrainingLoop
 
 
-def train(words, folder):
-    """Run ``unet3d WORDS``; of each rank, keep its weights, and the names of what it unpickles."""
+def keep(folder):
+    """Let this process keep the weights that it trains, and the names of what it unpickles."""
     run = TrainingLoop.run
 
     def run_and_keep(self, console, quiet):
@@ -33,6 +33,11 @@ def train(words, folder):
 
     TrainingLoop.run = run_and_keep
     sys.addaudithook(note)
+
+
+def train(words, folder):
+    """Run ``unet3d WORDS``, of whose ranks each keeps what it trains."""
+    keep(folder)
     without_drawing(words)
 
 

@@ -1,6 +1,7 @@
 """Several ranks train what one process trains, open nothing to others, and say who is missing."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -61,10 +62,25 @@ def continued(name, begun, cache, folder, *changes):
         "NCCL_SOCKET_IFNAME": "eth0",
         "MASTER_ADDR": "0.0.0.0",
         "MASTER_PORT": "0",
-        "CUDA_VISIBLE_DEVICES": "0,1" if "parallel.devices=0,1" in changes else "",
+        "CUDA_VISIBLE_DEVICES": "0,1" if name == "nccl" else "",
     }
     arguments = [*words(run_folder, cache, *EXACT, *changes), "--resume"]
-    process = warm.call(rank_training.train, arguments, kept, **variables)
+    if name == "nccl":  # a fork cannot use GPUs that its parent has asked for
+        (folder / "sitecustomize.py").write_text(
+            "import os, pathlib\nif 'RANK' in os.environ:\n"
+            "    from tests.distributed.rank_training import keep\n"
+            f"    keep(pathlib.Path({str(kept)!r}))\n"
+        )
+        own = environment()
+        path = os.pathsep.join([str(folder), own["PYTHONPATH"]])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "unet3d", *arguments],
+            env=own | variables | {"PYTHONPATH": path},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    else:
+        process = warm.call(rank_training.train, arguments, kept, **variables)
     sockets: set[str] = set()
     while process.poll() is None:
         sockets |= listening_sockets([process.pid, *family_of(process.pid)])
