@@ -172,7 +172,6 @@ def test_a_lost_rank_is_named_with_its_step(tmp_path):
         # The main thread has said why, but cannot end.
         ("ranks.LEAVE_SECONDS = 0.2; ranks.report_end(error, 'hang'); start(RankError('2'))", ""),
     ],
-    ids=["several", "main"],
 )
 def test_of_several_threads_one_says_why_the_process_ends(threads, said, tmp_path):
     code = f"""
