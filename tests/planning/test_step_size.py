@@ -200,9 +200,6 @@ def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu():
     assert slow_on_cpu(asked, cpu) is None
 
 
-# The parts of the search
-
-
 @pytest.mark.parametrize(
     ("shape", "spacing_mm", "num_voxels", "expected"),
     [
