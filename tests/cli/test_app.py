@@ -113,8 +113,9 @@ def test_a_traceback_only_with_debug(monkeypatch, capsys):
 
 
 IN_A_START = """
-import os, runpy, sys, time
+import os, runpy, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which tests may run under, ignores it
 module, way, words = sys.argv[1], sys.argv[2], sys.argv[3:]
 class Found:  # tells that a module begins to load, and waits for what happens then
     def find_spec(self, name, *_):
@@ -145,14 +146,14 @@ def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):
     words = ["train", *SMALL, "--epochs", "10000", "--output", "run"]
     command = [sys.executable, "-c", IN_A_START, module, way, *words]
     own = process_environment()
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own)
-    try:
-        wait_until(Path("loading").exists, process)
-        process.send_signal(stop)
-        Path("go on").touch()
-        _, errors = process.communicate(timeout=100)
-    finally:
-        process.kill()  # one that has lost the signal would train on
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own) as process:
+        try:
+            wait_until(Path("loading").exists, process)
+            process.send_signal(stop)
+            Path("go on").touch()
+            _, errors = process.communicate(timeout=100)
+        finally:
+            process.kill()  # one that has lost the signal would train on
     assert process.returncode == 128 + stop
     assert errors.splitlines() == [f"Stopped by {stop.name}"]
 

@@ -85,7 +85,8 @@ def continued(name, begun, cache, folder, *changes):
     while process.poll() is None:
         sockets |= listening_sockets([process.pid, *family_of(process.pid)])
         time.sleep(0.2)
-    assert process.returncode == 0, process.communicate()[1]
+    errors = process.communicate()[1]
+    assert process.returncode == 0, errors
     return Spread(name=name, folder=run_folder, kept=kept, sockets=sockets)
 
 

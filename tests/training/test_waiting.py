@@ -223,9 +223,10 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     assert summary["waited_seconds"] == pytest.approx(sum(line["waited_seconds"] for line in lines))
     assert summary["waited_seconds"] < summary["training_seconds"]
     (where,) = (i for i, text in enumerate(caplog.messages) if text.startswith("epoch 3/3: loss"))
-    note = next(text for text in caplog.messages[where:] if " for data" in text)
-    assert note.startswith(f"{INDENT}waited ")
-    assert note.endswith(" % for data: try more data.num_workers (now 0)")
+    if device == "cpu":  # a GPU may have waited longer for the host that queues such short steps
+        note = next(text for text in caplog.messages[where:] if " for data" in text)
+        assert note.startswith(f"{INDENT}waited ")
+        assert note.endswith(" % for data: try more data.num_workers (now 0)")
 
 
 @pytest.mark.gpu
