@@ -26,6 +26,8 @@ def values_of(seed):
 
 @pytest.fixture
 def streams():
+    # Loading a kernel for the first time waits for those that run.
+    Transfer(torch.full((SIZE,), 0.0, device=GPU), OTHER).wait().add(1)
     torch.cuda.synchronize(GPU)
     torch.cuda.synchronize(OTHER)
     torch.cuda.empty_cache()
