@@ -56,6 +56,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
         assert found[key] == pytest.approx(expected)
     final = [one["final"]["mean_dice"] for one in each]
     assert found["final_mean_dice"]["mean"] == pytest.approx(mean(final))
+    assert found["last_dice"].keys() == each[0]["last_dice"].keys() != set()
     for label, spread in found["last_dice"].items():
         known = [one["last_dice"][label] for one in each if one["last_dice"][label] is not None]
         assert spread["mean"] == (pytest.approx(mean(known)) if known else None)
