@@ -154,6 +154,7 @@ def test_a_gpu_whose_patches_are_there_waits_for_the_host(machine_of):
 @pytest.mark.parametrize(
     ("cores", "threads", "changes", "share", "is_worth_it"),
     [
+        (2, 1, {"num_ranks": 4}, 0.5, False),
         (2, 2, {}, 0.5, False),  # with a process beside it the network takes twice as long
         (16, 16, {}, 0.15, False),
         (16, 16, {}, 0.17, True),

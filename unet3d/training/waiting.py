@@ -123,7 +123,7 @@ class Loading:
         Args:
             share: Of the time, above :data:`TOLERATED_SHARE`.
         """
-        cores = num_cores() // self.num_ranks
+        cores = max(1, num_cores() // self.num_ranks)  # ranks may be more than cores
         more_workers = f"more data.num_workers (now {self.num_workers})"
         has_core = self.num_workers < cores - 1
         if is_on_cpu(self.devices):
