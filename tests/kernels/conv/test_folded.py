@@ -11,8 +11,6 @@ from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.folded import FoldedConvolution
 from unet3d.kernels.padding import with_padding
 
-Sides = tuple[int, int]
-
 
 def plain(x, weight, stride=(1, 1, 1), sides=(1, 1)):
     return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, 1, 1))
