@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.command_line import run
 from unet3d.config import load_config
 from unet3d.errors import DoesNotFitError
 from unet3d.planning import rank_step
@@ -22,14 +23,22 @@ def config(tmp_path):
     return load_config(None, [*few, *here, "training.precision=float32"])
 
 
-def test_a_step_takes_time_and_what_was_predicted(config, tmp_path):
+def test_a_step_takes_time_and_what_was_predicted(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command sets it for good
     network, path = plan_without_data(config), tmp_path / "step.json"
-    measure_rank(config, network, path)
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(config.to_yaml())
+    assert run("plan", "--config", settings, "--step-record", path) == 0
     record = json.loads(path.read_text())
     assert 0 < record["seconds"] < 60
     dims, memory = placed(config.parallel, "none", (CPU,)), {CPU: 2**30}
     option = make_option(
-        config, network, dims, precision="float32", num_micro_batches=1, memory=memory
+        network.settled(config),
+        network,
+        dims,
+        precision="float32",
+        num_micro_batches=1,
+        memory=memory,
     )
     assert record["peak_bytes"] == [option.prediction.memory[0].peak_bytes]
 

@@ -49,7 +49,7 @@ def test_other_spellings_are_the_same_volume(tmp_path):
         nrrd_bytes(encoding="gz", voxels=gzip.compress(VOXELS)),
         nrrd_bytes(encoding="gzip", voxels=parts),
         nrrd_bytes().replace(b"\n", b"\r\n", 12),
-        nrrd_bytes(content="a: b", voxels=VOXELS + b"and a tail"),
+        nrrd_bytes(content="a: b\ntype:=float", voxels=VOXELS + b"and a tail"),
     ):
         volume = read_image(written(tmp_path / "SCAN.NRRD", content))
         np.testing.assert_array_equal(volume.array, expected.array)
