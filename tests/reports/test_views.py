@@ -35,6 +35,7 @@ def test_planes_line_up_and_a_flat_volume_has_one():
     expected = [mm * layout.inches_per_mm for mm in (180, 150, 210, 150, 180, 210)]
     assert sizes == pytest.approx(expected)
     assert views_of((9, 8, 1)) == [AXIAL]
+    assert views_of((1, 1, 5)) == [CORONAL]
     layout = Layout.of([AXIAL], (180, 90, 5), (3.6, 2.0))
     _, _, width, height = layout.panels[AXIAL]
     assert width == pytest.approx(2 * height)
