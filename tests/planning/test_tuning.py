@@ -202,6 +202,7 @@ def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
         assert one.seconds_left <= min((6 - one.num_done) * each, 300 + each)
     assert "up to 6 settings in about 5 min at most: one device and 2 cut(s)" in caplog.text
     assert f"{num_measured} of 6: " in caplog.text
+    assert " of 6: one device, 1 micro-batch(es): 1000.0 ms, about" in caplog.text
 
 
 def test_a_time_is_that_of_steps_that_do_all_the_work(tmp_path, monkeypatch):
