@@ -1,5 +1,7 @@
 """How many messages shards exchange, and how long these take."""
 
+import math
+
 import pytest
 import torch
 
@@ -9,7 +11,14 @@ from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.parallel.spatial.executor import SpatialExecutor
-from unet3d.planning.message_time import GLOO, NVLINK, Messages, gradient_seconds, links_between
+from unet3d.planning.message_time import (
+    GLOO,
+    NVLINK,
+    Links,
+    Messages,
+    gradient_seconds,
+    links_between,
+)
 from unet3d.planning.step_time import count_work
 
 
@@ -26,25 +35,41 @@ def test_messages_take_what_two_h200_took():
     assert links_between(False, False).exchange(1024) > 3 * NVLINK.exchange(1024)
 
 
-@pytest.mark.parametrize("min_divided", [0, 8 * 8 * 8 * 8, 2**20])
-def test_as_many_are_counted_as_are_sent(min_divided, monkeypatch):
+@pytest.mark.parametrize(
+    ("min_divided", "num_shards", "num_samples"), [(0, 2, 1), (8 * 8 * 8 * 8, 3, 2), (2**20, 2, 2)]
+)
+def test_as_many_are_counted_as_are_sent(min_divided, num_shards, num_samples, monkeypatch):
     """With all levels divided, all but one, and only the first."""
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", min_divided)
-    size = (16, 16, 16)
+    size = (24, 16, 16)
 
     def work(shard, messages):
-        step = make_step((CPU,), size, 1, num_shards=2, shard=shard)
+        step = make_step((CPU,), size, num_samples, num_shards=num_shards, shard=shard)
         executor = SpatialExecutor(UNet3d(step.topology), step.layout, messages=messages)
-        image = torch.randn(1, 2, *step.own_size)
-        target = torch.zeros(1, *step.own_size, dtype=torch.uint8)
+        image = torch.randn(num_samples, 2, *step.own_size)
+        target = torch.zeros(num_samples, *step.own_size, dtype=torch.uint8)
         executor.forward_backward(image, target, dice_cross_entropy, planes=size[0])
-        return len(messages.log)
+        return messages.log
 
     topology = make_step((CPU,), size).topology
-    slabs = SlabRule(topology=topology, num_shards=2).divide(size)
+    slabs = SlabRule(topology=topology, num_shards=num_shards).divide(size)
     levels = [b.level for b in count_work(topology, size, 1, 2) for _ in range(b.num_norms)]
-    messages = Messages(division=slabs, topology=topology, size=size, element_bytes=2)
-    assert run_shards(2, work) == [messages.count(levels)] * 2
+    messages = Messages(division=slabs, topology=topology, size=size, element_bytes=4)
+    logs = run_shards(num_shards, work)
+    assert [len(log) for log in logs] == [messages.count(levels)] * num_shards
+    swapped = sum(size for kind, size in logs[1] if kind == "swap")
+    gathered, summed = (
+        max(size for kind, size in logs[1] if kind == one) for one in ("gather", "sum")
+    )
+    if slabs.num_divided == topology.num_levels:
+        gathered = summed = 0  # but for moments, whose time is that of any message
+    for speeds, expected in (
+        ((1, math.inf), swapped + (num_shards - 1) * gathered),
+        ((math.inf, 1), 2 * (num_shards - 1) / num_shards * summed * 4),
+    ):
+        links = Links(latency_seconds=0, planes_per_second=speeds[0], sums_per_second=speeds[1])
+        found = messages.seconds(levels, links, num_samples)
+        assert found == pytest.approx(expected, abs=1e-2)
 
 
 def test_gradients_go_by_the_bytes_of_the_network():
