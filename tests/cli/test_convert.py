@@ -1,5 +1,6 @@
 """``unet3d convert`` as a user meets it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tests.command_line import names_in, refusal, run
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.nnunet.reading import load_model
-from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
 
@@ -81,6 +82,16 @@ def test_networks_are_numbered_as_they_are_named(capsys):
         Path(f"models/{old}.pt").rename(f"run/fold{fold}/checkpoint-best.pt")
     assert run("convert", "run", "--to", "nnunet", "-o", "of run") == 0
     assert names_in("of run", "fold_*") == ["fold_1", "fold_4"]
+
+
+def test_postprocessing_that_nnunet_leaves_out_is_named(caplog):
+    write_model(Path(NAME), 0)
+    assert run("convert", NAME, "-o", "model.pt") == 0
+    for number, rules in enumerate(((), ((1,),))):
+        network = replace(load_checkpoint(Path("model.pt")), postprocessing=rules)
+        save_checkpoint(network, Path("model.pt"))
+        assert run("convert", "model.pt", "--to", "nnunet", "-o", f"back {number}") == 0
+        assert ("nnU-Net keeps all components" in caplog.text) == bool(rules)
 
 
 def test_only_a_model_is_replaced(capsys):
