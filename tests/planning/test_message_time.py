@@ -63,11 +63,12 @@ def test_as_many_are_counted_as_are_sent(min_divided, num_shards, num_samples, m
     )
     if slabs.num_divided == topology.num_levels:
         gathered = summed = 0  # but for moments, whose time is that of any message
-    for speeds, expected in (
-        ((1, math.inf), swapped + (num_shards - 1) * gathered),
-        ((math.inf, 1), 2 * (num_shards - 1) / num_shards * summed * 4),
+    for latency, planes, sums, expected in (
+        (1, math.inf, math.inf, len(logs[1])),
+        (0, 1, math.inf, swapped + (num_shards - 1) * gathered),
+        (0, math.inf, 1, 2 * (num_shards - 1) / num_shards * summed * 4),
     ):
-        links = Links(latency_seconds=0, planes_per_second=speeds[0], sums_per_second=speeds[1])
+        links = Links(latency_seconds=latency, planes_per_second=planes, sums_per_second=sums)
         found = messages.seconds(levels, links, num_samples)
         assert found == pytest.approx(expected, abs=1e-2)
 

@@ -169,6 +169,8 @@ def test_the_smallest_gpu_limits_the_memory():
     assert within_gpus(settled, [8 * GIB]) is settled
     batch = config.with_values({"patches.size": (32, 32, 32)})
     assert within_gpus(batch, [8 * GIB]).patches.memory_gib == 7.2
+    less = config.with_values({"patches.memory_gib": 7.2})
+    assert within_gpus(less, [8 * GIB]) is less
 
 
 def test_notes_say_what_was_planned_and_why():

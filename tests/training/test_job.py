@@ -119,7 +119,10 @@ def test_the_cut_is_balanced_where_it_is_not_named(cache, tmp_path, caplog):
     with caplog.at_level("INFO"):
         run(settings(cache, *changes), tmp_path / "balanced")
     assert "balanced by time: cut before" in caplog.text
-    run(settings(cache, *changes, "parallel.cuts=2"), tmp_path / "named")
+    assert "memory.offload" not in caplog.text
+    changes = (*changes, "parallel.cuts=2", "memory.offload=skips")
+    run(settings(cache, *changes), tmp_path / "named")
+    assert "memory.offload=skips does nothing here: a CPU's memory is the host's" in caplog.text
     assert "parallel.cuts says where the network is cut" in caplog.text
     record = json.loads((tmp_path / "named" / "memory.json").read_text())
     assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
