@@ -59,6 +59,24 @@ def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path):
     assert mapped.voxel_bytes == 0
 
 
+def test_windows_are_those_that_settings_ask_for(tmp_path):
+    path = scan_of(tmp_path, (64, 24, 24))
+    few, many, large, whole = (
+        planned(
+            path, random_checkpoint(patch_size=patch), settings=InferenceSettings(**own)
+        ).windows
+        for patch, own in (
+            ((16, 16, 16), {"overlap": 0.0}),
+            ((16, 16, 16), {"overlap": 0.75}),
+            ((16, 16, 16), {"window": (32, 24, 24)}),
+            (None, {"window": (32, 24, 24), "batch_size": 3}),
+        )
+    )
+    assert len(few.starts) == 16 and len(many.starts) == 13 * 3 * 3
+    assert (large.shape, len(large.starts)) == ((32, 24, 24), 3)
+    assert (whole.shape, whole.batch_size) == ((32, 24, 24), 3)
+
+
 def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path):
     image = nib.Nifti1Image(np.zeros((40, 24, 90), np.int16), np.diag([1.0, 1.0, 2.0, 1.0]))
     turned = image.as_reoriented(np.array([[2, 1], [0, -1], [1, 1]]))  # stored as 24x90x40

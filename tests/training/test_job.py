@@ -123,7 +123,7 @@ def test_the_cut_is_balanced_where_it_is_not_named(cache, tmp_path, caplog):
     changes = (*changes, "parallel.cuts=2", "memory.offload=skips")
     run(settings(cache, *changes), tmp_path / "named")
     assert "memory.offload=skips does nothing here: a CPU's memory is the host's" in caplog.text
-    assert "parallel.cuts says where the network is cut" in caplog.text
+    assert "the network is cut; parallel.balance=time is not used" in caplog.text
     record = json.loads((tmp_path / "named" / "memory.json").read_text())
     assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
 
