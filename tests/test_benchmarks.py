@@ -80,6 +80,7 @@ def test_step_compares_networks_or_says_why_not(run):
     assert list(rows) == keys.split(",") and "/ dynunet-eager" in table
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # PyTorch 2.11's own
 @pytest.mark.nightly
 def test_trainings_are_timed_and_whole_runs_too(run, tmp_path):
     sizes = "--channels 4,8 --shape 16,16,16 --volume 32,32,32 --num-cases 3 --turns 2 --steps 2"

@@ -179,7 +179,8 @@ def test_two_machines_train_one_network(mode, cache, tmp_path):
             agents.append(
                 subprocess.Popen(
                     command,
-                    env={**environment(), "GLOO_SOCKET_IFNAME": interface},
+                    env=environment()
+                    | {"GLOO_SOCKET_IFNAME": interface, "CUDA_VISIBLE_DEVICES": ""},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

@@ -1,4 +1,4 @@
-"""How many messages shards exchange, and how long these take."""
+"""How many messages shards exchange, how large, and how long these take."""
 
 import math
 
@@ -57,10 +57,11 @@ def test_as_many_are_counted_as_are_sent(min_divided, num_shards, num_samples, m
     messages = Messages(division=slabs, topology=topology, size=size, element_bytes=4)
     logs = run_shards(num_shards, work)
     assert [len(log) for log in logs] == [messages.count(levels)] * num_shards
-    swapped = sum(size for kind, size in logs[1] if kind == "swap")
-    gathered, summed = (
-        max(size for kind, size in logs[1] if kind == one) for one in ("gather", "sum")
-    )
+    amounts = {
+        one: [amount for kind, amount in logs[1] if kind == one]
+        for one in ("swap", "gather", "sum")
+    }
+    swapped, gathered, summed = sum(amounts["swap"]), max(amounts["gather"]), max(amounts["sum"])
     if slabs.num_divided == topology.num_levels:
         gathered = summed = 0  # but for moments, whose time is that of any message
     for latency, planes, sums, expected in (
