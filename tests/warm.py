@@ -24,6 +24,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import torch
+
 from unet3d import interruption
 from unet3d.__main__ import main
 from unet3d.distributed import commands, launcher
@@ -186,6 +188,9 @@ def serve(requests: socket.socket) -> None:
     """Fork a process for each request, and tell how each ends, until nobody asks any more."""
     for name in PRELOADED:
         importlib.import_module(name)
+    # Where PyTorch has CUDA, fake tensors make autograd start a thread for a GPU, though none is to
+    # be seen here, and a fork may not go backward after that.
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
     gc.collect()
     gc.freeze()
     children: dict[int, socket.socket] = {}

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
-import torch
 
 from tests import warm
 from tests.command_line import names_in, refusal, wait_until
@@ -95,13 +94,7 @@ def test_folds_on_several_devices_train_at_the_same_time():
     assert "folds holds a run over folds already; continue it with --resume" in line
 
 
-# With CUDA, fake tensors make autograd start threads, and forks may not go backward after that.
-NO_FORKS = pytest.mark.skipif(torch.version.cuda is not None, reason="a PyTorch with CUDA")
-
-
-@pytest.mark.parametrize(
-    "devices", ["cpu", pytest.param("cpu,cpu", marks=[pytest.mark.nightly, NO_FORKS])]
-)
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.nightly)])
 def test_a_signal_stops_all_folds_and_they_go_on(devices):
     words = (*SMALL, "--folds", "0,1", "--devices", devices, "--epochs", 100000)
     process = start("train", *words, "--output", "folds")
