@@ -46,7 +46,7 @@ def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
 
 
 def test_all_ranks_know_the_first_ones_result_and_values_and_sums_of_all():
-    calls, values = [], ([0.1, 1.0], [0.2, 2.0], [0.3, 4.0])
+    calls, values = [], ([0.25, 1.0], [0.5, 2.0], [1.0, 4.0])
 
     def work(group):
         rank = group.ranks.rank
@@ -63,7 +63,7 @@ def test_all_ranks_know_the_first_ones_result_and_values_and_sums_of_all():
         )
 
     exchanged = [[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(5)]
-    assert in_threads(3, work) == [(Path("a/0"), exchanged, [0.1 + 0.2 + 0.3, 7.0])] * 3
+    assert in_threads(3, work) == [(Path("a/0"), exchanged, [1.75, 7.0])] * 3
     assert calls == [0]
 
 

@@ -22,6 +22,7 @@ GIB = 1024**3
 def gpus(monkeypatch):
     """Pretend that there are eight GPUs of 80 GiB."""
     has = {"gib": 80.0}
+    torch.backends.cudnn.version()  # which asks all GPUs when it is first called
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(placements, "device_bytes", lambda device: int(has["gib"] * GIB))
@@ -185,7 +186,8 @@ def test_what_cannot_be_is_refused(tmp_path):
     ],
     ids=str,
 )
-def test_all_ranks_that_were_started_take_part(num_ranks, changes, found, tmp_path):
+def test_all_ranks_that_were_started_take_part(num_ranks, changes, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     few = ("training.precision=float32", "model.num_levels=2", "model.base_channels=4")
     for local_world_size in {num_ranks, num_ranks // 2}:  # of one machine, and of two
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=local_world_size)

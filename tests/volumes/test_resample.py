@@ -93,7 +93,7 @@ def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monk
     x, y, z = (old / new for old, new in zip((30, 20, 10), shape, strict=True))
     assert affordable_shape((30, 20, 10), (1, 1, 1), (x, y, z), channels) == shape
     image = RNG.normal(size=(channels, 30, 20, 10)).astype(np.float32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events:
         tracemalloc.start()
         resample_image(image, shape)
         _, of_numpy = tracemalloc.get_traced_memory()
