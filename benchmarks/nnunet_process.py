@@ -32,8 +32,8 @@ import torch
 from common import forget_peaks, peaks, reason_of, synchronize, timed
 
 from unet3d.config import Shape
+from unet3d.datasets.dataset import Case, Dataset
 from unet3d.distributed.processes import die_with_parent
-from unet3d.volumes.dataset import Case, Dataset
 
 CONFIGURATION = "3d_fullres"
 PLANS = "nnUNetPlans"

@@ -54,6 +54,8 @@ from common import (
 from trainees import NUM_CLASSES, Problem, make_network, variants_named
 
 from unet3d.config import Shape, load_config
+from unet3d.datasets.phantom_anatomy import head_phantom
+from unet3d.images.files import write_nifti
 from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.replaying import ReplayedNetwork
 from unet3d.inference.sliding_window import logit_slabs
@@ -61,11 +63,9 @@ from unet3d.inference.windows import Windows
 from unet3d.kernels import strongest_class
 from unet3d.model import Topology, UNet3d
 from unet3d.parallel import Layout, autocast_dtype, parallelize, resolve_precision
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
-from unet3d.volumes.files import write_nifti
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.phantom_anatomy import head_phantom
-from unet3d.volumes.transform import Preprocessing
 
 LARGEST_PHANTOM = 320
 """Voxels along an axis; making more of them takes longer than what is measured."""

@@ -28,8 +28,8 @@ import nnunet_process
 import yaml
 from common import devices_named, new_parser, one_device, write_record
 
+from unet3d.datasets.dataset import Case, Dataset, fold_cases, load_dataset
 from unet3d.distributed.ranks import num_cores
-from unet3d.volumes.dataset import Case, Dataset, fold_cases, load_dataset
 
 NUM_TIMED_EPOCHS = 2
 NUM_FOLDS = 5

@@ -56,14 +56,14 @@ from unet3d.distributed.ranks import Ranks, num_cores
 from unet3d.model import UNet3d
 from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
 from unet3d.parallel.precision import to_parameter_dtype
+from unet3d.patches.augment import augments_on_device
+from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 from unet3d.planning.experiment import Experiment, open_dataset, plan_experiment
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cores import leave_cores
 from unet3d.training.loop import TrainingLoop
 from unet3d.training.waiting import DataClock
-from unet3d.volumes.augment import augments_on_device
-from unet3d.volumes.patches import Batch, CutBatch, PatchSampler
 
 NUM_WARM_UP_STEPS = 10
 """After which steps of small volumes are replayed."""

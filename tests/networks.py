@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
+from unet3d.datasets.classes import Region
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.model import Topology, UNet3d
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
-from unet3d.volumes.classes import Region
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.transform import Preprocessing
 
 
 def random_checkpoint(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.command_line import error_line, run
+from tests.images.samples import write_json
 from tests.networks import write_checkpoint
-from tests.volumes.samples import write_json
-from unet3d.volumes.files import volume_stem
+from unet3d.images.files import volume_stem
 
 # What a network with one channel cannot segment, and words of the reason. All else it can.
 CHANNELS = "but the network was trained on 1 (channel 0)"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.volumes.phantom import write_phantom_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("step", "training", "prediction", "scaling", "memory", "quality", "nnunet")

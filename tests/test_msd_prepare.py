@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.volumes.samples import write_msd
+from tests.images.samples import write_msd
 
 SCRIPT = Path(__file__).resolve().parent.parent / "data" / "msd" / "prepare.py"
 

@@ -16,8 +16,8 @@ import yaml
 from packaging.requirements import Requirement
 
 from tests.command_line import scan_array
+from tests.images.samples import write_msd, write_volume
 from tests.networks import write_checkpoint
-from tests.volumes.samples import write_msd, write_volume
 from unet3d import __version__
 from unet3d.cli.app import commands
 from unet3d.config import load_config

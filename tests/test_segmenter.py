@@ -14,9 +14,9 @@ from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
+from unet3d.images.in_memory import NAME, open_array
+from unet3d.images.nifti import open_stored
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
-from unet3d.volumes.in_memory import NAME, open_array
-from unet3d.volumes.nifti import open_stored
 
 TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0, 1]])
 """Voxels of 1.5 x 1 x 2 mm whose axes run to the back, to the top and to the right."""

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from tests.volumes.samples import write_msd
+from tests.images.samples import write_msd
 from unet3d.cli.output import working
 from unet3d.config import DataSettings
+from unet3d.datasets.dataset import load_dataset
+from unet3d.preparation.preprocess import plan_preprocessing, prepare_cases
 from unet3d.reports.progress import ProgressLine
 from unet3d.terminal import bar, live, no_bars
-from unet3d.volumes.dataset import load_dataset
-from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
 
 
 class Terminal(io.StringIO):

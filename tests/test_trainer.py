@@ -18,6 +18,7 @@ import torch
 
 import unet3d
 from tests.command_line import process_environment, run, settings_of
+from tests.images.samples import write_msd
 from tests.trainings import (
     SMALL,
     assert_same_validation,
@@ -28,7 +29,6 @@ from tests.trainings import (
     without_pictures,
     words,
 )
-from tests.volumes.samples import write_msd
 from unet3d import trainer
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, DeviceError, Unet3dError
 from unet3d.interruption import SIGNALS, Interrupted

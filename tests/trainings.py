@@ -16,12 +16,12 @@ from torch._subclasses import FakeTensor
 from tests import warm
 from unet3d.config import load_config
 from unet3d.distributed.launcher import import_variables
+from unet3d.images.nifti import read_label
 from unet3d.model.optimizer import Optimization
 from unet3d.reports import format as report_format
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
-from unet3d.volumes.nifti import read_label
 
 SMALL = (
     "data.phantom.num_cases=5",

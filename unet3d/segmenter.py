@@ -18,14 +18,14 @@ from nibabel.spatialimages import SpatialImage
 from unet3d.config import Config, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.images.header import shear_warning
+from unet3d.images.in_memory import NAME, open_array, open_image
+from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.nifti import ScanImage, label_image, open_channels, open_stored
 from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.nnunet.model_files import networks_in
-from unet3d.volumes.header import shear_warning
-from unet3d.volumes.in_memory import NAME, open_array, open_image
-from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import ScanImage, label_image, open_channels, open_stored
 
 logger = logging.getLogger(__name__)
 

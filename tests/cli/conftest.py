@@ -3,8 +3,8 @@
 import pytest
 
 from tests.command_line import scan_array
+from tests.images.samples import write_volume
 from tests.networks import write_checkpoint
-from tests.volumes.samples import write_volume
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tests.command_line import SMALL, labels_of, process_environment, refusal, run, wait_until
-from tests.reports.records import assert_is_picture
-from tests.volumes.samples import (
+from tests.images.samples import (
     blob_label,
     noise,
     write_json,
@@ -21,6 +20,7 @@ from tests.volumes.samples import (
     write_nnunet,
     write_volume,
 )
+from tests.reports.records import assert_is_picture
 from unet3d import __version__
 from unet3d.errors import DatasetError
 
@@ -105,7 +105,7 @@ def test_a_traceback_only_with_debug(monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a/file")
 
-    monkeypatch.setattr("unet3d.volumes.dataset.load_dataset", fail)
+    monkeypatch.setattr("unet3d.datasets.dataset.load_dataset", fail)
     line = refusal(capsys, "check", "nowhere")
     assert line == "Error: a/file: No space left on device; --debug shows where"
     with pytest.raises(OSError):

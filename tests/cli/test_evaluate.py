@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from tests.command_line import refusal, run
+from tests.images.samples import blob_label, write_msd, write_volume
 from tests.trainings import contents
-from tests.volumes.samples import blob_label, write_msd, write_volume
 
 
 def test_check_of_a_sound_data_set(monkeypatch, capsys):

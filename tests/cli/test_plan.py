@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.command_line import refusal, run
+from tests.images.samples import write_msd
 from tests.trainings import contents
-from tests.volumes.samples import write_msd
 from unet3d.planning import comparison, placements
 from unet3d.reports import plan
 

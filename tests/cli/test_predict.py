@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from tests.command_line import labels_of, names_in, refusal, run, scan_array
+from tests.images.dicom_series import write_series
+from tests.images.samples import write_json, write_volume
 from tests.networks import random_checkpoint, write_checkpoint
-from tests.volumes.dicom_series import write_series
-from tests.volumes.samples import write_json, write_volume
 from unet3d.cli.checkpoints import trained_inference
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
+from unet3d.images.nifti import read_label
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.scans import Scan, read_scan
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.volumes.nifti import read_label
-from unet3d.volumes.scans import Scan, read_scan
 
 
 def segmented(scan, *checkpoints, **inference):

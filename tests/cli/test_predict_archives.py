@@ -8,8 +8,8 @@ import torch
 
 from tests import warm
 from tests.command_line import refusal
+from tests.images.samples import noise, write_volume
 from tests.nnunet.models import archive_of, content_of, write_model
-from tests.volumes.samples import noise, write_volume
 from unet3d.cli.predict import predict
 
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"

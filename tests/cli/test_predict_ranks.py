@@ -14,9 +14,9 @@ import torch
 
 from tests import warm
 from tests.command_line import error_line, labels_of, names_in, process_environment, run, wait_until
+from tests.images.samples import noise, write_volume
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, children_of, family_of
-from tests.volumes.samples import noise, write_volume
 
 SPATIAL = ("--parallel", "spatial", "--devices", "cpu,cpu")
 DEALT = ("--devices", "cpu,cpu")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.command_line import SMALL, refusal, run, scan_array
+from tests.images.samples import write_json, write_volume
 from tests.networks import write_checkpoint
 from tests.trainings import contents
-from tests.volumes.samples import write_json, write_volume
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 
 from tests import warm
 from tests.command_line import CONFIGS, SMALL, refusal, run, wait_until
+from tests.images.samples import write_msd
 from tests.process_trees import assert_all_end, family_of
 from tests.trainings import (
     assert_same_weights,
@@ -21,7 +22,6 @@ from tests.trainings import (
     without_drawing,
     without_pictures,
 )
-from tests.volumes.samples import write_msd
 from unet3d.atomic import append, write_atomically
 from unet3d.config import load_config
 from unet3d.runs.run_folder import RunFolder

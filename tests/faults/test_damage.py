@@ -7,8 +7,8 @@ import pytest
 
 from tests.command_line import SMALL, run
 from tests.faults.amounts import seeds
+from tests.images.samples import noise, write_msd, write_volume
 from tests.trainings import without_pictures
-from tests.volumes.samples import noise, write_msd, write_volume
 
 TRAINING = ("train", "data", *SMALL, "--output", "run", "--set", "data.cache=cache")
 COMMANDS = (

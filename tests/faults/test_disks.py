@@ -12,8 +12,8 @@ from tests import trainings, warm
 from tests.faults import small_disk
 from tests.faults.amounts import seeds
 from tests.faults.whole_files import assert_whole
+from tests.images.samples import noise, write_msd, write_volume
 from tests.networks import write_checkpoint
-from tests.volumes.samples import noise, write_msd, write_volume
 
 COMMANDS = {
     "train": (*trainings.words(Path("run"), Path("cache"), "training.epochs=2"), "data"),

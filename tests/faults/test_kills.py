@@ -17,10 +17,10 @@ import torch
 from tests import warm
 from tests.faults.amounts import seeds
 from tests.faults.whole_files import assert_whole
+from tests.images.samples import noise, write_msd, write_volume
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, family_of
 from tests.trainings import assert_same_weights, losses, without_drawing, words
-from tests.volumes.samples import noise, write_msd, write_volume
 
 MAX_KILLS = 2
 """How often one command is killed before it may end."""

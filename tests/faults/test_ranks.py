@@ -13,11 +13,11 @@ import pytest
 
 from tests import trainings, warm
 from tests.faults import stuck_device
+from tests.images.samples import noise, write_volume
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.ranks import free_port, rank_variables
 from tests.trainings import losses, words
-from tests.volumes.samples import noise, write_volume
 from unet3d.runs.checkpoint import load_checkpoint
 
 MODES = {

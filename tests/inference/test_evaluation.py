@@ -4,11 +4,11 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from tests.images.orientations import turn_to
 from tests.inference.distances import cube, hd95_by_hand, tilted
-from tests.volumes.orientations import turn_to
+from unet3d.datasets.scored_labels import ScoredLabels
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.inference.evaluation import evaluate
-from unet3d.volumes.scored_labels import ScoredLabels
 
 SPACING_MM = (0.5, 1.0, 3.0)
 

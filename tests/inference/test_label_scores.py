@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from tests.inference.distances import cube
+from unet3d.datasets.scored_labels import EVERY_VALUE, ScoredLabels
 from unet3d.inference.label_scores import LabelScore, dice_per_class, score_maps
-from unet3d.volumes.scored_labels import EVERY_VALUE, ScoredLabels
 
 AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.orientations import ORIENTATIONS, turn_to
 from tests.networks import random_checkpoint
-from tests.volumes.orientations import ORIENTATIONS, turn_to
+from unet3d.datasets.classes import Region
+from unet3d.images.header import read_header
+from unet3d.images.scratch import Scratch
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
-from unet3d.volumes.classes import Region
-from unet3d.volumes.cropping import Box, whole_box
-from unet3d.volumes.header import read_header
-from unet3d.volumes.scratch import Scratch
+from unet3d.preparation.cropping import Box, whole_box
 
 SHAPE = (6, 5, 4)
 """Along X, Y, Z, however it is stored."""

@@ -12,9 +12,9 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inference import networks
 from unet3d.inference.networks import Networks
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.resample import Interpolation
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.resample import Interpolation
 
 ALONE = Group(Ranks())
 CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=70.0)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from tests.command_line import in_a_process
+from tests.images.samples import write_volume
 from tests.networks import random_checkpoint
-from tests.volumes.samples import write_volume
 from unet3d.config import InferenceSettings
+from unet3d.images.header import read_header
+from unet3d.images.nifti import unpacked_bytes
 from unet3d.inference.prediction_memory import prediction_memory
 from unet3d.runs.checkpoint import save_checkpoint
-from unet3d.volumes.header import read_header
-from unet3d.volumes.nifti import unpacked_bytes
 
 AUTO = InferenceSettings()
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -9,23 +9,23 @@ import pytest
 import torch
 from scipy.spatial.transform import Rotation
 
+from tests.images.orientations import ORIENTATIONS, turn_to
+from tests.images.samples import SPACING_MM, noise, write_volume
 from tests.inference.blending import blended
 from tests.networks import place, random_checkpoint, reseeded
-from tests.volumes.orientations import ORIENTATIONS, turn_to
-from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.config import InferenceSettings
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
+from unet3d.images.header import read_header
+from unet3d.images.nifti import open_channels
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.prediction_memory import prediction_memory
+from unet3d.inference.scans import Scan, write_segmentation
 from unet3d.inference.windows import Windows
 from unet3d.memory import host
-from unet3d.volumes.header import read_header
-from unet3d.volumes.nifti import open_channels
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.resample import Interpolation
-from unet3d.volumes.scans import Scan, write_segmentation
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.resample import Interpolation
 
 
 def oblique():

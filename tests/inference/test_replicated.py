@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.samples import noise, write_volume
 from tests.networks import place, random_checkpoint
 from tests.parallel.cpu_graphs import CpuGraphPool
-from tests.volumes.samples import noise, write_volume
 from unet3d.config import InferenceSettings
 from unet3d.errors import DoesNotFitError
+from unet3d.images.nifti import open_channels
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
 from unet3d.inference.replicated import ReplicatedNetwork
 from unet3d.parallel import Slot, cuda_graphs
-from unet3d.volumes.nifti import open_channels
 
 CPU = torch.device("cpu")
 SHAPE = (20, 12, 16)

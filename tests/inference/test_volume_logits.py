@@ -10,22 +10,22 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.images.samples import noise, write_volume
 from tests.inference.blending import blended
 from tests.mutations import property_test
 from tests.networks import place, random_checkpoint, reseeded
-from tests.volumes.samples import noise, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.datasets.classes import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError
+from unet3d.images.nifti import open_channels
+from unet3d.images.scratch import Scratch
 from unet3d.inference.image_slab import WholeImage
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks
 from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import Windows, longest_axis, window_starts
-from unet3d.volumes.classes import Region
-from unet3d.volumes.nifti import open_channels
-from unet3d.volumes.scratch import Scratch
 
 
 def scan_of(array, folder):

@@ -11,14 +11,14 @@ import torch
 
 from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, assert_equal, random_weights
+from unet3d.datasets.classes import Region
 from unet3d.errors import CheckpointError, ResultExistsError
 from unet3d.model import UNet3d
 from unet3d.nnunet.reading import load_model
 from unet3d.nnunet.writing import write_model
-from unet3d.volumes.classes import Region
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.resample import Interpolation
-from unet3d.volumes.transform import Preprocessing
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.resample import Interpolation
+from unet3d.preparation.transform import Preprocessing
 
 CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5)
 Z_SCORE = ChannelNormalization(kind="z-score")  # of the first versions

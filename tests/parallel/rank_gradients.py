@@ -21,7 +21,7 @@ from unet3d.distributed.rendezvous import joined
 from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, parallelize
 from unet3d.parallel.spatial import division
-from unet3d.volumes.loader import share_of
+from unet3d.patches.loader import share_of
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
 CASES = (

@@ -9,14 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.volumes.samples import write_json, write_msd, write_volume
+from tests.images.samples import write_json, write_msd, write_volume
 from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError, DatasetError, DeviceError
 from unet3d.planning import experiment
 from unet3d.planning.experiment import plan_experiment, report_findings
+from unet3d.preparation.check import Finding
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
-from unet3d.volumes.check import Finding
 
 
 def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:

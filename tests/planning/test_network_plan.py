@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.samples import blob_label, write_msd, write_volume
 from tests.trainings import run
-from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import Config, load_config
 from unet3d.errors import DeviceError
 from unet3d.planning.network_plan import batch_shape, check_shards, plan_without_data

@@ -14,7 +14,7 @@ import pytest
 
 from unet3d.config import load_config
 from unet3d.planning.network_plan import NetworkPlan, plan_fingerprint
-from unet3d.volumes.preprocess import Fingerprint
+from unet3d.preparation.preprocess import Fingerprint
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "plans-2026-11-23.json"
 DATA_SETS = json.loads(RECORD.read_text())["data_sets"]

@@ -12,6 +12,7 @@ from unet3d.config import Config, ModelSettings, Shape, load_config
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.model import plan_topology, unet
 from unet3d.parallel import ParallelDims
+from unet3d.patches.patches import padded_shape
 from unet3d.planning.network_plan import NetworkPlan, plan_fingerprint, plan_notes, slow_on_cpu
 from unet3d.planning.placements import make_option
 from unet3d.planning.step_size import (
@@ -21,8 +22,7 @@ from unet3d.planning.step_size import (
     shrinking_sizes,
     within_gpus,
 )
-from unet3d.volumes.patches import padded_shape
-from unet3d.volumes.preprocess import Fingerprint
+from unet3d.preparation.preprocess import Fingerprint
 
 GIB = 1024**3
 GPU = torch.device("cuda", 0)

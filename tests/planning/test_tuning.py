@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.command_line import run
-from tests.volumes.samples import write_msd
+from tests.images.samples import write_msd
 from unet3d.config import Config, load_config
 from unet3d.errors import DeviceError
 from unet3d.parallel import Layout

@@ -1,10 +1,10 @@
 from pathlib import Path
 
 from tests.reports.records import cells, heads
+from unet3d.datasets.scored_labels import ScoredLabels
 from unet3d.inference.evaluation import CaseScores, Evaluation
 from unet3d.inference.label_scores import LabelScore
 from unet3d.reports.scores import evaluation_table
-from unet3d.volumes.scored_labels import ScoredLabels
 
 
 def evaluation(num_cases, **more):

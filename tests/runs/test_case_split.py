@@ -3,9 +3,9 @@ import shutil
 
 import pytest
 
-from tests.volumes.samples import write_msd
+from tests.images.samples import write_msd
+from unet3d.datasets.dataset import load_dataset
 from unet3d.runs.case_split import CaseSplit
-from unet3d.volumes.dataset import load_dataset
 
 
 def split(training, validation):

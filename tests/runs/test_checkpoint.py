@@ -15,9 +15,9 @@ from unet3d import __version__
 from unet3d.errors import CheckpointError
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint, write_tensors
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.transform import Preprocessing
 
 PREPROCESSING = Preprocessing(
     spacing_mm=(1.0, 0.7, 2.5),

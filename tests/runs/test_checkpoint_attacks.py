@@ -21,10 +21,10 @@ from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
 from unet3d.memory import host
 from unet3d.model.optimizer import Optimization
+from unet3d.preparation.resample import Interpolation
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.plain_pickle import plain_values
 from unet3d.training.state import TrainingState
-from unet3d.volumes.resample import Interpolation
 
 
 def content_of(optimizer="adamw"):

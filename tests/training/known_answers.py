@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from tests.networks import random_checkpoint
 from unet3d.config import load_config
+from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.training.validation import Validator
-from unet3d.volumes.normalization import ChannelNormalization
 
 NAMES = ("background", "liver", "tumour", "absent")
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from matplotlib.contour import QuadContourSet
 
-from tests.volumes.samples import write_volume
+from tests.images.samples import write_volume
+from unet3d.datasets.dataset import Case
+from unet3d.datasets.scored_labels import ScoredLabels
 from unet3d.inference.evaluation import Evaluation, evaluate
 from unet3d.inference.label_scores import TOLERANCE_MM
 from unet3d.training import case_pictures
 from unet3d.training.case_pictures import draw_extremes
-from unet3d.volumes.dataset import Case
-from unet3d.volumes.scored_labels import ScoredLabels
 
 SHAPE, SPACING_MM = (24, 20, 16), (1.0, 1.0, 2.0)
 TRUE = (slice(4, 12), slice(6, 15), slice(3, 9))

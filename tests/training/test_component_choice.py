@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from tests.volumes.samples import write_volume
+from tests.images.samples import write_volume
+from unet3d.datasets.scored_labels import ScoredLabels
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.interruption import InterruptionRequest
 from unet3d.training.component_choice import OwnCase, choose_components
-from unet3d.volumes.scored_labels import ScoredLabels
 
 SHAPE = (14, 13, 12)
 PLAIN = ScoredLabels(names={1: "a", 2: "b", 3: "c"})

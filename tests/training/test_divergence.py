@@ -13,6 +13,7 @@ from tests.trainings import contents, is_real, losses, run, settings
 from unet3d.errors import CheckpointError, ConfigError, VolumeError
 from unet3d.model import LossTerms
 from unet3d.model.optimizer import Optimization
+from unet3d.preparation.cache import PreparedCase
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.divergence import (
     MAX_SUSPECTS,
@@ -22,7 +23,6 @@ from unet3d.training.divergence import (
     image_fault,
     suspects,
 )
-from unet3d.volumes.cache import PreparedCase
 
 
 def case(name, *values):

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.images.samples import write_msd
 from tests.networks import write_checkpoint
-from tests.volumes.samples import write_msd
 from unet3d.config import Config, load_config
+from unet3d.datasets.dataset import load_dataset
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
-from unet3d.volumes.dataset import load_dataset
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from tests.command_line import run as run_command
+from tests.images.samples import write_volume
 from tests.rank_threads import in_threads
 from tests.reports.records import assert_is_picture
 from tests.training.known_answers import Reader, checkpoint
 from tests.trainings import assert_same_weights, run, settings, without_pictures
-from tests.volumes.samples import write_volume
 from unet3d.config import load_config
+from unet3d.datasets.dataset import Case
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError, VolumeError
+from unet3d.images.nifti import read_label
 from unet3d.inference.evaluation import evaluate
 from unet3d.interruption import Interrupted, InterruptionRequest
 from unet3d.parallel import ParallelDims, precision
@@ -30,8 +32,6 @@ from unet3d.runs.run_folder import RunFolder
 from unet3d.training import final_validation
 from unet3d.training.component_choice import Choice
 from unet3d.training.final_validation import FinalValidation
-from unet3d.volumes.dataset import Case
-from unet3d.volumes.nifti import read_label
 
 CPU = torch.device("cpu")
 

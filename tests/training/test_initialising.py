@@ -12,16 +12,16 @@ from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, random_weights, write_model
 from tests.trainings import SMALL, assert_same_weights, run, run_until_power_cut, settings
 from unet3d.config import Config, load_config
+from unet3d.datasets.classes import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import Topology, UNet3d, plan_topology
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.resample import Interpolation
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import save_checkpoint
 from unet3d.training.initialising import begin_with, settings_of_init, take_weights
-from unet3d.volumes.classes import Region
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.resample import Interpolation
-from unet3d.volumes.transform import Preprocessing
 
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from tests.images.samples import blob_label, write_msd, write_volume
 from tests.trainings import run, settings
-from tests.volumes.samples import blob_label, write_msd, write_volume
+from unet3d.images.nifti import read_label
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.volumes.nifti import read_label
 
 SHAPE = (24, 24, 24)
 FAST = (

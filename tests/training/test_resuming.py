@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.samples import write_json, write_msd
 from tests.trainings import before_steps, contents, losses, run, run_until_power_cut, settings
-from tests.volumes.samples import write_json, write_msd
 from unet3d.config import load_config
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint

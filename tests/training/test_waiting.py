@@ -10,14 +10,14 @@ import torch
 from rich.console import Console
 
 from tests.trainings import run_until_power_cut, settings, without_pictures
+from unet3d.patches.loader import PatchLoader
+from unet3d.patches.patches import Batch
 from unet3d.reports.progress import INDENT, MAX_COLUMNS
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import waiting
 from unet3d.training.job import train
 from unet3d.training.waiting import DataClock, Loading
-from unet3d.volumes.loader import PatchLoader
-from unet3d.volumes.patches import Batch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BATCH = Batch(

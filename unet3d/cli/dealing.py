@@ -12,8 +12,8 @@ from unet3d.errors import RankError, Unet3dError, some
 from unet3d.interruption import Interrupted
 
 if TYPE_CHECKING:
-    from unet3d.volumes.scan_search import FoundScans
-    from unet3d.volumes.scans import Scan
+    from unet3d.inference.scan_search import FoundScans
+    from unet3d.inference.scans import Scan
 
 
 def show_left(scans: "Sequence[Scan]", overwrite: bool) -> None:
@@ -80,7 +80,7 @@ def from_plain(plain: dict[str, Any]) -> "FoundScans":
     Args:
         plain: Its result.
     """
-    from unet3d.volumes.scan_search import FoundScans
+    from unet3d.inference.scan_search import FoundScans
 
     return FoundScans(
         to_segment=tuple(map(_scan, plain["to_segment"])),
@@ -94,7 +94,7 @@ def _plain(scan: "Scan") -> list[Any]:
 
 
 def _scan(plain: list[Any]) -> "Scan":
-    from unet3d.volumes.scans import Scan
+    from unet3d.inference.scans import Scan
 
     images, output = plain
     return Scan(images=tuple(map(Path, images)), output=Path(output))

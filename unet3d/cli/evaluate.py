@@ -12,8 +12,8 @@ from unet3d.cli.output import check_writable, files_of, refuse_input, working, w
 from unet3d.errors import ConfigError, DatasetError, some
 
 if TYPE_CHECKING:
+    from unet3d.datasets.scored_labels import ScoredLabels
     from unet3d.inference.evaluation import Evaluation
-    from unet3d.volumes.scored_labels import ScoredLabels
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _scored_labels(labels: Path, dataset: Path | None, ignore: int | None) -> "S
     """Return what is scored, as the data set says that is named, or that the label maps lie in."""
     from dataclasses import replace
 
-    from unet3d.volumes.scored_labels import (
+    from unet3d.datasets.scored_labels import (
         EVERY_VALUE,
         description_of,
         read_scored_labels,
@@ -148,8 +148,8 @@ def check(dataset: Path, json_path: Path | None) -> None:
     from dataclasses import asdict
 
     with working("starting") as show:
-        from unet3d.volumes.check import check_dataset
-        from unet3d.volumes.dataset import load_dataset
+        from unet3d.datasets.dataset import load_dataset
+        from unet3d.preparation.check import check_dataset
 
         opened = load_dataset(dataset)
         findings = check_dataset(opened, show)

@@ -88,7 +88,7 @@ def refuse_input(path: Path | None, *inputs: Path) -> None:
     """
     if path is None:
         return
-    from unet3d.volumes.files import is_volume_file
+    from unet3d.images.files import is_volume_file
 
     if is_volume_file(path) or os.path.realpath(path) in map(os.path.realpath, inputs):
         raise ConfigError(f"{path} is no place for the results; name another file")

@@ -29,13 +29,13 @@ def plan_prediction(
         import torch
 
         from unet3d.config import load_config
+        from unet3d.images.header import read_header
+        from unet3d.images.nifti import unpacked_bytes
         from unet3d.inference.computing_precision import wanted_precision
         from unet3d.inference.prediction_memory import prediction_memory
         from unet3d.memory.host import available_bytes
         from unet3d.nnunet.reading import load_network
         from unet3d.parallel import ParallelDims, resolve_precision
-        from unet3d.volumes.header import read_header
-        from unet3d.volumes.nifti import unpacked_bytes
 
         networks = [load_network(path) for path in checkpoints or newest_checkpoints()]
         header, packed = read_header(scan[0]), unpacked_bytes(scan)

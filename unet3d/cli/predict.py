@@ -23,9 +23,9 @@ from unet3d.cli.segmentation import Segmentation
 if TYPE_CHECKING:
     from unet3d.config import InferenceSettings
     from unet3d.inference.networks import Networks
+    from unet3d.inference.scan_search import FoundScans
+    from unet3d.inference.scans import Wanted
     from unet3d.parallel import ParallelDims
-    from unet3d.volumes.scan_search import FoundScans
-    from unet3d.volumes.scans import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Request:
 
     def wanted(self) -> "Wanted":
         """Return what is to be written."""
-        from unet3d.volumes.scans import Wanted
+        from unet3d.inference.scans import Wanted
 
         return Wanted(
             statistics=self.statistics,
@@ -193,12 +193,12 @@ def predict(
     with imports_at_once():
         from unet3d.distributed.purpose import PREDICTION
         from unet3d.distributed.rendezvous import joined
+        from unet3d.images.scratch import Scratch
         from unet3d.inference.mode_choice import choose_mode
         from unet3d.inference.networks import Networks
         from unet3d.inference.predictor import Predictor
+        from unet3d.inference.scan_search import find_scans
         from unet3d.parallel import ParallelDims
-        from unet3d.volumes.scan_search import find_scans
-        from unet3d.volumes.scratch import Scratch
 
     request = _Request(
         images=images,

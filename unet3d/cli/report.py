@@ -50,8 +50,8 @@ def report(
     with working(f"reading {path}"):
         page = _page_of_run(path, output) if image is None else _page(path, image, checkpoints)
 
+    from unet3d.inference.scans import result_file
     from unet3d.reports.pages.page import encoded
-    from unet3d.volumes.scans import result_file
 
     content = encoded(page)
     with result_file(output, overwrite) as unfinished:
@@ -60,8 +60,8 @@ def report(
 
 
 def _place(path: Path, is_run: bool) -> Path:
+    from unet3d.images.files import volume_stem
     from unet3d.reports.pages.folds_page import REPORT
-    from unet3d.volumes.files import volume_stem
 
     return path / REPORT if is_run else path.with_name(f"{volume_stem(path)}.html")
 

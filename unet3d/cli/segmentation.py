@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from unet3d.distributed.group import Group
+    from unet3d.images.nifti import ScanImage
+    from unet3d.images.scratch import Scratch
     from unet3d.inference.predictor import Predictor
+    from unet3d.inference.scan_search import FoundScans
+    from unet3d.inference.scans import Scan, Wanted
     from unet3d.reports.scan_progress import ScanProgress
-    from unet3d.volumes.nifti import ScanImage
-    from unet3d.volumes.scan_search import FoundScans
-    from unet3d.volumes.scans import Scan, Wanted
-    from unet3d.volumes.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Segmentation:
             scratch: Where scans and their labels are while they are worked on.
             dealt_to: The ranks that scans are dealt to; None: this process has them all.
         """
-        from unet3d.volumes.scans_ahead import ScansAhead
+        from unet3d.inference.scans_ahead import ScansAhead
 
         ranks = dealt_to.ranks if dealt_to is not None else None
         self._group = dealt_to
@@ -167,9 +167,9 @@ class Segmentation:
         self._failures.append(scan.images[0])
 
     def _write(self, number: int, predictor: "Predictor", progress: "ScanProgress") -> None:
-        from unet3d.volumes.memory_limits import explaining_memory
-        from unet3d.volumes.scan_search import refuse_existing
-        from unet3d.volumes.scans import (
+        from unet3d.images.memory_limits import explaining_memory
+        from unet3d.inference.scan_search import refuse_existing
+        from unet3d.inference.scans import (
             label_statistics,
             stamps,
             write_segmentation,
@@ -232,9 +232,9 @@ class Segmentation:
 def _figure(
     scan: "Scan", image: "ScanImage", labels: "npt.NDArray[Any]", label_names: dict[int, str]
 ) -> "Figure":
+    from unet3d.images.grids import voxel_mm3
     from unet3d.reports.planes import Structure
     from unet3d.reports.preview import Preview, preview_figure
-    from unet3d.volumes.grids import voxel_mm3
 
     return preview_figure(
         Preview(
@@ -267,7 +267,7 @@ def _result(path: Path | None, overwrite: bool) -> Iterator[Path | None]:
     if path is None:
         yield None
         return
-    from unet3d.volumes.scans import result_file
+    from unet3d.inference.scans import result_file
 
     with result_file(path, overwrite) as unfinished:
         yield unfinished

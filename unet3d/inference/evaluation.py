@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.datasets.scored_labels import EVERY_VALUE, Label, ScoredLabels, values_of
 from unet3d.errors import DatasetError, VolumeError
+from unet3d.images.files import volume_stem
+from unet3d.images.header import same_grid
+from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.nifti import Volume, on_grid_of, read_label
 from unet3d.inference.label_scores import NOWHERE, TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.pairing import Pair, Pairs, find_pairs
-from unet3d.volumes.files import volume_stem
-from unet3d.volumes.header import same_grid
-from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import Volume, on_grid_of, read_label
-from unet3d.volumes.scored_labels import EVERY_VALUE, Label, ScoredLabels, values_of
 
 MAX_VALUES_OF_ONE_SIDE = 100
 """Values that only one of two label maps may have; more are the grey values of an image."""

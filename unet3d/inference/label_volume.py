@@ -8,12 +8,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from unet3d.images.header import VolumeHeader
+from unet3d.images.nifti import turned_to_ras
+from unet3d.images.scratch import Scratch, new_mapped
 from unet3d.inference.slab_sink import SlabSink
-from unet3d.volumes.cropping import Box
-from unet3d.volumes.header import VolumeHeader
-from unet3d.volumes.nifti import turned_to_ras
-from unet3d.volumes.scratch import Scratch, new_mapped
-from unet3d.volumes.transform import Preprocessing, classes_of
+from unet3d.preparation.cropping import Box
+from unet3d.preparation.transform import Preprocessing, classes_of
 
 
 class LabelVolume(SlabSink):

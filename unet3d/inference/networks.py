@@ -11,8 +11,8 @@ from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_close, shown
 from unet3d.nnunet.layout import known_as
 from unet3d.nnunet.reading import load_network, network_from_first
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
-from unet3d.volumes.transform import Preprocessing
 
 
 class Networks(Sequence[Checkpoint]):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unet3d.errors import DatasetError, reason_of
-from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
+from unet3d.images.files import is_volume_file, stands_for_volume, volume_stem
 
 Pair = tuple[Path, Path]
 """A prediction and its label map."""

@@ -13,10 +13,10 @@ import cc3d
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.datasets.scored_labels import BACKGROUND, Mask, box_of, mask_of
 from unet3d.errors import some
-from unet3d.volumes.files import times
-from unet3d.volumes.memory_limits import refuse_beyond_memory
-from unet3d.volumes.scored_labels import BACKGROUND, Mask, box_of, mask_of
+from unet3d.images.files import times
+from unet3d.images.memory_limits import refuse_beyond_memory
 
 Rule = tuple[int, ...]
 """Values of labels, ascending; their voxels count as one thing."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
+from unet3d.images.header import VolumeHeader
 from unet3d.inference.averaging import adds_up_together
 from unet3d.inference.image_slab import PIECE_VOXELS
 from unet3d.inference.mirroring import mirrored_mean
@@ -31,9 +32,8 @@ from unet3d.inference.windows import (
 from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations, make_parameters_fake
 from unet3d.memory.fake_devices import fake_device
 from unet3d.parallel import Layout, autocast_dtype, parallelize
+from unet3d.preparation.resample import SOURCE_VOXELS, visible_shape
 from unet3d.runs.checkpoint import Checkpoint
-from unet3d.volumes.header import VolumeHeader
-from unet3d.volumes.resample import SOURCE_VOXELS, visible_shape
 
 CUDA_HOST_BYTES = 200 * 1024**2
 """What CUDA takes of the host, beside the program: on an H200, 1.24 GiB in all."""

@@ -14,6 +14,8 @@ from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.images.nifti import ScanImage, turned_to_ras
+from unet3d.images.scratch import Scratch
 from unet3d.inference.diagnosis import cause_of_non_finite, excess_of
 from unet3d.inference.image_slab import CPU
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
@@ -25,12 +27,10 @@ from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
 from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import longest_axis
 from unet3d.parallel import Executor
-from unet3d.volumes.cropping import Box
-from unet3d.volumes.nifti import ScanImage, turned_to_ras
-from unet3d.volumes.prepared_image import PreparedImage
-from unet3d.volumes.restoring import restored_slabs
-from unet3d.volumes.scratch import Scratch
-from unet3d.volumes.transform import Preprocessing, kept_box
+from unet3d.preparation.cropping import Box
+from unet3d.preparation.prepared_image import PreparedImage
+from unet3d.preparation.restoring import restored_slabs
+from unet3d.preparation.transform import Preprocessing, kept_box
 
 logger = logging.getLogger(__name__)
 

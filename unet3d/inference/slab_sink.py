@@ -8,8 +8,8 @@ from typing import Any
 import numpy.typing as npt
 from torch import Tensor
 
+from unet3d.images.scratch import forget_pages
 from unet3d.inputs.ahead import ahead
-from unet3d.volumes.scratch import forget_pages
 
 MAX_WAITING = 2
 """Slabs that are on their way."""

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.images.files import times
+from unet3d.images.memory_limits import refuse_beyond_memory
 from unet3d.inference.image_slab import ImageSlab, drop_planes
 from unet3d.inference.windows import Windows, gaussian_weight
 from unet3d.memory.host import is_out_of_memory, shortage_reason
 from unet3d.parallel import Slot
-from unet3d.volumes.files import times
-from unet3d.volumes.memory_limits import refuse_beyond_memory
 
 logger = logging.getLogger(__name__)
 

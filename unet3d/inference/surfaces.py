@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.spatial import cKDTree
 
-from unet3d.volumes.grids import Affine, column_lengths, is_sheared, rounded_mm
-from unet3d.volumes.scored_labels import Mask
+from unet3d.datasets.scored_labels import Mask
+from unet3d.images.grids import Affine, column_lengths, is_sheared, rounded_mm
 
 ROUNDING = 1e-5
 """By which share of the tolerance a distance may be larger: single precision, in which headers

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
 from unet3d.errors import DoesNotFitError
+from unet3d.images.files import times
 from unet3d.inference.averaging import adds_up_together, mean_slabs
 from unet3d.inference.diagnosis import refuse_diverged
 from unet3d.inference.image_slab import ImageSlab, Planes
@@ -27,7 +28,6 @@ from unet3d.inference.windows import (
     bytes_of_voxel,
     longest_axis,
 )
-from unet3d.volumes.files import times
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ import math
 import torch
 
 from unet3d.errors import DoesNotFitError
+from unet3d.images.files import times
 from unet3d.inference.windows import GPU_SHARE, Windows, bytes_of_maps
 from unet3d.memory.host import shortage
 from unet3d.runs.checkpoint import Checkpoint
-from unet3d.volumes.files import times
 
 CERTAIN_LOGIT = 15.0
 """A sigmoid of it is 1 to six digits, and it is a finite number in every type."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.images.memory_limits import FLOAT32_BYTES as FLOAT32_BYTES
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
-from unet3d.volumes.memory_limits import FLOAT32_BYTES as FLOAT32_BYTES
 
 Window = Shape | Literal["whole"]
 """Voxels along X, Y, Z of a window, or the whole volume at once."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from unet3d.config import Config
+from unet3d.datasets.naming import Labels, channel_names, read_labels
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
 from unet3d.inputs.plain_data import printable, shown, validated
@@ -29,13 +30,12 @@ from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
 from unet3d.nnunet.terms import SCHEMES, THICK
 from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.resample import Interpolation
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
 from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
 from unet3d.runs.tensor_file import open_tensor_file
-from unet3d.volumes.naming import Labels, channel_names, read_labels
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.resample import Interpolation
-from unet3d.volumes.transform import Preprocessing
 
 STEP = 0.5
 """Of nnU-Net's windows, in windows."""

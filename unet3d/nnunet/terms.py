@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from unet3d.volumes.normalization import Kind
+from unet3d.preparation.normalization import Kind
 
 RESAMPLING = "resample_data_or_seg_to_shape"
 

@@ -20,10 +20,10 @@ from unet3d.nnunet.terms import (
 )
 from unet3d.nnunet.trainers import USUAL
 from unet3d.nnunet.weights import to_nnunet, with_all_names
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.resample import Interpolation
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, write_tensors
-from unet3d.volumes.normalization import ChannelNormalization
-from unet3d.volumes.resample import Interpolation
-from unet3d.volumes.transform import Preprocessing
 
 CONFIGURATION = "3d_fullres"
 PLANS_NAME = "nnUNetPlans"

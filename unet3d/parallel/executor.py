@@ -159,7 +159,7 @@ class Executor(Protocol):
                 are.
             scale: Factor of the loss before backward (of a gradient scaler); not in the result.
             weight: The share of the batch's samples that this replica has, over the mean share; see
-                :attr:`unet3d.volumes.patches.Batch.weight`. 0: the samples do not count. It is
+                :attr:`unet3d.patches.patches.Batch.weight`. 0: the samples do not count. It is
                 not in the result.
             planes: Planes along X of the whole volume, where image and target are the slab of it
                 that belongs to this process; None: they are whole. Others than

@@ -31,7 +31,7 @@ class ReducerExchange:
     """The mean over the ranks of a group, each of which has a replica on the same kinds of devices.
 
     Where a rank's samples are another share of the batch than its neighbour's, the weight of its
-    loss must say so (see :attr:`unet3d.volumes.patches.Batch.weight`). The loss that an executor
+    loss must say so (see :attr:`unet3d.patches.patches.Batch.weight`). The loss that an executor
     returns is that of its own samples, unless it is one of the batch as one.
     """
 

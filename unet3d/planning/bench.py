@@ -24,7 +24,7 @@ from unet3d.parallel.cuda_graphs import release_streams
 from unet3d.parallel.partition import StageCost, default_cuts
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.tuning_cache import TuningKey
-from unet3d.volumes.cache import Cache
+from unet3d.preparation.cache import Cache
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from unet3d.planning.placements import (
 )
 from unet3d.planning.step_time import count_work, element_bytes, rates_of
 from unet3d.planning.tuning_cache import TuningKey, recall_tuned
-from unet3d.volumes.cache import Cache
+from unet3d.preparation.cache import Cache
 
 GIB = 1024**3
 MIB = 1024**2

@@ -25,7 +25,7 @@ from unet3d.planning.placements import (
     possible_dims,
 )
 from unet3d.planning.tuning_cache import resolve_auto
-from unet3d.volumes.cache import Cache
+from unet3d.preparation.cache import Cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from unet3d.config import Config, Shape
+from unet3d.datasets.dataset import Case, Dataset, fold_cases, load_dataset
+from unet3d.datasets.naming import has_sides
+from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.errors import DatasetError
+from unet3d.images.files import times
 from unet3d.model import Topology
+from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.patches import padded_shape
 from unet3d.planning.network_plan import (
     batch_shape,
     check_shards,
@@ -16,17 +22,11 @@ from unet3d.planning.network_plan import (
     network_of,
     plan_notes,
 )
+from unet3d.preparation.cache import Cache, PreparedCase
+from unet3d.preparation.check import Finding, check_headers
+from unet3d.preparation.preprocess import plan_preprocessing, prepare_cases
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
-from unet3d.volumes.augment import DeviceAugmentation
-from unet3d.volumes.cache import Cache, PreparedCase
-from unet3d.volumes.check import Finding, check_headers
-from unet3d.volumes.dataset import Case, Dataset, fold_cases, load_dataset
-from unet3d.volumes.files import times
-from unet3d.volumes.naming import has_sides
-from unet3d.volumes.patches import padded_shape
-from unet3d.volumes.phantom import write_phantom_dataset
-from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
-from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from unet3d.parallel import Executor, Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
 from unet3d.parallel.precision import image_dtype, to_parameter_dtype
 from unet3d.parallel.spatial.division import SlabRule
+from unet3d.patches.augment import DeviceAugmentation
 from unet3d.planning.reserved_memory import reserved_bytes
-from unet3d.volumes.augment import DeviceAugmentation
 
 MESSAGE_BYTES = 512 * 1024**2
 """What NCCL may take of a GPU for the channels between shards, beside the tensors. An upper bound,

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from unet3d.config import AugmentationSettings, Config, Shape, Spacing
+from unet3d.datasets.dataset import Dataset, load_dataset
+from unet3d.datasets.phantom_anatomy import LABEL_NAMES
+from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
+from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.patches import padded_shape
 from unet3d.planning.step_size import (
     MIN_BATCH,
     PREPARED_BYTES,
@@ -21,13 +26,8 @@ from unet3d.planning.step_size import (
     plan_batch,
     plan_patch,
 )
-from unet3d.volumes.augment import DeviceAugmentation
-from unet3d.volumes.dataset import Dataset, load_dataset
-from unet3d.volumes.files import times
-from unet3d.volumes.patches import padded_shape
-from unet3d.volumes.phantom_anatomy import LABEL_NAMES
-from unet3d.volumes.preprocess import Fingerprint, plan_preprocessing
-from unet3d.volumes.transform import Preprocessing
+from unet3d.preparation.preprocess import Fingerprint, plan_preprocessing
+from unet3d.preparation.transform import Preprocessing
 
 CPU_VOXELS = 2**20
 """Voxels of a batch, from which a training on a CPU is called slow: a step takes seconds."""

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 
 from unet3d.errors import DoesNotFitError
+from unet3d.images.files import times
 from unet3d.memory import host
 from unet3d.memory.record import device_bytes
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
-from unet3d.volumes.files import times
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from unet3d.model import Regions, Topology
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout
 from unet3d.parallel.precision import autocast_dtype
+from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.patches import padded_shape
 from unet3d.planning.memory_estimate import Step, predict_memory
-from unet3d.volumes.augment import DeviceAugmentation
-from unet3d.volumes.patches import padded_shape
 
 GIB = 1024**3
 GPU = torch.device("cuda", 0)

@@ -22,13 +22,13 @@ from unet3d.parallel.balance.stopwatch import (
     hardware,
     versions,
 )
+from unet3d.preparation.cache import (
+    Cache,
+)
 from unet3d.records import (
     key_of,
     recall,
     remember,
-)
-from unet3d.volumes.cache import (
-    Cache,
 )
 
 logger = logging.getLogger(__name__)

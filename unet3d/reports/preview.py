@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from unet3d.images.image_voxels import Channel
 from unet3d.reports.format import NOTHING, drawable, millilitres
 from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from unet3d.reports.planes import Structure, Survey, cut, survey, visible_box
 from unet3d.reports.views import SIDE, Layout, View, views_of
-from unet3d.volumes.image_voxels import Channel
 
 COLOURS = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)
 """Those that are seen best on grey come first; behind the last they begin anew."""

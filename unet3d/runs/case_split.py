@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from unet3d.datasets.dataset import Case
 from unet3d.errors import some
 from unet3d.inputs.plain_data import PLAIN, at_most, printable, validated
+from unet3d.preparation.cache import Cache
 from unet3d.records import key_of
-from unet3d.volumes.cache import Cache
-from unet3d.volumes.dataset import Case
 
 MAX_NAMED = 3
 """Cases that a message names of each kind of difference."""

@@ -23,6 +23,7 @@ from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.memory.host import is_out_of_memory, shortage
 from unet3d.model import Topology, UNet3d
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint_content import (
     FORMAT,
@@ -33,7 +34,6 @@ from unet3d.runs.checkpoint_content import (
     refuse_non_finite,
 )
 from unet3d.runs.tensor_file import open_tensor_file
-from unet3d.volumes.transform import Preprocessing
 
 
 @dataclass(frozen=True, kw_only=True)

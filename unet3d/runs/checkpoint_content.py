@@ -13,12 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from torch import Tensor
 
 from unet3d.config import MAX_PATCH_VOXELS, Shape, TrainingSettings
+from unet3d.datasets.classes import LabelValue
 from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, validated
 from unet3d.model import Topology, UNet3d
 from unet3d.model.optimizer import STATES
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
-from unet3d.volumes.classes import LabelValue
-from unet3d.volumes.transform import Preprocessing
 
 FORMAT = 1
 """Raised whenever a checkpoint is laid out differently."""

@@ -5,10 +5,10 @@ from functools import partial
 from unet3d.config import Config
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.spatial.executor import SpatialExecutor
+from unet3d.patches.augment import augments_on_device
+from unet3d.patches.loader import PatchLoader
 from unet3d.planning.experiment import Experiment
 from unet3d.training.waiting import Loading
-from unet3d.volumes.augment import augments_on_device
-from unet3d.volumes.loader import PatchLoader
 
 
 def make_loader(

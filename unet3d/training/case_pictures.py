@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from unet3d.datasets.dataset import Case
+from unet3d.datasets.scored_labels import values_of
+from unet3d.images.grids import voxel_mm3
+from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.nifti import on_grid_of, read_image
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.reports.format import write_figure
 from unet3d.reports.planes import Structure
 from unet3d.reports.preview import Preview, preview_figure
 from unet3d.runs.validation_folder import BEST, WORST
-from unet3d.volumes.dataset import Case
-from unet3d.volumes.grids import voxel_mm3
-from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import on_grid_of, read_image
-from unet3d.volumes.scored_labels import values_of
 
 
 def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:

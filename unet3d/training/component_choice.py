@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.datasets.scored_labels import Label, ScoredLabels, mask_of, values_of
 from unet3d.distributed.group import Group
+from unet3d.images.memory_limits import explaining_memory
 from unet3d.inference.evaluation import read_pair
 from unet3d.inference.postprocessing import Rule, keep_largest, small_components
 from unet3d.interruption import InterruptionRequest
-from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.scored_labels import Label, ScoredLabels, mask_of, values_of
 
 Dice = list[float | None]
 """Of each label; None where neither side has it."""

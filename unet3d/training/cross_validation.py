@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from unet3d.config import Config
+from unet3d.datasets.dataset import folds_of
 from unet3d.distributed.commands import Command, in_words, run_commands
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, some
@@ -38,7 +39,6 @@ from unet3d.training.start import (
     run_name,
     settings_to_resume,
 )
-from unet3d.volumes.dataset import folds_of
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 
 from unet3d.errors import ConfigError, Unet3dError, VolumeError
 from unet3d.model import LossTerms
-from unet3d.volumes.cache import PreparedCase
+from unet3d.preparation.cache import PreparedCase
 
 LARGEST_USUAL = 1e4
 """Prepared intensities beyond this are named as the cause; normalised ones have a deviation of 1,

@@ -9,13 +9,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from unet3d.config import Config, load_config
+from unet3d.datasets.dataset import Case, load_dataset
 from unet3d.errors import ConfigError
+from unet3d.preparation.cache import Cache
 from unet3d.runs.case_split import CaseSplit, content_of
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.finding import folds_in, newest_run, recorded_folds
 from unet3d.runs.run_folder import RUNS, RunFolder
-from unet3d.volumes.cache import Cache
-from unet3d.volumes.dataset import Case, load_dataset
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unet3d import __version__
+from unet3d.datasets.scored_labels import ScoredLabels
 from unet3d.inference.evaluation import Evaluation
 from unet3d.inference.postprocessing import Rule
 from unet3d.planning.experiment import Experiment
+from unet3d.preparation.transform import Preprocessing
 from unet3d.training.component_choice import Choice
-from unet3d.volumes.scored_labels import ScoredLabels
-from unet3d.volumes.transform import Preprocessing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.atomic import unfinished_folder
+from unet3d.datasets.dataset import Case
+from unet3d.datasets.scored_labels import Label, label_of, values_of
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
+from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.nifti import read_label, write_label
 from unet3d.inference.computing_precision import wanted_precision
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
@@ -32,6 +36,8 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import TrainedNetwork
 from unet3d.inference.postprocessing import keep_largest, rules_in_words
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.scan_search import SUFFIX
+from unet3d.inference.scans import Scan, read_scan, write_segmentation
 from unet3d.interruption import InterruptionRequest
 from unet3d.parallel import Executor, ParallelDims, image_dtype, resolve_precision
 from unet3d.planning.experiment import Experiment
@@ -40,12 +46,6 @@ from unet3d.runs.run_folder import RunFolder, writing
 from unet3d.training.case_pictures import draw_extremes
 from unet3d.training.component_choice import Choice, OwnCase, choose_components
 from unet3d.training.final_result import FinalResult, cases_record, scored_labels
-from unet3d.volumes.dataset import Case
-from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import read_label, write_label
-from unet3d.volumes.scan_search import SUFFIX
-from unet3d.volumes.scans import Scan, read_scan, write_segmentation
-from unet3d.volumes.scored_labels import Label, label_of, values_of
 
 logger = logging.getLogger(__name__)
 

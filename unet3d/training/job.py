@@ -37,6 +37,7 @@ from unet3d.planning.out_of_memory import (
     warn_if_too_large,
 )
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
+from unet3d.preparation.cache import Cache
 from unet3d.reports.slots import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cores import (
@@ -50,7 +51,6 @@ from unet3d.training.initialising import begin_with
 from unet3d.training.loop import TrainingLoop, TrainingResult
 from unet3d.training.resuming import Past
 from unet3d.training.state import TrainingState
-from unet3d.volumes.cache import Cache
 
 logger = logging.getLogger(__name__)
 

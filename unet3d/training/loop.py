@@ -22,6 +22,7 @@ from unet3d.model import LossTerms, SegmentationLoss
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.precision import image_dtype
+from unet3d.patches.patches import Batch
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
@@ -37,7 +38,6 @@ from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation, Validator
 from unet3d.training.waiting import DataClock
-from unet3d.volumes.patches import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from unet3d.errors import CheckpointError, ConfigError, some
 from unet3d.inputs.plain_data import is_close
 from unet3d.model import Topology
 from unet3d.planning.experiment import Experiment
+from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.state import TrainingState
-from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.experiment import Experiment
+from unet3d.preparation.cache import PreparedCase
+from unet3d.preparation.transform import classes_of
 from unet3d.training.divergence import divergence_error, image_fault
-from unet3d.volumes.cache import PreparedCase
-from unet3d.volumes.transform import classes_of
 
 MAX_LOGITS = 2**24
 """Logits of which the loss is taken at once."""

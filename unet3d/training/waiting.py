@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from unet3d.distributed.ranks import num_cores
+from unet3d.patches.patches import Batch
 from unet3d.training.cores import is_on_cpu
-from unet3d.volumes.patches import Batch
 
 TOLERATED_SHARE = 0.1
 """Share of an epoch's steps that a device may wait without a word about it."""

@@ -1,8 +1,8 @@
 """The page of a training over several folds."""
 
+from tests.images.samples import write_json
 from tests.reports.pages.html import Page, assert_closed
 from tests.reports.pages.sample_run import write_run
-from tests.volumes.samples import write_json
 from unet3d.reports.pages.folds_page import folds_page
 
 

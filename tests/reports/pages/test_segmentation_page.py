@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from nibabel.affines import apply_affine
 
+from tests.images.samples import write_json, write_volume
 from tests.reports.pages.html import Page, assert_closed
-from tests.volumes.samples import write_json, write_volume
 from unet3d.errors import VolumeError
 from unet3d.reports.pages import reduced
 from unet3d.reports.pages.segmentation_page import segmentation_page

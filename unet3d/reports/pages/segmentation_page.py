@@ -12,6 +12,12 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from unet3d.errors import VolumeError
+from unet3d.images.grids import voxel_mm3
+from unet3d.images.header import read_header, same_grid
+from unet3d.images.image_voxels import ImageVoxels
+from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.nifti import ScanImage, Volume, on_grid_of, read_image, read_label
+from unet3d.inference.scans import Scan, label_statistics
 from unet3d.reports.format import millilitres, save_figure, size_text
 from unet3d.reports.pages.page import render, resource
 from unet3d.reports.pages.reduced import (
@@ -26,12 +32,6 @@ from unet3d.reports.pages.reduced import (
 from unet3d.reports.pages.run_files import Statistics, content_of
 from unet3d.reports.planes import Structure
 from unet3d.reports.preview import COLOURS, Preview, preview_figure
-from unet3d.volumes.grids import voxel_mm3
-from unet3d.volumes.header import read_header, same_grid
-from unet3d.volumes.image_voxels import ImageVoxels
-from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import ScanImage, Volume, on_grid_of, read_image, read_label
-from unet3d.volumes.scans import Scan, label_statistics
 
 MAX_LABELS = 1000
 """Different values of a label map; more are the grey values of an image."""
@@ -72,7 +72,7 @@ class _Content:
     """What the labels of a segmentation are, and where that is known from."""
 
     statistics: dict[str, Any]
-    """By the name of each label, as :func:`unet3d.volumes.scans.label_statistics` has it."""
+    """By the name of each label, as :func:`unet3d.inference.scans.label_statistics` has it."""
     checkpoints: Sequence[str]
     """Networks that have made it, as far as is known."""
     notes: Sequence[str]

@@ -1,0 +1,338 @@
+import unicodedata
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.images import samples
+from tests.images.samples import blob_label, msd_entry, write_json, write_msd, write_volume
+from unet3d.datasets.classes import Region
+from unet3d.datasets.dataset import fold_cases, load_dataset
+from unet3d.errors import DatasetError
+from unet3d.preparation.check import check_headers
+
+
+def test_reads_the_decathlon_layout(tmp_path):
+    root = write_msd(tmp_path / "Task00", test=["./imagesTs/other.nii.gz"])
+    dataset = load_dataset(root)
+    assert load_dataset(root / "dataset.json") == dataset
+    assert (dataset.name, dataset.channel_names) == ("Sample", ("MRI",))
+    assert dataset.label_names == ("background", "left", "right")
+    assert dataset.label_values == (0, 1, 2)
+    assert [case.name for case in dataset.cases] == ["case_0", "case_1", "case_2"]
+    assert dataset.cases[1].images == (root / "imagesTr/case_1.nii.gz",)
+    assert dataset.cases[1].label == root / "labelsTr/case_1.nii.gz"
+    assert dataset.unlabelled == (root / "imagesTs/other.nii.gz",)
+    # Channels keep their order beyond ten.
+    names = {str(number): f"m{number}" for number in reversed(range(12))}
+    dataset = load_dataset(write_msd(tmp_path / "Task00", channel_names=names))
+    assert dataset.channel_names == tuple(f"m{number}" for number in range(12))
+
+
+def nnunet(root, **changes):
+    samples.write_nnunet(root, ("liver_2", "liver_10"), **changes)
+    (root / "labelsTr/._liver_2.nii.gz").write_bytes(b"left by a Mac")
+    return root
+
+
+def test_reads_nnunet_raw_with_several_channels(tmp_path):
+    dataset = load_dataset(nnunet(tmp_path / "Dataset001_Liver"))
+    assert dataset.name == "Dataset001_Liver"
+    assert dataset.channel_names == ("CT", "PET")
+    assert dataset.label_names == ("background", "liver", "tumour")
+    assert dataset.label_values == (0, 1, 2)
+    assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
+    images = ["imagesTr/liver_2_0000.nii.gz", "imagesTr/liver_2_0001.nii.gz"]
+    assert dataset.cases[1].images == tuple(dataset.root / image for image in images)
+    entry = {"images": images, "label": "labelsTr/liver_2.nii.gz"}
+    dataset = load_dataset(nnunet(tmp_path / "listed", dataset={"mine": entry}))
+    (case,) = dataset.cases
+    assert (case.name, len(case.images)) == ("mine", 2)
+
+
+def test_reads_a_monai_datalist(tmp_path):
+    entries = []
+    for patient in ("a", "b", "c"):
+        images = [f"{patient}/t1.nii.gz", f"{patient}/flair.nii.gz"]
+        entries.append({"image": images, "label": f"{patient}/seg.nii.gz"})
+        for name in images:
+            write_volume(tmp_path / name, np.ones((4, 4, 4)))
+        write_volume(tmp_path / patient / "seg.nii.gz", (blob_label((4, 4, 4)) > 0) * np.uint8(3))
+    tree = {"training": entries[:2], "validation": entries[2:]}
+    dataset = load_dataset(write_json(tmp_path / "list.json", tree))
+    assert dataset.channel_names == ("channel 0", "channel 1")
+    # The list names no labels: they come from the label maps.
+    assert dataset.label_values == (0, 3)
+    assert dataset.label_names == ("background", "label 3")
+    train, validation = fold_cases(dataset, 0, 5, seed=0)
+    assert [case.name for case in train] == ["a/seg", "b/seg"]
+    assert [case.name for case in validation] == ["c/seg"]
+    with pytest.raises(DatasetError, match="only fold 0, not fold 1"):
+        fold_cases(dataset, 1, 5, seed=0)
+
+
+def test_regions_are_read_as_nnunet_writes_them(tmp_path):
+    labels = {"background": 0, "whole": [1, 2, 4], "core": [2, 4], "enhancing": 4, "ignore": 5}
+    dataset = load_dataset(nnunet(tmp_path, labels=labels, regions_class_order=[1, 2, 4]))
+    assert dataset.label_values == (0, 1, 2, 4)
+    assert dataset.label_names == ("background", "label 1", "label 2", "enhancing")
+    assert dataset.ignore_value == 5
+    assert dataset.regions == (
+        Region(name="whole", values=(1, 2, 4), written=1),
+        Region(name="core", values=(2, 4), written=2),
+        Region(name="enhancing", values=(4,), written=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "values", "ignored"),
+    [
+        ({"b": 9, "a": 4}, (0, 4, 9), None),
+        ({"b": 2**32 - 1, "a": 614454277}, (0, 614454277, 2**32 - 1), None),
+        ({"background": 0, "a": 1, "ignore": 7, "b": 4}, (0, 1, 4), 7),
+        ({"0": "background", "1": "a", "4": "b", "7": "ignore"}, (0, 1, 4), 7),
+    ],
+)
+def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
+    tmp_path, labels, values, ignored
+):
+    dataset = load_dataset(nnunet(tmp_path, labels=labels))
+    assert (dataset.label_values, dataset.label_names) == (values, ("background", "a", "b"))
+    assert dataset.ignore_value == ignored
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": {"a": [1, 2]}}, "order is None; name the value that is written for each of"),
+        ({"labels": {"a": [1]}, "regions_class_order": [1, 2]}, r"is \[1, 2\]; name .* 1 regions"),
+        ({"labels": {"a": [1, 2]}, "regions_class_order": [3]}, r"regions_class_order is \[3\]"),
+        ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
+        ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),
+        ({"labels": {"a": [1, 2], "b": [2, 1]}, "regions_class_order": [1, 2]}, "the same labels"),
+        ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
+        ({"labels": {"a": 1, "ignore": [5, 6]}}, r"label ignore is \[5, 6\]; give it one value"),
+        ({"labels": {"a": 3, "ignore": 2}}, "label ignore is 2, but a is 3; give ignore the high"),
+        ({"labels": {"0": "background", "1": "ignore"}}, "nothing but the background"),
+        ({"labels": {"background": 0, "a": 1, "b": 1}}, "a and b are both 1"),
+        ({"labels": ["background", "a"]}, "names and values"),
+        ({"channel_names": {"0": "CT", "2": "PET"}}, "numbered 0, 2"),
+        ({"labels": {"background": 0, "a": True}}, "a has the value True; use whole numbers"),
+        ({"labels": {"background": 0, "a": 2**32}}, "4294967296; segmentations hold values up to"),
+        ({"labels": {"background": 0, "a": "9" * 5000}}, r"value 9+\.\.\.; segmentations hold"),
+        ({"labels": {"background": 1, "a": 2}}, "labels 1 and 0 are both called background"),
+        ({"labels": {"1": "e\u0301", "2": "\u00e9"}}, "are both called \u00e9"),
+        ({"labels": {"1": 5}}, "label 1 is called 5"),
+        ({"labels": {"1": "a\n\x1b[31m"}}, r"label 1 is called 'a\\n\\x1b\[31m'"),
+        ({"labels": {"1": "x" * 10**6}}, r"label 1 is called 'x{10,40}\.\.\.x{10,40}'; a name is"),
+        ({"labels": {f"l{n}": n for n in range(66000)}}, "names 66000 labels; use at most"),
+        ({"channel_names": {"0": "CT", "1": ["PET"]}}, r"channel 1 is called \['PET'\]"),
+        ({"channel_names": ["MRI"] * 2000}, "has 2000 channels; use at most"),
+        ({"file_ending": ".png"}, "file_ending is '.png'; known: .nii.gz"),
+        ({"file_ending": 3}, "file_ending is 3"),
+        ({"name": [1]}, r"the data set is called \[1\]"),
+        ({"dataset": {"": {}}}, "a case is called ''"),
+        ({"dataset": {"a": 3}}, "dataset.a needs an image and a label"),
+    ],
+)
+def test_refuses_what_it_cannot_train_on(tmp_path, changes, message):
+    with pytest.raises(DatasetError, match=message) as caught:
+        load_dataset(nnunet(tmp_path, **changes))
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+NO_NAMES = ["a\0.nii", "a\n.nii", "\udcff.nii", f"{'x' * 300}.nii", ".", ["a.nii"], {"a": 1}, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": [{"image": "a.nii.gz"}]}, r"training\[0\] needs an image and a label"),
+        ({"training": ["a.nii.gz"]}, r"training\[0\] needs an image and a label, but is .a"),
+        ({"training": []}, "no labelled case"),
+        ({"validation": {"image": "a"}}, r"validation is {'image': 'a'}; it needs a list"),
+        ({"training": [msd_entry(0)] * 2}, r"case_0.nii.gz 2 times"),
+        ({"training": [msd_entry(0, fold=0), msd_entry(1)]}, "case_1 has no fold"),
+        ({"training": [msd_entry(0, fold=0), msd_entry(1, fold=7)]}, "0, 7"),
+        ({"training": [msd_entry(0, fold="1")]}, "has the fold '1'"),
+        *(({"training": [msd_entry(0, label=n)]}, r"training\[0\] names") for n in NO_NAMES),
+        ({"training": [msd_entry(0, image="imagesTr/../a.nii")]}, r"\[0\] points to .*outside"),
+        # A file in the data set is not outside its folder, but the folder may be moved.
+        ({"training": [msd_entry(0, label="{root}/labelsTr/case_0.nii.gz")]}, "from the root of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses_lists_that_it_cannot_follow(tmp_path, changes, message):
+    root = write_msd(tmp_path, 2, **changes)
+    description = root / "dataset.json"
+    description.write_text(description.read_text().replace("{root}", str(root)))
+    with pytest.raises(DatasetError, match=message) as caught:
+        load_dataset(root)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_refuses_links_that_leave_the_folder(tmp_path):
+    outside = write_volume(tmp_path / "x.nii.gz", np.ones((4, 4, 4)))
+    root = write_msd(tmp_path / "data")
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    (root / "imagesTr/case_1.nii.gz").symlink_to(outside)
+    with pytest.raises(DatasetError, match="case_1.nii.gz, outside"):
+        load_dataset(root)
+    root = nnunet(tmp_path / "nnunet")
+    (root / "imagesTr/liver_2_0001.nii.gz").unlink()
+    (root / "imagesTr/liver_2_0001.NII.GZ").symlink_to(outside)  # found by its spelling
+    with pytest.raises(DatasetError, match=r"liver_2_0001.NII.GZ, outside"):
+        load_dataset(root)
+
+
+def test_says_which_layouts_are_understood(tmp_path):
+    with pytest.raises(DatasetError, match="there is no data set at"):
+        load_dataset(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match=r"holds no dataset.json.*Decathlon.*nnU-Net"):
+        load_dataset(tmp_path)
+    for content, said in (
+        (b"[1, 2]", r"no known layout.*Decathlon.*nnU-Net"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe\x00", "not text in UTF-8; name the folder of a data set"),
+    ):
+        (tmp_path / "dataset.json").write_bytes(content)
+        with pytest.raises(DatasetError, match=said):
+            load_dataset(tmp_path)
+
+
+def test_drawn_folds_validate_every_case_once(tmp_path, caplog):
+    dataset = load_dataset(write_msd(tmp_path, num_cases=13))
+    validated = []
+    for fold in range(5):
+        train, validation = fold_cases(dataset, fold, 5, seed=3)
+        assert {*train, *validation} == {*dataset.cases} and len(train) + len(validation) == 13
+        assert len(validation) in (2, 3)
+        validated += validation
+    assert len(validated) == 13 and {*validated} == {*dataset.cases}
+    assert fold_cases(dataset, 0, 5, seed=3) == fold_cases(dataset, 0, 5, seed=3)
+    assert fold_cases(dataset, 0, 5, seed=3) != fold_cases(dataset, 0, 5, seed=4)
+    with pytest.raises(DatasetError, match="folds 0 to 4, not fold 5"):
+        fold_cases(dataset, 5, 5, seed=3)
+    # Few cases give fewer folds.
+    dataset = load_dataset(write_msd(tmp_path, num_cases=3))
+    train, validation = fold_cases(dataset, 2, 5, seed=0)
+    assert (len(train), len(validation)) == (2, 1)
+    assert "only 3 cases, so 3 folds, not 5" in caplog.text
+    lonely = load_dataset(write_msd(tmp_path, num_cases=1))
+    with pytest.raises(DatasetError, match="at least two"):
+        fold_cases(lonely, 0, 5, seed=0)
+
+
+def test_honours_splits_final(tmp_path, caplog):
+    root = write_msd(tmp_path)
+    given = root / "splits_final.json"
+    fold = {"train": ["case_0", "case_2"], "val": ["case_1"]}
+    write_json(given, [{"train": ["case_2"], "val": ["case_0"]}, fold])
+    train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
+    assert [case.name for case in train] == ["case_0", "case_2"]
+    assert [case.name for case in validation] == ["case_1"]
+    assert caplog.records == []
+    fold_cases(load_dataset(root), 0, 5, seed=0)
+    assert "fold 0 leaves out 1 of 3 cases" in caplog.text
+    given.unlink()
+    given.symlink_to("not fetched yet")
+    with pytest.raises(DatasetError, match=r"cannot read .*splits_final.json: No such file"):
+        load_dataset(root)
+
+
+@pytest.mark.parametrize(
+    ("folds", "message"),
+    [
+        ({"train": []}, "list of folds"),
+        ([{"train": ["case_0"]}], "'val'"),
+        (["case_0"], "fold 0 needs cases under 'train' and under 'val'"),
+        ([{"train": ["case_0"], "val": ["case_9"]}], "case_9, which is no case"),
+        ([{"train": ["case_0", "case_1"], "val": ["case_1"]}], "case_1 twice"),
+        ([{"train": ["case_0", ["case_2"]], "val": ["case_1"]}], r"names \['case_2'\]; it needs"),
+        ([{"train": ["case_0"], "val": ["x" * 10**6]}], r"names x{80}\.\.\., which is no case"),
+    ],
+)
+def test_refuses_wrong_splits_final(tmp_path, folds, message):
+    root = write_msd(tmp_path)
+    write_json(root / "splits_final.json", folds)
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(root)
+
+
+def test_honours_fold_keys(tmp_path, caplog):
+    entries = [msd_entry(number, fold=number % 2) for number in range(4)]
+    root = write_msd(tmp_path, 4, training=entries)
+    train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
+    assert [case.name for case in train] == ["case_0", "case_2"]
+    assert [case.name for case in validation] == ["case_1", "case_3"]
+    # Cases set aside for validation are in no fold.
+    root = write_msd(tmp_path, 4, training=entries[:3], validation=entries[3:])
+    train, validation = fold_cases(load_dataset(root), 0, 5, seed=0)
+    assert [case.name for case in (*train, *validation)] == ["case_1", "case_0", "case_2"]
+    assert "fold 0 leaves out 1 of 4 cases" in caplog.text
+
+
+def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path):
+    root = nnunet(tmp_path)
+    (root / "labelsTr/liver_2.nii.gz").rename(root / "labelsTr/liver_2.NII.GZ")
+    (root / "imagesTr/liver_2_0001.nii.gz").rename(root / "imagesTr/liver_2_0001.Nii.gz")
+    dataset = load_dataset(root)
+    assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
+    assert dataset.cases[1].images[1].name == "liver_2_0001.Nii.gz"
+    assert dataset.cases[1].label.name == "liver_2.NII.GZ"
+    assert check_headers(dataset) == []
+
+
+def test_files_that_are_named_twice_and_cases_of_one_name_are_refused(tmp_path):
+    pair = ["imagesTr/pair.HDR", "imagesTr/pair.IMG"]
+    root = write_msd(tmp_path, training=[msd_entry(0, image=pair)])
+    nib.save(nib.Nifti1Pair(np.ones((12, 14, 10), np.float32), np.eye(4)), root / pair[0])
+    with pytest.raises(DatasetError, match=r"pair\.HDR 2 times"):
+        load_dataset(root)
+    entries = [msd_entry(0), msd_entry(1, label="labelsTr/case_0.nii")]
+    root = write_msd(tmp_path, training=entries)
+    write_volume(root / "labelsTr/case_0.nii", blob_label((12, 14, 10)))
+    with pytest.raises(DatasetError, match=r"case_0.nii.gz and .*case_0.nii would both be the"):
+        load_dataset(root)
+
+
+def test_the_name_of_a_case_depends_on_no_other_case(tmp_path):
+    labels = ["labelsTr/seg.nii.gz", "a/b_c/seg.nii.gz", "a_b/c/seg.nii.gz"]
+    entries = [msd_entry(number, label=label) for number, label in enumerate(labels)]
+    names = ["seg", "a/b_c/seg", "a_b/c/seg"]
+    for number in (1, 2, 3):
+        dataset = load_dataset(write_msd(tmp_path, training=entries[:number]))
+        assert [case.name for case in dataset.cases] == names[:number]
+    dataset = load_dataset(write_msd(tmp_path, training=entries[:2], validation=entries[2:]))
+    assert [case.name for case in dataset.cases] == names
+    assert dataset.validation == ("a_b/c/seg",)
+
+
+def test_names_agree_whatever_the_form_of_their_letters(tmp_path):
+    composed, decomposed = (unicodedata.normalize(form, "\u00e9") for form in ("NFC", "NFD"))
+    entries = [msd_entry(0, label=f"labelsTr/{decomposed}.nii.gz"), msd_entry(1)]
+    root = write_msd(tmp_path, training=entries)
+    for name in (composed, decomposed):
+        write_json(root / "splits_final.json", [{"train": ["case_1"], "val": [name]}])
+        _, validation = fold_cases(load_dataset(root), 0, 5, seed=0)
+        assert [case.name for case in validation] == [composed]
+    entries[1]["label"] = f"labelsTr/{composed}.nii.gz"
+    write_msd(tmp_path, training=entries)
+    with pytest.raises(DatasetError, match=f"would both be the case {composed}; rename"):
+        load_dataset(root)
+
+
+def test_what_is_not_named_is_found_in_the_volumes(tmp_path):
+    images = ["imagesTr/case_0.nii.gz", "imagesTr/two.nii.gz"]
+    root = write_msd(tmp_path, 1, modality=None, training=[msd_entry(0, image=images)])
+    write_volume(root / "imagesTr/two.nii.gz", np.ones((12, 14, 10, 2), np.float32))
+    dataset = load_dataset(root)
+    assert dataset.channel_names == ("channel 0", "channel 1", "channel 2")
+    assert check_headers(dataset) == []
+    # An image is no label map to find labels in.
+    root = write_msd(tmp_path, labels=None, shape=(70, 40, 30))
+    grey = np.arange(70 * 40 * 30, dtype=np.float32).reshape(70, 40, 30)
+    write_volume(root / "labelsTr/case_1.nii.gz", grey)
+    with pytest.raises(DatasetError, match=r"case_1.nii.gz holds 84000 different values"):
+        load_dataset(root)

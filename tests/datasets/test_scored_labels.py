@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.images.samples import write_json
+from unet3d.datasets.scored_labels import (
+    EVERY_VALUE,
+    ScoredLabels,
+    description_of,
+    mask_of,
+    read_scored_labels,
+)
+from unet3d.errors import DatasetError
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "ignore"),
+    [
+        ({"0": "background", "1": "left", "2": "right"}, {1: "left", 2: "right"}, None),
+        ({"background": 0, "left": 1, "right": 2}, {1: "left", 2: "right"}, None),
+        (
+            {"background": 0, "whole": [3, 1, 2], "core": [2, 3], "enhancing": [3], "ignore": 4},
+            {(1, 2, 3): "whole", (2, 3): "core", 3: "enhancing"},
+            4,
+        ),
+        ({"0": "background", "1": "left", "2": "ignore"}, {1: "left"}, 2),
+        ({"left": "1"}, {1: "left"}, None),
+    ],
+)
+def test_labels_are_read_in_every_layout(tmp_path, labels, names, ignore):
+    tree = {"labels": labels, "regions_class_order": [1, 2, 3]}  # read where there are regions
+    path = write_json(tmp_path / "dataset.json", tree)
+    expected = ScoredLabels(names=names, ignore=ignore)
+    assert read_scored_labels(path) == expected
+    assert read_scored_labels(tmp_path) == expected
+    assert list(read_scored_labels(path).names) == list(names)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({}, "names no labels"),
+        ({"labels": {}}, "names no labels"),
+        ({"labels": {"a": 1.5}}, r"label a has the value 1\.5; use whole numbers"),
+        ({"labels": {"a": [1, -1]}}, "label a has the value -1"),
+        ({"labels": {"a": [0, 1]}}, r"region a is \[0, 1\]"),
+        ({"labels": {"a": [1, 2]}}, "regions_class_order is None"),
+        ({"labels": {"a": 1, "ignore": [2, 3]}}, r"label ignore is \[2, 3\]; give it one value"),
+        ({"labels": {"a": 2, "b": 1, "ignore": 2}}, "both 2"),
+        ({"labels": {"1": "a\x1b[2J"}}, "label 1 is called"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_in_one_line(tmp_path, tree, message):
+    path = write_json(tmp_path / "dataset.json", tree)
+    with pytest.raises(DatasetError, match=message) as caught:
+        read_scored_labels(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_masks_of_labels_and_regions():
+    array = np.arange(5)
+    assert mask_of(array, 3).tolist() == [False, False, False, True, False]
+    assert mask_of(array, (1, 4)).tolist() == [False, True, False, False, True]
+    scored = ScoredLabels(names={(4, 7): "both", 7: "one", 2: "absent"}, ignore=9)
+    assert scored.among([0, 4, 3, 9]) == [(4, 7), 3]  # values that nobody named, too
+    assert EVERY_VALUE.among([5, 0, 3]) == [3, 5]
+
+
+def test_the_description_is_that_of_the_data_set_that_label_maps_lie_in(tmp_path, monkeypatch):
+    with pytest.raises(DatasetError, match=r"cannot read .*dataset\.json"):
+        read_scored_labels(tmp_path)
+    path = write_json(tmp_path / "dataset.json", {})
+    (tmp_path / "labelsTr").mkdir()
+    (tmp_path / "other").mkdir()
+    assert description_of(tmp_path / "labelsTr") == path
+    assert description_of(tmp_path / "labelsTr/case.nii.gz") == path
+    assert description_of(tmp_path / "other") is None
+    assert description_of(tmp_path) is None
+    monkeypatch.chdir(tmp_path / "labelsTr")
+    assert description_of(Path(".")) == path
+    path.unlink()
+    assert description_of(tmp_path / "labelsTr") is None

@@ -1,0 +1,78 @@
+"""Small NRRD files and MetaImages, written field by field."""
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from unet3d.images.nifti import read_image, read_label
+
+ARRAY = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
+"""Voxels (X, Y, Z)."""
+
+VOXELS = ARRAY.tobytes(order="F")
+
+NRRD = {
+    "type": "short",
+    "dimension": "3",
+    "sizes": "3 4 5",
+    "space": "left-posterior-superior",
+    "space directions": "(0.7,0,0) (0,0.8,0) (0,0,3)",
+    "space origin": "(1,2,3)",
+    "endian": "little",
+    "encoding": "raw",
+}
+
+META = {
+    "ObjectType": "Image",
+    "NDims": "3",
+    "BinaryData": "True",
+    "BinaryDataByteOrderMSB": "False",
+    "CompressedData": "False",
+    "TransformMatrix": "1 0 0 0 1 0 0 0 1",
+    "Offset": "1 2 3",
+    "ElementSpacing": "0.7 0.8 3",
+    "DimSize": "3 4 5",
+    "ElementType": "MET_SHORT",
+}
+
+
+def nrrd_bytes(voxels: bytes | None = None, **changes: str | None) -> bytes:
+    """Return an NRRD file; ``changes`` replace fields, with _ for a space, or take them away."""
+    fields: dict[str, Any] = {**NRRD, **{k.replace("_", " "): v for k, v in changes.items()}}
+    lines = [f"{name}: {value}" for name, value in fields.items() if value is not None]
+    head = "\n".join(["NRRD0004", "# a remark", "note:=any: thing", *lines, "", ""]).encode()
+    if voxels is None:
+        voxels = gzip.compress(VOXELS, mtime=0) if fields["encoding"] == "gzip" else VOXELS
+    return head + voxels
+
+
+def meta_bytes(voxels: bytes | None = None, **changes: str | None) -> bytes:
+    """Return a MetaImage; ``changes`` replace fields, or take them away."""
+    fields: dict[str, Any] = {**META, "ElementDataFile": "LOCAL", **changes}
+    fields["ElementDataFile"] = fields.pop("ElementDataFile")  # the last one
+    lines = [f"{name} = {value}" for name, value in fields.items() if value is not None]
+    if voxels is None:
+        voxels = zlib.compress(VOXELS) if fields["CompressedData"] == "True" else VOXELS
+    return "\n".join([*lines, ""]).encode() + voxels
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def assert_reads_what_simpleitk_writes(path: Path) -> None:
+    """Write voxels of every type with SimpleITK, packed and as they are, and read them."""
+    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    found = nib.apply_orientation(ARRAY, [[0, -1], [1, -1], [2, 1]])
+    for dtype in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"):
+        image = sitk.GetImageFromArray(np.ascontiguousarray(ARRAY.T).astype(dtype))
+        for is_packed in (False, True):
+            sitk.WriteImage(image, str(path), useCompression=is_packed)
+            np.testing.assert_array_equal(read_image(path).array[0], found, err_msg=dtype)
+            np.testing.assert_array_equal(read_label(path).array, found, err_msg=dtype)

@@ -1,0 +1,143 @@
+"""Folders of DICOM slices: a volume is read, and what is none is refused with the reason."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.images.dicom_series import change, write_series, write_slice
+from tests.images.samples import refusal, write_json
+from unet3d.datasets.dataset import load_dataset
+from unet3d.images.header import read_header
+from unet3d.images.nifti import open_channels, read_image
+from unet3d.images.scratch import Scratch
+from unet3d.memory import host
+from unet3d.preparation.check import check_dataset
+
+pydicom = pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+
+ARRAY = np.random.default_rng(0).integers(-1000, 3000, (5, 4, 6)).astype(np.int16)
+
+
+@pytest.fixture
+def series(tmp_path):
+    return write_series(tmp_path / "series", ARRAY)
+
+
+def in_order(series):
+    """Return the slices from the feet to the head."""
+    return sorted(series.iterdir(), key=lambda path: pydicom.dcmread(path).InstanceNumber)
+
+
+def test_other_files_of_the_folder_are_left_out(series):
+    whole = read_image(series)
+    (series / "notes.txt").write_text("not DICOM")
+    (series / ".hidden").write_bytes(bytes(128) + b"DICM")
+    (series / "DICOMDIR").write_bytes(bytes(128) + b"DICM")
+    (series / "thumbnails").mkdir()
+    again = read_image(series)
+    np.testing.assert_array_equal(again.array, whole.array)
+    np.testing.assert_array_equal(whole.array[0], ARRAY)
+    assert whole.header.shape == (5, 4, 6) and whole.header.spacing_mm == (0.7, 0.8, 2.5)
+
+
+def test_headers_are_read_without_pixels(series):
+    for path in series.iterdir():
+        change(path, PixelData=bytes(2))
+    assert read_header(series).shape == (5, 4, 6)
+    assert "as a slice" in refusal(series)
+
+
+def test_slices_that_are_missing_or_twice_there_are_named(series):
+    slices = in_order(series)
+    shutil.copy(slices[1], series / "zcopy")
+    assert f"two slices at one place, {slices[1].name} and zcopy" in refusal(series)
+    (series / "zcopy").unlink()
+    slices[3].unlink()
+    line = refusal(series)
+    assert f"lacks slices between {slices[2].name} and {slices[4].name} (5 mm)" in line
+    assert "elsewhere they are 2.5 mm apart" in line
+    write_slice(series.with_name("one") / "IM1", ARRAY[:, :, 0].T.copy())
+    line = refusal(series.with_name("one"))
+    assert "holds one DICOM slice; a volume needs at least two" in line
+
+
+def test_a_tilted_gantry_is_refused(series):
+    for number, path in enumerate(in_order(series)):
+        # The table moves along Z while the slices lean by 12 degrees.
+        lean = [0, float(np.cos(np.radians(12))), float(-np.sin(np.radians(12)))]
+        change(path, ImageOrientationPatient=[1, 0, 0, *lean])
+        change(path, ImagePositionPatient=[0, 0, 2.5 * number])
+    line = refusal(series)
+    assert "tilted gantry" in line and "by 12 degrees" in line and "dcm2niix" in line
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "said"),
+    [
+        (2, {"ImagePositionPatient": [0, 0, 5.8]}, "{2} lies 0.8 mm from its place (1.7 to 3.3 mm"),
+        (2, {"ImagePositionPatient": [0.5, 0, 5]}, "{2} lies 0.5 mm from its place"),
+        (3, {"Rows": 2, "Columns": 10}, "is unlike {0}, it has 10x2 pixels instead of 5x4"),
+        (3, {"PixelSpacing": [0.8, 0.9]}, "pixels of 0.9x0.8 mm instead of 0.7x0.8"),
+        (3, {"ImageOrientationPatient": [0, 1, 0, 0, 0, -1]}, "another orientation, such as a loc"),
+        (
+            0,
+            {"SeriesInstanceUID": "1.2.3", "SeriesDescription": "Topo\x1b[2Jgram"},
+            '2 DICOM series: "Topo\\x1b[2Jgram" (1 of the files, such as {0}), "Abdomen" (5 of the '
+            "files, such as {1}); move each to a folder of its own",
+        ),
+        (0, {"SeriesInstanceUID": "1", "SeriesDescription": None, "SeriesNumber": 7}, '"series 7"'),
+    ],
+)
+def test_a_slice_that_does_not_belong_to_the_others_is_named(series, number, changes, said):
+    slices = in_order(series)
+    change(slices[number], **changes)
+    line = refusal(series)
+    assert said.format(*(path.name for path in slices)) in line and line.isprintable()
+
+
+def test_rounded_positions_are_even_and_no_tilt(series):
+    change(in_order(series)[2], ImagePositionPatient=[0.05, 0, 5.05])
+    assert read_header(series).spacing_mm == (0.7, 0.8, 2.5)
+    short = write_series(series.with_name("short"), ARRAY[:, :, :3])
+    change(in_order(short)[2], ImagePositionPatient=[0.05, 0, 5])
+    assert read_header(short).shape == (5, 4, 3)
+
+
+def test_slices_may_be_scaled_each_on_its_own(tmp_path):
+    series = write_series(tmp_path / "pet", np.abs(ARRAY))
+    expected = np.abs(ARRAY).astype(np.float64)
+    for number, path in enumerate(in_order(series)):
+        change(path, RescaleSlope=0.5 + number / 8, RescaleIntercept=0)
+        expected[:, :, number] *= 0.5 + number / 8
+    np.testing.assert_array_equal(read_image(series).array[0], expected.astype(np.float32))
+
+
+def test_memory_is_counted_before_pixels_are_read(series, monkeypatch):
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 100)
+    assert "reading 5x4x6x1 voxels takes 720 bytes of memory" in refusal(series)
+
+
+def test_a_data_set_may_have_folders_of_slices(tmp_path):
+    write_series(tmp_path / "scans" / "case0.1", ARRAY)
+    write_series(tmp_path / "labels" / "case0.1", (ARRAY > 500).astype(np.uint8))
+    entries = [{"image": "scans/case0.1", "label": "labels/case0.1"}]
+    tree = {"labels": {"0": "background", "1": "bone"}, "modality": {"0": "CT"}}
+    write_json(tmp_path / "dataset.json", {**tree, "training": entries})
+    dataset = load_dataset(tmp_path)
+    assert [case.name for case in dataset.cases] == ["labels/case0.1"]
+    assert check_dataset(dataset) == []
+
+
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_slices_are_stacked_in_memory_or_on_a_disk(series, tmp_path, is_memory):
+    (tmp_path / "disk").mkdir()
+    image = open_channels([series], Scratch(None if is_memory else tmp_path / "disk"))
+    np.testing.assert_array_equal(image.voxels.whole()[0], ARRAY)
+    planes = image.voxels.on_device(1, slice(1, 3), torch.device("cpu"))
+    np.testing.assert_array_equal(planes[0], ARRAY[:, 1:3])
+    assert (str(tmp_path) in Path("/proc/self/maps").read_text()) != is_memory
+    assert not list((tmp_path / "disk").iterdir())

@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.images.samples import refusal
+from unet3d.images.files import (
+    SUFFIXES,
+    find_spelling,
+    is_nifti_file,
+    is_volume_file,
+    members,
+    stands_for_volume,
+    volume_stem,
+)
+from unet3d.images.header import read_header
+from unet3d.images.nifti import read_image, read_label, write_label
+
+ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
+
+
+def test_names():
+    for suffix in SUFFIXES:
+        assert is_volume_file(Path(f"folder/scan.1{suffix}"))
+        assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
+        assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
+        assert is_nifti_file(Path(f"SCAN{suffix.upper()}")) == (suffix in (".nii", ".nii.gz"))
+    for name in ("scan.txt", "scan.nii.txt", "nii", "scan.gz"):
+        assert not is_volume_file(Path(name))
+        assert not stands_for_volume(Path(name))
+
+
+@pytest.mark.parametrize("kind", [nib.Nifti1Pair, nib.Nifti2Pair])
+@pytest.mark.parametrize("suffixes", [(".hdr", ".img"), (".HDR", ".IMG"), (".hDR", ".Img")])
+def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, suffixes, kind):
+    both = tuple(tmp_path / f"scan.1{suffix}" for suffix in suffixes)
+    nib.save(kind(ARRAY, np.diag([2.0, 3.0, 4.0, 1.0])), tmp_path / "new.hdr")
+    for suffix, path in zip(("hdr", "img"), both, strict=True):
+        (tmp_path / f"new.{suffix}").rename(path)
+    for path in both:
+        assert members(path) == both
+        assert stands_for_volume(path) == (path == both[0])
+        np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+        np.testing.assert_array_equal(read_label(path).array, ARRAY)
+        assert read_header(path).spacing_mm == (2, 3, 4)
+
+
+def test_pairs_whose_names_differ_by_case_alone_are_kept_apart(tmp_path):
+    quiet, loud = (tmp_path / "a.hdr", tmp_path / "a.img"), (tmp_path / "a.HDR", tmp_path / "a.IMG")
+    for path in (*quiet, *loud):
+        path.touch()
+    assert [members(path) for path in (*quiet, *loud)] == [quiet, quiet, loud, loud]
+
+
+def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path):
+    for suffix, partner in ((".hdr", "img"), (".HDR", "img"), (".img", "hdr"), (".Img", "hdr")):
+        path = tmp_path / f"half{suffix}"
+        path.write_bytes(b"something")
+        assert members(path) == (path,)
+        assert stands_for_volume(path)
+        assert f"lacks its partner half.{partner}; a pair needs" in refusal(path, read_header)
+        path.unlink()
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nIi", ".NII.GZ", ".nii.GZ"])
+def test_files_are_read_and_written_in_any_case_of_letters(tmp_path, suffix):
+    gz = suffix.lower().endswith(".gz")
+    nib.save(nib.Nifti1Image(ARRAY, np.eye(4)), tmp_path / ("a.nii.gz" if gz else "a.nii"))
+    path = next(tmp_path.iterdir()).rename(tmp_path / f"scan{suffix}")
+    np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+    label = tmp_path / f"label{suffix}"
+    write_label(label, ARRAY, read_header(path))
+    assert {*tmp_path.iterdir()} == {path, label}
+    assert (label.read_bytes()[:2] == b"\x1f\x8b") == gz
+    np.testing.assert_array_equal(read_label(label).array, ARRAY)
+
+
+# nibabel leaves it to the garbage collector to close a plain .mgh file.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("suffix", [".mGz", ".MGH"])
+def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
+    plain = tmp_path / f"new{suffix.lower()}"
+    nib.save(nib.MGHImage(ARRAY.astype(np.int32), np.eye(4)), plain)
+    path = plain.rename(tmp_path / f"scan{suffix}")
+    np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+
+
+def test_analyze_files_are_refused(tmp_path):
+    nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
+    (tmp_path / "old.img").rename(tmp_path / "old.IMG")
+    assert "old.hdr is in the Analyze 7.5 format" in refusal(tmp_path / "old.hdr", read_header)
+
+
+def test_a_name_is_found_whatever_the_case_of_its_ending(tmp_path):
+    (tmp_path / "a.NII.gz").touch()
+    (tmp_path / "A.nii.gz").touch()
+    assert find_spelling(tmp_path / "a.nii.gz") == tmp_path / "a.NII.gz"
+    assert find_spelling(tmp_path / "A.nii.gz") == tmp_path / "A.nii.gz"
+    for absent in (tmp_path / "b.nii.gz", tmp_path / "a.nii", tmp_path / "none" / "a.nii"):
+        assert find_spelling(absent) == absent

@@ -1,0 +1,138 @@
+"""Room for voxels: in memory, or in files that have no name."""
+
+import contextlib
+import errno
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import warm
+from tests.faults import small_disk
+from tests.resident import resident_kib
+from unet3d.errors import VolumeError
+from unet3d.images.scratch import Scratch, forget_pages, new_mapped
+from unet3d.memory import host
+
+SHAPE = (30, 20, 10)
+
+
+def test_an_array_keeps_what_is_written(tmp_path):
+    for folder, order in itertools.product((None, tmp_path), "CF"):
+        scratch = Scratch(folder)
+        assert scratch.is_memory == (folder is None)
+        for dtype in ("u1", "<i2", ">f4", "f8", "?"):
+            array = scratch.empty(SHAPE, dtype, "a scan", order)
+            assert (array.shape, array.dtype) == (SHAPE, np.dtype(dtype))
+            assert array.flags[f"{order}_CONTIGUOUS"] and array.flags.writeable
+            values = np.random.default_rng(0).integers(0, 2, SHAPE).astype(dtype)
+            array[...] = values
+            forget_pages(array)
+            np.testing.assert_array_equal(array, values)
+
+
+def test_files_have_no_name_and_are_gone_with_the_array(tmp_path):
+    def held():
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                lines.append(os.readlink(f"/proc/self/fd/{number}"))
+        return [line for line in lines if str(tmp_path) in line]
+
+    array = Scratch(tmp_path).empty((2**20,), "u1", "a scan")
+    array[:] = 7
+    assert not list(tmp_path.iterdir())
+    assert {line.split()[-1] for line in held()} == {"(deleted)"}
+    del array
+    assert not held()
+
+
+def test_the_space_of_a_file_is_taken_at_once(tmp_path):
+    array = new_mapped(tmp_path / "a.npy", (2**20,), np.dtype("u1"))
+    status = (tmp_path / "a.npy").stat()
+    assert status.st_blocks * 512 >= status.st_size > array.nbytes
+    array[:] = np.arange(2**20) % 251
+    del array
+    assert (np.load(tmp_path / "a.npy") == np.arange(2**20) % 251).all()
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(VolumeError, match=r"a scan takes 5.859 KiB of .*absent: No such file"):
+        Scratch(tmp_path / "absent").empty(SHAPE, "u1", "a scan")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(VolumeError) as caught:
+        Scratch(tmp_path).empty((2**20, 3), "<i2", "scan.nii.gz: reading 5 voxels")
+    assert str(caught.value) == (
+        f"scan.nii.gz: reading 5 voxels takes 6 MiB of {tmp_path}: No space left on device; name "
+        "another folder with --scratch"
+    )
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space left"):
+        new_mapped(tmp_path / "a.npy", (3,), np.dtype("u1"))
+
+
+def fill(disk):
+    """Take the space of a disk of 1 MiB, and again when it is free."""
+    small_disk.mount(disk, "size=1m")
+    scratch = Scratch(disk)
+    first = scratch.empty((600, 1024), "u1", "the first")
+    first[:] = 3  # there is space for all of it
+    with pytest.raises(VolumeError, match="the second takes 600 KiB of .*: No space left on"):
+        scratch.empty((600, 1024), "u1", "the second")
+    del first
+    scratch.empty((600, 1024), "u1", "the third")[:] = 4
+
+
+def test_a_small_disk_is_an_error_and_not_a_signal(tmp_path):
+    """Without the space of a file, writing to its pages ends the process by SIGBUS."""
+    ended = warm.run_call(fill, tmp_path)
+    if "no namespaces" in ended.stderr:
+        pytest.skip("a small disk needs user and mount namespaces")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_memory_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**20 - 1)
+    with pytest.raises(VolumeError, match="a scan takes 1 MiB of memory.*predict --scratch DIR"):
+        Scratch().empty((2**19,), "<i2", "a scan")
+    assert Scratch(tmp_path).empty((2**19,), "<i2", "a scan").shape == (2**19,)
+
+
+@pytest.mark.parametrize("kind", ["scratch", "new", "read"])
+def test_pages_are_given_back_and_their_content_stays(kind, tmp_path):
+    shape, values = (64, 2**14), np.random.default_rng(0).integers(0, 256, (64, 2**14), np.uint8)
+    values.tofile(tmp_path / "a.raw")
+    array = {
+        "read": lambda: np.memmap(tmp_path / "a.raw", np.uint8, "r", 0, shape),
+        "new": lambda: new_mapped(tmp_path / "a.npy", shape, np.dtype("u1")),
+        "scratch": lambda: Scratch(tmp_path).empty(shape, "u1", "a scan"),
+    }[kind]()
+    if kind != "read":
+        array[...] = values
+    # As the rest of the package sees it: itself, a part, turned, strided, of another type.
+    strided = np.lib.stride_tricks.as_strided(array, (5, 5), (array.strides[0], 1))
+    turned, signed = np.asarray(array).T[::-1], array.reshape(-1).view(np.int8)[::3]
+    for seen in (array, array[3:5], turned, strided, signed):
+        np.testing.assert_array_equal(array, values)
+        assert resident_kib(tmp_path) >= 1000
+        forget_pages(seen)
+        assert resident_kib(tmp_path) < 100
+    np.testing.assert_array_equal(array, values)
+
+
+def test_changes_that_are_nowhere_else_are_not_forgotten(tmp_path):
+    np.zeros(2**16, np.uint8).tofile(tmp_path / "a.raw")
+    private = np.memmap(tmp_path / "a.raw", np.uint8, "c")
+    private[:] = 5
+    forget_pages(private[10:])
+    assert (private == 5).all()
+    held = np.full(1000, 5)
+    forget_pages(held)
+    assert (held == 5).all()

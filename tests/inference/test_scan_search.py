@@ -1,0 +1,258 @@
+"""Which scans are segmented, where to, and which results are kept."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.images.samples import noise, write_volume
+from unet3d.errors import ConfigError, ResultExistsError, VolumeError
+from unet3d.images.header import read_header
+from unet3d.inference.scan_search import find_scans, refuse_existing
+from unet3d.inference.scans import Wanted, read_scan, write_segmentation
+
+
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return [folder / name for name in names]
+
+
+def outputs(found):
+    assert not found.kept and not found.faults
+    files = [tuple(image.name for image in scan.images) for scan in found.to_segment]
+    return dict(zip(files, [scan.output.name for scan in found.to_segment], strict=True))
+
+
+def refuses(inputs, words, output=None, **wanted):
+    with pytest.raises((ConfigError, VolumeError), match=words):
+        find_scans(inputs, output, 1, Wanted(**wanted))
+
+
+def names(scans):
+    return [scan.images[0].name for scan in scans]
+
+
+def dicom_folder(folder):
+    folder.mkdir(parents=True)
+    (folder / "IM0001").write_bytes(bytes(128) + b"DICM")
+    return folder
+
+
+def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path):
+    scans = ["B.NII.GZ", "LOUD.HDR", "Mixed.hdr", "pair.hdr", "a.nii", "b.nii.gz", "c.mgz"]
+    scans += ["lonely.img", "e.nrrd", "f.mha", "g.mhd"]
+    touch(tmp_path, *scans, "LOUD.IMG", "Mixed.IMG", "pair.img", "g.raw", "deeper/d.nii")
+    touch(tmp_path, "a_seg.nii.gz", "B_SEG.NII.GZ", ".hidden.nii", "notes.txt")
+    for name in ("series", "s.2", ".hidden", "study/too deep"):
+        dicom_folder(tmp_path / name)
+    assert outputs(find_scans([tmp_path], None, 1, Wanted(overwrite=True))) == {
+        ("series",): "series_seg.nii.gz",
+        ("s.2",): "s.2_seg.nii.gz",
+        **{(name,): f"{name.split('.')[0]}_seg.nii.gz" for name in scans},
+    }
+    touch(tmp_path / "series", "mask.nrrd", "old_seg.nii.gz")
+    refuses([tmp_path / "series"], "holds DICOM slices and volumes, such as mask.nrrd")
+
+
+def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(tmp_path, monkeypatch):
+    series = dicom_folder(tmp_path / "CT 1.2.840")
+    touch(series, "IM0002", "notes.txt")
+    name = "CT 1.2.840_seg.nii.gz"
+    monkeypatch.chdir(series)
+    for given, images in ((series, series), (Path("."), series), (series / "../CT 1.2.840",) * 2):
+        (scan,) = find_scans([given], None, 1, Wanted()).to_segment
+        assert scan.images == (images,) and scan.output.resolve() == tmp_path / name
+    (scan,) = find_scans([series], tmp_path / "out", 1, Wanted()).to_segment
+    assert scan.output == tmp_path / "out" / name
+
+
+def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path):
+    files_of = ["x_0001.nii.gz", "x_0000.nii.gz", "y_0000.nii.gz", "y_0001.nii.gz", "z.nii.gz"]
+    files = touch(tmp_path, *files_of)
+    expected = {
+        ("x_0000.nii.gz", "x_0001.nii.gz"): "x_seg.nii.gz",
+        ("y_0000.nii.gz", "y_0001.nii.gz"): "y_seg.nii.gz",
+        ("z.nii.gz",): "z_seg.nii.gz",
+    }
+    assert outputs(find_scans([tmp_path], None, 2, Wanted())) == expected
+    assert outputs(find_scans(files, None, 2, Wanted())) == expected
+    assert outputs(find_scans([tmp_path, *files], None, 2, Wanted())) == expected
+    assert len(find_scans([tmp_path], None, 1, Wanted()).to_segment) == 5
+    # One file may hold both channels, whatever its number.
+    of_one = outputs(find_scans(files[:1], None, 2, Wanted()))
+    assert of_one == {("x_0001.nii.gz",): "x_0001_seg.nii.gz"}
+
+
+def test_channels_that_are_not_the_right_ones_are_refused(tmp_path):
+    for number, channels in enumerate(
+        (
+            ("x_0001.nii.gz", "x_0002.nii.gz"),
+            ("x_0000.nii.gz", "x_0000.nii"),
+            ("x_0000.nii.gz", "x_0001.nii.gz", "x_0002.nii.gz"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        touch(folder, *channels)
+        with pytest.raises(VolumeError, match=r"x has the files x_000.* 2 channels; name them x_0"):
+            find_scans([folder], None, 2, Wanted())
+        touch(folder, "y_0000.nii.gz", "y_0001.nii.gz")
+        found = find_scans([folder], None, 2, Wanted())
+        assert names(found.to_segment) == ["y_0000.nii.gz"]
+        ((scan, error),) = found.faults
+        assert names((scan,)) == [min(channels)] and "name them x_0000 to x_0001" in str(error)
+
+
+def test_a_scan_that_is_named_in_two_ways_counts_once(tmp_path, monkeypatch):
+    (path,) = touch(tmp_path / "scans", "a.nii.gz")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("scans")
+    around, linked = tmp_path / "scans/../scans/a.nii.gz", Path("link/a.nii.gz")
+    for other in (path, Path("scans/a.nii.gz"), around, linked):
+        for inputs in ([path, other], [tmp_path / "scans", other], [other, tmp_path / "scans"]):
+            assert len(find_scans(inputs, tmp_path / "out", 1, Wanted()).to_segment) == 1
+
+
+def test_every_link_to_one_scan_is_a_scan(tmp_path):
+    (path,) = touch(tmp_path, "elsewhere/a.nii.gz")
+    scans = tmp_path / "scans"
+    scans.mkdir()
+    for index in range(100):
+        (scans / f"{index}.nii.gz").symlink_to(path)
+    # What cannot be read stops no folder; it is named when it is its turn.
+    (scans / "loop.nii.gz").symlink_to("loop.nii.gz")
+    (scans / "nowhere.nii.gz").symlink_to("absent.nii.gz")
+    os.mkfifo(scans / "pipe.nii.gz")
+    found = find_scans([scans, scans / "loop.nii.gz"], None, 1, Wanted())
+    assert len({scan.output for scan in found.to_segment}) == 103
+    by_name = {scan.images[0].name: scan for scan in found.to_segment}
+    words = {"loop": "symbolic links", "nowhere": "No such file", "pipe": "is a pipe", "7": "is em"}
+    for name, said in words.items():
+        with pytest.raises(VolumeError, match=said):
+            read_scan(by_name[f"{name}.nii.gz"])
+
+
+def test_output_is_a_file_or_a_folder(tmp_path):
+    (tmp_path / "there.already").mkdir()
+    path = write_volume(tmp_path / "scan.nii.gz", noise((4, 5, 6)))
+    for given, inside in (
+        ("mine.nii", ""),
+        ("new folder", "scan_seg.nii.gz"),
+        ("there.already", "scan_seg.nii.gz"),
+    ):
+        (scan,) = find_scans([path], tmp_path / given, 1, Wanted()).to_segment
+        assert scan.output == tmp_path / given / inside
+        write_segmentation(scan, np.ones((4, 5, 6), np.uint8), read_header(path))
+        assert scan.output.is_file()
+
+
+def test_outputs_that_cannot_be_are_refused(tmp_path):
+    (tmp_path / "other/empty").mkdir(parents=True)
+    a, b, twin, pair = touch(tmp_path, "a.nii.gz", "b.nii.gz", "other/a.nii", "pair.hdr")
+    for inputs, output, words in (
+        ([a], a, "is itself to be segmented"),
+        ([a, tmp_path / "a_seg.nii.gz"], None, "is itself to be segmented"),
+        ([a, b], tmp_path / "one.nii.gz", "is one file for 2 scans; name a folder"),
+        ([a, twin], tmp_path / "out", "would both be written to"),
+        ([a], tmp_path / "out.mgz", r"name a .nii or .nii.gz file"),
+        ([a], tmp_path / "out.nrrd", r"out\.nrrd: segmentations are written as NIfTI; name"),
+        ([pair], tmp_path / "out.txt", r"name a .nii or .nii.gz file"),
+        ([tmp_path / "other/empty"], None, "other/empty holds no volumes"),
+    ):
+        refuses(inputs, words, output, overwrite=True)
+    (tmp_path / "a_seg.nii.gz").symlink_to("a.nii.gz")
+    refuses([a], "is itself to be segmented", overwrite=True)
+
+
+def test_results_that_exist_are_kept_and_only_a_single_scan_is_refused(tmp_path):
+    a, b, old = touch(tmp_path, "a.nii.gz", "b.nii.gz", "b_seg.nii.gz")
+    for inputs in ([a, b], [tmp_path]):
+        found = find_scans(inputs, None, 1, Wanted())
+        assert (names(found.to_segment), names(found.kept)) == ([a.name], [b.name])
+        found = find_scans(inputs, None, 1, Wanted(overwrite=True))
+        assert (names(found.to_segment), names(found.kept)) == ([a.name, b.name], [])
+    with pytest.raises(ResultExistsError, match=f"{old} exists; add --overwrite"):
+        find_scans([b], None, 1, Wanted())
+    touch(tmp_path, "a_seg.nii.gz")
+    assert names(find_scans([tmp_path], None, 1, Wanted()).kept) == [a.name, b.name]
+
+
+def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
+    """Another network may have made it: statistics of ours would give its labels wrong names."""
+    both = ["a_seg.nii.gz", "a_seg.json"]
+    for present, missing in (both, both[::-1]):
+        a, b, there = touch(tmp_path / present, "a.nii.gz", "b.nii.gz", present)
+        words = f"{there} exists, but not {missing}; add --overwrite to make both"
+        refuses([a], words, statistics=True)
+        found = find_scans([a, b], None, 1, Wanted(statistics=True))
+        assert (names(found.to_segment), names(found.kept)) == (["b.nii.gz"], [])
+        ((scan, error),) = found.faults
+        assert scan.images == (a,) and words in str(error)
+        anyway = find_scans([a, b], None, 1, Wanted(overwrite=True, statistics=True))
+        assert len(anyway.to_segment) == 2
+        touch(tmp_path / present, missing)
+        with pytest.raises(ResultExistsError):
+            refuse_existing(scan, Wanted(statistics=True))
+        kept = find_scans([a, b], None, 1, Wanted(statistics=True)).kept
+        assert names(kept) == ["a.nii.gz"]
+
+
+def test_pictures_are_results_as_statistics_are(tmp_path):
+    a, there = touch(tmp_path, "a.nii.gz", "a_seg.nii.gz")
+    words = f"{there} exists, but not a_seg.png; add --overwrite to make both"
+    refuses([a], words, preview=True)
+    words = "exists, but not a_seg.json and a_seg.png; add --overwrite to make all"
+    refuses([a], words, statistics=True, preview=True)
+    (tmp_path / "a_seg.png").mkdir()
+    with pytest.raises(ResultExistsError):
+        find_scans([a], None, 1, Wanted(preview=True))
+    words = "a_seg.png is a folder; choose another --output"
+    refuses([a], words, overwrite=True, preview=True)
+    there.unlink()  # what nobody asks for does not matter
+    assert names(find_scans([a], None, 1, Wanted()).to_segment) == ["a.nii.gz"]
+
+
+def test_whatever_has_the_name_counts_as_a_result(tmp_path):
+    for kind, make in {
+        "is a folder": Path.mkdir,
+        "is not a regular file": os.mkfifo,
+        "absent": lambda output: output.symlink_to("absent"),
+        "loop": lambda output: output.symlink_to(output.name),
+    }.items():
+        scan, output = touch(tmp_path / kind, "a.nii.gz", "a_seg.nii.gz")
+        output.unlink()
+        make(output)
+        with pytest.raises(ResultExistsError):
+            find_scans([scan], None, 1, Wanted())
+        if kind.startswith("is "):
+            refuses([scan], f"{kind}; choose another --output", overwrite=True)
+        else:
+            assert find_scans([scan], None, 1, Wanted(overwrite=True)).to_segment
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(
+    tmp_path, monkeypatch
+):
+    a, _ = touch(tmp_path, "a.nii.gz", "file")
+    (tmp_path / "read-only").mkdir()
+    (tmp_path / "dangling").symlink_to("absent")
+    access = os.access
+
+    def on_read_only_disk(path, mode):  # root may write to what has no mode for it
+        return Path(path).name != "read-only" and access(path, mode)
+
+    monkeypatch.setattr(os, "access", on_read_only_disk)
+    for place in ("file", "read-only", "dangling", "x" * 300):
+        words = f"cannot write.*{place}.*choose another"
+        for output in (tmp_path / place, tmp_path / place / "deeper"):
+            refuses([a], words, output, overwrite=True)
+
+
+def test_a_folder_that_cannot_be_listed_is_explained(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    refuses([tmp_path], f"cannot list {tmp_path}: Permission denied")

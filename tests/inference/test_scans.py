@@ -1,0 +1,120 @@
+import errno
+import json
+import os
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.images.samples import noise, write_volume
+from unet3d.errors import ResultExistsError, VolumeError
+from unet3d.images.header import read_header
+from unet3d.images.nifti import read_label
+from unet3d.inference.scans import (
+    Scan,
+    Wanted,
+    label_statistics,
+    read_scan,
+    result_file,
+    write_segmentation,
+    writing_statistics,
+)
+
+
+@pytest.fixture
+def header(tmp_path):
+    return read_header(write_volume(tmp_path / "scan.nii", noise((4, 4, 4))))
+
+
+LABELS = np.zeros((4, 4, 4), np.uint8)
+
+
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path, header):
+    (tmp_path / "file").touch()
+    scan = Scan(images=(header.path,), output=tmp_path / "file" / "scan_seg.nii.gz")
+    with pytest.raises(VolumeError, match="cannot write to .*file: "):
+        write_segmentation(scan, LABELS, header)
+    with pytest.raises(VolumeError, match="cannot write to .*file: "):
+        writing_statistics(scan, {}, []).__enter__()
+
+
+def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header):
+    scan = Scan(images=(header.path,), output=tmp_path / "scan_seg.nii.gz")
+    results = scan.results(Wanted(statistics=True))
+    assert results == [scan.output, scan.statistics]
+    for path in results:
+        path.write_text("theirs")
+    with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by somebody else in the"):
+        write_segmentation(scan, LABELS, header)
+    with pytest.raises(ResultExistsError, match="scan_seg.json was made by somebody else in the"):
+        with writing_statistics(scan, {}, []):
+            pass
+    assert [path.read_text() for path in results] == ["theirs", "theirs"]
+    write_segmentation(scan, LABELS, header, overwrite=True)
+    with writing_statistics(scan, {}, [], overwrite=True):
+        assert scan.statistics.read_text() == "theirs"
+    assert read_label(scan.output).array.shape == (4, 4, 4)
+    assert json.loads(scan.statistics.read_text())["labels"] == {}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"scan.nii", "scan_seg.json", "scan_seg.nii.gz"}
+
+
+def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "scan_seg.png"
+    with pytest.raises(VolumeError, match="cannot write .*png: No space left on device; choose"):
+        with result_file(path, overwrite=False) as unfinished:
+            unfinished.write_text("half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not list(tmp_path.iterdir())
+    with result_file(path, overwrite=False) as unfinished:
+        unfinished.write_text("whole")
+        assert not path.exists()
+    with pytest.raises(ResultExistsError, match="scan_seg.png was made by somebody else in the"):
+        with result_file(path, overwrite=False) as unfinished:
+            unfinished.write_text("other")
+    assert path.read_text() == "whole"
+    with result_file(path, overwrite=True) as unfinished:
+        unfinished.write_text("other")
+    assert path.read_text() == "other" and list(tmp_path.iterdir()) == [path]
+
+
+def test_statistics_are_those_of_numpy(tmp_path):
+    array = noise((6, 5, 4, 2))
+    path = write_volume(tmp_path / "scan.nii.gz", array, (0.5, 2, 3))
+    scan = Scan(images=(path,), output=tmp_path / "mine.nii.gz")
+    labels = np.zeros((6, 5, 4), np.uint16)
+    labels[:2, 1:3, 1] = 7
+    labels[5, 4, 3] = 300
+    found = label_statistics(labels, read_scan(scan), {7: "seven", 300: "corner", 9: "absent"})
+    inside = array[:2, 1:3, 1].reshape(4, 2).astype(np.float64)
+    assert list(found) == ["seven", "corner", "absent"]
+    assert (found["seven"]["value"], found["seven"]["num_voxels"]) == (7, 4)
+    assert found["seven"]["volume_ml"] == pytest.approx(4 * 0.5 * 2 * 3 / 1000)
+    for channel, values in enumerate(inside.T):
+        expected = {"mean": values.mean(), "standard_deviation": values.std()}
+        expected |= {"minimum": values.min(), "maximum": values.max()}
+        assert found["seven"]["intensity"][channel] == pytest.approx(expected)
+    assert found["corner"]["intensity"][1]["standard_deviation"] == 0
+    assert found["corner"]["intensity"][0]["mean"] == array[5, 4, 3, 0]
+    nothing = {"value": 9, "num_voxels": 0, "volume_ml": 0, "intensity": [None, None]}
+    assert found["absent"] == nothing
+    found_of_one_name = label_statistics(labels, read_scan(scan), {7: "kidney", 300: "kidney"})
+    assert list(found_of_one_name.values()) == [found["seven"], found["corner"]]
+    assert list(found_of_one_name) == ["kidney (7)", "kidney (300)"]
+    with writing_statistics(scan, found, [Path("a.pt"), Path("b.pt")]):
+        assert not scan.statistics.exists()
+    content = json.loads((tmp_path / "mine.json").read_text())
+    assert content == {"image": [str(path)], "checkpoints": ["a.pt", "b.pt"], "labels": found}
+
+
+def test_statistics_of_a_tilted_gantry_are_in_true_ml(tmp_path, caplog):
+    cosine, sine = np.cos(np.radians(25)), np.sin(np.radians(25))
+    affine = np.diag([0.5, 0.5, 3, 1])
+    affine[1:3, 1] = 0.5 * cosine, 0.5 * sine
+    nib.save(nib.Nifti1Image(noise((6, 5, 4)), affine), tmp_path / "scan.nii.gz")
+    image = read_scan(Scan(images=(tmp_path / "scan.nii.gz",), output=tmp_path / "unused.nii"))
+    statistics = label_statistics(np.ones((6, 5, 4), np.uint8), image, {1: "all"})
+    # A stack of slices of 3 x 2.5 mm, tilted, and 12 mm along the table: base times height.
+    assert statistics["all"]["volume_ml"] == pytest.approx(3 * 2.5 * cosine * 12 / 1000, rel=1e-6)
+    assert caplog.text.count("miss a right angle by 25 degrees") == 1

@@ -1,0 +1,123 @@
+"""The next scan is read while one is in use, where it has room, and errors come at their turn."""
+
+import gzip
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from unet3d.volumes import scans_ahead
+
+from tests.images.samples import noise, write_volume
+from unet3d.errors import VolumeError
+from unet3d.images.scratch import Scratch
+from unet3d.inference.scans import Scan, read_scan, stamps
+from unet3d.inference.scans_ahead import ScansAhead
+
+SHAPE = (12, 11, 10)
+SCAN_BYTES = 12 * 11 * 10 * 4
+
+
+def scan_of(path):
+    return Scan(images=(path,), output=path.with_name("unused.nii.gz"))
+
+
+@pytest.fixture
+def scans(tmp_path):
+    """Four scans, packed."""
+    return [
+        scan_of(write_volume(tmp_path / f"{name}.nii.gz", noise(SHAPE, seed)))
+        for seed, name in enumerate("abcd")
+    ]
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    """What is read, and by which thread."""
+    condition, read, in_main = threading.Condition(), [], []
+
+    def noted(scan, scratch):
+        with condition:
+            name = scan.images[0].name.split(".")[0]
+            read.append(name)
+            if threading.current_thread() is threading.main_thread():
+                in_main.append(name)
+            condition.notify_all()
+        return read_scan(scan, scratch)
+
+    def wait_for(*names):
+        with condition:
+            return condition.wait_for(lambda: read == list(names), 10)
+
+    monkeypatch.setattr(scans_ahead, "read_scan", noted)
+    return SimpleNamespace(read=read, in_main=in_main, wait_for=wait_for)
+
+
+def assert_is(found, seed, scan):
+    np.testing.assert_array_equal(found.image.voxels.whole()[0], noise(SHAPE, seed))
+    assert found.stamps == stamps(scan)
+
+
+def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
+    ahead = ScansAhead(scans, Scratch())
+    assert reading.read == []
+    ahead.begin()
+    assert reading.wait_for("a")
+    for number, scan in enumerate(scans):
+        assert_is(ahead.take(number), number, scan)
+        assert reading.wait_for(*"abcd"[: number + 2])  # and no more than one
+    assert reading.in_main == []
+    ScansAhead([], Scratch()).begin()  # no scans, or no beginning
+    assert_is(ScansAhead(scans[:1], Scratch()).take(0), 0, scans[0])
+
+
+def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
+    scans, reading, tmp_path, monkeypatch
+):
+    mapped = []
+    for scan in scans:
+        path = scan.images[0].with_suffix("")
+        path.write_bytes(gzip.decompress(scan.images[0].read_bytes()))
+        mapped.append(scan_of(path))
+    for given, scratch, available, is_early in (
+        (scans, Scratch(), 4 * SCAN_BYTES, True),
+        (scans, Scratch(), 4 * SCAN_BYTES - 1, False),
+        (scans, Scratch(tmp_path), 0, True),
+        (mapped, Scratch(), 0, True),
+    ):
+        monkeypatch.setattr(scans_ahead, "available_bytes", lambda most=available: most)
+        reading.read.clear()
+        reading.in_main.clear()
+        ahead = ScansAhead(given, scratch)
+        ahead.begin()
+        for number, scan in enumerate(given):
+            assert_is(ahead.take(number), number, scan)
+        assert reading.read == list("abcd")
+        assert reading.in_main == ([] if is_early else list("abcd"))
+
+
+def test_a_scan_that_nobody_takes_is_no_other_one(scans, reading):
+    """As where its results have appeared meanwhile."""
+    damaged = scans[3].images[0]
+    damaged.write_bytes(damaged.read_bytes()[:-200])
+    ahead = ScansAhead(scans, Scratch())
+    ahead.begin()
+    assert_is(ahead.take(0), 0, scans[0])
+    assert reading.wait_for("a", "b")
+    assert_is(ahead.take(2), 2, scans[2])
+    with pytest.raises(VolumeError, match=r"d\.nii\.gz"):  # when it is its turn
+        ahead.take(3)
+    assert sorted(reading.read) == list("abcd")
+
+
+def test_stamps_are_older_than_what_was_read(scans, monkeypatch):
+    """A file that is written while it is read, or after, is seen to be another."""
+
+    def written(scan, scratch):
+        image = read_scan(scan, scratch)
+        write_volume(scan.images[0], noise(SHAPE, 9))
+        return image
+
+    monkeypatch.setattr(scans_ahead, "read_scan", written)
+    found = ScansAhead(scans, Scratch()).take(0)
+    assert found.stamps != stamps(scans[0])

@@ -1,0 +1,220 @@
+import io
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu_waits import refused_waits
+from tests.patches.known_cases import probable
+from tests.shards import run_shards
+from unet3d.patches.augment import AugmentationDraw, Cut, Region, Slab, augment
+from unet3d.patches.augment.cut import Placement, with_margin
+from unet3d.patches.augment.draw import DrawnChannel
+from unet3d.patches.augment.filters import ChannelFilters, blur_filter, coarsening_filter
+from unet3d.patches.augment.intensity import Statistics, change_contrast, change_gamma
+from unet3d.patches.augment.noise import add_noise
+from unet3d.patches.patches import CutBatch
+
+ALWAYS = AugmentationDraw(probable(1, mirror_axes=("x", "y", "z")))
+SPACING = (1.0, 1.2, 0.8)
+
+
+def volume(num_channels, shape, seed=0):
+    rng = np.random.default_rng(seed)
+    image = torch.from_numpy(rng.normal(size=(num_channels, *shape)).astype(np.float16))
+    return image, torch.from_numpy(rng.integers(0, 5, shape).astype(np.uint8))
+
+
+def cut_of(image, label, size, start, seed, region=None):
+    rng = np.random.default_rng(seed)
+    placement = Placement.centred(ALWAYS.matrix(rng, size, SPACING), start, size)
+    channels = ALWAYS.channels(rng, len(image), SPACING)
+    part = region or Region(start=(0, 0, 0), stop=size)
+    filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
+    box = placement.box(made := with_margin(part, filters, size), label.shape)
+    inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    return Cut(
+        image=image[:, *inside].contiguous(),
+        label=label[inside].contiguous(),
+        placement=placement.moved(box.start),
+        channels=channels,
+        filters=filters,
+        size=size,
+        region=part,
+        made=made,
+        name="case",
+    )
+
+
+def made(cuts, shape, slab=None, gather=None):
+    image = torch.full((len(cuts), len(cuts[0].image), *shape), torch.nan)
+    target = cuts[0].label.new_full((len(cuts), *shape), 77)
+    if cuts[0].image.is_cuda:
+        image = image.cuda()
+    augment(cuts, image, target, slab, gather)
+    return image, target
+
+
+def test_a_sample_depends_on_its_cut_alone_and_lies_in_the_middle_of_zeros():
+    image, label = volume(2, (30, 28, 26))
+    sizes = [(16, 12, 14), (12, 12, 12), (16, 12, 14)]
+    cuts = [cut_of(image, label, size, (5, 6, 7), seed) for seed, size in enumerate(sizes)]
+    before = [(cut.image.clone(), cut.label.clone()) for cut in cuts]
+    state = torch.get_rng_state()
+    images, targets = made(cuts, (19, 12, 14))
+    assert torch.isfinite(images).all()
+    assert not torch.equal(images[0], images[2])
+    for cut, own, some, target in zip(cuts, before, images, targets, strict=True):
+        assert torch.equal(cut.image, own[0]) and torch.equal(cut.label, own[1])
+        firsts = [(n - voxels) // 2 for n, voxels in zip((19, 12, 14), cut.size, strict=True)]
+        x, y, z = (slice(a, a + voxels) for a, voxels in zip(firsts, cut.size, strict=True))
+        alone = made([cut], cut.size)
+        assert torch.equal(alone[0][0], some[:, x, y, z])
+        assert torch.equal(alone[1][0], target[x, y, z])
+        some[:, x, y, z], target[x, y, z] = 0, 0
+        assert not some.any() and not target.any()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_cuts_are_copied_with_what_was_drawn():
+    cut = cut_of(*volume(1, (9, 9, 9)), (5, 5, 5), (1, 1, 1), seed=0)
+    moved = cut.to(torch.device("meta"))
+    assert moved.image.is_meta and moved.label.is_meta
+    assert all(matrix.is_meta for matrix in moved.filters[0].blur.matrices)
+    assert moved.filters[0].coarsening is None
+    assert (moved.placement, moved.channels, moved.name) == (cut.placement, cut.channels, "case")
+
+
+@pytest.mark.parametrize("size", [(61, 67, 71), (1, 300, 301), (300, 301, 1)], ids=str)
+def test_the_number_of_threads_changes_no_bit(size):
+    x, y, z = size
+    image, label = volume(2, (x + 3, y + 3, z + 3))
+    before = torch.get_num_threads()
+    try:
+        cut = cut_of(image, label, size, (1, 1, 1), 0)
+        torch.set_num_threads(1)
+        expected = made([cut], size)
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            images, targets = made([cut], size)
+            assert torch.get_num_threads() == threads
+            assert torch.equal(images, expected[0]) and torch.equal(targets, expected[1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
+    """With one for each tensor, receiving a batch of small patches took longer than a step."""
+    image, label = volume(8, (30, 28, 26))
+    cuts = tuple(cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4))
+    batch = CutBatch(cuts=cuts, shape=(16, 12, 14), weight=0.5)
+    tensors = []
+
+    class Counting(pickle.Pickler):
+        def reducer_override(self, obj):
+            if isinstance(obj, Tensor) and obj.device.type != "meta":
+                tensors.append(obj)
+            return NotImplemented
+
+    file = io.BytesIO()
+    Counting(file).dump(batch)
+    (memory,) = tensors
+    assert memory.is_shared()  # so that it is not copied once more
+    received = pickle.loads(file.getvalue())
+    assert torch.equal(received.augmented().image, batch.augmented().image)
+    assert torch.equal(received.augmented().target, batch.augmented().target)
+    assert (received.shape, received.weight) == (batch.shape, batch.weight)
+
+
+@pytest.mark.parametrize("brightness", [0.8, 1.2])
+def test_what_was_drawn_is_done_in_its_order(brightness):
+    """With functions that are tested against others, each on its own."""
+    size, whole = (16, 12, 14), Region(start=(0, 0, 0), stop=(16, 12, 14))
+    image, label = volume(1, size)
+    drawn = DrawnChannel(
+        noise_std=0.1,
+        noise_seed=(3, 4),
+        blur_sigma=(0.6, 0.7, 0.8),
+        brightness=brightness,
+        contrast=1.2,
+        resolution=(0.5, 0.5, 1.0),
+        inverted_gamma=1.3,
+        gamma=0.8,
+    )
+    filters = ChannelFilters.of(drawn, size)
+    cut = replace(cut_of(image, label, size, (0, 0, 0), 0), image=image, label=label, made=whole)
+    still = Placement.centred(None, (0, 0, 0), size)
+    cut = replace(cut, placement=still, channels=(drawn,), filters=(filters,))
+    expected = image[0].float()
+    statistics = Statistics(None, expected.numel(), None)
+    add_noise(expected, 0.1, (0, 0, 0), size, (3, 4))
+    expected = blur_filter((0.6, 0.7, 0.8), size).applied(expected, (0, 0, 0)) * brightness
+    change_contrast(expected, 1.2, statistics)
+    expected = coarsening_filter((0.5, 0.5, 1.0), size).applied(expected, (0, 0, 0))
+    change_gamma(expected, 1.3, True, statistics)
+    change_gamma(expected, 0.8, False, statistics)
+    images, targets = made([cut], size)
+    torch.testing.assert_close(images[0, 0], expected, rtol=0, atol=1e-5)
+    assert torch.equal(targets[0], label)
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "bounds"),
+    [
+        ((40, 20, 22), (40, 20, 22), [0, 1, 39, 40]),
+        ((40, 20, 22), (60, 23, 22), [0, 31, 60]),
+        # A slab that has nothing of a patch is zero, and takes part in messages about it.
+        ((20, 20, 22), (60, 20, 24), [0, 10, 30, 50, 60]),
+    ],
+    ids=str,
+)
+def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(size, shape, bounds):
+    """Each is made from a cut of its own, as a rank makes its part of a large patch."""
+    image, label = volume(2, (60, 28, 26))
+    count = len(bounds) - 1
+
+    def work(shard, messages):
+        def gather(numbers):
+            received = numbers.new_empty(count * len(numbers))
+            messages.gather(received, numbers)
+            return received.view(count, -1)
+
+        slab = Slab(planes=range(*bounds[shard : shard + 2]), num_planes=shape[0])
+        own = cut_of(image, label, size, (8, 4, 2), 0, slab.region(size))
+        return *made([own], (len(slab.planes), *shape[1:]), slab, gather), messages.log
+
+    whole = made([cut_of(image, label, size, (8, 4, 2), 0)], shape)
+    images, targets, logs = zip(*run_shards(count, work), strict=True)
+    difference = (torch.cat(images, dim=2) - whole[0]).abs()
+    # A power of almost nothing tells rounding apart, so the darkest voxels differ more.
+    assert difference.max() <= 2e-5 and difference.quantile(0.999) <= 2e-6
+    assert torch.equal(torch.cat(targets, dim=1), whole[1])
+    # For each channel one before contrast, two for each gamma curve.
+    assert list(logs) == [[("gather", 5)] * (1 + 2 + 2) * 2] * count
+
+
+@pytest.mark.parametrize("shape", [(9, 1, 7), (1, 1, 1), (3, 2, 5)])
+def test_tiny_patches_survive_everything(shape):
+    image, label = volume(3, (5, 4, 6))
+    for given in (image, torch.zeros_like(image)):
+        cuts = [cut_of(given, label, shape, (-2, 0, 1), seed) for seed in range(6)]
+        images, targets = made(cuts, shape)
+        assert torch.isfinite(images).all() and targets.max() <= 4
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_gpu():
+    """Not even once: a read back would stop the steps that are queued."""
+    image, label = volume(2, (80, 80, 80))
+    cuts = [cut_of(image, label, (64, 64, 64), (8, 8, 8), seed) for seed in range(4)]
+    batch = CutBatch(cuts=tuple(cuts), shape=(64, 64, 64)).pin_memory()
+    on_gpu = [cut.to(torch.device("cuda", 0)) for cut in batch.cuts]
+    images = torch.empty(4, 2, 64, 64, 64, device="cuda:0")
+    targets = torch.empty(4, 64, 64, 64, dtype=torch.uint8, device="cuda:0")
+    augment(on_gpu, images, targets)  # compiles
+    torch.cuda.synchronize()
+    with refused_waits():
+        augment(on_gpu, images, targets)

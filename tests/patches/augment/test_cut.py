@@ -1,0 +1,72 @@
+import itertools
+
+import numpy as np
+
+from tests.patches.known_cases import probable
+from unet3d.config import AugmentationSettings
+from unet3d.patches.augment.cut import Placement, Region, with_margin
+from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
+from unet3d.patches.augment.filters import ChannelFilters, farthest_reach
+
+ZERO = (0, 0, 0)
+LIVELY = AugmentationDraw(
+    AugmentationSettings(rotation_probability=1, scaling_probability=1, mirror_axes=("x", "z"))
+)
+
+
+def test_a_patch_that_does_not_turn_is_a_box():
+    placement = Placement.centred(None, (5, -2, 7), (4, 6, 5))
+    assert placement.offset == (5.0, -2.0, 7.0)
+    box = placement.box(Region(start=ZERO, stop=(4, 6, 5)), (20, 20, 9))
+    assert box == Region(start=(5, 0, 7), stop=(9, 4, 9))
+    assert placement.moved(box.start).offset == (0.0, -2.0, 0.0)
+    outside = Placement.centred(None, (-10, 0, 30), (4, 4, 4))
+    box = outside.box(Region(start=ZERO, stop=(4, 4, 4)), (6, 6, 6))
+    assert box == Region(start=(0, 0, 5), stop=(1, 4, 6))  # at least one voxel
+    mirrored = np.diag([-1.0, 1.0, -1.0])
+    placement = Placement.centred(mirrored, (5, 6, 7), (4, 6, 5))
+    box = placement.box(Region(start=ZERO, stop=(4, 6, 5)), (20, 20, 20))
+    assert box == Region(start=(5, 6, 7), stop=(9, 12, 12))
+    assert placement.moved(box.start).offset == (3.0, 0.0, 4.0)
+
+
+def test_the_box_holds_every_sampled_point_and_little_more():
+    size = (16, 24, 8)
+    corners = ((ZERO, size), ((4, 0, 0), (8, 24, 8)), ((15, 23, 7), size))
+    for seed, (start, stop) in itertools.product(range(20), corners):
+        region = Region(start=start, stop=stop)
+        matrix = LIVELY.matrix(np.random.default_rng(seed), size, (1, 1.2, 2))
+        placement = Placement.centred(matrix, (100, 110, 120), size)
+        box = placement.box(region, (400, 400, 400))
+        ends = [(first, last - 1) for first, last in zip(start, stop, strict=True)]
+        points = np.array(placement.matrix) @ np.array(list(itertools.product(*ends))).T
+        points += np.array(placement.offset)[:, None]
+        assert (points.min(axis=1) >= np.array(box.start) - 1e-5).all()
+        assert (points.max(axis=1) <= np.array(box.stop) - 1 + 1e-5).all()
+        assert (points.min(axis=1) < np.array(box.start) + 1).all()
+        assert (points.max(axis=1) > np.array(box.stop) - 2).all()
+
+
+def test_margins_hold_what_blur_and_coarsening_reach():
+    inner = Region(start=(10, 0, 5), stop=(20, 9, 12))
+    size = (40, 9, 14)
+
+    def margin(*channels):
+        filters = [ChannelFilters.of(channel, size) for channel in channels]
+        return with_margin(inner, filters, size)
+
+    plain = DrawnChannel(gamma=1.2, noise_std=0.1)
+    assert margin() == margin(plain) == inner
+    blurred = DrawnChannel(blur_sigma=(1.0, 0.5, 0.6))
+    assert margin(plain, blurred) == Region(start=(6, 0, 2), stop=(24, 9, 14))
+    both = DrawnChannel(blur_sigma=(1.0, 1.0, 1.0), resolution=(0.5, 0.5, 1.0))
+    assert margin(both) == Region(start=(3, 0, 1), stop=(27, 9, 14))
+
+
+def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for():
+    drawing = AugmentationDraw(probable(1))
+    for voxels in (5, 21, 33):
+        rngs = (np.random.default_rng(seed) for seed in range(50))
+        drawn = [channel for rng in rngs for channel in drawing.channels(rng, 2, (1, 1, 1))]
+        most = max(ChannelFilters.of(channel, (voxels, 8, 8)).reach(0) for channel in drawn)
+        assert most <= farthest_reach(voxels, blurs=True, coarsens=True) <= most + 2

@@ -1,0 +1,77 @@
+import math
+
+import numpy as np
+
+from tests.products import pairwise
+from unet3d.config import AugmentationSettings
+from unet3d.patches.augment.cut import Placement, Region
+from unet3d.patches.augment.device import DeviceAugmentation, largest_reach
+from unet3d.patches.augment.draw import AugmentationDraw
+
+
+@pairwise(
+    size=[(32, 32, 32), (16, 40, 24), (1, 20, 30)],
+    spacing=[(1, 1, 1), (0.7, 1.0, 1.5), (1, 1, 5), (5, 5, 1), (1, 5, 25)],
+    changes=[
+        {},
+        {"rotation_degrees": 180},
+        {"rotation_degrees": 0},
+        {"in_plane_rotation_degrees": 0},
+        {"in_plane_rotation_degrees": 0, "scaling_probability": 0},
+        {"scaling_probability": 0},
+    ],
+)
+def test_no_cut_is_larger(size, spacing, changes):
+    always = {"rotation_probability": 1, "scaling_probability": 1, "mirror_axes": ["x"], **changes}
+    settings = AugmentationSettings.model_validate(always)
+    drawing = AugmentationDraw(settings)
+    matrices = [drawing.matrix(np.random.default_rng(s), size, spacing) for s in range(200)]
+    placements = [Placement.centred(matrix, (5000, 5000, 5000), size) for matrix in matrices]
+    slabs = [range(size[0])] + [range(first, size[0] // 2 + 1) for first in (0, size[0] // 3)]
+    for slab in slabs:
+        bound = largest_reach(settings, size, spacing, len(slab))
+        region = Region(start=(slab.start, 0, 0), stop=(slab.stop, *size[1:]))
+        boxes = [placement.box(region, (10_000,) * 3).shape for placement in placements]
+        largest = np.max(boxes, axis=0)
+        assert all(seen <= most for seen, most in zip(largest, bound, strict=True))
+        if changes.get("rotation_degrees") == 180:  # where every direction occurs, it is no larger
+            assert all(most <= 1.25 * seen + 4 for seen, most in zip(largest, bound, strict=True))
+
+
+def staging(settings, slab=None, *, gathers=True, voxel_bytes=3, cases=((64, 64, 64),)):
+    size = (32, 32, 32)
+    plan = DeviceAugmentation(
+        settings=settings,
+        cases=tuple((shape, (1.0, 1.0, 1.0)) for shape in cases),
+        voxel_bytes=voxel_bytes,
+        made_voxel_bytes=5,
+    )
+    assert plan.staging_bytes(size, range(size[0])) == plan.staging_bytes(size)
+    return plan.staging_bytes(size, slab, gathers=gathers)
+
+
+def test_staging_is_the_largest_cut_or_what_filters_take():
+    off = AugmentationSettings(enabled=False)
+    still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
+    for settings in (off, still):
+        assert largest_reach(settings, (32, 30, 28), (1, 1, 1), 7) == (7, 30, 28)
+    assert staging(still, voxel_bytes=13) == 13 * 32**3
+    assert staging(still) == 2 * 4 * 32**3
+    moving = AugmentationSettings()
+    assert staging(moving, cases=((20, 64, 64), (64, 64, 40))) == 3 * math.prod((64, 64, 40))
+
+
+def test_staging_of_a_slab_is_that_of_what_is_made_for_it():
+    plane, slab = 32 * 32, range(4, 12)
+    off = AugmentationSettings(enabled=False)
+    assert staging(off, slab) == staging(off, slab, gathers=False) == 3 * 8 * plane
+    still = {"rotation_probability": 0, "scaling_probability": 0}
+    sharp = {**still, "blur_probability": 0, "low_resolution_probability": 0}
+    bent = AugmentationSettings.model_validate({**sharp, "contrast_probability": 0})
+    assert staging(bent, slab) == 2 * 4 * 8 * plane
+    assert staging(bent, slab, gathers=False) == (5 + 2 * 4) * 32 * plane
+    blurred = AugmentationSettings.model_validate({**still, "low_resolution_probability": 0})
+    assert staging(blurred, slab) == (5 + 2 * 4) * (12 + 4) * plane
+    coarse = AugmentationSettings.model_validate(still)
+    assert staging(coarse, slab) == (5 + 2 * 4) * (12 + 4 + 3) * plane
+    assert staging(coarse, slab, gathers=False) == (5 + 2 * 4) * 32 * plane

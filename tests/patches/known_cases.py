@@ -1,0 +1,57 @@
+"""Prepared cases whose voxels say where they are from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from unet3d.config import AugmentationSettings, PatchSettings, Shape
+from unet3d.patches.loader import PatchLoader
+from unet3d.preparation.cache import Cache, PreparedCase
+
+PLAIN = AugmentationSettings(enabled=False)
+LIVELY = AugmentationSettings(
+    rotation_probability=0.7, scaling_probability=0.7, noise_probability=0.7, mirror_axes=("x",)
+)
+
+PROBABILITIES = [name for name in AugmentationSettings.model_fields if "_probability" in name]
+
+
+def probable(probability: float, **changes: object) -> AugmentationSettings:
+    """Return settings in which everything has the same probability, but for ``changes``."""
+    given = {**dict.fromkeys(PROBABILITIES, probability), **changes}
+    return AugmentationSettings.model_validate(given)
+
+
+def known_volume(shape: Shape) -> npt.NDArray[np.float32]:
+    """Every voxel holds its own place, counted from 1, so that a patch shows where it is from."""
+    return (1 + np.arange(np.prod(shape), dtype=np.float32)).reshape(1, *shape)
+
+
+def make_cases(
+    folder: Path, shapes: Sequence[Shape], labels: Sequence[npt.NDArray[Any]] = ()
+) -> list[PreparedCase]:
+    store = Cache(folder)
+    cases = []
+    for number, shape in enumerate(shapes):
+        label = labels[number] if labels else np.zeros(shape, np.uint8)
+        store.save_case(f"key{number}", known_volume(shape), label, (1.0, 1.0, 1.0), 4)
+        case = store.load_case(f"key{number}", f"case_{number}")
+        assert case is not None
+        cases.append(case)
+    return cases
+
+
+def make_loader(cases: Sequence[PreparedCase], settings: PatchSettings, **more: Any) -> PatchLoader:
+    """Return a loader that augments in its own processes; ``more`` are its other arguments."""
+    given = {"batch_size": 2, "num_steps": 6, "seed": 0, "num_workers": 0, **more}
+    return PatchLoader(
+        cases=cases,
+        settings=settings,
+        device=torch.device("cpu"),
+        augments_on_device=False,
+        **given,
+    )

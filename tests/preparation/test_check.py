@@ -1,0 +1,146 @@
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.images.samples import blob_label, msd_entry, write_msd, write_volume
+from unet3d.datasets.dataset import load_dataset
+from unet3d.memory import host
+from unet3d.preparation.check import check_dataset, check_headers
+
+SHAPE = (12, 14, 10)
+RAMP = np.arange(12 * 14 * 10, dtype=np.float32).reshape(SHAPE)
+LABEL = blob_label(SHAPE)
+
+
+def assert_finds(root, *expected, case="case_1", check=check_dataset, **more):
+    """See that each thing found has the severity and words of ``"severity: words"``."""
+    findings = check(load_dataset(root), **more)
+    said = [f"{finding.severity}: {finding.message}" for finding in findings]
+    assert len(said) == len(expected), said
+    for finding, line, wanted in zip(findings, said, expected, strict=True):
+        severity, words = wanted.split(": ", 1)
+        assert line.startswith(f"{severity}: ") and words in line and line.isprintable(), line
+        assert finding.case == case
+
+
+def write_case(root, image=RAMP, label=LABEL, affine=None):
+    """Write the files of case_1; bytes are written as they are, and of None there is no file."""
+    for folder, content in (("imagesTr", image), ("labelsTr", label)):
+        path = root / folder / "case_1.nii.gz"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content is None:
+            path.unlink()
+        else:
+            nib.save(nib.Nifti1Image(content, np.eye(4) if affine is None else affine), path)
+
+
+def with_voxel(value):
+    image = RAMP.copy()
+    image[2, 3, 4] = value
+    return image
+
+
+def labels_of(*values, dtype=np.int16):
+    return np.resize(np.array(values, dtype), SHAPE)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_msd(tmp_path, shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("image", "label", "expected"),
+    [
+        (RAMP, LABEL, []),
+        (RAMP, LABEL[..., :9], ["error: shapes 12x14x10 and 12x14x9"]),
+        (np.stack([RAMP] * 2, 3), LABEL, ["error: has 2 channel(s) but dataset.json names 1: MRI"]),
+        (RAMP, np.stack([LABEL] * 2, 3), ["error: is 4-D with 2 channels; a label map is 3-D"]),
+        (RAMP, labels_of(0, 127, 255), ["error: value(s) 127, 255, but dataset.json names 0, 1"]),
+        (RAMP, labels_of(0.4, 1.4, dtype=np.float32), ["error: no integer labels"]),
+        (with_voxel(np.nan), LABEL, ["error: has 1 voxels of 1680 that are NaN or infinite"]),
+        (with_voxel(1e10), LABEL, ["error: has 1 voxels of 1680 with values up to"]),
+        (
+            np.full_like(RAMP, 7),
+            np.zeros_like(LABEL),
+            ["warning: is 7 in every voxel of channel 0", "warning: every voxel is background"],
+        ),
+        # No fault hides another.
+        (
+            np.stack([with_voxel(np.nan), RAMP], 3),
+            labels_of(0, 1, 7)[..., :9],
+            ["error: 2 channel(s)", "error: not on the grid", "error: NaN", "error: value(s) 7"],
+        ),
+        (with_voxel(np.nan), b"", ["error: is empty (0 bytes)", "error: NaN"]),
+        (None, labels_of(7), ["error: imagesTr/case_1.nii.gz is missing; re", "error: value(s) 7"]),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, list) else "",
+)
+def test_says_what_is_wrong_with_a_case(root, image, label, expected):
+    write_case(root, image, label)
+    assert_finds(root, *expected)
+
+
+def test_names_files_that_no_case_uses(root):
+    write_volume(root / "imagesTr/extra.nii.gz", np.ones((4, 4, 4)))
+    (root / "imagesTr/._case_1.nii.gz").write_bytes(b"left by a Mac")
+    (root / "imagesTr/notes.txt").write_text("not a volume")
+    write_case(root, label=labels_of(7))  # a fault of the voxels, which are not read
+    assert_finds(root, "warning: belongs to no case", case="extra.nii.gz", check=check_headers)
+
+
+def test_ignored_voxels_are_known_but_no_label(tmp_path):
+    labels = {"0": "background", "1": "left", "2": "right", "5": "ignore"}
+    root = write_msd(tmp_path / "data", labels=labels)
+    some = LABEL.copy()
+    some[:, :, 4:] = 5
+    write_volume(root / "labelsTr/case_0.nii.gz", some)
+    write_case(root, label=np.where(some == 5, some, 0))
+    assert_finds(root, "warning: is empty: every voxel is background or ignored")
+
+
+@pytest.mark.parametrize("named", [".Hdr", ".IMG"])
+def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path, named):
+    entries = [msd_entry(0), msd_entry(1, image=f"imagesTr/pair{named}"), msd_entry(2)]
+    root = write_msd(tmp_path, training=entries)
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    nib.save(nib.Nifti1Pair(RAMP, np.eye(4)), root / "imagesTr/new.hdr")
+    (root / "imagesTr/new.hdr").rename(root / "imagesTr/pair.Hdr")
+    (root / "imagesTr/new.img").rename(root / "imagesTr/pair.IMG")
+    assert check_dataset(load_dataset(root)) == []
+
+
+@pytest.mark.parametrize("spacing_mm", [(100, 100, 100), (1, 1, 1e8)])
+def test_names_a_case_that_would_not_fit_in_memory(root, spacing_mm, monkeypatch):
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**30)
+    write_case(root, affine=np.diag([*spacing_mm, 1]))
+    for check in (check_headers, check_dataset):
+        (message,) = (finding.message for finding in check(load_dataset(root)))
+        assert message.startswith(f"{root}/imagesTr/case_1.nii.gz: 12x14x10 voxels of ")
+        assert "would become" in message and "this machine has 1 GiB available" in message
+    unit = "warning: are the units in its header right?"
+    assert_finds(root, unit, check=check_headers, spacing_mm="native")
+    coarse = check_headers(load_dataset(root), (2e3, 2e3, 2e8))
+    assert "memory" not in " ".join(finding.message for finding in coarse)
+
+
+def test_names_grids_that_no_scan_has(root):
+    write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1e30, 1, 1))
+    assert_finds(root, "error: spacing 1e+30x1x1 mm, which no scan has", check=check_headers)
+    write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1, 1, 1.5))
+    assert_finds(root, "error: 4.5 mm apart", check=check_headers)
+    write_case(root, affine=np.diag([0.02, 0.02, 0.02, 1]))
+    unit = "warning: 0.02x0.02x0.02 mm, but the median"
+    assert_finds(root, unit, check=check_headers, spacing_mm=(0.1, 0.1, 0.1))
+    tilted = np.eye(4)
+    tilted[1:3, 1] = np.cos(np.radians(15)), np.sin(np.radians(15))
+    write_case(root, affine=tilted)
+    assert_finds(root, "warning: miss a right angle by 15 degrees")
+
+
+def test_loops_of_links_are_findings_like_any_other(root):
+    path = root / "imagesTr/case_1.nii.gz"
+    path.unlink()
+    path.symlink_to(path.name)
+    assert_finds(root, "error: symbolic links")

@@ -1,0 +1,88 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as functional
+from scipy import ndimage
+from unet3d.volumes import restoring
+
+from tests.products import pairwise
+from unet3d.preparation.restoring import restored_slabs
+
+GRIDS = [
+    ((20, 16, 12), (33, 25, 40)),
+    ((33, 25, 40), (20, 16, 12)),
+    ((20, 16, 12), (20, 31, 12)),
+    ((20, 16, 12), (7, 40, 12)),
+    ((1, 5, 2), (9, 3, 2)),
+    ((9, 3, 2), (1, 5, 2)),
+]
+
+
+def logits_of(shape):
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    return torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+
+
+@pairwise(grids=GRIDS, axis=[0, 1, 2], num_planes=[1, 3, 100], numbers=[1, 2**25])
+def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
+    grids, axis, num_planes, numbers, monkeypatch
+):
+    monkeypatch.setattr(restoring, "PIECE_NUMBERS", numbers)
+    grid, shape = grids
+    logits = logits_of(grid)
+    slabs = torch.split(logits, num_planes, dim=1 + axis)
+    found = list(restored_slabs(slabs, axis, grid, shape))
+    expected = functional.interpolate(
+        logits[None], size=shape, mode="trilinear", align_corners=False
+    )[0]
+    torch.testing.assert_close(torch.cat(found, 1 + axis), expected, rtol=1e-10, atol=1e-12)
+    if numbers == 1 and grid != shape:
+        assert {slab.shape[1 + axis] for slab in found} == {1}
+
+
+@pytest.mark.parametrize(
+    ("nearest_axes", "expected"),
+    [
+        ((), [(10, 19), (20, 20), (30, 20), (40, 21)]),  # the last plane waits for the next one
+        ((0,), [(10, 20), (20, 20), (30, 20), (40, 20)]),
+    ],
+)
+def test_planes_come_as_soon_as_they_are_known(nearest_axes, expected):
+    given = []
+
+    def slabs():
+        for slab in torch.split(logits_of((40, 4, 4)), 10, dim=1):
+            given.append(slab.shape[1])
+            yield slab
+
+    restored = restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4), nearest_axes)
+    assert [(sum(given), slab.shape[1]) for slab in restored] == expected
+
+
+def test_the_same_grid_needs_nothing():
+    slabs = [logits_of((4, 5, 6)), logits_of((3, 5, 6))]
+    found = list(restored_slabs(slabs, 0, (7, 5, 6), (7, 5, 6)))
+    assert all(one is other for one, other in zip(found, slabs, strict=True))
+
+
+@pairwise(grids=GRIDS, axis=[0, 1, 2], nearest=[0, 1, 2], num_planes=[1, 3, 100])
+def test_any_slabs_give_the_nearest_slices(grids, axis, nearest, num_planes):
+    grid, shape = grids
+    logits = logits_of(grid)
+    slabs = torch.split(logits, num_planes, dim=1 + axis)
+    found = torch.cat(list(restored_slabs(slabs, axis, grid, shape, (nearest,))), 1 + axis)
+    size = [grid[one] if one == nearest else shape[one] for one in range(3)]
+    slices = functional.interpolate(logits[None], size=size, mode="trilinear")[0].numpy()
+    places = grid[nearest] / shape[nearest] * (np.arange(shape[nearest]) + 0.5) - 0.5
+    lines = [np.arange(n) if one != nearest else places for one, n in enumerate(shape)]
+    expected = np.stack(
+        [
+            ndimage.map_coordinates(
+                one, np.stack(np.meshgrid(*lines, indexing="ij")), order=0, mode="nearest"
+            )
+            for one in slices
+        ]
+    )
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-12)

@@ -1,0 +1,1 @@
+"""Data sets: their layouts, labels and folds, and the built-in phantom data."""

@@ -1,0 +1,350 @@
+"""A data set on disk: ``dataset.json`` in any of three layouts, read into cases.
+
+==============  ==================================================================================
+MSD             ``training: [{image, label}]``, ``modality``, ``labels: {"0": "background", ...}``
+nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.gz``,
+                ``channel_names``, ``labels: {"background": 0, ...}``, ``file_ending``
+MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
+==============  ==================================================================================
+
+A label called ``ignore``, which has the highest value, marks voxels that nobody has labelled. Where
+labels have lists of values, they are regions, which may overlap; ``regions_class_order`` says what
+a segmentation has in each.
+
+A case is called by the path of its label map in the data set's folder, without ``labelsTr`` and
+without the ending: ``liver_2``, ``patient_7/seg``. So a name depends on no other case. Where two
+cases would have one name, the data set is refused.
+
+No volume is opened, except for a description that does not name its channels or labels. A missing
+file is not an error yet: ``unet3d.preparation.check`` names all of them at once.
+"""
+
+import logging
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from unet3d.datasets.classes import Region
+from unet3d.datasets.folds import (
+    Fold,
+    drawn_folds,
+    folds_from_numbers,
+    read_description,
+    read_folds,
+)
+from unet3d.datasets.naming import channel_names, clean_name, read_labels
+from unet3d.errors import DatasetError
+from unet3d.images.files import SUFFIXES, find_spelling, members, volume_stem
+from unet3d.inputs.plain_data import is_printable, shown
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_NAME_BYTES = 255
+"""What Linux allows for one part of a path."""
+
+LAYOUTS = (
+    "a dataset.json with a 'training' list of image and label (Medical Segmentation Decathlon, "
+    "MONAI), or one with 'channel_names', 'labels' and 'file_ending' beside imagesTr and labelsTr "
+    "(nnU-Net v2)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An image and its label map."""
+
+    name: str
+    images: tuple[Path, ...]
+    """One file per channel, or one file with every channel."""
+    label: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """The labelled cases of a data set, and the names of its channels and labels."""
+
+    name: str
+    root: Path
+    channel_names: tuple[str, ...]
+    label_names: tuple[str, ...]
+    """Name of each class; class 0 is the background."""
+    label_values: tuple[int, ...]
+    """Value of each class in the label maps; that of class 0 is 0."""
+    cases: tuple[Case, ...]
+    validation: tuple[str, ...] = ()
+    """Names of cases that the data set itself sets aside for validation."""
+    ignore_value: int | None = None
+    """Value of voxels in the label maps that nobody has labelled, above that of every class; None:
+    there is none."""
+    regions: tuple[Region, ...] = ()
+    """What is to be segmented instead of the classes, where regions overlap; none: the classes."""
+    folds: tuple[Fold, ...] = ()
+    """Folds that the data set itself defines."""
+    unlabelled: tuple[Path, ...] = ()
+    """Images that dataset.json names for testing."""
+
+
+def load_dataset(path: Path) -> Dataset:
+    """Read the description of a data set.
+
+    Args:
+        path: Its folder, its ``dataset.json``, or a MONAI datalist.
+
+    Raises:
+        DatasetError: There is no description, it has no known layout, or an entry of it is wrong
+            or lies outside the data set's folder.
+        VolumeError: A volume had to be opened to find the channels or labels, and cannot be read.
+    """
+    if not path.exists():
+        raise DatasetError(f"there is no data set at {path}; give its folder or its dataset.json")
+    description = path / "dataset.json" if path.is_dir() else path
+    if not description.is_file():
+        raise DatasetError(f"{path} holds no dataset.json; a data set is {LAYOUTS}")
+    tree = read_description(description)
+    if isinstance(tree, dict) and isinstance(tree.get("training"), list):
+        return _Description(description, tree).listed()
+    if isinstance(tree, dict) and {"channel_names", "labels", "file_ending"} <= tree.keys():
+        return _Description(description, tree).nnunet()
+    raise DatasetError(f"{description} is of no known layout; a data set is {LAYOUTS}")
+
+
+def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
+    """Return all folds of a data set: its own, or those that are drawn; see :func:`fold_cases`.
+
+    Args:
+        dataset: The data set.
+        num_folds: Number of folds to draw where the data set defines none.
+        seed: Seed of the drawn folds.
+
+    Raises:
+        DatasetError: There are too few cases to make one.
+    """
+    if dataset.folds:
+        return dataset.folds
+    if dataset.validation:
+        return (Fold(validation=dataset.validation),)
+    return drawn_folds(tuple(case.name for case in dataset.cases), num_folds, seed)
+
+
+def fold_cases(
+    dataset: Dataset, fold: int, num_folds: int, seed: int
+) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    """Return the cases to train on and those to validate on.
+
+    The data set's own folds (``splits_final.json``, else ``fold`` keys) come first, then its own
+    validation cases, then folds drawn with the seed, in which every case is validated once.
+
+    Args:
+        dataset: The data set.
+        fold: Number of the fold, from 0.
+        num_folds: Number of folds to draw where the data set defines none.
+        seed: Seed of the drawn folds.
+
+    Raises:
+        DatasetError: There is no such fold, or there are too few cases to make one.
+    """
+    by_name = {case.name: case for case in dataset.cases}
+    folds = folds_of(dataset, num_folds, seed)
+    if fold >= len(folds):
+        have = "only fold 0" if len(folds) == 1 else f"folds 0 to {len(folds) - 1}"
+        raise DatasetError(f"{dataset.root} has {have}, not fold {fold}; set data.fold accordingly")
+    chosen = folds[fold]
+    set_aside = set(dataset.validation)
+    train = chosen.training_of(tuple(name for name in by_name if name not in set_aside))
+    if not train:
+        raise DatasetError(f"{dataset.root}: every case is set aside for validation")
+    unused = len(by_name) - len(train) - len(chosen.validation)
+    if unused:
+        logger.warning(
+            "%s: fold %d leaves out %d of %d cases", dataset.root, fold, unused, len(by_name)
+        )
+    return (
+        tuple(by_name[name] for name in train),
+        tuple(by_name[name] for name in chosen.validation),
+    )
+
+
+class _Description:
+    """A ``dataset.json`` and what is derived from it."""
+
+    def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
+        self.path = path
+        self.tree = tree
+        self.root = Path(os.path.realpath(path.parent))
+
+    def listed(self) -> Dataset:
+        """Read a description that lists its cases: MSD, MONAI datalist."""
+        entries = self._entries("training") + self._entries("validation")
+        cases = tuple(self._case(where, entry) for where, entry in entries)
+        num_training = len(self._entries("training"))
+        numbers = [self._fold_number(where, entry) for where, entry in entries[:num_training]]
+        images = [
+            self._inside(where, image)
+            for where, entry in self._entries("test") + self._entries("testing")
+            for image in _as_list(entry.get("image") if isinstance(entry, dict) else entry)
+        ]
+        return self._dataset(
+            cases,
+            validation=tuple(case.name for case in cases[num_training:]),
+            numbers=numbers,
+            unlabelled=tuple(images),
+        )
+
+    def nnunet(self) -> Dataset:
+        """Read an nnU-Net v2 raw folder, whose files are found by name or listed in ``dataset``."""
+        ending = self.tree["file_ending"]
+        if not isinstance(ending, str) or ending.lower() not in SUFFIXES:
+            raise DatasetError(
+                f"{self.path}: file_ending is {shown(ending)}; known: {', '.join(SUFFIXES)}"
+            )
+        explicit = self.tree.get("dataset")
+        if isinstance(explicit, dict):
+            cases = []
+            for key, entry in explicit.items():
+                name = clean_name(self.path, "a case", key)
+                files = entry if isinstance(entry, dict) else {}
+                renamed = {"image": files.get("images"), "label": files.get("label")}
+                cases.append(replace(self._case(f"dataset.{name}", renamed), name=name))
+            return self._dataset(tuple(cases))
+        folder = self.root / "labelsTr"
+        if not folder.is_dir():
+            raise DatasetError(f"{folder} is missing; nnU-Net's layout keeps the label maps there")
+        num_channels = len(channel_names(self.path, self.tree, ()))
+        # The case of letters in the ending is no reason to leave a file out.
+        labels = sorted(
+            file.name
+            for file in folder.iterdir()
+            if file.name.lower().endswith(ending.lower()) and not file.name.startswith(".")
+        )
+        return self._dataset(
+            tuple(self._found_case(label, ending, num_channels) for label in labels)
+        )
+
+    def _found_case(self, label_file: str, ending: str, num_channels: int) -> Case:
+        label = self._inside("labelsTr", f"labelsTr/{label_file}")
+        stem = label_file[: -len(ending)]
+        images = [
+            self._channel_file(f"{stem}_{channel:04d}{ending}") for channel in range(num_channels)
+        ]
+        return Case(name=self._name_of(label), images=tuple(images), label=label)
+
+    def _dataset(
+        self,
+        cases: tuple[Case, ...],
+        validation: tuple[str, ...] = (),
+        numbers: Sequence[int | None] = (),
+        unlabelled: tuple[Path, ...] = (),
+    ) -> Dataset:
+        if not cases:
+            raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
+        # A pair counts once, whichever of its files is named.
+        files = Counter(members(file)[0] for case in cases for file in (*case.images, case.label))
+        file, count = files.most_common(1)[0]
+        if count > 1:
+            raise DatasetError(f"{self.path} names {file} {count} times; each file has one use")
+        by_name: dict[str, Case] = {}
+        for case in cases:
+            twin = by_name.setdefault(case.name, case)
+            if twin is not case:
+                raise DatasetError(
+                    f"{self.path}: {twin.label} and {case.label} would both be the case "
+                    f"{case.name}; rename one of them"
+                )
+        fixed = self.root / "splits_final.json"
+        if os.path.lexists(fixed):
+            folds = read_folds(fixed, tuple(by_name))
+        else:
+            folds = self._numbered_folds(dict(zip(by_name, numbers, strict=False)))
+        labels = read_labels(self.path, self.tree, [case.label for case in cases])
+        return Dataset(
+            name=self._name(),
+            root=self.root,
+            channel_names=channel_names(self.path, self.tree, cases[0].images),
+            label_names=tuple(labels.names.values()),
+            label_values=tuple(labels.names),
+            ignore_value=labels.ignore_value,
+            regions=labels.regions,
+            cases=cases,
+            validation=validation,
+            folds=folds,
+            unlabelled=unlabelled,
+        )
+
+    def _name(self) -> str:
+        given = self.tree.get("name")
+        return clean_name(self.path, "the data set", given) if given else self.root.name
+
+    def _entries(self, key: str) -> list[tuple[str, Any]]:
+        entries = self.tree.get(key) or []
+        if not isinstance(entries, list):
+            raise DatasetError(f"{self.path}: {key} is {shown(entries)}; it needs a list")
+        return [(f"{key}[{index}]", entry) for index, entry in enumerate(entries)]
+
+    def _case(self, where: str, entry: Any) -> Case:
+        if not isinstance(entry, dict) or not entry.get("image") or not entry.get("label"):
+            raise DatasetError(
+                f"{self.path}: {where} needs an image and a label, but is {shown(entry)}"
+            )
+        label = self._inside(where, entry["label"])
+        images = tuple(self._inside(where, image) for image in _as_list(entry["image"]))
+        return Case(name=self._name_of(label), images=images, label=label)
+
+    def _name_of(self, label: Path) -> str:
+        *folders, _ = label.relative_to(self.root).parts
+        if folders[:1] == ["labelsTr"]:
+            del folders[0]
+        return unicodedata.normalize("NFC", "/".join([*folders, volume_stem(label)]))
+
+    def _inside(self, where: str, text: Any) -> Path:
+        """Return the path of a named file, which must lie inside the data set's folder."""
+        if not isinstance(text, str) or not text or not is_printable(text):
+            raise DatasetError(
+                f"{self.path}: {where} names {shown(text)}; it needs the name of a file, without "
+                "control characters"
+            )
+        name = PurePosixPath(text)
+        if not name.parts or max(map(len, map(os.fsencode, name.parts))) > MAX_FILE_NAME_BYTES:
+            raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
+        if name.is_absolute():
+            raise DatasetError(
+                f"{self.path}: {where} names {text} from the root of the file system; name files "
+                "from the data set's folder, which may be moved"
+            )
+        path = self.root / name
+        # realpath leaves links that lead to themselves as they are; reading refuses them.
+        leaves = ".." in name.parts
+        if leaves or not Path(os.path.realpath(path)).is_relative_to(self.root):
+            raise DatasetError(
+                f"{self.path}: {where} points to {text}, outside the data set's folder; "
+                "keep the files inside it"
+            )
+        return path
+
+    def _channel_file(self, name: str) -> Path:
+        found = find_spelling(self.root / "imagesTr" / name)
+        return self._inside("imagesTr", f"imagesTr/{found.name}")
+
+    def _fold_number(self, where: str, entry: Mapping[str, Any]) -> int | None:
+        number = entry.get("fold")
+        if number is not None and type(number) is not int:
+            raise DatasetError(f"{self.path}: {where} has the fold {shown(number)}; use 0, 1, ...")
+        return number
+
+    def _numbered_folds(self, number_of: Mapping[str, int | None]) -> tuple[Fold, ...]:
+        numbered = {name: number for name, number in number_of.items() if number is not None}
+        if not numbered:
+            return ()
+        missing = sorted(number_of.keys() - numbered.keys())
+        if missing:
+            raise DatasetError(
+                f"{self.path}: {missing[0]} has no fold but other cases have; give each case one"
+            )
+        return folds_from_numbers(numbered, str(self.path))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,136 @@
+"""What is scored in label maps: labels and regions by name, and the value that counts nowhere.
+
+A ``dataset.json`` names them: the Decathlon's ``{"1": "tumour"}``, nnU-Net's ``{"tumour": 1}``, a
+region of several values ``{"whole tumour": [1, 2, 3]}``, and ``{"ignore": 4}`` for voxels that
+nobody has labelled.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.datasets.classes import Region
+from unet3d.datasets.folds import read_description
+from unet3d.datasets.naming import read_labels
+from unet3d.errors import DatasetError
+
+BACKGROUND = 0
+
+DESCRIPTION = "dataset.json"
+
+Mask = npt.NDArray[np.bool_]
+
+Label = int | tuple[int, ...]
+"""A label by its value, or a region by its values in ascending order, of which it has several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredLabels:
+    """What is scored."""
+
+    names: Mapping[Label, str] = field(default_factory=dict)
+    """Names of labels and regions; values of no label and no region here are scored without."""
+    ignore: int | None = None
+    """Value of the label maps whose voxels count nowhere; None: all of them count."""
+
+    @classmethod
+    def of(
+        cls, names: Mapping[int, str], regions: Iterable[Region], ignore: int | None
+    ) -> "ScoredLabels":
+        """Return what is scored where regions are segmented, or where there are none, labels.
+
+        Args:
+            names: Names of the label values.
+            regions: What is segmented instead of labels.
+            ignore: Value of voxels that count nowhere.
+        """
+        scored: dict[Label, str] = {label_of(region.values): region.name for region in regions}
+        scored = scored or {value: name for value, name in names.items() if value != BACKGROUND}
+        return cls(names=scored, ignore=ignore)
+
+    def among(self, values: Iterable[int]) -> list[Label]:
+        """Return what is scored where label maps hold some values.
+
+        Args:
+            values: All values that are in any of them.
+
+        Returns:
+            The named labels and regions of which a value is there, in the order of their names,
+            then the values that belong to none of them, ascending.
+        """
+        there = set(values) - {BACKGROUND, self.ignore}
+        named = [label for label in self.names if not there.isdisjoint(values_of(label))]
+        known = {value for label in self.names for value in values_of(label)}
+        return [*named, *sorted(there - known)]
+
+
+EVERY_VALUE = ScoredLabels()
+"""Every value but the background, without names."""
+
+
+def label_of(values: Iterable[int]) -> Label:
+    """Return the label or region of some values, of which there is at least one."""
+    first, *more = sorted(set(values))
+    return (first, *more) if more else first
+
+
+def values_of(label: Label) -> tuple[int, ...]:
+    """Return the values of a label or region."""
+    return label if isinstance(label, tuple) else (label,)
+
+
+def mask_of(array: npt.NDArray[np.integer[Any]], label: Label) -> Mask:
+    """Return where a label or region is.
+
+    Args:
+        array: Label values, of any shape.
+        label: The label.
+
+    Returns:
+        The same shape.
+    """
+    mask: Mask = np.isin(array, label) if isinstance(label, tuple) else array == label
+    return mask
+
+
+def box_of(mask: Mask) -> tuple[slice, ...]:
+    """Return the smallest box around a mask, which is not empty."""
+    box = []
+    for axis in range(mask.ndim):
+        others = tuple(other for other in range(mask.ndim) if other != axis)
+        (filled,) = np.nonzero(mask.any(axis=others))
+        box.append(slice(int(filled[0]), int(filled[-1]) + 1))
+    return tuple(box)
+
+
+def description_of(labels: Path) -> Path | None:
+    """Return the ``dataset.json`` of the data set that label maps belong to, if they lie in one.
+
+    Args:
+        labels: A label map, or a folder of them, such as ``labelsTr`` of a data set.
+    """
+    folder = labels if labels.is_dir() else labels.parent
+    path = folder.absolute().parent / DESCRIPTION
+    return path if folder.absolute().name.startswith("labels") and path.is_file() else None
+
+
+def read_scored_labels(path: Path) -> ScoredLabels:
+    """Return what a data set says of its labels; nothing else in its description is looked at.
+
+    Args:
+        path: Its folder, or its ``dataset.json``.
+
+    Raises:
+        DatasetError: It cannot be read, or does not name labels, or not so that it can be
+            understood.
+    """
+    description = path / DESCRIPTION if path.is_dir() else path
+    tree = read_description(description)
+    if not isinstance(tree, dict) or not tree.get("labels"):
+        raise DatasetError(f"{description} names no labels; name a data set that does")
+    labels = read_labels(description, tree, ())
+    return ScoredLabels.of(labels.names, labels.regions, labels.ignore_value)

@@ -1,0 +1,1 @@
+"""Images: what a file holds, as a lazy array with a geometry."""

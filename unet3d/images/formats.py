@@ -1,0 +1,42 @@
+"""Opening volumes of every format; from here on each looks like a NIfTI volume."""
+
+from pathlib import Path
+
+from unet3d.errors import VolumeError
+from unet3d.images.dicom import open_series
+from unet3d.images.files import (
+    SUFFIXES,
+    is_dicom_file,
+    is_meta_file,
+    is_nrrd_file,
+    is_volume_file,
+)
+from unet3d.images.metaimage import open_meta
+from unet3d.images.nrrd import open_nrrd
+from unet3d.images.stored import StoredVolume, open_nifti
+
+
+def open_volume(path: Path) -> StoredVolume:
+    """Read the header of a volume, and not its voxels, once the file looks sound.
+
+    Args:
+        path: A file, or a folder with the slices of one DICOM series.
+
+    Raises:
+        VolumeError: The file is missing, damaged, or of a kind that cannot be used, or pydicom is
+            needed and not installed.
+    """
+    if path.is_dir():
+        return open_series(path)
+    if not is_volume_file(path):
+        if is_dicom_file(path):
+            raise VolumeError(
+                f"{path} is one DICOM file; name the folder that holds all slices of its series"
+            )
+        raise VolumeError(
+            f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of "
+            "DICOM slices"
+        )
+    if is_nrrd_file(path):
+        return open_nrrd(path)
+    return open_meta(path) if is_meta_file(path) else open_nifti(path)

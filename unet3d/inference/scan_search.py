@@ -1,0 +1,227 @@
+"""Which scans to segment: the files that were named, and the results that are there already."""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, VolumeError, reason_of
+from unet3d.images.files import (
+    SUFFIXES,
+    is_dicom_folder,
+    is_nifti_file,
+    is_volume_file,
+    members,
+    stands_for_volume,
+    volume_stem,
+)
+from unet3d.inference.scans import Scan, Wanted
+
+SUFFIX = "_seg.nii.gz"
+"""How the names of our segmentations end."""
+
+CHANNEL = re.compile(r"(.+)_\d{4}")
+"""How the file of one channel is named, without its ending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundScans:
+    """The scans that were asked for, by what is to be done with them."""
+
+    to_segment: tuple[Scan, ...]
+    """Those to segment now."""
+    kept: tuple[Scan, ...]
+    """Those whose results exist, and stay as they are."""
+    faults: tuple[tuple[Scan, Unet3dError], ...]
+    """Those that cannot be segmented, and why."""
+
+
+def find_scans(
+    inputs: Sequence[Path],
+    output: Path | None,
+    num_channels: int,
+    wanted: Wanted,
+) -> FoundScans:
+    """Return what to segment and where to, once all names have been checked.
+
+    Results that exist are kept, so that a folder can be continued; a single scan with results is
+    refused.
+
+    Args:
+        inputs: Files and folders, of volumes or of DICOM slices; a folder's own earlier
+            segmentations are left out. Files named
+            ``case_0000``, ``case_0001``, ... are the channels of one scan where the network takes
+            several.
+        output: A file for one scan, a folder for any number, None: beside each scan.
+        num_channels: Channels that the network takes.
+        wanted: What is to be written.
+
+    Raises:
+        VolumeError: There is nothing to segment, or the only scan lacks a channel.
+        ConfigError: Two scans have the same output, or one is an input; or the only scan has
+            results already, or results that cannot be written.
+    """
+    groups = _groups(inputs, num_channels)
+    if (
+        output is not None
+        and len(groups) > 1
+        and is_volume_file(output)
+        and not os.path.isdir(output)
+    ):
+        raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
+    scans = [Scan(images=images, output=_output_of(images, output)) for images in groups.values()]
+    _refuse_collisions(scans)
+    to_segment, kept, faults = [], [], []
+    for case, scan in zip(groups, scans, strict=True):
+        try:
+            _refuse_other_channels(case, scan.images, num_channels)
+            if not wanted.overwrite:
+                refuse_existing(scan, wanted)
+            for path in scan.results(wanted):
+                _refuse_unwritable(path)
+            to_segment.append(scan)
+        except ResultExistsError:
+            if len(scans) == 1 and not wanted.goes_on:
+                raise
+            kept.append(scan)
+        except Unet3dError as error:
+            if len(scans) == 1:
+                raise
+            faults.append((scan, error))
+    return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
+
+
+def refuse_existing(scan: Scan, wanted: Wanted) -> None:
+    """Raise an error if a result of a scan exists, or all of them where others are replaced.
+
+    Args:
+        scan: Says where the results are.
+        wanted: Which.
+
+    Raises:
+        ResultExistsError: All results exist.
+        ConfigError: Some exist and others do not.
+    """
+    results = scan.results(wanted)
+    existing = [path for path in results if os.path.lexists(path)]
+    if existing == results:
+        raise ResultExistsError(
+            f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
+        )
+    if existing and not wanted.goes_on:
+        missing = [path.name for path in results if path not in existing]
+        together = "both" if len(results) == 2 else "all"
+        raise ConfigError(
+            f"{existing[0]} exists, but not {' and '.join(missing)}; add --overwrite to make "
+            f"{together}, or --continue where they are missing"
+        )
+
+
+def _refuse_collisions(scans: Sequence[Scan]) -> None:
+    sources = {os.path.realpath(image) for scan in scans for image in scan.images}
+    by_output: dict[str, Scan] = {}
+    for scan in scans:
+        if not is_nifti_file(scan.output):
+            raise ConfigError(
+                f"{scan.output}: segmentations are written as NIfTI; name a .nii or .nii.gz file, "
+                "or a folder"
+            )
+        place = os.path.realpath(scan.output)
+        if place in sources:
+            raise ConfigError(f"{scan.output} is itself to be segmented; choose another --output")
+        twin = by_output.setdefault(place, scan)
+        if twin is not scan:
+            raise ConfigError(
+                f"{twin.images[0]} and {scan.images[0]} would both be written to {scan.output}; "
+                "segment one of them, or one after the other"
+            )
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Refuse what would fail only once everything has been computed."""
+    folder = path.parent
+    try:
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise ConfigError(f"{path} is {kind}; choose another --output")
+    except (FileNotFoundError, NotADirectoryError):
+        folder = next((above for above in path.parents if os.path.lexists(above)), folder)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {reason_of(error)}; choose another --output"
+        ) from error
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"cannot write to {folder}: it is no folder that you can write to; choose another "
+            "--output"
+        )
+
+
+def _refuse_other_channels(case: Path, files: Sequence[Path], num_channels: int) -> None:
+    wanted = [f"{case.name}_{channel:04d}" for channel in range(num_channels)]
+    # A single file may hold every channel.
+    if len(files) > 1 and [volume_stem(file) for file in files] != wanted:
+        raise VolumeError(
+            f"{case} has the files {', '.join(file.name for file in files)} but the network "
+            f"takes {num_channels} channels; name them {wanted[0]} to {wanted[-1]}"
+        )
+
+
+def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path, ...]]:
+    """Return the files of each scan; a volume that is named twice counts once."""
+    groups: dict[Path, list[Path]] = {}
+    named: set[tuple[str, ...]] = set()
+    for path in inputs:
+        for file in _volumes_in(path) if os.path.isdir(path) else (path,):
+            # Two links to one file are two scans, but one file may be named in several ways.
+            files = tuple(
+                os.path.join(os.path.realpath(member.parent), member.name)
+                for member in members(file)
+            )
+            if files in named:
+                continue
+            named.add(files)
+            match = CHANNEL.fullmatch(volume_stem(file)) if num_channels > 1 else None
+            groups.setdefault(file.with_name(match[1]) if match else file, []).append(file)
+    return {case: tuple(sorted(files, key=volume_stem)) for case, files in groups.items()}
+
+
+def _volumes_in(folder: Path) -> list[Path]:
+    """Return the volumes in a folder, or the folder itself where it has the slices of a scan."""
+    try:
+        listed = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        files = [
+            path
+            for path in listed
+            if stands_for_volume(path) and not path.name.lower().endswith(SUFFIX)
+        ]
+        if is_dicom_folder(folder):
+            if files:
+                raise VolumeError(
+                    f"{folder} holds DICOM slices and volumes, such as {files[0].name}; move one "
+                    "of them to a folder of its own"
+                )
+            # A scan needs a name of its own, which "." is not.
+            return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
+        files += [path for path in listed if path not in files and is_dicom_folder(path)]
+    except OSError as error:
+        raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
+    if not files:
+        raise VolumeError(
+            f"{folder} holds no volumes to segment; known: {', '.join(SUFFIXES)}, and folders of "
+            "DICOM slices"
+        )
+    return sorted(files)
+
+
+def _output_of(images: tuple[Path, ...], output: Path | None) -> Path:
+    match = CHANNEL.fullmatch(volume_stem(images[0])) if len(images) > 1 else None
+    name = (match[1] if match else volume_stem(images[0])) + SUFFIX
+    if output is None:
+        return images[0].with_name(name)
+    if os.path.isdir(output) or not output.suffix:
+        return output / name
+    return output

@@ -1,0 +1,1 @@
+"""Patches: cut, augmented and batched for training."""

@@ -1,0 +1,112 @@
+"""Augmentation of a batch: one function of tensors and drawn numbers, for any device.
+
+There is no random state, and on a GPU nothing waits for the host nor the host for it. Rotation,
+scaling, mirroring and the conversion from what is stored are one interpolation; what was not drawn
+is not computed.
+
+A slab of a batch is made alone, from what it depends on. Only contrast and gamma depend on the
+whole patch: where the slabs' holders cannot gather its mean and range, such a patch is made whole.
+"""
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from unet3d.config import Shape
+from unet3d.kernels.affine.api import sample_affine
+from unet3d.patches.augment.cut import Cut, Slab
+from unet3d.patches.augment.draw import DrawnChannel
+from unet3d.patches.augment.filters import ChannelFilters
+from unet3d.patches.augment.intensity import (
+    Gather,
+    Statistics,
+    change_contrast,
+    change_gamma,
+)
+from unet3d.patches.augment.noise import add_noise
+from unet3d.patches.augment.threads import independent_of_threads
+
+
+def augment(
+    cuts: Iterable[Cut],
+    image: Tensor,
+    target: Tensor,
+    slab: Slab | None = None,
+    gather: Gather | None = None,
+) -> None:
+    """Make the patches of a batch, or a slab of them.
+
+    A patch smaller than its place lies in the middle of it, with zeros around. The result for a
+    patch does not depend on the others.
+
+    Args:
+        cuts: A cut for each patch, on the device of the batch. Each is asked for when it is needed
+            and can be freed before the next.
+        image: float32 (N, C, X, Y, Z), contiguous; overwritten.
+        target: Class indices (N, X, Y, Z) of the type of the cuts' labels; overwritten.
+        slab: What image and target are of the batch; None: all of it.
+        gather: Gathers statistics of the slabs of a patch, where none is made whole for them; None:
+            each patch that needs them is made whole.
+    """
+    slab = slab or Slab(planes=range(image.shape[2]), num_planes=image.shape[2])
+    remaining = iter(cuts)
+    for own_image, own_target in zip(image, target, strict=True):
+        cut = next(remaining)
+        made, place = cut.made, slab.place(cut, own_target.shape)
+        place_image, place_target = own_image[:, *place], own_target[place]
+        # What is made is made in place, unless it is larger or lies between zeros.
+        in_place = made == cut.region and place_target.shape == own_target.shape
+        made_image = place_image if in_place else image.new_empty((len(own_image), *made.shape))
+        made_target = place_target if in_place else target.new_empty(made.shape)
+        _sample(cut, made_image, made_target)
+        inner = cut.region.inside(made)
+        channels, filters, size = cut.channels, cut.filters, cut.size
+        del cut  # the memory of its box serves what follows
+        if gather is not None or made_target.numel() > 0:
+            statistics = Statistics(None if gather is None else inner, math.prod(size), gather)
+            with independent_of_threads(image.device):
+                for channel, drawn, own_filters in zip(made_image, channels, filters, strict=False):
+                    _change(channel, drawn, own_filters, made.start, size, statistics)
+        if not in_place:
+            own_image.zero_()
+            own_target.zero_()
+            place_image.copy_(made_image[:, *inner])
+            place_target.copy_(made_target[inner])
+
+
+def _sample(cut: Cut, image: Tensor, target: Tensor) -> None:
+    sample_affine(
+        cut.image,
+        cut.label,
+        matrix=cut.placement.matrix,
+        offset=cut.placement.offset,
+        image_out=image,
+        label_out=target,
+        start=cut.made.start,
+    )
+
+
+def _change(
+    channel: Tensor,
+    drawn: DrawnChannel,
+    filters: ChannelFilters,
+    start: Shape,
+    size: Shape,
+    statistics: Statistics,
+) -> None:
+    """Change the intensities of a box (X, Y, Z) of a patch as was drawn."""
+    if drawn.noise_std > 0:
+        add_noise(channel, drawn.noise_std, start, size, drawn.noise_seed)
+    if filters.blur is not None:
+        channel.copy_(filters.blur.applied(channel, start))
+    if drawn.brightness != 1:
+        channel.mul_(drawn.brightness)
+    if drawn.contrast != 1:
+        change_contrast(channel, drawn.contrast, statistics)
+    if filters.coarsening is not None:
+        channel.copy_(filters.coarsening.applied(channel, start))
+    if drawn.inverted_gamma != 1:
+        change_gamma(channel, drawn.inverted_gamma, True, statistics)
+    if drawn.gamma != 1:
+        change_gamma(channel, drawn.gamma, False, statistics)

@@ -1,0 +1,164 @@
+"""Augmentation on a GPU: whether it is made there, and what it takes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unet3d.config import AugmentationSettings, Shape, Spacing
+from unet3d.errors import DeviceError
+from unet3d.images.memory_limits import FLOAT32_BYTES
+from unet3d.patches.augment.draw import free_axes, largest_angle
+from unet3d.patches.augment.filters import farthest_reach
+
+WORK_ARRAYS = 2
+"""Channels in float32 that a filter keeps beside the one that it changes."""
+
+
+def augments_on_device(settings: AugmentationSettings, device: torch.device) -> bool:
+    """Return whether patches are made on the device that images are sent to.
+
+    Args:
+        settings: Where patches are to be made.
+        device: Where the network begins.
+
+    Raises:
+        DeviceError: A GPU is asked for, and the network begins on a CPU.
+    """
+    if settings.device == "gpu" and device.type != "cuda":
+        raise DeviceError(
+            f"patches.augmentation.device is gpu but the network begins on {device}; use auto, or "
+            "name a GPU first in --devices"
+        )
+    return settings.device != "cpu" and device.type == "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceAugmentation:
+    """Augmentation on the device that the network begins on, as far as its memory goes."""
+
+    settings: AugmentationSettings
+    """What can be drawn."""
+    cases: tuple[tuple[Shape, Spacing], ...]
+    """Shape and spacing of the cases that patches are cut from."""
+    voxel_bytes: int
+    """What one voxel of a cut takes: its channels as they are stored, and its label."""
+    made_voxel_bytes: int
+    """What one voxel of a batch takes: its channels in float32, and its label."""
+
+    @staticmethod
+    def on(
+        device: torch.device,
+        settings: AugmentationSettings,
+        cases: tuple[tuple[Shape, Spacing], ...],
+        voxel_bytes: int,
+        num_channels: int,
+        num_classes: int,
+    ) -> "DeviceAugmentation | None":
+        """Return what makes batches on a device; None where they are made on the host.
+
+        Args:
+            device: Where the network begins.
+            settings: What can be drawn, and where patches are to be made.
+            cases: Shape and spacing of the cases.
+            voxel_bytes: What a voxel of a channel takes as it is stored.
+            num_channels: Channels of an image.
+            num_classes: Classes of the labels.
+
+        Raises:
+            DeviceError: A GPU is asked for, and the network begins on a CPU.
+        """
+        if not augments_on_device(settings, device):
+            return None
+        label_bytes = 1 if num_classes <= 256 else 8
+        return DeviceAugmentation(
+            settings=settings,
+            cases=cases,
+            voxel_bytes=num_channels * voxel_bytes + label_bytes,
+            made_voxel_bytes=FLOAT32_BYTES * num_channels + label_bytes,
+        )
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether matrices are multiplied, for which cuBLAS keeps memory for the stream."""
+        settings = self.settings
+        filters = (settings.blur_probability, settings.low_resolution_probability)
+        return settings.enabled and max(filters) > 0
+
+    def staging_bytes(self, size: Shape, slab: range | None = None, *, gathers: bool = True) -> int:
+        """Return what making a patch takes at most, beside the patch itself.
+
+        The box that it is cut from is freed before filters take memory of their own.
+
+        Args:
+            size: Voxels of the patch along X, Y, Z.
+            slab: Its planes that are wanted; None: all.
+            gathers: Whether statistics of the patch are gathered from all slabs. If not, it is made
+                whole where it needs them.
+        """
+        made = size if slab is None else (self._made_planes(size[0], slab, gathers), *size[1:])
+        largest = max(
+            math.prod(
+                min(reached, available)
+                for reached, available in zip(
+                    largest_reach(self.settings, size, spacing_mm, made[0]), shape, strict=True
+                )
+            )
+            for shape, spacing_mm in self.cases
+        )
+        work = WORK_ARRAYS * FLOAT32_BYTES * math.prod(made) if self.settings.enabled else 0
+        in_place = slab is None or made[0] == len(slab)
+        around = 0 if in_place else self.made_voxel_bytes * math.prod(made)
+        return around + max(largest * self.voxel_bytes, work)
+
+    def _made_planes(self, planes: int, slab: range, gathers: bool) -> int:
+        """Return how many planes of a patch are made at most where a slab is wanted."""
+        settings = self.settings
+        if not settings.enabled:
+            return len(slab)
+        is_measured = (
+            settings.contrast_probability,
+            settings.gamma_probability,
+            settings.inverted_gamma_probability,
+        )
+        if not gathers and max(is_measured) > 0:
+            return planes
+        reach = farthest_reach(
+            planes, settings.blur_probability > 0, settings.low_resolution_probability > 0
+        )
+        return min(planes, slab.stop + reach) - max(0, slab.start - reach)
+
+
+def largest_reach(
+    settings: AugmentationSettings, size: Shape, spacing_mm: Spacing, planes: int
+) -> Shape:
+    """Return the voxels along X, Y, Z of the largest box that planes of a patch are made from.
+
+    However a box is turned, no corner leaves the ball around it.
+
+    Args:
+        settings: What can be drawn.
+        size: Voxels of the patch along X, Y, Z.
+        spacing_mm: Spacing of the case.
+        planes: How many planes along X.
+    """
+    made = (planes, *size[1:])
+    if not settings.enabled:
+        return made
+    turning, scaling = free_axes(size, spacing_mm)
+    turns = settings.rotation_probability > 0 and largest_angle(settings, turning) > 0
+    scale = max(1.0, settings.scaling_range[1]) if settings.scaling_probability > 0 else 1.0
+    half_mm = [(voxels - 1) / 2 * mm for voxels, mm in zip(made, spacing_mm, strict=True)]
+    radius_mm = math.hypot(*(_chosen(half_mm, turning) if turns else [0.0]))
+    reach = []
+    for axis in range(3):
+        is_turned = turns and turning[axis]
+        mm = radius_mm if is_turned else half_mm[axis]
+        grown = mm / spacing_mm[axis] * (scale if scaling[axis] else 1.0)
+        reach.append(2 * math.ceil(grown) + 2 if is_turned or scale > 1 else made[axis])
+    return (reach[0], reach[1], reach[2])
+
+
+def _chosen(numbers: Sequence[float], are_chosen: Sequence[bool]) -> list[float]:
+    return [number for number, is_chosen in zip(numbers, are_chosen, strict=True) if is_chosen]

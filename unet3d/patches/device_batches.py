@@ -1,0 +1,123 @@
+"""Batches made on a GPU, beside the step before.
+
+The copies and the augmentation of a batch are queued on a stream of their own, and the step waits
+for them on the GPU alone. Two buffers take turns::
+
+    copies, augmentation   A1   B2   A3 ...      A is free again when step 1 has been taken
+    steps                       A1   B2   A3 ...
+
+Where several GPUs make slabs of a batch, messages between them are queued on the stream of the
+steps, because those of two streams might run in another order on another GPU, and all would wait
+for ever. So the part of the augmentation behind the first message runs between two steps.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from unet3d.patches.augment import Gather
+from unet3d.patches.patches import Batch, CutBatch
+
+
+class DeviceBatches:
+    """Makes batches on one GPU."""
+
+    def __init__(self, device: torch.device, gather: Gather | None = None) -> None:
+        """Begin with empty buffers.
+
+        Args:
+            device: The GPU.
+            gather: Gathers statistics of the slabs of a patch; it is called on the stream that
+                steps are queued on. None: batches are whole, or need no statistics.
+        """
+        self._device = device
+        self._gather = gather
+        self._stream = _stream(device)
+        self._buffers = (_Buffer(), _Buffer())
+        self._number = 0
+
+    def made(self, batches: Iterable[CutBatch]) -> Iterator[Batch]:
+        """Yield a batch for each one that is cut; what uses it must be queued when the next is due.
+
+        Args:
+            batches: In page-locked memory.
+        """
+        for cut in batches:
+            buffer = self._buffers[self._number % 2]
+            self._number += 1
+            try:
+                yield self._made(cut, buffer)
+            finally:
+                buffer.is_read = torch.cuda.current_stream(self._device).record_event()
+
+    def _made(self, batch: CutBatch, buffer: "_Buffer") -> Batch:
+        steps = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if buffer.is_read is None:  # its memory may be that of an earlier training's batch
+                self._stream.wait_stream(steps)
+            else:
+                self._stream.wait_event(buffer.is_read)
+            image, target = buffer.tensors(batch, self._device)
+            # One cut at a time, so that only one is on the GPU.
+            cuts = (cut.to(self._device) for cut in batch.cuts)
+            made = batch.made(cuts, image, target, self._gather and self._between(steps))
+            is_made = self._stream.record_event()
+        steps.wait_event(is_made)
+        return made
+
+    def _between(self, steps: torch.cuda.Stream) -> Gather:
+        """Return what gathers the numbers of the stream of augmentation on the stream of steps."""
+
+        def gathered(numbers: Tensor) -> Tensor:
+            assert self._gather is not None
+            steps.wait_stream(self._stream)
+            with torch.cuda.stream(steps):
+                result = self._gather(numbers)
+            # What follows on the steps' stream waits for what reads the result.
+            self._stream.wait_stream(steps)
+            return result
+
+        return gathered
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a GPU makes batches.
+
+    There is one for each GPU, because cuBLAS keeps a workspace for each stream that it was ever
+    used on.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Buffer:
+    """Memory of one batch; it grows, but never shrinks."""
+
+    def __init__(self) -> None:
+        self.is_read: torch.cuda.Event | None = None
+        """Completes when the last batch in it has been used."""
+        self._image: Tensor | None = None
+        self._target: Tensor | None = None
+
+    def tensors(self, batch: CutBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        first = batch.cuts[0]
+        target_shape = (len(batch.cuts), *batch.made_shape)
+        image_shape = (len(batch.cuts), len(first.image), *batch.made_shape)
+        self._image = _at_least(self._image, image_shape, torch.float32, device)
+        self._target = _at_least(self._target, target_shape, first.label.dtype, device)
+        return _view(self._image, image_shape), _view(self._target, target_shape)
+
+
+def _at_least(
+    memory: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    size = torch.Size(shape).numel()
+    if memory is not None and len(memory) >= size and memory.dtype == dtype:
+        return memory
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return memory[: torch.Size(shape).numel()].view(shape)

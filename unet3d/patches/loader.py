@@ -1,0 +1,277 @@
+"""Batches of patches, cut in this process or in worker processes, and augmented there or on a GPU.
+
+Every worker can cut any patch of any epoch, so the main process sends it nothing but the number of
+a batch. Several replicas each take a share of the same batch; several shards of a replica each make
+a slab of that.
+"""
+
+import itertools
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
+from typing import TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from unet3d.config import PatchSettings, Shape
+from unet3d.distributed.processes import die_with_parent, shielded_children, without_main_module
+from unet3d.errors import DatasetError, Unet3dError
+from unet3d.patches.augment import Gather, Slab
+from unet3d.patches.device_batches import DeviceBatches
+from unet3d.patches.patches import Batch, CutBatch, PatchSampler
+from unet3d.preparation.cache import PreparedCase
+
+_FIRST_IN_SERVER = "unet3d.patches.loading_server"
+
+Step = tuple[int, int]
+"""An epoch and a step in it."""
+
+Loaded = TypeVar("Loaded", Batch, CutBatch)
+
+_Loaded = Batch | CutBatch | Unet3dError
+
+
+class PatchLoader:
+    """Yields batches, cut in this process or in workers that live as long as the loader."""
+
+    def __init__(
+        self,
+        *,
+        cases: Sequence[PreparedCase],
+        settings: PatchSettings,
+        size: Shape | None,
+        stride: Shape,
+        batch_size: int,
+        num_steps: int,
+        seed: int,
+        num_workers: int,
+        device: torch.device,
+        augments_on_device: bool,
+        rank: int = 0,
+        num_ranks: int = 1,
+        slab: Callable[[Shape], range] | None = None,
+        gather: Gather | None = None,
+    ) -> None:
+        """Set up the loader; workers start with the first epoch.
+
+        Args:
+            cases: The training cases.
+            settings: See :class:`PatchSampler`.
+            size: Voxels of a patch along X, Y, Z; None: whole volumes.
+            stride: The shape of a patch is a multiple of it.
+            batch_size: Patches in a batch.
+            num_steps: Batches in an epoch.
+            seed: Seed of every random choice.
+            num_workers: Processes that cut patches; 0: this one.
+            device: Where images are needed. For a GPU batches lie in page-locked memory.
+            augments_on_device: Whether they are made there; it must be a GPU. If not, they are made
+                where they are cut.
+            rank: The replica whose shares of the batches are yielded.
+            num_ranks: Number of replicas that share each batch.
+            slab: Returns the planes along X that are yielded of a batch of this many voxels along
+                X, Y, Z; it must be picklable. None: all.
+            gather: Gathers statistics of the slabs of a patch from all shards of the replica, where
+                they are made on the device; it is called between two steps, on their stream. None:
+                a patch that needs them is made whole by every shard.
+
+        Raises:
+            ConfigError: ``size`` is not a multiple of ``stride``.
+            DatasetError: There are no cases.
+        """
+        sampler = PatchSampler(
+            cases=cases,
+            settings=settings,
+            size=size,
+            stride=stride,
+            batch_size=batch_size,
+            seed=seed,
+        )
+        self.num_steps = num_steps
+        self._steps = _Steps(self.num_steps)
+        self._on_device = DeviceBatches(device, gather) if augments_on_device else None
+        context = None
+        if num_workers:
+            # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
+            # and the server has imported what takes long already.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
+            _start_fork_server()
+        self._loader: DataLoader[_Loaded] = DataLoader(
+            _Batches(
+                sampler=sampler,
+                rank=rank,
+                num_ranks=num_ranks,
+                slab=slab,
+                augments=not augments_on_device,
+                gathers=augments_on_device and gather is not None,
+            ),
+            batch_size=None,
+            sampler=self._steps,
+            num_workers=num_workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_die_with_server,
+            multiprocessing_context=context,
+            # The loader draws a seed at every epoch. The global generator, whose state checkpoints
+            # save and restore, must not be where it draws from.
+            generator=torch.Generator(),
+        )
+        self._loaded: Iterator[_Loaded] | None = None
+        self._next: Step | None = None
+        self._waited_seconds = 0.0
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch.
+
+        What uses a batch that was made on a GPU must be queued when the next one is asked for,
+        because its memory is used again.
+
+        Args:
+            epoch: From 0.
+            first_step: The batch to begin with, where a run resumes within an epoch.
+
+        Raises:
+            DatasetError: A worker died.
+            CacheError: A prepared case is gone.
+        """
+        if self._loaded is None or self._next != (epoch, first_step):
+            self._steps.first = (epoch, first_step)
+            with without_main_module():
+                self._loaded = iter(self._loader)
+        steps = range(first_step, self.num_steps)
+        if self._on_device is None:
+            yield from (self._load(epoch, step, Batch) for step in steps)
+        else:
+            yield from self._on_device.made(self._load(epoch, step, CutBatch) for step in steps)
+
+    def take_waited(self) -> float:
+        """Return the seconds since the last call in which this process waited for patches.
+
+        The first batch of all is not counted, for which the workers start.
+        """
+        seconds, self._waited_seconds = self._waited_seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """End the workers.
+
+        They ignore the signals by which Python ends them at its own end, so it would wait for ever
+        where an error keeps the loader alive.
+        """
+        shut_down = getattr(self._loaded, "_shutdown_workers", None)  # of several processes only
+        if shut_down is not None:
+            shut_down()
+        self._loaded = self._next = None
+
+    def _load(self, epoch: int, step: int, kind: type[Loaded]) -> Loaded:
+        """Return what was loaded for a step, which must be the next one."""
+        assert self._loaded is not None
+        began = time.monotonic()
+        try:
+            loaded = next(self._loaded)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DatasetError(
+                "a process that cuts patches died; give the container more shared memory "
+                f"(--shm-size) or set data.num_workers=0 ({' '.join(str(error).split())})"
+            ) from error
+        if self._next is not None:
+            self._waited_seconds += time.monotonic() - began
+        self._next = (epoch, step + 1) if step + 1 < self.num_steps else (epoch + 1, 0)
+        if isinstance(loaded, Unet3dError):
+            raise type(loaded)(*loaded.args)  # its own traceback would keep the workers
+        assert isinstance(loaded, kind)
+        return loaded
+
+
+def _die_with_server(worker: int) -> None:
+    """Have a worker end with the server that it was forked from, which ends with its own parent.
+
+    PyTorch's own watch observes the server alone, which would live as long as its workers do.
+    """
+    die_with_parent()
+
+
+def _start_fork_server() -> None:
+    """Start the server that workers are forked from, which inherit what it inherits.
+
+    Terminals and launchers send signals to workers too, but the parent saves first.
+    """
+    with shielded_children(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        forkserver.ensure_running()
+
+
+class _Steps(Sampler[Step]):
+    """The steps from the first one on, of all epochs that follow; the main process holds them.
+
+    They go on, so that the first batches of the next epoch are cut while this one ends and while it
+    is validated.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.first: Step = (0, 0)
+
+    def __iter__(self) -> Iterator[Step]:
+        first_epoch, first_step = self.first
+        for epoch in itertools.count(first_epoch):
+            begin = first_step if epoch == first_epoch else 0
+            yield from ((epoch, step) for step in range(begin, self.num_steps))
+
+
+class _Batches(Dataset["_Loaded"]):
+    """The batches, or why one cannot be made: an error that is raised gets a worker's traceback."""
+
+    def __init__(
+        self,
+        *,
+        sampler: PatchSampler,
+        rank: int,
+        num_ranks: int,
+        slab: Callable[[Shape], range] | None,
+        augments: bool,
+        gathers: bool,
+    ) -> None:
+        self.sampler = sampler
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.slab = slab
+        self.augments = augments
+        self.gathers = gathers
+
+    def __getitem__(self, step: Step) -> "_Loaded":
+        try:
+            batch = self._batch(*step)
+            return batch.augmented() if self.augments else batch
+        except Unet3dError as error:
+            return error
+
+    def _batch(self, epoch: int, number: int) -> CutBatch:
+        batch_size = self.sampler.batch_size
+        batch = range(number * batch_size, (number + 1) * batch_size)
+        mine = share_of(batch, self.rank, self.num_ranks)
+        weight = len(mine) * self.num_ranks / len(batch)
+        # A replica without a share repeats a patch with no weight: all take part in a step.
+        mine = mine or batch[:1]
+        sizes = [self.sampler.patch_shape(epoch, index) for index in batch]
+        x, y, z = (max(of_axis) for of_axis in zip(*sizes, strict=True))
+        slab = self.slab and Slab(planes=self.slab((x, y, z)), num_planes=x)
+        cuts = tuple(self.sampler.cut(epoch, index, slab, gathers=self.gathers) for index in mine)
+        return CutBatch(cuts=cuts, shape=(x, y, z), slab=slab, weight=weight)
+
+
+def share_of(items: range, rank: int, num_ranks: int) -> range:
+    """Return one rank's share: consecutive items, as many as the others have, or one more.
+
+    Args:
+        items: The items to divide.
+        rank: The rank that takes the share.
+        num_ranks: Number of ranks.
+    """
+    size, rest = divmod(len(items), num_ranks)
+    start = rank * size + min(rank, rest)
+    return items[start : start + size + (rank < rest)]

@@ -1,0 +1,314 @@
+"""Cutting training patches out of prepared cases.
+
+A patch is a pure function of (seed, epoch, index, batch size): its case, its place, every random
+change. So it does not matter which process cuts it, or at which step a run was resumed. Cases are
+drawn with replacement, and the last patches of each batch are centred on foreground, as in nnU-Net
+(Isensee et al., Nature Methods 2021).
+
+The position of a patch along one axis::
+
+    case      |------------------------|          patch     |--------|
+    |--------|       the first and the       |--------|     case   |-----|
+                     last that can be drawn                 centred, zeros around it
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from unet3d.config import PatchSettings, Shape
+from unet3d.errors import ConfigError, DatasetError
+from unet3d.images.files import times
+from unet3d.patches.augment import (
+    AugmentationDraw,
+    Cut,
+    DrawnChannel,
+    Gather,
+    Region,
+    Slab,
+    augment,
+)
+from unet3d.patches.augment.cut import Placement, with_margin
+from unet3d.patches.augment.filters import ChannelFilters
+from unet3d.patches.packing import packed, page_locked_memory, shared_memory, unpacking
+from unet3d.preparation.cache import PreparedCase
+from unet3d.preparation.packed_label import PackedLabel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Patches of one shape, or a slab of each."""
+
+    image: Tensor
+    """float32 (N, C, X, Y, Z)."""
+    target: Tensor
+    """Class indices (N, X, Y, Z): uint8, or int64 where there are more than 256 classes."""
+    names: tuple[str, ...]
+    """The case of each patch."""
+    weight: float = 1.0
+    """Factor of the mean loss of this replica's share that makes the mean over all replicas the
+    mean over the whole batch; 0 for a replica that has no share and repeats another's patch."""
+    planes: int | None = None
+    """Planes along X of the whole batch, where image and target are a slab of it; None: they are
+    whole."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of patches that count."""
+        return len(self.image) if self.weight else 0
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        return replace(self, image=self.image.pin_memory(), target=self.target.pin_memory())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """What a batch, or a slab of it, will be made from."""
+
+    cuts: tuple[Cut, ...]
+    """One for each patch."""
+    shape: Shape
+    """Voxels of the whole batch along X, Y, Z; a smaller patch lies in the middle, with zeros
+    around."""
+    slab: Slab | None = None
+    """What will be made of it; None: all."""
+    weight: float = 1.0
+    """As that of a :class:`Batch`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The case of each patch."""
+        return tuple(cut.name for cut in self.cuts)
+
+    def pin_memory(self) -> "CutBatch":
+        """Return the cuts in page-locked memory, from which copies to a GPU are asynchronous."""
+        likes, memory = self._packed(page_locked_memory)
+        return likes._each(unpacking(memory))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hand all tensors over as one, which is one open file."""
+        likes, memory = self._packed(shared_memory)
+        return {**vars(likes), "memory": memory}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`__getstate__` has handed over."""
+        memory = state.pop("memory")
+        vars(self).update(state)
+        vars(self).update(vars(self._each(unpacking(memory))))
+
+    def _packed(self, allocate: Callable[[int], Tensor]) -> "tuple[CutBatch, Tensor]":
+        """Return the batch without values, and these in one tensor."""
+        tensors: list[Tensor] = []
+
+        def without_values(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor.to("meta")
+
+        likes = self._each(without_values)
+        return likes, packed(tensors, allocate)
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> "CutBatch":
+        return replace(self, cuts=tuple(cut.each(move) for cut in self.cuts))
+
+    def augmented(self) -> Batch:
+        """Return the batch, made where the cuts are."""
+        first = self.cuts[0]
+        shape = self.made_shape
+        image = first.image.new_empty(
+            (len(self.cuts), len(first.image), *shape), dtype=torch.float32
+        )
+        target = first.label.new_empty((len(self.cuts), *shape))
+        return self.made(self.cuts, image, target)
+
+    @property
+    def made_shape(self) -> Shape:
+        """Voxels along X, Y, Z that will be made."""
+        x, y, z = self.shape
+        return (x if self.slab is None else len(self.slab.planes), y, z)
+
+    def made(
+        self,
+        cuts: Iterable[Cut],
+        image: Tensor,
+        target: Tensor,
+        gather: Gather | None = None,
+    ) -> Batch:
+        """Return the batch, made in given memory; see :func:`augment`.
+
+        Args:
+            cuts: Those of the batch, on the device of the memory.
+            image: float32 (N, C, X, Y, Z) of :attr:`made_shape`, contiguous.
+            target: (N, X, Y, Z) of the type of the cuts' labels.
+            gather: Gathers statistics of the slabs of a patch.
+        """
+        augment(cuts, image, target, self.slab, gather)
+        return Batch(
+            image=image,
+            target=target,
+            names=self.names,
+            weight=self.weight,
+            planes=None if self.slab is None else self.slab.num_planes,
+        )
+
+
+class PatchSampler:
+    """Cuts any patch of any epoch."""
+
+    def __init__(
+        self,
+        *,
+        cases: Sequence[PreparedCase],
+        settings: PatchSettings,
+        size: Shape | None,
+        stride: Shape,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        """Set up the sampler.
+
+        Args:
+            cases: The training cases.
+            settings: The share on foreground, augmentation.
+            size: Voxels of a patch along X, Y, Z; None: whole volumes.
+            stride: The shape of a patch is a multiple of it; whole volumes are padded to one.
+            batch_size: Patches in a batch; the first of an epoch are its first batch.
+            seed: Seed of every random choice.
+
+        Raises:
+            ConfigError: ``size`` is not a multiple of ``stride``.
+            DatasetError: There are no cases.
+        """
+        if not cases:
+            raise DatasetError("there are no training cases; check data.fold and the data set")
+        if size is not None and size != padded_shape(size, stride):
+            raise ConfigError(
+                f"patches.size is {times(size)}; this network needs multiples of "
+                f"{times(stride)}, such as {times(padded_shape(size, stride))}"
+            )
+        self.cases = tuple(cases)
+        self.size = size
+        self.stride = stride
+        self.batch_size = batch_size
+        self.seed = seed
+        share = settings.foreground_fraction
+        self._num_foreground = max(1, round(share * batch_size)) if share else 0
+        enabled = settings.augmentation.enabled
+        self.augmentation = AugmentationDraw(settings.augmentation) if enabled else None
+
+    def patch_shape(self, epoch: int, index: int) -> Shape:
+        """Return the voxels of a patch along X, Y, Z, without cutting it.
+
+        Args:
+            epoch: From 0.
+            index: From 0.
+        """
+        if self.size is not None:
+            return self.size
+        case = self._drawn_case(self._generator(epoch, index))
+        return padded_shape(case.label().shape, self.stride)
+
+    def _generator(self, epoch: int, index: int) -> np.random.Generator:
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
+
+    def _drawn_case(self, rng: np.random.Generator) -> PreparedCase:
+        """Return the case of a patch, which its new generator draws first."""
+        return self.cases[int(rng.integers(len(self.cases)))]
+
+    def cut(
+        self, epoch: int, index: int, slab: Slab | None = None, *, gathers: bool = False
+    ) -> Cut:
+        """Draw one patch, and cut out what it is made from.
+
+        Args:
+            epoch: From 0.
+            index: From 0.
+            slab: What will be made of the batch that the patch is in; None: all.
+            gathers: Whether statistics of the patch will be gathered from all slabs. If not, a
+                patch that needs them will be made whole.
+
+        Raises:
+            CacheError: The prepared case is gone.
+        """
+        rng = self._generator(epoch, index)
+        case = self._drawn_case(rng)
+        image, label = case.image(), case.label()
+        shape = label.shape
+        size = self.size or padded_shape(shape, self.stride)
+        is_on_foreground = index % self.batch_size >= self.batch_size - self._num_foreground
+        start = _start(shape, size, self._centre(rng, case, shape, size, is_on_foreground))
+        matrix, channels = None, tuple[DrawnChannel, ...]()
+        if self.augmentation is not None:
+            matrix = self.augmentation.matrix(rng, size, case.spacing_mm)
+            channels = self.augmentation.channels(rng, len(image), case.spacing_mm)
+        placement = Placement.centred(matrix, start, size)
+        filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
+        whole = Region(start=(0, 0, 0), stop=size)
+        region = whole if slab is None else slab.region(size)
+        made = with_margin(region, filters, size)
+        if not gathers and any(channel.is_measured for channel in channels):
+            made = whole
+        if region.is_empty:
+            made = region
+        box = placement.box(made, shape)
+        classes = _cut(label, box)
+        return Cut(
+            image=torch.from_numpy(_cut(image, box)),
+            label=torch.from_numpy(
+                classes if classes.dtype == np.uint8 else classes.astype(np.int64)
+            ),
+            placement=placement.moved(box.start),
+            channels=channels,
+            filters=filters,
+            size=size,
+            region=region,
+            made=made,
+            name=case.name,
+        )
+
+    def _centre(
+        self,
+        rng: np.random.Generator,
+        case: PreparedCase,
+        shape: Shape,
+        size: Shape,
+        is_on_foreground: bool,
+    ) -> list[int]:
+        """Draw the voxel that the patch would be centred on in a volume without borders."""
+        if self.size is not None and is_on_foreground:
+            voxel = case.foreground().draw(rng)
+            if voxel is not None:
+                return [int(index) for index in np.unravel_index(voxel, shape)]
+        # Uniform over positions, because uniform over voxels would put most patches at a border.
+        return [
+            int(rng.integers(max(0, available - voxels) + 1)) + voxels // 2
+            for available, voxels in zip(shape, size, strict=True)
+        ]
+
+
+def padded_shape(shape: Shape, stride: Shape) -> Shape:
+    """Return the smallest multiples of ``stride`` that hold ``shape``."""
+    x, y, z = (-(-size // step) * step for size, step in zip(shape, stride, strict=True))
+    return (x, y, z)
+
+
+def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
+    """Return the first voxel of a patch that is inside the volume, or has the volume inside it."""
+    return [
+        min(max(middle - voxels // 2, 0), available - voxels)
+        if voxels < available
+        else -((voxels - available) // 2)
+        for available, voxels, middle in zip(shape, size, centre, strict=True)
+    ]
+
+
+def _cut(array: npt.NDArray[Any] | PackedLabel, box: Region) -> npt.NDArray[Any]:
+    """Copy a box out of the last three axes of a stored array."""
+    x, y, z = (slice(first, last) for first, last in zip(box.start, box.stop, strict=True))
+    part: npt.NDArray[Any] = array[..., x, y, z]
+    return part if part.flags.owndata else part.copy()  # of a map

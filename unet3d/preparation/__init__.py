@@ -1,0 +1,1 @@
+"""Preparation: from an image to what a network takes."""

@@ -1,0 +1,200 @@
+"""An image at the target spacing, of which planes are made when they are asked for."""
+
+import logging
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from unet3d.config import Spacing
+from unet3d.errors import VolumeError
+from unet3d.images.image_voxels import ImageVoxels
+from unet3d.images.memory_limits import explaining_memory
+from unet3d.memory.host import is_out_of_gpu_memory
+from unet3d.preparation.cropping import inside_mask
+from unet3d.preparation.intensity_limits import limits_of
+from unet3d.preparation.normalization import ChannelNormalization, ChannelScaling, extremes
+from unet3d.preparation.plane_resampling import Resampling
+from unet3d.preparation.resample import affordable_shape, visible_shape
+from unet3d.preparation.transform import Preprocessing
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+class PreparedImage:
+    """An image that is normalised and resampled where its planes are asked for.
+
+    On a GPU that happens on a stream of its own.
+    """
+
+    def __init__(
+        self, image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
+    ) -> None:
+        """Look at its intensities.
+
+        Args:
+            image: Cut to its :func:`kept_box`; it is kept and not changed.
+            spacing_mm: Its spacing.
+            preprocessing: The plan.
+
+        Raises:
+            VolumeError: It has another number of channels than the plan, or nothing of it would be
+                left at the target spacing.
+        """
+        num_channels = len(preprocessing.channels)
+        if image.num_channels != num_channels:
+            raise VolumeError(
+                f"the image has {image.num_channels} channel(s); {num_channels} are needed: "
+                f"{', '.join(preprocessing.channel_names)}"
+            )
+        target_mm = preprocessing.spacing_mm
+        self.shape = visible_shape(image.shape, spacing_mm, target_mm)
+        """Voxels along X, Y, Z at the target spacing."""
+        self._image = image
+        self._has_told = False
+        with explaining_memory("the image cannot be prepared"):
+            is_masked = any(_masks(how, preprocessing) for how in preprocessing.channels)
+            self._inside = inside_mask(image) if is_masked else None
+            self._scalings = [
+                ChannelScaling.of(
+                    image, channel, how, self._inside if _masks(how, preprocessing) else None
+                )
+                for channel, how in enumerate(preprocessing.channels)
+            ]
+            interpolation, target_mm = preprocessing.interpolation, target_mm or spacing_mm
+            slice_axes = interpolation.slice_axes(spacing_mm, target_mm)
+            limits = None
+            if interpolation.clips and image.shape != self.shape:
+                limits = limits_of(
+                    image, self._scalings, self._inside, slice_axes[0] if slice_axes else None
+                )
+        self._resampling = Resampling(
+            image.shape, self.shape, interpolation.orders(slice_axes), limits
+        )
+        self.nearest_axes: tuple[int, ...] = ()
+        """Of X, Y, Z, those along which logits are those of the nearest plane, when they are
+        brought back to the image's own spacing."""
+        if not interpolation.logits_across_slices:
+            self.nearest_axes = interpolation.slice_axes(target_mm, spacing_mm)
+
+    @property
+    def num_channels(self) -> int:
+        """Channels."""
+        return self._image.num_channels
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of its normalised intensities."""
+        magnitudes = []
+        for channel, scaling in enumerate(self._scalings):
+            found = np.array(extremes(self._image, channel), np.float32)
+            magnitudes.append(np.abs(scaling.apply(found)).max())
+        return float(np.max(magnitudes))  # Python's own max overlooks a NaN
+
+    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
+        """Return some planes at the target spacing.
+
+        Args:
+            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
+            begin: The first of them.
+            end: The one after the last.
+            device: Where they are wanted.
+
+        Returns:
+            Shape (C, X', Y', Z'), in any order of memory; on the device or, if it has too little
+            memory, on the CPU. On a GPU the memory belongs to another stream than the caller's,
+            which records itself (``record_stream``); what is in it is there.
+
+        Raises:
+            VolumeError: They do not fit in memory, or are not finite.
+        """
+        with explaining_memory("the image cannot be prepared"):
+            if device.type == "cuda":
+                try:
+                    return self._made_on_gpu(axis, begin, end, device)
+                except RuntimeError as error:
+                    if not is_out_of_gpu_memory(error):
+                        raise
+                    self._tell_of(device)
+            self._resampling.refuse_beyond_memory(axis, begin, end, self.num_channels)
+            return self._made(axis, begin, end, CPU)
+
+    def whole(self) -> torch.Tensor:
+        """Return all planes, as :meth:`planes` does."""
+        axis = self._resampling.best_axis
+        return self.planes(axis, 0, self.shape[axis])
+
+    def _tell_of(self, device: torch.device) -> None:
+        """Say once that a GPU is too full."""
+        if not self._has_told:
+            logger.info("%s has too little memory to prepare the image; the CPU does", device)
+        self._has_told = True
+
+    def _made_on_gpu(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
+        with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
+            return self._made(axis, begin, end, device)
+
+    def _made(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
+        sources = self._resampling.pieces(axis, begin, end, self.num_channels)
+        pieces = (self._normalised(axis, source, device) for source in sources)
+        prepared = self._resampling.planes(pieces, axis, begin, end)
+        # NaN anywhere is the least and the largest, and this takes no memory. On a GPU, the host
+        # waits here for all that is done before.
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(prepared))).all()):
+            largest = max(
+                abs(extreme)
+                for channel in range(self.num_channels)
+                for extreme in extremes(self._image, channel)
+            )
+            raise VolumeError(
+                f"intensities up to {largest:.3g} become infinite when they "
+                "are prepared; scale the image, or train with data.normalization=z-score"
+            )
+        return prepared
+
+    def _normalised(self, axis: int, source: slice, device: torch.device) -> torch.Tensor:
+        """Return some planes of the image itself, normalised."""
+        image = self._image.on_device(axis, source, device)
+        inside = None
+        if self._inside is not None:
+            mask = self._inside[(slice(None),) * axis + (source,)]
+            inside = torch.from_numpy(mask).to(device)
+        for channel, scaling in zip(image, self._scalings, strict=True):
+            scaling.apply_(channel, inside)
+        return image
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a GPU prepares images, one for all of them."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _masks(how: ChannelNormalization, preprocessing: Preprocessing) -> bool:
+    return how.kind == "z-score-inside" or preprocessing.masks_outside
+
+
+def prepare_image(
+    image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
+) -> npt.NDArray[np.float32]:
+    """Normalise an image and resample it to the target spacing, all of it at once.
+
+    Args:
+        image: As for :class:`PreparedImage`.
+        spacing_mm: As there.
+        preprocessing: As there.
+
+    Returns:
+        Shape (C, X', Y', Z'), C-contiguous.
+
+    Raises:
+        VolumeError: As there; or at the target spacing it does not fit in memory, or what comes out
+            is not finite.
+    """
+    target_mm = preprocessing.spacing_mm
+    affordable_shape(image.shape, spacing_mm, target_mm, len(preprocessing.channels))
+    prepared = PreparedImage(image, spacing_mm, preprocessing)
+    return np.ascontiguousarray(prepared.whole().numpy())

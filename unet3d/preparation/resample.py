@@ -1,0 +1,191 @@
+"""Resampling of arrays from one voxel grid to another that covers the same box of space.
+
+Grids are resampled along their own axes, as if these were at right angles. Where they are not (a CT
+of a tilted gantry) anatomy stays as skewed as it is stored, and returns to its place afterwards.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy.typing as npt
+from pydantic import ConfigDict, Field
+
+from unet3d.config import Shape, Spacing
+from unet3d.errors import VolumeError
+from unet3d.images.files import times
+from unet3d.images.memory_limits import FLOAT32_BYTES, refuse_beyond_memory
+from unet3d.inputs.plain_data import PLAIN
+from unet3d.preparation.interpolation import Order
+
+THICK_SLICE_RATIO = 3.0
+"""An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
+
+MAX_AXIS = 2**60
+"""Where the count of voxels along an axis stops; no memory holds so many."""
+
+MAX_LOST_VOXELS = 8
+"""Voxels along an axis of which a whole volume may become a single voxel."""
+
+REMEDY = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
+
+WEIGHT_BYTES = 16
+"""An interpolation's weight while it is made: twice in float64."""
+
+SOURCE_VOXELS = 2**24
+"""Voxels that are interpolated within their planes at a time, unless a plane has more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpolation:
+    """How images come to the target spacing, and logits back; by default as in our own trainings.
+
+    A spline through slices that lie far apart swings above and below what either of them holds, so
+    it is of another order across them. Ours judges each axis for itself. nnU-Net, which clips, cuts
+    an image into slices along one axis at most: none where two are equally coarse.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    order: Literal[1, 3] = 3
+    """Of the splines."""
+    thick: Literal["auto", "always", "never"] = "auto"
+    """Whether slices are interpolated one by one: where they are thick, always, or never."""
+    across_slices: Literal[0, 1] = 1
+    """Order of the interpolation of images across slices that are interpolated one by one."""
+    logits_across_slices: Literal[0, 1] = 1
+    """The same of logits."""
+    clips: Annotated[bool, Field(strict=True)] = False
+    """Whether the result stays within the range of the intensities: of the image, or of each slice
+    where slices are interpolated one by one, and then there is one axis of slices at most."""
+
+    def slice_axes(self, have_mm: Spacing, want_mm: Spacing) -> tuple[int, ...]:
+        """Return the axes across which slices are interpolated one by one.
+
+        Args:
+            have_mm: Spacing of what is resampled, which counts first.
+            want_mm: Spacing that it gets.
+        """
+        if self.thick == "never":
+            return ()
+        if self.thick == "auto" and not self.clips:
+            thick = thick_axes(have_mm, want_mm)
+            return tuple(axis for axis in range(3) if thick[axis])
+        for spacing_mm in (have_mm, want_mm):
+            coarsest = max(spacing_mm)
+            if self.thick == "always" or coarsest / min(spacing_mm) > THICK_SLICE_RATIO:
+                axes = tuple(axis for axis in range(3) if coarsest / spacing_mm[axis] == 1)
+                return axes if len(axes) == 1 else ()
+        return ()
+
+    def orders(self, slice_axes: tuple[int, ...]) -> tuple[Order, Order, Order]:
+        """Return the order of the interpolation of images along X, Y, Z.
+
+        Args:
+            slice_axes: Across which slices are interpolated one by one.
+        """
+        x, y, z = (self.across_slices if axis in slice_axes else self.order for axis in range(3))
+        return (x, y, z)
+
+
+def grid_shape(array: npt.NDArray[Any]) -> Shape:
+    """Return the voxels along X, Y, Z of an array, the last three of its axes."""
+    x, y, z = array.shape[-3:]
+    return (x, y, z)
+
+
+def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
+    """Return the shape at the target spacing, at least one voxel along each axis.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+        spacing_mm: Their spacing.
+        target_mm: The spacing to reach; None: keep the shape.
+    """
+    if target_mm is None:
+        return shape
+    x, y, z = (
+        max(1, round(min(have / want * size, MAX_AXIS)))  # halves depend on the order: nnU-Net's
+        for size, have, want in zip(shape, spacing_mm, target_mm, strict=True)
+    )
+    return (x, y, z)
+
+
+def visible_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
+    """Return :func:`resampled_shape` if there is something left to see.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+        spacing_mm: Their spacing.
+        target_mm: The spacing to reach; None: keep the shape.
+
+    Raises:
+        VolumeError: Nothing but a single voxel would be left.
+    """
+    new_shape = resampled_shape(shape, spacing_mm, target_mm)
+    if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
+        change = _change(shape, spacing_mm, new_shape, target_mm)
+        raise VolumeError(f"{change}, and nothing would be left to see; {REMEDY}")
+    return new_shape
+
+
+def affordable_shape(
+    shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int
+) -> Shape:
+    """Return :func:`visible_shape` once it is known that the memory suffices to get there.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+        spacing_mm: Their spacing.
+        target_mm: The spacing to reach; None: keep the shape.
+        num_arrays: Arrays of this shape that are kept at a time, such as the channels.
+
+    Raises:
+        VolumeError: It does not, or nothing but a single voxel would be left.
+    """
+    new_shape = visible_shape(shape, spacing_mm, target_mm)
+    change = _change(shape, spacing_mm, new_shape, target_mm)
+    needed = _resampling_bytes(shape, new_shape, num_arrays)
+    refuse_beyond_memory(needed, f"{change}, which", REMEDY)
+    return new_shape
+
+
+def _change(shape: Shape, spacing_mm: Spacing, new_shape: Shape, target_mm: Spacing | None) -> str:
+    return (
+        f"{times(shape)} voxels of {times(spacing_mm)} mm would become {times(new_shape)} of "
+        f"{times(target_mm or spacing_mm)} mm"
+    )
+
+
+def _resampling_bytes(shape: Shape, new_shape: Shape, num_arrays: int) -> int:
+    """Count what resampling and the preparation before it hold at the same time."""
+    kept = FLOAT32_BYTES * num_arrays * math.prod(shape)
+    if shape == new_shape:
+        return 2 * kept
+    # What makes it smaller comes first, so nothing in between is larger than both.
+    between = max(math.prod(shape), math.prod(new_shape))
+    return kept + working_bytes(shape, new_shape, num_arrays, between)
+
+
+def working_bytes(shape: Shape, new_shape: Shape, num_arrays: int, between: int) -> int:
+    """Count what resampling holds besides the image.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+        new_shape: The same of the result.
+        num_arrays: Arrays that are resampled together.
+        between: The most voxels that there are of one on the way.
+    """
+    piece = min(num_arrays * between, max(between, SOURCE_VOXELS))
+    voxels = num_arrays * (between + math.prod(new_shape)) + 2 * piece
+    weights = sum(size * new for size, new in zip(shape, new_shape, strict=True) if size != new)
+    return FLOAT32_BYTES * voxels + WEIGHT_BYTES * weights
+
+
+def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:
+    """Tell which axes have thick slices in any of the given spacings."""
+    x, y, z = (
+        any(spacing[axis] > THICK_SLICE_RATIO * min(spacing) for spacing in spacings_mm)
+        for axis in range(3)
+    )
+    return (x, y, z)

@@ -1,1 +1,0 @@
-"""Volumes: files, data sets, preparation, patches, and the built-in phantom data."""
