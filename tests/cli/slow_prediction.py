@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from isal import isal_zlib
 
 from tests.warm import run_command
+from unet3d.images import inflating
 from unet3d.inference import windows
 from unet3d.inference.image_slab import ImageSlab
-from unet3d.volumes import inflating
 
 WINDOWS, READING = "windows\n", "reading\n"
 

@@ -8,8 +8,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 from scipy import ndimage
-from unet3d.volumes import phantom_anatomy as heads
 
+from unet3d.datasets import phantom_anatomy as heads
 from unet3d.datasets.phantom import (
     LABEL_NAMES,
     head_phantom,

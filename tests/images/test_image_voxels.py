@@ -7,11 +7,11 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from unet3d.volumes import image_voxels
 
 from tests import products
 from tests.images.samples import write_volume
 from tests.resident import resident_kib
+from unet3d.images import image_voxels
 from unet3d.images.image_voxels import ImageVoxels, StoredChannels
 from unet3d.images.nifti import open_channels, read_channels
 from unet3d.images.scratch import Scratch

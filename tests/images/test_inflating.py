@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
-from unet3d.volumes import inflating
 
 from tests.mutations import property_test
 from tests.products import pairwise
 from unet3d.errors import VolumeError
+from unet3d.images import inflating
 from unet3d.images.inflating import unpack
 
 DAMAGED = (EOFError, VolumeError, isal_zlib.error)

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from unet3d.volumes import image_voxels, intensities
 
 from tests.images.samples import noise, refusal, write_volume
 from tests.products import pairwise
 from unet3d.errors import VolumeError
+from unet3d.images import image_voxels, intensities
 from unet3d.images.image_voxels import ImageVoxels, StoredChannels
 from unet3d.images.intensities import refuse_unusable
 from unet3d.images.nifti import read_image, read_label

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from unet3d.volumes import scans_ahead
 
 from tests.images.samples import noise, write_volume
 from unet3d.errors import VolumeError
 from unet3d.images.scratch import Scratch
+from unet3d.inference import scans_ahead
 from unet3d.inference.scans import Scan, read_scan, stamps
 from unet3d.inference.scans_ahead import ScansAhead
 

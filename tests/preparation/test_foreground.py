@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from scipy import ndimage
-from unet3d.volumes import foreground as foreground_module
 
+from unet3d.preparation import foreground as foreground_module
 from unet3d.preparation.foreground import foreground_voxels
 
 

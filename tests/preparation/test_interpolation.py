@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import ndimage
-from unet3d.volumes import interpolation
 
+from unet3d.preparation import interpolation
 from unet3d.preparation.interpolation import interpolated, line_matrix
 
 RNG = np.random.default_rng(0)

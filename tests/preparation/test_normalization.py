@@ -3,10 +3,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from unet3d.volumes import image_voxels
 
 from tests.products import pairwise
 from unet3d.errors import VolumeError
+from unet3d.images import image_voxels
 from unet3d.images.image_voxels import ImageVoxels, StoredChannels
 from unet3d.preparation.normalization import ChannelNormalization, ChannelScaling
 

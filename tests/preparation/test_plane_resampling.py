@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import ndimage
-from unet3d.volumes import plane_resampling
 
 from tests.products import pairwise
 from unet3d.errors import VolumeError
 from unet3d.images.image_voxels import ImageVoxels, StoredChannels
+from unet3d.preparation import plane_resampling
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import PreparedImage
 from unet3d.preparation.resample import Interpolation

@@ -11,14 +11,15 @@ import nibabel as nib
 import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
-from unet3d.volumes import case_boxes, preprocess, workers
 
 from tests.images.itk_headers import written
 from tests.images.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings
 from unet3d.datasets.dataset import load_dataset
+from unet3d.distributed import workers
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.images.image_voxels import ImageVoxels
+from unet3d.preparation import case_boxes, preprocess
 from unet3d.preparation.cache import Cache
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import prepare_image

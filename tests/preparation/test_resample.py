@@ -7,10 +7,10 @@ import pytest
 import torch
 from scipy import ndimage
 from torch.profiler import ProfilerActivity, profile
-from unet3d.volumes import resample
 
 from unet3d.errors import VolumeError
 from unet3d.memory import host
+from unet3d.preparation import resample
 from unet3d.preparation.class_resampling import resample_classes
 from unet3d.preparation.interpolation import line_matrix
 from unet3d.preparation.plane_resampling import Resampling

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from scipy import ndimage
-from unet3d.volumes import restoring
 
 from tests.products import pairwise
+from unet3d.preparation import restoring
 from unet3d.preparation.restoring import restored_slabs
 
 GRIDS = [

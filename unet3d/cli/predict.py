@@ -253,7 +253,8 @@ def predict(
         if is_dealt:
             scans = group.from_first(found, to_plain=to_plain, from_plain=from_plain)
             job = Segmentation(scans, known, wanted, Scratch(scratch), group)
-            _say_all_of("unet3d.volumes")  # which begin to be read
+            for room in ("unet3d.images", "unet3d.inference.scans"):  # which begin to be read
+                _say_all_of(room)
         elif group.is_first:
             scans = found()
             if 1 < dims.num_replicas <= len(scans.to_segment):
