@@ -1,5 +1,6 @@
 import gc
 import logging
+import multiprocessing
 import os
 import resource
 from pathlib import Path
@@ -67,3 +68,14 @@ def log_level():
 def cache(tmp_path_factory):
     """Cache folder that trainings on the same phantoms share."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Fork workers from a server that has imported all, where nothing depends on how they start.
+
+    The package spawns those that prepare cases, and each of them then imports PyTorch.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["unet3d.patches.loading_server", "unet3d.patches.loader"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
