@@ -76,11 +76,6 @@ def reason_of(error: OSError) -> str:
 
 
 def some(names: Sequence[object], most: int = 8) -> str:
-    """Return names or values as messages list them: the first few, and how many more there are.
-
-    Args:
-        names: In the order in which they are named.
-        most: How many are named.
-    """
+    """Return names or values as messages list them: the first few, and how many more there are."""
     text = ", ".join(map(str, names[:most]))
     return text if len(names) <= most else f"{text} and {len(names) - most} more"

@@ -24,11 +24,7 @@ def no_bars() -> Iterator[None]:
 def live(display: AbstractContextManager[Any]) -> Iterator[None]:
     """Show a live line of rich while in the context, with the log above it.
 
-    A log that is written to a file goes on there.
-
-    Args:
-        display: The line. It puts something else in the place of stderr; what is written to the
-            stream that was there would stand in the line.
+    The line replaces ``sys.stderr``: a log that went on to the old stream would stand in the line.
     """
     stream = sys.stderr
     handlers = [
@@ -50,15 +46,10 @@ def live(display: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def bar(text: str, total: int) -> Iterator[Callable[[int], object] | None]:
-    """Show a bar on a terminal while in the context.
+    """Show a bar on a terminal while in the context; gives what takes how many steps are done.
 
-    Args:
-        text: What is being done.
-        total: How many times it is done.
-
-    Yields:
-        Takes how many times are done. None: stderr is no terminal, has another live line, or is
-        left alone (:func:`no_bars`).
+    It gives None where stderr is no terminal, has another live line, or is left alone
+    (:func:`no_bars`).
     """
     if _is_left_alone.get():
         yield None

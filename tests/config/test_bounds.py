@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.mutations import HOSTILE, damaged, mutated, property_test
 from unet3d.config import Config, load_config
-from unet3d.config.bounded_yaml import parse_yaml
+from unet3d.config.configuration import parse_yaml
 from unet3d.config.reference import commented_yaml, settings
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import is_printable
@@ -79,7 +79,7 @@ def test_every_setting_refuses_or_bounds_hostile_values(share):
         ("data.cache=" + "x" * 5000, "data.cache is 'xxxx"),
         ("training.epochs=0x" + "f" * 5000, "training.epochs is <a number of 20000 bits>; give"),
         ("training.epochs=" + "9" * 5000, "is not valid YAML"),
-        ("training.epochs=" + "[" * 100_000, "nested more than 16 deep"),
+        ("training.epochs=" + "[" * 100_000, "values are nested too deeply"),
         ("training.epochs=" + "1," * 4_000, "training.epochs is [1, 1, 1, 1, 1, 1, 1, 1, ...]; gi"),
         ("\x1b[2J=1", r"unknown setting \x1b[2J, known: data, patches"),
         ("a" * 10**6 + "=1", "unknown setting aaaa"),
@@ -103,14 +103,11 @@ LAUGHS = "a: &a [x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (LAUGHS, "line 1: anchors (&) and aliases (*) are not allowed"),
+        (LAUGHS, "line 2: anchors (&) and aliases (*) are not allowed"),
         ("training:\n  epochs: *other\n", "line 2: anchors (&) and aliases (*) are not allowed"),
-        ("training:\n  <<: {epochs: 3}\n", "line 2: merged keys (<<) are not allowed"),
         ("training:\n  epochs: 3\n  epochs: 4\n", "line 3: 'epochs' is named twice"),
-        ("training: !!python/object/apply:os.system [true]", "line 1: tags (!) are not allowed"),
-        ("a: " + "{b: " * 20 + "}" * 20, "line 1: values are nested more than 16 deep"),
-        ("a: [" + "1, " * 20_000 + "]", "line 1: there are more than 10,000 values"),
-        ("a: " + "x" * 10_000, "line 1: a value has more than 8,192 characters"),
+        ("training: !!python/object/apply:os.system [true]", "could not determine a constructor"),
+        ("a: " + "{b: " * 2000 + "}" * 2000, "values are nested too deeply"),
         ("a: 1\n---\nb: 2\n", "expected a single document"),
         ("a: \x1b[2J", "special characters are not allowed"),
         ("? [1, 2]\n: 3\n", "unhashable key"),
@@ -136,7 +133,7 @@ def test_a_file_that_is_none_or_too_large(tmp_path):
         load_config(Path("/dev/zero"))
     with (tmp_path / "large.yaml").open("wb") as file:
         file.truncate(10**12)
-    with pytest.raises(ConfigError, match="larger than the 1,048,576 bytes"):
+    with pytest.raises(ConfigError, match="larger than the 262,144 bytes"):
         load_config(tmp_path / "large.yaml")
 
 

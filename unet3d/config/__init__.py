@@ -1,12 +1,12 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
 from unet3d.config.configuration import Config, load_config, overrides_of
-from unet3d.config.inference_settings import InferenceSettings
 from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.settings import (
     RATE_DIVISOR_OF_INIT,
     AugmentationSettings,
     DataSettings,
+    InferenceSettings,
     MemorySettings,
     ModelSettings,
     PatchSettings,

@@ -8,31 +8,60 @@ A configuration file is YAML with the sections below and holds only what differs
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
 
 import yaml
 from pydantic import ValidationError, model_validator
 
-from unet3d.config.bounded_yaml import MAX_BYTES, MAX_NODES, parse_yaml
-from unet3d.config.explain import explain, known_setting
-from unet3d.config.inference_settings import InferenceSettings
+from unet3d.config.explain import known_setting, phrase_of
 from unet3d.config.parallel_settings import ParallelSettings
-from unet3d.config.section import Section
 from unet3d.config.settings import (
     DataSettings,
+    InferenceSettings,
     MemorySettings,
     ModelSettings,
     PatchSettings,
     TrainingSettings,
 )
-from unet3d.config.values import FilePath
+from unet3d.config.values import FilePath, Section
 from unet3d.errors import ConfigError, reason_of
-from unet3d.inputs.plain_data import printable, shown
+from unet3d.inputs.plain_data import explained, printable, shown
 from unet3d.inputs.reading import read_bytes
 
-_REMOVED = {"patches": ("max_voxels", "per_case")}
-"""Settings of the first versions, which the checkpoints of these still name."""
+MAX_BYTES = 2**18
+"""Many times what a configuration has."""
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Makes plain values, without aliases: a few lines of them unfold into gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise ValueError(f"line {line}: anchors (&) and aliases (*) are not allowed")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key.value, str) and key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"line {line}: {key.value[:60]!a} is named twice")
+                seen.update([key.value] if isinstance(key.value, str) else [])
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain values of one YAML document; a ValueError says in a line what is wrong."""
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has {len(text):,} characters, and may have {MAX_BYTES:,}")
+    try:
+        return yaml.load(text, _PlainLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
 
 
 class Config(Section):
@@ -128,28 +157,13 @@ class Config(Section):
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Config":
-        """Read what ``model_dump(mode="json")`` gave, such as from another rank.
-
-        Args:
-            values: Sections of settings.
-
-        Raises:
-            ConfigError: It holds unknown keys or refused values.
-        """
+        """Read what ``model_dump(mode="json")`` gave, such as from another rank."""
         return _validated(dict(values), "settings")
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":
-        """Read what :meth:`to_yaml` wrote.
-
-        Raises:
-            ConfigError: It is not YAML, or holds unknown keys or refused values.
-        """
-        tree = _parsed(text, "stored settings")
-        for section, names in _REMOVED.items():
-            if isinstance(tree.get(section), dict):
-                tree[section] = {k: v for k, v in tree[section].items() if k not in names}
-        return _validated(tree, "stored settings")
+        """Read what :meth:`to_yaml` wrote."""
+        return _validated(_parsed(text, "stored settings"), "stored settings")
 
     def to_yaml(self) -> str:
         """Return every setting as YAML that :func:`load_config` reads back."""
@@ -185,11 +199,9 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
 
 
 def overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Return settings as overrides of :func:`load_config`.
+    """Return settings, dotted key to value, as overrides of :func:`load_config`.
 
-    Args:
-        values: Dotted key to value: text is taken as it stands, other values as JSON has them, and
-            of arrays and what else JSON does not have their lists or their text.
+    Text and paths are taken as they stand, other values as JSON has them, arrays as lists.
     """
     return [f"{key}={_as_text(value)}" for key, value in values.items()]
 
@@ -220,7 +232,7 @@ def _value_of(key: str, text: str) -> Any:
     try:
         value = parse_yaml(text)
         if isinstance(value, str) and "," in value:
-            return [parse_yaml(item) for item in value.split(",", MAX_NODES) if item.strip()]
+            return [parse_yaml(item) for item in value.split(",") if item.strip()]
     except ValueError as error:
         raise ConfigError(
             f"--set {printable(key)}: the value {shown(text)} is not valid YAML: "
@@ -247,4 +259,5 @@ def _validated(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, Config, tree)}") from error
+        phrase = partial(phrase_of, model=Config, tree=tree)
+        raise ConfigError(f"{source}: {explained(error, phrase)}") from error

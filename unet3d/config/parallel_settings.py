@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from unet3d.config.section import Section
-from unet3d.config.values import NUMBER, Balance, CudaGraphs, Few, Name
+from unet3d.config.values import NUMBER, Balance, CudaGraphs, Few, Name, Section
 from unet3d.inputs.plain_data import at_most
 
 

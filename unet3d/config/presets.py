@@ -19,14 +19,7 @@ GB (10^9 bytes) of a GPU (Isensee et al., arXiv 2404.09556)."""
 
 
 def preset_changes(names: Iterable[str]) -> list[str]:
-    """Return the settings of presets as ``section.key=value`` strings, in the order of the names.
-
-    Args:
-        names: Keys of :data:`PRESETS`.
-
-    Raises:
-        ConfigError: There is no such preset.
-    """
+    """Return the settings of presets, in their order, as ``section.key=value`` strings."""
     changes: list[str] = []
     for name in names:
         if name not in PRESETS:

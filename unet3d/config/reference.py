@@ -4,13 +4,13 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
 from unet3d.config.configuration import Config
-from unet3d.config.explain import in_words, is_section
+from unet3d.config.explain import hints_of, in_words, is_section
 
 _WIDTH = 96
 _HEADER = """\
@@ -35,13 +35,8 @@ class Setting:
 
 
 def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
-    """Yield every section, followed by what it holds, in the order of a configuration.
-
-    Args:
-        section: Where to begin.
-        prefix: What its keys begin with.
-    """
-    hints = get_type_hints(section, include_extras=True)
+    """Yield every section, followed by its settings, in the order of a configuration."""
+    hints = hints_of(section)
     defaults = section().model_dump(mode="json")
     for name, field in section.model_fields.items():
         key, hint = f"{prefix}{name}", hints[name]
@@ -59,14 +54,7 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Se
 
 
 def commented_yaml(config: Config) -> str:
-    """Return a configuration as YAML with a comment above every setting.
-
-    Args:
-        config: Whose values are written.
-
-    Returns:
-        What :func:`unet3d.config.load_config` reads back as the same configuration.
-    """
+    """Return a configuration as YAML with a comment above every setting."""
     values = config.model_dump(mode="json")
     lines = _comment(_HEADER, "")
     for setting in settings():
@@ -89,11 +77,7 @@ def commented_yaml(config: Config) -> str:
 
 
 def in_yaml(value: Any) -> str:
-    """Return a setting's value as it stands in a configuration, on one line.
-
-    Args:
-        value: Plain: numbers, text, lists, None.
-    """
+    """Return a setting's plain value as it stands in a configuration, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -1,14 +1,32 @@
-"""The types of values that settings have, and their limits."""
+"""What every section of settings has in common, and the types of values with their limits."""
 
 import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unet3d.inputs.plain_data import is_printable
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_empty(cls, value: Any) -> Any:
+        """Accept a section whose lines are all comments, which YAML reads as null."""
+        return {} if value is None else value
 
 
 def _number(value: Any) -> Any:

@@ -43,17 +43,9 @@ def class_indices(
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
     """Return the class of each voxel: the place of its value in a list.
 
-    Values are searched for, plane by plane, so time and memory do not depend on how large they are.
-
-    Args:
-        array: Label values, shape (X, Y, Z).
-        values: Value of each class, ascending, the first 0; ``MAX_CLASSES`` at most.
-
-    Returns:
-        uint8, or uint16 for more than 256 classes; shape (X, Y, Z).
-
-    Raises:
-        VolumeError: A value belongs to no class.
+    Values, ascending from 0, are searched for plane by plane, so time and memory do not depend on
+    how large they are. Classes are uint8, or uint16 where there are more than 256. A VolumeError
+    names a value that belongs to no class.
     """
     highest = np.iinfo(array.dtype).max
     known = np.array([value for value in values if value <= highest], array.dtype)

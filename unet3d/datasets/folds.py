@@ -26,11 +26,7 @@ class Fold:
     validation: tuple[str, ...]
 
     def training_of(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the cases to train on.
-
-        Args:
-            names: Every case of the data set.
-        """
+        """Return the cases to train on, of all cases of the data set."""
         if self.train is not None:
             return self.train
         validated = set(self.validation)
@@ -40,13 +36,8 @@ class Fold:
 def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, ...]:
     """Draw folds in which every case is validated exactly once.
 
-    Args:
-        names: The cases.
-        num_folds: Number of folds; with fewer cases than that, one fold for each case.
-        seed: The same seed and names give the same folds, whatever the order of the names.
-
-    Raises:
-        DatasetError: There are fewer than two cases.
+    The same seed and names give the same folds, whatever the order of the names. With fewer cases
+    than folds there is a fold for each case.
     """
     names = sorted(names)
     if len(names) < 2:
@@ -64,15 +55,7 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
 
 
 def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold, ...]:
-    """Return the folds of cases, each of which has the number of the fold that validates it.
-
-    Args:
-        number_of: The fold number of each case.
-        source: Where the numbers come from, for messages.
-
-    Raises:
-        DatasetError: The numbers do not count 0, 1, ..., or there is only one.
-    """
+    """Return the folds of cases, each of which has the number of the fold that validates it."""
     numbers = sorted(set(number_of.values()))
     if numbers != list(range(len(numbers))) or len(numbers) < 2:
         raise DatasetError(
@@ -86,15 +69,7 @@ def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold,
 
 
 def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
-    """Read nnU-Net's ``splits_final.json``: a list of ``{"train": [...], "val": [...]}``.
-
-    Args:
-        path: The file.
-        known: Every case of the data set.
-
-    Raises:
-        DatasetError: The file is something else, or a fold names an unknown case or one twice.
-    """
+    """Read nnU-Net's ``splits_final.json``: a list of ``{"train": [...], "val": [...]}``."""
     tree = read_description(path)
     if not isinstance(tree, list) or not tree:
         raise DatasetError(f"{path} needs a list of folds, each with 'train' and 'val'")
@@ -106,11 +81,7 @@ def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
 
 
 def read_description(path: Path) -> Any:
-    """Return what a JSON file of a data set holds.
-
-    Raises:
-        DatasetError: The file cannot be read, or is not JSON.
-    """
+    """Return what a JSON file of a data set holds."""
     try:
         return read_json(path)
     except OSError as error:

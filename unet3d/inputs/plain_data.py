@@ -1,8 +1,7 @@
 """Plain data that anyone may have written: validated by a model, and shown safely in messages.
 
-A model is a pydantic model or a dataclass whose fields carry their ranges. What is wrong with a
-value from a file becomes one short line, whatever the file holds: no escape sequences for the
-terminal, no million digits.
+A model is a pydantic model or a dataclass whose fields carry their ranges. A wrong value of a file
+becomes one short line without control characters, whatever the file holds.
 """
 
 import functools
@@ -33,46 +32,36 @@ TOLERANCE = 1e-5
 MAX_PROBLEMS = 10
 """How many mistakes of one file a message names."""
 
-MAX_DESCRIBED = 200
-"""How many are put into words, to find as many different ones."""
-
 _UNPRINTABLE = {"Cc", "Cs", "Zl", "Zp"}
 _TURNS_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_WORDS = {
+    "missing": "is missing",
+    "missing_keyword_only": "is missing",
+    "missing_argument": "is missing",
+    "extra_forbidden": "is unknown",
+    "unexpected_keyword_argument": "is unknown",
+    "invalid_key": "is unknown",
+    "dataclass_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+}
 
 
 def is_printable(text: str) -> bool:
-    """Return whether text can be shown: no control characters, no halves of characters.
-
-    Args:
-        text: In any language; joiners within words are allowed.
-    """
+    """Return whether text has no control characters and no halves of characters."""
     return not any(
         unicodedata.category(letter) in _UNPRINTABLE or letter in _TURNS_TEXT for letter in text
     )
 
 
 def printable(text: object, max_length: int = 80) -> str:
-    """Return text for a message: in one line, of limited length, without escape sequences.
-
-    Args:
-        text: Such as a key of a file.
-        max_length: Of more characters than these only the first are shown.
-    """
+    """Return text for a message: in one line, of limited length, without escape sequences."""
     whole = text if isinstance(text, str) else shown(text)
     letters = (
         letter if is_printable(letter) else letter.encode("unicode_escape").decode()
         for letter in whole[:max_length]
     )
     return "".join(letters) + ("..." if len(whole) > max_length else "")
-
-
-def shown(value: object) -> str:
-    """Return a value for a message: a Python literal of limited length.
-
-    Args:
-        value: Of any type and size.
-    """
-    return _LIMITED.repr(value)
 
 
 class _Limited(reprlib.Repr):
@@ -91,16 +80,12 @@ class _Limited(reprlib.Repr):
         return text if len(text) <= self.maxother else f"{text[: self.maxother]}..."
 
 
-_LIMITED = _Limited()
+shown: Callable[[object], str] = _Limited().repr
+"""Return a value for a message: a Python literal of limited length."""
 
 
 def is_close(first: Any, second: Any) -> bool:
-    """Return whether plain values are equal, numbers with a fraction nearly so.
-
-    Args:
-        first: Plain values, nested.
-        second: The same.
-    """
+    """Return whether nested plain values are equal, numbers with a fraction nearly so."""
     if isinstance(first, float) and isinstance(second, float):
         return math.isclose(first, second, rel_tol=TOLERANCE, abs_tol=1e-12)
     if isinstance(first, dict) and isinstance(second, dict):
@@ -111,26 +96,16 @@ def is_close(first: Any, second: Any) -> bool:
 
 
 def listed(problems: Iterable[str], num_more: int = 0) -> str:
-    """Return a few problems, and how many more there are.
-
-    Args:
-        problems: Phrases; repeated ones count once.
-        num_more: How many there are beside these.
-    """
+    """Return the first few of some phrases, each once, and how many more there are."""
     phrases = list(dict.fromkeys(problems))
     num_more += max(0, len(phrases) - MAX_PROBLEMS)
     return "; ".join(phrases[:MAX_PROBLEMS]) + (f"; and {num_more} more" if num_more else "")
 
 
 def validated(model: type[Model], values: Any) -> Model:
-    """Return plain values as what they describe.
+    """Return plain values as the pydantic model, or dataclass with ranges, that they describe.
 
-    Args:
-        model: A pydantic model, or a dataclass with ranges in its annotations.
-        values: What a file holds.
-
-    Raises:
-        ValueError: They describe something else; one line that names the fields.
+    A ValueError names the wrong fields in one line.
     """
     try:
         content: Model = _adapter(model).validate_python(values)
@@ -139,22 +114,28 @@ def validated(model: type[Model], values: Any) -> Model:
     return content
 
 
-def explained(error: ValidationError) -> str:
-    """Return what is wrong with the values that a model refused, in one line.
-
-    Args:
-        error: Of the model.
-    """
+def explained(error: ValidationError, phrase: Callable[[dict[str, Any]], str] | None = None) -> str:
+    """Return in one line what a model refused; ``phrase`` puts one problem of pydantic in words."""
     found = [dict(problem) for problem in error.errors(include_url=False)]
-    return listed(map(_phrase, found[:MAX_DESCRIBED]), max(0, len(found) - MAX_DESCRIBED))
+    most = 20 * MAX_PROBLEMS  # to find as many different ones
+    return listed(map(phrase or _phrase, found[:most]), max(0, len(found) - most))
+
+
+def _phrase(problem: dict[str, Any]) -> str:
+    """Return what is wrong with one field, in pydantic's words without its jargon."""
+    kind, parts = problem["type"], [part for part in problem["loc"] if part != "[key]"]
+    place = ".".join(printable(part, 40) for part in parts) or "the content"
+    if kind == "value_error":  # of a validator of ours
+        return f"{place} {problem['ctx']['error']}"
+    words = _WORDS.get(kind) or problem["msg"].replace("Input should be", "must be")
+    words = words.replace("greater than or equal to", "at least")
+    words = words.replace("less than or equal to", "at most")
+    is_whole = kind == TOO_MANY or words.startswith("is ")
+    return f"{place} {words}" + ("" if is_whole else f", but is {shown(problem['input'])}")
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Return a limit for a collection that holds before its items are looked at.
-
-    Args:
-        count: The most items.
-    """
+    """Return a limit for the items of a collection that holds before they are looked at."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | tuple | dict) and len(value) > count:
@@ -174,37 +155,7 @@ def _printable_only(text: str) -> str:
 Name = Annotated[str, Field(max_length=200, strict=True), AfterValidator(_printable_only)]
 """Text that people read."""
 
-
-_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
-
-
 TOO_MANY = "too_many"
 """Kind of the error of :func:`at_most`."""
 
-_WORDS = {
-    "missing": "is missing",
-    "missing_keyword_only": "is missing",
-    "missing_argument": "is missing",
-    "extra_forbidden": "is unknown",
-    "unexpected_keyword_argument": "is unknown",
-    "invalid_key": "is unknown",
-}
-
-
-def _phrase(problem: dict[str, Any]) -> str:
-    """Return what is wrong with one field, in pydantic's words without its jargon."""
-    kind, parts = problem["type"], [part for part in problem["loc"] if part != "[key]"]
-    place = ".".join(printable(part, 40) for part in parts) or "the content"
-    if kind in _WORDS:
-        return f"{place} {_WORDS[kind]}"
-    if kind == "value_error":  # of a validator of ours
-        return f"{place} {problem['ctx']['error']}"
-    if kind == TOO_MANY:
-        return f"{place} {problem['msg']}"
-    if kind in ("dataclass_type", "model_type", "dict_type"):
-        words = "must be a mapping"
-    else:
-        words = problem["msg"].replace("Input should be", "must be")
-        words = words.replace("greater than or equal to", "at least")
-        words = words.replace("less than or equal to", "at most")
-    return f"{place} {words}, but is {shown(problem['input'])}"
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
