@@ -11,9 +11,10 @@ A label called ``ignore``, which has the highest value, marks voxels that nobody
 labels have lists of values, they are regions, which may overlap; ``regions_class_order`` says what
 a segmentation has in each.
 
-A case is called by the path of its label map in the data set's folder, without ``labelsTr`` and
-without the ending: ``liver_2``, ``patient_7/seg``. So a name depends on no other case. Where two
-cases would have one name, the data set is refused.
+Files may be links and lie anywhere. A case is called by the path of its label map in the data set's
+folder, or by the whole path of one that lies elsewhere, without ``labelsTr`` and without the
+ending: ``liver_2``, ``patient_7/seg``. So a name depends on no other case. Where two cases would
+have one name, the data set is refused.
 
 No volume is opened, except for a description that does not name its channels or labels. A missing
 file is not an error yet: ``unet3d.preparation.check`` names all of them at once.
@@ -25,7 +26,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from unet3d.datasets.classes import Region
@@ -95,8 +96,7 @@ def load_dataset(path: Path) -> Dataset:
         path: Its folder, its ``dataset.json``, or a MONAI datalist.
 
     Raises:
-        DatasetError: There is no description, it has no known layout, or an entry of it is wrong
-            or lies outside the data set's folder.
+        DatasetError: There is no description, it has no known layout, or an entry of it is wrong.
         VolumeError: A volume had to be opened to find the channels or labels, and cannot be read.
     """
     if not path.exists():
@@ -183,7 +183,7 @@ class _Description:
         num_training = len(self._entries("training"))
         numbers = [self._fold_number(where, entry) for where, entry in entries[:num_training]]
         images = [
-            self._inside(where, image)
+            self._file(where, image)
             for where, entry in self._entries("test") + self._entries("testing")
             for image in _as_list(entry.get("image") if isinstance(entry, dict) else entry)
         ]
@@ -225,7 +225,7 @@ class _Description:
         )
 
     def _found_case(self, label_file: str, ending: str, num_channels: int) -> Case:
-        label = self._inside("labelsTr", f"labelsTr/{label_file}")
+        label = self.root / "labelsTr" / label_file
         stem = label_file[: -len(ending)]
         images = [
             self._channel_file(f"{stem}_{channel:04d}{ending}") for channel in range(num_channels)
@@ -289,44 +289,36 @@ class _Description:
             raise DatasetError(
                 f"{self.path}: {where} needs an image and a label, but is {shown(entry)}"
             )
-        label = self._inside(where, entry["label"])
-        images = tuple(self._inside(where, image) for image in _as_list(entry["image"]))
+        label = self._file(where, entry["label"])
+        images = tuple(self._file(where, image) for image in _as_list(entry["image"]))
         return Case(name=self._name_of(label), images=images, label=label)
 
     def _name_of(self, label: Path) -> str:
-        *folders, _ = label.relative_to(self.root).parts
+        """Return what a case is called; results are named so too, below the folder of a run."""
+        place = Path(os.path.normpath(label))
+        if not place.is_relative_to(self.root):  # by this name
+            place = Path(os.path.realpath(label.parent), label.name)
+        above = self.root if place.is_relative_to(self.root) else Path(place.anchor)
+        *folders, _ = place.relative_to(above).parts
         if folders[:1] == ["labelsTr"]:
             del folders[0]
         return unicodedata.normalize("NFC", "/".join([*folders, volume_stem(label)]))
 
-    def _inside(self, where: str, text: Any) -> Path:
-        """Return the path of a named file, which must lie inside the data set's folder."""
+    def _file(self, where: str, text: Any) -> Path:
+        """Return the path of a named file, counted from the data set's folder."""
         if not isinstance(text, str) or not text or not is_printable(text):
             raise DatasetError(
                 f"{self.path}: {where} names {shown(text)}; it needs the name of a file, without "
                 "control characters"
             )
-        name = PurePosixPath(text)
-        if not name.parts or max(map(len, map(os.fsencode, name.parts))) > MAX_FILE_NAME_BYTES:
+        name = Path(text)
+        too_long = any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in name.parts)
+        if too_long or name.name in ("", ".."):
             raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
-        if name.is_absolute():
-            raise DatasetError(
-                f"{self.path}: {where} names {text} from the root of the file system; name files "
-                "from the data set's folder, which may be moved"
-            )
-        path = self.root / name
-        # realpath leaves links that lead to themselves as they are; reading refuses them.
-        leaves = ".." in name.parts
-        if leaves or not Path(os.path.realpath(path)).is_relative_to(self.root):
-            raise DatasetError(
-                f"{self.path}: {where} points to {text}, outside the data set's folder; "
-                "keep the files inside it"
-            )
-        return path
+        return self.root / name
 
     def _channel_file(self, name: str) -> Path:
-        found = find_spelling(self.root / "imagesTr" / name)
-        return self._inside("imagesTr", f"imagesTr/{found.name}")
+        return find_spelling(self.root / "imagesTr" / name)
 
     def _fold_number(self, where: str, entry: Mapping[str, Any]) -> int | None:
         number = entry.get("fold")

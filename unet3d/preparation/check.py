@@ -177,11 +177,13 @@ def _header(path: Path) -> VolumeHeader:
 def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
     """Look for volumes in imagesTr and labelsTr that no case names: they are not trained on."""
     of_cases = [file for case in dataset.cases for file in (*case.images, case.label)]
-    named = {file for volume in (*of_cases, *dataset.unlabelled) for file in members(volume)}
+    volumes = (*of_cases, *dataset.unlabelled)
+    named = {os.path.realpath(file) for volume in volumes for file in members(volume)}
     for folder in (dataset.root / "imagesTr", dataset.root / "labelsTr"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             hidden = path.name.startswith(".")
-            if not hidden and path.is_file() and is_volume_file(path) and path not in named:
+            is_volume = not hidden and path.is_file() and is_volume_file(path)
+            if is_volume and os.path.realpath(path) not in named:
                 yield Finding(
                     case=path.name,
                     severity="warning",
