@@ -148,14 +148,12 @@ NO_NAMES = ["a\0.nii", "a\n.nii", "\udcff.nii", "x" * 300, ".", "a/..", ["a.nii"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"training": [{"image": "a.nii.gz"}]}, r"training\[0\] needs an image and a label"),
+        ({"training": [{"label": "a.nii.gz"}]}, r"training\[0\] needs an image and a label"),
+        ({"training": [{"image": "a.nii.gz"}]}, "no labelled case"),
         ({"training": ["a.nii.gz"]}, r"training\[0\] needs an image and a label, but is .a"),
         ({"training": []}, "no labelled case"),
         ({"validation": {"image": "a"}}, r"validation is {'image': 'a'}; it needs a list"),
         ({"training": [msd_entry(0)] * 2}, r"case_0.nii.gz 2 times"),
-        ({"training": [msd_entry(0, fold=0), msd_entry(1)]}, "case_1 has no fold"),
-        ({"training": [msd_entry(0, fold=0), msd_entry(1, fold=7)]}, "0, 7"),
-        ({"training": [msd_entry(0, fold="1")]}, "has the fold '1'"),
         *(({"training": [msd_entry(0, label=n)]}, r"training\[0\] names") for n in NO_NAMES),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -203,10 +201,9 @@ def test_a_datalist_may_name_files_anywhere(tmp_path):
     assert [case.name for case in dataset.cases] == names  # results have these below a folder
     tree["training"].append({"image": images[3], "label": str(tmp_path / "absent.nii.gz")})
     findings = check_headers(load_dataset(write_json(root / "list.json", tree)))
-    assert [finding.message.split(" is ")[0] for finding in findings] == [
-        images[3],
-        str(tmp_path / "absent.nii.gz"),
-    ]
+    image, label = (finding.message for finding in findings)
+    assert image.startswith(f"{images[3]} is missing")
+    assert f"has no label map: {tmp_path}/absent.nii.gz is missing" in label
 
 
 def test_says_which_layouts_are_understood(tmp_path):
@@ -258,15 +255,12 @@ def test_honours_splits_final(tmp_path, caplog):
     assert caplog.records == []
     fold_cases(load_dataset(root), 0, 5, seed=0)
     assert "fold 0 leaves out 1 of 3 cases" in caplog.text
-    given.unlink()
-    given.symlink_to("not fetched yet")
-    with pytest.raises(DatasetError, match=r"cannot read .*splits_final.json: No such file"):
-        load_dataset(root)
 
 
 @pytest.mark.parametrize(
     ("folds", "message"),
     [
+        (None, r"cannot read .*splits_final.json: No such file"),
         ({"train": []}, "list of folds"),
         ([{"train": ["case_0"]}], "'val'"),
         (["case_0"], "fold 0 needs cases under 'train' and under 'val'"),
@@ -276,11 +270,64 @@ def test_honours_splits_final(tmp_path, caplog):
         ([{"train": ["case_0"], "val": ["x" * 10**6]}], r"names x{80}\.\.\., which is no case"),
     ],
 )
-def test_refuses_wrong_splits_final(tmp_path, folds, message):
+def test_a_wrong_split_hides_no_other_fault(tmp_path, folds, message):
     root = write_msd(tmp_path)
-    write_json(root / "splits_final.json", folds)
-    with pytest.raises(DatasetError, match=message):
-        load_dataset(root)
+    given = root / "splits_final.json"
+    if folds is None:
+        given.symlink_to("not fetched yet")
+    else:
+        write_json(given, folds)
+    assert_has_bad_folds(root, message)
+
+
+def assert_has_bad_folds(root, message):
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    dataset = load_dataset(root)
+    with pytest.raises(DatasetError, match=message) as caught:
+        fold_cases(dataset, 0, 5, seed=0)
+    split, missing = check_headers(dataset)
+    assert (split.severity, split.message) == ("error", str(caught.value))
+    assert "case_1.nii.gz is missing" in missing.message
+
+
+@pytest.mark.parametrize(
+    ("folds", "message"),
+    [
+        ((0, None), "case_1 has no fold"),
+        ((0, 7), "0, 7"),
+        ((0, "1"), "case_1 has the fold '1'; use 0, 1"),
+        ((True, 0), "case_0 has the fold True"),
+    ],
+)
+def test_wrong_fold_keys_hide_no_other_fault(tmp_path, folds, message):
+    entries = [msd_entry(number, fold=fold) for number, fold in enumerate(folds)]
+    assert_has_bad_folds(write_msd(tmp_path, 2, training=entries), message)
+
+
+def test_every_image_without_label_map_is_named(tmp_path, caplog):
+    root = nnunet(tmp_path / "nnunet")
+    for name in ("a_0000", "b_0000", "b_0001", "c_0002", "whole"):
+        write_volume(root / f"imagesTr/{name}.nii.gz", np.ones((4, 4, 4)))
+    fold = {"train": ["a", "liver_10"], "val": ["b"]}
+    write_json(root / "splits_final.json", [fold, {"train": ["z"], "val": ["a"]}])
+    split, *findings = check_headers(load_dataset(root))
+    assert "fold 1 names z, which is no case" in split.message
+    add = "is missing; add it, or take the case out of the data set"
+    assert [f"{finding.severity}: {finding.message}" for finding in findings] == [
+        f"error: {root}/imagesTr/a_0001.nii.gz is missing; restore it or take the case out of "
+        "dataset.json",
+        f"error: a has no label map: {root}/labelsTr/a.nii.gz {add}",
+        f"error: b has no label map: {root}/labelsTr/b.nii.gz {add}",
+        f"warning: {root}/imagesTr/c_0002.nii.gz belongs to no case and is not used",
+        f"warning: {root}/imagesTr/whole.nii.gz belongs to no case and is not used",
+    ]
+    lists = {"training": [msd_entry(0), msd_entry(1, label=None), {"image": "x/y.nii"}]}
+    root = write_msd(tmp_path / "msd", labels=None, **lists, validation=[msd_entry(2)])
+    (root / "labelsTr/case_2.nii.gz").unlink()  # nor are labels found in it
+    dataset = load_dataset(root)
+    assert [case.name for case in dataset.cases] == ["case_0", "case_2"]
+    said = [finding.message.partition(":")[0] for finding in check_headers(dataset)]
+    assert said[:3] == [f"{name} has no label map" for name in ("case_1", "y", "case_2")]
 
 
 def test_honours_fold_keys(tmp_path, caplog):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.images.samples import write_json, write_msd, write_volume
+from tests.images.samples import write_json, write_msd, write_nnunet, write_volume
 from unet3d.config import Config, load_config
+from unet3d.datasets.dataset import Finding, load_dataset
 from unet3d.errors import ConfigError, DatasetError, DeviceError
 from unet3d.planning import experiment
 from unet3d.planning.experiment import plan_experiment, report_findings
-from unet3d.preparation.check import Finding
+from unet3d.preparation.check import check_headers
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 
@@ -158,6 +159,18 @@ def test_findings_are_warned_of_and_errors_stop(caplog):
         "the data set has 3 fault(s), which unet3d check lists: "
         "e0: is broken; e1: is broken; and 1 more"
     )
+
+
+def test_training_refuses_with_the_words_of_the_checks(tmp_path):
+    root = write_nnunet(tmp_path / "data")
+    for name in "ab":
+        (root / f"labelsTr/{name}.nii.gz").unlink()
+    write_json(root / "splits_final.json", [{"train": ["z"], "val": ["a"]}])
+    with pytest.raises(DatasetError, match="has 3 fault") as caught:
+        plan_experiment(settings(tmp_path, root), 0)
+    for finding in check_headers(load_dataset(root)):
+        assert finding.message in str(caught.value)
+    assert "b: b has no label map" in str(caught.value)
 
 
 # Real data, one small epoch

@@ -24,10 +24,11 @@ import logging
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from unet3d.datasets.classes import Region
 from unet3d.datasets.folds import (
@@ -39,13 +40,15 @@ from unet3d.datasets.folds import (
 )
 from unet3d.datasets.naming import channel_names, clean_name, read_labels
 from unet3d.errors import DatasetError
-from unet3d.images.files import SUFFIXES, find_spelling, members, volume_stem
+from unet3d.images.files import SUFFIXES, members, volume_stem
 from unet3d.inputs.plain_data import is_printable, shown
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_NAME_BYTES = 255
 """What Linux allows for one part of a path."""
+
+NO_LABEL = "add it, or take the case out of the data set"
 
 LAYOUTS = (
     "a dataset.json with a 'training' list of image and label (Medical Segmentation Decathlon, "
@@ -62,6 +65,17 @@ class Case:
     images: tuple[Path, ...]
     """One file per channel, or one file with every channel."""
     label: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, or looks wrong, with a data set."""
+
+    case: str
+    """Name of the case; where it is of none, that of the file or the data set."""
+    severity: Literal["error", "warning"]
+    """An error stops training; a warning does not."""
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +101,8 @@ class Dataset:
     """Folds that the data set itself defines."""
     unlabelled: tuple[Path, ...] = ()
     """Images that dataset.json names for testing."""
+    faults: tuple[Finding, ...] = ()
+    """Errors of the description that leave the rest of it readable."""
 
 
 def load_dataset(path: Path) -> Dataset:
@@ -121,8 +137,10 @@ def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
         seed: Seed of the drawn folds.
 
     Raises:
-        DatasetError: There are too few cases to make one.
+        DatasetError: The data set's own are wrong, or there are too few cases to make one.
     """
+    if dataset.faults:
+        raise DatasetError(dataset.faults[0].message)
     if dataset.folds:
         return dataset.folds
     if dataset.validation:
@@ -175,22 +193,21 @@ class _Description:
         self.path = path
         self.tree = tree
         self.root = Path(os.path.realpath(path.parent))
+        self.faults: list[Finding] = []
 
     def listed(self) -> Dataset:
         """Read a description that lists its cases: MSD, MONAI datalist."""
-        entries = self._entries("training") + self._entries("validation")
-        cases = tuple(self._case(where, entry) for where, entry in entries)
-        num_training = len(self._entries("training"))
-        numbers = [self._fold_number(where, entry) for where, entry in entries[:num_training]]
+        training, validation = self._labelled("training"), self._labelled("validation")
+        tests = self._entries("test") + self._entries("testing")
         images = [
             self._file(where, image)
-            for where, entry in self._entries("test") + self._entries("testing")
+            for where, entry in tests
             for image in _as_list(entry.get("image") if isinstance(entry, dict) else entry)
         ]
         return self._dataset(
-            cases,
-            validation=tuple(case.name for case in cases[num_training:]),
-            numbers=numbers,
+            tuple(case for case, _ in training + validation),
+            validation=tuple(case.name for case, _ in validation),
+            fold_of={case.name: fold for case, fold in training},
             unlabelled=tuple(images),
         )
 
@@ -202,41 +219,46 @@ class _Description:
                 f"{self.path}: file_ending is {shown(ending)}; known: {', '.join(SUFFIXES)}"
             )
         explicit = self.tree.get("dataset")
-        if isinstance(explicit, dict):
-            cases = []
-            for key, entry in explicit.items():
-                name = clean_name(self.path, "a case", key)
-                files = entry if isinstance(entry, dict) else {}
-                renamed = {"image": files.get("images"), "label": files.get("label")}
-                cases.append(replace(self._case(f"dataset.{name}", renamed), name=name))
-            return self._dataset(tuple(cases))
-        folder = self.root / "labelsTr"
-        if not folder.is_dir():
-            raise DatasetError(f"{folder} is missing; nnU-Net's layout keeps the label maps there")
-        num_channels = len(channel_names(self.path, self.tree, ()))
-        # The case of letters in the ending is no reason to leave a file out.
-        labels = sorted(
-            file.name
-            for file in folder.iterdir()
-            if file.name.lower().endswith(ending.lower()) and not file.name.startswith(".")
-        )
-        return self._dataset(
-            tuple(self._found_case(label, ending, num_channels) for label in labels)
-        )
+        if not isinstance(explicit, dict):
+            return self._dataset(self._found_cases(ending))
+        cases = []
+        for key, entry in explicit.items():
+            name = clean_name(self.path, "a case", key)
+            files = entry if isinstance(entry, dict) else {}
+            renamed = {"image": files.get("images"), "label": files.get("label")}
+            case = self._case(f"dataset.{name}", renamed, name)
+            cases += [] if case is None else [case]
+        return self._dataset(tuple(cases))
 
-    def _found_case(self, label_file: str, ending: str, num_channels: int) -> Case:
-        label = self.root / "labelsTr" / label_file
-        stem = label_file[: -len(ending)]
-        images = [
-            self._channel_file(f"{stem}_{channel:04d}{ending}") for channel in range(num_channels)
-        ]
-        return Case(name=self._name_of(label), images=tuple(images), label=label)
+    def _found_cases(self, ending: str) -> tuple[Case, ...]:
+        """Return the cases that have a label map, or the image of a channel."""
+        images, labels = (self._volumes_in(name, ending) for name in ("imagesTr", "labelsTr"))
+        num_channels = len(channel_names(self.path, self.tree, ()))
+        channels = [f"_{channel:04d}" for channel in range(num_channels)]
+        of_images = {stem[:-5] for stem in images if stem[-5:] in channels}
+        cases = []
+        for stem in sorted((of_images | labels.keys()) - {""}, key=lambda stem: stem + ending):
+            label = self.root / "labelsTr" / labels.get(stem, stem + ending)
+            files = [images.get(stem + number, stem + number + ending) for number in channels]
+            paths = tuple(self.root / "imagesTr" / file for file in files)
+            cases.append(Case(name=self._name_of(label), images=paths, label=label))
+        return tuple(cases)
+
+    def _volumes_in(self, folder: str, ending: str) -> dict[str, str]:
+        """Return the files of a folder by their names without the ending."""
+        path = self.root / folder
+        if not path.is_dir():
+            raise DatasetError(f"{path} is missing; nnU-Net's layout keeps volumes there")
+        names = sorted(file.name for file in path.iterdir() if not file.name.startswith("."))
+        # The case of letters in the ending is no reason to leave a file out.
+        fitting = [name for name in names if name.lower().endswith(ending.lower())]
+        return {name[: -len(ending)]: name for name in fitting}
 
     def _dataset(
         self,
         cases: tuple[Case, ...],
         validation: tuple[str, ...] = (),
-        numbers: Sequence[int | None] = (),
+        fold_of: Mapping[str, Any] = MappingProxyType({}),
         unlabelled: tuple[Path, ...] = (),
     ) -> Dataset:
         if not cases:
@@ -254,14 +276,15 @@ class _Description:
                     f"{self.path}: {twin.label} and {case.label} would both be the case "
                     f"{case.name}; rename one of them"
                 )
-        fixed = self.root / "splits_final.json"
-        if os.path.lexists(fixed):
-            folds = read_folds(fixed, tuple(by_name))
-        else:
-            folds = self._numbered_folds(dict(zip(by_name, numbers, strict=False)))
+        folds: tuple[Fold, ...] = ()
+        try:
+            folds = self._folds(tuple(by_name), fold_of)
+        except DatasetError as error:
+            self._fault(self.root.name, str(error))
         labels = read_labels(self.path, self.tree, [case.label for case in cases])
+        given = self.tree.get("name")
         return Dataset(
-            name=self._name(),
+            name=clean_name(self.path, "the data set", given) if given else self.root.name,
             root=self.root,
             channel_names=channel_names(self.path, self.tree, cases[0].images),
             label_names=tuple(labels.names.values()),
@@ -272,11 +295,8 @@ class _Description:
             validation=validation,
             folds=folds,
             unlabelled=unlabelled,
+            faults=tuple(self.faults),
         )
-
-    def _name(self) -> str:
-        given = self.tree.get("name")
-        return clean_name(self.path, "the data set", given) if given else self.root.name
 
     def _entries(self, key: str) -> list[tuple[str, Any]]:
         entries = self.tree.get(key) or []
@@ -284,14 +304,29 @@ class _Description:
             raise DatasetError(f"{self.path}: {key} is {shown(entries)}; it needs a list")
         return [(f"{key}[{index}]", entry) for index, entry in enumerate(entries)]
 
-    def _case(self, where: str, entry: Any) -> Case:
-        if not isinstance(entry, dict) or not entry.get("image") or not entry.get("label"):
+    def _labelled(self, key: str) -> list[tuple[Case, Any]]:
+        """Return the cases of a list that have a label map, each with its fold."""
+        found = [(self._case(where, entry), entry) for where, entry in self._entries(key)]
+        return [(case, entry.get("fold")) for case, entry in found if case is not None]
+
+    def _case(self, where: str, entry: Any, name: str | None = None) -> Case | None:
+        """Return a case, by default called by its label map; None: it has none."""
+        if not isinstance(entry, dict) or not entry.get("image"):
             raise DatasetError(
                 f"{self.path}: {where} needs an image and a label, but is {shown(entry)}"
             )
-        label = self._file(where, entry["label"])
         images = tuple(self._file(where, image) for image in _as_list(entry["image"]))
-        return Case(name=self._name_of(label), images=images, label=label)
+        if not entry.get("label"):
+            name = name or volume_stem(images[0])
+            self._fault(
+                name, f"{name} has no label map: {self.path} names none in {where}; {NO_LABEL}"
+            )
+            return None
+        label = self._file(where, entry["label"])
+        return Case(name=name or self._name_of(label), images=images, label=label)
+
+    def _fault(self, case: str, message: str) -> None:
+        self.faults.append(Finding(case=case, severity="error", message=message))
 
     def _name_of(self, label: Path) -> str:
         """Return what a case is called; results are named so too, below the folder of a run."""
@@ -317,25 +352,20 @@ class _Description:
             raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
         return self.root / name
 
-    def _channel_file(self, name: str) -> Path:
-        return find_spelling(self.root / "imagesTr" / name)
-
-    def _fold_number(self, where: str, entry: Mapping[str, Any]) -> int | None:
-        number = entry.get("fold")
-        if number is not None and type(number) is not int:
-            raise DatasetError(f"{self.path}: {where} has the fold {shown(number)}; use 0, 1, ...")
-        return number
-
-    def _numbered_folds(self, number_of: Mapping[str, int | None]) -> tuple[Fold, ...]:
-        numbered = {name: number for name, number in number_of.items() if number is not None}
-        if not numbered:
+    def _folds(self, names: tuple[str, ...], fold_of: Mapping[str, Any]) -> tuple[Fold, ...]:
+        fixed = self.root / "splits_final.json"
+        if os.path.lexists(fixed):
+            return read_folds(fixed, names)
+        if all(fold is None for fold in fold_of.values()):
             return ()
-        missing = sorted(number_of.keys() - numbered.keys())
-        if missing:
-            raise DatasetError(
-                f"{self.path}: {missing[0]} has no fold but other cases have; give each case one"
-            )
-        return folds_from_numbers(numbered, str(self.path))
+        for name, fold in fold_of.items():
+            if fold is None:
+                raise DatasetError(
+                    f"{self.path}: {name} has no fold but other cases have; give each case one"
+                )
+            if type(fold) is not int:
+                raise DatasetError(f"{self.path}: {name} has the fold {shown(fold)}; use 0, 1, ...")
+        return folds_from_numbers(fold_of, str(self.path))
 
 
 def _as_list(value: Any) -> list[Any]:

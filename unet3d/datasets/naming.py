@@ -5,6 +5,7 @@ short text without control characters, and no two labels have one name.
 """
 
 import logging
+import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -230,7 +231,7 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
         len(label_maps),
     )
     found: set[int] = {0}
-    for label_map in label_maps:
+    for label_map in filter(os.path.lexists, label_maps):  # others are no reason to stop
         values = np.unique(read_label(label_map).array)
         if len(values) > MAX_CLASSES:
             raise DatasetError(

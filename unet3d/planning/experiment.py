@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from unet3d.config import Config, Shape
-from unet3d.datasets.dataset import Case, Dataset, fold_cases, load_dataset
+from unet3d.datasets.dataset import Case, Dataset, Finding, fold_cases, load_dataset
 from unet3d.datasets.naming import has_sides
 from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.errors import DatasetError
@@ -23,7 +23,7 @@ from unet3d.planning.network_plan import (
     plan_notes,
 )
 from unet3d.preparation.cache import Cache, PreparedCase
-from unet3d.preparation.check import Finding, check_headers
+from unet3d.preparation.check import check_headers
 from unet3d.preparation.preprocess import plan_preprocessing, prepare_cases
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
@@ -127,10 +127,10 @@ def plan_experiment(
         DeviceError: The network cannot be cut as the settings say, or a patch has too few planes.
     """
     dataset = open_dataset(config)
+    report_findings(check_headers(dataset, config.data.spacing_mm))
     training, validation = fold_cases(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
-    report_findings(check_headers(dataset, config.data.spacing_mm))
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
     # Before the cases are prepared: what cannot be trained is refused without it.
     network = network_of(dataset, config, (preprocessing, fingerprint), num_replicas)

@@ -3,13 +3,11 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from unet3d.datasets.dataset import Case, Dataset
+from unet3d.datasets.dataset import NO_LABEL, Case, Dataset, Finding
 from unet3d.errors import VolumeError, some
 from unet3d.images.files import is_volume_file, members, times
 from unet3d.images.header import VolumeHeader, read_header, same_grid, shear_warning
@@ -21,17 +19,6 @@ UNUSUAL_RATIO = 30.0
 """A spacing so many times larger or smaller than the median is probably in another unit."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that is wrong, or looks wrong, with a case."""
-
-    case: str
-    """The case's name, or the file's where no case names it."""
-    severity: Literal["error", "warning"]
-    """An error stops training; a warning does not."""
-    message: str
 
 
 def check_headers(dataset: Dataset, spacing_mm: SpacingSetting = "median") -> list[Finding]:
@@ -50,7 +37,7 @@ def check_headers(dataset: Dataset, spacing_mm: SpacingSetting = "median") -> li
         Everything that is wrong or looks wrong, case after case.
     """
     _, findings = _check_headers(dataset, spacing_mm)
-    return [*_in_order(dataset, findings), *_unnamed_files(dataset)]
+    return [*dataset.faults, *_in_order(dataset, findings), *_unnamed_files(dataset)]
 
 
 def check_dataset(dataset: Dataset, watch: Callable[[str], object] = logger.debug) -> list[Finding]:
@@ -71,7 +58,7 @@ def check_dataset(dataset: Dataset, watch: Callable[[str], object] = logger.debu
     for number, case in enumerate(dataset.cases, start=1):
         watch(f"checking {case.name}, {number} of {len(dataset.cases)}")
         findings += _voxel_findings(dataset, case, headers[case.name])
-    return [*_in_order(dataset, findings), *_unnamed_files(dataset)]
+    return [*dataset.faults, *_in_order(dataset, findings), *_unnamed_files(dataset)]
 
 
 def _in_order(dataset: Dataset, findings: list[Finding]) -> list[Finding]:
@@ -102,6 +89,8 @@ def _read_headers(case: Case) -> tuple[dict[Path, VolumeHeader], list[Finding]]:
     headers, findings = {}, []
     for path in (*case.images, case.label):
         try:
+            if path == case.label and not os.path.lexists(path):
+                raise VolumeError(f"{case.name} has no label map: {path} is missing; {NO_LABEL}")
             headers[path] = _header(path)
         except VolumeError as error:
             findings.append(Finding(case=case.name, severity="error", message=str(error)))
