@@ -84,7 +84,7 @@ def train(
         dataset: Folder of the data set, or its dataset.json; None: built-in phantom heads, or where
             a run is continued, its own.
         output: Folder of the run; None: a new one below ``runs/``, or the newest to continue.
-        config: YAML file of settings; None: the defaults, smaller ones where there is no GPU.
+        config: YAML file of settings; what is auto is smaller where there is no GPU.
         preset: Names of settings that belong together, over those of the file.
         settings: Any others, over those, such as ``{"training.batch_size": 4}``.
         devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"``, of which the setting

@@ -142,7 +142,8 @@ def test_a_terminal_shows_what_is_being_done(monkeypatch, capsys):
         (("--devices", "cpu"), [8, 16, 32], True),
         (("--devices", "cpu,0", "--device-memory", "1"), [32, 64, 128], False),
         (("--device-memory", "1"), [32, 64, 128], False),
-        (("--devices", "cpu", "--config", "empty.yaml"), [32, 64, 128], False),
+        (("--devices", "cpu", "--config", "empty.yaml"), [8, 16, 32], True),
+        (("--devices", "cpu", "--set", "model.base_channels=32"), [32, 64, 128], True),
     ],
     ids=str,
 )
@@ -151,4 +152,4 @@ def test_the_settings_are_those_that_training_would_take(options, channels, is_c
     assert run("plan", "--shape", "16,16,16", *options) == 0
     ((_, network),) = asked
     assert list(network.topology.channels) == channels
-    assert ("for a CPU, without --config" in capsys.readouterr().out) == is_cpu
+    assert ("for a CPU: " in capsys.readouterr().out) == is_cpu

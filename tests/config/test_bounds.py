@@ -65,8 +65,8 @@ def test_every_setting_refuses_or_bounds_hostile_values(share):
         ("training.learning_rate=1e300", "is '1e300'; give a number above 0 and at most 1e+30"),
         ("training.weight_decay=1.0e+300", "weight_decay is 1e+300; give a number of at least 0 a"),
         ("training.learning_rate=yes", "training.learning_rate is True; give a number above 0"),
-        ("data.spacing_mm=1,1,yes", "data.spacing_mm is [1, 1, True]; give median, native or"),
-        ("data.spacing_mm=1,1,1e30", "give median, native or three numbers of at least"),
+        ("data.spacing_mm=1,1,yes", "data.spacing_mm is [1, 1, True]; give auto, median, nat"),
+        ("data.spacing_mm=1,1,1e30", "give auto, median, native or three numbers of at least"),
         ("patches.size=65536,65536,65536", "281,474,976,710,656 voxels; give at most 8,589,934,5"),
         ("inference.window=65536,65536,65536", "281,474,976,710,656 voxels; give at most 8,589,9"),
         ("data.phantom.shape=4096,4096,4096", "68,719,476,736 voxels; give at most 1,073,741,824"),
@@ -164,4 +164,7 @@ def test_mutations_of_the_text(content):
 def test_overrides(key, value):
     config = accept(lambda: load_config(None, [f"{key}={value}"]))
     if config is not None:
-        assert parse_yaml(commented_yaml(config)) == config.model_dump(mode="json")
+        tree = parse_yaml(commented_yaml(config))
+        again = Config.from_plain(tree)
+        assert again == config
+        assert all(again.is_open(key) == config.is_open(key) for key in KEYS)

@@ -63,7 +63,7 @@ def test_with_values_replaces_some_and_checks_all():
         config.with_values({"training.epoch": 3})
     with pytest.raises(ConfigError, match=r"model.num_levels is 1; give a whole number"):
         config.with_values({"model.num_levels": 1})
-    with pytest.raises(ConfigError, match="size.x: size is 'auto', not a section"):
+    with pytest.raises(ConfigError, match=r"patches.size is {'x': 1}; give auto"):
         config.with_values({"patches.size.x": 1})
 
 

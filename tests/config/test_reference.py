@@ -1,5 +1,6 @@
 import json
 import re
+from functools import reduce
 
 import pytest
 import yaml
@@ -33,6 +34,13 @@ def test_what_the_command_prints_is_a_configuration_of_the_defaults(tmp_path):
     path.write_text(printed())
     assert load_config(path) == Config()
     found, expected = yaml.safe_load(path.read_text()), Config().model_dump(mode="json")
+    keys = [setting.key for setting in settings() if not setting.is_section]
+    for key in keys:
+        *sections, name = key.split(".")
+        section = reduce(dict.get, sections, expected)
+        section[name] = "auto" if Config().is_open(key) else section[name]
+        assert load_config(path).is_open(key) == Config().is_open(key)
+    assert sum(map(Config().is_open, keys)) >= 9
     assert json.dumps(found) == json.dumps(expected)  # in their order, too
 
 
@@ -44,8 +52,8 @@ def test_values_of_a_file_and_of_options_come_back(tmp_path):
     path.write_text(text)
     config = load_config(path)
     assert config == load_config(None, ["training.epochs=7", *AWKWARD])
-    allowed = "a whole number above 0 and at most 1,000,000"
-    assert f"# Allowed: {allowed}. Default: 250.\n  epochs: 7\n" in text
+    allowed = "a whole number above 0 and at most 1,000,000 or auto"
+    assert f"# Allowed: {allowed}. Default: auto.\n  epochs: 7\n" in text
     # Beside the epochs; the cache has the value of the defaults.
     # A line may break before it.
     assert len(re.findall(r"\bDefault: |\bDefault:$", text, re.M)) == 1 + len(AWKWARD) - 1

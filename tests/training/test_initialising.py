@@ -12,11 +12,14 @@ from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, random_weights, write_model
 from tests.trainings import SMALL, assert_same_weights, run, run_until_power_cut, settings
 from unet3d.config import Config, load_config
+from unet3d.config.reference import commented_yaml
 from unet3d.datasets.classes import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import Topology, UNet3d, plan_topology
+from unet3d.parallel import Machine, ParallelDims
+from unet3d.planning.auto_settings import load_settings
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
@@ -181,8 +184,20 @@ def test_another_network_is_refused(file):
 # Settings
 
 
-def resolved(file, *changes):
-    return settings_of_init(load_config(None, [f"training.init={file}", *changes]))
+def resolved(file, *changes, path=None):
+    dims_of = partial(ParallelDims.resolve, machine=Machine(num_gpus=1))
+    config = load_settings(path, [f"training.init={file}", *changes], dims_of)
+    return settings_of_init(config)
+
+
+def test_defaults_that_are_written_down_ask_for_no_network(tmp_path):
+    """What ``unet3d config`` prints leaves the network, the spacing and the rate to the weights."""
+    save_checkpoint(trained(encoder="residual", norm="group"), tmp_path / "other.pt")
+    (tmp_path / "full.yaml").write_text(commented_yaml(Config()))
+    found = resolved(tmp_path / "other.pt", path=tmp_path / "full.yaml")
+    assert found == resolved(tmp_path / "other.pt")
+    assert (found.model.encoder, found.model.norm) == ("residual", "group")
+    assert found.data.spacing_mm == (1.0, 1.0, 2.5)
 
 
 def test_network_and_spacing_are_those_of_the_checkpoint(file):

@@ -148,18 +148,15 @@ def test_a_run_goes_on_in_a_mode_that_suits_the_devices(here, started, changes, 
     assert run.config.parallel.mode == mode
 
 
-def test_settings_suit_a_cpu_where_no_configuration_is_named(here, caplog):
+def test_settings_that_are_auto_suit_a_cpu(here, caplog):
     caplog.set_level("INFO", "unet3d")
     started = choose_run(request(changes=("parallel.devices=cpu", "training.epochs=7")), ALONE)
     assert started.config.model.base_channels == 8
     assert started.config.training.epochs == 7
-    assert "for a CPU, without --config: model.base_channels=8" in caplog.text
+    assert "for a CPU: model.base_channels=8 instead of 32" in caplog.text
     begin(started)
     caplog.clear()
-    # A run goes on as it was begun, and a configuration decides alone.
+    # A run goes on as it was begun.
     again = choose_run(request(changes=(), output=started.folder.path, resume=True), ALONE)
     assert again.config == started.config
-    (here / "empty.yaml").touch()
-    named = choose_run(request(config_path=here / "empty.yaml", output=here / "other"), ALONE)
-    assert named.config.model.base_channels == 32
     assert "for a CPU" not in caplog.text

@@ -138,8 +138,8 @@ def plan(
     with working("starting"):
         from unet3d.config.presets import preset_changes
         from unet3d.parallel import ParallelDims
+        from unet3d.planning.auto_settings import load_settings
         from unet3d.planning.comparison import dims_of
-        from unet3d.planning.cpu_defaults import load_settings
         from unet3d.planning.network_plan import (
             plan_notes,
             plan_without_data,

@@ -3,7 +3,6 @@
 from unet3d.config.configuration import Config, load_config, overrides_of
 from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.settings import (
-    RATE_DIVISOR_OF_INIT,
     AugmentationSettings,
     DataSettings,
     InferenceSettings,
@@ -31,7 +30,6 @@ from unet3d.config.values import (
 
 __all__ = [
     "MAX_PATCH_VOXELS",
-    "RATE_DIVISOR_OF_INIT",
     "AugmentationSettings",
     "Balance",
     "Channels",

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -150,10 +151,20 @@ class Config(Section):
         Raises:
             ConfigError: A key is unknown or a value is refused.
         """
-        tree = self.model_dump(mode="json")
+        tree = self.model_dump(mode="json", exclude_unset=True)
         for key, value in values.items():
             _put(tree, key, value)
         return _validated(tree, "settings")
+
+    def is_open(self, key: str) -> bool:
+        """Return whether a setting, by its dotted key, is ``auto``: nobody has set it."""
+        *sections, name = key.split(".")
+        section = attrgetter(".".join(sections))(self)
+        return section.may_be_open(name) and name not in section.model_fields_set
+
+    def differs(self, key: str) -> bool:
+        """Return whether a setting, or one of a section, is another than by default."""
+        return bool(attrgetter(key)(self) != attrgetter(key)(Config()))
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Config":

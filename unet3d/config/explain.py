@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel
 
+from unet3d.config.values import AUTO
 from unet3d.inputs.plain_data import printable, shown
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a name", Path: "a path"}
@@ -85,7 +86,10 @@ def in_words(hint: Any) -> str:
             for name, words in _LIMITS.items()
             if hasattr(limit, name)
         ]
-        return f"{in_words(arguments[0])} {' and '.join(limits)}".rstrip()
+        words = f"{in_words(arguments[0])} {' and '.join(limits)}".rstrip()
+        if AUTO in arguments:
+            words = f"auto, {words}" if " or " in words else f"{words} or auto"
+        return words
     if origin is Literal:
         return _any_of(map(str, arguments))
     if origin in (Union, UnionType):

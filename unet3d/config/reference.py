@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from unet3d.config.configuration import Config
 from unet3d.config.explain import hints_of, in_words, is_section
+from unet3d.config.values import Section
 
 _WIDTH = 96
 _HEADER = """\
@@ -34,7 +34,7 @@ class Setting:
     """Whether it holds settings."""
 
 
-def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
+def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[Setting]:
     """Yield every section, followed by its settings, in the order of a configuration."""
     hints = hints_of(section)
     defaults = section().model_dump(mode="json")
@@ -46,7 +46,7 @@ def settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Se
             key=key,
             meaning=" ".join((meaning or "").split()),
             allowed="" if below else in_words(hint),
-            default=None if below else defaults[name],
+            default=None if below else "auto" if section.may_be_open(name) else defaults[name],
             is_section=below,
         )
         if below:
@@ -68,6 +68,7 @@ def commented_yaml(config: Config) -> str:
         value: Any = values
         for part in setting.key.split("."):
             value = value[part]
+        value = "auto" if config.is_open(setting.key) else value
         allowed = f"Allowed: {setting.allowed}."
         if value != setting.default:
             allowed += f" Default: {in_yaml(setting.default)}."

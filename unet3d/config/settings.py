@@ -8,6 +8,7 @@ from unet3d.config.values import (
     MAX_PATCH_VOXELS,
     MAX_PHANTOM_VOXELS,
     NUMBER,
+    Auto,
     Channels,
     Few,
     FilePath,
@@ -53,10 +54,11 @@ class DataSettings(Section):
     """Which fold validates, counted from 0; the others are trained on."""
     num_folds: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 5
     """How many folds are drawn, where the data set defines none."""
-    spacing_mm: Literal["median", "native"] | Spacing = "median"
-    """Spacing that cases are resampled to. median: the data set's, but across few thick slices the
-    10th percentile, where both the spacing there and the number of voxels within a slice are more
-    than 3 times the other; native: each case's own; or three numbers along X, Y, Z in mm."""
+    spacing_mm: Auto[Literal["median", "native"] | Spacing] = "median"
+    """Spacing that cases are resampled to. auto: that of training.init, else median. median: the
+    data set's, but across few thick slices the 10th percentile, where both the spacing there and
+    the number of voxels within a slice are more than 3 times the other; native: each case's own; or
+    three numbers along X, Y, Z in mm."""
     crop_to_nonzero: bool = True
     """Whether images are cut to the box outside of which they are zero. Where that takes away a
     quarter of the volume or more, z-score counts the voxels inside and sets those outside to 0;
@@ -78,8 +80,8 @@ MirrorAxis = Literal["x", "y", "z"]
 class AugmentationSettings(Section):
     """Random changes to each training patch; each probability is that of a patch being changed."""
 
-    enabled: bool = True
-    """Whether patches are changed at all."""
+    enabled: Auto[bool] = True
+    """Whether patches are changed at all; auto: true, on a CPU false."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where patches are changed. gpu: on the GPU that the network begins on, beside the step
     before; cpu: in the processes that cut them; auto: gpu where the network begins on one."""
@@ -143,10 +145,10 @@ class PatchSettings(Section):
     """Voxels along X, Y, Z; auto: as many as fit into ``patches.memory_gib`` with a batch of two,
     at most the data set's median shape; whole: each case as it is, padded to what the network can
     halve."""
-    memory_gib: Annotated[float, Field(ge=0.01, le=1e6), NUMBER] = 10.0
+    memory_gib: Auto[Annotated[float, Field(ge=0.01, le=1e6), NUMBER]] = 10.0
     """Memory in GiB that a step may take of one GPU, which patch and batch are planned to where
     they are auto. Where GPUs are trained on that have less, it is what the smallest has, less 10 %;
-    a network on several GPUs, or on a CPU, is planned as for one."""
+    a network on several GPUs, or on a CPU, is planned as for one. auto: 10, on a CPU 1.1."""
     foreground_fraction: Fraction = 0.33
     """Share of each batch, at least one patch where it is not 0, that is centred on a labelled
     voxel: of a random class, of a random one of its connected components."""
@@ -164,8 +166,8 @@ class ModelSettings(Section):
     encoder: Literal["plain", "residual"] = "plain"
     """plain: two convolutions a level; residual: residual units, one at full resolution and up to
     six on lower levels."""
-    base_channels: Channels = 32
-    """Channels at level 0; they double at each level."""
+    base_channels: Auto[Channels] = 32
+    """Channels at level 0; they double at each level. auto: 32, on a CPU 8."""
     max_channels: Channels = 320
     """Most channels that a level has."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
@@ -222,21 +224,14 @@ class ModelSettings(Section):
         return channels
 
 
-RATE_DIVISOR_OF_INIT = 10
-"""Of the learning rate where a training begins with the weights of another one: a rate that suits
-random weights would destroy what they have learnt."""
-
-WARMUP_STEPS_OF_INIT = 250
-"""Steps in which the rate then rises: a head that is new has gradients without meaning at first."""
-
-
 class TrainingSettings(Section):
     """The optimisation."""
 
-    epochs: Many = 250
-    """Number of epochs."""
-    steps_per_epoch: Many = 250
-    """Steps in an epoch, whatever the number of cases, which are drawn with replacement."""
+    epochs: Auto[Many] = 250
+    """Number of epochs; auto: 250, on a CPU 40."""
+    steps_per_epoch: Auto[Many] = 250
+    """Steps in an epoch, whatever the number of cases, which are drawn with replacement; auto: 250,
+    on a CPU 25."""
     batch_size: Few | Literal["auto"] = "auto"
     """Patches in a step, of all replicas together; auto: as many as fit into
     ``patches.memory_gib``, from 2 to 32 and at most 5 % of the voxels of all cases, and one for
@@ -249,14 +244,15 @@ class TrainingSettings(Section):
     patch, so that a false positive also costs something in a patch without the class. auto: where a
     patch has fewer than a quarter of the voxels of the median volume. It takes a forward pass more
     where a batch has micro-batches."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW."""
-    learning_rate: Annotated[float, Field(gt=0, le=1e30), NUMBER] = 0.01
-    """Initial learning rate of the polynomial decay (power 0.9); with training.init, where this is
-    not set, a tenth of that."""
-    warmup_steps: Annotated[int, Field(ge=0, le=10**9, strict=True)] = 0
+    optimizer: Auto[Literal["sgd", "adamw"]] = "sgd"
+    """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW; auto: sgd, on a CPU
+    adamw unless the learning rate, the momentum or the weight decay is set."""
+    learning_rate: Auto[Annotated[float, Field(gt=0, le=1e30), NUMBER]] = 0.01
+    """Initial learning rate of the polynomial decay (power 0.9); auto: 0.01, where a CPU takes
+    adamw 0.003, and a tenth of these with training.init."""
+    warmup_steps: Auto[Annotated[int, Field(ge=0, le=10**9, strict=True)]] = 0
     """Steps in which the learning rate rises linearly to that of the decay, at most a tenth of all;
-    with training.init, where this is not set, 250."""
+    auto: 0, with training.init 250."""
     momentum: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.99
     """Nesterov momentum; sgd only."""
     weight_decay: Annotated[float, Field(ge=0, le=1000), NUMBER] = 1e-3
@@ -293,15 +289,6 @@ class TrainingSettings(Section):
         if self.batch_size == "auto":
             raise ValueError("training.batch_size is auto: it has not been planned yet")
         return self.batch_size
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gentle_after_init(cls, values: Any) -> Any:
-        """Take a lower rate and a warm-up where the weights have learnt something already."""
-        if not isinstance(values, dict) or values.get("init") is None:
-            return values
-        rate = cls.model_fields["learning_rate"].default / RATE_DIVISOR_OF_INIT
-        return {"learning_rate": rate, "warmup_steps": WARMUP_STEPS_OF_INIT, **values}
 
 
 class MemorySettings(Section):

@@ -10,6 +10,14 @@ from pydantic_core import PydanticCustomError
 
 from unet3d.inputs.plain_data import is_printable
 
+AUTO = "may be auto"
+"""Marks the type of a setting that may be left open; see :meth:`Section.may_be_open`."""
+
+Value = TypeVar("Value")
+Auto = Annotated[Value, AUTO]
+"""A setting whose default is ``auto``. Until training decides otherwise, it has the value that is
+declared; :meth:`unet3d.config.Config.is_open` tells whether it is set."""
+
 
 class Section(BaseModel):
     """A group of settings: immutable, unknown keys refused."""
@@ -22,11 +30,22 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @classmethod
+    def may_be_open(cls, name: str) -> bool:
+        """Return whether a setting may be left open, which is written ``auto``."""
+        return name in cls.model_fields and AUTO in cls.model_fields[name].metadata
+
     @model_validator(mode="before")
     @classmethod
-    def _take_empty(cls, value: Any) -> Any:
-        """Accept a section whose lines are all comments, which YAML reads as null."""
-        return {} if value is None else value
+    def _leave_open(cls, values: Any) -> Any:
+        """Take ``auto`` as a setting that is left open, and a section of comments as empty."""
+        if isinstance(values, dict):
+            return {
+                name: value
+                for name, value in values.items()
+                if not (isinstance(value, str) and value == "auto" and cls.may_be_open(name))
+            }
+        return {} if values is None else values
 
 
 def _number(value: Any) -> Any:

@@ -23,7 +23,7 @@ from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.memory.record import device_bytes
 from unet3d.parallel import ParallelDims
-from unet3d.planning.cpu_defaults import load_settings
+from unet3d.planning.auto_settings import load_settings
 from unet3d.planning.experiment import open_dataset, plan_experiment
 from unet3d.planning.step_size import within_gpus
 from unet3d.runs.finding import FOLDS, folds_in, recorded_folds

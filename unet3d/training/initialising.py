@@ -73,19 +73,21 @@ def settings_of_init(config: Config) -> Config:
         "model.strides": topology.strides[1:],
         **{f"model.{name}": value for name, value in _details_of(topology).items()},
     }
-    if "spacing_mm" not in config.data.model_fields_set:
+    if config.is_open("data.spacing_mm"):
         values["data.spacing_mm"] = checkpoint.preprocessing.spacing_mm or "native"
     return config.with_values(values)
 
 
 def _differences(config: Config, topology: Topology) -> list[str]:
-    """Return which settings that were given do not suit a network."""
+    """Return which settings do not suit a network: those of the defaults are not asked for."""
     model = config.model
     by_rule = tuple(
         min(model.base_channels * 2**level, model.max_channels)
         for level in range(topology.num_levels)
     )
-    has_rule = {"base_channels", "max_channels"} & model.model_fields_set and not model.channels
+    has_rule = not model.channels and (
+        not config.is_open("model.base_channels") or config.differs("model.max_channels")
+    )
     asked: Mapping[str, tuple[Any, Any]] = {
         "encoder": (model.encoder, topology.encoder),
         "norm": (model.norm, topology.norm),
@@ -99,7 +101,7 @@ def _differences(config: Config, topology: Topology) -> list[str]:
         f"model.{name} {_words(wanted)}, but the checkpoint has {_words(found)}"
         for name, (wanted, found) in asked.items()
         if wanted not in (None, "auto", found)
-        and (name in model.model_fields_set or (name == "channels" and has_rule))
+        and (config.differs(f"model.{name}") or (name == "channels" and has_rule))
     ]
 
 

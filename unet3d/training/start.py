@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from unet3d.errors import ConfigError
 from unet3d.interruption import Interrupted
 from unet3d.memory.record import device_bytes
 from unet3d.parallel import ParallelDims
+from unet3d.planning.auto_settings import load_settings
 from unet3d.planning.choice import choose_mode as planned_mode
-from unet3d.planning.cpu_defaults import load_settings
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.step_size import within_gpus
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
@@ -139,7 +140,7 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
         config = load_settings(
             request.config_path,
             request.changes,
-            lambda parallel: ParallelDims.resolve(parallel, ranks=group.ranks),
+            partial(ParallelDims.resolve, ranks=group.ranks),
         )
         config = settings_of_init(config)
     devices = ParallelDims.resolve(config.parallel, ranks=group.ranks).all_devices
@@ -170,17 +171,14 @@ def settings_to_resume(request: RunRequest, folder: RunFolder, ranks: Ranks) -> 
         ConfigError: A setting is refused.
         CheckpointError: The run's settings are damaged, and so is its latest checkpoint.
     """
+    dims_of = partial(ParallelDims.resolve, ranks=ranks)
     with recorded_settings(folder) as path:
         recorded = load_config(path)
         if request.config_path is None:
             changes = [*_mode_for_devices(recorded, request.changes), *request.changes]
             changes = [*forgotten_modes(recorded, changes), *changes]
-            return without_stale_cuts(load_config(path, changes), recorded)
-    config = load_settings(
-        request.config_path,
-        request.changes,
-        lambda parallel: ParallelDims.resolve(parallel, ranks=ranks),
-    )
+            return without_stale_cuts(load_settings(path, changes, dims_of), recorded)
+    config = load_settings(request.config_path, request.changes, dims_of)
     if recorded.training.init is None or config.model.strides is not None:
         return config
     # The network and the spacing came with the weights, and the file says nothing of them.

@@ -1,4 +1,4 @@
-"""Settings that suit a CPU, where the user has left them open and there is no configuration."""
+"""Settings that are auto: what suits a CPU, and weights to begin with."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from unet3d.config import ParallelSettings, load_config
+from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.config.reference import commented_yaml
 from unet3d.parallel import Machine, ParallelDims
-from unet3d.planning.cpu_defaults import CPU_DEFAULTS, load_settings
+from unet3d.planning.auto_settings import CPU_DEFAULTS, load_settings
 from unet3d.planning.network_plan import plan_without_data
 
 VALUES = {key: value for default in CPU_DEFAULTS for key, value in default.values.items()}
@@ -23,9 +24,10 @@ def changed(*changes: str, num_gpus: int = 0, path: Path | None = None) -> dict[
     """Return what differs from the same settings without the values for a CPU."""
     config = load_settings(path, changes, dims_with(num_gpus), say=lambda line: None)
     plain = load_config(path, changes)
-    before = {key: attrgetter(key)(plain) for key in VALUES}
+    keys = (*VALUES, "training.warmup_steps")
+    before = {key: attrgetter(key)(plain) for key in keys}
     assert config.with_values(before) == plain
-    after = {key: attrgetter(key)(config) for key in VALUES}
+    after = {key: attrgetter(key)(config) for key in keys}
     return {key: value for key, value in after.items() if value != before[key]}
 
 
@@ -35,15 +37,27 @@ def test_without_a_gpu_what_is_open_suits_a_cpu():
     assert changed(*model) == changed(*model, "parallel.replicas=2") == VALUES
 
 
-def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path):
+def test_with_a_gpu_nothing_changes():
     assert changed(num_gpus=2) == {}
     assert changed("parallel.devices=1", num_gpus=2) == {}
     assert changed("parallel.mode=model", "parallel.devices=cpu,0", num_gpus=2) == {}
     # Who trains on the CPU beside a GPU gets the same as without one.
     assert changed("parallel.devices=cpu", num_gpus=2) == VALUES
-    path = tmp_path / "settings.yaml"
-    path.write_text("")
-    assert changed(path=path) == {}
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+@pytest.mark.parametrize("changes", [(), ("training.init=a.pt",), ("training.epochs=3",)])
+def test_defaults_that_are_written_down_are_defaults(changes, num_gpus, tmp_path):
+    """What ``unet3d config`` prints, an empty file and no file at all are one training."""
+    full, empty = tmp_path / "full.yaml", tmp_path / "empty.yaml"
+    full.write_text(commented_yaml(Config()))
+    empty.touch()
+    without = load_settings(None, changes, dims_with(num_gpus))
+    for path in (full, empty):
+        assert load_settings(path, changes, dims_with(num_gpus)) == without
+    # What a run writes down is obeyed, whatever it is.
+    empty.write_text(without.to_yaml())
+    assert load_settings(empty, (), dims_with(0)) == without
 
 
 @pytest.mark.parametrize(
@@ -71,15 +85,14 @@ def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes():
     assert (network.size, network.batch_size) == ((64, 64, 64), 2)
 
 
-def test_one_line_says_what_was_taken_and_how_to_get_the_rest():
+def test_one_line_says_what_was_taken():
     lines: list[str] = []
     load_settings(None, ["training.epochs=3"], dims_with(0), say=lines.append)
     (line,) = lines
     assert (
-        "model.base_channels=8, patches.memory_gib=1.1, training.steps_per_epoch=25 and 3 more"
-        in line
+        line == "for a CPU: model.base_channels=8 instead of 32, patches.memory_gib=1.1 instead of "
+        "10.0, training.steps_per_epoch=25 instead of 250 and 3 more; what you set yourself stands"
     )
-    assert "unet3d config > full.yaml, then --config full.yaml" in line
     everything = [f"{key}={value}" for key, value in VALUES.items()]
     load_settings(None, everything, dims_with(0), say=lines.append)
     load_settings(None, [], dims_with(1), say=lines.append)
@@ -88,7 +101,7 @@ def test_one_line_says_what_was_taken_and_how_to_get_the_rest():
 
 def test_weights_to_begin_with_bring_their_network_and_take_a_tenth_of_the_rate():
     found = changed("training.init=a.pt")
-    expected = VALUES | {"training.learning_rate": 0.0003}
+    expected = VALUES | {"training.learning_rate": 0.0003, "training.warmup_steps": 250}
     del expected["model.base_channels"]
     assert found == expected
     assert changed("training.init=a.pt", "training.learning_rate=0.5").keys() == found.keys() - {

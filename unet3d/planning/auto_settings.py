@@ -1,0 +1,99 @@
+"""Settings that are ``auto``, where a CPU or weights to begin with call for other values.
+
+The defaults in :mod:`unet3d.config.settings` suit a GPU: on two CPU cores they would take a day for
+the built-in phantoms. What a user sets is always obeyed, in a file as in an option.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.errors import some
+from unet3d.parallel import ParallelDims
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuDefault:
+    """Values that belong together: what the user sets of them keeps all of them out."""
+
+    values: Mapping[str, Any]
+    """Dotted key to value."""
+    related: tuple[str, ...] = ()
+    """Other settings, or sections: values would not suit or not reach what differs from these."""
+
+
+CPU_DEFAULTS = (
+    # A tenth of the work of 32 channels, and the memory that two patches of 64^3 voxels then take.
+    CpuDefault(
+        values={"model.base_channels": 8, "patches.memory_gib": 1.1},
+        related=("model.channels", "model.max_channels"),
+    ),
+    CpuDefault(values={"training.epochs": 40}),
+    CpuDefault(values={"training.steps_per_epoch": 25}),
+    # Too short a training to profit from it.
+    CpuDefault(values={"patches.augmentation.enabled": False}, related=("patches.augmentation",)),
+    # Converges in fewer steps; the rate is higher than usual for the few that there are.
+    CpuDefault(
+        values={"training.optimizer": "adamw", "training.learning_rate": 0.003},
+        related=("training.momentum", "training.weight_decay"),
+    ),
+)
+"""For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases."""
+
+NETWORK = "model.base_channels"
+"""The one of the values that a network to begin with brings itself."""
+
+RATE_DIVISOR_OF_INIT = 10
+"""Of the learning rate where a training begins with the weights of another one: a rate that suits
+random weights would destroy what they have learnt."""
+
+WARMUP_STEPS_OF_INIT = 250
+"""Steps in which the rate then rises: a head that is new has gradients without meaning at first."""
+
+NUM_SHOWN = 3
+"""How many of the values are named at the start; a run's ``config.yaml`` has all."""
+
+
+def load_settings(
+    path: Path | None,
+    changes: Iterable[str],
+    dims_of: Callable[[ParallelSettings], ParallelDims],
+    say: Callable[[str], object] = logger.info,
+) -> Config:
+    """Read settings and decide those that are ``auto`` by devices and by weights to begin with.
+
+    ``dims_of`` resolves the devices; ``say`` receives a line on what was taken for a CPU.
+    """
+    config = load_config(path, changes)
+    has_init = config.training.init is not None
+    taken = {
+        key: value
+        for default in CPU_DEFAULTS
+        if all(map(config.is_open, default.values))
+        and not any(map(config.differs, default.related))
+        for key, value in default.values.items()
+        if not (has_init and key == NETWORK)
+    }
+    if taken:
+        devices = [device for replica in dims_of(config.parallel).replicas for device in replica]
+        taken = taken if all(device.type == "cpu" for device in devices) else {}
+    values = dict(taken)
+    rate = "training.learning_rate"
+    if has_init and config.is_open(rate):
+        usual = taken.get(rate, config.training.learning_rate)
+        values[rate] = float(f"{usual / RATE_DIVISOR_OF_INIT:.6g}")  # without a rounded last digit
+    if has_init and config.is_open("training.warmup_steps"):
+        values["training.warmup_steps"] = WARMUP_STEPS_OF_INIT
+    if taken:
+        named = [
+            f"{key}={str(values[key]).lower()} instead of {str(attrgetter(key)(config)).lower()}"
+            for key in taken
+        ]
+        say(f"for a CPU: {some(named, NUM_SHOWN)}; what you set yourself stands")
+    return config.with_values(values) if values else config
