@@ -1,7 +1,7 @@
 """A trained model of nnU-Net v2, read as a checkpoint of ours.
 
 Everything comes from ``checkpoint_final.pth`` and, where they lie above it, from ``plans.json`` and
-``dataset.json``. Nothing in them is run: :mod:`unet3d.runs.tensor_file` reads plain values, and
+``dataset.json``. No code in them is run: :mod:`unet3d.runs.tensor_file` reads plain values, and
 shapes are compared with the plan before a weight is read.
 """
 
@@ -21,7 +21,6 @@ from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
-from unet3d.memory.host import shortage
 from unet3d.model import Topology
 from unet3d.model.topology import stated_kernels
 from unet3d.nnunet.axes import Axes
@@ -35,7 +34,7 @@ from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
 from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
-from unet3d.runs.tensor_file import open_tensor_file
+from unet3d.runs.tensor_file import own_tensors, read_tensors
 
 STEP = 0.5
 """Of nnU-Net's windows, in windows."""
@@ -69,8 +68,7 @@ def load_network(path: Path, part: Part = "network") -> Checkpoint:
 def _is_theirs(path: Path) -> bool | None:
     """Return whether a file holds a model of nnU-Net; None: neither that nor a checkpoint."""
     try:
-        with open_tensor_file(path, foreign=True) as file:
-            content = file.content
+        content = read_tensors(path, described=True, foreign=True)
     except (OSError, ValueError, MemoryError, UnpicklingError):
         return None
     if not isinstance(content, dict) or not content.keys() & {"network_weights", "format"}:
@@ -109,21 +107,20 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
             needs.
     """
     known = known_as(path)
-    with explained(known, foreign=True), open_tensor_file(path, foreign=True) as file:
+    with explained(known, foreign=True):
+        content = read_tensors(path, described=part == "description", foreign=True)
         try:
-            said = _Said.of(path, file.content)
+            said = _Said.of(path, content)
             topology = _topology(said)
             weights = of_plan(said.weights, topology, said.axes, said.trainer)
             checkpoint = _described(said, topology, from_nnunet(weights, topology, said.axes))
             if part == "network":
-                lacking = shortage(file.bytes_of(weights))
-                if lacking is not None:
-                    raise ValueError(f"what it holds {lacking}")
-                model = from_nnunet(file.filled(weights), topology, said.axes)
+                own = own_tensors(weights, path.stat().st_size)
+                model = from_nnunet(own, topology, said.axes)
                 refuse_non_finite(model, "the weight")
                 checkpoint.model.update(model)
             warn_of_trainer(said.trainer, printable(known_as(path.absolute()).parent.parent.name))
-        except (ValueError, ConfigError, DatasetError) as error:
+        except (ValueError, RecursionError, ConfigError, DatasetError) as error:
             reason = str(error).replace(f"{path.parent.parent}/", "")
             raise CheckpointError(
                 f"{known} is not a model of nnU-Net that can be used: {reason}; use another model, "

@@ -23,7 +23,8 @@ from unet3d.nnunet.weights import to_nnunet, with_all_names
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
-from unet3d.runs.checkpoint import Checkpoint, write_tensors
+from unet3d.runs.checkpoint import Checkpoint
+from unet3d.runs.tensor_file import write_tensors
 
 CONFIGURATION = "3d_fullres"
 PLANS_NAME = "nnUNetPlans"

@@ -1,9 +1,9 @@
 """Checkpoints: written whole or not at all, independent of devices, safe to load.
 
 A checkpoint is one file of tensors on the CPU, numbers and strings. Parameters have their plain
-names, so it loads in every mode and on every number of devices. It may come from anyone: nothing in
-it is run, no more is read than the file has, and everything that it says is checked (by
-:mod:`unet3d.runs.checkpoint_content`) before its tensors are.
+names, so it loads in every mode and on every number of devices. It may come from anyone: no code in
+it is run, and its fields are checked (by :mod:`unet3d.runs.checkpoint_content`) before its tensors
+are read.
 """
 
 import pickle
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from unet3d.atomic import write_atomically
 from unet3d.config import Config, InferenceSettings, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.plain_data import printable, shown
-from unet3d.memory.host import is_out_of_memory, shortage
+from unet3d.memory.host import is_out_of_memory
 from unet3d.model import Topology, UNet3d
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
@@ -33,7 +33,11 @@ from unet3d.runs.checkpoint_content import (
     read_content,
     refuse_non_finite,
 )
-from unet3d.runs.tensor_file import open_tensor_file
+from unet3d.runs.tensor_file import on_tensors, own_tensors, read_tensors, write_tensors
+
+Part = Literal["all", "network", "description"]
+"""What is read of a checkpoint: everything; the weights, but nothing to continue a training with;
+or neither, with weights on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +75,11 @@ class Checkpoint:
         return tuple("xyz".index(axis) for axis in known)
 
     def mirrored_axes(self, settings: InferenceSettings) -> tuple[int, ...]:
-        """Return the axes, counted from 0, along which windows are mirrored in prediction.
-
-        Args:
-            settings: Those of the prediction with this network.
-        """
+        """Return the axes, counted from 0, along which windows are mirrored in prediction."""
         return self.mirror_axes if settings.tta else ()
 
     def build_model(self) -> UNet3d:
-        """Return the network, on the CPU.
-
-        Raises:
-            CheckpointError: The parameters are not those of its topology.
-        """
+        """Return the network, on the CPU."""
         try:
             model = described_network(self.topology, self.model)
         except ValueError as error:
@@ -98,14 +94,9 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a checkpoint. At every moment ``path`` is the old file or the new one.
+    """Write a checkpoint, with tensors on any device, to a folder that exists.
 
-    Args:
-        checkpoint: Its tensors may be on any device.
-        path: Where to; its folder exists.
-
-    Raises:
-        CheckpointError: The file cannot be written.
+    At every moment ``path`` is the old file or the new one.
     """
     content = {
         "format": FORMAT,
@@ -116,8 +107,8 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "config": checkpoint.config.to_yaml(),
         "split": None if checkpoint.split is None else checkpoint.split.to_dict(),
         "postprocessing": [list(rule) for rule in checkpoint.postprocessing],
-        "model": _to_cpu(checkpoint.model, set()),
-        "training": _to_cpu(checkpoint.training, set()),
+        "model": on_tensors(_on_cpu, checkpoint.model),
+        "training": on_tensors(_on_cpu, checkpoint.training),
     }
     try:
         write_atomically(path, lambda file: write_tensors(content, file))
@@ -128,41 +119,14 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         ) from error
 
 
-def write_tensors(content: Any, file: IO[bytes]) -> None:
-    """Write what :func:`~unet3d.runs.tensor_file.open_tensor_file` reads.
-
-    Args:
-        content: Plain values, and tensors on the CPU.
-        file: Open for writing. Of a path torch.save would not say why it cannot be written.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    try:
-        torch.save(content, file, pickle_protocol=2)  # the protocol that the reader understands
-    except RuntimeError as error:
-        # torch.save hides an error of the file, such as a full disk, behind one of its own.
-        if not isinstance(error.__context__, OSError):
-            raise
-        raise error.__context__ from None
-
-
-def load_checkpoint(
-    path: Path, part: Literal["all", "network", "description"] = "all"
-) -> Checkpoint:
+def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
-    Args:
-        path: As written by :func:`save_checkpoint`.
-        part: What is read of it. network: the weights, but nothing to continue a training with;
-            description: neither, and its weights are on the meta device.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, not a checkpoint of ours, or one that cannot
-            be used: values out of range, tensors of another network, weights that are not finite.
+    Raises CheckpointError where the file is missing, damaged or not a checkpoint of ours, has
+    values out of range or tensors of another network, or weights that are not finite.
     """
-    with explained(path), open_tensor_file(path) as file:
-        content = file.content
+    with explained(path):
+        content = read_tensors(path, described=part == "description")
         _check_format(path, content)
         try:
             plain = read_content(content)
@@ -171,15 +135,10 @@ def load_checkpoint(
             if plain.training is not None:
                 check_optimizer(plain.training.optimizer, config.training, network)
             model: dict[str, Tensor] = plain.model
-            training: dict[str, Any] = {}
+            training: dict[str, Any] = content["training"] if part == "all" else {}
             if part != "description":
-                lacking = shortage(file.num_bytes)  # a file may have holes, which take no disk
-                if lacking is not None:
-                    raise ValueError(f"what it holds {lacking}")
-                model = file.filled(model)
+                model, training = own_tensors((model, training), path.stat().st_size)
                 refuse_non_finite(model, "the weight")
-            if part == "all":
-                training = file.filled(content["training"])
             if training:
                 check_random(training["random"])
                 refuse_non_finite(training["optimizer"], "the optimizer's")
@@ -190,16 +149,16 @@ def load_checkpoint(
                 f"{path} is not a usable checkpoint{by}: {error}; use another checkpoint, or "
                 "train again"
             ) from error
-        return Checkpoint(
-            topology=plain.topology,
-            preprocessing=plain.preprocessing,
-            patch_size=plain.patch_size,
-            config=config,
-            split=plain.split,
-            postprocessing=plain.postprocessing,
-            model=model,
-            training=training,
-        )
+    return Checkpoint(
+        topology=plain.topology,
+        preprocessing=plain.preprocessing,
+        patch_size=plain.patch_size,
+        config=config,
+        split=plain.split,
+        postprocessing=plain.postprocessing,
+        model=model,
+        training=training,
+    )
 
 
 def _check_format(path: Path, content: Any) -> None:
@@ -216,14 +175,9 @@ def _check_format(path: Path, content: Any) -> None:
 
 @contextmanager
 def explained(path: Path, *, foreign: bool = False) -> Iterator[None]:
-    """Say of a file that cannot be read why, and what to do.
+    """Say of a file that a user knows by a path why it cannot be read, and what to do.
 
-    Args:
-        path: What the user knows it by.
-        foreign: Whether another program wrote it.
-
-    Raises:
-        CheckpointError: It cannot be read.
+    It was written by this program, or by another one (``foreign``).
     """
     instead = "use a checkpoint that unet3d has written"
     again = "use another checkpoint, or train again"
@@ -251,17 +205,8 @@ def explained(path: Path, *, foreign: bool = False) -> Iterator[None]:
         ) from error
 
 
-def _to_cpu(value: Any, written: set[int]) -> Any:
-    """Return values with tensors on the CPU, each with numbers of its own in memory."""
-    if isinstance(value, Tensor):
-        tensor = value.detach().cpu()
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in written:
-            tensor = tensor.contiguous().clone()  # a view, of which all of the other is written
-        written.add(tensor.untyped_storage().data_ptr())
-        return tensor
-    if isinstance(value, dict):
-        return {key: _to_cpu(item, written) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_to_cpu(item, written) for item in value)
-    return value
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor without what else its memory holds, which would be written, too."""
+    tensor = tensor.detach().cpu()
+    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.contiguous().clone() if is_view else tensor

@@ -45,8 +45,6 @@ class Scaler(Part):
 
 OfParameter = Annotated[dict[Name, Tensor | None], at_most(8)]
 Index = Annotated[int, Field(ge=0, strict=True)]
-
-
 Values = Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
 
 
@@ -91,10 +89,8 @@ class Content(Part):
     patch_size: Shape | None
     config: Annotated[str, Field(max_length=2**20, strict=True)]
     split: CaseSplit | None = None
-    """The cases of the run; files of the first versions lack it."""
     postprocessing: Annotated[tuple[Values, ...], at_most(2**16)] = ()
-    """Of the voxels with such values together, predictions keep the largest component; older files
-    lack it."""
+    """Of the voxels with such values together, predictions keep the largest component."""
     model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
     training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
 
@@ -107,13 +103,9 @@ class Content(Part):
 
 
 def read_content(content: Mapping[str, Any]) -> Content:
-    """Return what a checkpoint says, each field in its range.
+    """Return the fields of a checkpoint, each in its range; tensors may be on the meta device.
 
-    Args:
-        content: As the file holds it; tensors may be on the meta device.
-
-    Raises:
-        ValueError: Fields are missing, unknown, or out of range; one line that names them.
+    Raises ValueError, in one line, where fields are missing, unknown, or out of range.
     """
     plain = validated(Content, content)
     classes, labels = plain.topology.num_classes, plain.preprocessing.num_outputs
@@ -131,17 +123,9 @@ def read_content(content: Mapping[str, Any]) -> Content:
 
 
 def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d:
-    """Return the network of a topology without memory, if stored parameters are those that it has.
+    """Return the network on the meta device, if it has the stored parameters and buffers.
 
-    Args:
-        topology: The architecture.
-        model: Parameters and buffers by name.
-
-    Returns:
-        The network on the meta device, in float64 where the parameters are.
-
-    Raises:
-        ValueError: Names, shapes or types differ; one line that names some.
+    Raises ValueError, in one line, where names, shapes or types differ.
     """
     with torch.device("meta"):
         network = UNet3d(topology)
@@ -159,16 +143,7 @@ def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d
 
 
 def check_optimizer(optimizer: Optimizer, settings: TrainingSettings, network: UNet3d) -> None:
-    """Refuse a state of another optimizer or another network.
-
-    Args:
-        optimizer: The stored state; its tensors may be on the meta device.
-        settings: Of the run that stored it.
-        network: Its network, on any device.
-
-    Raises:
-        ValueError: A name or a shape differs; one line that names it.
-    """
+    """Refuse a state of another optimizer or another network than those of the run."""
     is_adamw, known = settings.optimizer == "adamw", STATES[settings.optimizer]
     parameters = list(network.named_parameters())
     for index, values in optimizer.state.items():
@@ -188,11 +163,7 @@ def check_optimizer(optimizer: Optimizer, settings: TrainingSettings, network: U
 
 
 def check_random(state: Tensor) -> None:
-    """Refuse a state that is of no generator.
-
-    Raises:
-        ValueError: PyTorch does not take it.
-    """
+    """Refuse a state that PyTorch's generator does not take."""
     try:
         torch.Generator().set_state(state)
     except RuntimeError as error:
@@ -200,15 +171,7 @@ def check_random(state: Tensor) -> None:
 
 
 def refuse_non_finite(value: Any, what: str) -> None:
-    """Refuse tensors with NaN or infinite numbers.
-
-    Args:
-        value: Tensors and plain values, nested.
-        what: What they are, for the message.
-
-    Raises:
-        ValueError: A number is not finite; one line that names its tensor.
-    """
+    """Refuse tensors with NaN or infinite numbers, nested, which a message calls ``what``."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and not torch.stack(torch.aminmax(value)).isfinite().all():
             raise ValueError(f"{what} holds numbers that are not finite: the training had diverged")

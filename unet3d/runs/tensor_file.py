@@ -1,191 +1,132 @@
-"""Reads files of ``torch.save`` that anyone may have made, without taking more than their size.
+"""Files of ``torch.save`` that anyone may have made: plain values and tensors, and no code."""
 
-``torch.load`` with ``weights_only`` runs no code, but makes whatever a file asks for: compressed
-entries of gigabytes, tensors whose every number is the same one, values that hold themselves. Here
-nothing is unpacked or called. A file is a ZIP archive, of one pickle and an entry for each tensor:
-
-* The archive is taken if its entries are stored as they are, one behind the other.
-* Of the pickle's language only what plain values and tensors need is understood
-  (:mod:`unet3d.runs.plain_pickle`).
-* A tensor must have numbers of its own in the file, each of them once. Where other programs' files
-  are read, several names may be of one tensor.
-"""
-
-import math
-import sys
+import pickle
+import re
+import threading
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unet3d.inputs.plain_data import printable
-from unet3d.inputs.zip_files import open_zip
-from unet3d.runs.plain_pickle import MAX_STEPS, Storage, plain_values
-
-MAX_PICKLE_BYTES = 8 * 2**20
-FOREIGN_SHARE = 4
-"""So many times what our own files hold may others: nnU-Net keeps the scores of thousands of epochs
-of a hundred classes."""
-MAX_AXES = 8
+from unet3d.inputs.reading import open_regular
+from unet3d.memory.host import is_out_of_memory, shortage
 
 
-class TensorFile:
-    """What a file holds, its tensors without memory at first."""
+def write_tensors(content: Any, file: IO[bytes]) -> None:
+    """Write plain values and tensors to an open file, and raise OSError where that is not possible.
 
-    def __init__(self, entries: "_Entries") -> None:
-        self._entries = entries
-        steps = MAX_STEPS * (FOREIGN_SHARE if entries.is_foreign else 1)
-        self.content = plain_values(entries.pickle(), entries.describe, steps)
-        """Plain values, and tensors on the meta device."""
+    Of a path, torch.save would not say why it cannot be written.
+    """
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        # torch.save hides an error of the file, such as a full disk, behind one of its own.
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise error.__context__ from None
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that all tensors of the file take."""
-        return self._entries.num_bytes
 
-    def bytes_of(self, value: Any) -> int:
-        """Return the memory that :meth:`filled` takes for a part of the content.
+def read_tensors(path: Path, *, described: bool = False, foreign: bool = False) -> Any:
+    """Return the content of a file: tensors are mapped, or where only described, without memory.
 
-        All numbers are read that a tensor has some of, and once for each of its names.
+    A file of another program (``foreign``) may also hold scalars of NumPy. Raises OSError,
+    ``pickle.UnpicklingError`` for what could run code, and ValueError for what is damaged.
+    """
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("its entries are compressed; torch.save stores them as they are")
+            damaged = None if described else archive.testzip()  # mapped tensors are not checked
+            if damaged is not None:
+                raise ValueError(f"the sum of its entry {damaged} is wrong")
+        with _scalars_of_numpy() if foreign else nullcontext():
+            where = "meta" if described else "cpu"
+            return torch.load(path, map_location=where, weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # of the many that a damaged file leads to, none is documented
+        if is_out_of_memory(error):
+            raise
+        said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+        function = re.search(r"GLOBAL (\S+)", said)
+        if isinstance(error, pickle.UnpicklingError) and function is not None:
+            raise pickle.UnpicklingError(function[1]) from error
+        reason = said.partition("\n")[0] or type(error).__name__
+        raise ValueError(printable(reason, 200)) from error
 
-        Args:
-            value: Of :attr:`content`.
-        """
-        if isinstance(value, Tensor):
-            return self._entries.bytes_of(value)
-        items = value.values() if isinstance(value, dict) else value
-        return sum(map(self.bytes_of, items)) if isinstance(value, dict | list | tuple) else 0
 
-    def filled(self, value: Any) -> Any:
-        """Return a part of the content with tensors on the CPU, read from the file.
+def own_tensors(value: Any, num_bytes: int) -> Any:
+    """Return values with tensors in memory of their own, which stay when the file changes.
 
-        Args:
-            value: Of :attr:`content`.
+    Raises ValueError where they are larger than the file, of ``num_bytes``, as tensors are that
+    repeat their numbers, or larger than what this machine has available.
+    """
+    needed = bytes_of(value)
+    if needed > num_bytes:
+        raise ValueError("its tensors are larger than the file")
+    lacking = shortage(needed)  # a file may have holes, which take no disk
+    if lacking is not None:
+        raise ValueError(f"what it holds {lacking}")
+    return on_tensors(_clone, value)
 
-        Raises:
-            ValueError: The numbers are damaged.
-        """
-        if isinstance(value, Tensor):
-            return self._entries.read_tensor(value)
-        if isinstance(value, dict):
-            return {key: self.filled(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self.filled(item) for item in value)
-        return value
+
+def bytes_of(value: Any) -> int:
+    """Return the memory that :func:`own_tensors` takes for values."""
+    found: list[int] = []
+    on_tensors(lambda tensor: found.append(tensor.numel() * tensor.element_size()), value)
+    return sum(found)
+
+
+def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return nested values with each tensor replaced by what a function returns of it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: on_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(on_tensors(function, item) for item in value)
+    return value
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ValueError("one of its tensors does not hold plain numbers")
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+class _DType:
+    """Stands for ``numpy.dtype`` of a number."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        if re.fullmatch("[bfiu][1248]", name) is None:
+            raise ValueError(f"it holds numbers of the type {printable(name)}")
+        self.name = name
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore the order of bytes, which is that of all machines that run PyTorch."""
+
+
+def _number(dtype: _DType, content: bytes) -> Any:
+    """Return a scalar of NumPy as a number of Python."""
+    return np.frombuffer(content, dtype.name, count=1)[0].item()
+
+
+_SCALARS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (_DType, "numpy.dtype"),
+    (_number, "numpy.core.multiarray.scalar"),
+    (_number, "numpy._core.multiarray.scalar"),
+]
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
-def open_tensor_file(path: Path, *, foreign: bool = False) -> Iterator[TensorFile]:
-    """Open a file of ``torch.save``; while it is open its tensors can be read.
-
-    Args:
-        path: The file.
-        foreign: Whether another program wrote it: a tensor may have several names, for each of
-            which :meth:`TensorFile.filled` reads it anew, and there may be more plain values.
-
-    Raises:
-        OSError: The file cannot be read, or is no regular file.
-        pickle.UnpicklingError: It holds more than plain values and tensors.
-        ValueError: It is no such file, or is damaged; one line that says how.
-    """
-    with open_zip(path) as archive:
-        yield TensorFile(_Entries(archive, is_foreign=foreign))
-
-
-class _Entries:
-    """The entries of the archive: the pickle, and numbers by their keys."""
-
-    def __init__(self, archive: zipfile.ZipFile, *, is_foreign: bool) -> None:
-        self.is_foreign = is_foreign
-        self._archive = archive
-        self._shared: dict[str, Tensor] = {}
-        """Tensors that may have other names, by their key."""
-        ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-        ends = [entry.header_offset for entry in ordered[1:]] + [archive.start_dir]
-        for entry, end in zip(ordered, ends, strict=True):
-            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-                raise ValueError("its entries are compressed; torch.save stores them as they are")
-            if entry.header_offset + zipfile.sizeFileHeader + entry.file_size > end:  # type: ignore[attr-defined]
-                raise ValueError("its entries overlap")
-        self._by_name = {entry.filename: entry for entry in ordered}
-        pickles = [name for name in self._by_name if name.endswith("/data.pkl")]
-        if len(self._by_name) < len(ordered) or len(pickles) != 1:
-            raise ValueError("it is no archive of torch.save")
-        self._folder = pickles[0].removesuffix("data.pkl")
-        self._described: dict[int, tuple[Tensor, zipfile.ZipInfo, int]] = {}
-        order = self._by_name.get(f"{self._folder}byteorder")
-        if order is not None and self._read(order, 10) != sys.byteorder.encode():
-            raise ValueError("it was written on a machine with another order of bytes")
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors that were described."""
-        return sum(entry.file_size for _, entry, _ in self._described.values())
-
-    def pickle(self) -> bytes:
-        """Return the pickle."""
-        most = MAX_PICKLE_BYTES * (FOREIGN_SHARE if self.is_foreign else 1)
-        return self._read(self._by_name[f"{self._folder}data.pkl"], most)
-
-    def describe(
-        self, storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> Tensor:
-        """Return a tensor without memory for an entry, which no other can have after it."""
-        key, dtype, length = storage
-        if len(shape) > MAX_AXES:
-            raise ValueError(f"a tensor has {len(shape):,} axes")
-        known = self._shared.get(key)
-        if known is not None:
-            _, _, first = self._described[id(known)]
-            if (known.dtype, first, *known.shape) == (dtype, offset, *shape) and (
-                known.stride() == strides
-            ):
-                return known
-        entry = self._by_name.pop(f"{self._folder}data/{key}", None)
-        if entry is None:
-            raise ValueError(f"the numbers of a tensor are missing, or those of two: {key[:40]!a}")
-        axes = [*shape, *strides, offset]
-        if any(type(n) is not int or not 0 <= n < 2**48 for n in axes):
-            raise ValueError("a tensor has no usable shape")
-        num_bytes = length * dtype.itemsize
-        if entry.file_size != num_bytes or offset + math.prod(shape) > length or 0 in shape:
-            raise ValueError(f"a tensor of {len(shape)} axes has other numbers than it says")
-        if not _is_dense(shape, strides):
-            raise ValueError("a tensor repeats its numbers, or leaves some out")
-        tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        self._described[id(tensor)] = (tensor, entry, offset)
-        if self.is_foreign:
-            self._shared[key] = tensor
-        return tensor
-
-    def bytes_of(self, described: Tensor) -> int:
-        """Return how many bytes :meth:`read_tensor` reads."""
-        _, entry, _ = self._described[id(described)]
-        return entry.file_size
-
-    def read_tensor(self, described: Tensor) -> Tensor:
-        """Return a tensor that was described, with its numbers."""
-        _, entry, offset = self._described[id(described)]
-        content = np.frombuffer(self._archive.read(entry), np.uint8)
-        numbers = torch.from_numpy(content.copy()).view(described.dtype)  # one that can be written
-        return numbers.as_strided(described.shape, described.stride(), offset)
-
-    def _read(self, entry: zipfile.ZipInfo, max_bytes: int) -> bytes:
-        if entry.file_size > max_bytes:
-            raise ValueError(f"{printable(entry.filename)} has more than {max_bytes:,} bytes")
-        return self._archive.read(entry)
-
-
-def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether each number within a tensor's reach is its own, in any order of the axes."""
-    reach = 1
-    for stride, length in sorted(zip(strides, shape, strict=True)):
-        if length > 1 and stride != reach:
-            return False
-        reach *= length
-    return True
+def _scalars_of_numpy() -> Iterator[None]:
+    """Let torch.load make numbers of scalars of NumPy, whose own types can take any memory."""
+    with _one_at_a_time, torch.serialization.safe_globals(_SCALARS):
+        yield
