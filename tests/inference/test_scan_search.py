@@ -1,7 +1,7 @@
 """Which scans are segmented, where to, and which results are kept."""
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import pytest
@@ -146,6 +146,37 @@ def test_output_is_a_file_or_a_folder(tmp_path):
         assert scan.output == tmp_path / given / inside
         write_segmentation(scan, np.ones((4, 5, 6), np.uint8), read_header(path))
         assert scan.output.is_file()
+
+
+def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
+    scans = touch(tmp_path / "scans", "a.nii.gz", "b.nii.gz")
+    output = tmp_path / "results.v2"
+    for inputs in (scans, [tmp_path / "scans"]):
+        found = find_scans(inputs, output, 1, Wanted())
+        assert [scan.output.parent for scan in found.to_segment] == [output, output]
+    scans[1].unlink()  # a folder may hold any number
+    (scan,) = find_scans([tmp_path / "scans"], output, 1, Wanted()).to_segment
+    assert scan.output == output / "a_seg.nii.gz"
+    (scan,) = find_scans([tmp_path / "scans"], tmp_path / "seg.nii", 1, Wanted()).to_segment
+    assert scan.output == tmp_path / "seg.nii"
+    refuses(scans[:1], "results.v2: segmentations are written as NIfTI; name a", output)
+
+
+def test_files_of_a_folder_are_not_compared_with_all_others(tmp_path, monkeypatch):
+    touch(tmp_path, *(f"case{number}_000{n}.nii.gz" for number in range(100) for n in range(2)))
+    num_compared, equal = 0, Path.__eq__
+
+    def counted(path, other):
+        nonlocal num_compared
+        num_compared += 1
+        return equal(path, other)
+
+    monkeypatch.setattr(PurePath, "__eq__", counted)
+    for num_channels, num_scans in ((1, 200), (2, 100)):
+        num_compared = 0
+        found = find_scans([tmp_path], tmp_path / "out", num_channels, Wanted())
+        assert len(found.to_segment) == num_scans
+        assert num_compared < 10 * 200
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path):

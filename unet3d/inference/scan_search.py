@@ -1,5 +1,6 @@
 """Which scans to segment: the files that were named, and the results that are there already."""
 
+import functools
 import os
 import re
 import stat
@@ -46,32 +47,22 @@ def find_scans(
 ) -> FoundScans:
     """Return what to segment and where to, once all names have been checked.
 
-    Results that exist are kept, so that a folder can be continued; a single scan with results is
-    refused.
-
-    Args:
-        inputs: Files and folders, of volumes or of DICOM slices; a folder's own earlier
-            segmentations are left out. Files named
-            ``case_0000``, ``case_0001``, ... are the channels of one scan where the network takes
-            several.
-        output: A file for one scan, a folder for any number, None: beside each scan.
-        num_channels: Channels that the network takes.
-        wanted: What is to be written.
-
-    Raises:
-        VolumeError: There is nothing to segment, or the only scan lacks a channel.
-        ConfigError: Two scans have the same output, or one is an input; or the only scan has
-            results already, or results that cannot be written.
+    ``inputs`` are files, folders of volumes, whose own earlier segmentations are left out, and
+    folders of DICOM slices. Files named ``case_0000``, ``case_0001``, ... are the channels of one
+    scan where the network takes several. ``output`` is a file for one scan, a folder for any
+    number, or None: beside each scan. Results that exist are kept, so that a folder can be
+    continued; a single scan with results is refused.
     """
     groups = _groups(inputs, num_channels)
-    if (
-        output is not None
-        and len(groups) > 1
-        and is_volume_file(output)
-        and not os.path.isdir(output)
-    ):
+    several = len(groups) > 1 or any(os.path.isdir(path) and path not in groups for path in inputs)
+    folder = output if output is not None and _is_folder(output, several) else None
+    if output is not None and folder is None and len(groups) > 1:
         raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
-    scans = [Scan(images=images, output=_output_of(images, output)) for images in groups.values()]
+    scans = []
+    for images in groups.values():
+        name = _stem(images) + SUFFIX
+        place = folder / name if folder else output or images[0].with_name(name)
+        scans.append(Scan(images=images, output=place))
     _refuse_collisions(scans)
     to_segment, kept, faults = [], [], []
     for case, scan in zip(groups, scans, strict=True):
@@ -94,16 +85,7 @@ def find_scans(
 
 
 def refuse_existing(scan: Scan, wanted: Wanted) -> None:
-    """Raise an error if a result of a scan exists, or all of them where others are replaced.
-
-    Args:
-        scan: Says where the results are.
-        wanted: Which.
-
-    Raises:
-        ResultExistsError: All results exist.
-        ConfigError: Some exist and others do not.
-    """
+    """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do."""
     results = scan.results(wanted)
     existing = [path for path in results if os.path.lexists(path)]
     if existing == results:
@@ -174,12 +156,12 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
     """Return the files of each scan; a volume that is named twice counts once."""
     groups: dict[Path, list[Path]] = {}
     named: set[tuple[str, ...]] = set()
+    real_folder = functools.cache(os.path.realpath)
     for path in inputs:
         for file in _volumes_in(path) if os.path.isdir(path) else (path,):
             # Two links to one file are two scans, but one file may be named in several ways.
             files = tuple(
-                os.path.join(os.path.realpath(member.parent), member.name)
-                for member in members(file)
+                os.path.join(real_folder(member.parent), member.name) for member in members(file)
             )
             if files in named:
                 continue
@@ -192,21 +174,21 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
 def _volumes_in(folder: Path) -> list[Path]:
     """Return the volumes in a folder, or the folder itself where it has the slices of a scan."""
     try:
-        listed = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-        files = [
+        listed = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        files = {
             path
             for path in listed
             if stands_for_volume(path) and not path.name.lower().endswith(SUFFIX)
-        ]
+        }
         if is_dicom_folder(folder):
             if files:
                 raise VolumeError(
-                    f"{folder} holds DICOM slices and volumes, such as {files[0].name}; move one "
+                    f"{folder} holds DICOM slices and volumes, such as {min(files).name}; move one "
                     "of them to a folder of its own"
                 )
             # A scan needs a name of its own, which "." is not.
             return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
-        files += [path for path in listed if path not in files and is_dicom_folder(path)]
+        files.update(path for path in listed if is_dicom_folder(path))
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     if not files:
@@ -217,11 +199,14 @@ def _volumes_in(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def _output_of(images: tuple[Path, ...], output: Path | None) -> Path:
-    match = CHANNEL.fullmatch(volume_stem(images[0])) if len(images) > 1 else None
-    name = (match[1] if match else volume_stem(images[0])) + SUFFIX
-    if output is None:
-        return images[0].with_name(name)
+def _is_folder(output: Path, several: bool) -> bool:
+    """Tell whether results go into a folder of that name, as those of several scans do."""
     if os.path.isdir(output) or not output.suffix:
-        return output / name
-    return output
+        return True
+    return several and not is_volume_file(output)
+
+
+def _stem(images: tuple[Path, ...]) -> str:
+    """Return what a scan is called: ``case`` for ``case_0000.nii.gz`` and ``case_0001.nii.gz``."""
+    match = CHANNEL.fullmatch(volume_stem(images[0])) if len(images) > 1 else None
+    return match[1] if match else volume_stem(images[0])
