@@ -70,6 +70,8 @@ def test_files_are_read_in_a_thread_while_the_first_is_in_use(tmp_path, monkeypa
 
     def load(path, part="network"):
         read.append((path.stem, part))
+        of_this = threading.current_thread()  # a process that ends waits for no daemon
+        assert of_this.daemon or of_this is threading.main_thread()
         if threading.current_thread() is not threading.main_thread() and path.stem != "a":
             assert go_on.wait(20)
         return load_checkpoint(path, part)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.command_line import process_environment
-from unet3d.inputs.ahead import ahead
+from unet3d.inputs.ahead import ahead, each_ahead
 
 
 def test_work_is_done_meanwhile():
@@ -34,11 +34,38 @@ def test_whatever_is_raised_arrives_where_the_result_is_asked_for(kind):
         future.result(10)
 
 
+def test_items_are_worked_on_in_their_order_by_some_threads():
+    going_on, begun, condition = threading.Event(), [], threading.Condition()
+
+    def work(item):
+        with condition:
+            begun.append(item)
+            condition.notify_all()
+        assert going_on.wait(10)
+        if item == 3:
+            raise ValueError("three")
+        return item**2
+
+    futures = each_ahead(work, range(6), num_threads=2)
+    with condition:
+        assert condition.wait_for(lambda: len(begun) == 2, 10)
+    assert [future.cancel() for future in futures] == [False] * 2 + [True] * 4
+    futures[2:] = each_ahead(work, range(2, 6))
+    going_on.set()
+    with pytest.raises(ValueError, match="three"):
+        futures[3].result(10)
+    del futures[3]
+    assert [future.result(10) for future in futures] == [0, 1, 4, 16, 25]
+    assert (sorted(begun[:2]), begun[2:]) == ([0, 1], [2, 3, 4, 5])
+    assert each_ahead(work, []) == []
+
+
 def test_a_process_that_ends_does_not_wait_for_it():
     code = (
         "import sys, time\n"
-        "from unet3d.inputs.ahead import ahead\n"
+        "from unet3d.inputs.ahead import ahead, each_ahead\n"
         "future = ahead(lambda: time.sleep(60))\n"
+        "futures = each_ahead(time.sleep, [60, 60], num_threads=2)\n"
         "sys.exit(3)\n"
     )
     ended = subprocess.run(

@@ -1,5 +1,6 @@
 import json
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.images.samples import write_json, write_msd, write_volume
 from unet3d.datasets.dataset import Case, load_dataset
 from unet3d.errors import CacheError, VolumeError
+from unet3d.preparation import case_boxes
 from unet3d.preparation.case_boxes import boxes_of
 from unet3d.preparation.cropping import Box
 from unet3d.preparation.entries import json_checksum
@@ -78,7 +80,29 @@ def test_what_cannot_be_read_or_written_is_named(cases, tmp_path):
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(VolumeError, match=path.name):
         found(cases, tmp_path)
+    for thread in threading.enumerate():
+        if thread.name == "ahead":  # which may write yet
+            thread.join(10)
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(CacheError, match="set data.cache"):
         found(cases, tmp_path)
+
+
+def test_nobody_waits_for_images_that_are_no_longer_wanted(cases, tmp_path, monkeypatch):
+    reading, may_end = threading.Event(), threading.Event()
+
+    def opened(images):
+        assert threading.current_thread().daemon  # nor does a process that ends
+        if images == cases[0].images:
+            assert reading.wait(10)
+            raise VolumeError("damaged")
+        reading.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(case_boxes, "open_channels", opened)
+    monkeypatch.setattr(case_boxes, "num_cores", lambda: 2)
+    with pytest.raises(VolumeError, match="damaged"):
+        found(cases, tmp_path)
+    assert not may_end.is_set()
+    may_end.set()

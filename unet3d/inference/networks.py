@@ -1,13 +1,14 @@
 """The networks of one prediction: whether they belong together, and reading them in time."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
+from unet3d.inputs.ahead import each_ahead
 from unet3d.inputs.plain_data import is_close, shown
 from unet3d.nnunet.layout import known_as
 from unet3d.nnunet.reading import load_network, network_from_first
@@ -42,7 +43,7 @@ class Networks(Sequence[Checkpoint]):
         self.names = tuple(names)
         self.described = tuple(described)
         self._load = load
-        self._loaded: dict[int, Future[Checkpoint]] = {}
+        self._loaded: list[Future[Checkpoint]] = []
         for name, other in zip(self.names[1:], self.described[1:], strict=True):
             differences = _differences(self.described[0].preprocessing, other.preprocessing)
             if differences:
@@ -113,12 +114,8 @@ class Networks(Sequence[Checkpoint]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not self._loaded:
-            with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="networks")
-            self._loaded = {
-                number: with_one_thread.submit(self._load, number) for number in range(len(self))
-            }
-            with_one_thread.shutdown(wait=False)  # once all of them are read
-        return self._loaded[range(len(self))[index]].result()
+            self._loaded = each_ahead(self._load, range(len(self)))
+        return self._loaded[index].result()
 
 
 def _differences(first: Preprocessing, other: Preprocessing) -> list[str]:

@@ -1,33 +1,50 @@
-"""Work that is done in a thread while something else goes on."""
+"""Work in threads while something else goes on; a process that ends waits for none of them.
 
-from collections.abc import Callable
+A pool of ``concurrent.futures`` is waited for at the end of the process, whatever was asked of it.
+"""
+
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def ahead(work: Callable[[], Result]) -> "Future[Result]":
-    """Begin with some work now.
+    """Begin with some work now."""
+    (future,) = each_ahead(lambda _: work(), [None])
+    return future
 
-    A process that ends, such as after Ctrl-C, does not wait for it, as it would for a pool's.
 
-    Args:
-        work: What is done.
-
-    Returns:
-        Its result, or what it raised.
-    """
-    future: Future[Result] = Future()
+def each_ahead(
+    work: Callable[[Item], Result], items: Sequence[Item], num_threads: int = 1
+) -> "list[Future[Result]]":
+    """Begin with work on items, in their order; what has not begun can be cancelled."""
+    futures: list[Future[Result]] = [Future() for _ in items]
+    waiting: SimpleQueue[tuple[Future[Result], Item]] = SimpleQueue()
+    for pair in zip(futures, items, strict=True):
+        waiting.put(pair)
 
     def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        with suppress(Empty):
+            while True:
+                _fulfil(*waiting.get_nowait(), work)
 
-    Thread(target=run, name="ahead", daemon=True).start()
-    return future
+    for _ in range(min(num_threads, len(items))):
+        Thread(target=run, name="ahead", daemon=True).start()
+    return futures
+
+
+def _fulfil(future: "Future[Result]", item: Item, work: Callable[[Item], Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work(item)
+    except BaseException as error:  # raised where the result is asked for
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -11,7 +11,6 @@ most data sets do.
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from unet3d.datasets.dataset import Case
 from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import counting
 from unet3d.images.nifti import open_channels
+from unet3d.inputs.ahead import each_ahead
 from unet3d.inputs.plain_data import validated
 from unet3d.preparation.cache import Cache
 from unet3d.preparation.cropping import Box, nonzero_box
@@ -105,14 +105,13 @@ def _in_threads(
     tasks: Sequence[tuple[Case, Shape]],
     watch: Callable[[int], object] = lambda num_done: None,
 ) -> list[Result]:
-    with ThreadPoolExecutor(min(MAX_READERS, num_cores())) as pool:
-        futures = [pool.submit(work, *task) for task in tasks]
-        done: list[Result] = []
-        try:
-            for future in futures:
-                done.append(future.result())
-                watch(len(done))
-            return done
-        except BaseException:  # a fault, or somebody asked to stop
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    futures = each_ahead(lambda task: work(*task), tasks, min(MAX_READERS, num_cores()))
+    done: list[Result] = []
+    try:
+        for future in futures:
+            done.append(future.result())
+            watch(len(done))
+        return done
+    finally:  # also where there is a fault, or somebody asked to stop
+        for future in futures:
+            future.cancel()
