@@ -395,9 +395,16 @@ def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, 
     monkeypatch.setattr(workers, "LOG_SECONDS", 0.0)
     prepare(dataset, settings)
     folder = tmp_path / "cache"
+    hashed = ["hashing 3 cases: 1 done", "hashing 3 cases: 2 done"]
     assert caplog.messages == [
+        *hashed,
         f"reading 3 of 3 cases to crop them, into {folder}",
         *("reading 3 cases: 1 done", "reading 3 cases: 2 done"),
+        *hashed,
         f"preparing 3 of 3 cases into {folder}",
         *("preparing 3 cases: 1 done", "preparing 3 cases: 2 done"),
     ]
+    caplog.clear()
+    dataset = load_dataset(write_msd(tmp_path / "ct", modality="CT"))
+    plan_preprocessing(dataset, settings)
+    assert caplog.messages[:3] == [*hashed, f"collecting intensities of 3 of 3 cases into {folder}"]

@@ -59,7 +59,8 @@ def boxes_of(cases: Sequence[Case], shapes: Sequence[Shape], cache: Path | None)
         remember_box(store, case, box)
         return box
 
-    boxes = _in_threads(known, list(zip(cases, shapes, strict=True)))
+    with counting("hashing", len(cases)) as watch:
+        boxes = _in_threads(known, list(zip(cases, shapes, strict=True)), watch)
     missing = [index for index, box in enumerate(boxes) if box is None]
     if missing:
         counts = len(missing), len(boxes)

@@ -156,8 +156,8 @@ def prepare_cases(
         DatasetError: A worker was killed.
     """
     store = Cache(cache)
-    keys = [_case_key(store, case, preprocessing) for case in cases]
-
+    settings = _settings_of_arrays(preprocessing)
+    keys = [key_of([*digests, settings], VERSION) for digests in _digests(store, cases)]
     tasks = [(case, preprocessing, store, key) for case, key in zip(cases, keys, strict=True)]
     return _from_cache(_load_case, _prepare_case, tasks, store, num_workers, "preparing")
 
@@ -220,18 +220,23 @@ def _read_case(case: Case) -> tuple[Volume, Volume]:
     return image, on_grid_of(image.header, label)
 
 
-def _digests(store: Cache, case: Case) -> list[str]:
-    return [store.digest(path) for path in (*case.images, case.label)]
+def _digests(store: Cache, cases: Sequence[Case]) -> list[list[str]]:
+    """Return the digests of the files of each case; their first time takes minutes, which shows."""
+    found = []
+    with counting("hashing", len(cases)) as watch:
+        for case in cases:
+            found.append([store.digest(path) for path in (*case.images, case.label)])
+            watch(len(found))
+    return found
 
 
-def _case_key(store: Cache, case: Case, preprocessing: Preprocessing) -> str:
+def _settings_of_arrays(preprocessing: Preprocessing) -> dict[str, Any]:
+    """Return what changes prepared arrays, which names do not."""
     plan = preprocessing.to_dict()
-    # Names change nothing in the arrays.
     kept = ("spacing_mm", "channels", "label_values", "ignore_value")
     cropping = ("crops_to_nonzero", "masks_outside")
     voxels = ("orientation", "interpolation")
-    settings = {key: plan[key] for key in (*kept, *cropping, *voxels)}
-    return key_of([*_digests(store, case), settings], VERSION)
+    return {key: plan[key] for key in (*kept, *cropping, *voxels)}
 
 
 def _kind(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
@@ -271,7 +276,7 @@ def _intensities(
 ) -> list[npt.NDArray[np.float32]]:
     """Return intensities inside the labels of every case, each of shape (N, C)."""
     store, ignored = Cache(cache), dataset.ignore_value
-    keys = [key_of([*_digests(store, case), ignored], VERSION) for case in dataset.cases]
+    keys = [key_of([*digests, ignored], VERSION) for digests in _digests(store, dataset.cases)]
     tasks = [(case, ignored, store, key) for case, key in zip(dataset.cases, keys, strict=True)]
     collected = _from_cache(
         _load_intensities,
