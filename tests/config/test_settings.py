@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from unet3d.config import load_config
+from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError
 
 
@@ -30,9 +30,24 @@ def test_values_as_people_write_them(setting, text, value):
 
 @pytest.mark.parametrize("folder", ["/data/a,b", "/data/my #1 set", "/data/x: y", "[odd]", "7"])
 def test_a_path_is_taken_as_it_stands(folder):
-    assert load_config(None, [f"data.dataset={folder}"]).data.dataset == Path(folder)
+    assert load_config(None, [f"data.dataset={folder}"]).data.dataset == Path(folder).absolute()
     assert load_config(None, [f"data.dataset={folder}", "data.dataset="]).data.dataset is None
     assert load_config(None, [f"data.cache={folder}", "data.cache=null"]).data.cache is None
+
+
+def test_a_relative_path_is_kept_absolute(tmp_path, monkeypatch):
+    """So a run is continued from another folder, with the same data and the same cache."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "my" / "settings.yaml"
+    file.parent.mkdir()
+    file.write_text("data: {cache: prepared}\n")
+    config = load_config(file, ["data.dataset=ds", "training.init=../a.pt"])
+    written = config.to_yaml()
+    monkeypatch.chdir("/")
+    again = Config.from_yaml(written)
+    assert again.data.dataset == tmp_path / "ds"
+    assert again.data.cache == tmp_path / "prepared"
+    assert again.training.init == tmp_path / "../a.pt"
 
 
 def test_a_batch_has_a_patch_for_each_micro_batch():

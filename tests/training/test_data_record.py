@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 from tests.networks import random_checkpoint
@@ -22,7 +23,7 @@ def test_the_record_says_all_that_a_run_is_made_with():
     made = experiment(["a", "b"], ["c"], "data.dataset=some/where", "data.fold=2")
     record = data_record(made)
     assert json.loads(json.dumps(record)) == record
-    assert record["dataset"] == "some/where"
+    assert record["dataset"] == str(Path("some/where").absolute())
     assert (record["fold"], record["seed"]) == (2, 0)
     assert record["preprocessing"]["label_values"] == [0, 7]
     assert record["validation"] == {"c": "1" * 32}

@@ -59,7 +59,7 @@ def planned(monkeypatch):
 
 def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch):
     run = choose_run(request(), ALONE)
-    assert run.config.data.dataset == Path("some/where")
+    assert run.config.data.dataset == Path("some/where").absolute()
     assert run.config.patches.size == (16, 16, 24)
     assert run.folder.path.parent == Path("runs") and not run.resume
     assert run.folder.path.name.startswith("where-fold0-")
@@ -81,7 +81,7 @@ def test_all_ranks_get_the_run_of_the_first(here):
     assert isinstance(second.config, Config)
     assert second.config.training.learning_rate == 3e-05
     assert second.config.parallel.mode == "data"  # of several ranks, where no mode is named
-    assert second.config.data.dataset == Path("some/where")
+    assert second.config.data.dataset == Path("some/where").absolute()
 
 
 def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here):

@@ -1,7 +1,8 @@
 """All settings together: what they must agree on, and how they are read and written.
 
 A configuration file is YAML with the sections below and holds only what differs from the defaults;
-``--set section.key=value`` overrides it. The resolved configuration of a run is written to
+``--set section.key=value`` overrides it. Relative paths count from the current folder, in a file as
+in an option, and are kept absolute. The resolved configuration of a run is written to
 ``config.yaml`` in its folder.
 """
 

@@ -56,14 +56,14 @@ def _number(value: Any) -> Any:
 
 
 def _path(path: Path) -> Path:
-    """Refuse a path that no file system can hold, such as one with a NUL."""
+    """Refuse a path that no file system can hold; return one that holds in every folder."""
     try:
         name = os.fsencode(path)
     except UnicodeEncodeError:
         name = b"\0"
     if b"\0" in name or len(name) > _MAX_PATH:
         raise PydanticCustomError("no_path", "not a path")
-    return path
+    return path.absolute()
 
 
 def _name(name: str) -> str:
