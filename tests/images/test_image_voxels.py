@@ -19,7 +19,6 @@ from unet3d.images.scratch import Scratch
 CPU = torch.device("cpu")
 SHAPE = (7, 6, 5)
 TYPES = ("|u1", "|i1", "<u2", ">u2", "<i2", ">i2", "<i4", ">i4", "<f4", ">f4", "<f8", ">f8")
-COUNTED = ("|u1", "|i1", "<u2", ">u2", "<i2", ">i2", "|b1")
 SCALINGS = ((1.0, 0.0), (0.25, 0.0), (1.0, -1024.0), (-0.3, 17.5))
 
 
@@ -68,25 +67,15 @@ def assert_like(image, expected):
     assert whole.dtype == np.float32 and whole.flags.c_contiguous
     np.testing.assert_array_equal(whole, expected)
     covered = np.zeros(shape, int)
-    nonzero = (expected != 0).any(axis=0)
     for piece in image.pieces():
         covered[piece] += 1
-        np.testing.assert_array_equal(image.any_nonzero(piece), nonzero[piece])
+        np.testing.assert_array_equal(image.read(piece), expected[:, *piece])
     assert (covered == 1).all()
     for number, values in enumerate(expected):
         channel = image.channel(number)
         assert channel.shape == shape
         np.testing.assert_array_equal(channel[1:4, :, 2], values[1:4, :, 2])
         np.testing.assert_array_equal(channel[2], values[2])
-        for inside in (None, values > np.median(values)):
-            found = np.concatenate(image.measure(number, repeated, inside))
-            counted = values.ravel() if inside is None else values[inside]
-            np.testing.assert_array_equal(np.sort(found), np.sort(counted))
-
-
-def repeated(values, counts):
-    assert values.dtype == np.float32
-    return values.ravel() if counts is None else np.repeat(values, counts)
 
 
 @products.pairwise(
@@ -126,18 +115,6 @@ def test_every_order_and_direction_of_the_axes(axes, steps, order, monkeypatch):
         assert all(piece[axis] == whole[axis] for axis in range(3) if axis != slowest)
 
 
-@pytest.mark.parametrize("dtype", COUNTED)
-def test_each_intensity_that_is_there_is_counted_once(dtype):
-    stored = stored_numbers(dtype, (1, 50, 40, 30))
-    image = ImageVoxels([StoredChannels(voxels=stored, slope=2.0, inter=1.0)])
-    (found,) = image.measure(0, lambda *counted: counted)
-    expected = np.unique(scaled(stored, 2.0, 1.0), return_counts=True)
-    np.testing.assert_array_equal(found, expected)
-    whole = (slice(0, 50), slice(None), slice(0, 30))
-    (again,) = image.cut(whole).measure(0, lambda *counted: counted)
-    assert all(one is other for one, other in zip(found, again, strict=True))
-
-
 def test_channels_of_several_files_and_types_follow_each_other(tmp_path):
     paths, expected = [], []
     for number, (dtype, count) in enumerate((("<i2", 2), ("|u1", 1), ("<f4", 1))):
@@ -152,7 +129,6 @@ def test_channels_of_several_files_and_types_follow_each_other(tmp_path):
 def test_a_part_is_that_of_the_array_and_no_copy(dtype):
     stored = stored_numbers(dtype, (2, *SHAPE))
     image = ImageVoxels([StoredChannels(voxels=stored, slope=3.0, inter=5.0)])
-    image.measure(0, lambda values, counts: None)  # what is known of the whole is not of a part
     cut = image.cut((slice(2, 6), slice(1, 6), slice(0, 4)))
     assert_like(cut, scaled(stored[:, 2:6, 1:6, :4], 3.0, 5.0))
     assert_like(image, scaled(stored, 3.0, 5.0))
@@ -164,36 +140,6 @@ def test_what_float32_cannot_hold_becomes_infinite():
     image = ImageVoxels([StoredChannels(voxels=np.full((1, *SHAPE), -1e300))])
     assert torch.isinf(image.on_device(0, slice(0, 2), CPU)).all()
     assert np.isinf(image.whole()).all()
-
-
-@products.pairwise(axis=[0, 1, 2], piece_voxels=[1, 50, 2**20], dtype=["<i2", "<f4"])
-def test_each_plane_has_its_extremes(axis, piece_voxels, dtype, monkeypatch):
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
-    stored = np.asfortranarray(stored_numbers(dtype, (2, 5, 6, 7)).astype(dtype))
-    image = ImageVoxels([StoredChannels(voxels=stored, slope=-0.5, inter=3.0)])
-    array = scaled(stored, -0.5, 3.0)[1]
-    inside = np.random.default_rng(0).random(array.shape) < 0.5
-    inside[(slice(None),) * axis + (2,)] = False
-    for mask in (None, inside):
-        lowest, highest = image.plane_extremes(1, axis, mask)
-        counted = np.ma.masked_array(array, None if mask is None else ~mask)
-        others = tuple(one for one in range(3) if one != axis)
-        np.testing.assert_array_equal(lowest, counted.min(axis=others).filled(np.inf))
-        np.testing.assert_array_equal(highest, counted.max(axis=others).filled(-np.inf))
-
-
-def test_an_error_while_it_is_looked_at_arrives(monkeypatch):
-    """And few of the 400 pieces are looked at: a process that ends waits for these."""
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 9)
-    looked = []
-
-    def look(values, counts):
-        looked.append(values)
-        raise MemoryError("no more")
-
-    with pytest.raises(MemoryError, match="no more"):
-        ImageVoxels.of(np.zeros((1, 400, 3, 3), np.float32)).measure(0, look)
-    assert len(looked) <= 2 * image_voxels.MOST_THREADS
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mapped", "<i2"), ("scratch", "<f4")])
@@ -209,7 +155,7 @@ def test_a_file_is_not_held_in_memory(kind, dtype, tmp_path, monkeypatch):
         planes = image.on_device(2, slice(first, first + 10), CPU)
         np.testing.assert_array_equal(planes[0], array[..., first : first + 10])
         held.append(resident_kib(tmp_path))
-    for inside in (None, array > 500):
-        image.measure(0, lambda values, counts: None, inside)
+    for place in image.pieces():
+        image.read(place)
         held.append(resident_kib(tmp_path))
     assert max(held) < 4096, held

@@ -158,11 +158,10 @@ def test_the_components_that_the_network_keeps_are_kept(predictor, tmp_path, cap
     assert "post-processing: none, because the networks have none in common" in caplog.messages
 
 
-@pytest.mark.parametrize("masks_outside", [False, True])
-def test_what_is_zero_around_a_scan_is_background(tmp_path, masks_outside):
+def test_what_is_zero_around_a_scan_is_background(tmp_path):
     """The rest is segmented as a scan that was cut to it before."""
     checkpoint = random_checkpoint(spacing_mm=(1.5, 0.8, 2.0), label_values=(0, 5, 300))
-    predictor = place(prepared_by(checkpoint, crops_to_nonzero=True, masks_outside=masks_outside))
+    predictor = place(prepared_by(checkpoint, crops_to_nonzero=True))
     array = noise((20, 22, 18))
     around = np.pad(array, ((7, 3), (1, 2), (0, 0)))
     found = predictor.segment(volume_of(around, tmp_path / "around"))

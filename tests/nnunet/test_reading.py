@@ -128,7 +128,7 @@ def test_normalisations(tmp_path):
     for scheme, is_masked, kind in (
         ("CTNormalization", True, "ct"),  # which nnU-Net does not mask
         ("ZScoreNormalization", True, "z-score-inside"),
-        ("ZScoreNormalization", False, "z-score-all"),
+        ("ZScoreNormalization", False, "z-score"),
         ("NoNormalization", True, "none"),
         ("RescaleTo01Normalization", False, "rescale"),
         ("RGBTo01Normalization", True, "rgb"),

@@ -21,7 +21,6 @@ from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 
 CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5)
-Z_SCORE = ChannelNormalization(kind="z-score")  # of the first versions
 GROUPS = replace(TOPOLOGY, norm="group", upsampling_bias=False)
 
 
@@ -109,7 +108,6 @@ def test_regions_keep_their_order(tmp_path):
         (trained(crops_to_nonzero=False), "it crops images to what is not zero"),
         (trained(label_values=(0, 1, 5)), "without a gap, and these 0, 1, 5"),
         (trained(ignore_value=7), "its ignore label follows the highest one, 2, and this is 7"),
-        (trained(channels=(Z_SCORE, CT)), "it normalises by the mean of all voxels"),
         (replace(trained(), topology=GROUPS), "instance normalisation, and this is group"),
         # nnU-Net takes [1] for 1, and so would want a head for the background.
         (of_regions((1,), (2,)), "regions if one has several values"),
@@ -125,14 +123,10 @@ def test_what_nnunet_cannot_do_is_refused(tmp_path, checkpoint, message):
 def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path):
     known = ChannelNormalization(kind="z-score-inside", least_std=1e-8)
     write_model({0: trained(), 1: trained(channels=(CT, known))}, tmp_path / "model")
-    other = trained(channels=(CT, ChannelNormalization(kind="z-score-all")))
+    other = trained(channels=(CT, ChannelNormalization(kind="z-score")))
     with pytest.raises(CheckpointError, match="network 1 has another preprocessing than the first"):
         write_model({0: trained(), 1: other}, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    # Networks of the first versions masked what is outside.
-    write_model({0: trained(channels=(Z_SCORE, CT), masks_outside=True)}, tmp_path / "first")
-    plans = json.loads((tmp_path / "first/plans.json").read_text())
-    assert plans["configurations"]["3d_fullres"]["use_mask_for_norm"] == [True, False]
 
 
 def test_a_folder_that_is_there_is_kept(tmp_path):
@@ -157,7 +151,7 @@ def test_a_model_that_cannot_be_replaced_is_kept(tmp_path, monkeypatch):
 
 
 def test_preparations_are_read_again(tmp_path):
-    kinds = ("z-score-all", "z-score-inside", "rescale", "rgb", "none")
+    kinds = ("z-score", "z-score-inside", "rescale", "rgb", "none")
     others = [ChannelNormalization(kind=kind, least_std=1e-8) for kind in kinds]
     for thick, orientation, across, reader in (
         ("auto", "ras", 1, "NibabelIOWithReorient"),

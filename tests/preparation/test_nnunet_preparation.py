@@ -23,7 +23,7 @@ labelling = pytest.importorskip("nnunetv2.utilities.label_handling.label_handlin
 
 SCHEMES = {
     "ct": ("CTNormalization", False),
-    "z-score-all": ("ZScoreNormalization", False),
+    "z-score": ("ZScoreNormalization", False),
     "z-score-inside": ("ZScoreNormalization", True),
     "none": ("NoNormalization", False),
     "rescale": ("RescaleTo01Normalization", False),

@@ -70,7 +70,7 @@ def test_plans_the_median_spacing_and_shape(tmp_path, settings):
     plan, fingerprint = plan_preprocessing(dataset, settings)
     assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 2.0)
     assert fingerprint.shape == (10, 20, 8)
-    assert plan.channels == (ChannelNormalization(kind="z-score-all"),)
+    assert plan.channels == (ChannelNormalization(kind="z-score"),)
     assert plan.label_names == ("background", "left", "right")
     plan, fingerprint = plan_preprocessing(dataset, with_(settings, spacing_mm="native"))
     assert plan.spacing_mm is None
@@ -113,7 +113,7 @@ def test_image_and_label_map_are_cut_to_what_is_not_zero(tmp_path, settings, tar
     assert fingerprint == fingerprint_of_cut
     # Patches are planned for the whole images where nothing is cut off.
     plan, of_whole = plan_preprocessing(dataset, uncropped)
-    assert not plan.crops_to_nonzero and plan.channels[0].kind == "z-score-all"
+    assert not plan.crops_to_nonzero and plan.channels[0].kind == "z-score"
     assert of_whole.shapes == {resampled_shape((30, 24, 16), (1, 1, 2), plan.spacing_mm)}
 
 
@@ -122,7 +122,7 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
 ):
     for number, (planes, normalization, kind) in enumerate(
         [
-            ((10, 23, 30), "auto", "z-score-all"),
+            ((10, 23, 30), "auto", "z-score"),
             ((10, 22, 30), "auto", "z-score-inside"),
             ((12, 12, 30), "none", "none"),
             ((12, 12, 30), "ct", "ct"),
@@ -132,18 +132,19 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
         dataset = write_in_zeros(tmp_path / f"{number}", boxes, (30, 6, 6), (1, 1, 1))
         plan, _ = plan_preprocessing(dataset, with_(settings, normalization=normalization))
         assert [channel.kind for channel in plan.channels] == [kind]
-        assert not plan.masks_outside
 
 
 def test_normalization_follows_the_channel_name(tmp_path, settings):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     for modality, setting, kind in (
-        ("MRI", "auto", "z-score-all"),
+        ("MRI", "auto", "z-score"),
         ("CT", "auto", "ct"),
         ("ct (portal venous)", "auto", "ct"),
-        ("CTseg", "auto", "z-score-all"),
+        ("CTseg", "auto", "z-score"),
         ("noNorm", "auto", "none"),
-        ("CT", "z-score", "z-score-all"),
+        ("rescale_to_0_1", "auto", "rescale"),
+        ("rgb_to_0_1", "auto", "rgb"),
+        ("CT", "z-score", "z-score"),
         ("MRI", "ct", "ct"),
         ("MRI", "none", "none"),
     ):

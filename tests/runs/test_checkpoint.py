@@ -24,7 +24,7 @@ PREPROCESSING = Preprocessing(
     spacing_mm=(1.0, 0.7, 2.5),
     channels=(
         ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5),
-        ChannelNormalization(kind="z-score-all", least_std=1e-8),
+        ChannelNormalization(kind="z-score", least_std=1e-8),
     ),
     channel_names=("CT", "PET"),
     label_names=("background", "organ", "lesion"),

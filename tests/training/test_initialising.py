@@ -130,7 +130,7 @@ def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(tmp_path, 
         checkpoint.preprocessing,
         orientation="stored",
         interpolation=Interpolation(across_slices=0, logits_across_slices=0, clips=True),
-        channels=(ChannelNormalization(kind="z-score-all"),) * 2,
+        channels=(ChannelNormalization(kind="z-score-inside"),) * 2,
         crops_to_nonzero=True,
     )
     save_checkpoint(replace(checkpoint, preprocessing=there), tmp_path / "a.pt")
@@ -141,7 +141,7 @@ def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(tmp_path, 
     assert begins == f"begins with the weights of {tmp_path / 'a.pt'}; nothing is new"
     assert differs == (
         "images are prepared otherwise than for it: orientation ras instead of stored; "
-        "normalization z-score instead of z-score-all; crops_to_nonzero False instead of True; "
+        "normalization z-score instead of z-score-inside; crops_to_nonzero False instead of True; "
         "interpolation.across_slices 1 instead of 0; interpolation.logits_across_slices 1 instead "
         "of 0; interpolation.clips False instead of True"
     )

@@ -68,7 +68,7 @@ def refusal(place, *changes):
         ),
         (("training.optimizer=adamw",), "training.optimizer changed from sgd to adamw"),
         (("data.num_folds=2",), "in training before, in validation now"),
-        (("data.normalization=none",), "normalisation changed from z-score-all to none"),
+        (("data.normalization=none",), "normalisation changed from z-score to none"),
         (("data.spacing_mm=2,2,2",), "data.spacing_mm changed from 1.0, 1.0, 1.0 to 2.0, 2.0, 2.0"),
         (("data.crop_to_nonzero=false",), "data.crop_to_nonzero changed from True to False"),
         (("data.dataset=null",), "new in"),

@@ -65,7 +65,8 @@ class DataSettings(Section):
     elsewhere it counts all that are left, zero or not."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
-    and deviation of each case; auto: ct for channels that dataset.json names CT, else z-score."""
+    and deviation of each case; auto: by the channel's name as in nnU-Net: CT, noNorm,
+    rescale_to_0_1 (0 ... 1), rgb_to_0_1 (255 becomes 1), else z-score."""
     cache: FilePath | None = None
     """Folder of the prepared arrays; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"

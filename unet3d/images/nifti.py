@@ -21,9 +21,8 @@ from unet3d.images.formats import open_volume
 from unet3d.images.grids import axes_between
 from unet3d.images.header import RAS, VolumeHeader, header_of, same_grid
 from unet3d.images.image_voxels import ImageVoxels, StoredChannels
-from unet3d.images.intensities import refuse_non_finite, refuse_unusable
 from unet3d.images.memory_limits import FLOAT32_BYTES, explaining_memory, refuse_beyond_memory
-from unet3d.images.scratch import Scratch
+from unet3d.images.scratch import Scratch, forget_pages
 from unet3d.images.stored import StoredVolume, raw_voxels, scaled_voxels
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
@@ -69,8 +68,8 @@ def read_image(path: Path | str) -> Volume:
         The volume, its array float32 ``(C, X, Y, Z)`` and C-contiguous.
 
     Raises:
-        VolumeError: The file cannot be read, is too large for the memory, or a voxel is NaN,
-            infinite in float32, or so large that all others look alike.
+        VolumeError: The file cannot be read, is too large for the memory, or a voxel is NaN or
+            infinite in float32.
     """
     return read_channels([Path(path)])
 
@@ -85,7 +84,7 @@ def read_channels(paths: Sequence[Path]) -> Volume:
         The volume, its array float32 ``(C, X, Y, Z)`` with the channels of every file.
 
     Raises:
-        VolumeError: As :func:`open_channels`.
+        VolumeError: As :func:`open_channels`, or a voxel is NaN or infinite in float32.
     """
     files = _on_one_grid(paths)
     stored_bytes = _unpacked_bytes([volume for _, volume, _ in files])
@@ -98,7 +97,9 @@ def read_channels(paths: Sequence[Path]) -> Volume:
     )
     image = _image_of(files, Scratch())
     with explaining_memory(f"cannot read {paths[0]}"):
-        return Volume(array=image.voxels.whole(), header=image.header)
+        array = image.voxels.whole()
+        _refuse_non_finite(paths[0], array)
+        return Volume(array=array, header=image.header)
 
 
 def unpacked_bytes(paths: Sequence[Path]) -> int:
@@ -126,9 +127,8 @@ def open_channels(paths: Sequence[Path], scratch: Scratch | None = None) -> Scan
         scratch: Where voxels go that are packed; None: into memory.
 
     Raises:
-        VolumeError: A file cannot be read, is too large for the memory, the files do not lie on
-            one grid, or a voxel is NaN, infinite in float32, or so large that all others look
-            alike.
+        VolumeError: A file cannot be read, is too large for the memory, or the files do not lie
+            on one grid.
     """
     return _image_of(_on_one_grid(paths), scratch or Scratch())
 
@@ -180,14 +180,12 @@ def _channels(
     path: Path, opened: StoredVolume, header: VolumeHeader, scratch: Scratch
 ) -> StoredChannels:
     stored = np.moveaxis(raw_voxels(path, opened, scratch), 3, 0)
-    channels = StoredChannels(
+    forget_pages(stored)
+    return StoredChannels(
         voxels=_turned(stored, header.stored_orientation),
         slope=opened.voxels.slope,
         inter=opened.voxels.inter,
     )
-    with explaining_memory(f"cannot read {path}"):
-        refuse_unusable(path, ImageVoxels([channels]))
-    return channels
 
 
 def turned_to_ras(stored: npt.NDArray[Any], header: VolumeHeader) -> npt.NDArray[Any]:
@@ -321,7 +319,7 @@ def label_image(labels: npt.NDArray[Any], header: VolumeHeader) -> nib.Nifti1Ima
 
 def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return floats as the integers that they stand for."""
-    refuse_non_finite(path, stored)
+    _refuse_non_finite(path, stored)
     rounded: npt.NDArray[Any] = np.rint(stored)
     wrong = np.abs(stored - rounded) > LABEL_ROUNDING
     wrong |= np.abs(stored) > MAX_INTEGER_IN_FLOAT64
@@ -336,6 +334,15 @@ def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
             "image in small units; a label map holds whole numbers"
         )
     return rounded
+
+
+def _refuse_non_finite(path: Path, array: npt.NDArray[Any]) -> None:
+    num_wrong = array.size - int(np.count_nonzero(np.isfinite(array)))
+    if num_wrong:
+        raise VolumeError(
+            f"{path} has {num_wrong} voxels of {array.size} that are NaN or infinite; replace "
+            "them, for example by 0"
+        )
 
 
 def _smallest_type(labels: npt.NDArray[Any]) -> np.dtype[Any]:

@@ -22,7 +22,7 @@ some axes is written."""
 
 SCHEMES: Mapping[tuple[str, bool], Kind] = {
     ("CTNormalization", False): "ct",
-    ("ZScoreNormalization", False): "z-score-all",
+    ("ZScoreNormalization", False): "z-score",
     ("ZScoreNormalization", True): "z-score-inside",
     ("NoNormalization", False): "none",
     ("RescaleTo01Normalization", False): "rescale",

@@ -139,7 +139,7 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
         axes.to_network(preprocessing.spacing_mm),
         axes.to_network(checkpoint.patch_size),
     )
-    schemes = [_scheme(channel, preprocessing) for channel in preprocessing.channels]
+    schemes = [_term(SCHEMES, channel.kind) for channel in preprocessing.channels]
     return {
         "dataset_name": "Dataset001_unet3d",
         "plans_name": PLANS_NAME,
@@ -170,19 +170,6 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
             }
         },
     }
-
-
-def _scheme(channel: ChannelNormalization, preprocessing: Preprocessing) -> tuple[str, bool]:
-    """Return nnU-Net's normalisation of a channel, and whether it is masked."""
-    kind = channel.kind
-    if kind == "z-score":  # of networks of earlier versions
-        if not preprocessing.masks_outside:
-            raise _refused(
-                "it normalises by the mean of all voxels, and this network by that of voxels that "
-                "are not 0, as version 0.1 trained it; train again"
-            )
-        kind = "z-score-inside"
-    return _term(SCHEMES, kind)
 
 
 def _intensities(channel: ChannelNormalization) -> dict[str, float]:

@@ -111,7 +111,7 @@ def _first_nonzero(
         place[axis] = slice(behind - number, behind) if backward else slice(first, first + number)
         x, y, z = place
         others = tuple(other for other in range(3) if other != axis)
-        found = np.flatnonzero(image.any_nonzero((x, y, z)).any(axis=others))
+        found = np.flatnonzero(_nonzero(image, (x, y, z)).any(axis=others))
         if len(found):
             return int(place[axis].start + found[-1 if backward else 0])
         if backward:
@@ -135,9 +135,15 @@ def inside_mask(image: ImageVoxels) -> npt.NDArray[np.bool_]:
 
     nonzero = np.empty(image.shape, bool)
     for piece in image.pieces():
-        nonzero[piece] = image.any_nonzero(piece)
+        nonzero[piece] = _nonzero(image, piece)
     filled: npt.NDArray[np.bool_] = ndimage.binary_fill_holes(nonzero)
     return filled
+
+
+def _nonzero(image: ImageVoxels, place: tuple[slice, slice, slice]) -> npt.NDArray[np.bool_]:
+    """Return where any channel of a part is not 0, (X, Y, Z); NaN is not 0."""
+    found: npt.NDArray[np.bool_] = (image.read(place) != 0).any(axis=0)
+    return found
 
 
 def takes_much(whole: Sequence[Shape], kept: Sequence[Shape]) -> bool:

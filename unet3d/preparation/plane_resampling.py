@@ -24,6 +24,13 @@ class Limits:
     slice_axis: int | None
     """Of X, Y, Z, the one along which slices follow each other; None: one range for all voxels."""
 
+    @classmethod
+    def of(cls, ranges: Tensor, slice_axis: int | None) -> "Limits":
+        """Return the limits of each channel's ranges, (C, 2, planes)."""
+        shape = [-1 if axis == slice_axis else 1 for axis in range(3)]
+        lowest, highest = (one.reshape(len(ranges), *shape) for one in ranges.unbind(1))
+        return cls(lowest=lowest, highest=highest, slice_axis=slice_axis)
+
 
 class Resampling:
     """Interpolation from one grid to another, of some planes of the result at a time."""

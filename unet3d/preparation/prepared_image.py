@@ -13,15 +13,18 @@ from unet3d.images.image_voxels import ImageVoxels
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.memory.host import is_out_of_gpu_memory
 from unet3d.preparation.cropping import inside_mask
-from unet3d.preparation.intensity_limits import limits_of
-from unet3d.preparation.normalization import ChannelNormalization, ChannelScaling, extremes
-from unet3d.preparation.plane_resampling import Resampling
+from unet3d.preparation.intensities import measured
+from unet3d.preparation.normalization import Scaling
+from unet3d.preparation.plane_resampling import Limits, Resampling
 from unet3d.preparation.resample import affordable_shape, visible_shape
 from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+
+MAX_NORMALISED = 1e37
+"""Splines overshoot by less than float32 has beyond it."""
 
 
 class PreparedImage:
@@ -33,21 +36,16 @@ class PreparedImage:
     def __init__(
         self, image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
     ) -> None:
-        """Look at its intensities.
-
-        Args:
-            image: Cut to its :func:`kept_box`; it is kept and not changed.
-            spacing_mm: Its spacing.
-            preprocessing: The plan.
+        """Look at all intensities of an image that is cut to its :func:`kept_box`.
 
         Raises:
-            VolumeError: It has another number of channels than the plan, or nothing of it would be
-                left at the target spacing.
+            VolumeError: A voxel is not finite, the image has another number of channels than the
+                plan, or its shape at the target spacing is absurd.
         """
-        num_channels = len(preprocessing.channels)
-        if image.num_channels != num_channels:
+        channels = preprocessing.channels
+        if image.num_channels != len(channels):
             raise VolumeError(
-                f"the image has {image.num_channels} channel(s); {num_channels} are needed: "
+                f"the image has {image.num_channels} channel(s); {len(channels)} are needed: "
                 f"{', '.join(preprocessing.channel_names)}"
             )
         target_mm = preprocessing.spacing_mm
@@ -55,22 +53,33 @@ class PreparedImage:
         """Voxels along X, Y, Z at the target spacing."""
         self._image = image
         self._has_told = False
+        interpolation, target_mm = preprocessing.interpolation, target_mm or spacing_mm
+        slice_axes = interpolation.slice_axes(spacing_mm, target_mm)
+        slice_axis = slice_axes[0] if interpolation.clips and slice_axes else None
+        is_masked = [how.kind == "z-score-inside" for how in channels]
         with explaining_memory("the image cannot be prepared"):
-            is_masked = any(_masks(how, preprocessing) for how in preprocessing.channels)
-            self._inside = inside_mask(image) if is_masked else None
-            self._scalings = [
-                ChannelScaling.of(
-                    image, channel, how, self._inside if _masks(how, preprocessing) else None
-                )
-                for channel, how in enumerate(preprocessing.channels)
+            inside = inside_mask(image) if any(is_masked) else None
+            self._masks = [inside if masked else None for masked in is_masked]
+            found = measured(image, self._masks, slice_axis)
+        self._scalings = [
+            Scaling.of(how, of_one) for how, of_one in zip(channels, found, strict=True)
+        ]
+        ranges = torch.stack(
+            [
+                scaling.range_of(of_one, mask, slice_axis)
+                for scaling, of_one, mask in zip(self._scalings, found, self._masks, strict=True)
             ]
-            interpolation, target_mm = preprocessing.interpolation, target_mm or spacing_mm
-            slice_axes = interpolation.slice_axes(spacing_mm, target_mm)
-            limits = None
-            if interpolation.clips and image.shape != self.shape:
-                limits = limits_of(
-                    image, self._scalings, self._inside, slice_axes[0] if slice_axes else None
-                )
+        )
+        self.largest = float(ranges.abs().max())
+        """The largest magnitude of its normalised intensities."""
+        if not self.largest <= MAX_NORMALISED:
+            raise VolumeError(
+                f"the image has normalised intensities up to {self.largest:.3g}, which cannot be "
+                "resampled; scale the image, or train with data.normalization=z-score"
+            )
+        limits = None
+        if interpolation.clips and image.shape != self.shape:
+            limits = Limits.of(ranges, slice_axis)
         self._resampling = Resampling(
             image.shape, self.shape, interpolation.orders(slice_axes), limits
         )
@@ -84,15 +93,6 @@ class PreparedImage:
     def num_channels(self) -> int:
         """Channels."""
         return self._image.num_channels
-
-    @property
-    def largest(self) -> float:
-        """The largest magnitude of its normalised intensities."""
-        magnitudes = []
-        for channel, scaling in enumerate(self._scalings):
-            found = np.array(extremes(self._image, channel), np.float32)
-            magnitudes.append(np.abs(scaling.apply(found)).max())
-        return float(np.max(magnitudes))  # Python's own max overlooks a NaN
 
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
         """Return some planes at the target spacing.
@@ -140,30 +140,16 @@ class PreparedImage:
     def _made(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
         sources = self._resampling.pieces(axis, begin, end, self.num_channels)
         pieces = (self._normalised(axis, source, device) for source in sources)
-        prepared = self._resampling.planes(pieces, axis, begin, end)
-        # NaN anywhere is the least and the largest, and this takes no memory. On a GPU, the host
-        # waits here for all that is done before.
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(prepared))).all()):
-            largest = max(
-                abs(extreme)
-                for channel in range(self.num_channels)
-                for extreme in extremes(self._image, channel)
-            )
-            raise VolumeError(
-                f"intensities up to {largest:.3g} become infinite when they "
-                "are prepared; scale the image, or train with data.normalization=z-score"
-            )
-        return prepared
+        return self._resampling.planes(pieces, axis, begin, end)
 
     def _normalised(self, axis: int, source: slice, device: torch.device) -> torch.Tensor:
         """Return some planes of the image itself, normalised."""
         image = self._image.on_device(axis, source, device)
-        inside = None
-        if self._inside is not None:
-            mask = self._inside[(slice(None),) * axis + (source,)]
-            inside = torch.from_numpy(mask).to(device)
-        for channel, scaling in zip(image, self._scalings, strict=True):
-            scaling.apply_(channel, inside)
+        inside: torch.Tensor | None = None
+        for channel, scaling, mask in zip(image, self._scalings, self._masks, strict=True):
+            if mask is not None and inside is None:
+                inside = torch.from_numpy(mask[(slice(None),) * axis + (source,)]).to(device)
+            scaling.apply_(channel, None if mask is None else inside)
         return image
 
 
@@ -171,10 +157,6 @@ class PreparedImage:
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which a GPU prepares images, one for all of them."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _masks(how: ChannelNormalization, preprocessing: Preprocessing) -> bool:
-    return how.kind == "z-score-inside" or preprocessing.masks_outside
 
 
 def prepare_image(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from unet3d.images.nifti import Volume, on_grid_of, read_channels, read_label
 from unet3d.preparation.cache import Cache, PreparedCase
 from unet3d.preparation.case_boxes import boxes_of, remember_box
 from unet3d.preparation.cropping import nonzero_box, takes_much
-from unet3d.preparation.normalization import ChannelNormalization, Kind
+from unet3d.preparation.normalization import ChannelNormalization, kind_of
 from unet3d.preparation.prepared_image import prepare_image
 from unet3d.preparation.resample import resampled_shape
 from unet3d.preparation.target_spacing import median_spacing, target_spacing
@@ -40,7 +40,7 @@ MAX_INTENSITIES_PER_CASE = 10_000
 LARGEST_IN_FLOAT16 = 2.0**14
 """Normalised intensities up to this are stored as float16, which reaches four times as far."""
 
-VERSION = 6
+VERSION = 7
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 
@@ -93,7 +93,7 @@ def plan_preprocessing(
         CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    kinds = [_kind(name, settings.normalization) for name in dataset.channel_names]
+    kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
     if "ct" in kinds:
         intensities = _intensities(dataset, settings.cache, num_workers)
@@ -108,7 +108,7 @@ def plan_preprocessing(
         kept = [box.shape for box in boxes_of(dataset.cases, whole, settings.cache)]
     if takes_much(whole, kept):
         masked = ChannelNormalization(kind="z-score-inside")
-        channels = [masked if one.kind == "z-score-all" else one for one in channels]
+        channels = [masked if one.kind == "z-score" else one for one in channels]
     spacings_mm = [header.spacing_mm for header in headers]
     median_mm = median_spacing(spacings_mm)
     target_mm = target_spacing(spacings_mm, kept, settings.spacing_mm)
@@ -234,18 +234,8 @@ def _settings_of_arrays(preprocessing: Preprocessing) -> dict[str, Any]:
     """Return what changes prepared arrays, which names do not."""
     plan = preprocessing.to_dict()
     kept = ("spacing_mm", "channels", "label_values", "ignore_value")
-    cropping = ("crops_to_nonzero", "masks_outside")
-    voxels = ("orientation", "interpolation")
-    return {key: plan[key] for key in (*kept, *cropping, *voxels)}
-
-
-def _kind(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
-    if setting != "auto":
-        return "z-score-all" if setting == "z-score" else setting
-    name = channel_name.strip().lower()
-    if name == "ct" or name.startswith(("ct ", "ct_", "ct-")):
-        return "ct"
-    return "none" if name == "nonorm" else "z-score-all"
+    how = ("crops_to_nonzero", "orientation", "interpolation")
+    return {key: plan[key] for key in (*kept, *how)}
 
 
 def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelNormalization:

@@ -48,11 +48,7 @@ class Preprocessing:
     """Value of voxels that nobody has labelled; None: there is none. In prepared label maps they
     have the index after the last class."""
     crops_to_nonzero: Annotated[bool, Field(strict=True)] = False
-    """Whether the image is cut to the box of its voxels that are not zero in every channel; not in
-    files of the first versions."""
-    masks_outside: Annotated[bool, Field(strict=True)] = False
-    """Whether ``z-score`` counts the voxels that are not zero in every channel, and those that they
-    enclose, and sets all others to 0."""
+    """Whether the image is cut to the box of its voxels that are not zero in every channel."""
     regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
     """What the network segments instead of classes, in the order in which it is written."""
     orientation: Literal["ras", "stored"] = "ras"
@@ -70,7 +66,6 @@ class Preprocessing:
             "label_values": list(self.label_values),
             "ignore_value": self.ignore_value,
             "crops_to_nonzero": self.crops_to_nonzero,
-            "masks_outside": self.masks_outside,
             "regions": [asdict(region) for region in self.regions],
             "orientation": self.orientation,
             "interpolation": asdict(self.interpolation),

@@ -174,7 +174,6 @@ def _preparation(preprocessing: Preprocessing) -> dict[str, Any]:
         "spacing_mm": preprocessing.spacing_mm or "native",
         "normalization": kinds if len(set(kinds)) > 1 else kinds[:1],
         "crops_to_nonzero": preprocessing.crops_to_nonzero,
-        "masks_outside": preprocessing.masks_outside,
         **{f"interpolation.{k}": v for k, v in asdict(preprocessing.interpolation).items()},
     }
 
