@@ -140,6 +140,30 @@ def test_bad_scans_among_others_are_skipped_and_only_the_end_is_an_error(predict
     assert "empty.nii.gz is empty" in refusal(capsys, *predicting, "scans/empty.nii.gz")
 
 
+def test_a_wrong_unit_is_refused_and_the_other_scans_are_segmented(folder, capsys):
+    """A header that says metres, or a network whose spacing is a thousandth of the scan's."""
+    write_volume(Path("scans/good.nii.gz"), scan_array())
+    metres = nib.Nifti1Image(scan_array(), np.eye(4))
+    metres.header.set_xyzt_units("meter")
+    nib.save(metres, "scans/metres.nii.gz")
+    at_1_mm = write_checkpoint(Path("1.pt"), patch_size=(8, 8, 8), spacing_mm=(1, 1, 1))
+    at_1_um = write_checkpoint(Path("2.pt"), patch_size=(8, 8, 8), spacing_mm=(1e-3,) * 3)
+    cause = (
+        "voxels of {0}x{0}x{0} mm would become 14000x13000x12000 of {1}x{1}x{1} mm, which is far"
+    )
+    options = ("--devices", "cpu", "-o", "out")
+    assert run("predict", "--checkpoint", at_1_mm, "scans", *options) == 1
+    skipped, _ = capsys.readouterr().err.splitlines()
+    assert skipped.startswith("Skipped: scans/metres.nii.gz: 14x13x12 ")
+    assert cause.format(1000, 1) in skipped and "fix the spacing or its unit in the he" in skipped
+    assert names_in("out") == ["good_seg.nii.gz"]
+    for scan, network, sizes in (("metres", at_1_mm, (1000, 1)), ("good", at_1_um, (1, 0.001))):
+        asked = (f"scans/{scan}.nii.gz", "--checkpoint", network)
+        for command in (("predict", *asked, "-o", "other"), ("plan", "--predict", *asked)):
+            line = refusal(capsys, *command, "--devices", "cpu")
+            assert f"scans/{scan}.nii.gz: 14x13x12 " in line and cause.format(*sizes) in line
+
+
 def test_a_series_of_dicom_is_segmented_as_nifti_is(scan, predicting, capsys):
     pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
     stored = nib.load(scan)

@@ -1,5 +1,6 @@
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 from scipy import ndimage
 
 from tests.inference.blending import TOPOLOGY
+from unet3d.errors import VolumeError
 from unet3d.inference.windows import (
     Windows,
     gaussian_weight,
@@ -92,6 +94,14 @@ def test_windows_advance_along_the_longest_axis_and_reach_no_further(size, overl
             seen[windows.place(start)] += 1
     assert seen.min() >= 1
     assert tuple(seen[windows.inside].shape) == size
+
+
+@pytest.mark.parametrize("size", [(10**9, 10**9, 10**9), (3000, 3000, 2000)])
+def test_windows_are_counted_before_they_are_listed(size):
+    began = time.monotonic()
+    with pytest.raises(VolumeError, match="windows of 16x16x16, and at most 2097152 .*--window"):
+        Windows.of(size, TOPOLOGY, (16, 16, 16), 0.5, 1, [CPU])
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(("device", "reach"), [("cpu", 16), ("cuda:0", 16 + 8)])

@@ -9,12 +9,17 @@ from scipy import ndimage
 from torch.profiler import ProfilerActivity, profile
 
 from unet3d.errors import VolumeError
-from unet3d.memory import host
 from unet3d.preparation import resample
 from unet3d.preparation.class_resampling import resample_classes
 from unet3d.preparation.interpolation import line_matrix
 from unet3d.preparation.plane_resampling import Resampling
-from unet3d.preparation.resample import Interpolation, affordable_shape, resampled_shape, thick_axes
+from unet3d.preparation.resample import (
+    Interpolation,
+    affordable_shape,
+    resampled_shape,
+    thick_axes,
+    visible_shape,
+)
 from unet3d.preparation.target_spacing import median_spacing, target_spacing
 
 RNG = np.random.default_rng(0)
@@ -102,11 +107,19 @@ def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monk
     assert max(of_numpy, of_torch) < counted[0]
 
 
-def test_nothing_overflows_however_many_voxels_it_would_be(monkeypatch):
-    monkeypatch.setattr(host, "available_bytes", lambda: 2**62)
-    for spacing in (1e9, 1e200):
-        with pytest.raises(VolumeError, match="EiB of memory, but this machine has 4 EiB"):
-            affordable_shape((32, 32, 32), (spacing,) * 3, (1e-9,) * 3, 1)
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm", "target_mm"),
+    [
+        ((32, 32, 32), (1e9, 1e9, 1e9), (1e-9, 1e-9, 1e-9)),
+        ((32, 32, 32), (1e200, 1, 1), (1, 1, 1)),
+        ((32, 32, 32), (1, 201, 1), (1, 1, 1)),
+        ((512, 512, 500), (21, 21, 21), (1, 1, 1)),  # 2^40 voxels and some
+    ],
+)
+def test_what_a_wrong_unit_makes_of_a_volume_is_refused(shape, spacing_mm, target_mm):
+    with pytest.raises(VolumeError, match="voxels of .* would become .* far too many; fix the sp"):
+        visible_shape(shape, spacing_mm, target_mm)
+    assert visible_shape((32, 32, 32), (1, 199, 1), (1, 1, 1)) == (32, 6368, 32)
 
 
 def test_the_median_keeps_microscopy_apart():

@@ -143,15 +143,14 @@ def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch):
     image, label = ImageVoxels.of(np.ones((1, 32, 32, 32), np.float32)), np.zeros((32, 32, 32), int)
     at_one_mm = plan(spacing_mm=(1, 1, 1))
     for spacing_mm, would in {
-        (1000.0, 1000.0, 1000.0): "32000x32000x32000",
-        (1.0, 1.0, 1e7): "32x32x3.2e+08",
+        (1000.0, 1000.0, 1000.0): "32000x32000x32000 of 1x1x1 mm, which is far too many",
+        (1.0, 1.0, 1e7): "32x32x3.2e+08 of 1x1x1 mm, which is far too many",
+        (150.0, 150.0, 150.0): "4800x4800x4800 of 1x1x1 mm, which takes ",
     }.items():
         for prepare, array in ((prepare_image, image), (prepare_label, label)):
-            with pytest.raises(VolumeError) as caught:
+            with pytest.raises(VolumeError, match="unit in the header") as caught:
                 prepare(array, spacing_mm, at_one_mm)
-            message = str(caught.value)
-            assert f"would become {would} of 1x1x1 mm, which takes" in message
-            assert "this machine has 8 GiB available" in message and "unit in the head" in message
+            assert f"would become {would}" in str(caught.value)
     with pytest.raises(VolumeError, match="would become 1x1x1 of 1x1x1 mm, and nothing"):
         prepare_image(image, (1e-3, 1e-3, 1e-3), at_one_mm)
 

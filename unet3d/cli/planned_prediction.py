@@ -29,6 +29,7 @@ def plan_prediction(
         import torch
 
         from unet3d.config import load_config
+        from unet3d.errors import VolumeError
         from unet3d.images.header import read_header
         from unet3d.images.nifti import unpacked_bytes
         from unet3d.inference.computing_precision import wanted_precision
@@ -59,9 +60,12 @@ def plan_prediction(
             for network, one in zip(networks, settings, strict=True)
         ]
         precisions = [precision if one == "auto" else one for one in wanted]
-        memory = prediction_memory(
-            header, packed, networks, settings, device, precisions, gpu_bytes
-        )
+        try:
+            memory = prediction_memory(
+                header, packed, networks, settings, device, precisions, gpu_bytes
+            )
+        except VolumeError as error:
+            raise VolumeError(f"{scan[0]}: {error}") from error
         record = memory.to_dict(str(device), gpu_bytes, available_bytes())
     from unet3d.reports.prediction_plan import prediction_lines
 

@@ -20,9 +20,14 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.errors import VolumeError
+from unet3d.images.files import times
 from unet3d.images.memory_limits import FLOAT32_BYTES as FLOAT32_BYTES
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
+
+MOST_WINDOWS = 2**21
+"""A volume of 4096^3 voxels has no more of 64^3. Beyond, a spacing is wrong."""
 
 Window = Shape | Literal["whole"]
 """Voxels along X, Y, Z of a window, or the whole volume at once."""
@@ -117,19 +122,17 @@ def windows_at_a_time(
 def window_starts(size: int, window: int, overlap: float) -> list[int]:
     """Return where windows start along one axis: evenly spread, the last ending at the edge.
 
-    Args:
-        size: Voxels of the volume, at least those of the window.
-        window: Voxels of a window.
-        overlap: Share of a window that its neighbour covers too; as starts are whole voxels, it may
-            be less by one of them.
+    Neighbours overlap by that share of a window, or by a voxel less, as starts are whole voxels.
     """
+    num_steps = _num_windows(size, window, overlap) - 1
+    step = (size - window) / max(1, num_steps)
+    return [round(i * step) for i in range(num_steps + 1)]
+
+
+def _num_windows(size: int, window: int, overlap: float) -> int:
     farthest = max(1.0, window * (1 - overlap))
     # 20 * (1 - 0.9) is just below 2, and must not make one window more.
-    num_steps = math.ceil((size - window) / farthest - 1e-6)
-    if num_steps == 0:
-        return [0]
-    step = (size - window) / num_steps
-    return [round(i * step) for i in range(num_steps + 1)]
+    return 1 + math.ceil((size - window) / farthest - 1e-6)
 
 
 def gaussian_weight(window: Shape) -> Tensor:
@@ -204,8 +207,18 @@ class Windows:
             devices: The devices of the network's stages.
             voxel_bytes: As there.
             free_bytes: As there.
+
+        Raises:
+            VolumeError: They would be more than :data:`MOST_WINDOWS`.
         """
         shape = _computed(size, topology, window)
+        number = cls.count(size, topology, window, overlap)
+        if number > MOST_WINDOWS:
+            raise VolumeError(
+                f"{times(size)} voxels need {number:.3g} windows of {times(shape)}, and at most "
+                f"{MOST_WINDOWS} are computed; check the spacing in the header, or take larger "
+                "windows (--window) or a smaller --overlap"
+            )
         x, y, z = (max(n, w) for n, w in zip(size, shape, strict=True))
         axis = longest_axis(size)
         order = (axis, *(other for other in range(3) if other != axis))
@@ -229,17 +242,10 @@ class Windows:
 
     @staticmethod
     def count(size: Sequence[int], topology: Topology, window: Window, overlap: float) -> int:
-        """Return how many windows cover a volume.
-
-        Args:
-            size: Voxels along X, Y, Z.
-            topology: As in :meth:`of`.
-            window: As there.
-            overlap: As there.
-        """
+        """Return how many windows cover a volume, without a list of them."""
         shape = _computed(size, topology, window)
         each = zip(size, shape, strict=True)
-        return math.prod(len(window_starts(max(n, w), w, overlap)) for n, w in each)
+        return math.prod(_num_windows(max(n, w), w, overlap) for n, w in each)
 
     @property
     def slab(self) -> Shape:

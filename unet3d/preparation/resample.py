@@ -24,6 +24,12 @@ THICK_SLICE_RATIO = 3.0
 MAX_AXIS = 2**60
 """Where the count of voxels along an axis stops; no memory holds so many."""
 
+MAX_FINER = 200.0
+"""Voxels along an axis that one may become. A unit that is taken for another makes 1000 of it."""
+
+MAX_VOXELS = 2**40
+"""Of a volume at the target spacing: 4 TiB in float32."""
+
 MAX_LOST_VOXELS = 8
 """Voxels along an axis of which a whole volume may become a single voxel."""
 
@@ -112,20 +118,18 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
 
 
 def visible_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
-    """Return :func:`resampled_shape` if there is something left to see.
-
-    Args:
-        shape: Voxels along X, Y, Z.
-        spacing_mm: Their spacing.
-        target_mm: The spacing to reach; None: keep the shape.
+    """Return :func:`resampled_shape`, or refuse one that a wrong unit of length makes.
 
     Raises:
-        VolumeError: Nothing but a single voxel would be left.
+        VolumeError: Nothing but a single voxel would be left, or far too many voxels.
     """
     new_shape = resampled_shape(shape, spacing_mm, target_mm)
+    change = _change(shape, spacing_mm, new_shape, target_mm)
     if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
-        change = _change(shape, spacing_mm, new_shape, target_mm)
         raise VolumeError(f"{change}, and nothing would be left to see; {REMEDY}")
+    finest = max(new / old for new, old in zip(new_shape, shape, strict=True))
+    if new_shape != shape and (finest > MAX_FINER or math.prod(new_shape) > MAX_VOXELS):
+        raise VolumeError(f"{change}, which is far too many; {REMEDY}")
     return new_shape
 
 
