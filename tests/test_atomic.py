@@ -1,14 +1,17 @@
 import errno
+import fcntl
 import itertools
 import os
+import shutil
+import signal
 import stat
 import threading
-import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from unet3d.atomic import (
     PREFIX,
     append,
@@ -18,6 +21,7 @@ from unet3d.atomic import (
     remove_leftovers,
     replacing,
     replacing_folder,
+    temporary_folder,
     write_atomically,
 )
 
@@ -272,28 +276,112 @@ def test_the_longest_names_can_be_written(tmp_path, letter):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_leftovers_of_killed_writers_are_removed(tmp_path):
+def test_leftovers_have_names_of_ours_and_nobody_who_writes_to_them(tmp_path):
     left, folder = (tmp_path / f"{PREFIX}{letter * 32}-name" for letter in "ab")
     left.write_text("half")
     folder.mkdir()
     (folder / "file").write_text("half")
-    remove_leftovers(tmp_path, older_than_s=3600)
-    assert left.exists() and folder.exists()
-    old = time.time() - 7200
-    os.utime(folder, (old, old))
-    remove_leftovers(tmp_path, older_than_s=3600)
-    assert list(tmp_path.iterdir()) == [left]
-    # Names of others, and what links lead to, stay.
     names = {f"{PREFIX}draft", f"{PREFIX}{'a' * 31}-file", f"{PREFIX}{'g' * 32}-file", PREFIX}
     for name in names:
         (tmp_path / name).write_text("precious")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("precious")
-    for letter, target in (("c", "elsewhere/file"), ("d", "elsewhere"), ("e", "nowhere")):
-        (tmp_path / f"{PREFIX}{letter * 32}-link").symlink_to(target)
+    link = tmp_path / f"{PREFIX}{'c' * 32}-link"
+    link.symlink_to("elsewhere")
+    with replacing(tmp_path / "one") as one, new_folder(tmp_path / "other") as other:
+        for path in (one, other / "file"):
+            path.write_text("new")
+        remove_leftovers(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {
+            *names, "elsewhere", link.name, one.name, other.name
+        }  # fmt: skip
+    for path in ("elsewhere/file", "one", "other/file"):
+        assert (tmp_path / path).read_text() in ("precious", "new")
+
+
+def left_by_a_killed_process(work, *arguments):
+    """Have a process do work, which kills it."""
+    ended = warm.run_call(work, *arguments)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def write_until_killed(path):
+    with suppress(FileNotFoundError), creating(path) as unfinished:
+        unfinished.write_text("half")
+        with new_folder(path.parent / "folder") as other, temporary_folder("unet3d-test-") as third:
+            for folder in (other, third):
+                (folder / "file").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_process_has_left_goes_when_the_next_one_writes_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    left_by_a_killed_process(write_until_killed, tmp_path / "file")
+    (left,) = (tmp_path / "temporary").glob("unet3d*")
+    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
+    write_one(tmp_path / "another")
+    assert {path.name for path in tmp_path.iterdir()} == {"another", "temporary"}
+    with temporary_folder("unet3d-test-") as folder:
+        assert not left.exists() and folder.exists()
+    assert not list((tmp_path / "temporary").glob("unet3d*"))
+
+
+def replace_until_killed(path, number):
+    """Replace a folder, and be killed instead of a rename."""
+    numbers, rename = itertools.count(1), os.rename
+
+    def rename_or_die(source, target):
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    os.rename = rename_or_die
+    shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    with replacing_folder(path) as unfinished:
+        (unfinished / "new").touch()
+
+
+@pytest.mark.parametrize(("number", "kept"), [(1, "old"), (2, "old"), (3, "new")])
+def test_a_folder_is_not_lost_when_its_replacement_is_killed(tmp_path, number, kept):
+    """The third is not called: the old folder is being deleted."""
+    path = tmp_path / ("n" * 250)
+    path.mkdir()
+    (path / "old").touch()
+    left_by_a_killed_process(replace_until_killed, path, number)
+    assert path.exists() == (number != 2)
     remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == names | {"elsewhere"}
-    assert (tmp_path / "elsewhere" / "file").read_text() == "precious"
+    assert [file.name for file in path.iterdir()] == [kept]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_takes_another_name_if_its_first_was_taken_for_a_leftover(tmp_path, monkeypatch):
+    lock, locked = fcntl.flock, []
+
+    def clean_before(descriptor, how):
+        if not locked:
+            locked.append(descriptor)
+            remove_leftovers(tmp_path)
+        lock(descriptor, how)
+
+    with new_folder(tmp_path / "first"):
+        pass
+    monkeypatch.setattr(fcntl, "flock", clean_before)
+    write_many(tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "folder"]
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch):
+    def refuse(descriptor, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    write_many(tmp_path / "folder")
+    left = tmp_path / f"{PREFIX}{'a' * 32}-name"
+    left.touch()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "folder"]
 
 
 def test_a_folder_that_is_not_there_is_told_and_a_pipe_is_not_replaced(tmp_path):

@@ -157,10 +157,43 @@ def test_a_signal_interrupts_no_counting_of_allocations(tmp_path):
 def test_a_second_signal_ends_at_once_but_not_a_rank(tmp_path, monkeypatch):
     twice = "signal.raise_signal(15); signal.raise_signal(2)"
     done = in_a_program(RAISES.format(f"with postponed_interruption(): {twice}"), tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Stopped by SIGINT\n")
     code = RAISES.format("signal.raise_signal(15)") + "    signal.raise_signal(2)\nprint('end')"
     done = in_a_program(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "SIGTERM 143\n", "")
     monkeypatch.setenv("RANK", "0")
     done = in_a_program(code, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "SIGTERM 143\nend\n", "")
+
+
+HOLDS = """
+import sys, tempfile
+tempfile.tempdir = {!r}
+from unet3d.atomic import creating, temporary_folder
+with interruptible(), temporary_folder("unet3d-test-") as folder:
+    (folder / "file").touch()
+    with creating(folder.parent / "file") as unfinished:
+        {}
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "signal.raise_signal({})",
+        "import interrupted_import",
+        "signal.raise_signal(15 if {0} != 15 else 2) if not os.fork() else os.wait(); "
+        "signal.raise_signal({0})",
+        "try: signal.raise_signal(2)\n        finally: signal.raise_signal({})",
+        "from unet3d.interruption import *\n        with postponed_interruption():\n"
+        "            signal.raise_signal(2); signal.raise_signal({})",
+    ],
+    ids=["once", "in an import", "after a child's", "twice", "postponed and twice"],
+)
+def test_what_is_temporary_goes_with_the_process(moment, number, tmp_path):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    done = in_a_program(HOLDS.format(str(place), moment.format(int(number))), tmp_path)
+    assert done.returncode != 0
+    assert not list(place.iterdir()), done.stderr

@@ -8,96 +8,84 @@ is flushed last, because a rename is lost in a power cut until then::
     creating            the same, unless a file has the name by then
     new_folder          a folder with all that is in it
     replacing_folder    the same, in place of another
+    temporary_folder    a folder that is never published
     append              a line behind others
+
+What is not published goes with its process. Until then the process has a lock on it, which the
+system releases even after SIGKILL, and the next process that writes to the same folder deletes what
+nobody has a lock on. A folder that was being replaced is put back.
 """
 
 import errno
+import fcntl
 import os
 import re
 import shutil
 import stat
-import time
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
-PREFIX = ".unfinished-"
-"""How the names of temporary files and folders begin."""
+from unet3d.interruption import at_sudden_end, postponed_interruption
 
-_LEFTOVER = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}-.*", re.DOTALL)
+PREFIX = ".unfinished-"
+"""How the names of files and folders begin that are to be published."""
+
+REPLACED = ".replaced-"
+"""How the name of a folder begins that holds one which is being replaced."""
 
 MAX_ENDING = 16
 """Letters of the final name that a temporary name ends in: enough for every file ending."""
 
+_swept: set[tuple[Path, str]] = set()
+
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file with what a function writes.
-
-    Args:
-        path: Where to; its folder exists.
-        write: Receives the open binary file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    with replacing(path) as unfinished, unfinished.open("xb") as file:
+    """Replace a file, whose folder exists, with what a function writes to an open binary file."""
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
         write(file)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file with the one that is written in the meantime.
+    """Replace a file with the one that is written to the name that this yields, in the same folder.
 
-    Args:
-        path: Where to; its folder exists.
-
-    Yields:
-        The name to write to, in the same folder and with the same ending.
-
-    Raises:
-        OSError: The file cannot be written, or a device or a pipe has its name. Only if the folder
-            cannot be flushed, which comes last, is the new file in its place.
+    A device or a pipe is never replaced. Where OSError is raised the old file is in its place, but
+    if the folder cannot be flushed, which comes last.
     """
-    with _publishing(path, lambda unfinished: _replace(unfinished, path)) as unfinished:
+    with _unfinished(path, Path.touch) as unfinished:
         yield unfinished
+        _flush(unfinished)
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        os.replace(unfinished, path)
+    _flush(path.absolute().parent)
 
 
 @contextmanager
 def creating(path: Path) -> Iterator[Path]:
-    """Make a file from the one that is written in the meantime, and never replace another.
+    """Make a file as :func:`replacing` does, but raise FileExistsError where there is one by then.
 
-    Whether the name is free is not asked before, but decided by the file system in the end: of
-    several writers at once, the first wins.
-
-    Args:
-        path: Where to; its folder exists.
-
-    Yields:
-        The name to write to, in the same folder and with the same ending.
-
-    Raises:
-        FileExistsError: Something has the name by now, be it a link that leads nowhere.
-        OSError: The file cannot be written. Only if the folder cannot be flushed, which comes
-            last, is the new file in its place.
+    The file system decides that in the end: of several writers at once, the first wins.
     """
-    with _publishing(path, lambda unfinished: _link(unfinished, path)) as unfinished:
+    with _unfinished(path, Path.touch) as unfinished:
         yield unfinished
+        _flush(unfinished)
+        _link(unfinished, path)
+    _flush(path.absolute().parent)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that appears with everything that is written into it, or not at all.
+    """Make a folder with what is put into the empty one that this yields, or nothing at all.
 
-    Args:
-        path: Where to; the folders above it are made where they are missing.
-
-    Yields:
-        The empty folder to fill, beside ``path``.
-
-    Raises:
-        OSError: The folder cannot be written, or one that is not empty has its name.
+    Raises OSError where a folder that is not empty has the name by then.
     """
     with unfinished_folder(path) as unfinished:
         yield unfinished
@@ -106,81 +94,46 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Replace a folder and all that is in it with one that is filled in the meantime.
-
-    A folder cannot be renamed onto another. So the old one is renamed before the new one, and a
-    kill between the two leaves it beside, under a temporary name; nothing of it is deleted before
-    the new one is in its place.
-
-    Args:
-        path: The folder, and no link to one.
-
-    Yields:
-        The empty folder to fill, beside ``path``.
-
-    Raises:
-        OSError: The folder cannot be written, or the old one not be moved.
-    """
+    """Replace a folder, if there is one, and all that is in it, as :func:`new_folder` makes one."""
     with unfinished_folder(path) as unfinished:
         yield unfinished
-        _flush_all(unfinished)
-        old = _unfinished(path)
-        os.rename(path, old)
-        try:
-            os.rename(unfinished, path)
-        except OSError:
-            os.rename(old, path)
-            raise
-        _flush(path.absolute().parent)
-        shutil.rmtree(old, ignore_errors=True)
+        publish_folder(unfinished, path, replace=True)
 
 
 @contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
-    """Make a hidden folder for what is to be published, and delete it in the end.
-
-    Args:
-        path: Beside which the folder is made; folders above it are made where they are missing.
-
-    Yields:
-        The empty folder.
-
-    Raises:
-        OSError: The folder cannot be made.
-    """
-    unfinished = _unfinished(path)
-    make_folder(unfinished.parent)
-    try:
-        unfinished.mkdir()
+    """Make a hidden folder beside a path for what is to be published, and delete it in the end."""
+    make_folder(path.absolute().parent)
+    with _unfinished(path, Path.mkdir) as unfinished:
         yield unfinished
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # it is gone if it was published
 
 
-def publish_folder(folder: Path, path: Path) -> None:
-    """Flush a folder with everything in it, then give it its name.
+def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
+    """Flush a folder with everything in it, then give it a name on the same file system.
 
-    Args:
-        folder: On the same file system as ``path``.
-        path: Its new name.
-
-    Raises:
-        OSError: A file cannot be flushed, or a folder that is not empty has the name.
+    Of a folder that is to be replaced nothing is deleted before the new one is in its place.
     """
     _flush_all(folder)
-    os.rename(folder, path)
-    _flush(path.parent)
+    parent = path.absolute().parent
+    with ExitStack() as stack:
+        if replace and path.exists():
+            # A folder cannot be renamed onto another.
+            aside = stack.enter_context(_temporary(parent, REPLACED, "", Path.mkdir))
+            os.rename(path, aside / path.name)
+        os.rename(folder, path)
+        _flush(parent)
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder for temporary files that only this user can open, and delete it in the end."""
+    place = Path(tempfile.gettempdir())
+    with _temporary(place, prefix, "", lambda path: path.mkdir(0o700)) as folder:
+        yield folder
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, where they are missing.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        OSError: It cannot be made, or a file has its name.
-    """
+    """Make a folder, and those above it, where they are missing."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:
@@ -188,15 +141,7 @@ def make_folder(path: Path) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Add to the end of a file. A writer that is killed may leave a part of the content.
-
-    Args:
-        path: The file, which is made where it is missing.
-        content: What to add.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Add to the end of a file; a writer that is killed may leave a part of the content."""
     is_new = not path.exists()
     with path.open("ab") as file:
         file.write(content)
@@ -205,55 +150,75 @@ def append(path: Path, content: bytes) -> None:
         _flush(path.parent)
 
 
-def remove_leftovers(folder: Path, older_than_s: float = 0.0) -> None:
-    """Delete the temporary files and folders of writers that were killed.
+def remove_leftovers(folder: Path, prefix: str = PREFIX) -> None:
+    """Delete what processes have left in a folder that were killed, or put back what they replaced.
 
-    Args:
-        folder: Where they wrote; what others put there stays, whatever its name begins with.
-        older_than_s: Age in seconds below which one may belong to a writer at work. With 0 nobody
-            else may write to the folder now.
-
-    Raises:
-        OSError: One of them cannot be deleted.
+    What other users own, or a living process has a lock on, stays; so does what has another name.
     """
-    for leftover in filter(is_leftover, folder.iterdir()):
-        try:
-            status = leftover.lstat()
-            if older_than_s and time.time() - status.st_mtime < older_than_s:
-                continue
-            shutil.rmtree(leftover) if stat.S_ISDIR(status.st_mode) else leftover.unlink()
-        except FileNotFoundError:  # another process cleans too
-            continue
+    for path in folder.iterdir():
+        if is_leftover(path, prefix) or is_leftover(path, REPLACED):
+            with suppress(OSError), _locked(path) as status:
+                if status.st_uid == os.getuid():
+                    _clear(path)
 
 
-def is_leftover(path: Path) -> bool:
-    """Return whether a name is that of a temporary file or folder of ours.
+def is_leftover(path: Path, prefix: str = PREFIX) -> bool:
+    """Return whether a name that a folder lists is that of a temporary file or folder of ours."""
+    name = re.escape(prefix) + "[0-9a-f]{32}(-.*)?"
+    return re.fullmatch(name, path.name, re.DOTALL) is not None
 
-    Args:
-        path: What a folder lists.
-    """
-    return _LEFTOVER.fullmatch(path.name) is not None
+
+def _unfinished(path: Path, make: Callable[[Path], object]) -> AbstractContextManager[Path]:
+    return _temporary(path.absolute().parent, PREFIX, f"-{path.name[-MAX_ENDING:]}", make)
 
 
 @contextmanager
-def _publishing(path: Path, publish: Callable[[Path], object]) -> Iterator[Path]:
-    unfinished = _unfinished(path)
+def _temporary(
+    folder: Path, prefix: str, ending: str, make: Callable[[Path], object]
+) -> Iterator[Path]:
+    """Make a file or a folder that is locked as long as it is in use, and goes in the end."""
+    if (folder, prefix) not in _swept:
+        _swept.add((folder, prefix))
+        with suppress(OSError):
+            remove_leftovers(folder, prefix)
+    with ExitStack() as stack:
+        with postponed_interruption():
+            is_ours = False
+            while not is_ours:  # another process may take what is not locked yet for a leftover
+                path = folder / f"{prefix}{uuid.uuid4().hex}{ending}"
+                make(path)
+                try:
+                    stack.enter_context(_locked(path))
+                    is_ours = path.exists()
+                except OSError as error:  # of a file system without locks, there are no leftovers
+                    is_ours = not isinstance(error, BlockingIOError | FileNotFoundError)
+            stack.enter_context(at_sudden_end(partial(_clear, path)))
+            stack.callback(_clear, path)
+        yield path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[os.stat_result]:
+    """Hold the lock on a file or a folder, or raise BlockingIOError where another process does."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        yield unfinished
-        _flush(unfinished)
-        publish(unfinished)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(descriptor)
     finally:
-        unfinished.unlink(missing_ok=True)  # an interruption may come after the rename
-    _flush(path.parent)
+        os.close(descriptor)
 
 
-def _replace(unfinished: Path, path: Path) -> None:
-    """Give a file its final name, unless a device or a pipe has it, which root could replace."""
-    with suppress(FileNotFoundError):
-        mode = path.lstat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    os.replace(unfinished, path)
+def _clear(path: Path) -> None:
+    """Delete a temporary file or folder, unless it was published; put back what it replaced."""
+    with postponed_interruption():
+        if path.name.startswith(REPLACED) and path.is_dir():
+            for old in path.iterdir():
+                if not os.path.lexists(path.parent / old.name):
+                    os.rename(old, path.parent / old.name)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _link(unfinished: Path, path: Path) -> None:
@@ -273,10 +238,6 @@ def _link(unfinished: Path, path: Path) -> None:
         except OSError:
             path.unlink()
             raise
-
-
-def _unfinished(path: Path) -> Path:
-    return path.absolute().parent / f"{PREFIX}{uuid.uuid4().hex}-{path.name[-MAX_ENDING:]}"
 
 
 def _flush_all(folder: Path) -> None:

@@ -2,9 +2,8 @@
 
 ::
 
-    while the program starts,     the process ends at once: nothing has been written, and an
-    ends, or loads modules        exception in the middle of an import can be lost, or leave
-                                  broken modules (stop_on_signals)
+    while the program starts,     the process ends at once, because an exception in the middle of
+    ends, or loads modules        an import can be lost, or leave broken modules (stop_on_signals)
     while a command runs          Interrupted is raised, so that what was begun is cleaned up
                                   (interruptible)
     while PyTorch asks Python     the same, but at the end of that (postponed_interruption)
@@ -12,20 +11,22 @@
     during a training             a request, which is granted after the step
                                   (deferred_interruption)
 
-A second signal ends the process at once. Only small modules are imported here, because this must be
-in force before anything else is loaded.
+A second signal ends the process at once. What has to be done also where it ends at once is given to
+at_sudden_end. Only small modules are imported here, because this must be in force before anything
+else is loaded.
 
-Another program that uses this package has handlers of its own. The last two take their place, in
-the main thread, and give it back.
+Another program that uses this package has handlers of its own. Postponed and deferred interruption
+take their place, in the main thread, and give it back.
 """
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,12 +43,7 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, signal_number: int, can_resume: bool = False) -> None:
-        """Say which signal asked.
-
-        Args:
-            signal_number: The signal, such as SIGTERM.
-            can_resume: Whether what was done so far is saved.
-        """
+        """Say which signal asked, and whether the work so far is saved."""
         super().__init__(signal.Signals(signal_number).name)
         self.can_resume = can_resume
         self.signal_number = signal_number
@@ -61,35 +57,50 @@ class InterruptionRequest:
         self.signal_number: int | None = None
 
 
+_last_actions: dict[object, tuple[int, Callable[[], object]]] = {}
+"""By a key of each, with the process that it is of: forked ones have a copy."""
+
+
+@contextmanager
+def at_sudden_end(action: Callable[[], object]) -> Iterator[None]:
+    """Have something done where this process ends at once within the context, but by SIGKILL."""
+    key = object()
+    _last_actions[key] = (os.getpid(), action)
+    try:
+        yield
+    finally:
+        del _last_actions[key]
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End this process without unwinding, after what :func:`at_sudden_end` was told."""
+    for process, action in list(_last_actions.values()):
+        if process == os.getpid():
+            with suppress(Exception):
+                action()
+    os._exit(status)
+
+
 class _Stop:
     """Handler of the signals, where nothing is deferred."""
 
     def __init__(self) -> None:
         self.is_rank = False
         self.may_raise = False
-        self.num_postponing = 0
-        self.postponed: int | None = None
         self._has_raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._has_raised:
             if not self.is_rank:
-                os._exit(128 + number)
-        elif self.may_raise and self.num_postponing:
-            self._has_raised = True
-            self.postponed = number
+                end_at_once(128 + number)
         elif self.may_raise and not _is_importing(frame):
             self._has_raised = True
             raise Interrupted(number)
         else:
-            self._end(number)
-
-    def _end(self, number: int) -> None:
-        try:
             if not self.is_rank:
-                os.write(2, f"Stopped by {signal.Signals(number).name}\n".encode())
-        finally:
-            os._exit(128 + number)
+                with suppress(OSError):
+                    os.write(2, f"Stopped by {signal.Signals(number).name}\n".encode())
+            end_at_once(128 + number)
 
     def repeat(self, unraisable: "sys.UnraisableHookArgs") -> None:
         """Raise an interruption again that came where Python cannot pass it on, as in __del__."""
@@ -109,10 +120,8 @@ _stop = _Stop()
 def stop_on_signals(is_rank: bool) -> None:
     """Have the signals end this program, from now on and until it ends.
 
-    Args:
-        is_rank: Whether another command has started this process, as a rank or for a fold; that one
-            tells the user then, and a second signal changes nothing, because terminals and
-            launchers send it twice.
+    Where another command has started this process, as a rank or for a fold, that one tells the
+    user, and a second signal changes nothing, because terminals and launchers send it twice.
     """
     _stop.is_rank = is_rank
     sys.unraisablehook = _stop.repeat
@@ -123,11 +132,7 @@ def stop_on_signals(is_rank: bool) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Have the signals of :func:`stop_on_signals` raise in this context.
-
-    Raises:
-        Interrupted: There was a signal.
-    """
+    """Have the signals of :func:`stop_on_signals` raise Interrupted in this context."""
     _stop.may_raise = True
     try:
         yield
@@ -137,33 +142,25 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def postponed_interruption() -> Iterator[None]:
-    """Have the signals that would raise in this context raise at its end; a second one ends all.
+    """Have a signal act at the end of this context; a second one ends our program at once.
 
     PyTorch's C++ code calls Python for each operation while fake tensors are in use. In some of
     these calls it expects no exception, and ends the process by ``abort`` where there is one.
     Another program's handlers are called at the end of the context, too.
-
-    Raises:
-        Interrupted: There was a signal in the context.
     """
-    handler: object = signal.getsignal(signal.SIGINT)
-    if handler is not _stop:
-        request = InterruptionRequest()
-        try:
-            with deferred_interruption() as request:
-                yield
-        finally:
-            if request.signal_number is not None:
-                signal.raise_signal(request.signal_number)
-        return
-    _stop.num_postponing += 1
-    try:
+    if threading.current_thread() is not threading.main_thread():
         yield
+        return
+    request = InterruptionRequest()
+    may_raise = _stop.may_raise
+    try:
+        with deferred_interruption(_stop.is_rank) as request:
+            _stop.may_raise = False
+            yield
     finally:
-        _stop.num_postponing -= 1
-        if _stop.postponed is not None and not _stop.num_postponing:
-            number, _stop.postponed = _stop.postponed, None
-            raise Interrupted(number)
+        _stop.may_raise = may_raise
+        if request.signal_number is not None:
+            signal.raise_signal(request.signal_number)
 
 
 @contextmanager
@@ -171,11 +168,8 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
     """Turn the first Ctrl-C, SIGTERM or SIGHUP into a request; a second one acts at once.
 
     Only the main thread can do so, in which Python runs handlers; in another one nothing changes.
-
-    Args:
-        is_rank: Whether another command has started this process, as a rank or for a fold; then a
-            second signal changes nothing, because that command passes on what a terminal, or a
-            service's manager, has already sent to all.
+    Where another command has started this process, as a rank or for a fold, a second signal changes
+    nothing, because that command passes on what a terminal has already sent to all.
     """
     request = InterruptionRequest()
     previous: dict[int, object] = {}

@@ -1,13 +1,16 @@
 """``unet3d predict`` with an archive of nnU-Net: what it is called, and that its copy goes."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import warm
-from tests.command_line import refusal
+from tests.cli import slow_prediction
+from tests.cli.slow_prediction import WINDOWS
+from tests.command_line import names_in, refusal, wait_until
 from tests.images.samples import noise, write_volume
 from tests.nnunet.models import archive_of, content_of, write_model
 from unet3d.cli.predict import predict
@@ -68,3 +71,20 @@ def test_of_the_ranks_only_the_first_unpacks_it(archive, temporary, monkeypatch,
     with predict.make_context("predict", ["scans", *OPTIONS]) as context:
         assert len(context.params["checkpoints"]) == len(list(temporary.iterdir())) == 1 - rank
     assert not list(temporary.glob("unet3d*"))
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_the_copy_goes_however_the_command_ends(number, archive, temporary):
+    arguments = ["predict", "scans", *OPTIONS, "--probabilities", "--devices", "cpu"]
+    process = warm.call(slow_prediction.predict, arguments, 0, 2)
+    wait_until(lambda: WINDOWS in process.written(0), process)
+    assert names_in(temporary, "unet3d*")
+    process.send_signal(signal.Signals[number])
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    if number == "SIGKILL":  # then with the next one
+        assert names_in(temporary, "unet3d*")
+        done = warm.run(arguments)
+        assert done.returncode == 0, done.stderr
+        assert names_in("out", ".*") == []
+    assert names_in(temporary, "unet3d*") == []

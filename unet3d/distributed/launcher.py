@@ -5,25 +5,22 @@ what it is sent. Of one machine nothing needs to listen: ranks meet in the files
 nobody else can open, and the sockets of gloo and NCCL stay on the loopback interface.
 """
 
-import fcntl
 import json
 import logging
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import unet3d
+from unet3d.atomic import temporary_folder
 from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER, is_one_of_several
 from unet3d.distributed.processes import blocked, said_by
 from unet3d.distributed.purpose import TRAINING, Purpose
@@ -46,9 +43,6 @@ that hangs, which nobody else ends."""
 
 PREFIX = "unet3d-ranks-"
 """How the names of the folders begin in which ranks meet."""
-
-LEFTOVER_SECONDS = 60.0
-"""Age from which such a folder is locked by its launcher, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,40 +83,9 @@ class _Rank:
         return Failure(rank=self.number, exit_status=status, noticed_at=time.time(), report=report)
 
 
-@contextmanager
-def meeting_folder() -> Iterator[Path]:
+def meeting_folder() -> AbstractContextManager[Path]:
     """Make a temporary folder that only this user can open, and that no service tidies up."""
-    _remove_leftovers()
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, _locked(Path(name)):
-        yield Path(name)
-
-
-def _remove_leftovers() -> None:
-    """Delete the folders that launchers have left which were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            status = folder.lstat()
-            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if is_ours and time.time() - status.st_mtime > LEFTOVER_SECONDS:
-                with _locked(folder):
-                    shutil.rmtree(folder)
-        except OSError:  # its launcher is at work, or another one is faster
-            continue
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder, which tells others, as systemd-tmpfiles, that it is in use.
-
-    Raises:
-        BlockingIOError: Another process has it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+    return temporary_folder(PREFIX)
 
 
 def launch(

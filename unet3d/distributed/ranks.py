@@ -23,6 +23,7 @@ from unet3d.distributed.launched import (
 )
 from unet3d.distributed.processes import die_with_parent
 from unet3d.errors import ConfigError, LostRankError, RankError, Unet3dError
+from unet3d.interruption import end_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def end_process(error: Unet3dError) -> NoReturn:
 def _leave_at_once(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    end_at_once(status)
 
 
 def kind_of(error: Unet3dError) -> Kind:

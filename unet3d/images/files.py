@@ -196,7 +196,7 @@ def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
             return
         threads = min(PACKING_THREADS, num_cores())
         with (
-            unfinished.open("xb") as file,
+            unfinished.open("wb") as file,
             igzip_threaded.open(file, "wb", PACKING_LEVEL, threads=threads) as packed,  # type: ignore[no-untyped-call]
         ):
             image.to_file_map({"image": nib.FileHolder(fileobj=_Onward(packed))})

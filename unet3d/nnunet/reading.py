@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from torch import Tensor
 
+from unet3d.atomic import temporary_folder
 from unet3d.config import Config
 from unet3d.datasets.naming import Labels, channel_names, read_labels
 from unet3d.distributed.group import Group
@@ -89,8 +89,8 @@ def network_from_first(path: Path, group: Group) -> Checkpoint:
     read = partial(load_checkpoint, part="network")
     if not group.from_first(lambda: path.suffix == SUFFIX or _is_theirs(path) is True):
         return group.file_from_first(path, read)
-    with TemporaryDirectory(prefix="unet3d-") as folder:  # a model of nnU-Net is several files
-        converted = Path(folder) / "network.pt"
+    with temporary_folder("unet3d-model-") as folder:  # a model of nnU-Net is several files
+        converted = folder / "network.pt"
         group.from_first(lambda: save_checkpoint(load_network(path), converted))
         return group.file_from_first(converted, read)
 

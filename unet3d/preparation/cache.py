@@ -48,9 +48,6 @@ from unet3d.records import recall, remember, writing_cache
 
 logger = logging.getLogger(__name__)
 
-LEFTOVER_SECONDS = 24 * 3600
-"""Age from which a temporary file belongs to a process that was killed."""
-
 
 class CaseRecord(EntryRecord):
     """The record of a prepared case."""
@@ -142,7 +139,7 @@ class Cache:
         with writing_cache(self.folder):
             for name in ("", "digests", "intensities", "prepared"):
                 make_folder(self.folder / name)
-                remove_leftovers(self.folder / name, LEFTOVER_SECONDS)
+                remove_leftovers(self.folder / name)
             # Refuse a folder that cannot be written before hours go into a case.
             write_atomically(self.folder / "writable", lambda file: None)
 
