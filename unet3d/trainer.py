@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -66,7 +66,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     devices: Device | Sequence[Device] | None = None,
     epochs: int | None = None,
-    fold: int | None = None,
+    fold: int | Literal["none"] | None = None,
     init: FileName | None = None,
     resume: bool = False,
 ) -> TrainedRun:
@@ -90,7 +90,7 @@ def train(
         devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"``, of which the setting
             ``parallel.mode`` says what is on each; None: the first GPU, or the CPU.
         epochs: Epochs in all; more of them extend a run that is continued.
-        fold: Which fold validates.
+        fold: Which fold validates; "none" trains on every case.
         init: Checkpoint, or folder of a run, with whose weights to begin.
         resume: Whether to continue the run in ``output``, or the newest one.
 

@@ -181,6 +181,37 @@ def test_faults_of_data_are_said_once_on_each_machine(rank, local_rank, level, m
 # Where runs are, and how they go on
 
 
+def test_a_training_on_every_case_has_no_validation(data, capsys, caplog):
+    """Its last checkpoint is what predict takes, and it can be extended and reported."""
+    assert run("train", data, *SMALL, "--fold", "none", "--output", "run") == 0
+    said = capsys.readouterr()
+    assert "Trained on every case, without validation." in said.out
+    assert "no validation: every case is trained on (fold none)" in caplog.messages
+    folder = Path("run")
+    cases = {path.name.partition(".")[0] for path in Path("data/labelsTr").iterdir()}
+    record = json.loads((folder / "data.json").read_text())
+    assert record["training"].keys() == cases
+    assert (record["fold"], record["validation"]) == ("none", {})
+    summary = json.loads((folder / "summary.json").read_text())
+    for key in ("best_dice", "best_epoch", "last_mean_dice", "final"):
+        assert summary[key] is None
+    assert not (folder / "checkpoint-best.pt").exists() and not (folder / "validation").exists()
+    assert run("train", "--resume", "--output", "run", "--epochs", "3", "--quiet") == 0
+    assert json.loads((folder / "summary.json").read_text())["epochs"] == 3
+    image = min(Path("data/imagesTr").iterdir())
+    assert run("predict", image, "--checkpoint", "run", "--output", "seg.nii.gz") == 0
+    assert run("report", "run", "--output", "page.html") == 0
+    assert "every case of data" in Path("page.html").read_text()
+    line = refusal(capsys, "train", "--resume", "--output", "run", "--fold", "0", "--epochs", "4")
+    assert "data.fold changed from none to 0" in line or "--fold changed from none to 0" in line
+
+
+@pytest.mark.parametrize("fold", ["-1", "x", "1.5", "", "all", "10000"])
+def test_a_fold_that_is_none_is_wrong_usage(fold, capsys):
+    assert run("train", "--fold", fold) == 2
+    assert "give a number from 0, or none" in capsys.readouterr().err
+
+
 def test_a_run_has_a_folder_of_its_own_which_resume_finds(data, monkeypatch, capsys):
     assert "no run to resume in runs" in refusal(capsys, "train", "--resume")
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")

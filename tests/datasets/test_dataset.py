@@ -242,6 +242,8 @@ def test_drawn_folds_validate_every_case_once(tmp_path, caplog):
     lonely = load_dataset(write_msd(tmp_path, num_cases=1))
     with pytest.raises(DatasetError, match="at least two"):
         fold_cases(lonely, 0, 5, seed=0)
+    for every in (dataset, lonely):
+        assert fold_cases(every, "none", 5, seed=0) == (every.cases, ())
 
 
 def test_honours_splits_final(tmp_path, caplog):

@@ -40,7 +40,7 @@ def test_each_curve_shows_its_numbers():
 def test_a_single_epoch_is_a_point_and_many_labels_are_not_named():
     loss, dice, _ = progress_figure(metrics_of(1, ["a"]), "run").axes
     assert [line.get_marker() for line in loss.get_lines()] == ["o"]
-    assert [text.get_text() for text in dice.texts] == ["no validation yet"]
+    assert [text.get_text() for text in dice.texts] == ["no validation"]
     dice = progress_figure(metrics_of(10, [f"region {n}" for n in range(116)]), "run").axes[1]
     assert legend(dice) == ["mean of 116 labels  0.900", "best  0.900\nin epoch 10"]
     assert len(dice.get_lines()) == 118

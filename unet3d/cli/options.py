@@ -85,6 +85,22 @@ class Folds(click.ParamType[tuple[int | str, ...]]):
         return tuple(dict.fromkeys(map(int, parts)))
 
 
+class OneFold(click.ParamType[int | str]):
+    """The fold that validates, or ``none``."""
+
+    name = "fold"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        """Return a number, or ``none``."""
+        if value == "none":
+            return "none"
+        if not (str(value).isdecimal() and len(str(value)) <= 4):
+            self.fail(f"{value} is no fold; give a number from 0, or none", param, ctx)
+        return int(value)
+
+
 folds_option = click.option(
     "--folds",
     type=Folds(),

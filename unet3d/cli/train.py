@@ -8,6 +8,7 @@ import click
 
 from unet3d.cli.options import (
     FILE,
+    OneFold,
     balance_option,
     changes_of,
     config_options,
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
 @click.option(
     "--epochs", type=click.IntRange(min=1), help="Epochs in all; more with --resume extend a run."
 )
-@click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
+@click.option(
+    "--fold",
+    type=OneFold(),
+    metavar="K|none",
+    help="Which fold validates; none: train on every case, without validation.",
+)
 @click.option(
     "--folds",
     metavar="LIST",
@@ -79,7 +85,7 @@ def train(
     replicas: int | None,
     max_restarts: int | None,
     epochs: int | None,
-    fold: int | None,
+    fold: int | str | None,
     folds: str | None,
     init: Path | None,
     output: Path | None,
@@ -179,6 +185,8 @@ def _pictures_line(validation: "ValidationFolder") -> str:
 def _dice_line(state: "TrainingState") -> str:
     """Return what the final network has come to, and where the best one was better."""
     last, best = state.last_mean_dice, state.best_dice
+    if not state.last_dice:
+        return "Trained on every case, without validation."
     if last is None:
         return "Mean Dice none yet."
     line = f"Mean Dice {last:.3f}, of the final network."

@@ -12,6 +12,7 @@ from unet3d.config.values import (
     Channels,
     Few,
     FilePath,
+    Fold,
     Fraction,
     Kernel,
     Many,
@@ -50,8 +51,9 @@ class DataSettings(Section):
     dataset: FilePath | None = None
     """Folder of the data set, or its dataset.json; null: the phantom data."""
     phantom: PhantomSettings = PhantomSettings()
-    fold: Annotated[int, Field(ge=0, lt=10_000, strict=True)] = 0
-    """Which fold validates, counted from 0; the others are trained on."""
+    fold: Fold = 0
+    """Which fold validates, counted from 0; the others are trained on. none: every case is trained
+    on, and none validates."""
     num_folds: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 5
     """How many folds are drawn, where the data set defines none."""
     spacing_mm: Auto[Literal["median", "native"] | Spacing] = "median"

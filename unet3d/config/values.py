@@ -108,6 +108,8 @@ Spacing = tuple[Millimetres, Millimetres, Millimetres]
 """Distance in mm of neighbouring voxels along X, Y, Z."""
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 Scale = Annotated[float, Field(ge=0.01, le=100), NUMBER]
+Fold = Annotated[int, Field(ge=0, lt=10_000, strict=True)] | Literal["none"]
+"""Number of the fold that validates, or that there is none."""
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]

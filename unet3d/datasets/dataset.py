@@ -149,7 +149,7 @@ def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
 
 
 def fold_cases(
-    dataset: Dataset, fold: int, num_folds: int, seed: int
+    dataset: Dataset, fold: int | Literal["none"], num_folds: int, seed: int
 ) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """Return the cases to train on and those to validate on.
 
@@ -158,13 +158,17 @@ def fold_cases(
 
     Args:
         dataset: The data set.
-        fold: Number of the fold, from 0.
+        fold: Number of the fold, from 0; none: train on every case.
         num_folds: Number of folds to draw where the data set defines none.
         seed: Seed of the drawn folds.
 
     Raises:
         DatasetError: There is no such fold, or there are too few cases to make one.
     """
+    if fold == "none":
+        if dataset.faults:
+            raise DatasetError(dataset.faults[0].message)
+        return dataset.cases, ()
     by_name = {case.name: case for case in dataset.cases}
     folds = folds_of(dataset, num_folds, seed)
     if fold >= len(folds):

@@ -97,7 +97,7 @@ def _draw_dice(axes: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylabel("Dice in validation", fontsize=FONT)
     axes.set_ylim(-0.02, 1.02)  # so that lines at 0 and 1 are seen whole
     if not validations:
-        axes.text(0.5, 0.5, "no validation yet", ha="center", va="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "no validation", ha="center", va="center", transform=axes.transAxes)
         return
     epochs = [line["epoch"] for line in validations]
     labels = list(dict.fromkeys(label for line in validations for label in line["dice"]))

@@ -51,7 +51,8 @@ class ProgressLine:
             console: A terminal gets a live line; anything else a line per epoch.
             num_epochs: Epochs of the whole training.
             num_steps: Steps of one epoch.
-            validate_every: Epochs between validations; the last epoch is always validated.
+            validate_every: Epochs between validations; the last epoch is validated too. 0: there
+                are none.
             validation_seconds: What a validation took; 0: none was measured yet.
             quiet: Show nothing.
         """
@@ -242,6 +243,8 @@ class ProgressLine:
 
     def _validations_until(self, epoch: int) -> int:
         """Return how many validations the first epochs have."""
+        if not self._validate_every:
+            return 0
         number = epoch // self._validate_every
         is_last = epoch == self._num_epochs
         return number + (is_last and epoch % self._validate_every != 0)

@@ -48,7 +48,9 @@ def data_lines(experiment: Experiment) -> list[str]:
     split, fold = experiment.split, experiment.config.data.fold
     lines = [
         _line(f"training on {len(split.training)} case(s)", split.training),
-        _line(f"validating on {len(split.validation)} case(s) (fold {fold})", split.validation),
+        _line(f"validating on {len(split.validation)} case(s) (fold {fold})", split.validation)
+        if split.validation
+        else "no validation: every case is trained on (fold none)",
     ]
     if split.twins:
         head = f"{len(split.twins)} of these are trained on too, under other names"

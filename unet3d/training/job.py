@@ -160,7 +160,7 @@ def _train(
     for line in data_lines(experiment):
         logger.info("%s", line)
     num_cases = len(experiment.validation)
-    if group.is_first and not quiet and num_cases < MIN_VALIDATION_CASES:
+    if group.is_first and not quiet and 0 < num_cases < MIN_VALIDATION_CASES:
         logger.warning(
             "%d validation case(s) are too few to choose a network by: their Dice depends on which "
             "ones they are; use the final network, as predict does, rather than %s",

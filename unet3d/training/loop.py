@@ -153,7 +153,7 @@ class TrainingLoop:
             console,
             num_epochs=settings.epochs,
             num_steps=self.loader.num_steps,
-            validate_every=settings.validate_every,
+            validate_every=settings.validate_every if self.experiment.validation else 0,
             validation_seconds=self.state.last_validation_seconds,
             quiet=quiet or not self.group.is_first,
         )
@@ -166,12 +166,13 @@ class TrainingLoop:
                 self.recorder.begin()
             while self.state.epoch < settings.epochs:
                 self._train_epoch(line, interruption)
-                validation = self._validate_if_due(line, interruption)
+                is_due = self._is_due()
+                validation = self._validate(line, interruption) if is_due else None
                 metrics = self._end_epoch(validation)
                 self.recorder.write_epoch(metrics)
-                if validation is not None:
+                if is_due:
                     self._keep(validation)
-                self.recorder.draw_progress(is_due=validation is not None)
+                self.recorder.draw_progress(is_due)
                 waits = self._clock.take_start(), self.loader.take_waited()
                 line.epoch_done(metrics, self._loading.note(metrics, *waits))
             self.recorder.begin()
@@ -278,14 +279,18 @@ class TrainingLoop:
         where = f"{what} in epoch {self.state.epoch + 1}"
         return divergence_error(where, fault, self.config.training.learning_rate)
 
-    def _validate_if_due(
-        self, line: ProgressLine, interruption: InterruptionRequest
-    ) -> Validation | None:
-        epoch, settings = self.state.epoch, self.config.training
-        number = epoch + 1
-        if number % settings.validate_every and number != settings.epochs:
-            return None
+    def _is_due(self) -> bool:
+        """Return whether this epoch ends with a validation and a checkpoint."""
+        number, settings = self.state.epoch + 1, self.config.training
+        return number % settings.validate_every == 0 or number == settings.epochs
+
+    def _validate(self, line: ProgressLine, interruption: InterruptionRequest) -> Validation | None:
+        """See that the network can be saved, and validate it; None where no case validates."""
         self._check_weights()
+        if not self.experiment.validation:
+            return None
+        epoch = self.state.epoch
+        number = epoch + 1
         num_steps = number * self.loader.num_steps
         progress = partial(line.validating, epoch)
         validation = self.validator.validate(number, num_steps, interruption, progress)
@@ -322,9 +327,9 @@ class TrainingLoop:
             self.state = self.state.next_epoch(validation.dice, validation.seconds)
         return metrics
 
-    def _keep(self, validation: Validation) -> None:
-        """Save after a validation."""
-        improved = self.state.note_dice(validation.mean_dice)
+    def _keep(self, validation: Validation | None) -> None:
+        """Save the network, as the best one too where a validation says so."""
+        improved = validation is not None and self.state.note_dice(validation.mean_dice)
         self.saver.save(self.state, improved)
 
     def _stop(self, signal_number: int) -> NoReturn:

@@ -117,11 +117,11 @@ def run_summary(
 
     ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
     whose network is ``checkpoint-best.pt``; ``last_mean_dice`` and ``last_dice`` are of the final
-    network, which is ``checkpoint-latest.pt``. ``seconds`` are
-    those of the steps and of the validations together, without the preparation before them;
-    ``waited_seconds`` are the part of the steps' that the devices waited for data. ``final`` is
-    what the final network makes of the validation cases, segmented as ``unet3d predict`` does; its
-    ``seconds`` are not in the others.
+    network, which is ``checkpoint-latest.pt``; where no case validates they are None or empty.
+    ``seconds`` are those of the steps and of the validations together, without the preparation
+    before them; ``waited_seconds`` are the part of the steps' that the devices waited for data.
+    ``final`` is what the final network makes of the validation cases, segmented as
+    ``unet3d predict`` does; its ``seconds`` are not in the others.
 
     Args:
         state: At the end of the training.
@@ -131,7 +131,7 @@ def run_summary(
         final: The validation at its end.
     """
     return {
-        "best_dice": state.best_dice,
+        "best_dice": state.best_dice if state.best_epoch else None,
         "best_epoch": state.best_epoch or None,
         "dice": state.best_labels,
         "last_mean_dice": state.last_mean_dice,

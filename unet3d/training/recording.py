@@ -96,7 +96,7 @@ class RunRecorder:
 
     def _title(self) -> str:
         config, path = self._experiment.config, self._folder.path.absolute()
-        fold = f"fold {config.data.fold}"
+        fold = "every case" if config.data.fold == "none" else f"fold {config.data.fold}"
         is_one_of_several = path.name == fold.replace(" ", "")
         run = f"{path.parent.name}/{path.name}" if is_one_of_several else path.name
         return f"{run}: {fold} of {dataset_name(config)}"

@@ -276,7 +276,8 @@ def run_name(config: Config, folds: str | None = None) -> str:
         folds: Words for its folds; None: the one of the settings.
     """
     name = dataset_name(config)[:MAX_NAME_LETTERS]
-    folds = folds or f"fold{config.data.fold}"
+    fold = config.data.fold
+    folds = folds or ("every-case" if fold == "none" else f"fold{fold}")
     return f"{name}-{folds}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

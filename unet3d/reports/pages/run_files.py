@@ -5,7 +5,7 @@ damaged is a note in words.
 """
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -70,7 +70,7 @@ class Data(_Content):
 
     unet3d: Name
     dataset: str | None = None
-    fold: Count = 0
+    fold: Count | Literal["none"] = 0
     seed: int = 0
     preprocessing: Preparation = Preparation()
     training: Annotated[dict[str, str], Few] = {}

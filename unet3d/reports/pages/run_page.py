@@ -101,7 +101,7 @@ class _Found:
         path = self.run.path.absolute()
         if self.data is None:
             return path.name
-        fold = f"fold {self.data.fold}"
+        fold = "every case" if self.data.fold == "none" else f"fold {self.data.fold}"
         name = (
             f"{path.parent.name}/{path.name}" if path.name == f"fold{self.data.fold}" else path.name
         )
