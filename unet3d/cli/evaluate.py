@@ -139,27 +139,32 @@ def _show_left_out(result: "Evaluation", predictions: Path, labels: Path) -> Non
 
 @click.command()
 @click.argument("dataset", type=FILE)
-@click.option("--json", "json_path", type=FILE, help="Also write the findings here.")
+@click.option("--json", "json_path", type=FILE, help="Also write contents and findings here.")
 def check(dataset: Path, json_path: Path | None) -> None:
-    """Find what would break training on DATASET, before it starts."""
+    """Say what DATASET holds, and find what would break training on it, before it starts."""
     refuse_input(json_path, *files_of(dataset))
     check_writable(json_path)
 
     from dataclasses import asdict
 
     with working("starting") as show:
+        from unet3d.datasets.contents import lines, summary
         from unet3d.datasets.dataset import load_dataset
-        from unet3d.preparation.check import check_dataset
+        from unet3d.preparation.check import examine
 
         opened = load_dataset(dataset)
-        findings = check_dataset(opened, show)
+        findings, cases = examine(opened, show)
+        contents = summary(opened, cases)
+    for line in lines(contents):
+        click.echo(line)
     for finding in findings:
         click.echo(f"{finding.severity:7}  {finding.case}: {finding.message}")
     if json_path is not None:
-        write_json(json_path, {"findings": [asdict(finding) for finding in findings]})
+        tree = {"contents": contents, "findings": [asdict(finding) for finding in findings]}
+        write_json(json_path, tree)
     num_errors = sum(finding.severity == "error" for finding in findings)
     num_warnings = len(findings) - num_errors
-    summary = f"{len(opened.cases)} cases, {num_errors} errors, {num_warnings} warnings"
+    counts = f"{len(opened.cases)} cases, {num_errors} errors, {num_warnings} warnings"
     if num_errors:
-        raise DatasetError(f"{dataset}: {summary}; fix the errors before training")
-    click.echo(summary)
+        raise DatasetError(f"{dataset}: {counts}; fix the errors before training")
+    click.echo(counts)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from unet3d.datasets.contents import CaseContents, intensities_of, voxels_of
 from unet3d.datasets.dataset import NO_LABEL, Case, Dataset, Finding
 from unet3d.errors import VolumeError, some
 from unet3d.images.files import is_volume_file, members, times
+from unet3d.images.grids import voxel_mm3
 from unet3d.images.header import VolumeHeader, read_header, same_grid, shear_warning
 from unet3d.images.nifti import read_image, read_label
 from unet3d.preparation.resample import affordable_shape
@@ -53,12 +55,30 @@ def check_dataset(dataset: Dataset, watch: Callable[[str], object] = logger.debu
     Returns:
         Everything that is wrong or looks wrong, case after case.
     """
+    return examine(dataset, watch)[0]
+
+
+def examine(
+    dataset: Dataset, watch: Callable[[str], object]
+) -> tuple[list[Finding], list[CaseContents]]:
+    """Return the findings of :func:`check_dataset`, and what the readable cases hold."""
     watch("reading headers")
     headers, findings = _check_headers(dataset, "median")
+    measured = []
     for number, case in enumerate(dataset.cases, start=1):
         watch(f"checking {case.name}, {number} of {len(dataset.cases)}")
-        findings += _voxel_findings(dataset, case, headers[case.name])
-    return [*dataset.faults, *_in_order(dataset, findings), *_unnamed_files(dataset)]
+        readable = headers[case.name]
+        if readable:
+            header = next(iter(readable.values()))
+            contents = CaseContents(
+                name=case.name,
+                shape=header.shape,
+                spacing_mm=header.spacing_mm,
+                voxel_ml=voxel_mm3(header.affine) / 1000,
+            )
+            findings += _voxel_findings(dataset, case, readable, contents)
+            measured.append(contents)
+    return [*dataset.faults, *_in_order(dataset, findings), *_unnamed_files(dataset)], measured
 
 
 def _in_order(dataset: Dataset, findings: list[Finding]) -> list[Finding]:
@@ -181,28 +201,33 @@ def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
 
 
 def _voxel_findings(
-    dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader]
+    dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader], contents: CaseContents
 ) -> Iterator[Finding]:
-    """Check the voxels of all files whose headers can be read, whatever else is wrong."""
+    """Check and measure the voxels of all files whose headers can be read."""
+    next_channel = 0
     for path in case.images:
+        first, next_channel = next_channel, next_channel + 1
         if path not in headers:
             continue
+        next_channel = first + headers[path].num_channels
         try:
             image = read_image(path).array
         except VolumeError as error:  # NaN and infinity too
             yield Finding(case=case.name, severity="error", message=str(error))
             continue
         for channel, array in enumerate(image):
-            if array.min() == array.max():
-                message = f"{path} is {array.min():g} in every voxel of channel {channel}"
+            lowest, *_, highest = contents.intensities[first + channel] = intensities_of(array)
+            if lowest == highest:
+                message = f"{path} is {lowest:g} in every voxel of channel {channel}"
                 yield Finding(case=case.name, severity="warning", message=message)
     if case.label not in headers or headers[case.label].num_channels != 1:
         return  # reported already; a 4-D label map has no single label for a voxel
     try:
-        values = [int(value) for value in np.unique(read_label(case.label).array)]
+        contents.num_voxels = voxels_of(read_label(case.label).array)
     except VolumeError as error:
         yield Finding(case=case.name, severity="error", message=str(error))
         return
+    values = sorted(contents.num_voxels)
     known = {*dataset.label_values, dataset.ignore_value}
     unknown = [value for value in values if value not in known]
     if unknown:

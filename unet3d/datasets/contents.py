@@ -1,0 +1,197 @@
+"""What a data set holds: shapes, spacings, intensities and labels of its cases, and who is far out.
+
+Arrays are measured while they are in memory for the checks, so no file is read twice.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.config import Shape, Spacing
+from unet3d.datasets.dataset import Dataset
+from unet3d.datasets.scored_labels import ScoredLabels, values_of
+from unet3d.inputs.plain_data import printable
+
+PERCENTILES = (1, 50, 99)
+
+SAMPLE_VOXELS = 2**20
+"""An image with more voxels has the percentiles of every second, third, ... along each axis."""
+
+MAX_LISTED = 5
+"""Channels, labels and outliers that the lines name; the JSON has them all."""
+
+MAX_NAME, MAX_LINE = 24, 500
+"""Letters of a name, and of what is said of it."""
+
+MIN_CASES = 8
+"""Fewer have no outliers."""
+
+FAR_OUT = 3.0
+"""Interquartile ranges beyond a quartile from which Tukey calls a value far out."""
+
+LEAST_RANGE = 0.1
+"""Interquartile range, relative, that counts where most cases are alike."""
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(kw_only=True)
+class CaseContents:
+    """What was measured of a case."""
+
+    name: str
+    shape: Shape
+    spacing_mm: Spacing
+    voxel_ml: float
+    intensities: dict[int, list[float]] = field(default_factory=dict)
+    """Lowest, percentiles and highest of each channel that can be read."""
+    num_voxels: dict[int, int] | None = None
+    """How many have each value of the label map; None: it cannot be read."""
+
+
+def intensities_of(array: npt.NDArray[Any]) -> list[float]:
+    """Return the lowest intensity of a channel (X, Y, Z), its percentiles, and the highest."""
+    step = math.ceil((array.size / SAMPLE_VOXELS) ** (1 / 3))
+    inner = np.percentile(array[::step, ::step, ::step], PERCENTILES)
+    return [float(value) for value in (array.min(), *inner, array.max())]
+
+
+def voxels_of(array: npt.NDArray[np.integer[Any]]) -> dict[int, int]:
+    """Return how many voxels of a label map (X, Y, Z) have each value that is in it."""
+    counts: Counter[int] = Counter()
+    for plane in array.T:  # as they lie in memory
+        values, found = np.unique(plane, return_counts=True)
+        counts.update(dict(zip(values.tolist(), found.tolist(), strict=True)))
+    return dict(counts)
+
+
+def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
+    """Return what the cases hold together, who is far out, and each case: plain values for JSON."""
+    value_names = dict(zip(dataset.label_values, dataset.label_names, strict=True))
+    scored = ScoredLabels.of(value_names, dataset.regions, dataset.ignore_value).names
+    volumes_ml = {name: _volumes_ml(cases, values_of(label)) for label, name in scored.items()}
+    shapes = np.array([case.shape for case in cases], np.float64).reshape(-1, 3)
+    spacings_mm = np.array([case.spacing_mm for case in cases]).reshape(-1, 3)
+    channels = []
+    far_out: dict[str, list[str]] = {}
+
+    def look(values: Numbers, least: float, texts: Iterable[str]) -> None:
+        for case, text, is_far in zip(cases, texts, _are_far_out(values, least), strict=True):
+            if is_far:
+                far_out.setdefault(case.name, []).append(text)
+
+    relative = math.log1p(LEAST_RANGE)
+    look(np.log(shapes), relative, (f"shape {_times(shape)}" for shape in shapes))
+    look(np.log(spacings_mm), relative, (f"spacing {_times(mm)} mm" for mm in spacings_mm))
+    for number, name in enumerate(dataset.channel_names):
+        found = _intensities(cases, number)
+        spread = _spread(found)
+        channel: dict[str, Any] = {"name": name, "range": None, "percentiles": None}
+        if spread is not None:
+            inner = spread["median"][1:-1]
+            channel["range"] = [spread["lowest"][0], spread["highest"][-1]]
+            channel["percentiles"] = dict(zip(map(str, PERCENTILES), inner, strict=True))
+            texts = (f"{name} {_listed(of_case)}" for of_case in found[:, 1:-1])
+            look(found[:, 1:-1], LEAST_RANGE * (inner[-1] - inner[0]), texts)
+        channels.append(channel)
+    for name, found in volumes_ml.items():
+        look(np.log(found)[:, None], relative, (f"{name} {volume:.4g} ml" for volume in found))
+    return {
+        "num_cases": len(dataset.cases),
+        "shape": _spread(shapes),
+        "spacing_mm": _spread(spacings_mm),
+        "channels": channels,
+        "num_label_maps": sum(case.num_voxels is not None for case in cases),
+        "labels": [
+            {"name": name, "num_cases": int(np.isfinite(found).sum()), "volume_ml": _spread(found)}
+            for name, found in volumes_ml.items()
+        ],
+        "outliers": [{"case": name, "why": texts} for name, texts in far_out.items()],
+        "cases": [asdict(case) for case in cases],
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Put a summary into about ten lines."""
+    channels, labels, outliers = found["channels"], found["labels"], found["outliers"]
+    rows = [
+        ("shape", _told(found["shape"], _times, "voxels")),
+        ("spacing", _told(found["spacing_mm"], _times, "mm")),
+    ]
+    for channel in channels[:MAX_LISTED]:
+        text = "unknown"
+        if channel["range"]:
+            low, high = channel["range"]
+            ranks, inner = ", ".join(channel["percentiles"]), channel["percentiles"].values()
+            text = f"{low:.6g} to {high:.6g}, percentiles {ranks}: {_listed(inner)} (median)"
+        rows.append((channel["name"], text))
+    for label in labels[:MAX_LISTED]:
+        text = f"in {label['num_cases']} of {found['num_label_maps']} cases"
+        if label["num_cases"]:
+            text += f", {_told(label['volume_ml'], '{:.4g}'.format, 'ml')}"
+        rows.append((label["name"], text))
+    named = [f"{one['case']} ({'; '.join(one['why'])})" for one in outliers[:MAX_LISTED]]
+    rows.append(("outliers", ", ".join(named) or "none"))
+    for what, all_of in (("channels", channels), ("labels", labels), ("outliers", outliers)):
+        if len(all_of) > MAX_LISTED:
+            rows.append(("", f"and {len(all_of) - MAX_LISTED} more {what}: --json names all"))
+    yield f"{found['num_cases']} cases, {len(channels)} channel(s), {len(labels)} label(s)"
+    names = [printable(name, MAX_NAME) for name, _ in rows]
+    for name, (_, text) in zip(names, rows, strict=True):
+        yield f"  {name:{max(map(len, names))}}  {printable(text, MAX_LINE)}"
+
+
+def _volumes_ml(cases: Sequence[CaseContents], values: Sequence[int]) -> Numbers:
+    """Return the volume of a label or region in each case, (N,); NaN where there is none."""
+    counts = [sum((case.num_voxels or {}).get(value, 0) for value in values) for case in cases]
+    return np.array(
+        [case.voxel_ml * count or math.nan for case, count in zip(cases, counts, strict=True)]
+    )
+
+
+def _intensities(cases: Sequence[CaseContents], channel: int) -> Numbers:
+    """Return lowest, percentiles and highest in each case, (N, K); NaN where they are unknown."""
+    unknown = [math.nan] * (len(PERCENTILES) + 2)
+    return np.array([case.intensities.get(channel, unknown) for case in cases])
+
+
+def _are_far_out(values: Numbers, least: float) -> npt.NDArray[np.bool_]:
+    """Return which cases (N,) lie far out with one of their values (N, K), by Tukey's rule."""
+    if np.isfinite(values).all(axis=1).sum() < MIN_CASES:
+        return np.zeros(len(values), bool)
+    low, high = np.nanpercentile(values, (25, 75), axis=0)
+    reach = FAR_OUT * np.maximum(high - low, least)
+    far: npt.NDArray[np.bool_] = ((values < low - reach) | (values > high + reach)).any(axis=1)
+    return far
+
+
+def _spread(values: Numbers) -> dict[str, Any] | None:
+    """Return median and extremes of the values of all cases, (N,) or (N, K); None: no values."""
+    known = [of_case for of_case in values if not np.isnan(of_case).any()]
+    kinds: dict[str, Callable[..., Any]] = {
+        "median": np.median,
+        "lowest": np.min,
+        "highest": np.max,
+    }
+    return {kind: of(known, axis=0).tolist() for kind, of in kinds.items()} if known else None
+
+
+def _told(spread: dict[str, Any] | None, form: Callable[[Any], str], unit: str) -> str:
+    if spread is None:
+        return "unknown"
+    median, lowest, highest = map(form, spread.values())
+    extremes = "" if lowest == highest else f" (median), {lowest} to {highest}"
+    return f"{median}{extremes} {unit}"
+
+
+def _times(numbers: Iterable[float]) -> str:
+    return "x".join(f"{number:.4g}" for number in numbers)
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:.4g}" for number in numbers)
