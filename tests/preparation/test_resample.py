@@ -10,9 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from unet3d.errors import VolumeError
 from unet3d.preparation import resample
-from unet3d.preparation.class_resampling import resample_classes
 from unet3d.preparation.interpolation import line_matrix
-from unet3d.preparation.plane_resampling import Resampling
+from unet3d.preparation.plane_resampling import Resampling, resample_classes
 from unet3d.preparation.resample import (
     Interpolation,
     affordable_shape,

@@ -15,7 +15,7 @@ from unet3d.memory.host import is_out_of_gpu_memory
 from unet3d.preparation.cropping import inside_mask
 from unet3d.preparation.intensities import measured
 from unet3d.preparation.normalization import Scaling
-from unet3d.preparation.plane_resampling import Limits, Resampling
+from unet3d.preparation.plane_resampling import Resampling
 from unet3d.preparation.resample import affordable_shape, visible_shape
 from unet3d.preparation.transform import Preprocessing
 
@@ -77,12 +77,9 @@ class PreparedImage:
                 f"the image has normalised intensities up to {self.largest:.3g}, which cannot be "
                 "resampled; scale the image, or train with data.normalization=z-score"
             )
-        limits = None
-        if interpolation.clips and image.shape != self.shape:
-            limits = Limits.of(ranges, slice_axis)
-        self._resampling = Resampling(
-            image.shape, self.shape, interpolation.orders(slice_axes), limits
-        )
+        orders = interpolation.orders(slice_axes)
+        limits = ranges if interpolation.clips else None
+        self._resampling = Resampling(image.shape, self.shape, orders, limits, slice_axis)
         self.nearest_axes: tuple[int, ...] = ()
         """Of X, Y, Z, those along which logits are those of the nearest plane, when they are
         brought back to the image's own spacing."""
@@ -119,7 +116,6 @@ class PreparedImage:
                     if not is_out_of_gpu_memory(error):
                         raise
                     self._tell_of(device)
-            self._resampling.refuse_beyond_memory(axis, begin, end, self.num_channels)
             return self._made(axis, begin, end, CPU)
 
     def whole(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Resampling of arrays from one voxel grid to another that covers the same box of space.
+"""Voxel grids of one box of space: which shape a spacing gives, and how voxels are interpolated.
 
 Grids are resampled along their own axes, as if these were at right angles. Where they are not (a CT
 of a tilted gantry) anatomy stays as skewed as it is stored, and returns to its place afterwards.
@@ -21,9 +21,6 @@ from unet3d.preparation.interpolation import Order
 THICK_SLICE_RATIO = 3.0
 """An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
 
-MAX_AXIS = 2**60
-"""Where the count of voxels along an axis stops; no memory holds so many."""
-
 MAX_FINER = 200.0
 """Voxels along an axis that one may become. A unit that is taken for another makes 1000 of it."""
 
@@ -34,12 +31,6 @@ MAX_LOST_VOXELS = 8
 """Voxels along an axis of which a whole volume may become a single voxel."""
 
 REMEDY = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
-
-WEIGHT_BYTES = 16
-"""An interpolation's weight while it is made: twice in float64."""
-
-SOURCE_VOXELS = 2**24
-"""Voxels that are interpolated within their planes at a time, unless a plane has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +59,7 @@ class Interpolation:
     def slice_axes(self, have_mm: Spacing, want_mm: Spacing) -> tuple[int, ...]:
         """Return the axes across which slices are interpolated one by one.
 
-        Args:
-            have_mm: Spacing of what is resampled, which counts first.
-            want_mm: Spacing that it gets.
+        The spacing of what is resampled counts first, then the one that it gets.
         """
         if self.thick == "never":
             return ()
@@ -85,13 +74,18 @@ class Interpolation:
         return ()
 
     def orders(self, slice_axes: tuple[int, ...]) -> tuple[Order, Order, Order]:
-        """Return the order of the interpolation of images along X, Y, Z.
-
-        Args:
-            slice_axes: Across which slices are interpolated one by one.
-        """
+        """Return the order of the interpolation of images along X, Y, Z."""
         x, y, z = (self.across_slices if axis in slice_axes else self.order for axis in range(3))
         return (x, y, z)
+
+
+def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:
+    """Tell which axes have thick slices in any of the given spacings."""
+    x, y, z = (
+        any(spacing[axis] > THICK_SLICE_RATIO * min(spacing) for spacing in spacings_mm)
+        for axis in range(3)
+    )
+    return (x, y, z)
 
 
 def grid_shape(array: npt.NDArray[Any]) -> Shape:
@@ -103,15 +97,12 @@ def grid_shape(array: npt.NDArray[Any]) -> Shape:
 def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
     """Return the shape at the target spacing, at least one voxel along each axis.
 
-    Args:
-        shape: Voxels along X, Y, Z.
-        spacing_mm: Their spacing.
-        target_mm: The spacing to reach; None: keep the shape.
+    Without a target the shape stays.
     """
     if target_mm is None:
         return shape
     x, y, z = (
-        max(1, round(min(have / want * size, MAX_AXIS)))  # halves depend on the order: nnU-Net's
+        max(1, round(have / want * size))  # halves depend on the order: nnU-Net's
         for size, have, want in zip(shape, spacing_mm, target_mm, strict=True)
     )
     return (x, y, z)
@@ -138,19 +129,16 @@ def affordable_shape(
 ) -> Shape:
     """Return :func:`visible_shape` once it is known that the memory suffices to get there.
 
-    Args:
-        shape: Voxels along X, Y, Z.
-        spacing_mm: Their spacing.
-        target_mm: The spacing to reach; None: keep the shape.
-        num_arrays: Arrays of this shape that are kept at a time, such as the channels.
+    So many arrays of that shape, such as channels, are resampled together.
 
     Raises:
-        VolumeError: It does not, or nothing but a single voxel would be left.
+        VolumeError: It does not suffice, or the shape is absurd.
     """
     new_shape = visible_shape(shape, spacing_mm, target_mm)
     change = _change(shape, spacing_mm, new_shape, target_mm)
-    needed = _resampling_bytes(shape, new_shape, num_arrays)
-    refuse_beyond_memory(needed, f"{change}, which", REMEDY)
+    # The arrays, a piece of them on its way along each axis, the result, and a copy in order.
+    voxels = math.prod(shape) + 3 * max(math.prod(shape), math.prod(new_shape))
+    refuse_beyond_memory(FLOAT32_BYTES * num_arrays * voxels, f"{change}, which", REMEDY)
     return new_shape
 
 
@@ -159,37 +147,3 @@ def _change(shape: Shape, spacing_mm: Spacing, new_shape: Shape, target_mm: Spac
         f"{times(shape)} voxels of {times(spacing_mm)} mm would become {times(new_shape)} of "
         f"{times(target_mm or spacing_mm)} mm"
     )
-
-
-def _resampling_bytes(shape: Shape, new_shape: Shape, num_arrays: int) -> int:
-    """Count what resampling and the preparation before it hold at the same time."""
-    kept = FLOAT32_BYTES * num_arrays * math.prod(shape)
-    if shape == new_shape:
-        return 2 * kept
-    # What makes it smaller comes first, so nothing in between is larger than both.
-    between = max(math.prod(shape), math.prod(new_shape))
-    return kept + working_bytes(shape, new_shape, num_arrays, between)
-
-
-def working_bytes(shape: Shape, new_shape: Shape, num_arrays: int, between: int) -> int:
-    """Count what resampling holds besides the image.
-
-    Args:
-        shape: Voxels along X, Y, Z.
-        new_shape: The same of the result.
-        num_arrays: Arrays that are resampled together.
-        between: The most voxels that there are of one on the way.
-    """
-    piece = min(num_arrays * between, max(between, SOURCE_VOXELS))
-    voxels = num_arrays * (between + math.prod(new_shape)) + 2 * piece
-    weights = sum(size * new for size, new in zip(shape, new_shape, strict=True) if size != new)
-    return FLOAT32_BYTES * voxels + WEIGHT_BYTES * weights
-
-
-def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:
-    """Tell which axes have thick slices in any of the given spacings."""
-    x, y, z = (
-        any(spacing[axis] > THICK_SLICE_RATIO * min(spacing) for spacing in spacings_mm)
-        for axis in range(3)
-    )
-    return (x, y, z)

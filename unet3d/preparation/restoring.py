@@ -29,15 +29,9 @@ def restored_slabs(
 ) -> Iterator[Tensor]:
     """Yield logits on the grid of the original image, each plane as soon as it is known.
 
-    Args:
-        slabs: Consecutive slabs of the logits, shape (K, X, Y, Z), on any device.
-        axis: The axis along which they follow each other.
-        grid: Voxels along X, Y, Z of all slabs together.
-        shape: Voxels along X, Y, Z of the original image.
-        nearest_axes: Those along which the nearest plane is taken.
-
-    Yields:
-        Consecutive slabs of the same type and device; the slabs themselves if the grids are one.
+    The slabs (K, X, Y, Z), on any device, follow each other along the axis and have all voxels of
+    the grid together; the results have all of the shape. If both are one, they are the slabs. Along
+    the nearest axes the nearest plane is taken.
     """
     if grid == shape:
         yield from slabs
@@ -45,7 +39,7 @@ def restored_slabs(
     dim = 1 + axis
     below, above, share = _neighbours(grid[axis], shape[axis], axis in nearest_axes)
     within = {
-        1 + other: _neighbours(grid[other], shape[other], is_nearest=True)[0]
+        other: nearest_voxels(grid[other], shape[other])
         for other in nearest_axes
         if other != axis and grid[other] != shape[other]
     }
@@ -86,19 +80,16 @@ def _between(logits: Tensor, dim: int, below: Tensor, above: Tensor, share: Tens
 
 
 def _within_planes(logits: Tensor, axis: int, shape: Shape, nearest: dict[int, Tensor]) -> Tensor:
-    """Interpolate planes to the voxels that the shape has besides the axis.
-
-    Along some dimensions the planes of given indices are taken instead.
-    """
+    """Interpolate planes to the shape, but where planes of given indices are taken instead."""
     size = [
-        logits.shape[1 + other] if 1 + other in nearest else n
-        for other, n in enumerate(shape)
+        logits.shape[1 + other] if other in nearest else shape[other]
+        for other in range(3)
         if other != axis
     ]
     planes = logits.movedim(1 + axis, 1)
     if list(planes.shape[2:]) != size:
         planes = functional.interpolate(planes, size=size, mode="bilinear", align_corners=False)
         logits = planes.movedim(1, 1 + axis)
-    for dim, indices in nearest.items():
-        logits = logits.index_select(dim, indices.to(logits.device))
+    for other, indices in nearest.items():
+        logits = logits.index_select(1 + other, indices.to(logits.device))
     return logits

@@ -19,9 +19,9 @@ from unet3d.images.image_voxels import ImageVoxels
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
-from unet3d.preparation.class_resampling import resample_classes
 from unet3d.preparation.cropping import Box, nonzero_box, whole_box
 from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.plane_resampling import resample_classes
 from unet3d.preparation.resample import (
     Interpolation,
     affordable_shape,
