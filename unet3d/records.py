@@ -24,14 +24,11 @@ MAX_BYTES = 16 * 2**20
 def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
     """Return what was recorded earlier, or None where nothing was or its file is damaged.
 
-    Args:
-        path: Where :func:`remember` put it.
-        read: Turns the file's JSON into its meaning, such as
-            :func:`unet3d.inputs.plain_data.validated` of a model; raises ValueError, TypeError or
-            KeyError where it has none.
+    ``read`` turns the record into its meaning; it raises ValueError, TypeError or KeyError where
+    the record has none.
     """
     try:
-        return read(read_json(path, MAX_BYTES))
+        return read(read_record(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, AttributeError):
@@ -40,20 +37,26 @@ def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
 
 
 def remember(path: Path, content: Mapping[str, object]) -> None:
-    """Write a record.
-
-    Args:
-        path: In the cache folder.
-        content: What was found out, and for people what it depends on.
-
-    Raises:
-        CacheError: The cache folder cannot be written to.
-    """
-    text = json.dumps(content, indent=2) + "\n"
+    """Write a record into the cache folder; it says for people, too, what it depends on."""
     with writing_cache(path.parent):
         make_folder(path.parent)
         _make_way(path)
-        write_atomically(path, lambda file: file.write(text.encode()))
+        write_record(path, content)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return what :func:`write_record` wrote; anything else is a ValueError or an OSError."""
+    content = read_json(path, MAX_BYTES)
+    if not isinstance(content, dict) or content.pop("checksum", None) != key_of(content):
+        raise ValueError(f"{path.name} has another checksum")
+    return content
+
+
+def write_record(path: Path, content: Mapping[str, object]) -> None:
+    """Replace a file with plain values and their checksum."""
+    plain = json.loads(json.dumps(content))  # as they will be read
+    text = json.dumps({**plain, "checksum": key_of(plain)}, indent=1) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def _make_way(path: Path) -> None:
@@ -66,14 +69,7 @@ def _make_way(path: Path) -> None:
 
 @contextmanager
 def writing_cache(folder: Path) -> Iterator[None]:
-    """Explain why something in the cache cannot be written.
-
-    Args:
-        folder: Where it is written, for the message.
-
-    Raises:
-        CacheError: Instead of an OSError.
-    """
+    """Explain why something in the cache folder cannot be written: CacheError, not OSError."""
     try:
         yield
     except OSError as error:
@@ -86,8 +82,6 @@ def writing_cache(folder: Path) -> Iterator[None]:
 def key_of(parts: Any, version: int = 1) -> str:
     """Return the key of plain values, such as hashes of files and settings.
 
-    Args:
-        parts: What a record depends on.
-        version: Raised by the caller when the same parts come to mean another content.
+    A caller raises the version when the same parts come to mean another content.
     """
     return hashlib.sha256(json.dumps([version, parts], sort_keys=True).encode()).hexdigest()

@@ -1,15 +1,17 @@
+import os
 import tracemalloc
 from collections import Counter
 from functools import partial
 
 import numpy as np
+import pytest
 from scipy import ndimage
 
 from tests.patches.known_cases import PLAIN, known_volume, make_cases, probable
 from unet3d.config import PatchSettings
+from unet3d.errors import CacheError
 from unet3d.patches.patches import CutBatch, PatchSampler
-from unet3d.preparation.cache import Cache, PreparedCase
-from unet3d.preparation.packed_label import pack_label
+from unet3d.preparation.cache import Cache, Entry, PreparedCase
 
 
 def make_sampler(cases, size, **settings):
@@ -82,6 +84,17 @@ def test_foreground_patches_are_centred_on_a_random_class(tmp_path):
     assert target[3, 0, 3] == 2
 
 
+@pytest.mark.parametrize("name", ["foreground", "components"])
+def test_places_outside_of_the_volume_are_explained(tmp_path, name):
+    label = (np.arange(8**3).reshape(8, 8, 8) % 5 == 0).astype(np.uint8)
+    (case,) = make_cases(tmp_path, [(8, 8, 8)], [label])
+    path = case.entry.folder / f"{name}.npy"
+    header, values = path.read_bytes()[:128], path.read_bytes()[128:]
+    path.write_bytes(header + b"\xff" * len(values))
+    with pytest.raises(CacheError, match="key0 is damaged; delete it and run again"):
+        make_sampler([case], (4, 4, 4), foreground_fraction=1.0).cut(0, 0)
+
+
 def test_small_volumes_are_padded_not_cropped(tmp_path):
     shape = (3, 8, 5)
     cases = make_cases(tmp_path, [shape], [np.full(shape, 2, np.uint8)])
@@ -95,10 +108,13 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path):
     shape = (400, 200, 200)  # 64 MB; the file is a hole on disk
     folder = tmp_path / "sparse"
     folder.mkdir()
-    np.lib.format.open_memmap(folder / "image.npy", mode="w+", dtype="f4", shape=(1, *shape))
-    np.save(folder / "label.npy", pack_label(np.zeros(shape, np.uint8)))
-    case = PreparedCase(name="sparse", folder=folder, spacing_mm=(1, 1, 1), num_components=(0, 0))
-    sampler = make_sampler([case], (16, 16, 16))
+    arrays = {"image": ((1, *shape), "<f4", 2**26), "label": (shape, "|u1", 2**24)}
+    for name, (_, _, size) in arrays.items():
+        (folder / f"{name}.npy").touch()
+        os.truncate(folder / f"{name}.npy", size)
+    notes = {"spacing_mm": [1, 1, 1], "num_components": [0, 0]}
+    case = PreparedCase(name="sparse", entry=Entry(folder=folder, arrays=arrays, notes=notes))
+    sampler = make_sampler([case], (16, 16, 16), foreground_fraction=0)
     tracemalloc.start()
     try:
         cut = sampler.cut(0, 0)

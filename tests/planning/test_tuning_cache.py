@@ -21,6 +21,7 @@ from unet3d.planning.tuning_cache import (
     resolve_auto,
     without_stale_cuts,
 )
+from unet3d.records import remember
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 
@@ -123,14 +124,14 @@ DAMAGES = (
     choice(measured="\x1b[2J"),
     choice(another=1),
 )
-"""What is no record at all is in tests/inputs/test_reading.py."""
+"""Records that mean nothing here; what is no record at all is in tests/inputs/test_reading.py."""
 
 
 def test_a_damaged_file_is_named_and_not_used(tmp_path, caplog):
     here = tuning_key(tmp_path)
     path = remember_tuned(here, CHOICE)
     for damage in DAMAGES:
-        path.write_text(damage)
+        remember(path, json.loads(damage))
         assert resolve_auto(here).training.micro_batches == 1, damage[:80]
         (record,) = caplog.records
         assert str(path) in record.getMessage()

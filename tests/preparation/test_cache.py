@@ -1,19 +1,156 @@
+"""The cache folder, whatever somebody or something has done to it."""
+
 import errno
+import json
+import logging
 import os
 import resource
+import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import warm
+from tests.images.itk_headers import written
+from tests.mutations import damaged, property_test
 from unet3d.atomic import PREFIX
 from unet3d.errors import CacheError, Unet3dError, VolumeError
 from unet3d.preparation.cache import Cache
 
-IMAGE = np.zeros((1, 4, 5, 6), np.float32)
-LABEL = np.zeros((4, 5, 6), np.uint8)
+IMAGE = np.arange(2 * 4 * 5 * 6, dtype=np.float32).reshape(2, 4, 5, 6)
+LABEL = (IMAGE[0] % 3).astype(np.uint8)
+ARRAYS = ("image.npy", "label.npy", "foreground.npy", "components.npy")
+FILES = (*ARRAYS, "meta.json")
+
+
+def save(cache, image=IMAGE):
+    cache.save_case("key", image, LABEL, (1.0, 1.5, 2.0), 3)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """Return an entry that is as it was written."""
+    folder = tmp_path_factory.mktemp("cache")
+    save(Cache(folder))
+    return folder / "prepared" / "key"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Return a cache for damaged entries, whose disk is not waited for."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: None)
+        yield Cache(tmp_path_factory.mktemp("damaged"))
+
+
+def assert_is_sound(case):
+    np.testing.assert_array_equal(case.image(), IMAGE)
+    np.testing.assert_array_equal(case.label(), LABEL)
+    assert case.shape == LABEL.shape and case.spacing_mm == (1.0, 1.5, 2.0)
+    found = case.foreground()
+    assert sum(found.num_components) == len(found.ends) and found.num_components[0] == 0
+    np.testing.assert_array_equal(np.sort(found.voxels), np.flatnonzero(LABEL))
+
+
+def assert_is_repaired(cache, sound, damage):
+    """Damage a copy of an entry, and see that nothing else than what was written comes out."""
+    folder = cache.folder / "prepared" / "key"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sound, folder)
+    damage(folder)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("unet3d.preparation.cache").addHandler(handler)
+    try:
+        case = cache.load_case("key", "case")
+    finally:
+        logging.getLogger("unet3d.preparation.cache").removeHandler(handler)
+    if case is None:
+        (line,) = said
+        assert "is damaged (" in line and line.isprintable() and len(line) < 500
+        save(cache)
+        case = cache.load_case("key", "case")
+    assert_is_sound(case)
+
+
+@partial(property_test, share=0.5)
+@given(data=st.data())
+def test_a_damaged_record_is_never_used(cache, sound, data):
+    content = data.draw(damaged((sound / "meta.json").read_bytes()))
+    assert_is_repaired(cache, sound, lambda entry: (entry / "meta.json").write_bytes(content))
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_of_another_size_is_never_used(cache, sound, name):
+    size = (sound / name).stat().st_size
+    for other in (0, 1, 64, size - 1, size + 1, 2**40):
+        assert_is_repaired(cache, sound, lambda entry, to=other: os.truncate(entry / name, to))
+
+
+REPLACEMENTS = (
+    lambda path: None,
+    os.mkdir,
+    os.mkfifo,
+    lambda path: path.symlink_to(path.name),
+    lambda path: path.symlink_to("/dev/zero"),
+    lambda path: shutil.copy(next(path.parent.glob("*o*")), path),
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_of_the_entry_is_not_waited_for(cache, sound, name):
+    def replace(entry, make):
+        (entry / name).unlink()
+        make(entry / name)
+
+    for make in REPLACEMENTS:
+        assert_is_repaired(cache, sound, partial(replace, make=make))
+
+
+@pytest.mark.parametrize(
+    "damage", [shutil.rmtree, lambda entry: os.truncate(entry / "image.npy", 9)]
+)
+def test_what_is_damaged_during_a_run_is_named(cache, sound, damage):
+    assert_is_repaired(cache, sound, lambda entry: None)
+    case = cache.load_case("key", "case")
+    damage(cache.folder / "prepared" / "key")
+    with pytest.raises(CacheError, match=r"image\.npy is gone or damaged .*; run again") as caught:
+        case.image()
+    assert "\n" not in str(caught.value)
+
+
+def test_arrays_are_read_only_maps(sound):
+    case = Cache(sound.parent.parent).load_case("key", "case")
+    for array in (case.image(), case.label()):
+        assert not array.flags.writeable and not array.flags.owndata
+    assert case.label().dtype == np.uint8
+
+
+def test_a_label_map_of_background_has_no_foreground(tmp_path):
+    cache = Cache(tmp_path)
+    cache.save_case("key", IMAGE, np.zeros_like(LABEL), (1, 1, 1), 3)
+    found = cache.load_case("key", "case").foreground()
+    assert len(found.voxels) == len(found.ends) == 0
+    assert found.draw(np.random.default_rng(0)) is None
+
+
+def test_several_writers_repair_one_entry(cache, sound):
+    folder = cache.folder / "prepared" / "key"
+    with ThreadPoolExecutor(4) as writers:
+        for _ in range(5):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(sound, folder)
+            os.truncate(folder / "image.npy", 100)
+            list(writers.map(lambda _: save(cache), range(4)))
+            assert_is_sound(cache.load_case("key", "case"))
+    assert [path.name for path in folder.parent.iterdir()] == ["key"]
 
 
 @pytest.mark.parametrize("names", [("a.hdr", "a.img"), ("a.Hdr", "a.IMG")])
@@ -28,6 +165,30 @@ def test_the_digest_of_a_pair_is_that_of_both_files(tmp_path, names):
         digests.append(cache.digest(header))
         assert cache.digest(voxels) == digests[-1]
     assert len(set(digests)) == 3
+
+
+def test_digests_are_taken_again_where_they_are_damaged_or_the_file_has_changed(tmp_path, caplog):
+    path = written(tmp_path / "scan.nii", bytes(1000))
+    store, status = Cache(tmp_path / "cache"), path.stat()
+    before = store.digest(path)
+    (note,) = (tmp_path / "cache" / "contents").iterdir()
+    tree = json.loads(note.read_text())
+    for number, damage in enumerate(
+        (
+            lambda: note.write_text(json.dumps({**tree, "sha256": "0" * 64})),
+            lambda: note.write_text(json.dumps({**tree, "path": "00"})),
+            lambda: note.write_text(json.dumps({**tree, "size": "0"})),
+            lambda: (note.unlink(), os.mkfifo(note)),
+            lambda: note.write_text("[" * 100_000),
+            lambda: os.truncate(note, 2**40),
+        )
+    ):
+        damage()
+        assert store.digest(path) == before
+        assert len(caplog.records) == number + 1
+    path.write_bytes(bytes(999) + b"1")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # size and time stay
+    assert store.digest(path) != before
 
 
 @contextmanager
@@ -48,17 +209,16 @@ def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path):
     large = np.zeros((1, 40, 40, 40), np.float32)
     for write in (
         lambda: cache.save_case("key", large, large[0].astype(np.uint8), (1, 1, 1), 2),
-        lambda: cache.save_intensities("key", large.reshape(-1, 1)),
+        lambda: cache.save("intensities", "key", {"intensities": large}),
     ):
         with full_disk(), pytest.raises(CacheError) as caught:
             write()
         said = str(caught.value)
         assert str(cache.folder) in said and "set data.cache" in said
         assert "None" not in said and "\n" not in said
-    assert cache.load_case("key", "case") is None
-    assert cache.load_intensities("key") is None
-    assert list((cache.folder / "prepared").iterdir()) == []
-    assert list((cache.folder / "intensities").iterdir()) == []
+    for kind in ("prepared", "intensities"):
+        assert cache.open(kind, "key") is None and not cache.has(kind, "key")
+        assert list((cache.folder / kind).iterdir()) == []
 
 
 @pytest.mark.parametrize("broken", ["fsync", "rename"])
@@ -71,17 +231,16 @@ def test_an_entry_that_cannot_be_put_in_place_is_none(tmp_path, broken, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(os, broken, fail)
         with pytest.raises(CacheError, match=r"cannot write .*: Input/output error; set data\."):
-            cache.save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
+            save(cache)
     assert list((cache.folder / "prepared").iterdir()) == []
-    cache.save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
-    cache.save_case("key", IMAGE + 1, LABEL, (1, 1, 1), 2)  # as if another process were slower
-    case = cache.load_case("key", "case")
-    assert case is not None and not case.image().any()
+    save(cache)
+    save(cache, IMAGE + 1)  # as if another process were slower
+    assert_is_sound(cache.load_case("key", "case"))
 
 
 def write_until_it_is_named(folder):
     os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    Cache(folder).save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
+    save(Cache(folder))
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_no_entry(tmp_path):

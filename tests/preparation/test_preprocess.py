@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import threading
 from dataclasses import replace
 
 import nibabel as nib
@@ -12,14 +13,13 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
-from tests.images.itk_headers import written
 from tests.images.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings
 from unet3d.datasets.dataset import load_dataset
 from unet3d.distributed import workers
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.images.image_voxels import ImageVoxels
-from unet3d.preparation import case_boxes, preprocess
+from unet3d.preparation import preprocess
 from unet3d.preparation.cache import Cache
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import prepare_image
@@ -48,18 +48,16 @@ def prepare(dataset, settings, num_workers=0):
 
 
 def arrays(cases):
-    return [(case.image().tobytes(), case.label()[...].tobytes()) for case in cases]
+    return [(case.image().tobytes(), case.label().tobytes()) for case in cases]
 
 
 def forbid_reading(monkeypatch):
     def refuse(*_):
         raise AssertionError("a volume was read again")
 
-    for module, name in (
-        *((preprocess, "read_channels"), (preprocess, "read_label")),
-        *((case_boxes, "open_channels"), (hashlib, "file_digest")),
-    ):
-        monkeypatch.setattr(module, name, refuse)
+    for name in ("read_channels", "read_label", "open_channels"):
+        monkeypatch.setattr(preprocess, name, refuse)
+    monkeypatch.setattr(hashlib, "file_digest", refuse)
 
 
 def test_plans_the_median_spacing_and_shape(tmp_path, settings):
@@ -168,7 +166,7 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monk
         inside.append(np.repeat(of_case, max(sizes) // size))
     expected = np.concatenate(inside)
     with monkeypatch.context() as patched:  # boxes come with the intensities
-        patched.setattr(case_boxes, "open_channels", None)
+        patched.setattr(preprocess, "open_channels", None)
         plan, fingerprint = plan_preprocessing(dataset, settings)
     assert fingerprint.shapes == {(12, 14, 10)}
     (channel,) = plan.channels
@@ -252,35 +250,29 @@ def test_the_key_is_the_content_and_the_settings(tmp_path, settings):
     moved = tmp_path / "elsewhere"
     shutil.copytree(tmp_path / "data", moved)
     (same,) = prepare(load_dataset(moved), settings)
-    assert same.folder == first.folder
+    assert same.entry.folder == first.entry.folder
     coarse = with_(settings, spacing_mm=(2.0, 2.0, 2.0))
     (other,) = prepare(dataset, coarse)
-    assert other.folder != first.folder
+    assert other.entry.folder != first.entry.folder
     assert other.image().shape == (1, 6, 7, 5)
     (uncropped,) = prepare(dataset, with_(settings, crop_to_nonzero=False))
-    assert uncropped.folder != first.folder
+    assert uncropped.entry.folder != first.entry.folder
     image = np.full((12, 14, 10), 5, np.float32)
     image[0] = 1
     write_volume(dataset.cases[0].images[0], image)
     (changed,) = prepare(dataset, settings)
-    assert changed.folder != first.folder
+    assert changed.entry.folder != first.entry.folder
     assert changed.image()[0, 0, 0, 0] < changed.image()[0, 5, 5, 5]
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
-    path.write_bytes(content)
 
 
 def test_damaged_entries_are_made_again(tmp_path, settings, caplog):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2))
     prepared = prepare(dataset, settings)
     before = arrays(prepared)
-    entry, other = (case.folder for case in prepared)
-    for damage in (  # how they are told to be damaged is tested in ``test_entries``
+    entry, other = (case.entry.folder for case in prepared)
+    for damage in (  # how they are told to be damaged is tested in ``test_cache``
         lambda: os.truncate(entry / "image.npy", 500),
-        lambda: (entry / "entry.json").unlink(),
+        lambda: (entry / "meta.json").unlink(),
         lambda: (shutil.rmtree(entry), entry.write_text("a file")),
         lambda: (shutil.rmtree(entry), shutil.copytree(other, entry)),
     ):
@@ -295,39 +287,65 @@ def test_damaged_entries_are_made_again(tmp_path, settings, caplog):
     assert caplog.records == []
 
 
+def test_the_box_of_a_changed_image_is_found_again_in_all_channels(tmp_path, settings, caplog):
+    caplog.set_level("INFO")
+    dataset = write_in_zeros(tmp_path / "data", [BOX], (30, 24, 16), (1, 1, 1))
+    second = write_volume(tmp_path / "second.nii", np.zeros((30, 24, 16), np.float32))
+    (case,) = dataset.cases
+    case = replace(case, images=(*case.images, second))
+    dataset = replace(dataset, cases=(case,), channel_names=("one", "other"))
+
+    def shape():
+        return plan_preprocessing(dataset, with_(settings, spacing_mm="native"))[1].shape
+
+    assert shape() == shape() == (16, 20, 10)
+    image = np.zeros((30, 24, 16), np.float32)
+    image[29, 3, 0] = 1
+    write_volume(second, image)
+    assert shape() == (26, 20, 12)
+    assert [line for line in caplog.messages if "cropping 1 of 1" in line] == caplog.messages
+    assert len(caplog.messages) == 2
+
+
+def test_damaged_boxes_are_found_again(tmp_path, settings, caplog):
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
+    before = plan_preprocessing(dataset, settings)
+    (record,) = (tmp_path / "cache" / "boxes").iterdir()
+    tree = json.loads(record.read_text())
+    for changes in ({"start": [1, 1, 1]}, {"stop": "12"}, {"checksum": "0"}):
+        caplog.clear()
+        record.write_text(json.dumps({**tree, **changes}))
+        assert plan_preprocessing(dataset, settings) == before
+        assert len(caplog.records) == 1 and str(record) in caplog.text
+    caplog.clear()
+    assert plan_preprocessing(dataset, settings) == before and caplog.records == []
+
+
+def test_what_another_process_has_prepared_by_now_is_not_read(tmp_path, settings, monkeypatch):
+    dataset = load_dataset(write_msd(tmp_path / "data"))
+    plan, _ = plan_preprocessing(dataset, settings)
+    map_items = preprocess.map_items
+
+    def begin_later(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(preprocess, "map_items", map_items)
+            prepare_cases(dataset.cases, plan, settings.cache, 0)
+        forbid_reading(monkeypatch)
+        return map_items(*arguments)
+
+    monkeypatch.setattr(preprocess, "map_items", begin_later)
+    assert len(prepare_cases(dataset.cases, plan, settings.cache, 0)) == 3
+
+
 def test_damaged_intensities_are_collected_again(tmp_path, caplog):
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2, modality="CT"))
     settings = DataSettings(cache=tmp_path / "cache")
     before = plan_preprocessing(dataset, settings)
     entries = sorted((tmp_path / "cache" / "intensities").iterdir())
-    flip_a_bit(entries[0] / "intensities.npy")
+    os.truncate(entries[0] / "intensities.npy", 200)
     (entries[1] / "intensities.npy").write_bytes(b"")
     assert plan_preprocessing(dataset, settings) == before
     assert [record.getMessage().count("is damaged") for record in caplog.records] == [1, 1]
-
-
-def test_digests_are_taken_again_where_they_are_damaged_or_the_file_has_changed(tmp_path, caplog):
-    path = written(tmp_path / "scan.nii", bytes(1000))
-    store, status = Cache(tmp_path / "cache"), path.stat()
-    before = store.digest(path)
-    (note,) = (tmp_path / "cache" / "digests").iterdir()
-    tree = json.loads(note.read_text())
-    for number, damage in enumerate(
-        (
-            lambda: note.write_text(json.dumps({**tree, "sha256": "0" * 64})),
-            lambda: note.write_text(json.dumps({**tree, "path": "00"})),
-            lambda: note.write_text(json.dumps({**tree, "size": "0"})),
-            lambda: (note.unlink(), os.mkfifo(note)),
-            lambda: note.write_text("[" * 100_000),
-            lambda: os.truncate(note, 2**40),
-        )
-    ):
-        damage()
-        assert store.digest(path) == before
-        assert len(caplog.records) == number + 1
-    flip_a_bit(path)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # size and time stay
-    assert store.digest(path) != before
 
 
 def test_worker_processes_prepare_the_same(tmp_path, settings, forked_workers):
@@ -377,7 +395,7 @@ def test_image_and_label_are_brought_together_at_45_degrees(tmp_path, settings):
         nib.save(nib.Nifti1Image(np.asarray(nib.load(path).dataobj), affine), path)
     plain, turned = (prepare(load_dataset(root), settings)[1] for root in (straight, oblique))
     image, label = np.asarray(turned.image()), np.asarray(turned.label())
-    inside = [np.sort(case.image()[0][case.label()[...] == 1]) for case in (plain, turned)]
+    inside = [np.sort(case.image()[0][case.label() == 1]) for case in (plain, turned)]
     assert image.shape[1:] == label.shape
     np.testing.assert_allclose(inside[0], inside[1], rtol=2**-10)
 
@@ -396,16 +414,32 @@ def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, 
     monkeypatch.setattr(workers, "LOG_SECONDS", 0.0)
     prepare(dataset, settings)
     folder = tmp_path / "cache"
-    hashed = ["hashing 3 cases: 1 done", "hashing 3 cases: 2 done"]
+    hashing = ["hashing 3 cases: 1 done", "hashing 3 cases: 2 done"]
     assert caplog.messages == [
-        *hashed,
-        f"reading 3 of 3 cases to crop them, into {folder}",
-        *("reading 3 cases: 1 done", "reading 3 cases: 2 done"),
-        *hashed,
+        *hashing,
+        f"cropping 3 of 3 cases into {folder}",
+        *("cropping 3 cases: 1 done", "cropping 3 cases: 2 done"),
+        *hashing,  # which takes no time any more
         f"preparing 3 of 3 cases into {folder}",
         *("preparing 3 cases: 1 done", "preparing 3 cases: 2 done"),
     ]
-    caplog.clear()
-    dataset = load_dataset(write_msd(tmp_path / "ct", modality="CT"))
-    plan_preprocessing(dataset, settings)
-    assert caplog.messages[:3] == [*hashed, f"collecting intensities of 3 of 3 cases into {folder}"]
+
+
+def test_nobody_waits_for_images_that_are_no_longer_wanted(tmp_path, settings, monkeypatch):
+    dataset = load_dataset(write_msd(tmp_path / "data"))
+    reading, may_end = threading.Event(), threading.Event()
+
+    def opened(images):
+        assert threading.current_thread().daemon  # nor does a process that ends
+        if images == dataset.cases[0].images:
+            assert reading.wait(10)
+            raise VolumeError("damaged")
+        reading.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(preprocess, "open_channels", opened)
+    monkeypatch.setattr(preprocess, "num_cores", lambda: 2)
+    with pytest.raises(VolumeError, match="damaged"):
+        plan_preprocessing(dataset, settings)
+    assert not may_end.is_set()
+    may_end.set()

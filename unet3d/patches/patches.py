@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import PatchSettings, Shape
-from unet3d.errors import ConfigError, DatasetError
+from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.images.files import times
 from unet3d.patches.augment import (
     AugmentationDraw,
@@ -37,7 +37,6 @@ from unet3d.patches.augment.cut import Placement, with_margin
 from unet3d.patches.augment.filters import ChannelFilters
 from unet3d.patches.packing import packed, page_locked_memory, shared_memory, unpacking
 from unet3d.preparation.cache import PreparedCase
-from unet3d.preparation.packed_label import PackedLabel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +210,7 @@ class PatchSampler:
         if self.size is not None:
             return self.size
         case = self._drawn_case(self._generator(epoch, index))
-        return padded_shape(case.label().shape, self.stride)
+        return padded_shape(case.shape, self.stride)
 
     def _generator(self, epoch: int, index: int) -> np.random.Generator:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
@@ -237,8 +236,7 @@ class PatchSampler:
         """
         rng = self._generator(epoch, index)
         case = self._drawn_case(rng)
-        image, label = case.image(), case.label()
-        shape = label.shape
+        image, label, shape = case.image(), case.label(), case.shape
         size = self.size or padded_shape(shape, self.stride)
         is_on_foreground = index % self.batch_size >= self.batch_size - self._num_foreground
         start = _start(shape, size, self._centre(rng, case, shape, size, is_on_foreground))
@@ -281,9 +279,14 @@ class PatchSampler:
     ) -> list[int]:
         """Draw the voxel that the patch would be centred on in a volume without borders."""
         if self.size is not None and is_on_foreground:
-            voxel = case.foreground().draw(rng)
-            if voxel is not None:
-                return [int(index) for index in np.unravel_index(voxel, shape)]
+            try:
+                voxel = case.foreground().draw(rng)
+                if voxel is not None:
+                    return [int(index) for index in np.unravel_index(voxel, shape)]
+            except (IndexError, ValueError) as error:  # no checksum has told before
+                raise CacheError(
+                    f"{case.entry.folder} is damaged; delete it and run again"
+                ) from error
         # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [
             int(rng.integers(max(0, available - voxels) + 1)) + voxels // 2
@@ -307,8 +310,7 @@ def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
     ]
 
 
-def _cut(array: npt.NDArray[Any] | PackedLabel, box: Region) -> npt.NDArray[Any]:
-    """Copy a box out of the last three axes of a stored array."""
+def _cut(array: npt.NDArray[Any], box: Region) -> npt.NDArray[Any]:
+    """Copy a box out of the last three axes of a map."""
     x, y, z = (slice(first, last) for first, last in zip(box.start, box.stop, strict=True))
-    part: npt.NDArray[Any] = array[..., x, y, z]
-    return part if part.flags.owndata else part.copy()  # of a map
+    return array[..., x, y, z].copy()

@@ -63,8 +63,8 @@ class Experiment:
         if self.patch_size is not None:
             return self.patch_size
         stride = self.topology.total_stride
-        shapes = {case.label().shape for case in self.training}
-        return batch_shape([padded_shape((x, y, z), stride) for x, y, z in shapes], num_patches)
+        shapes = {case.shape for case in self.training}
+        return batch_shape([padded_shape(shape, stride) for shape in shapes], num_patches)
 
     def augmentation(self, device: torch.device) -> DeviceAugmentation | None:
         """Return what makes batches on a device; None where they are made on the host.
@@ -75,7 +75,7 @@ class Experiment:
         Raises:
             DeviceError: A GPU is asked for, and this is a CPU.
         """
-        cases = {(case.label().shape, case.spacing_mm) for case in self.training}
+        cases = {(case.shape, case.spacing_mm) for case in self.training}
         # A case with an intensity that float16 cannot hold is stored in float32.
         num_bytes = max(case.image().itemsize for case in self.training)
         settings = self.config.patches.augmentation

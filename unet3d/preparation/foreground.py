@@ -4,7 +4,6 @@ A class is drawn first, then one of its components, then a voxel of that. So a l
 is seen as often as one of ten thousand, where voxels drawn evenly would show the large one alone.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,90 +31,55 @@ class Foreground:
     num_components: tuple[int, ...]
     """Components of each class; 0 for the background."""
 
-    def components(self, index: int) -> list[Indices]:
-        """Return the voxels of each component of a class.
-
-        Args:
-            index: The class.
-        """
-        first = sum(self.num_components[:index])
-        return [self._component(first + number) for number in range(self.num_components[index])]
-
     def draw(self, rng: np.random.Generator) -> int | None:
         """Return a voxel of a random component of a random class; None where all is background.
 
-        Args:
-            rng: Draws evenly from the classes that are there, then from the components of the
-                class, then from the voxels of the component.
+        Classes that are there are equally likely, then the components of the class, then the voxels
+        of the component.
         """
         present = np.flatnonzero(self.num_components)
         if not len(present):
             return None
         index = int(present[rng.integers(len(present))])
-        first = sum(self.num_components[:index])
-        voxels = self._component(first + int(rng.integers(self.num_components[index])))
-        return int(voxels[rng.integers(len(voxels))])
-
-    def _component(self, number: int) -> Indices:
+        number = sum(self.num_components[:index]) + int(rng.integers(self.num_components[index]))
         start = int(self.ends[number - 1]) if number else 0
-        return self.voxels[start : int(self.ends[number])]
+        return int(self.voxels[start + int(rng.integers(int(self.ends[number]) - start))])
 
 
 def foreground_voxels(label: npt.NDArray[np.unsignedinteger[Any]], num_classes: int) -> Foreground:
-    """Return some voxels of each component of each class; none of the background.
+    """Return some voxels of each component of each class of (X, Y, Z) but the background.
 
     Of a class at most ``MAX_FOREGROUND_VOXELS`` are kept, as many of each component as it has or as
     are its share; where there are more components than that, a random choice of them. The choice is
-    random but the same for the same label map.
-
-    Args:
-        label: Class indices, shape (X, Y, Z); others than those of the classes count nowhere.
-        num_classes: Number of classes, the background included.
+    random but the same for the same label map. Indices beyond the classes count nowhere.
     """
     dtype = np.min_scalar_type(label.size)
     inside = np.flatnonzero((label > 0) & (label < num_classes))
-    voxels: list[Indices] = []
+    kept: list[Indices] = []
     counts = [0] * num_classes
     if len(inside):
-        components = _components(label).reshape(-1)[inside]
-        if components.max() < 2**16:
-            components = components.astype(np.uint16)  # which NumPy sorts in linear time
-        order = np.argsort(components, kind="stable")
-        starts = np.flatnonzero(np.diff(components[order], prepend=0))
-        groups = np.split(inside[order], starts[1:])
-        classes = label.reshape(-1)[[group[0] for group in groups]]
+        # Numbers from 1; neighbours of two classes are two components.
+        numbers = cc3d.connected_components(np.ascontiguousarray(label), connectivity=CONNECTIVITY)
+        numbers = numbers.reshape(-1)[inside]
+        if numbers.max() < 2**16:
+            numbers = numbers.astype(np.uint16)  # which NumPy sorts in linear time
+        order = np.argsort(numbers, kind="stable")
+        starts = np.flatnonzero(np.diff(numbers[order], prepend=0))
+        components = np.split(inside[order], starts[1:])
+        classes = label.reshape(-1)[[voxels[0] for voxels in components]]
         rng = np.random.default_rng(0)
         for index in range(1, num_classes):
-            of_class = [groups[number] for number in np.flatnonzero(classes == index)]
-            chosen = _chosen(of_class, rng)
+            chosen = np.flatnonzero(classes == index)
+            if len(chosen) > MAX_FOREGROUND_VOXELS:
+                chosen = np.sort(rng.choice(chosen, MAX_FOREGROUND_VOXELS, replace=False))
             counts[index] = len(chosen)
-            voxels += [group.astype(dtype) for group in chosen]
+            for number in chosen:
+                voxels, share = components[number], MAX_FOREGROUND_VOXELS // len(chosen)
+                if len(voxels) > share:
+                    voxels = np.sort(rng.choice(voxels, share, replace=False))
+                kept.append(voxels.astype(dtype))
     return Foreground(
-        voxels=np.concatenate([np.empty(0, dtype), *voxels]),
-        ends=np.cumsum([len(group) for group in voxels], dtype=np.uint32),
+        voxels=np.concatenate([np.empty(0, dtype), *kept]),
+        ends=np.cumsum([len(voxels) for voxels in kept], dtype=np.uint32),
         num_components=tuple(counts),
     )
-
-
-def _components(
-    label: npt.NDArray[np.unsignedinteger[Any]],
-) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the number of each voxel's component, from 1; neighbours of two classes are two."""
-    components: npt.NDArray[np.unsignedinteger[Any]] = cc3d.connected_components(
-        np.ascontiguousarray(label), connectivity=CONNECTIVITY
-    )
-    return components
-
-
-def _chosen(
-    components: Sequence[npt.NDArray[np.intp]], rng: np.random.Generator
-) -> list[npt.NDArray[np.intp]]:
-    """Return the voxels that are kept of each component of a class, ascending."""
-    if len(components) > MAX_FOREGROUND_VOXELS:
-        numbers = rng.choice(len(components), MAX_FOREGROUND_VOXELS, replace=False)
-        components = [components[number] for number in np.sort(numbers)]
-    share = MAX_FOREGROUND_VOXELS // max(1, len(components))
-    return [
-        np.sort(rng.choice(voxels, share, replace=False)) if len(voxels) > share else voxels
-        for voxels in components
-    ]

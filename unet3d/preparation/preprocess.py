@@ -7,30 +7,30 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from unet3d.config import DataSettings, Shape, Spacing
 from unet3d.datasets.dataset import Case, Dataset
+from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import counting, map_items
 from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.images.header import read_header, same_grid
 from unet3d.images.image_voxels import ImageVoxels
-from unet3d.images.nifti import Volume, on_grid_of, read_channels, read_label
+from unet3d.images.nifti import Volume, on_grid_of, open_channels, read_channels, read_label
+from unet3d.inputs.ahead import each_ahead
 from unet3d.preparation.cache import Cache, PreparedCase
-from unet3d.preparation.case_boxes import boxes_of, remember_box
-from unet3d.preparation.cropping import nonzero_box, takes_much
+from unet3d.preparation.cropping import Box, nonzero_box, takes_much
 from unet3d.preparation.normalization import ChannelNormalization, kind_of
 from unet3d.preparation.prepared_image import prepare_image
 from unet3d.preparation.resample import resampled_shape
 from unet3d.preparation.target_spacing import median_spacing, target_spacing
 from unet3d.preparation.transform import Preprocessing, kept_box, prepare_label
-from unet3d.records import key_of
+from unet3d.records import key_of, recall, remember
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +40,27 @@ MAX_INTENSITIES_PER_CASE = 10_000
 LARGEST_IN_FLOAT16 = 2.0**14
 """Normalised intensities up to this are stored as float16, which reaches four times as far."""
 
-VERSION = 7
+MAX_READERS = 4
+"""Cases that threads read at a time; each may take gibibytes of memory."""
+
+VERSION = 8
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_Preparation = tuple[Case, Preprocessing, Cache, str]
-"""A case, its plan, where it goes and under which key."""
 
-_Collection = tuple[Case, int | None, Cache, str]
-"""A case, the value of voxels that nobody has labelled, where it goes and under which key."""
+class _Task(NamedTuple):
+    """A case, and where the cache keeps what is found out about it or made of it."""
+
+    case: Case
+    store: Cache
+    key: str
+    box: Path
+    """Record of the box that is not zero."""
+    how: Any
+    """The :class:`Preprocessing`, or the label value that nobody has labelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,37 +89,35 @@ def plan_preprocessing(
 
     Headers are read; voxels to find what is not zero, and where a CT channel needs its statistics,
     and the cache then keeps both. All labelled cases count, in every fold, so that folds share
-    prepared arrays.
-
-    Args:
-        dataset: The data set.
-        settings: Target spacing, normalisation, cache.
-        num_workers: Processes that collect CT statistics; 0: this one.
-
-    Raises:
-        VolumeError: A file cannot be read.
-        DatasetError: A CT channel has no statistics, because every label map is empty.
-        CacheError: The cache cannot be written.
+    prepared arrays. ``num_workers`` processes collect the statistics; 0: this one.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
+    ignored = dataset.ignore_value
+    tasks = _tasks(dataset.cases, Cache(settings.cache), ignored, ignored)
     if "ct" in kinds:
-        intensities = _intensities(dataset, settings.cache, num_workers)
+        collected = _from_cache(
+            _load_intensities, _collect_intensities, tasks, "collecting intensities of", num_workers
+        )
+        if not any(len(of_case) for of_case in collected):
+            raise DatasetError(
+                f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
+                "check the labels or set data.normalization=z-score"
+            )
         for channel, kind in enumerate(kinds):
             if kind == "ct":
-                channels[channel] = ct_normalization(
-                    [of_case[:, channel] for of_case in intensities]
-                )
+                of_channel = [of_case[:, channel] for of_case in collected]
+                channels[channel] = ct_normalization(of_channel)
     whole = [header.shape for header in headers]
     kept = whole
     if settings.crop_to_nonzero:
-        kept = [box.shape for box in boxes_of(dataset.cases, whole, settings.cache)]
+        boxes = _from_cache(_load_box, _find_box, tasks, "cropping")
+        kept = [box.shape for box in boxes]
     if takes_much(whole, kept):
         masked = ChannelNormalization(kind="z-score-inside")
         channels = [masked if one.kind == "z-score" else one for one in channels]
     spacings_mm = [header.spacing_mm for header in headers]
-    median_mm = median_spacing(spacings_mm)
     target_mm = target_spacing(spacings_mm, kept, settings.spacing_mm)
     shapes = [
         resampled_shape(shape, spacing_mm, target_mm)
@@ -118,7 +125,7 @@ def plan_preprocessing(
     ]
     x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
     fingerprint = Fingerprint(
-        spacing_mm=target_mm or median_mm,
+        spacing_mm=target_mm or median_spacing(spacings_mm),
         shape=(x, y, z),
         shapes=frozenset(shapes),
         num_cases=len(headers),
@@ -139,36 +146,35 @@ def plan_preprocessing(
 def prepare_cases(
     cases: Sequence[Case], preprocessing: Preprocessing, cache: Path | None, num_workers: int
 ) -> list[PreparedCase]:
-    """Prepare cases, or find them prepared.
-
-    Args:
-        cases: The cases.
-        preprocessing: The plan.
-        cache: Folder of the prepared arrays; None: the user's cache folder.
-        num_workers: Processes that prepare; 0: this one.
-
-    Returns:
-        The cases in the same order.
-
-    Raises:
-        VolumeError: A case cannot be read or prepared; the message names the file.
-        CacheError: The cache cannot be written, or lost a case.
-        DatasetError: A worker was killed.
-    """
-    store = Cache(cache)
-    settings = _settings_of_arrays(preprocessing)
-    keys = [key_of([*digests, settings], VERSION) for digests in _digests(store, cases)]
-    tasks = [(case, preprocessing, store, key) for case, key in zip(cases, keys, strict=True)]
-    return _from_cache(_load_case, _prepare_case, tasks, store, num_workers, "preparing")
+    """Prepare cases in worker processes (0: in this one), or find them prepared, in their order."""
+    plan = preprocessing.to_dict()
+    for name in ("channel_names", "label_names", "regions"):
+        del plan[name]  # they change nothing in the arrays
+    tasks = _tasks(cases, Cache(cache), plan, preprocessing)
+    return _from_cache(_load_case, _prepare_case, tasks, "preparing", num_workers)
 
 
-def _load_case(task: _Preparation) -> PreparedCase | None:
-    case, _, store, key = task
-    return store.load_case(key, case.name)
+def _tasks(cases: Sequence[Case], store: Cache, settings: Any, how: Any) -> list[_Task]:
+    """Return a task for each case under a key of what its files contain and of settings."""
+
+    def task(case: Case) -> _Task:
+        images = [store.digest(path) for path in case.images]
+        key = key_of([*images, store.digest(case.label), settings], VERSION)
+        box = store.folder / "boxes" / f"{key_of(images, VERSION)}.json"
+        return _Task(case, store, key, box, how)
+
+    with counting("hashing", len(cases)) as watch:
+        return _in_threads(task, cases, watch)
 
 
-def _prepare_case(task: _Preparation) -> None:
-    case, preprocessing, store, key = task
+def _load_case(task: _Task) -> PreparedCase | None:
+    return task.store.load_case(task.key, task.case.name)
+
+
+def _prepare_case(task: _Task) -> None:
+    case, preprocessing = task.case, task.how
+    if task.store.has("prepared", task.key):
+        return  # of another process, which began at the same time
     image, label = _read_case(case)
     spacing_mm = preprocessing.spacing_of(image.header)
     voxels = ImageVoxels.of(image.array)
@@ -183,21 +189,18 @@ def _prepare_case(task: _Preparation) -> None:
         raise VolumeError(f"{case.images[0]}: {error}") from error
     spacing_mm = preprocessing.spacing_mm or spacing_mm
     stored = stored_image(prepared, preprocessing.channels)
-    store.save_case(key, stored, classes, spacing_mm, len(preprocessing.label_values))
+    num_classes = len(preprocessing.label_values)
+    task.store.save_case(task.key, stored, classes, spacing_mm, num_classes)
 
 
 def stored_image(
     image: npt.NDArray[np.float32], channels: Sequence[ChannelNormalization]
 ) -> npt.NDArray[np.floating[Any]]:
-    """Return an image as it is stored: in float16 where that loses nothing that counts.
+    """Return an image (C, X, Y, Z) to store: in float16 where that loses nothing that counts.
 
     Normalised intensities are rounded to 11 binary digits, which is at most 2^-11 of their size
     and far below the noise of a scan. Where one is too large for float16, or a channel that is not
     normalised would not keep its exact values, all of the image stays as it is.
-
-    Args:
-        image: A prepared image, shape (C, X, Y, Z).
-        channels: How each channel was normalised.
     """
     with np.errstate(over="ignore"):
         rounded = image.astype(np.float16)
@@ -220,32 +223,12 @@ def _read_case(case: Case) -> tuple[Volume, Volume]:
     return image, on_grid_of(image.header, label)
 
 
-def _digests(store: Cache, cases: Sequence[Case]) -> list[list[str]]:
-    """Return the digests of the files of each case; their first time takes minutes, which shows."""
-    found = []
-    with counting("hashing", len(cases)) as watch:
-        for case in cases:
-            found.append([store.digest(path) for path in (*case.images, case.label)])
-            watch(len(found))
-    return found
-
-
-def _settings_of_arrays(preprocessing: Preprocessing) -> dict[str, Any]:
-    """Return what changes prepared arrays, which names do not."""
-    plan = preprocessing.to_dict()
-    kept = ("spacing_mm", "channels", "label_values", "ignore_value")
-    how = ("crops_to_nonzero", "orientation", "interpolation")
-    return {key: plan[key] for key in (*kept, *how)}
-
-
 def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelNormalization:
     """Return the normalisation of a CT channel: percentiles 0.5 and 99.5, mean, deviation.
 
     Every case counts alike, however few of its voxels are labelled, as in nnU-Net, which draws
-    equally many from each with replacement; here each voxel is weighted instead.
-
-    Args:
-        intensities: Of each case, (N,); at least one intensity in all.
+    equally many from each with replacement; here each voxel is weighted instead. Intensities are
+    (N,) for each case, at least one in all.
     """
     values = np.concatenate(intensities).astype(np.float64)
     sizes = [len(of_case) for of_case in intensities]
@@ -261,81 +244,81 @@ def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelN
     )
 
 
-def _intensities(
-    dataset: Dataset, cache: Path | None, num_workers: int
-) -> list[npt.NDArray[np.float32]]:
-    """Return intensities inside the labels of every case, each of shape (N, C)."""
-    store, ignored = Cache(cache), dataset.ignore_value
-    keys = [key_of([*digests, ignored], VERSION) for digests in _digests(store, dataset.cases)]
-    tasks = [(case, ignored, store, key) for case, key in zip(dataset.cases, keys, strict=True)]
-    collected = _from_cache(
-        _load_intensities,
-        _collect_intensities,
-        tasks,
-        store,
-        num_workers,
-        "collecting intensities of",
-    )
-    if not any(len(of_case) for of_case in collected):
-        raise DatasetError(
-            f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
-            "check the labels or set data.normalization=z-score"
-        )
-    return collected
+def _load_box(task: _Task) -> Box | None:
+    return recall(task.box, lambda tree: Box(start=tuple(tree["start"]), stop=tuple(tree["stop"])))
 
 
-def _load_intensities(task: _Collection) -> npt.NDArray[np.float32] | None:
-    _, _, store, key = task
-    return store.load_intensities(key)
+def _find_box(task: _Task) -> None:
+    _remember_box(task, open_channels(task.case.images).voxels)
 
 
-def _collect_intensities(task: _Collection) -> None:
-    case, ignored, store, key = task
-    image, label = _read_case(case)
-    remember_box(
-        store, case, nonzero_box(ImageVoxels.of(image.array))
-    )  # the planning asks for it next
-    is_inside = label.array != 0
-    if ignored is not None:
-        is_inside &= label.array != ignored
-    inside = np.flatnonzero(is_inside)
+def _remember_box(task: _Task, image: ImageVoxels) -> None:
+    box = nonzero_box(image)
+    remember(task.box, {"start": box.start, "stop": box.stop})
+
+
+def _load_intensities(task: _Task) -> npt.NDArray[np.float32] | None:
+    entry = task.store.open("intensities", task.key)
+    return None if entry is None else entry.array("intensities")
+
+
+def _collect_intensities(task: _Task) -> None:
+    """Keep intensities (N, C) inside the labels of a case."""
+    image, label = _read_case(task.case)
+    _remember_box(task, ImageVoxels.of(image.array))  # the planning asks for it next
+    inside = np.flatnonzero((label.array != 0) & (label.array != (task.how or 0)))
     if len(inside) > MAX_INTENSITIES_PER_CASE:
         rng = np.random.default_rng(0)
         inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
     voxels = image.array.reshape(len(image.array), -1)
-    store.save_intensities(key, voxels[:, inside].T.copy())
+    task.store.save("intensities", task.key, {"intensities": voxels[:, inside].T})
 
 
 def _from_cache(
-    load: Callable[[Item], Result | None],
-    make: Callable[[Item], None],
-    tasks: Sequence[Item],
-    store: Cache,
-    num_workers: int,
+    load: Callable[[_Task], Result | None],
+    make: Callable[[_Task], None],
+    tasks: Sequence[_Task],
     doing: str,
+    num_workers: int | None = None,
 ) -> list[Result]:
-    """Return an entry of the cache for each task, having made what is missing or damaged."""
-    found = _opened(load, tasks, num_workers)
-    missing = [index for index, entry in enumerate(found) if entry is None]
-    if missing:
-        logger.info("%s %d of %d cases into %s", doing, len(missing), len(tasks), store.folder)
-        lacking = [tasks[index] for index in missing]
+    """Return what the cache holds for each task, having made what it lacks.
+
+    It is made in worker processes (0: in this one), or with None in threads: starting processes
+    would take longer than most data sets do, and one thread reads while another unpacks.
+    """
+    found = _in_threads(load, tasks)
+    lacking = [task for task, result in zip(tasks, found, strict=True) if result is None]
+    if lacking:
+        folder = tasks[0].store.folder
+        logger.info("%s %d of %d cases into %s", doing, len(lacking), len(tasks), folder)
         with counting(doing, len(lacking)) as watch:
-            map_items(make, lacking, num_workers, watch)
-        for index, entry in zip(missing, _opened(load, lacking, num_workers), strict=True):
-            found[index] = entry
-    entries = [entry for entry in found if entry is not None]
-    if len(entries) < len(tasks):
+            if num_workers is None:
+                _in_threads(make, lacking, watch)
+            else:
+                map_items(make, lacking, num_workers, watch)
+        made = iter(_in_threads(load, lacking))
+        found = [next(made) if result is None else result for result in found]
+    results = [result for result in found if result is not None]
+    if len(results) < len(tasks):
         raise CacheError(
-            f"{store.folder} lost what was written to it; leave the folder of data.cache alone "
-            "during a run"
+            f"{tasks[0].store.folder} lost what was written to it; leave the folder of data.cache "
+            "alone during a run"
         )
-    return entries
+    return results
 
 
-def _opened(
-    load: Callable[[Item], Result], tasks: Sequence[Item], num_workers: int
+def _in_threads(
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    watch: Callable[[int], object] = lambda num_done: None,
 ) -> list[Result]:
-    """Open entries in threads, because checksums are computed without Python's lock."""
-    with ThreadPoolExecutor(max(1, num_workers)) as pool:
-        return list(pool.map(load, tasks))
+    futures = each_ahead(work, items, min(MAX_READERS, num_cores()))
+    results: list[Result] = []
+    try:
+        for future in futures:
+            results.append(future.result())
+            watch(len(results))
+        return results
+    finally:  # also where there is a fault, or somebody asked to stop
+        for future in futures:
+            future.cancel()

@@ -151,7 +151,7 @@ class Validator:
             join_windows(executor, slab, windows)
             return None
         preprocessing, axis = experiment.preprocessing, windows.axis
-        classes = case.label()[...]
+        classes = case.label().copy()
         done, sums, parts = 0, [], []
         try:
             num_classes = experiment.topology.num_classes
@@ -204,7 +204,7 @@ class Validator:
         if window != "whole":
             return {computed_window(window, stride)}
         cases = self._experiment.validation
-        return {computed_window(case.label().shape, stride) for case in cases}
+        return {computed_window(case.shape, stride) for case in cases}
 
     def _mean_over_cases(
         self, losses: Sequence[float], dice: Sequence[list[float | None]], seconds: float
