@@ -1,5 +1,6 @@
 """Weights by both names, against nnU-Net's own networks where they are installed."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -95,3 +96,18 @@ def test_weights_of_another_network_are_refused(change, message):
         of_plan(weights, PLAIN, axes, "nnUNetTrainerMine")
     assert message in str(caught.value)
     assert "nnUNetTrainerMine" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["decoder.{}", "_orig_mod.{}", "all_modules"])
+def test_two_values_of_one_parameter_are_refused(name):
+    ours = random_network(PLAIN).state_dict()
+    axes = Axes.of((0, 1, 2))
+    weights = with_all_names(to_nnunet(ours, PLAIN, axes), has_biases=True)
+    copied = {key: value.clone() for key, value in weights.items()}
+    repeated = CONV.replace(".conv.", ".all_modules.0.") if "{" not in name else name.format(CONV)
+    other = {**copied, repeated: copied[CONV].clone()}
+    read = of_plan(other, PLAIN, axes, "nnUNetTrainer")
+    assert_equal(from_nnunet(read, PLAIN, axes), ours)
+    other[repeated][0, 0, 0, 0, 0] += 1
+    with pytest.raises(ValueError, match=f"{re.escape(CONV)} has two values"):
+        of_plan(other, PLAIN, axes, "nnUNetTrainer")

@@ -15,29 +15,17 @@ class Axes:
 
     @classmethod
     def of(cls, transpose_forward: Sequence[int]) -> "Axes":
-        """Return the order that a plan asks for.
-
-        Args:
-            transpose_forward: Which axis of the array (Z, Y, X) each of the network's axes is.
-        """
+        """Return the order of a plan: which axis of the array (Z, Y, X) each of its own is."""
         x, y, z = (list(transpose_forward).index(2 - axis) for axis in range(3))
         return cls(order=(x, y, z))
 
     def from_network(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return what is said of the network's axes in the order of the file's.
-
-        Args:
-            values: Of each axis of the network.
-        """
+        """Return what is said of the network's axes in the order of the file's."""
         x, y, z = (values[axis] for axis in self.order)
         return (x, y, z)
 
     def to_network(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return what is said of a file's axes in the order of the network's.
-
-        Args:
-            values: Of each axis of the file, the fastest first.
-        """
+        """Return what is said of a file's axes in the order of the network's."""
         x, y, z = (values[axis] for axis in self.back)
         return (x, y, z)
 

@@ -1,129 +1,83 @@
 """What ``plans.json`` says of a model: its network, and how its images are prepared.
 
 Only what decides a segmentation is looked at. What this package cannot do as nnU-Net does it is
-refused by name.
+refused by name. Axes of the plan become those of a file.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from unet3d.config import Shape, Spacing
 from unet3d.inputs.plain_data import at_most, printable, shown, validated
-from unet3d.nnunet.terms import PLAIN_NETWORK, READERS, RESAMPLING, RESIDUAL_NETWORK, SCHEMES
+from unet3d.model import Topology
+from unet3d.model.topology import MOST_LEVELS, stated_kernels
+from unet3d.nnunet.axes import Axes
+from unet3d.nnunet.terms import PLAIN_NETWORK, READERS, RESAMPLING, RESIDUAL_NETWORK, SCHEMES, THICK
+from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.resample import Interpolation
 
 MAX_INHERITED = 16
 """Configurations that one may be made of."""
 
-Size = Annotated[int, Field(ge=1, le=2**16, strict=True)]
-Length = Annotated[float, Field(gt=0, le=1e6)]
+LEAST_STD = 1e-8
+"""What nnU-Net divides intensities by at least."""
+
 Number = Annotated[float, Field(ge=-1e38, le=1e38)]
-Triple = tuple[Size, Size, Size]
-Levels = Annotated[tuple[Size, ...], at_most(16)]
 Axis = Annotated[int, Field(ge=0, le=2, strict=True)]
 
 
-def _known_scheme(name: str) -> str:
-    known = dict.fromkeys(scheme for scheme, _ in SCHEMES)
-    if name not in known:
-        raise ValueError(f"is {shown(name)}; known are {', '.join(known)}")
-    return name
+class _Intensities(BaseModel):
+    """Statistics of the labelled voxels of a CT."""
 
-
-Scheme = Annotated[str, Field(strict=True), AfterValidator(_known_scheme)]
-
-_OPEN = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True)
-
-
-class Intensities(BaseModel):
-    """Statistics of the labelled voxels of a channel."""
-
-    model_config = _OPEN
+    model_config = ConfigDict(allow_inf_nan=False)
 
     mean: Number
     std: Annotated[float, Field(ge=0, le=1e38)]
     percentile_00_5: Number
     percentile_99_5: Number
 
-
-class ResamplingArguments(BaseModel):
-    """How arrays are resampled."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    is_seg: Literal[False] = False
-    order: Literal[1, 3] = 3
-    order_z: Literal[0, 1] = 0
-    force_separate_z: bool | None = False  # where nothing is said; None: where slices are thick
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Self:
+        if self.percentile_00_5 > self.percentile_99_5:
+            raise ValueError(
+                f"has a percentile_00_5 of {self.percentile_00_5:g}, above its percentile_99_5 of "
+                f"{self.percentile_99_5:g}"
+            )
+        return self
 
 
-class NormArguments(BaseModel):
-    """How features are normalised."""
+class _Images(BaseModel):
+    """What a plan says of images and of patches, along its own axes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
-    affine: Literal[True]
-    momentum: float = 0.1
-    track_running_stats: Literal[False] = False
-
-
-class ActivationArguments(BaseModel):
-    """What follows a normalisation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    negative_slope: Annotated[float, Field(ge=0, le=1)] = 0.01
-    inplace: bool = True
-
-
-class Network(BaseModel):
-    """The shape of a network; arguments that only matter in training are left out."""
-
-    model_config = _OPEN
-
-    is_residual: bool
-    features: Levels
-    strides: Annotated[tuple[Triple, ...], at_most(16)]
-    kernels: Annotated[tuple[Triple, ...], at_most(16)]
-    units: Levels
-    """Convolutions, or residual blocks, of each level."""
-    decoder_units: Levels
-    """Convolutions of each level of the decoder, the lowest first."""
-    has_biases: bool
-    norm: NormArguments
-    activation: ActivationArguments
-
-
-class Plan(BaseModel):
-    """One configuration of a plan, with what the plan says of all of them."""
-
-    model_config = _OPEN
-
-    patch_size: Triple
-    spacing: tuple[Length, Length, Length]
-    normalization_schemes: Annotated[tuple[Scheme, ...], Field(min_length=1), at_most(2**14)]
-    use_mask_for_norm: Annotated[tuple[bool, ...], at_most(2**14)]
-    image_resampling: ResamplingArguments
-    logit_resampling: ResamplingArguments
-    intensities: tuple[Intensities | None, ...]
-    """Of each channel, where its normalisation needs them."""
+    patch_size: Shape
+    spacing: Spacing
     transpose_forward: tuple[Axis, Axis, Axis]
+    normalization_schemes: Annotated[tuple[str, ...], Field(min_length=1), at_most(2**14)]
+    use_mask_for_norm: Annotated[tuple[bool, ...], at_most(2**14)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One configuration of a plan, with what the plan says of all of them, by a file's axes."""
+
+    axes: Axes
+    """The order of the plan's axes."""
+    patch_size: Shape
+    spacing_mm: Spacing
+    channels: tuple[ChannelNormalization, ...]
+    interpolation: Interpolation
     orientation: Literal["stored", "ras"]
-    network: Network
+    topology: Topology
 
 
-def read_plan(plans: Mapping[str, Any], configuration: str) -> Plan:
-    """Return what a plan says of one of its configurations.
+def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) -> Plan:
+    """Return what a plan says of one of its configurations, such as ``3d_fullres``.
 
-    Args:
-        plans: The content of ``plans.json``.
-        configuration: Its name, such as ``3d_fullres``.
-
-    Raises:
-        ValueError: It cannot be understood, or needs something that this package does not do; one
-            line that names it.
+    Classes are the channels of the network's logits. Raises ValueError, in one line, where the plan
+    cannot be understood, or needs something that this package does not do.
     """
     found = _configuration(plans, configuration)
     size = found.get("patch_size")
@@ -146,36 +100,42 @@ def read_plan(plans: Mapping[str, Any], configuration: str) -> Plan:
         raise ValueError(
             f"image_reader_writer is {shown(reader)}; images can be read as {', '.join(READERS)} do"
         )
-    schemes = found.get("normalization_schemes")
-    if not isinstance(schemes, list | tuple):
-        schemes = []
-    masks = found.get("use_mask_for_norm")
-    plan = validated(
-        Plan,
+    schemes, masks = found.get("normalization_schemes"), found.get("use_mask_for_norm")
+    if masks is None and isinstance(schemes, list | tuple):
+        masks = [False] * len(schemes)
+    said = validated(
+        _Images,
         {
-            "patch_size": found.get("patch_size"),
+            "patch_size": size,
             "spacing": found.get("spacing"),
-            "normalization_schemes": schemes,
-            "use_mask_for_norm": [False] * len(schemes) if masks is None else masks,
-            "image_resampling": _arguments(found, "resampling_fn_data_kwargs"),
-            "logit_resampling": _arguments(found, "resampling_fn_probabilities_kwargs"),
-            "intensities": _intensities(plans, schemes),
             "transpose_forward": plans.get("transpose_forward", (0, 1, 2)),
-            "orientation": READERS[reader],
-            "network": _network(found),
+            "normalization_schemes": schemes,
+            "use_mask_for_norm": masks,
         },
     )
-    if sorted(plan.transpose_forward) != [0, 1, 2]:
+    if sorted(said.transpose_forward) != [0, 1, 2]:
         raise ValueError(
-            f"transpose_forward is {shown(plan.transpose_forward)}; it needs each axis"
+            f"transpose_forward is {shown(said.transpose_forward)}; it needs each axis"
         )
-    if len(plan.use_mask_for_norm) != len(plan.normalization_schemes):
-        raise ValueError(
-            f"use_mask_for_norm is of {len(plan.use_mask_for_norm)} channels, but "
-            f"normalization_schemes of {len(plan.normalization_schemes)}"
-        )
-    _levels_agree(plan.network)
-    return plan
+    axes, channels = Axes.of(said.transpose_forward), _channels(plans, said)
+    counts = {"in_channels": len(channels), "num_classes": num_classes}
+    topology = validated(Topology, {**counts, **_network(found, axes)})
+    size = axes.from_network(said.patch_size)
+    for axis, voxels, step in zip("XYZ", size, topology.total_stride, strict=True):
+        if voxels % step:
+            raise ValueError(
+                f"its patch has {voxels} voxels along {axis}, which its strides of {step} do not "
+                "divide"
+            )
+    return Plan(
+        axes=axes,
+        patch_size=size,
+        spacing_mm=axes.from_network(said.spacing),
+        channels=channels,
+        interpolation=_interpolation(found),
+        orientation=READERS[reader],
+        topology=replace(topology, kernels=stated_kernels(topology.kernels)),
+    )
 
 
 def _configuration(plans: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -201,32 +161,54 @@ def _refuse_other(key: str, found: object, wanted: str) -> None:
         raise ValueError(f"{key} is {shown(found)}; only {wanted} is known here")
 
 
-def _arguments(found: Mapping[str, Any], key: str) -> Any:
-    if not isinstance(found.get(key), dict):
-        raise ValueError(f"{key} is {shown(found.get(key))}; it needs names and values")
-    return found[key]
-
-
-def _intensities(plans: Mapping[str, Any], schemes: Sequence[Any]) -> list[Any]:
-    """Return the statistics of channels of CTs."""
+def _channels(plans: Mapping[str, Any], said: _Images) -> tuple[ChannelNormalization, ...]:
+    schemes, masks = said.normalization_schemes, said.use_mask_for_norm
+    if len(masks) != len(schemes):
+        raise ValueError(
+            f"use_mask_for_norm is of {len(masks)} channels, but normalization_schemes of "
+            f"{len(schemes)}"
+        )
     key = "foreground_intensity_properties_per_channel"
-    known = plans.get(key, plans.get("foreground_intensity_properties_by_modality"))
-    known = known if isinstance(known, dict) else {}
-    return [
-        known.get(str(channel), {}) if scheme == "CTNormalization" else None
-        for channel, scheme in enumerate(schemes)
-    ]
+    statistics = plans.get(key, plans.get("foreground_intensity_properties_by_modality"))
+    statistics = statistics if isinstance(statistics, dict) else {}
+    channels = []
+    for channel, (scheme, is_masked) in enumerate(zip(schemes, masks, strict=True)):
+        kind = SCHEMES.get((scheme, is_masked)) or SCHEMES.get((scheme, False))
+        if kind is None:
+            known = ", ".join(dict.fromkeys(name for name, _ in SCHEMES))
+            raise ValueError(
+                f"normalization_schemes.{channel} is {shown(scheme)}; known are {known}"
+            )
+        if kind != "ct":
+            channels.append(ChannelNormalization(kind=kind, least_std=LEAST_STD))
+            continue
+        ct = validated(_Intensities, statistics.get(str(channel), {}))
+        channels.append(
+            ChannelNormalization(
+                kind=kind,
+                low=ct.percentile_00_5,
+                high=ct.percentile_99_5,
+                mean=ct.mean,
+                std=max(ct.std, LEAST_STD),
+            )
+        )
+    return tuple(channels)
 
 
-_IGNORED = {
-    *("conv_op", "norm_op", "nonlin", "dropout_op", "dropout_op_kwargs", "n_stages"),
-    *("deep_supervision", "stochastic_depth_p", "squeeze_excitation_reduction_ratio"),
-    *("features_per_stage", "kernel_sizes", "strides", "n_conv_per_stage", "n_blocks_per_stage"),
-    *("n_conv_per_stage_decoder", "conv_bias", "norm_op_kwargs", "nonlin_kwargs"),
-}
-"""Arguments that are read elsewhere, or that change nothing in a prediction."""
+_ANY = None
+"""Values of an argument that changes nothing in a prediction, or is read elsewhere."""
 
-_USUAL: Mapping[str, tuple[Any, ...]] = {
+_NEEDED = {"conv_op": "Conv3d", "norm_op": "InstanceNorm3d", "nonlin": "LeakyReLU"}
+_RESAMPLING = {"is_seg": (False,), "order": _ANY, "order_z": _ANY, "force_separate_z": _ANY}
+_NORM = {"affine": (True,), "track_running_stats": (False,), "momentum": _ANY, "eps": _ANY}
+_ACTIVATION = {"inplace": _ANY, "negative_slope": _ANY}
+_NETWORK: Mapping[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(("n_stages", "features_per_stage", "kernel_sizes", "strides"), _ANY),
+    **dict.fromkeys(("n_conv_per_stage", "n_blocks_per_stage", "n_conv_per_stage_decoder"), _ANY),
+    **dict.fromkeys(("conv_bias", "norm_op_kwargs", "nonlin_kwargs", "dropout_op"), _ANY),
+    **dict.fromkeys(("dropout_op_kwargs", "deep_supervision", "stochastic_depth_p"), _ANY),
+    "squeeze_excitation_reduction_ratio": _ANY,
+    **{key: (value,) for key, value in _NEEDED.items()},
     "nonlin_first": (False, None),
     "pool": ("conv",),
     "pool_type": ("conv",),
@@ -236,74 +218,112 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "disable_default_stem": (False, None),
     "stem_channels": (None,),
 }
-"""Other arguments, and the values of them that this package can do."""
+"""Arguments of nnU-Net's functions, and the values of them that this package can do."""
 
 
-def _network(found: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(
+    what: str,
+    given: Any,
+    known: Mapping[str, tuple[Any, ...] | None],
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return arguments with defaults, and refuse what is not known."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} is {shown(given)}; it needs names and values")
+    arguments = {**defaults, **given}
+    for key, value in arguments.items():
+        values = known.get(key, ())
+        if values is not _ANY and _last(value) not in values:
+            instead = f"; only {values[0]} is known" if values else ", which is not known"
+            raise ValueError(f"{printable(key)} is {shown(_last(value))} in {what}{instead} here")
+    return arguments
+
+
+def _interpolation(found: Mapping[str, Any]) -> Interpolation:
+    usual = {"order": 3, "order_z": 0, "force_separate_z": False}
+    images, logits = (
+        _arguments(name, found.get(name), _RESAMPLING, usual)
+        for name in ("resampling_fn_data_kwargs", "resampling_fn_probabilities_kwargs")
+    )
+    if logits["order"] != 1:
+        raise ValueError(
+            f"logits are resampled with order {shown(logits['order'])}; only 1 is known here"
+        )
+    thick = images["force_separate_z"]
+    if thick != logits["force_separate_z"]:
+        raise ValueError("force_separate_z differs between images and logits")
+    if not isinstance(thick, bool | None):
+        raise ValueError(f"force_separate_z is {shown(thick)}; it needs true, false or null")
+    return validated(
+        Interpolation,
+        {
+            "order": images["order"],
+            "thick": THICK[thick],
+            "across_slices": images["order_z"],
+            "logits_across_slices": logits["order_z"],
+            "clips": True,
+        },
+    )
+
+
+def _network(found: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    """Return fields of a topology, which are still to be validated."""
     architecture = found.get("architecture")
     if architecture is None:
-        return _old_network(found)
-    if not isinstance(architecture, dict) or not isinstance(architecture.get("arch_kwargs"), dict):
+        architecture = _old_architecture(found)
+    given = architecture.get("arch_kwargs") if isinstance(architecture, dict) else None
+    if not isinstance(given, dict):
         raise ValueError("architecture is not one of nnU-Net's")
-    kwargs = architecture["arch_kwargs"]
-    is_residual = _is_residual(architecture.get("network_class_name"))
-    for key, wanted in (
-        ("conv_op", "Conv3d"),
-        ("norm_op", "InstanceNorm3d"),
-        ("nonlin", "LeakyReLU"),
-    ):
-        _refuse_other(key, _last(kwargs.get(key)), wanted)
-    features = _per_level(kwargs.get("features_per_stage"), kwargs.get("n_stages"))
-    for key, value in kwargs.items():
-        usual = _USUAL.get(key)
-        is_usual = usual is not None and _last(value) in usual
-        if key in _IGNORED or is_usual or (key == "stem_channels" and value == features[0]):
-            continue
+    name = _last(architecture.get("network_class_name"))
+    if name not in (PLAIN_NETWORK, RESIDUAL_NETWORK):
         raise ValueError(
-            f"its network has {printable(key)} {shown(value)}, which is not known here"
+            f"its network is a {shown(name)}; known are {PLAIN_NETWORK} and {RESIDUAL_NETWORK}"
         )
+    features = _per_level(given.get("features_per_stage"), given.get("n_stages"))
     levels = len(features)
-    units = kwargs.get("n_blocks_per_stage" if is_residual else "n_conv_per_stage")
+    if given.get("stem_channels") in features[:1]:
+        given = {**given, "stem_channels": None}
+    kwargs = _arguments("its network", given, _NETWORK, dict.fromkeys(_NEEDED))
+    norm = kwargs.get("norm_op_kwargs") or {}
+    norm = _arguments("norm_op_kwargs", norm, _NORM, {"affine": False, "eps": 1e-5})
+    activation = kwargs.get("nonlin_kwargs") or {}
+    activation = _arguments("nonlin_kwargs", activation, _ACTIVATION, {"negative_slope": 0.01})
+    units = kwargs.get("n_conv_per_stage" if name == PLAIN_NETWORK else "n_blocks_per_stage")
     return {
-        "is_residual": is_residual,
-        "features": features,
-        "strides": [_triple(one) for one in _per_level(kwargs.get("strides"), levels)],
-        "kernels": [_triple(one) for one in _per_level(kwargs.get("kernel_sizes"), levels)],
+        "encoder": "plain" if name == PLAIN_NETWORK else "residual",
+        "channels": features,
+        "strides": _triples("strides", kwargs.get("strides"), levels, axes),
+        "kernels": _triples("kernel_sizes", kwargs.get("kernel_sizes"), levels, axes),
         "units": _per_level(units, levels),
-        "decoder_units": _per_level(kwargs.get("n_conv_per_stage_decoder"), levels - 1),
-        "has_biases": bool(kwargs.get("conv_bias", False)),
-        "norm": kwargs.get("norm_op_kwargs") or {"affine": False},
-        "activation": kwargs.get("nonlin_kwargs") or {},
+        "decoder_units": _per_level(kwargs.get("n_conv_per_stage_decoder"), levels - 1)[::-1],
+        "upsampling_bias": bool(kwargs.get("conv_bias", False)),
+        "norm": "instance",
+        "norm_eps": norm["eps"],
+        "negative_slope": activation["negative_slope"],
+        "deep_supervision": True,
     }
 
 
-def _old_network(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the network of plans of nnU-Net before 2.4."""
+def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the network of plans of nnU-Net before 2.4 in the words of later ones."""
     units = found.get("n_conv_per_stage_encoder")
-    levels = len(units) if isinstance(units, list) else 0
     base, most = found.get("UNet_base_num_features"), found.get("unet_max_num_features")
-    if not 0 < levels <= 16 or type(base) is not int or type(most) is not int:
+    if not isinstance(units, list) or type(base) is not int or type(most) is not int:
         raise ValueError("plans.json describes no network")
     return {
-        "is_residual": _is_residual(found.get("UNet_class_name")),
-        "features": [min(base * 2**level, most) for level in range(levels)],
-        "strides": found.get("pool_op_kernel_sizes"),
-        "kernels": found.get("conv_kernel_sizes"),
-        "units": units,
-        "decoder_units": found.get("n_conv_per_stage_decoder"),
-        "has_biases": True,
-        "norm": {"eps": 1e-5, "affine": True},
-        "activation": {},
+        "network_class_name": found.get("UNet_class_name"),
+        "arch_kwargs": {
+            **_NEEDED,
+            "features_per_stage": [min(base * 2**level, most) for level in range(len(units[:32]))],
+            "strides": found.get("pool_op_kernel_sizes"),
+            "kernel_sizes": found.get("conv_kernel_sizes"),
+            "n_conv_per_stage": units,
+            "n_blocks_per_stage": units,
+            "n_conv_per_stage_decoder": found.get("n_conv_per_stage_decoder"),
+            "conv_bias": True,
+            "norm_op_kwargs": {"affine": True},
+        },
     }
-
-
-def _is_residual(name: object) -> bool:
-    last = _last(name)
-    if last not in (PLAIN_NETWORK, RESIDUAL_NETWORK):
-        raise ValueError(
-            f"its network is a {shown(last)}; known are {PLAIN_NETWORK} and {RESIDUAL_NETWORK}"
-        )
-    return bool(last == RESIDUAL_NETWORK)
 
 
 def _last(name: object) -> object:
@@ -311,33 +331,21 @@ def _last(name: object) -> object:
     return name.rpartition(".")[2] if isinstance(name, str) else name
 
 
-def _per_level(value: Any, levels: Any) -> list[Any]:
+def _per_level(value: Any, levels: Any) -> Sequence[Any]:
     """Return what is said once for all levels, or for each of them."""
     if isinstance(value, list | tuple):
-        return list(value)
-    if type(levels) is not int or not 0 < levels <= 16:
-        raise ValueError("its network has no number of levels from 1 to 16")
+        return value
+    if type(levels) is not int or not 0 < levels <= MOST_LEVELS:
+        raise ValueError(f"its network has no number of levels from 1 to {MOST_LEVELS}")
     return [value] * levels
 
 
-def _triple(value: Any) -> Any:
-    return [value] * 3 if type(value) is int else value
-
-
-def _levels_agree(network: Network) -> None:
-    """Refuse a network whose levels do not belong together."""
-    counts = {
-        "strides": len(network.strides),
-        "kernel_sizes": len(network.kernels),
-        "n_conv_per_stage": len(network.units),
-        "n_conv_per_stage_decoder": len(network.decoder_units) + 1,
-    }
-    levels = len(network.features)
-    for key, count in counts.items():
-        if count != levels or levels < 2:
-            raise ValueError(f"its network has {levels} levels, but {key} is of {count}")
-    if math.prod(network.strides[0]) != 1:
-        raise ValueError(
-            f"its network begins with strides {shown(network.strides[0])}; known are networks that "
-            "begin at full resolution"
-        )
+def _triples(what: str, value: Any, levels: int, axes: Axes) -> list[Any]:
+    """Return a number for each axis of a file, at each level."""
+    triples = []
+    for one in _per_level(value, levels):
+        triple = [one] * 3 if type(one) is int else one
+        if not isinstance(triple, list | tuple) or len(triple) != 3:
+            raise ValueError(f"its network has {what} of {shown(one)}; they need three numbers")
+        triples.append(axes.from_network(triple))
+    return triples

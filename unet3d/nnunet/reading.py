@@ -19,18 +19,12 @@ from unet3d.config import Config
 from unet3d.datasets.naming import Labels, channel_names, read_labels
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
-from unet3d.inputs.plain_data import printable, shown, validated
+from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
-from unet3d.model import Topology
-from unet3d.model.topology import stated_kernels
-from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX, known_as
-from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
-from unet3d.nnunet.terms import SCHEMES, THICK
+from unet3d.nnunet.plans import Plan, read_plan
 from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
-from unet3d.preparation.normalization import ChannelNormalization
-from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
 from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
@@ -39,22 +33,14 @@ from unet3d.runs.tensor_file import own_tensors, read_tensors
 STEP = 0.5
 """Of nnU-Net's windows, in windows."""
 
-LEAST_STD = 1e-8
-"""What nnU-Net divides intensities by at least."""
-
 Part = Literal["network", "description"]
+"""What is read: the weights, too; or a description, whose weights are on the meta device."""
 
 
 def load_network(path: Path, part: Part = "network") -> Checkpoint:
     """Read a network to predict with: a checkpoint of ours, or one of nnU-Net.
 
-    Args:
-        path: A file of :func:`~unet3d.runs.checkpoint.save_checkpoint`, or a ``.pth`` of nnU-Net;
-            either may be named like the other.
-        part: network: the weights, too; description: they are on the meta device.
-
-    Raises:
-        CheckpointError: It cannot be used; the message says why.
+    Either may be named like the other.
     """
     is_named_theirs = path.suffix == SUFFIX
     try:
@@ -77,15 +63,7 @@ def _is_theirs(path: Path) -> bool | None:
 
 
 def network_from_first(path: Path, group: Group) -> Checkpoint:
-    """Return a network of a file that only the first rank needs to see; all ranks call it.
-
-    Args:
-        path: As for :func:`load_network`.
-        group: The ranks, connected.
-
-    Raises:
-        CheckpointError: It cannot be used.
-    """
+    """Return a network of a file that only the first rank needs to see; all ranks call it."""
     read = partial(load_checkpoint, part="network")
     if not group.from_first(lambda: path.suffix == SUFFIX or _is_theirs(path) is True):
         return group.file_from_first(path, read)
@@ -96,29 +74,20 @@ def network_from_first(path: Path, group: Group) -> Checkpoint:
 
 
 def load_model(path: Path, part: Part = "network") -> Checkpoint:
-    """Read a trained model of nnU-Net v2 onto the CPU.
-
-    Args:
-        path: Its ``checkpoint_final.pth``, or another checkpoint of it.
-        part: As for :func:`load_network`.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or this package cannot do what the model
-            needs.
-    """
+    """Read a trained model of nnU-Net v2, by a checkpoint of it, onto the CPU."""
     known = known_as(path)
     with explained(known, foreign=True):
         content = read_tensors(path, described=part == "description", foreign=True)
         try:
             said = _Said.of(path, content)
-            topology = _topology(said)
-            weights = of_plan(said.weights, topology, said.axes, said.trainer)
-            checkpoint = _described(said, topology, from_nnunet(weights, topology, said.axes))
+            topology = said.plan.topology
+            weights = of_plan(said.weights, topology, said.plan.axes, said.trainer)
             if part == "network":
-                own = own_tensors(weights, path.stat().st_size)
-                model = from_nnunet(own, topology, said.axes)
+                weights = own_tensors(weights, path.stat().st_size)
+            model = from_nnunet(weights, topology, said.plan.axes)
+            if part == "network":
                 refuse_non_finite(model, "the weight")
-                checkpoint.model.update(model)
+            checkpoint = _checkpoint(said, model)
             warn_of_trainer(said.trainer, printable(known_as(path.absolute()).parent.parent.name))
         except (ValueError, RecursionError, ConfigError, DatasetError) as error:
             reason = str(error).replace(f"{path.parent.parent}/", "")
@@ -134,13 +103,12 @@ class _Said:
     """What a checkpoint and the files above it say, checked field by field."""
 
     plan: Plan
-    axes: Axes
     labels: Labels
     channels: tuple[str, ...]
     weights: Mapping[str, Tensor]
-    """By nnU-Net's names, without memory."""
+    """By nnU-Net's names."""
     mirror_axes: tuple[int, ...]
-    """Axes of nnU-Net's network."""
+    """Axes of a file."""
     trainer: str
 
     @classmethod
@@ -156,16 +124,26 @@ class _Said:
         configuration = given.get("configuration")
         if not isinstance(configuration, str):
             raise ValueError("it does not say which configuration of its plan it is of")
-        plan = read_plan(_record(path, PLANS, given.get("plans")), configuration)
         dataset = _record(path, DATASET, given.get("dataset_json"))
-        mirrored = content.get("inference_allowed_mirroring_axes")
+        labels = _labels(path, dataset)
+        num_classes = len(labels.regions) or len(labels.names)
+        plan = read_plan(_record(path, PLANS, given.get("plans")), configuration, num_classes)
+        channels = channel_names(path.parent.parent / DATASET, dataset, [])
+        if len(channels) != len(plan.channels):
+            raise ValueError(
+                f"{DATASET} names {len(channels)} channels, but {PLANS} is for {len(plan.channels)}"
+            )
+        mirrored = content.get("inference_allowed_mirroring_axes") or ()
+        if not isinstance(mirrored, list | tuple) or any(
+            type(axis) is not int or not 0 <= axis <= 2 for axis in mirrored
+        ):
+            raise ValueError(f"inference_allowed_mirroring_axes is {shown(mirrored)}")
         return cls(
             plan=plan,
-            axes=Axes.of(plan.transpose_forward),
-            labels=_labels(path, dataset),
-            channels=channel_names(path.parent.parent / DATASET, dataset, []),
+            labels=labels,
+            channels=channels,
             weights=weights,
-            mirror_axes=_mirror_axes(mirrored),
+            mirror_axes=tuple(sorted({plan.axes.back[axis] for axis in mirrored})),
             trainer=printable(content.get("trainer_name")),
         )
 
@@ -213,83 +191,12 @@ def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
     return labels
 
 
-def _mirror_axes(found: Any) -> tuple[int, ...]:
-    axes = () if found is None else found
-    if not isinstance(axes, list | tuple) or any(
-        type(axis) is not int or not 0 <= axis <= 2 for axis in axes
-    ):
-        raise ValueError(f"inference_allowed_mirroring_axes is {shown(found)}")
-    return tuple(sorted(set(axes)))
-
-
-def _described(said: _Said, topology: Topology, model: dict[str, Tensor]) -> Checkpoint:
-    """Return the checkpoint with weights that have no memory."""
-    plan, axes = said.plan, said.axes
-    described_network(topology, model)
-    size = axes.from_network(plan.patch_size)
-    for axis, (voxels, step) in enumerate(zip(size, topology.total_stride, strict=True)):
-        if voxels % step:
-            raise ValueError(
-                f"its patch has {voxels} voxels along {'XYZ'[axis]}, which its strides of {step} "
-                "do not divide"
-            )
-    spacing_mm = axes.from_network(plan.spacing)
-    mirrored = sorted(axes.back[axis] for axis in said.mirror_axes)
-    return Checkpoint(
-        topology=topology,
-        preprocessing=_preprocessing(said),
-        patch_size=size,
-        config=Config().with_values(
-            {
-                "data.spacing_mm": spacing_mm,
-                "patches.size": size,
-                "patches.augmentation.mirror_axes": tuple("xyz"[axis] for axis in mirrored),
-                "training.precision": "float16",  # which nnU-Net trains in on GPUs
-                "inference.overlap": 1 - STEP,
-                "inference.tta": bool(mirrored),
-                "inference.averaging": "logits",
-                "inference.postprocessing": False,
-            }
-        ),
-        model=model,
-        training={},
-    )
-
-
-def _topology(said: _Said) -> Topology:
-    num_schemes = len(said.plan.normalization_schemes)
-    if len(said.channels) != num_schemes:
-        raise ValueError(
-            f"{DATASET} names {len(said.channels)} channels, but {PLANS} is for {num_schemes}"
-        )
-    network, axes = said.plan.network, said.axes
-    kernels = tuple(axes.from_network(kernel) for kernel in network.kernels)
-    num_outputs = len(said.labels.regions) or len(said.labels.names)
-    return validated(
-        Topology,
-        {
-            "in_channels": len(said.channels),
-            "num_classes": num_outputs,
-            "channels": network.features,
-            "strides": tuple(axes.from_network(stride) for stride in network.strides),
-            "kernels": stated_kernels(kernels),
-            "encoder": "residual" if network.is_residual else "plain",
-            "norm": "instance",
-            "deep_supervision": True,
-            "units": network.units,
-            "decoder_units": network.decoder_units[::-1],
-            "upsampling_bias": network.has_biases,
-            "norm_eps": network.norm.eps,
-            "negative_slope": network.activation.negative_slope,
-        },
-    )
-
-
-def _preprocessing(said: _Said) -> Preprocessing:
+def _checkpoint(said: _Said, model: dict[str, Tensor]) -> Checkpoint:
     plan, labels = said.plan, said.labels
-    return Preprocessing(
-        spacing_mm=said.axes.from_network(plan.spacing),
-        channels=tuple(_normalization(plan, channel) for channel in range(len(said.channels))),
+    described_network(plan.topology, model)
+    preprocessing = Preprocessing(
+        spacing_mm=plan.spacing_mm,
+        channels=plan.channels,
         channel_names=said.channels,
         label_names=tuple(labels.names.values()),
         label_values=tuple(labels.names),
@@ -297,34 +204,23 @@ def _preprocessing(said: _Said) -> Preprocessing:
         crops_to_nonzero=True,
         regions=labels.regions,
         orientation=plan.orientation,
-        interpolation=_interpolation(plan.image_resampling, plan.logit_resampling),
+        interpolation=plan.interpolation,
     )
-
-
-def _normalization(plan: Plan, channel: int) -> ChannelNormalization:
-    scheme, known = plan.normalization_schemes[channel], plan.intensities[channel]
-    if scheme == "CTNormalization" and known is not None:
-        return ChannelNormalization(
-            kind="ct",
-            low=known.percentile_00_5,
-            high=known.percentile_99_5,
-            mean=known.mean,
-            std=max(known.std, LEAST_STD),
-        )
-    masked = (scheme, plan.use_mask_for_norm[channel])
-    kind = SCHEMES.get(masked) or SCHEMES[scheme, False]
-    return ChannelNormalization(kind=kind, least_std=LEAST_STD)
-
-
-def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> Interpolation:
-    if logits.order != 1:
-        raise ValueError(f"logits are resampled with order {logits.order}; only 1 is known here")
-    if image.force_separate_z != logits.force_separate_z:
-        raise ValueError("force_separate_z differs between images and logits")
-    return Interpolation(
-        order=image.order,
-        thick=THICK[image.force_separate_z],
-        across_slices=image.order_z,
-        logits_across_slices=logits.order_z,
-        clips=True,
+    settings = {
+        "data.spacing_mm": plan.spacing_mm,
+        "patches.size": plan.patch_size,
+        "patches.augmentation.mirror_axes": tuple("xyz"[axis] for axis in said.mirror_axes),
+        "training.precision": "float16",  # which nnU-Net trains in on GPUs
+        "inference.overlap": 1 - STEP,
+        "inference.tta": bool(said.mirror_axes),
+        "inference.averaging": "logits",
+        "inference.postprocessing": False,
+    }
+    return Checkpoint(
+        topology=plan.topology,
+        preprocessing=preprocessing,
+        patch_size=plan.patch_size,
+        config=Config().with_values(settings),
+        model=model,
+        training={},
     )

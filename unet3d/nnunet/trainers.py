@@ -19,23 +19,14 @@ _TRAINING = re.compile(
 
 
 def keeps_network(trainer: str) -> bool:
-    """Return whether a trainer is one of nnU-Net's that take the network from the plan.
-
-    Args:
-        trainer: Its name, such as ``nnUNetTrainer_250epochs_NoMirroring``.
-    """
+    """Return whether a trainer, by its name, is one of nnU-Net's that keep the plan's network."""
     usual, found, rest = trainer.replace("nnUNet_Trainer", USUAL, 1).partition(USUAL)
     return bool(found) and not usual and not _TRAINING.sub("", rest)
 
 
 @cache  # a model has several folds, and each of them is read more than once
 def warn_of_trainer(trainer: str, model: str) -> None:
-    """Say that a model may need another network than its plan describes; once for each.
-
-    Args:
-        trainer: The name of its trainer.
-        model: What the user knows it by.
-    """
+    """Say that a model may need another network than its plan describes; once for each."""
     if not keeps_network(trainer):
         logger.warning(
             "%s was trained by %s, which nnU-Net does not have: if it changes what the plan says "

@@ -25,8 +25,12 @@ from unet3d.nnunet.axes import Axes
 _WRAPPED = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before names."""
 
-_REPEATED = re.compile(r"(^decoder\.encoder\.)|(\.all_modules\.)")
-"""Names that a parameter has besides its own."""
+_REPEATED = (
+    (re.compile(r"^decoder\.encoder\."), "encoder."),
+    (re.compile(r"\.all_modules\.0\."), ".conv."),
+    (re.compile(r"\.all_modules\.[0-9]\."), ".norm."),  # there may be a dropout between them
+)
+"""Names that a parameter has besides its own, and what is in their place in that one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +44,7 @@ class _Pair:
 
 
 def from_nnunet(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
-    """Return our parameters.
-
-    Args:
-        weights: Those of nnU-Net, from :func:`of_plan`; they may be on the meta device.
-        topology: The network.
-        axes: The order of its axes.
-    """
+    """Return our parameters, from those of :func:`of_plan`, which may be on the meta device."""
     model: dict[str, Tensor] = {}
     for pair in _pairs(topology):
         weight = weights[pair.theirs]
@@ -66,16 +64,15 @@ def of_plan(
 ) -> dict[str, Tensor]:
     """Return the parameters of a file that the network of its plan has, by their own names.
 
-    Args:
-        weights: By all their names.
-        topology: The network of the plan.
-        axes: The order of its axes.
-        trainer: The name of what has made the network, for messages.
-
-    Raises:
-        ValueError: Names or shapes are of another network; one line that names some.
+    Raises ValueError, which names the trainer that has made the network, where names or shapes are
+    of another one, or the values under two names of a parameter differ.
     """
-    own = {_unwrapped(name): weight for name, weight in weights.items()}
+    own: dict[str, Tensor] = {}
+    differing = []
+    for name, weight in weights.items():
+        first = own.setdefault(_own_name(name), weight)
+        if first is not weight and not _is_same(first, weight):
+            differing.append(f"{printable(_own_name(name))} has two values")
     if any(name.endswith(".running_mean") for name in own):
         raise ValueError(
             f"its trainer {trainer} has given its network batch normalisation; known are networks "
@@ -83,7 +80,7 @@ def of_plan(
         )
     with torch.device("meta"):
         wanted = to_nnunet(UNet3d(topology).state_dict(), topology, axes)
-    problems = [f"{name} is missing" for name in wanted if name not in own]
+    problems = [*differing, *(f"{name} is missing" for name in wanted if name not in own)]
     for name, weight in wanted.items():
         found = own.get(name)
         if found is not None and (found.shape != weight.shape or not found.is_floating_point()):
@@ -91,7 +88,7 @@ def of_plan(
             problems.append("{} is {} instead of {}".format(name, *shapes))
     for name in own:
         is_bias = name.endswith(".conv.bias") and f"{name[:-4]}weight" in wanted
-        if name not in wanted and not is_bias and not _REPEATED.search(name):
+        if name not in wanted and not is_bias:
             problems.append(f"{printable(name)} is unknown")
     if problems:
         raise ValueError(
@@ -102,13 +99,7 @@ def of_plan(
 
 
 def to_nnunet(model: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
-    """Return nnU-Net's parameters, each by one name.
-
-    Args:
-        model: Our parameters, on any device.
-        topology: The network.
-        axes: The order of nnU-Net's axes.
-    """
+    """Return nnU-Net's parameters, each by one name, for the order of its axes."""
     weights: dict[str, Tensor] = {}
     back = Axes(order=axes.back)
     for pair in _pairs(topology):
@@ -131,9 +122,7 @@ def to_nnunet(model: Mapping[str, Tensor], topology: Topology, axes: Axes) -> di
 def with_all_names(weights: Mapping[str, Tensor], *, has_biases: bool) -> dict[str, Tensor]:
     """Return parameters by every name that nnU-Net looks for.
 
-    Args:
-        weights: Each by one name.
-        has_biases: Whether convolutions before a normalisation have biases, which are 0.
+    Convolutions before a normalisation may have biases, which are 0.
     """
     named: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -154,10 +143,20 @@ def with_all_names(weights: Mapping[str, Tensor], *, has_biases: bool) -> dict[s
     return named
 
 
-def _unwrapped(name: str) -> str:
+def _own_name(name: str) -> str:
     while name.startswith(_WRAPPED):
         name = name.partition(".")[2]
+    for repeated, own in _REPEATED:
+        name = repeated.sub(own, name)
     return name
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors have the same values; without memory, whether they can have."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    is_shared = one.is_meta or (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+    return is_shared or torch.equal(one, other)
 
 
 def _pairs(topology: Topology) -> Iterator[_Pair]:

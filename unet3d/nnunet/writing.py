@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unet3d.atomic import new_folder, replacing_folder
+from unet3d.atomic import new_folder, remove_leftovers, replacing_folder
 from unet3d.config import Shape
 from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.axes import Axes
@@ -39,19 +40,12 @@ def write_model(
 ) -> None:
     """Write the folder of a model, which appears whole or not at all.
 
-    Args:
-        folds: The network of each fold by its number, or :data:`~unet3d.nnunet.layout.ALL`; at
-            least one. They prepare images in one way.
-        folder: Where to.
-        overwrite: Whether a model of that name is replaced, with all that is in its folder.
-
-    Raises:
-        ResultExistsError: Something else has the name, or a model that may not be replaced.
-        CheckpointError: nnU-Net cannot do what the network needs, the networks are not folds of one
-            training, or the folder cannot be written.
+    Folds of one training have numbers, or are :data:`~unet3d.nnunet.layout.ALL`. Only a model is
+    replaced, where that is allowed, with all that is in its folder.
     """
-    is_there = folder.is_symlink() or folder.exists()
-    if is_there:
+    with suppress(OSError):
+        remove_leftovers(folder.absolute().parent)  # a killed process may have moved it aside
+    if folder.is_symlink() or folder.exists():
         if folder.is_symlink() or not (folder / PLANS).is_file():
             raise ResultExistsError(
                 f"{folder} exists, and is no folder of a model; choose another --output"
@@ -68,7 +62,7 @@ def write_model(
                 )
     plans, dataset = _plans(first), _dataset(first.preprocessing)
     try:
-        with (replacing_folder if is_there else new_folder)(folder) as unfinished:
+        with (replacing_folder if overwrite else new_folder)(folder) as unfinished:
             for name, content in ((PLANS, plans), (DATASET, dataset)):
                 (unfinished / name).write_text(json.dumps(content, indent=2) + "\n")
             for fold, checkpoint in folds.items():
