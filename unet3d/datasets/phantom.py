@@ -23,28 +23,6 @@ GENERATOR = 1
 """Raised whenever the same seed gives another head, so that old data sets are not taken for new."""
 
 
-def write_phantom_case(
-    image_path: Path, label_path: Path, seed: int, shape: Shape, spacing_mm: Spacing
-) -> None:
-    """Write one head and its label map as NIfTI files whose origin is the centre of the volume.
-
-    Args:
-        image_path: A name that ends in .nii or .nii.gz; its folder exists.
-        label_path: Likewise.
-        seed: Determines the head.
-        shape: Voxels along X, Y, Z.
-        spacing_mm: Distance of neighbouring voxels along X, Y, Z.
-
-    Raises:
-        ConfigError: The shape is too small for a head, or no scan has such a spacing.
-        VolumeError: The head does not fit in memory.
-        OSError: A file cannot be written.
-    """
-    image, labels = head_phantom(seed, shape, spacing_mm)
-    _write(image_path, image[0].astype(np.int16), spacing_mm)
-    _write(label_path, labels, spacing_mm)
-
-
 def write_phantom_dataset(
     folder: Path, num_cases: int, shape: Shape, spacing_mm: Spacing, seed: int
 ) -> Path:
@@ -52,21 +30,6 @@ def write_phantom_dataset(
 
     Nothing is written if the folder already holds exactly this data set. The folder appears whole
     or not at all, and several processes may write it at the same time.
-
-    Args:
-        folder: The data set's own folder, with dataset.json, imagesTr and labelsTr.
-        num_cases: Cases phantom_000, phantom_001, ...
-        shape: Voxels along X, Y, Z of each case.
-        spacing_mm: Distance of neighbouring voxels along X, Y, Z.
-        seed: Determines every case.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: The shape is too small for a head, or no scan has such a spacing.
-        VolumeError: A head does not fit in memory.
-        DatasetError: The folder holds something else, or cannot be written.
     """
     names = [f"phantom_{index:03d}.nii.gz" for index in range(num_cases)]
     description = {
@@ -96,13 +59,9 @@ def write_phantom_dataset(
             with counting("making", num_cases) as watch:
                 for index, name in enumerate(names):
                     case_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
-                    write_phantom_case(
-                        unfinished / "imagesTr" / name,
-                        unfinished / "labelsTr" / name,
-                        case_seed,
-                        shape,
-                        spacing_mm,
-                    )
+                    image, labels = head_phantom(case_seed, shape, spacing_mm)
+                    for kind, array in (("images", image[0].astype(np.int16)), ("labels", labels)):
+                        _write(unfinished / f"{kind}Tr" / name, array, spacing_mm)
                     watch(index + 1)
             (unfinished / "dataset.json").write_text(json.dumps(description, indent=1))
     except OSError as error:
@@ -131,6 +90,7 @@ def _holds(folder: Path, description: dict[str, Any]) -> bool:
 
 
 def _write(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing) -> None:
+    """Write a volume whose centre is the origin."""
     affine = np.diag([*spacing_mm, 1.0])
     affine[:3, 3] = -affine.diagonal()[:3] * (np.array(array.shape) - 1) / 2
     image = nib.Nifti1Image(array, affine)
