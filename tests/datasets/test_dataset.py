@@ -84,6 +84,15 @@ def test_regions_are_read_as_nnunet_writes_them(tmp_path):
     )
 
 
+def test_labels_may_be_called_by_numbers(tmp_path):
+    """So nnU-Net has values without names: no numbers of the Decathlon, whose names are texts."""
+    dataset = load_dataset(nnunet(tmp_path, labels={"0": 0, "1": 1, "2": 3}))
+    assert (dataset.label_names, dataset.label_values) == (("0", "1", "2"), (0, 1, 3))
+    regions = {"0": 0, "1": [1, 2], "2": 2}
+    dataset = load_dataset(nnunet(tmp_path, labels=regions, regions_class_order=[1, 2]))
+    assert [region.name for region in dataset.regions] == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     ("labels", "values", "ignored"),
     [
@@ -109,7 +118,7 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": {"a": [1, 2]}, "regions_class_order": [3]}, r"regions_class_order is \[3\]"),
         ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
         ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),
-        ({"labels": {"a": [1, 2], "b": [2, 1]}, "regions_class_order": [1, 2]}, "the same labels"),
+        ({"labels": {"a": [1, 2], "b": [2, 1]}, "regions_class_order": [1, 2]}, "are both 1, 2; l"),
         ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
         ({"labels": {"a": 1, "ignore": [5, 6]}}, r"label ignore is \[5, 6\]; give it one value"),
         ({"labels": {"a": 3, "ignore": 2}}, "label ignore is 2, but a is 3; give ignore the high"),
@@ -118,16 +127,17 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": ["background", "a"]}, "names and values"),
         ({"channel_names": {"0": "CT", "2": "PET"}}, "numbered 0, 2"),
         ({"labels": {"background": 0, "a": True}}, "a has the value True; use whole numbers"),
-        ({"labels": {"background": 0, "a": 2**32}}, "4294967296; segmentations hold values up to"),
-        ({"labels": {"background": 0, "a": "9" * 5000}}, r"value 9+\.\.\.; segmentations hold"),
-        ({"labels": {"background": 1, "a": 2}}, "labels 1 and 0 are both called background"),
+        ({"labels": {"background": 0, "a": 2**32}}, "4294967296; use whole numbers from 0 to"),
+        ({"labels": {"background": 0, "a": "9" * 5000}}, r"value '9+\.\.\.9+'; use whole"),
+        ({"labels": {"background": 1, "a": 2}}, "two labels are called background, one by default"),
         ({"labels": {"1": "e\u0301", "2": "\u00e9"}}, "are both called \u00e9"),
-        ({"labels": {"1": 5}}, "label 1 is called 5"),
+        ({"labels": {"1": 5.0}}, "label 1 is called 5.0"),
+        ({"labels": {"1": None}}, "label 1 is called None"),
+        ({"labels": {"a": 0, "b": 0, "c": 1}}, "a and b are both 0"),
         ({"labels": {"1": "a\n\x1b[31m"}}, r"label 1 is called 'a\\n\\x1b\[31m'"),
         ({"labels": {"1": "x" * 10**6}}, r"label 1 is called 'x{10,40}\.\.\.x{10,40}'; a name is"),
         ({"labels": {f"l{n}": n for n in range(66000)}}, "names 66000 labels; use at most"),
         ({"channel_names": {"0": "CT", "1": ["PET"]}}, r"channel 1 is called \['PET'\]"),
-        ({"channel_names": ["MRI"] * 2000}, "has 2000 channels; use at most"),
         ({"file_ending": ".png"}, "file_ending is '.png'; known: .nii.gz"),
         ({"file_ending": 3}, "file_ending is 3"),
         ({"name": [1]}, r"the data set is called \[1\]"),

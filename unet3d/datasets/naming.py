@@ -23,9 +23,6 @@ from unet3d.inputs.plain_data import is_printable, printable, shown
 
 logger = logging.getLogger(__name__)
 
-MAX_CHANNELS = 1000
-"""Many more than the sequences of any scan: a time series is not meant as channels."""
-
 MAX_NAME_LETTERS = 200
 
 IGNORE = "ignore"
@@ -45,26 +42,14 @@ class Labels:
 
 
 def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:
-    """Return the name of each channel.
-
-    Args:
-        path: The description, for messages.
-        tree: What it holds.
-        images: Files of one case, whose channels are counted where the description names none.
-
-    Raises:
-        DatasetError: The description names no channels, or does not number them 0, 1, ...
-        VolumeError: A header cannot be read.
-    """
+    """Return the names of channels in a description, or else number the channels of its images."""
     given = tree.get("channel_names") or tree.get("modality")
     if not given:
         if not images:
             raise DatasetError(f"{path}: channel_names is empty; name each channel")
         num_channels = sum(read_header(image).num_channels for image in images)
-        _refuse_many(path, num_channels)
         return tuple(f"channel {channel}" for channel in range(num_channels))
     names = given if isinstance(given, (list, dict)) else [given]
-    _refuse_many(path, len(names))
     if isinstance(names, dict):
         numbers = [str(number) for number in range(len(names))]
         if set(numbers) != names.keys():
@@ -75,124 +60,89 @@ def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -
 
 
 def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path]) -> Labels:
-    """Return what the values in the label maps mean.
-
-    Args:
-        path: The description, for messages.
-        tree: What it holds.
-        label_maps: Files that are searched for values where the description names none.
-
-    Raises:
-        DatasetError: The names cannot be understood, or there is nothing but background.
-        VolumeError: A label map cannot be read.
-    """
+    """Return the labels of a description, or else those that are found in label maps."""
     given = tree.get("labels")
     if given is None:
         return Labels(names=_labels_found_in(label_maps, path))
     if not isinstance(given, dict):
         raise DatasetError(f"{path}: labels is {shown(given)}; it needs names and values")
-    if any(isinstance(value, list) for value in given.values()):
-        return _labels_in_regions(path, given, tree.get("regions_class_order"))
-    # The Decathlon writes {"1": "tumour"}, nnU-Net {"tumour": 1}.
-    by_value = all(key.isdecimal() for key in given)
-    labels: dict[int, str] = {}
-    for key, other in given.items():
-        text, value = (other, key) if by_value else (key, other)
-        name = clean_name(path, f"label {printable(str(value))}" if by_value else "a label", text)
-        number = _label_value(path, name, value)
-        if number in labels:
-            raise DatasetError(
-                f"{path}: {labels[number]} and {name} are both {number}; give each a value"
-            )
-        labels[number] = name
-    labels.setdefault(0, "background")
-    value_of: dict[str, int] = {}
-    for value, name in labels.items():
-        if value_of.setdefault(name, value) != value:
-            raise DatasetError(
-                f"{path}: the labels {value_of[name]} and {value} are both called {name}; give "
-                "each a name"
-            )
-    ignore_value = value_of.get(IGNORE)
-    if ignore_value is not None:
-        del labels[ignore_value]
-    return _checked(path, Labels(names=dict(sorted(labels.items())), ignore_value=ignore_value))
-
-
-def _checked(path: Path, labels: Labels) -> Labels:
-    """Refuse what cannot be trained on."""
-    names, ignored = labels.names, labels.ignore_value
-    if len(names) < 2:
-        raise DatasetError(
-            f"{path}: labels names nothing but the background; name what is labelled"
-        )
-    if ignored is not None and ignored <= max(names):
-        raise DatasetError(
-            f"{path}: the label {IGNORE} is {ignored}, but {names[max(names)]} is {max(names)}; "
-            f"give {IGNORE} the highest value"
-        )
-    if len(names) > MAX_CLASSES:
-        raise DatasetError(f"{path} names {len(names)} labels; use at most {MAX_CLASSES}")
-    return labels
-
-
-def _labels_in_regions(path: Path, given: Mapping[str, Any], order: Any) -> Labels:
-    """Read labels as nnU-Net names regions: each a value or a list of them, which may overlap."""
-    values_of: dict[str, tuple[int, ...]] = {}
-    for key, value in given.items():
-        name = clean_name(path, "a label", key)
-        if name in values_of:
-            raise DatasetError(f"{path}: two labels are both called {name}; give each a name")
-        values = value if isinstance(value, list) else [value]
-        numbers = tuple(sorted({_label_value(path, name, one) for one in values}))
-        if not numbers or (0 in numbers and len(numbers) > 1):
-            raise DatasetError(
-                f"{path}: region {name} is {shown(value)}; a region is made of labels above 0"
-            )
-        values_of[name] = numbers
+    values_of = _values_of_labels(path, given)
     ignored = values_of.pop(IGNORE, None)
     if ignored is not None and len(ignored) > 1:
         raise DatasetError(
             f"{path}: the label {IGNORE} is {shown(given[IGNORE])}; give it one value"
         )
-    background = [name for name, values in values_of.items() if values == (0,)]
-    regions = {name: values for name, values in values_of.items() if values != (0,)}
+    names = {0: "background"}
+    names |= {values[0]: name for name, values in values_of.items() if values == (0,)}
+    scored = {name: values for name, values in values_of.items() if values != (0,)}
+    if names[0] in scored:
+        raise DatasetError(f"{path}: two labels are called {names[0]}, one by default; rename one")
+    single = {values[0]: name for name, values in scored.items() if len(values) == 1}
+    known = sorted({value for values in scored.values() for value in values})
+    names |= {value: single.get(value, f"label {value}") for value in known}
+    if not known:
+        raise DatasetError(
+            f"{path}: labels names nothing but the background; name what is labelled"
+        )
+    if ignored is not None and ignored[0] <= known[-1]:
+        raise DatasetError(
+            f"{path}: the label {IGNORE} is {ignored[0]}, but {names[known[-1]]} is {known[-1]}; "
+            f"give {IGNORE} the highest value"
+        )
+    if len(names) > MAX_CLASSES:
+        raise DatasetError(f"{path} names {len(names)} labels; use at most {MAX_CLASSES}")
+    regions: tuple[Region, ...] = ()
+    if any(isinstance(value, list) for value in given.values()):
+        regions = _regions(path, scored, tree.get("regions_class_order"))
+    ignore_value = None if ignored is None else ignored[0]
+    return Labels(names=names, ignore_value=ignore_value, regions=regions)
+
+
+def _values_of_labels(path: Path, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the values of each label or region by its name, ascending."""
+    # The Decathlon writes {"1": "tumour"}, nnU-Net {"tumour": 1}, which may be {"1": 1}.
+    has_values = any(type(value) in (int, list) for value in given.values())
+    by_value = not has_values and all(key.isdecimal() for key in given)
+    values_of: dict[str, tuple[int, ...]] = {}
+    name_of: dict[tuple[int, ...], str] = {}
+    for key, other in given.items():
+        text, value = (other, key) if by_value else (key, other)
+        name = clean_name(path, f"label {printable(key)}" if by_value else "a label", text)
+        if name in values_of:
+            raise DatasetError(f"{path}: two labels are both called {name}; give each a name")
+        listed = value if isinstance(value, list) else [value]
+        values = tuple(sorted({_label_value(path, name, one) for one in listed}))
+        if not values or (0 in values and len(values) > 1):
+            raise DatasetError(
+                f"{path}: region {name} is {shown(value)}; a region is made of labels above 0"
+            )
+        values_of[name] = values
+        if name_of.setdefault(values, name) != name:
+            raise DatasetError(
+                f"{path}: {name_of[values]} and {name} are both {some(values)}; leave one out"
+            )
+    return values_of
+
+
+def _regions(
+    path: Path, values_of: Mapping[str, tuple[int, ...]], order: Any
+) -> tuple[Region, ...]:
+    """Return nnU-Net's regions, which may overlap; the order says what is written for each."""
     written = order if isinstance(order, list) else []
-    known = {value for values in regions.values() for value in values}
-    if len(written) != len(regions) or not all(type(v) is int and v in known for v in written):
+    known = {value for values in values_of.values() for value in values}
+    if len(written) != len(values_of) or not all(type(v) is int and v in known for v in written):
         raise DatasetError(
             f"{path}: regions_class_order is {shown(order)}; name the value that is written for "
-            f"each of the {len(regions)} regions ({some(list(regions))}), in their order"
+            f"each of the {len(values_of)} regions ({some(list(values_of))}), in their order"
         )
-    if len(set(regions.values())) < len(regions):
-        raise DatasetError(f"{path}: two regions are made of the same labels; name one of them")
-    single = {values[0]: name for name, values in regions.items() if len(values) == 1}
-    names = {0: background[0] if background else "background"}
-    names |= {value: single.get(value, f"label {value}") for value in sorted(known)}
-    return _checked(
-        path,
-        Labels(
-            names=names,
-            ignore_value=None if ignored is None else ignored[0],
-            regions=tuple(
-                Region(name=name, values=values, written=value)
-                for (name, values), value in zip(regions.items(), written, strict=True)
-            ),
-        ),
+    return tuple(
+        Region(name=name, values=values, written=value)
+        for (name, values), value in zip(values_of.items(), written, strict=True)
     )
 
 
 def clean_name(path: Path, what: str, text: Any) -> str:
-    """Return a name that can be shown, in Unicode's composed form.
-
-    Args:
-        path: The description, for messages.
-        what: What has the name.
-        text: The name as the description has it.
-
-    Raises:
-        DatasetError: It is no text, empty, too long, or has control characters.
-    """
+    """Return a name that can be shown, in Unicode's composed form."""
     name = unicodedata.normalize("NFC", text).strip() if isinstance(text, str) else ""
     if not name or len(name) > MAX_NAME_LETTERS or not is_printable(name):
         raise DatasetError(
@@ -202,23 +152,13 @@ def clean_name(path: Path, what: str, text: Any) -> str:
     return name
 
 
-def _refuse_many(path: Path, num_channels: int) -> None:
-    if num_channels > MAX_CHANNELS:
-        raise DatasetError(
-            f"{path}: a case has {num_channels} channels; use at most {MAX_CHANNELS}"
-        )
-
-
 def _label_value(path: Path, name: str, value: Any) -> int:
-    digits = str(value) if type(value) in (int, str) else ""
-    if not digits.isdecimal():
+    digits = str(value) if type(value) is int else value
+    is_number = isinstance(digits, str) and digits.isdecimal() and len(digits) <= 10
+    if not is_number or int(digits) > MAX_LABEL_VALUE:
         raise DatasetError(
-            f"{path}: label {name} has the value {shown(value)}; use whole numbers from 0"
-        )
-    if len(digits) > len(str(MAX_LABEL_VALUE)) or int(digits) > MAX_LABEL_VALUE:
-        raise DatasetError(
-            f"{path}: label {name} has the value {printable(digits)}; segmentations hold values up "
-            f"to {MAX_LABEL_VALUE}"
+            f"{path}: label {name} has the value {shown(value)}; use whole numbers from 0 to "
+            f"{MAX_LABEL_VALUE}"
         )
     return int(digits)
 
@@ -252,11 +192,9 @@ SIDES = (("left", "right"), ("l", "r"), ("lt", "rt"), ("lh", "rh"))
 
 
 def has_sides(names: Sequence[str]) -> bool:
-    """Return whether labels are told by their names to be on the left or on the right.
+    """Tell whether a label is on the left or the right by its name, or by that of its partner.
 
-    Args:
-        names: Of the labels: ``left ventricle``, ``LungLeft``; or a pair such as ``kidney_l`` and
-            ``kidney_r``, ``lungleft`` and ``lungright``.
+    So are ``left ventricle`` and ``LungLeft``, and ``kidney_l`` beside ``kidney_r``.
     """
     known = {tuple(_words(name)) for name in names}
     for words in known:

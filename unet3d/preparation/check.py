@@ -134,7 +134,7 @@ def _header_findings(
             case=case.name,
             severity="error",
             message=f"{case.images[0]} has {num_channels} channel(s) but dataset.json names "
-            f"{len(dataset.channel_names)}: {', '.join(dataset.channel_names)}",
+            f"{len(dataset.channel_names)}: {some(dataset.channel_names)}",
         )
     readable = list(headers.values())
     for header in readable[1:]:
