@@ -29,7 +29,7 @@ class Case:
 
     def __init__(self, name, answer, label):
         self.name = name
-        self.answer, self.truth = answer, label
+        self.answer, self.truth, self.shape = answer, label, label.shape
 
     def image(self):
         return self.answer[None].astype(np.float32)
