@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import nibabel as nib
@@ -106,6 +107,19 @@ def test_statistics_are_those_of_numpy(tmp_path):
         assert not scan.statistics.exists()
     content = json.loads((tmp_path / "mine.json").read_text())
     assert content == {"image": [str(path)], "checkpoints": ["a.pt", "b.pt"], "labels": found}
+
+
+def test_statistics_take_no_memory_by_the_value_of_a_label(tmp_path):
+    """Such as of Allen's atlas, whose values are numbers of a registry."""
+    path = write_volume(tmp_path / "scan.nii.gz", noise((6, 5, 4)))
+    labels = np.zeros((6, 5, 4), np.uint32)
+    labels[1], labels[2, 3] = 614454277, 2**32 - 1
+    image = read_scan(Scan(images=(path,), output=tmp_path / "mine.nii.gz"))
+    tracemalloc.start()
+    found = label_statistics(labels, image, {2**32 - 1: "last", 614454277: "area", 10**8: "absent"})
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+    assert [found[name]["num_voxels"] for name in ("last", "area", "absent")] == [4, 20, 0]
 
 
 def test_statistics_of_a_tilted_gantry_are_in_true_ml(tmp_path, caplog):

@@ -1,9 +1,4 @@
-"""What is scored in label maps: labels and regions by name, and the value that counts nowhere.
-
-A ``dataset.json`` names them: the Decathlon's ``{"1": "tumour"}``, nnU-Net's ``{"tumour": 1}``, a
-region of several values ``{"whole tumour": [1, 2, 3]}``, and ``{"ignore": 4}`` for voxels that
-nobody has labelled.
-"""
+"""What is scored in label maps: labels and regions by name, and the value that counts nowhere."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -41,26 +36,16 @@ class ScoredLabels:
     def of(
         cls, names: Mapping[int, str], regions: Iterable[Region], ignore: int | None
     ) -> "ScoredLabels":
-        """Return what is scored where regions are segmented, or where there are none, labels.
-
-        Args:
-            names: Names of the label values.
-            regions: What is segmented instead of labels.
-            ignore: Value of voxels that count nowhere.
-        """
+        """Return what is scored where regions are segmented, or else labels of these names."""
         scored: dict[Label, str] = {label_of(region.values): region.name for region in regions}
         scored = scored or {value: name for value, name in names.items() if value != BACKGROUND}
         return cls(names=scored, ignore=ignore)
 
     def among(self, values: Iterable[int]) -> list[Label]:
-        """Return what is scored where label maps hold some values.
+        """Return what is scored in label maps that hold some values.
 
-        Args:
-            values: All values that are in any of them.
-
-        Returns:
-            The named labels and regions of which a value is there, in the order of their names,
-            then the values that belong to none of them, ascending.
+        These are named labels and regions, in the order of their names, then values of none of
+        them, ascending.
         """
         there = set(values) - {BACKGROUND, self.ignore}
         named = [label for label in self.names if not there.isdisjoint(values_of(label))]
@@ -84,15 +69,7 @@ def values_of(label: Label) -> tuple[int, ...]:
 
 
 def mask_of(array: npt.NDArray[np.integer[Any]], label: Label) -> Mask:
-    """Return where a label or region is.
-
-    Args:
-        array: Label values, of any shape.
-        label: The label.
-
-    Returns:
-        The same shape.
-    """
+    """Return where a label or region is, for label values of any shape."""
     mask: Mask = np.isin(array, label) if isinstance(label, tuple) else array == label
     return mask
 
@@ -108,26 +85,14 @@ def box_of(mask: Mask) -> tuple[slice, ...]:
 
 
 def description_of(labels: Path) -> Path | None:
-    """Return the ``dataset.json`` of the data set that label maps belong to, if they lie in one.
-
-    Args:
-        labels: A label map, or a folder of them, such as ``labelsTr`` of a data set.
-    """
+    """Return ``dataset.json`` beside a folder such as ``labelsTr``, or that of a file in it."""
     folder = labels if labels.is_dir() else labels.parent
     path = folder.absolute().parent / DESCRIPTION
     return path if folder.absolute().name.startswith("labels") and path.is_file() else None
 
 
 def read_scored_labels(path: Path) -> ScoredLabels:
-    """Return what a data set says of its labels; nothing else in its description is looked at.
-
-    Args:
-        path: Its folder, or its ``dataset.json``.
-
-    Raises:
-        DatasetError: It cannot be read, or does not name labels, or not so that it can be
-            understood.
-    """
+    """Return the labels of a data set; nothing else in its ``dataset.json`` is looked at."""
     description = path / DESCRIPTION if path.is_dir() else path
     tree = read_description(description)
     if not isinstance(tree, dict) or not tree.get("labels"):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.atomic import creating, make_folder, replacing
+from unet3d.datasets.classes import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
 from unet3d.images.files import members, volume_stem
 from unet3d.images.grids import voxel_mm3
@@ -50,25 +51,24 @@ class Scan:
 
     @property
     def statistics(self) -> Path:
-        """The file of its statistics, beside the segmentation."""
-        return self.output.with_name(f"{volume_stem(self.output)}.json")
+        """The file of its statistics."""
+        return self._beside(".json")
 
     @property
     def preview(self) -> Path:
-        """The picture of it, beside the segmentation."""
-        return self.output.with_name(f"{volume_stem(self.output)}.png")
+        """The picture of it."""
+        return self._beside(".png")
 
     @property
     def probabilities(self) -> Path:
-        """The file of the probabilities, beside the segmentation."""
-        return self.output.with_name(f"{volume_stem(self.output)}.npy")
+        """The file of the probabilities."""
+        return self._beside(".npy")
+
+    def _beside(self, suffix: str) -> Path:
+        return self.output.with_name(volume_stem(self.output) + suffix)
 
     def results(self, wanted: Wanted) -> list[Path]:
-        """Return the files to be written.
-
-        Args:
-            wanted: What is asked for.
-        """
+        """Return the files to be written."""
         return [
             self.output,
             *[self.statistics] * wanted.statistics,
@@ -78,14 +78,7 @@ class Scan:
 
 
 def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
-    """Return what changes when a file of a scan is written: time, size and number of each.
-
-    Args:
-        scan: The scan.
-
-    Returns:
-        None for a file that is not there.
-    """
+    """Return time, size and number of each file of a scan; None for one that is not there."""
     found: list[tuple[int, int, int] | None] = []
     for file in (file for image in scan.images for file in members(image)):
         try:
@@ -98,15 +91,7 @@ def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
 
 
 def read_scan(scan: Scan, scratch: Scratch | None = None) -> ScanImage:
-    """Open the image of a scan, with all its channels.
-
-    Args:
-        scan: The scan.
-        scratch: Where packed voxels go; None: into memory.
-
-    Raises:
-        VolumeError: A file cannot be read, or the channels are on different grids.
-    """
+    """Open the image of a scan, with all its channels; packed voxels go to ``scratch``."""
     image = open_channels(scan.images, scratch)
     warning = shear_warning(image.header)
     if warning is not None:
@@ -117,18 +102,7 @@ def read_scan(scan: Scan, scratch: Scratch | None = None) -> ScanImage:
 def write_segmentation(
     scan: Scan, labels: npt.NDArray[Any], header: VolumeHeader, overwrite: bool = False
 ) -> None:
-    """Write a scan's segmentation on the scan's own grid.
-
-    Args:
-        scan: Says where to.
-        labels: Label values, shape (X, Y, Z).
-        header: Header of the scan's image.
-        overwrite: Whether an existing file may be replaced.
-
-    Raises:
-        ResultExistsError: A file of that name has appeared.
-        VolumeError: The file cannot be written.
-    """
+    """Write label values (X, Y, Z) as a scan's segmentation, on the grid of its header."""
     _make_folder_of(scan.output)
     try:
         write_label(scan.output, labels, header, overwrite)
@@ -139,27 +113,24 @@ def write_segmentation(
 def label_statistics(
     labels: npt.NDArray[Any], image: ScanImage, label_names: dict[int, str]
 ) -> dict[str, Any]:
-    """Return volume and intensity of each label.
+    """Return volume and intensity of each label, of label values (X, Y, Z) on the image's grid.
 
-    Args:
-        labels: Label values, shape (X, Y, Z), on the image's grid.
-        image: The scan's.
-        label_names: Name of each label value without the background.
-
-    Returns:
-        Per label name (with the value, where several have one name): ``volume_ml``, ``num_voxels``,
-        and per channel the mean, standard deviation, minimum and maximum of the scan's intensities
-        (None for an absent label).
+    Per name (with the value, where several have one name) there are ``value``, ``volume_ml``,
+    ``num_voxels`` and ``intensity``: for each channel the mean, standard deviation, minimum and
+    maximum of the scan's intensities, or None for an absent label.
     """
     from scipy.ndimage import find_objects  # takes a third of a second, and few ask for it
 
     voxel_ml = voxel_mm3(image.header.affine) / 1000
     statistics: dict[str, Any] = {}
     names = Counter(label_names.values())
-    boxes = find_objects(labels, max(label_names, default=0))
+    # By the place of their values, which may be large: memory grows with the largest.
+    values = sorted({0, *label_names})
+    classes = class_indices(labels, values)
+    boxes = dict(zip(values, [None, *find_objects(classes, len(values) - 1)], strict=True))
     channels = [image.voxels.channel(number) for number in range(image.voxels.num_channels)]
     for value, name in label_names.items():
-        box = boxes[value - 1]
+        box = boxes[value]
         count = 0
         intensity: list[dict[str, float] | None] = [None] * len(channels)
         if box is not None:
@@ -183,44 +154,20 @@ def writing_statistics(
     checkpoints: Sequence[Path],
     overwrite: bool = False,
 ) -> Iterator[None]:
-    """Write statistics as JSON, which get their name after what is written in the meantime.
-
-    Args:
-        scan: Says where to: beside its segmentation.
-        statistics: From :func:`label_statistics`.
-        checkpoints: Files of the networks that made the segmentation.
-        overwrite: Whether an existing file may be replaced.
-
-    Raises:
-        ResultExistsError: A file of that name has appeared.
-        VolumeError: The file cannot be written.
-    """
+    """Write statistics as JSON, which get their name after what is written in the meantime."""
     content = {
-        "image": [str(image) for image in scan.images],
-        "checkpoints": [str(path) for path in checkpoints],
+        "image": list(map(str, scan.images)),
+        "checkpoints": list(map(str, checkpoints)),
         "labels": statistics,
     }
-    text = json.dumps(content, indent=2) + "\n"
     with result_file(scan.statistics, overwrite) as unfinished:
-        unfinished.write_bytes(text.encode())
+        unfinished.write_text(json.dumps(content, indent=2) + "\n")
         yield
 
 
 @contextmanager
 def result_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Make a file beside a segmentation from the one that is written in the meantime.
-
-    Args:
-        path: The file; the folders above it are made where they are missing.
-        overwrite: Whether an existing file may be replaced.
-
-    Yields:
-        The name to write to.
-
-    Raises:
-        ResultExistsError: A file of that name has appeared.
-        VolumeError: The file cannot be written.
-    """
+    """Yield the name to write a file to that appears beside a segmentation once it is whole."""
     _make_folder_of(path)
     publishing = replacing if overwrite else creating
     try:

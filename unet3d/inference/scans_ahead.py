@@ -28,12 +28,7 @@ class ScansAhead:
     """Reads scans in their order, each of them while the one before is in use."""
 
     def __init__(self, scans: Sequence[Scan], scratch: Scratch) -> None:
-        """Take them; nothing is read yet.
-
-        Args:
-            scans: The scans.
-            scratch: Where voxels go that are packed.
-        """
+        """Take them; nothing is read yet, and packed voxels will go to ``scratch``."""
         self._scans = tuple(scans)
         self._scratch = scratch
         self._next: tuple[Scan, Future[ReadScan | None]] | None = None
@@ -44,14 +39,7 @@ class ScansAhead:
             self._begin(0)
 
     def take(self, number: int) -> ReadScan:
-        """Return a scan, and begin with the next one.
-
-        Args:
-            number: Its place among the scans.
-
-        Raises:
-            VolumeError: It cannot be read.
-        """
+        """Return a scan by its place among all, or raise why not, and begin with the next one."""
         scan = self._scans[number]
         begun, self._next = self._next, None
         found = begun[1].result() if begun is not None and begun[0] is scan else None
