@@ -165,7 +165,6 @@ def test_a_wrong_unit_is_refused_and_the_other_scans_are_segmented(folder, capsy
 
 
 def test_a_series_of_dicom_is_segmented_as_nifti_is(scan, predicting, capsys):
-    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
     stored = nib.load(scan)
     array = np.asanyarray(stored.dataobj).astype(np.int16)
     write_volume(Path("all/nifti.nii.gz"), array)

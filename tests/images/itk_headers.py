@@ -5,11 +5,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import nibabel as nib
 import numpy as np
-import pytest
-
-from unet3d.images.nifti import read_image, read_label
 
 ARRAY = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
 """Voxels (X, Y, Z)."""
@@ -64,15 +60,3 @@ def meta_bytes(voxels: bytes | None = None, **changes: str | None) -> bytes:
 def written(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
-
-
-def assert_reads_what_simpleitk_writes(path: Path) -> None:
-    """Write voxels of every type with SimpleITK, packed and as they are, and read them."""
-    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
-    found = nib.apply_orientation(ARRAY, [[0, -1], [1, -1], [2, 1]])
-    for dtype in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"):
-        image = sitk.GetImageFromArray(np.ascontiguousarray(ARRAY.T).astype(dtype))
-        for is_packed in (False, True):
-            sitk.WriteImage(image, str(path), useCompression=is_packed)
-            np.testing.assert_array_equal(read_image(path).array[0], found, err_msg=dtype)
-            np.testing.assert_array_equal(read_label(path).array, found, err_msg=dtype)

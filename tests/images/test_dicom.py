@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.images.dicom_series import change, write_series, write_slice
+from tests.images.dicom_series import change, in_order, write_series, write_slice
 from tests.images.samples import refusal, write_json
 from unet3d.datasets.dataset import load_dataset
+from unet3d.errors import VolumeError
+from unet3d.images.dicom import open_series
 from unet3d.images.header import read_header
 from unet3d.images.nifti import open_channels, read_image
 from unet3d.images.scratch import Scratch
 from unet3d.memory import host
 from unet3d.preparation.check import check_dataset
-
-pydicom = pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
 
 ARRAY = np.random.default_rng(0).integers(-1000, 3000, (5, 4, 6)).astype(np.int16)
 
@@ -24,11 +24,6 @@ ARRAY = np.random.default_rng(0).integers(-1000, 3000, (5, 4, 6)).astype(np.int1
 @pytest.fixture
 def series(tmp_path):
     return write_series(tmp_path / "series", ARRAY)
-
-
-def in_order(series):
-    """Return the slices from the feet to the head."""
-    return sorted(series.iterdir(), key=lambda path: pydicom.dcmread(path).InstanceNumber)
 
 
 def test_other_files_of_the_folder_are_left_out(series):
@@ -44,10 +39,39 @@ def test_other_files_of_the_folder_are_left_out(series):
 
 
 def test_headers_are_read_without_pixels(series):
-    for path in series.iterdir():
-        change(path, PixelData=bytes(2))
+    slices = in_order(series)
+    cut = slices[2].read_bytes()
+    header = read_header(series)
+    assert header.shape == (5, 4, 6)
+    opened = open_series(series)
+    slices[2].write_bytes(cut[:-20])
+    with pytest.raises(VolumeError, match=f"{slices[2].name}: it has changed; run again"):
+        opened.voxels.read(Scratch(), "reading")
+
+
+@pytest.mark.parametrize("ending", ["", ".dcm", ".12"])
+def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
+    series = write_series(tmp_path / "series", ARRAY)
+    slices = [path.rename(f"{path}{ending}") for path in in_order(series)]
+    for name in ("README", "LICENSE", "notes.txt", "scan.json", "list.csv", "protocol.xml"):
+        (series / name).write_text("not DICOM")
     assert read_header(series).shape == (5, 4, 6)
-    assert "as a slice" in refusal(series)
+    for number in (0, 3, 5):  # the last one leaves no gap
+        whole = slices[number].read_bytes()
+        for content, said in (
+            (b"", "is no DICOM file: it is empty, cut off or damaged"),
+            (whole[:100], "is named like the slices beside it but is no DICOM file"),
+            (whole[:128] + b"DISM" + whole[132:], "is named like the slices"),
+            (whole[:140], "it ends within the 4 bytes of element 00020000"),
+            (whole[:-1], "it ends within the 40 bytes of element 7fe00010"),
+            (whole[:-44], "it ends in the middle of its header"),
+            (whole[:-52], "holds no image, or only the beginning of one"),
+        ):
+            slices[number].write_bytes(content)
+            line = refusal(series)
+            assert said in line and slices[number].name in line
+        slices[number].write_bytes(whole)
+    assert read_header(series).shape == (5, 4, 6)
 
 
 def test_slices_that_are_missing_or_twice_there_are_named(series):

@@ -1,11 +1,11 @@
 """A volume is the same in every format: read by us, and by SimpleITK, in every orientation."""
 
 import itertools
-import sys
 
 import nibabel as nib
 import numpy as np
 import pytest
+import SimpleITK as sitk
 
 from tests.images.dicom_series import write_series
 from tests.images.samples import refusal
@@ -34,13 +34,9 @@ AFFINES = [
     affine_along((2, 0, 1), (1, -1, 1), (-1.1, 0.7, 0.2)),
 ]
 
-READER_OF = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO", ".mhd": "MetaImageIO"}
-"""SimpleITK's; it would also try GDCM, of which pydicom has another one in this process."""
-
 
 def write_itk(path, array, affine):
     """Write an array (X, Y, Z) whose affine is that of NIfTI through SimpleITK."""
-    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     image = sitk.GetImageFromArray(np.ascontiguousarray(array.T))
     lps = np.diag([-1, -1, 1, 1]) @ affine
     spacing = np.linalg.norm(lps[:3, :3], axis=0)
@@ -65,7 +61,6 @@ def compare(volume, affine):
 
 @pytest.mark.parametrize("affine", AFFINES)
 def test_it_lies_where_nibabel_and_simpleitk_say(tmp_path, affine):
-    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     labels = (ARRAY > 1000).astype(np.uint8)
     for name in ("scan.nrrd", "scan.mha", "scan.mhd"):
         path = write_itk(tmp_path / name, ARRAY, affine)
@@ -74,12 +69,12 @@ def test_it_lies_where_nibabel_and_simpleitk_say(tmp_path, affine):
         # A segmentation lies voxel on voxel on the scan, for SimpleITK too.
         ras = np.asanyarray(canonical(labels, affine).dataobj)
         write_label(tmp_path / "seg.nii.gz", ras, volume.header)
-        scan = sitk.ReadImage(str(path), imageIO=READER_OF[path.suffix])
+        scan = sitk.ReadImage(str(path))
         # Its axes as they are stored are those of SimpleITK, in reverse.
         stored = open_channels([path]).as_stored()
         np.testing.assert_array_equal(stored.voxels.whole()[0].T, sitk.GetArrayFromImage(scan))
         assert stored.header.exact_mm == scan.GetSpacing()
-        written = sitk.ReadImage(str(tmp_path / "seg.nii.gz"), imageIO="NiftiImageIO")
+        written = sitk.ReadImage(str(tmp_path / "seg.nii.gz"))
         np.testing.assert_array_equal(
             sitk.GetArrayFromImage(written), sitk.GetArrayFromImage(scan) > 1000
         )
@@ -91,7 +86,6 @@ def test_it_lies_where_nibabel_and_simpleitk_say(tmp_path, affine):
 
 @pytest.mark.parametrize("affine", AFFINES)
 def test_slices_lie_where_their_positions_say(tmp_path, affine):
-    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
     folder = write_series(tmp_path / "series", ARRAY, affine)
     volume = read_image(folder)
     compare(volume, affine)
@@ -115,17 +109,3 @@ def test_what_is_no_volume_is_refused(tmp_path):
     assert "is a folder without DICOM slices" in refusal(tmp_path, read_header)
     (tmp_path / "IM1").write_bytes(bytes(128) + b"DICM")
     assert "IM1 is one DICOM file; name the folder" in refusal(tmp_path / "IM1", read_header)
-
-
-def test_only_dicom_needs_the_extra(tmp_path, monkeypatch):
-    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
-    nib.save(nib.Nifti1Image(ARRAY, np.eye(4)), tmp_path / "scan.nii.gz")
-    write_itk(tmp_path / "scan.nrrd", ARRAY, np.eye(4))
-    write_itk(tmp_path / "scan.mha", ARRAY, np.eye(4))
-    write_series(tmp_path / "slices", ARRAY)
-    for name in [*sys.modules, "gdcm"]:
-        if name.split(".")[0] in ("pydicom", "gdcm", "SimpleITK"):
-            monkeypatch.setitem(sys.modules, name, None)
-    for name in ("scan.nii.gz", "scan.nrrd", "scan.mha"):
-        assert read_image(tmp_path / name).array.sum() == ARRAY.sum()
-    assert "needs pydicom, which is not installed: pip install" in refusal(tmp_path / "slices")

@@ -1,11 +1,14 @@
 """Opening a folder of DICOM slices as one volume, once they are all of it.
 
 Where slices lie is computed from the position of each, because readers of series take the distance
-of the first two for all: that would close a gap, and straighten a tilted gantry. What is no evenly
-stacked volume is refused with the reason.
+of the first two for all: that would close a gap, and straighten a tilted gantry. Compressed pixels
+are unpacked by SimpleITK, once the structure of the file is known to be sound.
 """
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,34 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.errors import VolumeError, reason_of, some
-from unet3d.images.dicom_slice import SAME_DIRECTION, Slice, read_pixels, read_slice
-from unet3d.images.files import is_dicom_folder, members, times
+from unet3d.images.dicom_elements import COMPRESSED, REMEDY, read_elements
+from unet3d.images.files import DICOM_INDEX, is_dicom_folder, members, times
 from unet3d.images.grids import is_sheared, shear_degrees
 from unet3d.images.nifti_like import stored_like_nifti
 from unet3d.images.scratch import Scratch
 from unet3d.images.stored import StoredVolume
 from unet3d.inputs.plain_data import printable
+from unet3d.inputs.reading import open_regular
+
+TAGS = {
+    **{
+        "SeriesInstanceUID": 0x0020000E,
+        "SeriesDescription": 0x0008103E,
+        "SeriesNumber": 0x00200011,
+    },
+    **{"Rows": 0x00280010, "Columns": 0x00280011, "SamplesPerPixel": 0x00280002},
+    **{"NumberOfFrames": 0x00280008, "PhotometricInterpretation": 0x00280004},
+    **{"BitsAllocated": 0x00280100, "BitsStored": 0x00280101, "HighBit": 0x00280102},
+    **{"PixelRepresentation": 0x00280103, "PixelSpacing": 0x00280030},
+    **{"ImageOrientationPatient": 0x00200037, "ImagePositionPatient": 0x00200032},
+    **{"RescaleSlope": 0x00281053, "RescaleIntercept": 0x00281052},
+    **{"ModalityLUTSequence": 0x00283000, "FloatPixelData": 0x7FE00008},
+    **{"DoubleFloatPixelData": 0x7FE00009},
+}
+"""All that is read of a header."""
+
+SAME_DIRECTION = 1e-3
+"""Difference of two direction cosines that are one."""
 
 SAME_SPACING = 1e-3
 """Relative difference of two spacings that are one."""
@@ -36,6 +60,52 @@ ALIGNED = 0.25
 
 MISSING = 1.5
 """From so many times the usual distance on, slices are missing."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Slice:
+    """The header of one slice."""
+
+    path: Path
+    series: str
+    """UID of the series that it belongs to."""
+    label: str
+    """What people call the series."""
+    shape: tuple[int, int]
+    """Columns and rows."""
+    stored: np.dtype[Any]
+    """Type of the numbers in the file, little-endian."""
+    bits: int
+    """How many bits of them count."""
+    start: int
+    """The byte at which the pixels begin."""
+    is_compressed: bool
+    slope: float
+    intercept: float
+    """What a stored number is multiplied by, and what is added then."""
+    spacing_mm: tuple[float, float]
+    """Distance of columns, and of rows."""
+    directions: npt.NDArray[np.float64]
+    """(3, 2): where a row runs to and where a column runs to, in LPS, of length 1."""
+    position: npt.NDArray[np.float64]
+    """(3,): centre of the first pixel in mm, in LPS."""
+
+    @property
+    def normal(self) -> npt.NDArray[np.float64]:
+        """Direction at right angles to the slice, (3,), in LPS."""
+        return np.cross(self.directions[:, 0], self.directions[:, 1])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the pixels once they are scaled: integers where they stay integers."""
+        if (self.slope, self.intercept) == (1, 0):
+            return self.stored.newbyteorder("=")
+        limits = np.iinfo(self.stored)
+        ends = [end * self.slope + self.intercept for end in (int(limits.min), int(limits.max))]
+        is_whole = self.slope.is_integer() and self.intercept.is_integer()
+        if not is_whole or max(map(abs, ends)) >= 2.0**53:
+            return np.dtype(np.float32)
+        return np.result_type(*(np.min_scalar_type(int(end)) for end in ends))
 
 
 class SeriesVoxels:
@@ -54,25 +124,22 @@ class SeriesVoxels:
     def read(self, scratch: Scratch, what: str) -> npt.NDArray[Any]:
         """Return them, one slice after the other."""
         voxels = scratch.empty(self.shape, self.dtype, what, "F")
-        for number, one in enumerate(self._slices):
-            voxels[:, :, number] = read_pixels(one)
+        with np.errstate(over="ignore"):  # an infinite voxel is refused later
+            for number, one in enumerate(self._slices):
+                voxels[:, :, number] = read_pixels(one)
         return voxels
 
 
 def open_series(folder: Path) -> StoredVolume:
     """Read the headers of the slices in a folder, and not their pixels.
 
-    Args:
-        folder: Holds the slices of one series, in any order and under any names.
-
-    Raises:
-        VolumeError: There are none, they are of several series, they are not evenly stacked, one
-            cannot be read, or pydicom is not installed.
+    The slices of one series, in any order and under any names, or the reason why they are none.
     """
     try:
         if not is_dicom_folder(folder):
             raise VolumeError(f"{folder} is a folder without DICOM slices; name a volume")
         files = members(folder)
+        _refuse_lost_slices(folder, files)
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     slices = [read_slice(file) for file in files]
@@ -83,6 +150,182 @@ def open_series(folder: Path) -> StoredVolume:
     normal = slices[0].normal
     slices.sort(key=lambda one: float(one.position @ normal))
     return stored_like_nifti(folder, SeriesVoxels(slices), _affine(folder, slices))
+
+
+def read_slice(path: Path) -> Slice:
+    """Read the header of a slice."""
+    elements = read_elements(path, TAGS.values())
+    values = {name: elements.values[tag] for name, tag in TAGS.items() if tag in elements.values}
+    shape = _count(values, "Columns"), _count(values, "Rows")
+    if "FloatPixelData" in values or "DoubleFloatPixelData" in values:
+        raise VolumeError(
+            f"{path} has floating-point pixels (FloatPixelData); convert the series to NIfTI"
+        )
+    if elements.pixels is None or not all(shape):
+        raise VolumeError(f"{path} holds no image, or only the beginning of one; {REMEDY}")
+    is_compressed = elements.syntax in COMPRESSED
+    _refuse_other_than_grey(path, values, is_compressed)
+    stored, bits = _stored_type(path, values)
+    num_bytes = math.prod(shape) * stored.itemsize
+    if not is_compressed and elements.pixels.stop - elements.pixels.start < num_bytes:
+        raise VolumeError(f"{path} is shorter than {times(shape)} pixels; it is incomplete")
+    slope, intercept = (
+        float(_numbers(path, values, name, 1)[0]) if _text(values, name) else default
+        for name, default in (("RescaleSlope", 1.0), ("RescaleIntercept", 0.0))
+    )
+    if slope == 0:
+        raise VolumeError(
+            f"{path} scales its pixels by {slope:g} and {intercept:g} (RescaleSlope, "
+            "RescaleIntercept); fix its header"
+        )
+    row_mm, column_mm = _numbers(path, values, "PixelSpacing", 2)
+    if min(row_mm, column_mm) <= 0:
+        shown = times((row_mm, column_mm))
+        raise VolumeError(f"{path} has a PixelSpacing of {shown} mm; fix its header")
+    directions = np.reshape(_numbers(path, values, "ImageOrientationPatient", 6), (2, 3))
+    if not np.allclose(directions @ directions.T, np.eye(2), atol=SAME_DIRECTION):
+        raise VolumeError(
+            f"{path} has an ImageOrientationPatient that is no pair of directions at right angles, "
+            f"{times(directions.ravel())}; fix its header"
+        )
+    number = _text(values, "SeriesNumber")
+    return Slice(
+        path=path,
+        series=_text(values, "SeriesInstanceUID"),
+        label=_text(values, "SeriesDescription") or (f"series {number}" if number else ""),
+        shape=shape,
+        stored=stored,
+        bits=bits,
+        start=elements.pixels.start,
+        is_compressed=is_compressed,
+        slope=slope,
+        intercept=intercept,
+        spacing_mm=(column_mm, row_mm),
+        directions=directions.T,
+        position=np.array(_numbers(path, values, "ImagePositionPatient", 3)),
+    )
+
+
+def read_pixels(one: Slice) -> npt.NDArray[Any]:
+    """Return the pixels of a slice, (columns, rows), its slope and intercept applied."""
+    if one.is_compressed:
+        return _decompressed(one)
+    try:
+        with open_regular(one.path) as file:
+            file.seek(one.start)
+            content = file.read(math.prod(one.shape) * one.stored.itemsize)
+        pixels = np.frombuffer(content, one.stored).reshape(one.shape[::-1]).T
+    except (OSError, ValueError) as error:
+        raise VolumeError(f"cannot read {one.path}: it has changed; run again") from error
+    unused = 8 * one.stored.itemsize - one.bits
+    if unused:  # their content means something else, or nothing
+        pixels = pixels << unused >> unused
+    if (one.slope, one.intercept) == (1, 0):
+        return pixels
+    if one.dtype.kind == "f":
+        return pixels * one.slope + one.intercept
+    return pixels.astype(np.int64) * int(one.slope) + int(one.intercept)
+
+
+def _decompressed(one: Slice) -> npt.NDArray[Any]:
+    """Return compressed pixels, (columns, rows), which GDCM scales."""
+    import SimpleITK as sitk  # takes half a second
+
+    sitk.ProcessObject.SetGlobalWarningDisplay(False)
+    try:
+        pixels = sitk.GetArrayFromImage(sitk.ReadImage(str(one.path), imageIO="GDCMImageIO"))
+    except RuntimeError as error:  # every error of ITK and GDCM
+        raise VolumeError(
+            f"cannot read {one.path} as a slice: its pixels cannot be decompressed; it is damaged "
+            "or incomplete, export the series again"
+        ) from error
+    if pixels.shape != (1, *one.shape[::-1]):
+        raise VolumeError(f"{one.path} has {times(pixels.shape)} pixels; export the series again")
+    turned: npt.NDArray[Any] = pixels[0].T
+    return turned
+
+
+def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
+    """Refuse files that are named like the slices but are no DICOM: empty, cut off or damaged."""
+    kinds = {_kind_of_name(file) for file in files}
+    for path in sorted(set(folder.iterdir()) - set(files)):
+        if path.name.startswith(".") or path.name.upper() == DICOM_INDEX or path.is_dir():
+            continue
+        if _kind_of_name(path) in kinds:
+            raise VolumeError(
+                f"{path} is named like the slices beside it but is no DICOM file: it is empty, cut "
+                f"off or damaged; {REMEDY}"
+            )
+
+
+def _kind_of_name(path: Path) -> str:
+    """Return the ending of a name; of one without, whether it is a word like README."""
+    if re.search(r"[a-z_]", path.suffix, re.IGNORECASE):
+        return path.suffix.lower()
+    return "numbered" if re.search(r"\d", path.name) else path.name
+
+
+def _refuse_other_than_grey(path: Path, values: Mapping[str, bytes], is_compressed: bool) -> None:
+    colours = _text(values, "PhotometricInterpretation") or "not named"
+    if _count(values, "SamplesPerPixel", 1) != 1 or not colours.startswith("MONOCHROME"):
+        raise VolumeError(f"{path} is a colour image ({printable(colours)}); only grey can be used")
+    if is_compressed and colours != "MONOCHROME2":
+        raise VolumeError(
+            f"{path} is compressed and {printable(colours)}, which GDCM inverts; decompress the "
+            "series, as with gdcmconv --raw"
+        )
+    frames = _text(values, "NumberOfFrames") or "1"
+    if frames != "1":
+        raise VolumeError(
+            f"{path} holds {printable(frames)} frames in one file; convert the series to NIfTI, as "
+            "with dcm2niix"
+        )
+    if "ModalityLUTSequence" in values:
+        raise VolumeError(
+            f"{path} has a table that turns pixels into intensities (ModalityLUTSequence), which "
+            "is not applied; convert the series to NIfTI"
+        )
+
+
+def _stored_type(path: Path, values: Mapping[str, bytes]) -> tuple[np.dtype[Any], int]:
+    """Return the type of the stored numbers, and how many of their bits count."""
+    bits = _count(values, "BitsAllocated")
+    if bits not in (8, 16, 32):
+        raise VolumeError(f"{path} has pixels of {bits} bits; only 8, 16 and 32 can be used")
+    used = _count(values, "BitsStored", bits)
+    highest = _count(values, "HighBit", used - 1)
+    if not 1 <= used <= bits or highest != used - 1:
+        raise VolumeError(
+            f"{path} has BitsStored {used} and HighBit {highest} of {bits} bits, which cannot be "
+            "used; convert the series to NIfTI"
+        )
+    kind = "i" if _count(values, "PixelRepresentation") else "u"
+    return np.dtype(f"<{kind}{bits // 8}"), used
+
+
+def _text(values: Mapping[str, bytes], name: str) -> str:
+    try:
+        return values.get(name, b"").decode().strip("\0 ")
+    except UnicodeDecodeError:
+        return values[name].decode("latin-1").strip("\0 ")
+
+
+def _count(values: Mapping[str, bytes], name: str, default: int = 0) -> int:
+    return int.from_bytes(values[name][:2], "little") if values.get(name) else default
+
+
+def _numbers(path: Path, values: Mapping[str, bytes], name: str, count: int) -> list[float]:
+    text = _text(values, name)
+    try:
+        numbers = [float(part) for part in text.split("\\")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise VolumeError(
+            f"{path} has the {name} {printable(text)!r} instead of {count} numbers; it is no slice "
+            "of a volume, move it out of the folder"
+        )
+    return numbers
 
 
 def _refuse_several_series(folder: Path, slices: Sequence[Slice]) -> None:

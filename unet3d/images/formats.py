@@ -11,21 +11,12 @@ from unet3d.images.files import (
     is_nrrd_file,
     is_volume_file,
 )
-from unet3d.images.metaimage import open_meta
-from unet3d.images.nrrd import open_nrrd
+from unet3d.images.itk import open_itk
 from unet3d.images.stored import StoredVolume, open_nifti
 
 
 def open_volume(path: Path) -> StoredVolume:
-    """Read the header of a volume, and not its voxels, once the file looks sound.
-
-    Args:
-        path: A file, or a folder with the slices of one DICOM series.
-
-    Raises:
-        VolumeError: The file is missing, damaged, or of a kind that cannot be used, or pydicom is
-            needed and not installed.
-    """
+    """Read the header of a volume, a file or a folder of DICOM slices, and not its voxels."""
     if path.is_dir():
         return open_series(path)
     if not is_volume_file(path):
@@ -37,6 +28,4 @@ def open_volume(path: Path) -> StoredVolume:
             f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of "
             "DICOM slices"
         )
-    if is_nrrd_file(path):
-        return open_nrrd(path)
-    return open_meta(path) if is_meta_file(path) else open_nifti(path)
+    return open_itk(path) if is_nrrd_file(path) or is_meta_file(path) else open_nifti(path)

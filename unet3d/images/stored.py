@@ -175,7 +175,7 @@ def raw_voxels(path: Path, volume: StoredVolume, scratch: Scratch) -> npt.NDArra
             return stored.reshape(axes)
     except VolumeError:
         raise
-    except Exception as error:  # OSError, EOFError, an error of ISA-L's, pydicom's, ...
+    except Exception as error:  # OSError, EOFError, an error of ISA-L's, ...
         raise _unreadable(path, error) from error
 
 

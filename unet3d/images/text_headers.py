@@ -1,7 +1,7 @@
-"""The text at the beginning of NRRD and MetaImage files: where their voxels are, and in which form.
+"""The text at the beginning of NRRD files and MetaImages.
 
-Of a MetaImage also which other file has its voxels. What the fields mean is said where volumes are
-opened (``nrrd``, ``metaimage``).
+It is read without SimpleITK, because a MetaImage may have its voxels in a second file, which the
+search for volumes must know.
 """
 
 import re
@@ -16,35 +16,21 @@ from unet3d.inputs.reading import open_regular
 MAX_HEADER_BYTES = 2**20
 """Headers with the key/value pairs of hundreds of segments are shorter."""
 
-NRRD_MAGIC = b"NRRD000"
-
 META_LINE = re.compile(r"\s*(\w+)\s*[=:]\s*(.*)")
-
-LOCAL = "LOCAL"
-"""What a MetaImage names as its data file where the voxels follow the header."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextHeader:
-    """The fields of a header, and how long it is."""
+    """The fields of a header, by names in lower case without spaces, and its length."""
 
     fields: Mapping[str, str]
-    """By names in lower case, without spaces."""
     num_bytes: int
-    """Where the voxels begin, if they are in the same file."""
 
 
 def read_nrrd_header(path: Path) -> TextHeader:
-    """Read the header of an NRRD file, which ends with an empty line.
-
-    Args:
-        path: The file.
-
-    Raises:
-        VolumeError: It cannot be read, or does not begin with such a header.
-    """
+    """Read the header of an NRRD file, which ends with an empty line."""
     start = _start(path)
-    if not start.startswith(NRRD_MAGIC):
+    if not start.startswith(b"NRRD000"):
         raise VolumeError(f"cannot read {path}: it does not begin with an NRRD header")
     fields: dict[str, str] = {}
     position = 0
@@ -59,14 +45,7 @@ def read_nrrd_header(path: Path) -> TextHeader:
 
 
 def read_meta_header(path: Path) -> TextHeader:
-    """Read the header of a MetaImage, which ends with the name of the file with the voxels.
-
-    Args:
-        path: The file.
-
-    Raises:
-        VolumeError: It cannot be read, or does not begin with such a header.
-    """
+    """Read the header of a MetaImage, which ends with the name of the file with the voxels."""
     start = _start(path)
     fields: dict[str, str] = {}
     position = 0
@@ -81,23 +60,15 @@ def read_meta_header(path: Path) -> TextHeader:
 
 
 def meta_data_file(path: Path) -> Path | None:
-    """Return the other file of a MetaImage, which has the voxels, whether it exists or not.
+    """Return the second file of a MetaImage, whether it exists or not, or None if it has one file.
 
-    Args:
-        path: The header.
-
-    Returns:
-        None where the voxels follow the header, or the header cannot be read.
-
-    Raises:
-        VolumeError: The header names what is not one file beside it.
+    Also None if the header cannot be read; a name that is not of one file beside it is an error.
     """
     try:
-        header = read_meta_header(path)
+        name = read_meta_header(path).fields["elementdatafile"]
     except VolumeError:
         return None
-    name = header.fields["elementdatafile"]
-    if name.upper() == LOCAL:
+    if name.upper() == "LOCAL":
         return None
     if not name or name != Path(name).name or name == ".." or "%" in name or name == "LIST":
         raise VolumeError(
