@@ -167,7 +167,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"patch_size": (16, 16, 0)}, "patch_size.2 must be greater than 0, but is 0"),
         ({"patch_size": (65537, 8, 8)}, "patch_size.0 must be at most 65536"),
         ({"patch_size": (65536,) * 3}, "patch_size has 281,474,976,710,656 voxels, and may have"),
-        ({"config": "a: &x [1]\nb: *x"}, "line 1: anchors (&) and aliases (*) are not allowed"),
+        ({"config": "a: &x [1]\nb: *x"}, "line 2: anchors (&) and aliases (*) are not allowed"),
         ({"config": "training: {epoch: 3}"}, "unknown setting training.epoch"),
         ({"config": "training: ["}, "not valid YAML"),
         ({"preprocessing": {}}, "preprocessing.spacing_mm is missing"),

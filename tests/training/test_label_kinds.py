@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from tests.command_line import run as command
 from tests.images.samples import blob_label, write_msd, write_volume
-from tests.trainings import run, settings
+from tests.trainings import assert_same_weights, run, settings
 from unet3d.images.nifti import read_label
 from unet3d.runs.checkpoint import load_checkpoint
 
@@ -78,3 +79,59 @@ def test_regions_are_trained_scored_and_written(tmp_path, cache):
     assert np.mean(scores, 0) == pytest.approx(list(summary["final"]["dice"].values()), rel=1e-5)
     record = json.loads((tmp_path / "run" / "validation" / "cases.json").read_text())
     assert [label["name"] for label in record["mean"].values()] == ["whole", "core"]
+
+
+def test_merged_labels_are_trained_as_if_the_files_had_them(tmp_path, cache, capsys):
+    """And scored by the files as they are: NumPy merges them here for another training."""
+    far = 614454277
+    raw_labels = {"background": 0, "organ": 1, "core": 2, "vein": 5, "far": far}
+    modality = "CT"  # whose statistics are of what is labelled
+    raw = write_msd(tmp_path / "raw", 5, SHAPE, labels=raw_labels, modality=modality)
+    merged_labels = {"background": 0, "organ": 1, "lesion": 2}
+    merged = write_msd(tmp_path / "merged", 5, SHAPE, labels=merged_labels, modality=modality)
+    truth = {}
+    for number in range(5):
+        rng = np.random.default_rng(number)
+        label = rng.choice(np.array([0, 0, 0, 1, 2, 5, far], np.uint32), SHAPE)
+        label[4:12, 4:12, 4:12], label[12:20, 4:12, 4:12] = 2, far
+        truth[f"case_{number}"] = lesion = np.isin(label, (2, far))
+        write_volume(raw / f"labelsTr/case_{number}.nii.gz", label)
+        others = np.where(label == 1, 1, 0)
+        write_volume(
+            merged / f"labelsTr/case_{number}.nii.gz", np.where(lesion, 2, others).astype(np.uint8)
+        )
+    choice = "data.labels={lesion: [core, 614454277], organ: [1]}"
+    for root, changes in ((raw, [choice]), (merged, [])):
+        config = settings(
+            cache, f"data.dataset={root}", "training.epochs=2", "training.optimizer=adamw", *changes
+        )
+        run(config, tmp_path / f"run_{root.name}")
+    ours, expected = tmp_path / "run_raw", tmp_path / "run_merged"
+    assert_same_weights(ours, expected)
+    files = sorted((ours / "validation").glob("*.nii.gz"))
+    for path in files:
+        other = read_label(expected / "validation" / path.name)
+        np.testing.assert_array_equal(read_label(path).array, other.array)
+    summaries = [json.loads((one / "summary.json").read_text()) for one in (ours, expected)]
+    for key in ("dice", "last_dice"):
+        assert summaries[0][key] == summaries[1][key]
+    assert summaries[0]["final"]["dice"] == pytest.approx(summaries[1]["final"]["dice"])
+    assert list(summaries[0]["dice"]) == ["organ", "lesion"]
+
+    evaluate = (
+        "evaluate",
+        ours / "validation",
+        raw / "labelsTr",
+        "--json",
+        tmp_path / "scores.json",
+    )
+    assert command("train", "--resume", "--output", ours, "--set", "data.labels=organ") == 1
+    assert "cannot be continued: label names changed from" in capsys.readouterr().err
+    assert command(*evaluate, "--checkpoint", ours) == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())["mean"]
+    dice = []
+    for path in files:
+        found, true = read_label(path).array == 2, truth[path.name.removesuffix("_seg.nii.gz")]
+        dice.append(2 * (found & true).sum() / (found.sum() + true.sum()))
+    assert {score["name"] for score in scores.values()} == {"organ", "lesion"}
+    assert scores[f"2,{far}"]["dice"] == pytest.approx(np.mean(dice), rel=1e-5)

@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
     "the one that LABELS lies in, as labelsTr does.",
 )
 @click.option(
+    "--checkpoint",
+    type=FILE,
+    help="Checkpoint or run that names labels instead, as they were chosen by data.labels.",
+)
+@click.option(
     "--ignore",
     type=click.IntRange(min=1),
     help="Value in LABELS whose voxels count nowhere; default: that of 'ignore' in dataset.json.",
@@ -49,6 +54,7 @@ def evaluate(
     predictions: Path,
     labels: Path,
     dataset: Path | None,
+    checkpoint: Path | None,
     ignore: int | None,
     tolerance_mm: float | None,
     leave_out: bool,
@@ -62,6 +68,8 @@ def evaluate(
     the share of both surfaces within --tolerance-mm of the other. Where only one side has a label,
     Dice and NSD are 0, and HD95 has no value; where neither has it, it does not count.
     """
+    if dataset is not None and checkpoint is not None:
+        raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")
     refuse_input(json_path, predictions, labels, *(files_of(dataset) if dataset else ()))
     check_writable(json_path)
 
@@ -84,7 +92,7 @@ def evaluate(
         predictions,
         labels,
         watch,
-        scored=_scored_labels(labels, dataset, ignore),
+        scored=_scored_labels(labels, dataset, checkpoint, ignore),
         tolerance_mm=TOLERANCE_MM if tolerance_mm is None else tolerance_mm,
         leave_out=leave_out,
     )
@@ -94,8 +102,10 @@ def evaluate(
         write_json(json_path, result.to_dict())
 
 
-def _scored_labels(labels: Path, dataset: Path | None, ignore: int | None) -> "ScoredLabels":
-    """Return what is scored, as the data set says that is named, or that the label maps lie in."""
+def _scored_labels(
+    labels: Path, dataset: Path | None, checkpoint: Path | None, ignore: int | None
+) -> "ScoredLabels":
+    """Return what is scored, as the named data set or checkpoint says, or that of the labels."""
     from dataclasses import replace
 
     from unet3d.datasets.scored_labels import (
@@ -106,7 +116,14 @@ def _scored_labels(labels: Path, dataset: Path | None, ignore: int | None) -> "S
     )
 
     scored, found = EVERY_VALUE, None
-    if dataset is not None:
+    if checkpoint is not None:
+        from unet3d.nnunet.reading import load_network
+        from unet3d.runs.run_folder import checkpoint_in
+        from unet3d.training.final_result import scored_labels
+
+        checkpoint = checkpoint_in(checkpoint)
+        scored = scored_labels(load_network(checkpoint, "description").preprocessing)
+    elif dataset is not None:
         scored = read_scored_labels(dataset)
     elif (found := description_of(labels)) is not None:
         try:
@@ -119,7 +136,8 @@ def _scored_labels(labels: Path, dataset: Path | None, ignore: int | None) -> "S
         return scored
     if ignore in {value for label in scored.names for value in values_of(label)}:
         raise ConfigError(
-            f"--ignore {ignore} is a label of {dataset or found}; give the value that is none"
+            f"--ignore {ignore} is a label of {dataset or checkpoint or found}; give the value "
+            "that is none"
         )
     return replace(scored, ignore=ignore)
 

@@ -98,6 +98,8 @@ def in_words(hint: Any) -> str:
             for branch in arguments
             for word in (get_args(branch) if get_origin(branch) is Literal else [in_words(branch)])
         )
+    if origin is dict:
+        return "a mapping of names to lists"
     if origin is tuple:
         quantity = "a list of" if arguments[-1] is ... else {2: "two", 3: "three"}[len(arguments)]
         return f"{quantity} {_plural(in_words(arguments[0]))}"
@@ -111,8 +113,7 @@ def in_words(hint: Any) -> str:
 def _plural(words: str) -> str:
     """Return ``whole numbers above 0`` of ``a whole number above 0``; other words as they are."""
     for noun in _NOUNS.values():
-        if words.startswith(noun):
-            return f"{noun.removeprefix('a ')}s{words.removeprefix(noun)}"
+        words = words.replace(noun, f"{noun.removeprefix('a ')}s")
     return words
 
 

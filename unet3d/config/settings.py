@@ -15,7 +15,9 @@ from unet3d.config.values import (
     Fold,
     Fraction,
     Kernel,
+    LabelName,
     Many,
+    Name,
     Offload,
     Recompute,
     Scale,
@@ -45,6 +47,9 @@ class PhantomSettings(Section):
         return of_few_voxels("data.phantom.shape", shape, MAX_PHANTOM_VOXELS)
 
 
+LabelNames = Annotated[tuple[LabelName, ...], Field(min_length=1), at_most(2**16)]
+
+
 class DataSettings(Section):
     """Which cases, and how they are brought to one spacing and one range of intensities."""
 
@@ -54,6 +59,10 @@ class DataSettings(Section):
     fold: Fold = 0
     """Which fold validates, counted from 0; the others are trained on. none: every case is trained
     on, and none validates."""
+    labels: Annotated[dict[Name, LabelNames], at_most(2**16)] | LabelNames | None = None
+    """Which labels are trained, by name or by value, such as [liver, tumour]; or what they are
+    merged to, such as {lesion: [tumour, 3], liver: [1]}. The others become background. null: all,
+    as the data set has them."""
     num_folds: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 5
     """How many folds are drawn, where the data set defines none."""
     spacing_mm: Auto[Literal["median", "native"] | Spacing] = "median"
@@ -75,6 +84,18 @@ class DataSettings(Section):
     """Processes that prepare cases, then cut patches, and augment them where no GPU does; 0: in the
     training process; auto: as many as the cores allow, to cut for a GPU at most 8, and 16 where
     they augment too; to cut beside a network on a CPU one for 32 cores, so none on most."""
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _one_label(cls, value: Any) -> Any:
+        """Accept a single label in place of a list of them."""
+        if isinstance(value, dict):
+            return {name: _in_list(labels) for name, labels in value.items()}
+        return _in_list(value)
+
+
+def _in_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
 MirrorAxis = Literal["x", "y", "z"]

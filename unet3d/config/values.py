@@ -83,6 +83,8 @@ MAX_PHANTOM_VOXELS = 2**30
 NUMBER = BeforeValidator(_number)
 FilePath = Annotated[Path, AfterValidator(_path)]
 Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_name)]
+LabelName = Annotated[int, Field(strict=True)] | Name
+"""A label by its value, or by its name."""
 Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """A number of passes or repetitions."""
 Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]

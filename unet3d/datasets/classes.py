@@ -39,9 +39,9 @@ class Region:
 
 
 def class_indices(
-    array: npt.NDArray[np.integer[Any]], values: Sequence[int]
+    array: npt.NDArray[np.integer[Any]], values: Sequence[int], classes: Sequence[int] = ()
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the class of each voxel: the place of its value in a list.
+    """Return the class of each voxel: the place of its value in a list, or the class given there.
 
     Values, ascending from 0, are searched for plane by plane, so time and memory do not depend on
     how large they are. Classes are uint8, or uint16 where there are more than 256. A VolumeError
@@ -49,13 +49,15 @@ def class_indices(
     """
     highest = np.iinfo(array.dtype).max
     known = np.array([value for value in values if value <= highest], array.dtype)
-    classes = np.empty(array.shape, np.uint8 if len(values) <= 256 else np.uint16)
-    for plane, indices in zip(array, classes, strict=True):
-        found = known.searchsorted(plane)
-        if not np.array_equal(known.take(found, mode="clip"), plane):
+    num_classes = max(classes, default=len(values) - 1) + 1
+    table = np.array(classes or range(len(values)), np.uint8 if num_classes <= 256 else np.uint16)
+    indices = np.empty(array.shape, table.dtype)
+    for plane, found in zip(array, indices, strict=True):
+        places = known.searchsorted(plane)
+        if not np.array_equal(known.take(places, mode="clip"), plane):
             raise VolumeError(_unknown(array, values))
-        indices[...] = found
-    return classes
+        found[...] = table.take(places) if classes else places
+    return indices
 
 
 def _unknown(array: npt.NDArray[np.integer[Any]], values: Sequence[int]) -> str:

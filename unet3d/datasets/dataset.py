@@ -92,6 +92,8 @@ class Dataset:
     cases: tuple[Case, ...]
     validation: tuple[str, ...] = ()
     """Names of cases that the data set itself sets aside for validation."""
+    raw_values: tuple[tuple[int, ...], ...] = ()
+    """Values in the label maps that each class is made of; none: each of its own value alone."""
     ignore_value: int | None = None
     """Value of voxels in the label maps that nobody has labelled, above that of every class; None:
     there is none."""

@@ -31,6 +31,8 @@ class ScoredLabels:
     """Names of labels and regions; values of no label and no region here are scored without."""
     ignore: int | None = None
     """Value of the label maps whose voxels count nowhere; None: all of them count."""
+    left_out: frozenset[int] = frozenset()
+    """Values of the label maps that are background."""
 
     @classmethod
     def of(
@@ -47,7 +49,7 @@ class ScoredLabels:
         These are named labels and regions, in the order of their names, then values of none of
         them, ascending.
         """
-        there = set(values) - {BACKGROUND, self.ignore}
+        there = set(values) - {BACKGROUND, self.ignore} - self.left_out
         named = [label for label in self.names if not there.isdisjoint(values_of(label))]
         known = {value for label in self.names for value in values_of(label)}
         return [*named, *sorted(there - known)]

@@ -3,11 +3,13 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from unet3d.config import Config, Shape
 from unet3d.datasets.dataset import Case, Dataset, Finding, fold_cases, load_dataset
+from unet3d.datasets.label_choice import with_labels
 from unet3d.datasets.naming import has_sides
 from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.errors import DatasetError
@@ -88,19 +90,21 @@ def open_dataset(config: Config) -> Dataset:
 
     Raises:
         DatasetError: There is none, or it cannot be understood.
+        ConfigError: It has no labels as ``data.labels`` names them.
         CacheError: The cache folder, where phantom data go, cannot be written to.
     """
-    if config.data.dataset is not None:
-        return load_dataset(config.data.dataset)
+    dataset = load_dataset(config.data.dataset or _phantoms(config))
+    return dataset if config.data.labels is None else with_labels(dataset, config.data.labels)
+
+
+def _phantoms(config: Config) -> Path:
     phantom, seed = config.data.phantom, config.training.seed
     name = "-".join(
         ["phantom", str(phantom.num_cases), times(phantom.shape), times(phantom.spacing_mm)]
     )
     folder = Cache(config.data.cache).folder / f"{name}-seed{seed}"
     logger.info("phantom data in %s", folder)
-    return load_dataset(
-        write_phantom_dataset(folder, phantom.num_cases, phantom.shape, phantom.spacing_mm, seed)
-    )
+    return write_phantom_dataset(folder, phantom.num_cases, phantom.shape, phantom.spacing_mm, seed)
 
 
 def plan_experiment(

@@ -60,7 +60,7 @@ class _Task(NamedTuple):
     box: Path
     """Record of the box that is not zero."""
     how: Any
-    """The :class:`Preprocessing`, or the label value that nobody has labelled."""
+    """The :class:`Preprocessing`, or the label values that are not inside any label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,9 @@ def plan_preprocessing(
     headers = [read_header(case.images[0]) for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
-    ignored = dataset.ignore_value
-    tasks = _tasks(dataset.cases, Cache(settings.cache), ignored, ignored)
+    outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
+    outside += [] if dataset.ignore_value is None else [dataset.ignore_value]
+    tasks = _tasks(dataset.cases, Cache(settings.cache), outside, outside)
     if "ct" in kinds:
         collected = _from_cache(
             _load_intensities, _collect_intensities, tasks, "collecting intensities of", num_workers
@@ -136,6 +137,7 @@ def plan_preprocessing(
         channel_names=dataset.channel_names,
         label_names=dataset.label_names,
         label_values=dataset.label_values,
+        raw_values=dataset.raw_values,
         ignore_value=dataset.ignore_value,
         crops_to_nonzero=settings.crop_to_nonzero,
         regions=dataset.regions,
@@ -266,7 +268,7 @@ def _collect_intensities(task: _Task) -> None:
     """Keep intensities (N, C) inside the labels of a case."""
     image, label = _read_case(task.case)
     _remember_box(task, ImageVoxels.of(image.array))  # the planning asks for it next
-    inside = np.flatnonzero((label.array != 0) & (label.array != (task.how or 0)))
+    inside = np.flatnonzero(np.isin(label.array, task.how, invert=True))
     if len(inside) > MAX_INTENSITIES_PER_CASE:
         rng = np.random.default_rng(0)
         inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)

@@ -44,6 +44,10 @@ class Preprocessing:
     channel_names: Annotated[tuple[Name, ...], at_most(2**14)]
     label_names: Annotated[tuple[Name, ...], at_most(2**16)]
     label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
+    raw_values: Annotated[
+        tuple[Annotated[tuple[LabelValue, ...], at_most(2**16)], ...], at_most(2**16)
+    ] = ()
+    """Values in label maps that each class is made of; none: each of its own value alone."""
     ignore_value: LabelValue | None = None
     """Value of voxels that nobody has labelled; None: there is none. In prepared label maps they
     have the index after the last class."""
@@ -64,6 +68,7 @@ class Preprocessing:
             "channel_names": list(self.channel_names),
             "label_names": list(self.label_names),
             "label_values": list(self.label_values),
+            "raw_values": [list(values) for values in self.raw_values],
             "ignore_value": self.ignore_value,
             "crops_to_nonzero": self.crops_to_nonzero,
             "regions": [asdict(region) for region in self.regions],
@@ -114,10 +119,12 @@ class Preprocessing:
         return {name: (index,) for index, name in enumerate(self.label_names) if index}
 
     @property
-    def stored_values(self) -> tuple[int, ...]:
-        """The label value of each index in prepared label maps."""
-        ignored = () if self.ignore_value is None else (self.ignore_value,)
-        return (*self.label_values, *ignored)
+    def class_of(self) -> dict[int, int]:
+        """The index in prepared label maps of each value that label maps may hold, ascending."""
+        raw = self.raw_values or [(value,) for value in self.label_values]
+        ignored = [] if self.ignore_value is None else [(self.ignore_value,)]
+        found = {v: index for index, values in enumerate([*raw, *ignored]) for v in values}
+        return dict(sorted(found.items()))
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
@@ -131,6 +138,16 @@ class Preprocessing:
                 f"has {len(self.label_names)} names of labels but {len(set(self.label_values))} "
                 "different values"
             )
+        raw = [value for values in self.raw_values for value in values]
+        if self.raw_values and (
+            self.regions
+            or len(set(raw)) < len(raw)
+            or len(self.raw_values) != len(self.label_values)
+            or any(
+                one not in of for one, of in zip(self.label_values, self.raw_values, strict=True)
+            )
+        ):
+            raise ValueError("has labels that are not made of values of their own")
         if self.ignore_value is not None and self.ignore_value <= max(self.label_values):
             raise ValueError(f"ignores the label {self.ignore_value}, which is not the highest one")
         if self.regions:
@@ -171,7 +188,8 @@ def prepare_label(
         VolumeError: A value belongs to no class, or at the target spacing the label map does not
             fit in memory.
     """
-    classes = class_indices(array, preprocessing.stored_values)
+    known = preprocessing.class_of
+    classes = class_indices(array, tuple(known), tuple(known.values()))
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
     with explaining_memory("the label map cannot be prepared"):

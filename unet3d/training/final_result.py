@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unet3d import __version__
-from unet3d.datasets.scored_labels import ScoredLabels
+from unet3d.datasets.scored_labels import ScoredLabels, label_of
 from unet3d.inference.evaluation import Evaluation
 from unet3d.inference.postprocessing import Rule
 from unet3d.planning.experiment import Experiment
@@ -91,5 +91,14 @@ def scored_labels(preprocessing: Preprocessing) -> ScoredLabels:
     Args:
         preprocessing: Names and values of both, the background first, and what is ignored.
     """
-    names = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
-    return ScoredLabels.of(names, preprocessing.regions, preprocessing.ignore_value)
+    ignore = preprocessing.ignore_value
+    if preprocessing.raw_values:
+        left_out, *merged = preprocessing.raw_values
+        names = preprocessing.label_names[1:]
+        return ScoredLabels(
+            names=dict(zip(map(label_of, merged), names, strict=True)),
+            ignore=ignore,
+            left_out=frozenset(left_out),
+        )
+    known = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
+    return ScoredLabels.of(known, preprocessing.regions, ignore)

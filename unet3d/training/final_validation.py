@@ -241,6 +241,11 @@ class FinalValidation:
             for case in (cases if self._shard == 0 else ())
         ]
         choices, stop = choose_components(own, self._scored, self._group, interruption, note)
+        # Merged labels are scored by all of their values, and predicted by the lowest of them.
+        choices = tuple(
+            replace(choice, rule=tuple(value for value in choice.rule if value in self._names))
+            for choice in choices
+        )
         rules = [choice.rule for choice in choices]
         if rules and not stop:
             logger.info("post-processing: %s", rules_in_words(rules, self._names))

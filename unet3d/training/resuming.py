@@ -182,6 +182,7 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
         {
             "label names": (before.label_names, now.label_names),
             "label values": (before.label_values, now.label_values),
+            "data.labels": (before.raw_values, now.raw_values),
             "the ignored label": (before.ignore_value, now.ignore_value),
             "regions": (_named(before), _named(now)),
             "channel names": (before.channel_names, now.channel_names),

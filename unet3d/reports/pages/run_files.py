@@ -113,12 +113,9 @@ class Cases(_Content):
     postprocessing: Annotated[tuple[Kept, ...], Few] = ()
 
     def name_of(self, label: str) -> str:
-        """Return what a label is called: by its name, else by its value.
-
-        Args:
-            label: Its key.
-        """
-        named = self.mean.get(label)
+        """Return what the label of a key or of a value is called: by its name, else by that."""
+        having = [key for key in self.mean if label in key.split(",")]
+        named = self.mean.get(label if len(having) != 1 else having[0])
         return f"label {label}" if named is None or named.name is None else named.name
 
 
