@@ -131,7 +131,9 @@ class PreparedImage:
 
     def _made_on_gpu(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
         with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
-            return self._made(axis, begin, end, device)
+            made = self._made(axis, begin, end, device)
+            _stream(device).synchronize()  # the caller's stream knows nothing of this one
+            return made
 
     def _made(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
         sources = self._resampling.pieces(axis, begin, end, self.num_channels)
