@@ -203,6 +203,10 @@ def test_an_archive_is_there_as_long_as_the_segmenter(tmp_path, monkeypatch):
     assert len(list(temporary.rglob("checkpoint_final.pth"))) == 1
     del segmenter
     gc.collect()
-    assert not list(temporary.iterdir())
+    assert not list(temporary.glob("unet3d*"))
+    for folds in ("all", "0,1"):
+        assert len(unet3d.load(archive, folds=folds, devices="cpu")._predictor._networks) == 2
+    with pytest.raises(ConfigError, match="'one' names no folds; give numbers"):
+        unet3d.load(archive, folds="one", devices="cpu")
     with pytest.raises(CheckpointError, match=r"model\.zip/Dataset001_Phantoms/model has no .* 2;"):
         unet3d.load(archive, folds=[2], devices="cpu")

@@ -18,6 +18,7 @@ from nibabel.spatialimages import SpatialImage
 from unet3d.config import Config, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.errors import ConfigError
 from unet3d.images.header import shear_warning
 from unet3d.images.in_memory import NAME, open_array, open_image
 from unet3d.images.memory_limits import explaining_memory
@@ -26,6 +27,7 @@ from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.nnunet.model_files import networks_in
+from unet3d.runs.finding import chosen_folds
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class Segmenter:
 
 def load(
     *checkpoints: FileName,
-    folds: Sequence[int | str] | None = None,
+    folds: int | str | Sequence[int | str] | None = None,
     devices: Device | Sequence[Device] | None = None,
     window: Shape | str | None = None,
     overlap: float | None = None,
@@ -105,8 +107,8 @@ def load(
     Args:
         checkpoints: Files or folders of runs, of folds or of files, or models of nnU-Net, as
             folders or archives; several networks are averaged.
-        folds: Which folds of them, such as ``[0, 2]``, or ``["all"]`` for that of nnU-Net on all
-            cases; None: all that they have.
+        folds: Which folds of them, such as 0, ``"0,2"`` or ``[0, 2]``; ``"all"`` or None: all that
+            they have; of a model of nnU-Net the numbered ones, or else the one on all cases.
         devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for windows dealt to replicas on
             two GPUs (where a window does not fit on one of them, or they differ, for a network in
             stages); None: the first GPU, or the CPU.
@@ -136,10 +138,14 @@ def load(
         "inference.postprocessing": postprocessing,
     }
     changes = {key: value for key, value in given.items() if value is not None}
+    try:
+        chosen = chosen_folds(folds)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
     with ExitStack() as unpacked:
-        files = [file for path in checkpoints for file in networks_in(Path(path), folds, unpacked)]
+        files = [file for path in checkpoints for file in networks_in(Path(path), chosen, unpacked)]
         segmenter = _placed(list(dict.fromkeys(files)), changes, names_of(devices))
         # Weights are read when they are needed.
         weakref.finalize(segmenter, unpacked.pop_all().close)

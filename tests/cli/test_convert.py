@@ -47,13 +47,12 @@ def test_an_archive_is_unpacked_and_its_copy_removed(capsys, monkeypatch):
 @pytest.mark.parametrize("folds", [(2, 3), ("all",)])
 def test_folds_keep_their_numbers_and_weights_there_and_back(folds, capsys):
     write_model(Path(NAME), 0, *folds)
-    chosen = ("--folds", ",".join(map(str, folds)))
     names = [f"fold_{fold}" for fold in folds]
-    assert run("convert", NAME, *chosen, "-o", "models") == 0
+    chosen = (NAME, "--folds", "2,3") if folds != ("all",) else (f"{NAME}/fold_all",)
+    assert run("convert", *chosen, "-o", "models") == 0
     assert names_in("models") == [f"{name}.pt" for name in names]
-    for source, output in (("models", "back"), (NAME, "copy")):
-        words = chosen if source == NAME else ()
-        assert run("convert", source, *words, "--to", "nnunet", "-o", output) == 0
+    for source, output in ((("models",), "back"), (chosen, "copy")):
+        assert run("convert", *source, "--to", "nnunet", "-o", output) == 0
         assert names_in(output, "fold_*") == names
         for fold in folds:
             path = Path(output, f"fold_{fold}/checkpoint_final.pth")

@@ -76,6 +76,16 @@ def test_folds_are_averaged_and_named(scan, capsys):
     assert (mean != labels_of("a scan_seg.nii.gz")).any()
 
 
+def test_a_run_of_one_fold_answers_to_its_number_and_to_all(scan, capsys):
+    options = ("predict", scan, "--devices", "cpu", "--overwrite", "--checkpoint")
+    name = write_checkpoint(Path("run/checkpoint-latest.pt"), patch_size=(8, 8, 8))
+    write_json(Path("run/data.json"), {"unet3d": "0.1.0", "fold": 2})
+    for folds in ("2", "all"):
+        assert run(*options, "run", "--folds", folds) == 0
+        assert capsys.readouterr().out.startswith(f"using {name}\n")
+    assert "run has no fold 0; it has 2" in refusal(capsys, *options, "run", "--folds", "0")
+
+
 @pytest.mark.usefixtures("scans")
 def test_a_network_that_cannot_be_read_ends_all_scans(into_out, capsys):
     """Its description can be, so that this shows with the first scan."""
@@ -305,7 +315,7 @@ def test_a_scan_that_changes_is_refused(name, change, predicting, monkeypatch, c
 def test_what_memory_cannot_hold_is_refused_at_once(scan, predicting, monkeypatch, capsys):
     write_volume(scan, scan_array((40, 30, 20)))
     monkeypatch.setattr("unet3d.memory.host.SMALL_BYTES", 0)
-    monkeypatch.setattr("unet3d.runs.checkpoint.shortage", lambda *_: None)  # compared before
+    monkeypatch.setattr("unet3d.runs.tensor_file.shortage", lambda *_: None)  # compared before
     for name in ("images.nifti", "preparation.resample", "images.scratch"):
         monkeypatch.setattr(f"unet3d.{name}.refuse_beyond_memory", lambda *_: None)
     logits = "adding up the logits of 40x30x20 voxels and 3 classes takes 281.2 KiB"

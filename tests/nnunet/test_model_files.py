@@ -13,6 +13,7 @@ from unet3d.errors import CheckpointError
 from unet3d.nnunet.layout import known_as
 from unet3d.nnunet.model_files import networks_in
 from unet3d.runs.checkpoint import save_checkpoint
+from unet3d.runs.run_folder import RunFolder
 
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
 
@@ -41,7 +42,8 @@ def test_folds_of_a_model(tmp_path):
     touched(model / "fold_3" / "checkpoint_best.pth")  # has not ended
     assert names(networks_in(model)) == ["fold_0", "fold_1", "fold_2", "fold_10"]
     assert names(networks_in(model, [2, 0])) == ["fold_2", "fold_0"]
-    assert names(networks_in(model, ["all"])) == ["fold_all"]
+    assert names(networks_in(model / "fold_all")) == ["fold_all"]
+    assert names(networks_in(model / "fold_1", [1])) == ["fold_1"]
     best = model / "fold_1" / "checkpoint_best.pth"
     assert networks_in(best) == (best,)
     assert names(networks_in(model / "fold_1")) == ["fold_1"]
@@ -62,9 +64,11 @@ def test_the_folder_of_a_data_set_with_one_model(tmp_path):
 def test_folds_that_are_not_there(tmp_path):
     model = model_of(tmp_path / NAME, 0, "all")
     for place, folds, said in (
-        (model, [3], "has no .* of fold 3; it has 0, all"),
+        (model, [3], "has no fold 3; it has 0, all"),
         (model_of(tmp_path / "empty"), None, "has no fold_0/checkpoint_final.pth"),
-        (model / "fold_0", [0], "is one network, which has no folds"),
+        (model / "fold_0", [1], "fold_0 has no fold 1; it has 0"),
+        (model / "fold_0/checkpoint_final.pth", [1], "has no fold 1; it has 0"),
+        (model / "fold_all", [0], "fold_all has no fold 0; it has all"),
     ):
         with pytest.raises(CheckpointError, match=said):
             networks_in(place, folds)
@@ -81,11 +85,35 @@ def test_networks_of_ours_are_found_as_before(tmp_path):
     assert networks_in(run, [1]) == found[1:] and networks_in(found[0]) == found[:1]
     for place, fold, said in (
         (run, 2, "has no fold 2; it has 0, 1"),
-        (found[0], 0, "which has no folds"),
-        (run / "fold0", 0, "it has none"),
+        (found[0], 1, "has no fold 1; it has 0"),
+        (run / "fold0", 1, "fold0 has no fold 1; it has 0"),
     ):
         with pytest.raises(CheckpointError, match=said):
             networks_in(place, [fold])
+
+
+def test_a_run_of_one_fold_answers_to_its_number(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    save_checkpoint(random_checkpoint(), run.latest)
+    for fold, known in ((3, 3), ("none", None)):
+        run.write_data({"fold": fold})
+        for path in (run.path, run.latest):
+            assert networks_in(path) == (run.latest,)
+            if known is not None:
+                assert networks_in(path, [known]) == (run.latest,)
+            with pytest.raises(CheckpointError, match=f"no fold 0; it has {known or 'all'}$"):
+                networks_in(path, [0])
+    shutil.copy(run.latest, run.path / "checkpoint-best.pt")
+    assert networks_in(run.path, None) == (run.latest,)
+
+
+def test_checkpoints_that_are_named_after_folds(tmp_path):
+    for fold in (0, 2):
+        save_checkpoint(random_checkpoint(), tmp_path / f"fold_{fold}.pt")
+    assert networks_in(tmp_path, [2]) == (tmp_path / "fold_2.pt",)
+    with pytest.raises(CheckpointError, match="has no fold 1; it has 0, 2"):
+        networks_in(tmp_path, [1])
 
 
 @pytest.fixture
@@ -132,7 +160,7 @@ def test_a_place_in_an_archive_may_be_named(tmp_path, stack):
     models = f"{inside / NAME}, {inside}/nnUNetTrainer__nnUNetPlans__3d_lowres;"
     for place, folds, message in (
         (archive, None, f"has several models: {re.escape(models)}"),
-        (fold, [1], "is one network, which has no folds"),
+        (fold, [0], "fold_1 has no fold 0; it has 1"),
         (inside / NAME / "fold_7", None, "no .*/fold_7; name what it has: .*/fold_0/ch"),
         (archive / "elsewhere", None, r"model\.zip/elsewhere has no plans\.json"),
     ):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from unet3d.errors import CheckpointError
-from unet3d.runs.finding import checkpoints_in, folds_in, newest_run
+from unet3d.runs.finding import checkpoints_in, chosen_folds, folds_in, newest_run
 from unet3d.runs.run_folder import RunFolder
 
 
@@ -95,3 +95,23 @@ def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path):
     put_run(tmp_path, "run", 1, None)
     (tmp_path / "runs/run/other.pt").touch()
     assert names_in(tmp_path / "runs/run") == ["checkpoint-latest.pt"]
+
+
+@pytest.mark.parametrize(
+    ("given", "folds"),
+    [
+        *((None, None), ("all", None), (["all"], None), (0, (0,)), ("0", (0,)), ("10", (10,))),
+        *(("2,0,2", (2, 0)), ([2, 0], (2, 0)), (["0", 1], (0, 1)), ((3,), (3,))),
+    ],
+    ids=repr,
+)
+def test_folds_are_given_as_numbers_or_text(given, folds):
+    assert chosen_folds(given) == folds
+
+
+@pytest.mark.parametrize(
+    "given", ["all,0", "a", "-1", -1, "0,", [True], ["1,2"], "12345"], ids=repr
+)
+def test_what_names_no_folds_is_refused(given):
+    with pytest.raises(ValueError, match="names no folds; give numbers such as 0,2, or all"):
+        chosen_folds(given)

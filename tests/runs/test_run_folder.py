@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from unet3d.atomic import PREFIX
+from unet3d.atomic import PREFIX, unfinished_folder
 from unet3d.errors import CheckpointError, ConfigError
-from unet3d.runs.run_folder import RunFolder, checkpoint_in, make_run
+from unet3d.runs.run_folder import CASES, WORST, RunFolder, checkpoint_in, make_run
 
 LEFTOVER = f"{PREFIX}{'0123' * 8}-kpoint-latest.pt"
 """A name as that of a file which a killed process has left."""
@@ -256,3 +256,16 @@ def test_a_full_disk_is_explained_and_changes_nothing(run, monkeypatch):
             write()
     assert run.metrics.read_bytes() == before
     assert list(run.path.iterdir()) == [run.metrics]
+
+
+def test_a_validation_is_replaced_as_a_whole(run):
+    for number in (1, 2):
+        with unfinished_folder(run.validation) as unfinished:
+            (unfinished / f"{number}.nii.gz").touch()
+            (unfinished / WORST).touch()
+            run.publish_validation(unfinished, {"number": number})
+        assert run.has_validation() and run.validation_pictures() == [WORST]
+        assert json.loads((run.validation / CASES).read_text()) == {"number": number}
+        assert sorted(run.validation.glob("*.nii.gz")) == [run.validation / f"{number}.nii.gz"]
+    run.reopen(1)
+    assert not run.has_validation() and not run.validation.exists()

@@ -68,21 +68,21 @@ def checkpoint_option(what: str, *, for_ranks: bool = False) -> Callable[[Functi
     )
 
 
-class Folds(click.ParamType[tuple[int | str, ...]]):
-    """Folds of a network: ``0,2``, or ``all`` for that of nnU-Net on all cases."""
+class Folds(click.ParamType[tuple[int, ...] | None]):
+    """Folds of a network: ``0,2``, or ``all``."""
 
     name = "folds"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int | str, ...]:
-        """Return numbers, or ``all``."""
-        if value == "all":
-            return ("all",)
-        parts = str(value).split(",")
-        if not all(part.isdecimal() and len(part) <= 4 for part in parts):
-            self.fail(f"{value} names no folds; give numbers such as 0,2, or all", param, ctx)
-        return tuple(dict.fromkeys(map(int, parts)))
+    ) -> tuple[int, ...] | None:
+        """Return numbers, or None for all."""
+        from unet3d.runs.finding import chosen_folds
+
+        try:
+            return chosen_folds(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class OneFold(click.ParamType[int | str]):

@@ -21,7 +21,7 @@ from unet3d.cli.output import begin_as_rank
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unet3d.runs.validation_folder import ValidationFolder
+    from unet3d.runs.run_folder import RunFolder
     from unet3d.training.cross_validation import FoldsResult
     from unet3d.training.loop import TrainingResult
     from unet3d.training.state import TrainingState
@@ -162,7 +162,7 @@ def _show(result: "TrainingResult", console: "Console") -> None:
     if result.final_dice is not None:
         final = (
             f" The validation cases as predict segments them: mean Dice {result.final_dice:.3f}, "
-            f"{result.folder.validation.path}.{_pictures_line(result.folder.validation)}"
+            f"{result.folder.validation}.{_pictures_line(result.folder)}"
         )
     console.print(
         f"{_dice_line(result.state)}{final} Checkpoints, metrics and pictures: "
@@ -173,13 +173,13 @@ def _show(result: "TrainingResult", console: "Console") -> None:
     )
 
 
-def _pictures_line(validation: "ValidationFolder") -> str:
+def _pictures_line(run: "RunFolder") -> str:
     """Return where the pictures of the cases are, after a space; nothing where there are none."""
-    names = validation.pictures()
+    names = run.validation_pictures()
     if not names:
         return ""
     whose = "The worst and the best of them" if len(names) > 1 else "One of them"
-    return f" {whose}, drawn: {' and '.join(str(validation.path / name) for name in names)}."
+    return f" {whose}, drawn: {' and '.join(str(run.validation / name) for name in names)}."
 
 
 def _dice_line(state: "TrainingState") -> str:

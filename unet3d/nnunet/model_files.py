@@ -9,37 +9,33 @@ A model of nnU-Net is a folder of its results::
 or the archive of such folders that ``nnUNetv2_export_model_to_zip`` writes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unet3d.errors import CheckpointError, some
 from unet3d.nnunet.archives import Archive, archive_of, open_archive
-from unet3d.nnunet.layout import DATASET, FINAL, PLANS, SUFFIX, fold_folder, fold_named
-from unet3d.runs.finding import checkpoints_in, folds_in
+from unet3d.nnunet.layout import ALL, DATASET, FINAL, PLANS, SUFFIX, fold_folder, fold_named
+from unet3d.runs.finding import checkpoints_in, folds_in, own_fold
+from unet3d.runs.run_folder import checkpoint_in
 
-Fold = int | str
-"""Number of a fold, or ``all``."""
+Folds = Sequence[int] | None
+"""Numbers of folds; None: all, which are the numbered ones, or else the one on every case."""
 
+Found = TypeVar("Found")
 AnyPath = TypeVar("AnyPath", bound=PurePath)
 
 
 def networks_in(
-    path: Path, folds: Sequence[Fold] | None = None, stack: ExitStack | None = None
+    path: Path, folds: Folds = None, stack: ExitStack | None = None
 ) -> tuple[Path, ...]:
     """Return the files of the networks that are meant by a path.
 
-    Args:
-        path: What :func:`~unet3d.runs.finding.checkpoints_in` takes; a model of nnU-Net, the folder
-            of one of its folds or its only configuration, a checkpoint in it; or an archive of it,
-            or one of these within an archive.
-        folds: Which folds; None: all that are numbered, or else the one on all cases.
-        stack: Until it is closed, what is needed of an archive is in a temporary folder; None:
-            archives are refused.
-
-    Raises:
-        CheckpointError: There is none, or a fold is missing.
+    That is what :func:`~unet3d.runs.finding.checkpoints_in` takes; a model of nnU-Net, the folder
+    of one of its folds or its only configuration, a checkpoint in it; or an archive of it, or one
+    of these within an archive. What is needed of an archive is in a temporary folder until the
+    stack is closed; without a stack archives are refused.
     """
     packed = archive_of(path)
     if packed is not None:
@@ -49,32 +45,39 @@ def networks_in(
     if path.is_dir():
         model = _model_in(path)
         if model is not None:
-            files = [file.relative_to(model) for file in model.glob(f"fold_*/*{SUFFIX}")]
-            return tuple(model / file for file in _of_model(files, folds, model))
-        if fold_named(path.name) is not None and (files := list(path.glob(f"*{SUFFIX}"))):
-            _refuse_folds(path, folds)
-            return (_final(files, path),)
-        if folds is not None:
-            return _of_run(path, folds)
-    if path.exists():  # else that is said when it is read
-        _refuse_folds(path, folds)
-    return checkpoints_in(path)
+            found = [file.relative_to(model) for file in model.glob(f"fold_*/*{SUFFIX}")]
+            return tuple(model / file for file in _of_model(found, folds, model))
+        if fold_named(path.name) is not None and (found := list(path.glob(f"*{SUFFIX}"))):
+            return (_only(_final(found, path), path, folds),)
+        runs = folds_in(path)
+        if folds is not None and runs:
+            return tuple(checkpoint_in(run.path) for run in _chosen(runs, folds, path))
+    files = checkpoints_in(path)
+    if folds is None or not path.exists():  # what is missing is said when it is read
+        return files
+    if len(files) == 1:
+        return (_only(files[0], path, folds),)
+    by_fold = {fold: file for file in files if (fold := fold_named(file.stem)) is not None}
+    return tuple(_chosen(by_fold, folds, path))
 
 
-def _refuse_folds(path: Path, folds: Sequence[Fold] | None) -> None:
-    if folds is not None:
-        raise CheckpointError(f"{path} is one network, which has no folds; leave --folds out")
-
-
-def _of_run(path: Path, folds: Sequence[Fold]) -> tuple[Path, ...]:
-    """Return the checkpoints of some folds of a run of ours."""
-    known = folds_in(path)
+def _chosen(known: Mapping[Any, Found], folds: Folds, path: Path) -> list[Found]:
+    """Return what is known of some folds of what a user knows by a path."""
+    if folds is None:
+        folds = [fold for fold in known if isinstance(fold, int)]
+        return [known[fold] for fold in sorted(folds)] or list(known.values())
     missing = [fold for fold in folds if fold not in known]
     if missing:
-        raise CheckpointError(
-            f"{path} has no fold {some(missing)}; it has {some(list(known)) if known else 'none'}"
-        )
-    return tuple(file for fold in folds for file in checkpoints_in(known[int(fold)].path))
+        has = some(sorted(known, key=str)) if known else "none"
+        raise CheckpointError(f"{path} has no fold {some(missing)}; it has {has}")
+    return [known[fold] for fold in folds]
+
+
+def _only(network: Found, path: Path, folds: Folds, fold: int | str | None = None) -> Found:
+    """Return the only network at a path, which is of one fold, or of none."""
+    folder = path if path.is_dir() else path.absolute().parent
+    known = [one for one in (fold, own_fold(folder), fold_named(folder.name)) if one is not None]
+    return _chosen({[*known, ALL][0]: network}, folds, path)[0]
 
 
 def _model_in(path: Path) -> Path | None:
@@ -98,16 +101,13 @@ def _several(path: Path, models: Sequence[Path]) -> CheckpointError:
     return CheckpointError(f"{path} has several models: {some(models)}; name one of them")
 
 
-def _of_model(files: Iterable[AnyPath], folds: Sequence[Fold] | None, model: Path) -> list[AnyPath]:
-    """Return the checkpoints of the folds of a model.
+def _of_model(files: Iterable[AnyPath], folds: Folds, model: Path) -> list[AnyPath]:
+    """Return the checkpoints of folds of a model that a user knows by a path.
 
-    Args:
-        files: All checkpoints in its folds, relative to it.
-        folds: As for :func:`networks_in`.
-        model: What the user knows it by.
+    The files are all checkpoints in its folds, relative to it.
     """
-    found: dict[Fold, AnyPath] = {}
-    others: dict[Fold, list[Path]] = {}
+    found: dict[int | str, AnyPath] = {}
+    others: dict[int | str, list[Path]] = {}
     for file in sorted(files):
         fold = fold_named(file.parent.name)
         if fold is None:
@@ -116,24 +116,19 @@ def _of_model(files: Iterable[AnyPath], folds: Sequence[Fold] | None, model: Pat
             found[fold] = file
         else:
             others.setdefault(fold, []).append(model / file)
+    missing = [fold for fold in folds or others if fold not in found]
+    named = [file for fold in missing for file in others.get(fold, [])]
     if not found:
-        named = [file for files in others.values() for file in files]
         raise CheckpointError(
             f"{model} has no {fold_folder(0)}/{FINAL}, or of another fold; "
             + (_name_one(named) if named else "train it first")
         )
-    if folds is None:
-        numbered = sorted(fold for fold in found if isinstance(fold, int))
-        return [found[fold] for fold in numbered or found]
-    missing = [fold for fold in folds if fold not in found]
-    if missing:
-        known = sorted(found, key=str)
-        named = [file for fold in missing for file in others.get(fold, [])]
+    if folds is not None and named:
         raise CheckpointError(
-            f"{model} has no {FINAL} of fold {some(missing)}; it has {some(known)}"
-            + (f"; {_name_one(named)}" if named else "")
+            f"{model} has no {FINAL} of fold {some(missing)}; it has "
+            f"{some(sorted(found, key=str))}; {_name_one(named)}"
         )
-    return [found[fold] for fold in folds]
+    return _chosen(found, folds, model)
 
 
 def _final(files: Sequence[AnyPath], fold: Path) -> AnyPath:
@@ -150,7 +145,7 @@ def _name_one(checkpoints: Sequence[Path]) -> str:
 
 
 def _of_archive(
-    path: Path, inside: PurePosixPath, folds: Sequence[Fold] | None, stack: ExitStack
+    path: Path, inside: PurePosixPath, folds: Folds, stack: ExitStack
 ) -> tuple[Path, ...]:
     """Unpack what a prediction needs of an archive, and return the checkpoints."""
     with open_archive(path) as archive:
@@ -162,8 +157,8 @@ def _of_archive(
         ]
         place = inside.relative_to(model) if inside.is_relative_to(model) else PurePosixPath()
         if place.parts:
-            _refuse_folds(path / inside, folds)
-            chosen = [_within(files, place, path / model)]
+            name = _within(files, place, path / model)
+            chosen = [_only(name, path / inside, folds, fold_named(name.parent.name))]
         else:
             chosen = _of_model(files, folds, path / model)
         described = [model / name for name in (PLANS, DATASET) if model / name in archive.names]

@@ -42,17 +42,7 @@ class CaseSplit:
     def of(
         cls, training: Sequence[Case], validation: Sequence[Case], cache: Path | None
     ) -> "CaseSplit":
-        """Return the split of some cases.
-
-        Args:
-            training: The cases to train on.
-            validation: Those to validate on.
-            cache: The cache folder, which remembers digests; None: the user's.
-
-        Raises:
-            VolumeError: A file cannot be read.
-            CacheError: The cache folder cannot be written to.
-        """
+        """Return the split of cases; a cache folder, or else the user's, remembers digests."""
         store = Cache(cache)
         return cls(
             training={case.name: content_of(case, store) for case in training},
@@ -76,21 +66,13 @@ class CaseSplit:
 
     @classmethod
     def from_dict(cls, tree: Any) -> "CaseSplit":
-        """Return what :meth:`to_dict` described, which may stand among other values.
-
-        Raises:
-            ValueError: It described something else.
-        """
+        """Return what :meth:`to_dict` described, which may stand among other values."""
         if not isinstance(tree, dict):
             raise ValueError("the cases of the run are no mapping")
         return validated(cls, {key: tree[key] for key in ("training", "validation") if key in tree})
 
     def changes_since(self, before: "CaseSplit") -> list[str]:
-        """Return how this split differs from an earlier one, a phrase for each kind of change.
-
-        Args:
-            before: The split that a run was trained with.
-        """
+        """Return how this split differs from an earlier one, a phrase for each kind of change."""
         then = {**before.training, **before.validation}
         now = {**self.training, **self.validation}
         both = then.keys() & now.keys()
@@ -115,16 +97,7 @@ class CaseSplit:
 
 
 def content_of(case: Case, cache: Cache) -> str:
-    """Return a digest of what a case's files contain.
-
-    Args:
-        case: The case.
-        cache: Remembers the digests of files.
-
-    Raises:
-        VolumeError: A file cannot be read.
-        CacheError: The cache folder cannot be written to.
-    """
+    """Return a digest of what a case's files contain."""
     return key_of([cache.digest(path) for path in (*case.images, case.label)])[:32]
 
 

@@ -2,10 +2,11 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unet3d.errors import CheckpointError, ConfigError, some
+from unet3d.inputs.plain_data import shown
 from unet3d.inputs.reading import read_json
 from unet3d.runs.run_folder import RUNS, RunFolder, checkpoint_in
 
@@ -18,17 +19,25 @@ FOLDS = "folds.json"
 """File of a run over several folds that says which they are."""
 
 
+def chosen_folds(folds: str | int | Sequence[str | int] | None) -> tuple[int, ...] | None:
+    """Return folds such as ``0,2`` or ``[0, 2]`` as numbers, each once; ``all`` or None: all.
+
+    Raises ValueError where they are something else.
+    """
+    parts: Sequence[str | int] = [folds] if isinstance(folds, int) else folds or ["all"]
+    parts = parts.split(",") if isinstance(parts, str) else parts
+    words = [str(part).strip() for part in parts]
+    if words == ["all"]:
+        return None
+    if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
+        raise ValueError(f"{shown(folds)} names no folds; give numbers such as 0,2, or all")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
 def recorded_folds(path: Path) -> tuple[int, ...] | None:
-    """Return which folds a run is over.
+    """Return which folds the run of a folder is over; None: it is not over several.
 
-    Args:
-        path: Its folder.
-
-    Returns:
-        Their numbers; None where the folder is not that of a run over several folds.
-
-    Raises:
-        ConfigError: The record is damaged.
+    Raises ConfigError where the record is damaged.
     """
     file = path / FOLDS
     if not file.is_file():
@@ -43,12 +52,17 @@ def recorded_folds(path: Path) -> tuple[int, ...] | None:
     return tuple(numbers)
 
 
-def folds_in(path: Path) -> dict[int, RunFolder]:
-    """Return the runs of single folds within the folder of a run over several, by their number.
+def own_fold(path: Path) -> int | None:
+    """Return the fold that the run of a folder is of, by its record or else by its name."""
+    fold = (RunFolder(path).read_data() or {}).get("fold")
+    named = FOLD.fullmatch(path.name)
+    if type(fold) is int:
+        return fold
+    return int(named[1]) if named is not None and fold is None else None
 
-    Args:
-        path: A folder; where it is none, it has none.
-    """
+
+def folds_in(path: Path) -> dict[int, RunFolder]:
+    """Return the runs of single folds within the folder of a run over several, by their number."""
     try:
         names = [folder.name for folder in path.iterdir()] if path.is_dir() else []
     except OSError:  # it vanished, or is another user's
@@ -60,12 +74,8 @@ def folds_in(path: Path) -> dict[int, RunFolder]:
 def checkpoints_in(path: Path) -> tuple[Path, ...]:
     """Return the checkpoints that are meant by a path.
 
-    Args:
-        path: A file; the folder of a run, which stands for one checkpoint; the folder of a run over
-            several folds, for one of each; or a folder of checkpoints, for all of them.
-
-    Raises:
-        CheckpointError: The folder has none.
+    A file stands for itself; the folder of a run for one checkpoint, of a run over several folds
+    for one of each, and a folder of checkpoints for all of them.
     """
     if not path.is_dir():
         return (path,)
@@ -93,9 +103,8 @@ def newest_run(
 ) -> RunFolder | None:
     """Return the run below ``runs/`` that was written to last; one over several folds counts once.
 
-    Args:
-        finished: Only runs that have come to their end, with all their folds.
-        suits: Whether a run is one of those that are meant; the newest ones are asked first.
+    It has come to its end, with all its folds, where only finished ones are asked for, and suits;
+    the newest ones are asked first.
     """
     if not RUNS.is_dir():
         return None

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,14 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from unet3d import __version__
-from unet3d.atomic import append, is_leftover, make_folder, remove_leftovers, write_atomically
+from unet3d.atomic import (
+    append,
+    is_leftover,
+    make_folder,
+    publish_folder,
+    remove_leftovers,
+    write_atomically,
+)
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.reading import read_json
-from unet3d.runs.validation_folder import ValidationFolder
 
 logger = logging.getLogger(__name__)
 
+CASES = "cases.json"
+"""The file of the scores in the folder of the validation."""
+WORST, BEST = "worst.png", "best.png"
+"""The pictures of two cases in it; of one case only the first."""
 RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
 MAX_LINE_BYTES = 2**24
@@ -35,12 +46,7 @@ class RunFolder:
     """The files of one run."""
 
     def __init__(self, path: Path, is_made: bool = False) -> None:
-        """Name the files; nothing is read or written.
-
-        Args:
-            path: The folder.
-            is_made: Whether it was made for this run, and may be removed while it is empty.
-        """
+        """Name the files of a folder; one that was made for this run goes while it is empty."""
         self.path = path
         self.is_made = is_made
         self.data = path / "data.json"
@@ -53,7 +59,7 @@ class RunFolder:
         self.progress_picture = path / "progress.png"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
-        self.validation = ValidationFolder(path / "validation")
+        self.validation = path / "validation"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -61,9 +67,6 @@ class RunFolder:
 
         The lock is on the folder itself, so it leaves no file, and the kernel releases it when the
         process ends, however it ends.
-
-        Raises:
-            ConfigError: Another training runs in the folder, or it cannot be made.
         """
         with writing(self.path):
             if not self.path.exists():
@@ -93,9 +96,6 @@ class RunFolder:
 
         It is empty, or holds what a run left that was killed before it first saved, which
         ``data.json`` shows: a run writes it first.
-
-        Raises:
-            ConfigError: The folder holds a run or other files already, or cannot be written to.
         """
         if self.latest.exists():
             raise ConfigError(
@@ -119,18 +119,13 @@ class RunFolder:
             self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
 
     def check_resumable(self) -> None:
-        """See that there is a run to continue; nothing is changed.
-
-        Raises:
-            CheckpointError: There is none.
-            ConfigError: The folder cannot be written to.
-        """
+        """See that there is a run to continue; nothing is changed."""
         if not self.latest.exists():
             raise CheckpointError(
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
                 "with --output"
             )
-        for folder in (self.tensorboard, self.validation.path):
+        for folder in (self.tensorboard, self.validation):
             if folder.exists() and not folder.is_dir():
                 raise ConfigError(f"{folder} is no folder; move it away to continue the run")
         tables = (self.data, self.config, self.metrics, self.memory, self.summary)
@@ -144,22 +139,22 @@ class RunFolder:
         """Return whether the run has come to its end and said so in a file that is whole."""
         return _read_object(self.summary) is not None
 
+    def has_validation(self) -> bool:
+        """Return whether the final network has predicted the validation cases."""
+        return _read_object(self.validation / CASES) is not None
+
     def reopen(self, num_epochs: int) -> None:
-        """Prepare the folder for the continuation of its run.
+        """Prepare the folder for the continuation of its run after some epochs.
 
-        Args:
-            num_epochs: Epochs that the checkpoint holds. Lines of later ones, which will run again,
-                are dropped.
-
-        Raises:
-            ConfigError: The folder cannot be written to.
+        Lines of later epochs, which will run again, are dropped, and so is the validation.
         """
         with writing(self.path):
             remove_leftovers(self.path)
             self.summary.unlink(missing_ok=True)  # not finished any more
-            self.validation.remove()
+            if self.validation.is_dir():
+                shutil.rmtree(self.validation)
         kept = (line for line in self.read_metrics() if line["epoch"] <= num_epochs)
-        self._write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        _write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def discard_if_empty(self) -> None:
         """Remove the folder, if it was made for a run that was refused before it wrote anything."""
@@ -167,22 +162,11 @@ class RunFolder:
             self.path.rmdir()
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved configuration.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
-        self._write(self.config, config.to_yaml())
+        """Write the resolved configuration."""
+        _write(self.config, config.to_yaml())
 
     def write_data(self, record: Mapping[str, Any]) -> None:
-        """Write which cases the run trains and validates on.
-
-        Args:
-            record: Plain values.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Write which cases the run trains and validates on, as plain values."""
         self.write_json(self.data, {"unet3d": __version__, **record})
 
     def read_data(self) -> dict[str, Any] | None:
@@ -191,23 +175,20 @@ class RunFolder:
         return content if content is not None and "unet3d" in content else None
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Write one of the JSON files.
+        """Write plain values to one of the JSON files."""
+        _write(path, json.dumps(content, indent=2) + "\n")
 
-        Args:
-            path: One of this folder's.
-            content: Plain values.
+    def publish_validation(self, unfinished: Path, record: Mapping[str, Any]) -> None:
+        """Replace the validation by a folder of predictions and pictures, with their scores."""
+        self.write_json(unfinished / CASES, record)
+        publish_folder(unfinished, self.validation, replace=True)
 
-        Raises:
-            ConfigError: The file cannot be written.
-        """
-        self._write(path, json.dumps(content, indent=2) + "\n")
+    def validation_pictures(self) -> list[str]:
+        """Return the names of the pictures that the validation has."""
+        return [name for name in (WORST, BEST) if (self.validation / name).is_file()]
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add the line of one epoch.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Add the line of one epoch."""
         with writing(self.metrics):
             append(self.metrics, (json.dumps(line) + "\n").encode())
 
@@ -231,19 +212,11 @@ class RunFolder:
             logger.warning("%s: %d damaged line(s) are left out", self.metrics, num_damaged)
         return lines
 
-    def _write(self, path: Path, text: str) -> None:
-        with writing(path):
-            write_atomically(path, lambda file: file.write(text.encode()))
-
 
 def make_run(name: str) -> RunFolder:
     """Make a folder below ``runs/`` that no other process has made.
 
-    Args:
-        name: Its name; if there is such a folder, a number is put behind it.
-
-    Raises:
-        ConfigError: It cannot be made.
+    If there is one of that name, a number is put behind it.
     """
     for number in itertools.count(1):
         run = RunFolder(RUNS / (name if number == 1 else f"{name}-{number}"), is_made=True)
@@ -258,14 +231,9 @@ def make_run(name: str) -> RunFolder:
 
 
 def checkpoint_in(path: Path) -> Path:
-    """Return the checkpoint that is meant by a path.
+    """Return the checkpoint that is meant by a path: a file, or the folder of a run.
 
-    Args:
-        path: A file, or the folder of a run, of which the latest is meant, its final network when
-            it is finished; where there is none, the best.
-
-    Raises:
-        CheckpointError: The folder has none.
+    Of a run the latest is meant, its final network when it is finished; or else the best.
     """
     if not path.is_dir():
         return path
@@ -290,14 +258,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Explain that a file of a run cannot be written.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ConfigError: It cannot be written in this context.
-    """
+    """Explain in a ConfigError that a file of a run cannot be written."""
     try:
         yield
     except OSError as error:
@@ -305,6 +266,11 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write to {path}: {reason_of(error)}; make it writable, with space left, "
             "or choose another --output"
         ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    with writing(path):
+        write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def _epoch_line(text: bytes) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.reports.format import write_figure
 from unet3d.reports.planes import Structure
 from unet3d.reports.preview import Preview, preview_figure
-from unet3d.runs.validation_folder import BEST, WORST
+from unet3d.runs.run_folder import BEST, WORST
 
 
 def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:

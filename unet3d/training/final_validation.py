@@ -153,12 +153,12 @@ class FinalValidation:
             evaluation = self._evaluation(found)
             if self._group.is_first:
                 note("the pictures of the validation")
-                with writing(self._folder.validation.path):
+                with writing(self._folder.validation):
                     draw_extremes(folder, evaluation, cases)
                     record = cases_record(
                         self._experiment, self._folder.latest.name, evaluation, choices
                     )
-                    self._folder.validation.publish(folder, record)
+                    self._folder.publish_validation(folder, record)
         seconds = time.monotonic() - began
         return FinalResult(evaluation=evaluation, choices=choices, seconds=seconds)
 
@@ -176,7 +176,7 @@ class FinalValidation:
         if not self._group.is_first:
             yield Path(self._group.from_first(str))
             return
-        path = self._folder.validation.path
+        path = self._folder.validation
         with writing(path), unfinished_folder(path) as folder:
             yield Path(self._group.from_first(lambda: str(folder)))
 

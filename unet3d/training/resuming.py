@@ -84,7 +84,7 @@ class Past:
         """
         # A run of an older version lacks the predictions of its validation cases.
         is_validated = (
-            self.split is None or not self.split.validation or self.folder.validation.is_whole()
+            self.split is None or not self.split.validation or self.folder.has_validation()
         )
         is_trained = self.state.epoch >= config.training.epochs
         return is_trained and is_validated and self.folder.has_summary()

@@ -23,8 +23,7 @@ from unet3d.reports.pages.run_files import (
 )
 from unet3d.reports.progress import duration
 from unet3d.reports.slots import PARTS, memory_notes
-from unet3d.runs.run_folder import RunFolder
-from unet3d.runs.validation_folder import BEST, CASES, WORST
+from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder
 
 MAX_LABEL_COLUMNS = 8
 """Labels that have a column of their own in the table of cases; of more, the lowest is named."""
@@ -51,7 +50,7 @@ def run_page(folder: Path) -> str:
         )
     data, *notes = content_of(run.data, Data)
     summary, note = content_of(run.summary, Summary)
-    cases, cases_note = content_of(run.validation.path / CASES, Cases)
+    cases, cases_note = content_of(run.validation / CASES, Cases)
     memory, memory_note = content_of(run.memory, Memory)
     metrics = run.read_metrics()
     settings = _settings(run.config)
@@ -75,7 +74,7 @@ def run_page(folder: Path) -> str:
         pictures=[
             (caption, picture)
             for name, caption in ((WORST, "the worst case"), (BEST, "the best case"))
-            if (picture := picture_of(run.validation.path / name)) is not None
+            if (picture := picture_of(run.validation / name)) is not None
         ],
         memory=None if memory is None else _memory_table(memory),
         memory_picture=picture_of(run.memory_picture),
