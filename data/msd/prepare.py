@@ -58,7 +58,7 @@ def main(archive: Path, output: Path | None) -> None:
     for finding in findings:
         print(f"{finding.severity}: {finding.case}: {finding.message}")
     num_errors = sum(finding.severity == "error" for finding in findings)
-    print(f"{dataset.name}: {len(dataset.cases)} labelled cases in {folder}")
+    print(f"{dataset.root.name}: {len(dataset.cases)} labelled cases in {folder}")
     print(f"  channels: {', '.join(dataset.channel_names)}")
     print(f"  labels: {', '.join(dataset.label_names)}")
     if num_errors:

@@ -77,7 +77,7 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
     assert intensities.startswith("MRI ") and brain == "brain 0.007 ml"
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == [
-        "8 cases, 1 channel(s), 3 label(s)",
+        "data: 8 cases, 1 channel(s), 3 label(s)",
         "  shape       24x20x18 (median), 24x20x6 to 24x20x18 voxels",
         "  spacing     1x1x2 (median), 1x1x2 to 1x1x7 mm",
     ]

@@ -102,6 +102,7 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
     for name, found in volumes_ml.items():
         look(np.log(found)[:, None], relative, (f"{name} {volume:.4g} ml" for volume in found))
     return {
+        "name": dataset.root.name,
         "num_cases": len(dataset.cases),
         "shape": _spread(shapes),
         "spacing_mm": _spread(spacings_mm),
@@ -140,7 +141,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for what, all_of in (("channels", channels), ("labels", labels), ("outliers", outliers)):
         if len(all_of) > MAX_LISTED:
             rows.append(("", f"and {len(all_of) - MAX_LISTED} more {what}: --json names all"))
-    yield f"{found['num_cases']} cases, {len(channels)} channel(s), {len(labels)} label(s)"
+    counts = f"{found['num_cases']} cases, {len(channels)} channel(s), {len(labels)} label(s)"
+    yield f"{printable(found['name'])}: {counts}"
     names = [printable(name, MAX_NAME) for name, _ in rows]
     for name, (_, text) in zip(names, rows, strict=True):
         yield f"  {name:{max(map(len, names))}}  {printable(text, MAX_LINE)}"

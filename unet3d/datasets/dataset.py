@@ -23,11 +23,9 @@ file is not an error yet: ``unet3d.preparation.check`` names all of them at once
 import logging
 import os
 import unicodedata
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from unet3d.datasets.classes import Region
@@ -40,13 +38,10 @@ from unet3d.datasets.folds import (
 )
 from unet3d.datasets.naming import channel_names, clean_name, read_labels
 from unet3d.errors import DatasetError
-from unet3d.images.files import SUFFIXES, members, volume_stem
+from unet3d.images.files import SUFFIXES, volume_stem
 from unet3d.inputs.plain_data import is_printable, shown
 
 logger = logging.getLogger(__name__)
-
-MAX_FILE_NAME_BYTES = 255
-"""What Linux allows for one part of a path."""
 
 NO_LABEL = "add it, or take the case out of the data set"
 
@@ -82,8 +77,8 @@ class Finding:
 class Dataset:
     """The labelled cases of a data set, and the names of its channels and labels."""
 
-    name: str
     root: Path
+    """Its folder."""
     channel_names: tuple[str, ...]
     label_names: tuple[str, ...]
     """Name of each class; class 0 is the background."""
@@ -101,8 +96,6 @@ class Dataset:
     """What is to be segmented instead of the classes, where regions overlap; none: the classes."""
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
-    unlabelled: tuple[Path, ...] = ()
-    """Images that dataset.json names for testing."""
     faults: tuple[Finding, ...] = ()
     """Errors of the description that leave the rest of it readable."""
 
@@ -131,16 +124,7 @@ def load_dataset(path: Path) -> Dataset:
 
 
 def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
-    """Return all folds of a data set: its own, or those that are drawn; see :func:`fold_cases`.
-
-    Args:
-        dataset: The data set.
-        num_folds: Number of folds to draw where the data set defines none.
-        seed: Seed of the drawn folds.
-
-    Raises:
-        DatasetError: The data set's own are wrong, or there are too few cases to make one.
-    """
+    """Return all folds of a data set: its own, or those that are drawn; see :func:`fold_cases`."""
     if dataset.faults:
         raise DatasetError(dataset.faults[0].message)
     if dataset.folds:
@@ -204,17 +188,10 @@ class _Description:
     def listed(self) -> Dataset:
         """Read a description that lists its cases: MSD, MONAI datalist."""
         training, validation = self._labelled("training"), self._labelled("validation")
-        tests = self._entries("test") + self._entries("testing")
-        images = [
-            self._file(where, image)
-            for where, entry in tests
-            for image in _as_list(entry.get("image") if isinstance(entry, dict) else entry)
-        ]
         return self._dataset(
             tuple(case for case, _ in training + validation),
             validation=tuple(case.name for case, _ in validation),
             fold_of={case.name: fold for case, fold in training},
-            unlabelled=tuple(images),
         )
 
     def nnunet(self) -> Dataset:
@@ -230,6 +207,8 @@ class _Description:
         cases = []
         for key, entry in explicit.items():
             name = clean_name(self.path, "a case", key)
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise DatasetError(f"{self.path}: a case is called {name}, which leaves its folder")
             files = entry if isinstance(entry, dict) else {}
             renamed = {"image": files.get("images"), "label": files.get("label")}
             case = self._case(f"dataset.{name}", renamed, name)
@@ -264,16 +243,10 @@ class _Description:
         self,
         cases: tuple[Case, ...],
         validation: tuple[str, ...] = (),
-        fold_of: Mapping[str, Any] = MappingProxyType({}),
-        unlabelled: tuple[Path, ...] = (),
+        fold_of: Mapping[str, Any] | None = None,
     ) -> Dataset:
         if not cases:
             raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
-        # A pair counts once, whichever of its files is named.
-        files = Counter(members(file)[0] for case in cases for file in (*case.images, case.label))
-        file, count = files.most_common(1)[0]
-        if count > 1:
-            raise DatasetError(f"{self.path} names {file} {count} times; each file has one use")
         by_name: dict[str, Case] = {}
         for case in cases:
             twin = by_name.setdefault(case.name, case)
@@ -284,13 +257,11 @@ class _Description:
                 )
         folds: tuple[Fold, ...] = ()
         try:
-            folds = self._folds(tuple(by_name), fold_of)
+            folds = self._folds(tuple(by_name), fold_of or {})
         except DatasetError as error:
             self._fault(self.root.name, str(error))
         labels = read_labels(self.path, self.tree, [case.label for case in cases])
-        given = self.tree.get("name")
         return Dataset(
-            name=clean_name(self.path, "the data set", given) if given else self.root.name,
             root=self.root,
             channel_names=channel_names(self.path, self.tree, cases[0].images),
             label_names=tuple(labels.names.values()),
@@ -300,20 +271,17 @@ class _Description:
             cases=cases,
             validation=validation,
             folds=folds,
-            unlabelled=unlabelled,
             faults=tuple(self.faults),
         )
 
-    def _entries(self, key: str) -> list[tuple[str, Any]]:
+    def _labelled(self, key: str) -> list[tuple[Case, Any]]:
+        """Return the cases of a list that have a label map, each with its fold."""
         entries = self.tree.get(key) or []
         if not isinstance(entries, list):
             raise DatasetError(f"{self.path}: {key} is {shown(entries)}; it needs a list")
-        return [(f"{key}[{index}]", entry) for index, entry in enumerate(entries)]
-
-    def _labelled(self, key: str) -> list[tuple[Case, Any]]:
-        """Return the cases of a list that have a label map, each with its fold."""
-        found = [(self._case(where, entry), entry) for where, entry in self._entries(key)]
-        return [(case, entry.get("fold")) for case, entry in found if case is not None]
+        cases = [self._case(f"{key}[{index}]", entry) for index, entry in enumerate(entries)]
+        pairs = zip(cases, entries, strict=True)
+        return [(case, entry.get("fold")) for case, entry in pairs if case is not None]
 
     def _case(self, where: str, entry: Any, name: str | None = None) -> Case | None:
         """Return a case, by default called by its label map; None: it has none."""
@@ -324,9 +292,8 @@ class _Description:
         images = tuple(self._file(where, image) for image in _as_list(entry["image"]))
         if not entry.get("label"):
             name = name or volume_stem(images[0])
-            self._fault(
-                name, f"{name} has no label map: {self.path} names none in {where}; {NO_LABEL}"
-            )
+            missing = f"{name} has no label map: {self.path} names none in {where}"
+            self._fault(name, f"{missing}; {NO_LABEL}")
             return None
         label = self._file(where, entry["label"])
         return Case(name=name or self._name_of(label), images=images, label=label)
@@ -352,11 +319,9 @@ class _Description:
                 f"{self.path}: {where} names {shown(text)}; it needs the name of a file, without "
                 "control characters"
             )
-        name = Path(text)
-        too_long = any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in name.parts)
-        if too_long or name.name in ("", ".."):
+        if Path(text).name in ("", ".."):
             raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
-        return self.root / name
+        return self.root / text
 
     def _folds(self, names: tuple[str, ...], fold_of: Mapping[str, Any]) -> tuple[Fold, ...]:
         fixed = self.root / "splits_final.json"
@@ -365,12 +330,9 @@ class _Description:
         if all(fold is None for fold in fold_of.values()):
             return ()
         for name, fold in fold_of.items():
-            if fold is None:
-                raise DatasetError(
-                    f"{self.path}: {name} has no fold but other cases have; give each case one"
-                )
             if type(fold) is not int:
-                raise DatasetError(f"{self.path}: {name} has the fold {shown(fold)}; use 0, 1, ...")
+                has = "no fold but other cases have" if fold is None else f"the fold {shown(fold)}"
+                raise DatasetError(f"{self.path}: {name} has {has}; give each case 0, 1, ...")
         return folds_from_numbers(fold_of, str(self.path))
 
 

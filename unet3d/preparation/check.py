@@ -213,9 +213,9 @@ def _label_findings(
 
 def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
     """Look for volumes in imagesTr and labelsTr that no case names: they are not trained on."""
-    of_cases = [file for case in dataset.cases for file in (*case.images, case.label)]
-    volumes = (*of_cases, *dataset.unlabelled)
-    named = {os.path.realpath(file) for volume in volumes for file in members(volume)}
+    volumes = [file for case in dataset.cases for file in (*case.images, case.label)]
+    files = [file for path in volumes if os.path.lexists(path) for file in members(path)]
+    named = {os.path.realpath(file) for file in files}
     for folder in (dataset.root / "imagesTr", dataset.root / "labelsTr"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             is_volume = is_volume_file(path) and path.is_file() and not path.name.startswith(".")
