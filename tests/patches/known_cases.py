@@ -10,6 +10,7 @@ import torch
 
 from unet3d.config import AugmentationSettings, PatchSettings, Shape
 from unet3d.patches.loader import PatchLoader
+from unet3d.patches.patches import PatchSampler
 from unet3d.preparation.cache import Cache, PreparedCase
 
 PLAIN = AugmentationSettings(enabled=False)
@@ -48,9 +49,9 @@ def make_cases(
 def make_loader(cases: Sequence[PreparedCase], settings: PatchSettings, **more: Any) -> PatchLoader:
     """Return a loader that augments in its own processes; ``more`` are its other arguments."""
     given = {"batch_size": 2, "num_steps": 6, "seed": 0, "num_workers": 0, **more}
+    of_sampler = {name: given.pop(name) for name in ("size", "stride", "batch_size", "seed")}
     return PatchLoader(
-        cases=cases,
-        settings=settings,
+        PatchSampler(cases=cases, settings=settings, **of_sampler),
         device=torch.device("cpu"),
         augments_on_device=False,
         **given,

@@ -7,6 +7,7 @@ import torch
 from tests.patches.known_cases import PLAIN, make_cases, probable
 from unet3d.config import PatchSettings
 from unet3d.patches.loader import PatchLoader
+from unet3d.patches.patches import PatchSampler
 from unet3d.preparation.cache import Cache
 
 pytestmark = pytest.mark.gpu
@@ -27,14 +28,17 @@ def real_cases(folder, shape=(40, 44, 36)):
 
 
 def loader(cases, *, on_gpu, num_workers=0, size=(24, 20, 28), settings=None):
-    return PatchLoader(
+    sampler = PatchSampler(
         cases=cases,
         settings=settings or PatchSettings(),
         size=size,
         stride=(4, 4, 4),
         batch_size=2,
-        num_steps=8,
         seed=1,
+    )
+    return PatchLoader(
+        sampler,
+        num_steps=8,
         num_workers=num_workers,
         device=GPU,
         augments_on_device=on_gpu,

@@ -142,7 +142,7 @@ def test_only_what_a_slab_needs_is_read(tmp_path):
             cases=cases, settings=settings, size=size, stride=(1, 1, 1), batch_size=1, seed=0
         )
         cut = sampler.cut(0, 0, slab, gathers=gathers)
-        assert cut.region.shape == (10, 20, 20) and cut.label.shape == cut.image.shape[1:]
+        assert cut.part.shape == (10, 20, 20) and cut.label.shape == cut.image.shape[1:]
         return len(cut.label), cut.made.shape[0]
 
     assert planes("off", False) == planes("mirrored", False) == (10, 10)

@@ -11,6 +11,7 @@ steps, because those of two streams might run in another order on another GPU, a
 for ever. So the part of the augmentation behind the first message runs between two steps.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -27,10 +28,8 @@ class DeviceBatches:
     def __init__(self, device: torch.device, gather: Gather | None = None) -> None:
         """Begin with empty buffers.
 
-        Args:
-            device: The GPU.
-            gather: Gathers statistics of the slabs of a patch; it is called on the stream that
-                steps are queued on. None: batches are whole, or need no statistics.
+        ``gather`` gathers statistics of the slabs of a patch, on the stream that steps are queued
+        on; None: batches are whole, or need no statistics.
         """
         self._device = device
         self._gather = gather
@@ -39,10 +38,9 @@ class DeviceBatches:
         self._number = 0
 
     def made(self, batches: Iterable[CutBatch]) -> Iterator[Batch]:
-        """Yield a batch for each one that is cut; what uses it must be queued when the next is due.
+        """Yield a batch for each one that is cut, in page-locked memory.
 
-        Args:
-            batches: In page-locked memory.
+        What uses a batch must be queued when the next one is asked for.
         """
         for cut in batches:
             buffer = self._buffers[self._number % 2]
@@ -59,7 +57,9 @@ class DeviceBatches:
                 self._stream.wait_stream(steps)
             else:
                 self._stream.wait_event(buffer.is_read)
-            image, target = buffer.tensors(batch, self._device)
+            dtype, device = batch.cuts[0].label.dtype, self._device
+            image = buffer.tensor("image", batch.image_shape, torch.float32, device)
+            target = buffer.tensor("target", batch.target_shape, dtype, device)
             # One cut at a time, so that only one is on the GPU.
             cuts = (cut.to(self._device) for cut in batch.cuts)
             made = batch.made(cuts, image, target, self._gather and self._between(steps))
@@ -98,26 +98,12 @@ class _Buffer:
     def __init__(self) -> None:
         self.is_read: torch.cuda.Event | None = None
         """Completes when the last batch in it has been used."""
-        self._image: Tensor | None = None
-        self._target: Tensor | None = None
+        self._memory: dict[str, Tensor] = {}
 
-    def tensors(self, batch: CutBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        first = batch.cuts[0]
-        target_shape = (len(batch.cuts), *batch.made_shape)
-        image_shape = (len(batch.cuts), len(first.image), *batch.made_shape)
-        self._image = _at_least(self._image, image_shape, torch.float32, device)
-        self._target = _at_least(self._target, target_shape, first.label.dtype, device)
-        return _view(self._image, image_shape), _view(self._target, target_shape)
-
-
-def _at_least(
-    memory: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    size = torch.Size(shape).numel()
-    if memory is not None and len(memory) >= size and memory.dtype == dtype:
-        return memory
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return memory[: torch.Size(shape).numel()].view(shape)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        size, memory = math.prod(shape), self._memory.get(name)
+        if memory is None or len(memory) < size or memory.dtype != dtype:
+            self._memory[name] = memory = torch.empty(size, dtype=dtype, device=device)
+        return memory[:size].view(shape)

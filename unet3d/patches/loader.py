@@ -9,25 +9,22 @@ import itertools
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from unet3d.config import PatchSettings, Shape
+from unet3d.config import Shape
 from unet3d.distributed.processes import die_with_parent, shielded_children, without_main_module
 from unet3d.errors import DatasetError, Unet3dError
 from unet3d.patches.augment import Gather, Slab
 from unet3d.patches.device_batches import DeviceBatches
 from unet3d.patches.patches import Batch, CutBatch, PatchSampler
-from unet3d.preparation.cache import PreparedCase
 
 _FIRST_IN_SERVER = "unet3d.patches.loading_server"
-
-Step = tuple[int, int]
-"""An epoch and a step in it."""
 
 Loaded = TypeVar("Loaded", Batch, CutBatch)
 
@@ -39,14 +36,9 @@ class PatchLoader:
 
     def __init__(
         self,
+        sampler: PatchSampler,
         *,
-        cases: Sequence[PreparedCase],
-        settings: PatchSettings,
-        size: Shape | None,
-        stride: Shape,
-        batch_size: int,
         num_steps: int,
-        seed: int,
         num_workers: int,
         device: torch.device,
         augments_on_device: bool,
@@ -55,42 +47,17 @@ class PatchLoader:
         slab: Callable[[Shape], range] | None = None,
         gather: Gather | None = None,
     ) -> None:
-        """Set up the loader; workers start with the first epoch.
+        """Set up the loader; workers, if there are any, start with the first epoch.
 
-        Args:
-            cases: The training cases.
-            settings: See :class:`PatchSampler`.
-            size: Voxels of a patch along X, Y, Z; None: whole volumes.
-            stride: The shape of a patch is a multiple of it.
-            batch_size: Patches in a batch.
-            num_steps: Batches in an epoch.
-            seed: Seed of every random choice.
-            num_workers: Processes that cut patches; 0: this one.
-            device: Where images are needed. For a GPU batches lie in page-locked memory.
-            augments_on_device: Whether they are made there; it must be a GPU. If not, they are made
-                where they are cut.
-            rank: The replica whose shares of the batches are yielded.
-            num_ranks: Number of replicas that share each batch.
-            slab: Returns the planes along X that are yielded of a batch of this many voxels along
-                X, Y, Z; it must be picklable. None: all.
-            gather: Gathers statistics of the slabs of a patch from all shards of the replica, where
-                they are made on the device; it is called between two steps, on their stream. None:
-                a patch that needs them is made whole by every shard.
-
-        Raises:
-            ConfigError: ``size`` is not a multiple of ``stride``.
-            DatasetError: There are no cases.
+        An epoch has ``num_steps`` batches. For a GPU they lie in page-locked memory, or are made
+        there by ``augments_on_device``. The loader yields the share of replica ``rank``, and of
+        that only the planes along X that ``slab``, which must be picklable, returns for the voxels
+        of a batch (None: all). ``gather`` gathers statistics of the slabs of a patch, where they
+        are made on the device, between two steps and on their stream; None: every shard makes a
+        patch whole that needs them.
         """
-        sampler = PatchSampler(
-            cases=cases,
-            settings=settings,
-            size=size,
-            stride=stride,
-            batch_size=batch_size,
-            seed=seed,
-        )
         self.num_steps = num_steps
-        self._steps = _Steps(self.num_steps)
+        self._numbers = _Numbers()
         self._on_device = DeviceBatches(device, gather) if augments_on_device else None
         context = None
         if num_workers:
@@ -98,10 +65,13 @@ class PatchLoader:
             # and the server has imported what takes long already.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
-            _start_fork_server()
+            # Terminals and launchers send signals to workers too, but the parent saves first.
+            with shielded_children(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                forkserver.ensure_running()
         self._loader: DataLoader[_Loaded] = DataLoader(
             _Batches(
                 sampler=sampler,
+                num_steps=num_steps,
                 rank=rank,
                 num_ranks=num_ranks,
                 slab=slab,
@@ -109,7 +79,7 @@ class PatchLoader:
                 gathers=augments_on_device and gather is not None,
             ),
             batch_size=None,
-            sampler=self._steps,
+            sampler=self._numbers,
             num_workers=num_workers,
             pin_memory=device.type == "cuda",
             persistent_workers=num_workers > 0,
@@ -120,32 +90,25 @@ class PatchLoader:
             generator=torch.Generator(),
         )
         self._loaded: Iterator[_Loaded] | None = None
-        self._next: Step | None = None
+        self._next: int | None = None
         self._waited_seconds = 0.0
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch.
+        """Yield the batches of an epoch, from a step on where a run resumes within it.
 
         What uses a batch that was made on a GPU must be queued when the next one is asked for,
-        because its memory is used again.
-
-        Args:
-            epoch: From 0.
-            first_step: The batch to begin with, where a run resumes within an epoch.
-
-        Raises:
-            DatasetError: A worker died.
-            CacheError: A prepared case is gone.
+        because its memory is used again. DatasetError where a worker died.
         """
-        if self._loaded is None or self._next != (epoch, first_step):
-            self._steps.first = (epoch, first_step)
+        first = epoch * self.num_steps + first_step
+        if self._loaded is None or self._next != first:
+            self._numbers.first = first
             with without_main_module():
                 self._loaded = iter(self._loader)
-        steps = range(first_step, self.num_steps)
+        numbers = range(first, (epoch + 1) * self.num_steps)
         if self._on_device is None:
-            yield from (self._load(epoch, step, Batch) for step in steps)
+            yield from (self._load(number, Batch) for number in numbers)
         else:
-            yield from self._on_device.made(self._load(epoch, step, CutBatch) for step in steps)
+            yield from self._on_device.made(self._load(number, CutBatch) for number in numbers)
 
     def take_waited(self) -> float:
         """Return the seconds since the last call in which this process waited for patches.
@@ -166,8 +129,8 @@ class PatchLoader:
             shut_down()
         self._loaded = self._next = None
 
-    def _load(self, epoch: int, step: int, kind: type[Loaded]) -> Loaded:
-        """Return what was loaded for a step, which must be the next one."""
+    def _load(self, number: int, kind: type[Loaded]) -> Loaded:
+        """Return the batch of a number, which must be the next one."""
         assert self._loaded is not None
         began = time.monotonic()
         try:
@@ -181,7 +144,7 @@ class PatchLoader:
             ) from error
         if self._next is not None:
             self._waited_seconds += time.monotonic() - began
-        self._next = (epoch, step + 1) if step + 1 < self.num_steps else (epoch + 1, 0)
+        self._next = number + 1
         if isinstance(loaded, Unet3dError):
             raise type(loaded)(*loaded.args)  # its own traceback would keep the workers
         assert isinstance(loaded, kind)
@@ -196,63 +159,41 @@ def _die_with_server(worker: int) -> None:
     die_with_parent()
 
 
-def _start_fork_server() -> None:
-    """Start the server that workers are forked from, which inherit what it inherits.
-
-    Terminals and launchers send signals to workers too, but the parent saves first.
-    """
-    with shielded_children(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        forkserver.ensure_running()
-
-
-class _Steps(Sampler[Step]):
-    """The steps from the first one on, of all epochs that follow; the main process holds them.
+class _Numbers:
+    """The numbers of batches from the first one on, of all epochs; the main process holds them.
 
     They go on, so that the first batches of the next epoch are cut while this one ends and while it
     is validated.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.first: Step = (0, 0)
+    first = 0
 
-    def __iter__(self) -> Iterator[Step]:
-        first_epoch, first_step = self.first
-        for epoch in itertools.count(first_epoch):
-            begin = first_step if epoch == first_epoch else 0
-            yield from ((epoch, step) for step in range(begin, self.num_steps))
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self.first)
 
 
+@dataclass(kw_only=True)
 class _Batches(Dataset["_Loaded"]):
     """The batches, or why one cannot be made: an error that is raised gets a worker's traceback."""
 
-    def __init__(
-        self,
-        *,
-        sampler: PatchSampler,
-        rank: int,
-        num_ranks: int,
-        slab: Callable[[Shape], range] | None,
-        augments: bool,
-        gathers: bool,
-    ) -> None:
-        self.sampler = sampler
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.slab = slab
-        self.augments = augments
-        self.gathers = gathers
+    sampler: PatchSampler
+    num_steps: int
+    rank: int
+    num_ranks: int
+    slab: Callable[[Shape], range] | None
+    augments: bool
+    gathers: bool
 
-    def __getitem__(self, step: Step) -> "_Loaded":
+    def __getitem__(self, number: int) -> "_Loaded":
         try:
-            batch = self._batch(*step)
+            batch = self._batch(*divmod(number, self.num_steps))
             return batch.augmented() if self.augments else batch
         except Unet3dError as error:
             return error
 
-    def _batch(self, epoch: int, number: int) -> CutBatch:
+    def _batch(self, epoch: int, step: int) -> CutBatch:
         batch_size = self.sampler.batch_size
-        batch = range(number * batch_size, (number + 1) * batch_size)
+        batch = range(step * batch_size, (step + 1) * batch_size)
         mine = share_of(batch, self.rank, self.num_ranks)
         weight = len(mine) * self.num_ranks / len(batch)
         # A replica without a share repeats a patch with no weight: all take part in a step.
@@ -265,13 +206,7 @@ class _Batches(Dataset["_Loaded"]):
 
 
 def share_of(items: range, rank: int, num_ranks: int) -> range:
-    """Return one rank's share: consecutive items, as many as the others have, or one more.
-
-    Args:
-        items: The items to divide.
-        rank: The rank that takes the share.
-        num_ranks: Number of ranks.
-    """
+    """Return one rank's share: consecutive items, as many as the others have, or one more."""
     size, rest = divmod(len(items), num_ranks)
     start = rank * size + min(rank, rest)
     return items[start : start + size + (rank < rest)]

@@ -14,12 +14,7 @@ ALIGNMENT = 16
 
 
 def packed(tensors: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Tensor:
-    """Copy tensors into one, one after another.
-
-    Args:
-        tensors: Of any shapes and types, on a CPU.
-        allocate: Returns as many bytes, uint8.
-    """
+    """Copy tensors of a CPU, one after another, into one of as many bytes as they take."""
     memory = allocate(sum(_place(tensor) for tensor in tensors))
     taken = unpacking(memory)
     for tensor in tensors:
@@ -28,12 +23,9 @@ def packed(tensors: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Tens
 
 
 def unpacking(memory: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what returns the tensors that were packed, one after another; they share the memory.
+    """Return what gives the packed tensors, one after another, which share the memory.
 
-    It is called with tensors of the same shapes and types, in the same order, on any device.
-
-    Args:
-        memory: What :func:`packed` returned.
+    It is called with tensors of their shapes and types, in their order, on any device.
     """
     end = 0
 
@@ -46,21 +38,13 @@ def unpacking(memory: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def shared_memory(num_bytes: int) -> Tensor:
-    """Return memory that goes to another process without a copy.
-
-    Args:
-        num_bytes: Its size.
-    """
+    """Return memory that goes to another process without a copy."""
     storage = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def page_locked_memory(num_bytes: int) -> Tensor:
-    """Return memory from which copies to a GPU are asynchronous.
-
-    Args:
-        num_bytes: Its size.
-    """
+    """Return memory from which copies to a GPU are asynchronous."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 

@@ -17,26 +17,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.images.files import times
-from unet3d.patches.augment import (
-    AugmentationDraw,
-    Cut,
-    DrawnChannel,
-    Gather,
-    Region,
-    Slab,
-    augment,
-)
+from unet3d.patches.augment import AugmentationDraw, Cut, DrawnChannel, Gather, Slab, augment
 from unet3d.patches.augment.cut import Placement, with_margin
 from unet3d.patches.augment.filters import ChannelFilters
 from unet3d.patches.packing import packed, page_locked_memory, shared_memory, unpacking
 from unet3d.preparation.cache import PreparedCase
+from unet3d.preparation.cropping import whole_box
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,37 +107,30 @@ class CutBatch:
     def _each(self, move: Callable[[Tensor], Tensor]) -> "CutBatch":
         return replace(self, cuts=tuple(cut.each(move) for cut in self.cuts))
 
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(N, C, X, Y, Z) of what will be made."""
+        first, (x, y, z) = self.cuts[0], self.shape
+        planes = x if self.slab is None else len(self.slab.planes)
+        return (len(self.cuts), len(first.image), planes, y, z)
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """(N, X, Y, Z) of what will be made."""
+        number, _, *voxels = self.image_shape
+        return (number, *voxels)
+
     def augmented(self) -> Batch:
         """Return the batch, made where the cuts are."""
         first = self.cuts[0]
-        shape = self.made_shape
-        image = first.image.new_empty(
-            (len(self.cuts), len(first.image), *shape), dtype=torch.float32
-        )
-        target = first.label.new_empty((len(self.cuts), *shape))
+        image = first.image.new_empty(self.image_shape, dtype=torch.float32)
+        target = first.label.new_empty(self.target_shape)
         return self.made(self.cuts, image, target)
 
-    @property
-    def made_shape(self) -> Shape:
-        """Voxels along X, Y, Z that will be made."""
-        x, y, z = self.shape
-        return (x if self.slab is None else len(self.slab.planes), y, z)
-
     def made(
-        self,
-        cuts: Iterable[Cut],
-        image: Tensor,
-        target: Tensor,
-        gather: Gather | None = None,
+        self, cuts: Iterable[Cut], image: Tensor, target: Tensor, gather: Gather | None = None
     ) -> Batch:
-        """Return the batch, made in given memory; see :func:`augment`.
-
-        Args:
-            cuts: Those of the batch, on the device of the memory.
-            image: float32 (N, C, X, Y, Z) of :attr:`made_shape`, contiguous.
-            target: (N, X, Y, Z) of the type of the cuts' labels.
-            gather: Gathers statistics of the slabs of a patch.
-        """
+        """Return the batch, made of its cuts in memory of its shapes; see :func:`augment`."""
         augment(cuts, image, target, self.slab, gather)
         return Batch(
             image=image,
@@ -169,19 +154,10 @@ class PatchSampler:
         batch_size: int,
         seed: int,
     ) -> None:
-        """Set up the sampler.
+        """Set up the sampler; ConfigError where ``size`` is not a multiple of ``stride``.
 
-        Args:
-            cases: The training cases.
-            settings: The share on foreground, augmentation.
-            size: Voxels of a patch along X, Y, Z; None: whole volumes.
-            stride: The shape of a patch is a multiple of it; whole volumes are padded to one.
-            batch_size: Patches in a batch; the first of an epoch are its first batch.
-            seed: Seed of every random choice.
-
-        Raises:
-            ConfigError: ``size`` is not a multiple of ``stride``.
-            DatasetError: There are no cases.
+        A size of None means whole volumes, padded to a multiple of the stride. The first patches of
+        an epoch are its first batch.
         """
         if not cases:
             raise DatasetError("there are no training cases; check data.fold and the data set")
@@ -195,18 +171,12 @@ class PatchSampler:
         self.stride = stride
         self.batch_size = batch_size
         self.seed = seed
-        share = settings.foreground_fraction
+        share, augmentation = settings.foreground_fraction, settings.augmentation
         self._num_foreground = max(1, round(share * batch_size)) if share else 0
-        enabled = settings.augmentation.enabled
-        self.augmentation = AugmentationDraw(settings.augmentation) if enabled else None
+        self.augmentation = AugmentationDraw(augmentation) if augmentation.enabled else None
 
     def patch_shape(self, epoch: int, index: int) -> Shape:
-        """Return the voxels of a patch along X, Y, Z, without cutting it.
-
-        Args:
-            epoch: From 0.
-            index: From 0.
-        """
+        """Return the voxels of a patch along X, Y, Z, without cutting it."""
         if self.size is not None:
             return self.size
         case = self._drawn_case(self._generator(epoch, index))
@@ -222,17 +192,9 @@ class PatchSampler:
     def cut(
         self, epoch: int, index: int, slab: Slab | None = None, *, gathers: bool = False
     ) -> Cut:
-        """Draw one patch, and cut out what it is made from.
+        """Draw one patch, and cut out what it, or a slab of its batch, is made from.
 
-        Args:
-            epoch: From 0.
-            index: From 0.
-            slab: What will be made of the batch that the patch is in; None: all.
-            gathers: Whether statistics of the patch will be gathered from all slabs. If not, a
-                patch that needs them will be made whole.
-
-        Raises:
-            CacheError: The prepared case is gone.
+        Where the slabs do not gather statistics of a patch, it is made whole if it needs them.
         """
         rng = self._generator(epoch, index)
         case = self._drawn_case(rng)
@@ -246,25 +208,22 @@ class PatchSampler:
             channels = self.augmentation.channels(rng, len(image), case.spacing_mm)
         placement = Placement.centred(matrix, start, size)
         filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
-        whole = Region(start=(0, 0, 0), stop=size)
-        region = whole if slab is None else slab.region(size)
-        made = with_margin(region, filters, size)
+        part = whole_box(size) if slab is None else slab.part(size)
+        made = with_margin(part, filters, size)
         if not gathers and any(channel.is_measured for channel in channels):
-            made = whole
-        if region.is_empty:
-            made = region
+            made = whole_box(size)
+        if part.is_empty:
+            made = part
         box = placement.box(made, shape)
-        classes = _cut(label, box)
+        classes = label[box.slices]
         return Cut(
-            image=torch.from_numpy(_cut(image, box)),
-            label=torch.from_numpy(
-                classes if classes.dtype == np.uint8 else classes.astype(np.int64)
-            ),
+            image=torch.from_numpy(image[:, *box.slices].copy()),
+            label=torch.from_numpy(classes.astype(np.uint8 if label.itemsize == 1 else np.int64)),
             placement=placement.moved(box.start),
             channels=channels,
             filters=filters,
             size=size,
-            region=region,
+            part=part,
             made=made,
             name=case.name,
         )
@@ -308,9 +267,3 @@ def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
         else -((voxels - available) // 2)
         for available, voxels, middle in zip(shape, size, centre, strict=True)
     ]
-
-
-def _cut(array: npt.NDArray[Any], box: Region) -> npt.NDArray[Any]:
-    """Copy a box out of the last three axes of a map."""
-    x, y, z = (slice(first, last) for first, last in zip(box.start, box.stop, strict=True))
-    return array[..., x, y, z].copy()

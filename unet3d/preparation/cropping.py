@@ -6,41 +6,35 @@ smallest box that holds all others, as in nnU-Net (Isensee et al., Nature Method
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Shape
 from unet3d.images.image_voxels import PIECE_VOXELS, ImageVoxels
-from unet3d.inputs.plain_data import PLAIN
 
 MASKED_SHARE = 0.75
 """Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
 is masked (the value of nnU-Net)."""
 
-Place = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of voxels of a volume; it has at least one."""
+    """A box of voxels; it may have none."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
-
-    start: tuple[Place, Place, Place]
+    start: Shape
     """Its first voxel along X, Y, Z."""
-    stop: tuple[Place, Place, Place]
+    stop: Shape
     """The voxel behind its last one."""
 
-    @model_validator(mode="after")
-    def _has_voxels(self) -> Self:
-        if min(self.shape) < 1:
-            raise ValueError(f"begins at {self.start} and ends before {self.stop}")
-        return self
+    @classmethod
+    def between(cls, start: Iterable[int], stop: Iterable[int]) -> Self:
+        """Return the box of three first voxels and three ends."""
+        (x, y, z), (x_stop, y_stop, z_stop) = start, stop
+        return cls(start=(x, y, z), stop=(x_stop, y_stop, z_stop))
 
     @property
     def shape(self) -> Shape:
@@ -49,18 +43,26 @@ class Box:
         return (x, y, z)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it has no voxel."""
+        return min(self.shape) == 0
+
+    @property
     def slices(self) -> tuple[slice, slice, slice]:
         """What cuts it out of an array (X, Y, Z)."""
-        x, y, z = (slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+        return self.inside(whole_box((0, 0, 0)))
+
+    def inside(self, outer: "Box") -> tuple[slice, slice, slice]:
+        """Return what cuts it out of the array of a larger box."""
+        x, y, z = (
+            slice(start - first, stop - first)
+            for start, stop, first in zip(self.start, self.stop, outer.start, strict=True)
+        )
         return (x, y, z)
 
 
 def whole_box(shape: Shape) -> Box:
-    """Return the box of all voxels.
-
-    Args:
-        shape: Voxels along X, Y, Z.
-    """
+    """Return the box of all voxels."""
     return Box(start=(0, 0, 0), stop=shape)
 
 
@@ -83,8 +85,7 @@ def nonzero_box(image: ImageVoxels) -> Box:
         if first is None or last is None:  # there is neither of them
             return whole_box(image.shape)
         start[axis], stop[axis] = first, last + 1
-    (x, y, z), (x_stop, y_stop, z_stop) = start, stop
-    return Box(start=(x, y, z), stop=(x_stop, y_stop, z_stop))
+    return Box.between(start, stop)
 
 
 def _first_nonzero(

@@ -247,7 +247,7 @@ def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelN
 
 
 def _load_box(task: _Task) -> Box | None:
-    return recall(task.box, lambda tree: Box(start=tuple(tree["start"]), stop=tuple(tree["stop"])))
+    return recall(task.box, lambda tree: Box.between(tree["start"], tree["stop"]))
 
 
 def _find_box(task: _Task) -> None:

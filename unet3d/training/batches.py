@@ -7,6 +7,7 @@ from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.patches.augment import augments_on_device
 from unet3d.patches.loader import PatchLoader
+from unet3d.patches.patches import PatchSampler
 from unet3d.planning.experiment import Experiment
 from unet3d.training.waiting import Loading
 
@@ -28,14 +29,17 @@ def make_loader(
     settings, device = experiment.config, executor.input_device
     spatial = executor if isinstance(executor, SpatialExecutor) else None
     shard = dims.shard_of(dims.rank)
-    return PatchLoader(
+    sampler = PatchSampler(
         cases=experiment.training,
         settings=settings.patches,
         size=experiment.patch_size,
         stride=experiment.topology.total_stride,
         batch_size=settings.training.num_patches,
-        num_steps=settings.training.steps_per_epoch,
         seed=settings.training.seed,
+    )
+    return PatchLoader(
+        sampler,
+        num_steps=settings.training.steps_per_epoch,
         num_workers=num_workers,
         device=device,
         augments_on_device=augments_on_device(settings.patches.augmentation, device),

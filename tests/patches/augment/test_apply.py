@@ -10,13 +10,14 @@ from torch import Tensor
 from tests.gpu_waits import refused_waits
 from tests.patches.known_cases import probable
 from tests.shards import run_shards
-from unet3d.patches.augment import AugmentationDraw, Cut, Region, Slab, augment
+from unet3d.patches.augment import AugmentationDraw, Cut, Slab, augment
 from unet3d.patches.augment.cut import Placement, with_margin
 from unet3d.patches.augment.draw import DrawnChannel
 from unet3d.patches.augment.filters import ChannelFilters, blur_filter, coarsening_filter
 from unet3d.patches.augment.intensity import Statistics, change_contrast, change_gamma
 from unet3d.patches.augment.noise import add_noise
 from unet3d.patches.patches import CutBatch
+from unet3d.preparation.cropping import Box
 
 ALWAYS = AugmentationDraw(probable(1, mirror_axes=("x", "y", "z")))
 SPACING = (1.0, 1.2, 0.8)
@@ -28,11 +29,11 @@ def volume(num_channels, shape, seed=0):
     return image, torch.from_numpy(rng.integers(0, 5, shape).astype(np.uint8))
 
 
-def cut_of(image, label, size, start, seed, region=None):
+def cut_of(image, label, size, start, seed, part=None):
     rng = np.random.default_rng(seed)
     placement = Placement.centred(ALWAYS.matrix(rng, size, SPACING), start, size)
     channels = ALWAYS.channels(rng, len(image), SPACING)
-    part = region or Region(start=(0, 0, 0), stop=size)
+    part = part or Box(start=(0, 0, 0), stop=size)
     filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
     box = placement.box(made := with_margin(part, filters, size), label.shape)
     inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
@@ -43,7 +44,7 @@ def cut_of(image, label, size, start, seed, region=None):
         channels=channels,
         filters=filters,
         size=size,
-        region=part,
+        part=part,
         made=made,
         name="case",
     )
@@ -83,8 +84,8 @@ def test_cuts_are_copied_with_what_was_drawn():
     cut = cut_of(*volume(1, (9, 9, 9)), (5, 5, 5), (1, 1, 1), seed=0)
     moved = cut.to(torch.device("meta"))
     assert moved.image.is_meta and moved.label.is_meta
-    assert all(matrix.is_meta for matrix in moved.filters[0].blur.matrices)
-    assert moved.filters[0].coarsening is None
+    assert all(matrix.is_meta for matrix in moved.filters[0].blur.matrices.values())
+    assert not moved.filters[0].coarsening.matrices
     assert (moved.placement, moved.channels, moved.name) == (cut.placement, cut.channels, "case")
 
 
@@ -132,7 +133,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
 @pytest.mark.parametrize("brightness", [0.8, 1.2])
 def test_what_was_drawn_is_done_in_its_order(brightness):
     """With functions that are tested against others, each on its own."""
-    size, whole = (16, 12, 14), Region(start=(0, 0, 0), stop=(16, 12, 14))
+    size, whole = (16, 12, 14), Box(start=(0, 0, 0), stop=(16, 12, 14))
     image, label = volume(1, size)
     drawn = DrawnChannel(
         noise_std=0.1,
@@ -183,7 +184,7 @@ def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(size, shape, 
             return received.view(count, -1)
 
         slab = Slab(planes=range(*bounds[shard : shard + 2]), num_planes=shape[0])
-        own = cut_of(image, label, size, (8, 4, 2), 0, slab.region(size))
+        own = cut_of(image, label, size, (8, 4, 2), 0, slab.part(size))
         return *made([own], (len(slab.planes), *shape[1:]), slab, gather), messages.log
 
     whole = made([cut_of(image, label, size, (8, 4, 2), 0)], shape)

@@ -1,7 +1,7 @@
 """Augmentation: drawn on the host, from the patch's own generator; applied on any device."""
 
 from unet3d.patches.augment.apply import augment
-from unet3d.patches.augment.cut import Cut, Region, Slab
+from unet3d.patches.augment.cut import Cut, Slab
 from unet3d.patches.augment.device import DeviceAugmentation, augments_on_device
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
 from unet3d.patches.augment.intensity import Gather
@@ -12,7 +12,6 @@ __all__ = [
     "DeviceAugmentation",
     "DrawnChannel",
     "Gather",
-    "Region",
     "Slab",
     "augment",
     "augments_on_device",

@@ -17,15 +17,9 @@ from unet3d.config import Shape
 from unet3d.kernels.affine.api import sample_affine
 from unet3d.patches.augment.cut import Cut, Slab
 from unet3d.patches.augment.draw import DrawnChannel
-from unet3d.patches.augment.filters import ChannelFilters
-from unet3d.patches.augment.intensity import (
-    Gather,
-    Statistics,
-    change_contrast,
-    change_gamma,
-)
+from unet3d.patches.augment.filters import ChannelFilters, independent_of_threads
+from unet3d.patches.augment.intensity import Gather, Statistics, change_contrast, change_gamma
 from unet3d.patches.augment.noise import add_noise
-from unet3d.patches.augment.threads import independent_of_threads
 
 
 def augment(
@@ -35,19 +29,13 @@ def augment(
     slab: Slab | None = None,
     gather: Gather | None = None,
 ) -> None:
-    """Make the patches of a batch, or a slab of them.
+    """Make the patches of a batch, or a slab of them, in given memory.
 
-    A patch smaller than its place lies in the middle of it, with zeros around. The result for a
-    patch does not depend on the others.
-
-    Args:
-        cuts: A cut for each patch, on the device of the batch. Each is asked for when it is needed
-            and can be freed before the next.
-        image: float32 (N, C, X, Y, Z), contiguous; overwritten.
-        target: Class indices (N, X, Y, Z) of the type of the cuts' labels; overwritten.
-        slab: What image and target are of the batch; None: all of it.
-        gather: Gathers statistics of the slabs of a patch, where none is made whole for them; None:
-            each patch that needs them is made whole.
+    That is float32 (N, C, X, Y, Z), contiguous, and class indices (N, X, Y, Z) of the type of the
+    cuts' labels. A patch smaller than its place lies in the middle of it, with zeros around. The
+    result for a patch does not depend on the others. Each cut, which is on the device of the batch,
+    is asked for when it is needed and can be freed before the next. ``gather`` gathers statistics
+    of the slabs of a patch; None: each patch that needs them is made whole.
     """
     slab = slab or Slab(planes=range(image.shape[2]), num_planes=image.shape[2])
     remaining = iter(cuts)
@@ -56,11 +44,19 @@ def augment(
         made, place = cut.made, slab.place(cut, own_target.shape)
         place_image, place_target = own_image[:, *place], own_target[place]
         # What is made is made in place, unless it is larger or lies between zeros.
-        in_place = made == cut.region and place_target.shape == own_target.shape
+        in_place = made == cut.part and place_target.shape == own_target.shape
         made_image = place_image if in_place else image.new_empty((len(own_image), *made.shape))
         made_target = place_target if in_place else target.new_empty(made.shape)
-        _sample(cut, made_image, made_target)
-        inner = cut.region.inside(made)
+        sample_affine(
+            cut.image,
+            cut.label,
+            matrix=cut.placement.matrix,
+            offset=cut.placement.offset,
+            image_out=made_image,
+            label_out=made_target,
+            start=made.start,
+        )
+        inner = cut.part.inside(made)
         channels, filters, size = cut.channels, cut.filters, cut.size
         del cut  # the memory of its box serves what follows
         if gather is not None or made_target.numel() > 0:
@@ -75,18 +71,6 @@ def augment(
             place_target.copy_(made_target[inner])
 
 
-def _sample(cut: Cut, image: Tensor, target: Tensor) -> None:
-    sample_affine(
-        cut.image,
-        cut.label,
-        matrix=cut.placement.matrix,
-        offset=cut.placement.offset,
-        image_out=image,
-        label_out=target,
-        start=cut.made.start,
-    )
-
-
 def _change(
     channel: Tensor,
     drawn: DrawnChannel,
@@ -98,13 +82,13 @@ def _change(
     """Change the intensities of a box (X, Y, Z) of a patch as was drawn."""
     if drawn.noise_std > 0:
         add_noise(channel, drawn.noise_std, start, size, drawn.noise_seed)
-    if filters.blur is not None:
+    if filters.blur.matrices:
         channel.copy_(filters.blur.applied(channel, start))
     if drawn.brightness != 1:
         channel.mul_(drawn.brightness)
     if drawn.contrast != 1:
         change_contrast(channel, drawn.contrast, statistics)
-    if filters.coarsening is not None:
+    if filters.coarsening.matrices:
         channel.copy_(filters.coarsening.applied(channel, start))
     if drawn.inverted_gamma != 1:
         change_gamma(channel, drawn.inverted_gamma, True, statistics)

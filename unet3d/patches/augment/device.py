@@ -1,7 +1,6 @@
 """Augmentation on a GPU: whether it is made there, and what it takes."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +16,9 @@ WORK_ARRAYS = 2
 
 
 def augments_on_device(settings: AugmentationSettings, device: torch.device) -> bool:
-    """Return whether patches are made on the device that images are sent to.
+    """Return whether patches are made on the device that the network begins on.
 
-    Args:
-        settings: Where patches are to be made.
-        device: Where the network begins.
-
-    Raises:
-        DeviceError: A GPU is asked for, and the network begins on a CPU.
+    DeviceError where a GPU is asked for, and the network begins on a CPU.
     """
     if settings.device == "gpu" and device.type != "cuda":
         raise DeviceError(
@@ -58,16 +52,7 @@ class DeviceAugmentation:
     ) -> "DeviceAugmentation | None":
         """Return what makes batches on a device; None where they are made on the host.
 
-        Args:
-            device: Where the network begins.
-            settings: What can be drawn, and where patches are to be made.
-            cases: Shape and spacing of the cases.
-            voxel_bytes: What a voxel of a channel takes as it is stored.
-            num_channels: Channels of an image.
-            num_classes: Classes of the labels.
-
-        Raises:
-            DeviceError: A GPU is asked for, and the network begins on a CPU.
+        ``voxel_bytes`` are those of one channel. DeviceError as by :func:`augments_on_device`.
         """
         if not augments_on_device(settings, device):
             return None
@@ -87,15 +72,10 @@ class DeviceAugmentation:
         return settings.enabled and max(filters) > 0
 
     def staging_bytes(self, size: Shape, slab: range | None = None, *, gathers: bool = True) -> int:
-        """Return what making a patch takes at most, beside the patch itself.
+        """Return what making a patch of a size, or a slab of it, takes at most, beside the patch.
 
-        The box that it is cut from is freed before filters take memory of their own.
-
-        Args:
-            size: Voxels of the patch along X, Y, Z.
-            slab: Its planes that are wanted; None: all.
-            gathers: Whether statistics of the patch are gathered from all slabs. If not, it is made
-                whole where it needs them.
+        The box that it is cut from is freed before filters take memory of their own. Where the
+        slabs do not gather statistics of the patch, it is made whole if it needs them.
         """
         made = size if slab is None else (self._made_planes(size[0], slab, gathers), *size[1:])
         largest = max(
@@ -136,12 +116,6 @@ def largest_reach(
     """Return the voxels along X, Y, Z of the largest box that planes of a patch are made from.
 
     However a box is turned, no corner leaves the ball around it.
-
-    Args:
-        settings: What can be drawn.
-        size: Voxels of the patch along X, Y, Z.
-        spacing_mm: Spacing of the case.
-        planes: How many planes along X.
     """
     made = (planes, *size[1:])
     if not settings.enabled:
@@ -150,7 +124,7 @@ def largest_reach(
     turns = settings.rotation_probability > 0 and largest_angle(settings, turning) > 0
     scale = max(1.0, settings.scaling_range[1]) if settings.scaling_probability > 0 else 1.0
     half_mm = [(voxels - 1) / 2 * mm for voxels, mm in zip(made, spacing_mm, strict=True)]
-    radius_mm = math.hypot(*(_chosen(half_mm, turning) if turns else [0.0]))
+    radius_mm = math.hypot(*(mm for mm, turned in zip(half_mm, turning, strict=True) if turned))
     reach = []
     for axis in range(3):
         is_turned = turns and turning[axis]
@@ -158,7 +132,3 @@ def largest_reach(
         grown = mm / spacing_mm[axis] * (scale if scaling[axis] else 1.0)
         reach.append(2 * math.ceil(grown) + 2 if is_turned or scale > 1 else made[axis])
     return (reach[0], reach[1], reach[2])
-
-
-def _chosen(numbers: Sequence[float], are_chosen: Sequence[bool]) -> list[float]:
-    return [number for number, is_chosen in zip(numbers, are_chosen, strict=True) if is_chosen]

@@ -62,28 +62,15 @@ class AugmentationDraw:
     """Draws what the settings ask for."""
 
     def __init__(self, settings: AugmentationSettings) -> None:
-        """Take the settings.
-
-        Args:
-            settings: Probabilities and ranges.
-        """
         self.settings = settings
         self.mirror_axes = tuple("xyz".index(axis) for axis in settings.known_mirror_axes)
 
     def matrix(self, rng: np.random.Generator, size: Shape, spacing_mm: Spacing) -> Matrix | None:
-        """Draw a rotation, a scaling and mirroring.
+        """Draw a rotation, a scaling and mirroring of a patch; None if nothing changes.
 
-        The rotation is drawn in millimetres, so that anatomy is rotated and not sheared where
-        voxels are not cubes.
-
-        Args:
-            rng: The patch's generator.
-            size: Voxels of the patch along X, Y, Z.
-            spacing_mm: Spacing of the case.
-
-        Returns:
-            (3, 3), from an offset in voxels from the centre of the patch to the offset in voxels at
-            which the case is sampled; None if nothing changes.
+        The matrix (3, 3) leads from an offset in voxels from the centre of the patch to the offset
+        in voxels at which the case is sampled. The rotation is drawn in millimetres, so that
+        anatomy is rotated and not sheared where voxels are not cubes.
         """
         matrix = self._affine(rng, size, spacing_mm)
         signs = np.ones(3)
@@ -118,13 +105,7 @@ class AugmentationDraw:
     def channels(
         self, rng: np.random.Generator, num_channels: int, spacing_mm: Spacing
     ) -> tuple[DrawnChannel, ...]:
-        """Draw what happens to the intensities of each channel.
-
-        Args:
-            rng: The patch's generator.
-            num_channels: Channels of the image.
-            spacing_mm: Spacing of the case.
-        """
+        """Draw what happens to the intensities of each channel."""
         settings = self.settings
 
         def happens(probability: float) -> bool:
@@ -143,7 +124,7 @@ class AugmentationDraw:
         drawn = []
         for _ in range(num_channels):
             seed = rng.integers(2**32, size=2)
-            sigma = rng.uniform(*BLUR_SIGMA_VOXELS, size=3)
+            a, b, c = rng.uniform(*BLUR_SIGMA_VOXELS, size=3).tolist()
             blurs_this = happens(CHANNEL_PROBABILITY)
             resolution = float(rng.uniform(*LOW_RESOLUTION_RANGE))
             coarsens_this = happens(CHANNEL_PROBABILITY)
@@ -155,7 +136,7 @@ class AugmentationDraw:
                 DrawnChannel(
                     noise_std=noise_std if is_noisy else 0.0,
                     noise_seed=(int(seed[0]), int(seed[1])),
-                    blur_sigma=_axes(sigma) if blurs and blurs_this else None,
+                    blur_sigma=(a, b, c) if blurs and blurs_this else None,
                     brightness=brightness if brightens else 1.0,
                     contrast=contrast if contrasts else 1.0,
                     resolution=(x, y, z) if coarsens and coarsens_this else STILL,
@@ -173,11 +154,8 @@ def free_axes(
 
     Between thick slices there is nothing to interpolate, so these stay in their plane. Where two
     axes are thick and alike, as in a stack of long voxels, these two are the plane. Where no two
-    axes are alike nothing is rotated, and all axes scale, so that shapes are kept.
-
-    Args:
-        size: Voxels of the patch along X, Y, Z; an axis of one voxel is in no plane.
-        spacing_mm: Spacing of the case.
+    axes are alike nothing is rotated, and all axes scale, so that shapes are kept. An axis of one
+    voxel is in no plane.
     """
     thick = thick_axes(spacing_mm)
     plane = [not is_thick for is_thick in thick]
@@ -192,12 +170,7 @@ def free_axes(
 
 
 def largest_angle(settings: AugmentationSettings, turning: tuple[bool, bool, bool]) -> float:
-    """Return the largest angle of a rotation, in degrees.
-
-    Args:
-        settings: The limits.
-        turning: Which axes a rotation may mix; two are a plane.
-    """
+    """Return the largest angle of a rotation that mixes some axes, of which two are a plane."""
     if sum(turning) < 2:
         return 0.0
     is_plane = sum(turning) == 2
@@ -208,8 +181,3 @@ def _around_one(rng: np.random.Generator, limits: tuple[float, float]) -> float:
     """Draw a factor: below 1 as often as above, and evenly on either side."""
     low, high = limits
     return float(rng.uniform(low, 1) if rng.random() < 0.5 else rng.uniform(1, high))
-
-
-def _axes(numbers: npt.NDArray[np.float64]) -> Axes:
-    x, y, z = numbers.tolist()
-    return (x, y, z)

@@ -4,7 +4,8 @@ The matrices are worked out where a patch is cut: on a GPU that takes more launc
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,9 @@ from unet3d.config import Shape
 from unet3d.patches.augment.draw import (
     BLUR_SIGMA_VOXELS,
     LOW_RESOLUTION_RANGE,
-    STILL,
     Axes,
     DrawnChannel,
 )
-from unet3d.patches.augment.threads import independent_of_threads
 
 BLUR_DEVIATIONS = 4.0
 """Where a Gaussian ends."""
@@ -33,128 +32,102 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Filter:
-    """A linear filter of each axis."""
+    """A linear filter of some axes."""
 
-    matrices: tuple[Tensor | None, Tensor | None, Tensor | None]
-    """For X, Y, Z float32 (voxels, voxels), by which that axis of a patch is multiplied; None: it
-    stays as it is."""
-    reach: Shape
+    matrices: dict[int, Tensor]
+    """float32 (voxels, voxels), by which an axis of a patch is multiplied."""
+    reach: tuple[int, ...] = (0, 0, 0)
     """From how many voxels away each axis takes; the matrices are zero beyond."""
 
     def each(self, move: Callable[[Tensor], Tensor]) -> "Filter":
-        """Return the filter with its matrices elsewhere.
-
-        Args:
-            move: Returns a copy of a matrix.
-        """
-        x, y, z = (None if matrix is None else move(matrix) for matrix in self.matrices)
-        return Filter(matrices=(x, y, z), reach=self.reach)
+        """Return the filter with its matrices elsewhere."""
+        matrices = {axis: move(matrix) for axis, matrix in self.matrices.items()}
+        return Filter(matrices=matrices, reach=self.reach)
 
     def applied(self, channel: Tensor, start: Shape) -> Tensor:
-        """Return a box of a channel, filtered.
+        """Return a box of a channel (X, Y, Z) that begins at a voxel of the patch, filtered.
 
-        Args:
-            channel: float32 (X, Y, Z): the box. Where it ends within the patch, what lies closer to
-                that face than :attr:`reach` is wrong.
-            start: First voxel of the box along X, Y, Z in the patch.
+        Where the box ends within the patch, what lies closer to that face than :attr:`reach` is
+        wrong.
         """
-        for axis, (matrix, reach) in enumerate(zip(self.matrices, self.reach, strict=True)):
-            if matrix is not None:
-                inside = slice(start[axis], start[axis] + channel.shape[axis])
-                channel = _multiplied(channel, matrix[inside, inside], axis, reach)
+        for axis, matrix in self.matrices.items():
+            inside = slice(start[axis], start[axis] + channel.shape[axis])
+            channel = _multiplied(channel, matrix[inside, inside], axis, self.reach[axis])
         return channel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChannelFilters:
-    """The filters of one channel."""
+    """The filters of one channel, which may have no axes."""
 
-    blur: Filter | None
-    """None: it is not blurred."""
-    coarsening: Filter | None
-    """None: it keeps its resolution."""
+    blur: Filter
+    coarsening: Filter
 
     @staticmethod
     def of(drawn: DrawnChannel, size: Shape) -> "ChannelFilters":
-        """Return the filters that were drawn.
-
-        Args:
-            drawn: What happens to the channel.
-            size: Voxels of the patch along X, Y, Z.
-        """
+        """Return the filters that were drawn for a channel of a patch of a size."""
+        sigma = drawn.blur_sigma
         return ChannelFilters(
-            blur=None if drawn.blur_sigma is None else blur_filter(drawn.blur_sigma, size),
-            coarsening=(
-                None if drawn.resolution == STILL else coarsening_filter(drawn.resolution, size)
-            ),
+            blur=Filter(matrices={}) if sigma is None else blur_filter(sigma, size),
+            coarsening=coarsening_filter(drawn.resolution, size),
         )
 
     def each(self, move: Callable[[Tensor], Tensor]) -> "ChannelFilters":
-        """Return the filters with their matrices elsewhere.
-
-        Args:
-            move: Returns a copy of a matrix.
-        """
-        return ChannelFilters(
-            blur=self.blur and self.blur.each(move),
-            coarsening=self.coarsening and self.coarsening.each(move),
-        )
+        """Return the filters with their matrices elsewhere."""
+        return ChannelFilters(blur=self.blur.each(move), coarsening=self.coarsening.each(move))
 
     def reach(self, axis: int) -> int:
-        """Return from how many voxels away the channel takes along an axis.
-
-        Args:
-            axis: 0 to 2.
-        """
-        return sum(one.reach[axis] for one in (self.blur, self.coarsening) if one is not None)
+        """Return from how many voxels away the channel takes along an axis."""
+        return self.blur.reach[axis] + self.coarsening.reach[axis]
 
 
 def blur_filter(sigma: Axes, size: Shape) -> Filter:
-    """Return the convolution with a Gaussian, reflected at the faces of the patch.
-
-    Args:
-        sigma: Standard deviation along each axis, in voxels.
-        size: Voxels of the patch.
-    """
-    x, y, z = (
-        _blur_matrix(voxels, deviation) if voxels > 1 else None
-        for voxels, deviation in zip(size, sigma, strict=True)
-    )
-    a, b, c = (math.ceil(BLUR_DEVIATIONS * deviation) for deviation in sigma)
-    return Filter(matrices=(x, y, z), reach=(a, b, c))
+    """Return the convolution with a Gaussian of deviations in voxels, mirrored at the faces."""
+    matrices = {
+        axis: _blur_matrix(voxels, sigma[axis]) for axis, voxels in enumerate(size) if voxels > 1
+    }
+    reach = tuple(math.ceil(BLUR_DEVIATIONS * deviation) for deviation in sigma)
+    return Filter(matrices=matrices, reach=reach)
 
 
 def coarsening_filter(resolution: Axes, size: Shape) -> Filter:
-    """Return the view through fewer, larger voxels.
+    """Return the view through fewer, larger voxels: their number is that of the patch by a factor.
 
     Each large voxel is the mean over its box, as in a scanner, which moves nothing; taking the
     nearest voxel instead moves the image by up to half of a large one. Between large voxels the
     result is linear.
-
-    Args:
-        resolution: Factor of the number of voxels along each axis, up to 1.
-        size: Voxels of the patch.
     """
-    x, y, z = (
-        _coarsening_matrix(voxels, less) if (less := _fewer(voxels, factor)) < voxels else None
-        for voxels, factor in zip(size, resolution, strict=True)
-    )
-    a, b, c = (
-        _coarsening_reach(voxels, factor) for voxels, factor in zip(size, resolution, strict=True)
-    )
-    return Filter(matrices=(x, y, z), reach=(a, b, c))
+    matrices = {
+        axis: _coarsening_matrix(voxels, fewer)
+        for axis, voxels in enumerate(size)
+        if (fewer := _fewer(voxels, resolution[axis])) < voxels
+    }
+    return Filter(matrices=matrices, reach=tuple(map(_coarsening_reach, size, resolution)))
 
 
 def farthest_reach(voxels: int, blurs: bool, coarsens: bool) -> int:
-    """Return from how many voxels away a channel takes along an axis at most.
-
-    Args:
-        voxels: Of the patch along the axis.
-        blurs: Whether it may be blurred.
-        coarsens: Whether it may lose resolution.
-    """
+    """Return from how many voxels away a channel takes at most, along an axis of a patch."""
     blur = math.ceil(BLUR_DEVIATIONS * BLUR_SIGMA_VOXELS[1])
     return blur * blurs + _coarsening_reach(voxels, LOW_RESOLUTION_RANGE[0]) * coarsens
+
+
+@contextmanager
+def independent_of_threads(device: torch.device) -> Iterator[None]:
+    """Compute in one thread on a CPU, so that the bits do not depend on how many there are.
+
+    How work is divided over threads changes the bits of matrix products, of sums to one number and
+    of powers, whose last voxels in each thread go through other code than the rest. A loading
+    process has one thread, the training process several, and both make the same batches.
+    """
+    before = torch.get_num_threads()
+    if device.type != "cpu" or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _blur_matrix(voxels: int, sigma: float) -> Tensor:

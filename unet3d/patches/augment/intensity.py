@@ -28,13 +28,9 @@ class Levels:
     """Numbers over all voxels of a channel of a patch, tensors without axes."""
 
     mean: Tensor
-    """The mean intensity."""
     deviation: Tensor
-    """The standard deviation."""
     low: Tensor
-    """The smallest intensity."""
     high: Tensor
-    """The largest one."""
 
 
 class Statistics:
@@ -43,24 +39,17 @@ class Statistics:
     def __init__(
         self, inner: Sequence[slice] | None, num_voxels: int, gather: Gather | None
     ) -> None:
-        """Say which voxels count.
+        """Count ``inner`` (None: all) of a box of a patch of so many voxels.
 
-        Args:
-            inner: Part of a box that is this one's to count, because the rest is other boxes' as
-                well; None: all.
-            num_voxels: Voxels of the whole patch.
-            gather: Gathers the numbers of all boxes; None: the box is the whole patch.
+        The rest of the box is counted in other ones; ``gather`` gathers the numbers of all boxes.
+        None: the box is the whole patch.
         """
         self._inner = None if inner is None else tuple(inner)
         self._num_voxels = num_voxels
         self._gather = gather
 
     def levels(self, channel: Tensor) -> Levels:
-        """Measure a channel.
-
-        Args:
-            channel: A box of the patch, (X, Y, Z); without voxels where they are all elsewhere.
-        """
+        """Measure a channel of a box (X, Y, Z), which may have no voxels."""
         counted = channel if self._inner is None else channel[self._inner]
         if counted.numel() == 0:
             mean, squares = channel.new_zeros(2).unbind()
@@ -92,13 +81,7 @@ def _sum_of_squares(channel: Tensor, mean: Tensor) -> Tensor:
 
 
 def change_contrast(channel: Tensor, factor: float, statistics: Statistics) -> None:
-    """Move intensities away from their mean, or towards it; none leaves the range of before.
-
-    Args:
-        channel: float32 (X, Y, Z); changed.
-        factor: Of the distance from the mean.
-        statistics: Of the patch.
-    """
+    """Multiply distances of intensities (X, Y, Z) from their mean; none leaves the range."""
     levels = statistics.levels(channel)
     channel.sub_(levels.mean).mul_(factor).add_(levels.mean)
     torch.clamp(channel, levels.low, levels.high, out=channel)
@@ -107,13 +90,9 @@ def change_contrast(channel: Tensor, factor: float, statistics: Statistics) -> N
 def change_gamma(
     channel: Tensor, exponent: float, is_inverted: bool, statistics: Statistics
 ) -> None:
-    """Bend intensities between their extremes by a power, and restore mean and deviation.
+    """Bend intensities (X, Y, Z), or inverted ones, between their extremes by a power.
 
-    Args:
-        channel: float32 (X, Y, Z); changed.
-        exponent: The power.
-        is_inverted: Whether the inverted intensities are bent.
-        statistics: Of the patch.
+    Mean and deviation are restored.
     """
     levels = statistics.levels(channel)
     span = (levels.high - levels.low).clamp(min=SMALL)

@@ -17,15 +17,7 @@ CHUNK_VOXELS = 2**21
 def add_noise(
     channel: Tensor, std: float, start: Shape, size: Shape, seed: tuple[int, int]
 ) -> None:
-    """Add Gaussian noise to a box of a channel.
-
-    Args:
-        channel: float32 (X, Y, Z): the box; changed.
-        std: Standard deviation of the noise.
-        start: First voxel of the box along X, Y, Z in the patch.
-        size: Voxels of the whole patch.
-        seed: Two numbers below 2^32.
-    """
+    """Add Gaussian noise to a box (X, Y, Z) of a channel, which begins at a voxel of the patch."""
     x, y, z = channel.shape
     planes = max(1, CHUNK_VOXELS // (y * z))
     for first in range(0, x, planes):
@@ -38,21 +30,11 @@ def add_noise(
 def gaussian_noise(
     start: Shape, shape: Shape, size: Shape, seed: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Return independent normally distributed numbers with deviation 1.
+    """Return independent normally distributed numbers with deviation 1 for a box of a patch.
 
     The hash is "lowbias32" (Wellons, Hash Prospector, 2018), applied to the index of a voxel in the
     patch, and again to its own result, each time with a key; the Box-Muller transform makes a
-    number of the two.
-
-    Args:
-        start: First voxel along X, Y, Z of the part that is made.
-        shape: Its voxels.
-        size: Voxels of the whole patch.
-        seed: Two numbers below 2^32.
-        device: Where to make them.
-
-    Returns:
-        float32, shape ``shape``.
+    number of the two. A seed is two numbers below 2^32.
     """
     x, y, z = (
         torch.arange(first, first + length, dtype=torch.int32, device=device)
