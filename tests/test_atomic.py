@@ -20,7 +20,6 @@ from unet3d.atomic import (
     new_folder,
     remove_leftovers,
     replacing,
-    replacing_folder,
     temporary_folder,
     write_atomically,
 )
@@ -232,7 +231,7 @@ def test_a_folder_is_replaced_with_all_that_is_in_it(tmp_path):
     path = tmp_path / "folder"
     path.mkdir()
     (path / "old").touch()
-    with replacing_folder(path) as unfinished:
+    with new_folder(path, replace=True) as unfinished:
         (unfinished / "new").touch()
         assert [file.name for file in path.iterdir()] == ["old"]
     assert [file.name for file in path.iterdir()] == ["new"]
@@ -251,7 +250,10 @@ def test_a_folder_that_cannot_be_replaced_is_kept(tmp_path, broken, monkeypatch)
     )
     if broken == "fsync":
         monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output error"), replacing_folder(path) as unfinished:
+    with (
+        pytest.raises(OSError, match="Input/output error"),
+        new_folder(path, replace=True) as unfinished,
+    ):
         (unfinished / "new").touch()
         if broken == "writer":
             fail()
@@ -339,7 +341,7 @@ def replace_until_killed(path, number):
 
     os.rename = rename_or_die
     shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    with replacing_folder(path) as unfinished:
+    with new_folder(path, replace=True) as unfinished:
         (unfinished / "new").touch()
 
 

@@ -6,8 +6,7 @@ is flushed last, because a rename is lost in a power cut until then::
     write_atomically    a file, written through an open binary file
     replacing           a file, written by whatever takes a path
     creating            the same, unless a file has the name by then
-    new_folder          a folder with all that is in it
-    replacing_folder    the same, in place of another
+    new_folder          a folder with all that is in it, also in place of another
     temporary_folder    a folder that is never published
     append              a line behind others
 
@@ -82,22 +81,14 @@ def creating(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Make a folder with what is put into the empty one that this yields, or nothing at all.
 
-    Raises OSError where a folder that is not empty has the name by then.
+    Raises OSError where a folder has the name by then that is neither empty nor to be replaced.
     """
     with unfinished_folder(path) as unfinished:
         yield unfinished
-        publish_folder(unfinished, path)
-
-
-@contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """Replace a folder, if there is one, and all that is in it, as :func:`new_folder` makes one."""
-    with unfinished_folder(path) as unfinished:
-        yield unfinished
-        publish_folder(unfinished, path, replace=True)
+        publish_folder(unfinished, path, replace=replace)
 
 
 @contextmanager

@@ -220,7 +220,7 @@ def test_a_run_has_a_folder_of_its_own_which_resume_finds(data, monkeypatch, cap
     assert run("train", "data", *SMALL, "--quiet") == 0
     assert "not fold 9" in refusal(capsys, "train", "data", *SMALL, "--fold", 9)
     line = refusal(capsys, "train", "data", *SMALL, "--output", f"runs/{names[1]}")
-    assert "holds a run already; continue it with --resume" in line
+    assert "of a run already; continue it with --resume" in line
     assert run("train", "--resume", "--epochs", 2, "--quiet") == 0
     assert json.loads(Path("runs", names[1], "summary.json").read_text())["epochs"] == 2
     assert sorted(path.name for path in Path("runs").iterdir()) == names

@@ -181,9 +181,9 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
     [
         ([1], "it has no network_weights"),
         ({**CONTENT, "network_weights": {"a": 1}}, "its network_weights are not all tensors"),
-        (with_other_key("network_weights"), "its network_weights has the key 7, which is no text"),
-        (with_other_key("init_args", "dataset_json", "labels"), "dataset.json has the key 7"),
-        (with_other_key("init_args", "plans", "configurations"), "plans.json has the key 7"),
+        (with_other_key("network_weights"), "its network_weights are not all tensors with names"),
+        (with_other_key("init_args", "dataset_json", "labels"), "dataset.json cannot be read: "),
+        (with_other_key("init_args", "plans", "configurations"), "plans.json cannot be read: "),
         ({**CONTENT, "init_args": None}, "does not say which configuration"),
         (with_args(plans=None), "there is no plans.json"),
         (with_args(dataset_json=[1]), "there is no dataset.json"),

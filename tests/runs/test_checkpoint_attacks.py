@@ -177,7 +177,10 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"model": {"a": 1}}, "model.a must be an instance of Tensor, but is 1"),
         ({"model": {3: torch.ones(1)}}, "model.3 must be a valid string, but is 3"),
         ({"training__state__\x1b[2J": 3}, r"training.state.\x1b[2J must hold no control char"),
-        ({"training__random": torch.zeros(3, dtype=torch.uint8)}, "random is not a state of PyTor"),
+        (
+            {"training__random": torch.zeros(3, dtype=torch.uint8)},
+            "random is not a state of a generat",
+        ),
         ({"training__random": torch.full((5056,), 255, dtype=torch.uint8)}, "random is not a stat"),
         ({"training__optimizer__state": {"a": 3}}, "training.optimizer.state.a must be a valid i"),
         ({"training__optimizer__state__0": {}}, "its optimizer is adamw, but the state of"),

@@ -16,14 +16,7 @@ MAX_JSON_BYTES = 32 * 2**20
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading.
-
-    Args:
-        path: The file, or a link to it.
-
-    Raises:
-        OSError: It cannot be opened, or is a FIFO, a device, a socket or a folder.
-    """
+    """Open a file for reading, and raise OSError where it is a FIFO, a device or a folder."""
     try:
         file = open(path, "rb", opener=_open_without_waiting)
     except ValueError as error:  # a NUL, or text that no file system can hold
@@ -35,15 +28,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file.
-
-    Args:
-        path: The file.
-        max_bytes: The most that is read.
-
-    Raises:
-        OSError: It cannot be read, is no regular file, or is larger.
-    """
+    """Return the content of a regular file, and raise OSError where it is larger."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -53,15 +38,9 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the content of a JSON file: plain values, every number finite.
+    """Return the content of a JSON file: plain values, every number finite, no name twice.
 
-    Args:
-        path: The file; a byte order mark is skipped.
-        max_bytes: The most that is read.
-
-    Raises:
-        OSError: It cannot be read, is no regular file, or is larger.
-        ValueError: It is not JSON, with the reason in one line.
+    Raises OSError as :func:`read_bytes`, and ValueError, in one line, where it is not JSON.
     """
     try:
         text = read_bytes(path, max_bytes).decode("utf-8-sig")

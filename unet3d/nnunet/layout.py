@@ -37,20 +37,12 @@ FILES = "files"
 
 
 def fold_folder(fold: int | str) -> str:
-    """Return the name of the folder of a fold.
-
-    Args:
-        fold: Its number, or :data:`ALL`.
-    """
+    """Return the name of the folder of a fold: a number, or :data:`ALL`."""
     return f"fold_{fold}"
 
 
 def fold_named(name: str) -> int | str | None:
-    """Return the fold that a name is of: a number, or :data:`ALL`; None: it is of none.
-
-    Args:
-        name: Such as ``fold_0``; also ``fold0``, as folds of our runs are called.
-    """
+    """Return the fold that a name such as ``fold_0``, or ``fold0``, is of; None: it is of none."""
     match = re.fullmatch(f"fold_?([0-9]{{1,4}}|{ALL})", name)
     if match is None:
         return None
@@ -58,11 +50,7 @@ def fold_named(name: str) -> int | str | None:
 
 
 def known_as(path: Path) -> Path:
-    """Return what a user knows a checkpoint by: of one from an archive, its place there.
-
-    Args:
-        path: Of any file.
-    """
+    """Return what a user knows a checkpoint by: of one from an archive, its place there."""
     for folder in path.parents:
         if folder.name.startswith(UNPACKED) and path.is_relative_to(folder / FILES):
             try:

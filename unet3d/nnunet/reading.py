@@ -5,6 +5,7 @@ Everything comes from ``checkpoint_final.pth`` and, where they lie above it, fro
 shapes are compared with the plan before a weight is read.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -116,9 +117,8 @@ class _Said:
         if not isinstance(content, dict) or not isinstance(content.get("network_weights"), dict):
             raise ValueError("it has no network_weights")
         weights = content["network_weights"]
-        if not all(isinstance(one, Tensor) for one in weights.values()):
-            raise ValueError("its network_weights are not all tensors")
-        _refuse_other_keys(weights, "its network_weights")
+        if not all(isinstance(n, str) and isinstance(one, Tensor) for n, one in weights.items()):
+            raise ValueError("its network_weights are not all tensors with names")
         given = content.get("init_args")
         given = given if isinstance(given, dict) else {}
         configuration = given.get("configuration")
@@ -152,38 +152,21 @@ def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
     """Return a file above a checkpoint; where there is none, what the checkpoint has of it."""
     file = path.absolute().parent.parent / name
     try:
-        found = read_json(file) if file.is_file() else inside
-    except (OSError, ValueError) as error:
+        found = read_json(file) if file.is_file() else json.loads(json.dumps(inside))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from error
-    _refuse_other_keys(inside, f"what it has of {name}")
     if not isinstance(found, dict):
         raise ValueError(f"there is no {name} in the folder above it")
     return found
 
 
-def _refuse_other_keys(value: Any, what: str) -> None:
-    """Refuse keys that are not text, which a pickle may have and JSON may not."""
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise ValueError(f"{what} has the key {shown(key)}, which is no text")
-    if isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            _refuse_other_keys(item, what)
-
-
 def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
     """Return the labels; a list of one value is that value, as in nnU-Net."""
     given = dataset.get("labels")
-    if isinstance(given, dict) and not any(
-        isinstance(value, list) and len(value) > 1 for value in given.values()
-    ):
-        given = {
-            name: value[0] if isinstance(value, list) and value else value
-            for name, value in given.items()
-        }
     if not isinstance(given, dict):
         raise ValueError(f"labels is {shown(given)}; it needs names and values")
+    if all(not isinstance(value, list) or len(value) == 1 for value in given.values()):
+        given = {name: v[0] if isinstance(v, list) else v for name, v in given.items()}
     labels = read_labels(path.parent.parent / DATASET, {**dataset, "labels": given}, [])
     values = list(labels.names)
     if not labels.regions and values != list(range(len(values))):

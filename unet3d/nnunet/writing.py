@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unet3d.atomic import new_folder, remove_leftovers, replacing_folder
+from unet3d.atomic import new_folder, remove_leftovers
 from unet3d.config import Shape
 from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.axes import Axes
@@ -62,7 +62,7 @@ def write_model(
                 )
     plans, dataset = _plans(first), _dataset(first.preprocessing)
     try:
-        with (replacing_folder if overwrite else new_folder)(folder) as unfinished:
+        with new_folder(folder, replace=overwrite) as unfinished:
             for name, content in ((PLANS, plans), (DATASET, dataset)):
                 (unfinished / name).write_text(json.dumps(content, indent=2) + "\n")
             for fold, checkpoint in folds.items():

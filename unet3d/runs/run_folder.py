@@ -36,8 +36,6 @@ WORST, BEST = "worst.png", "best.png"
 """The pictures of two cases in it; of one case only the first."""
 RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
-MAX_LINE_BYTES = 2**24
-"""More than a line of metrics can have: enough for 100,000 labels."""
 MAX_EPOCH = 2**53
 """Larger numbers of epochs are no numbers that a training has written."""
 
@@ -97,15 +95,12 @@ class RunFolder:
         It is empty, or holds what a run left that was killed before it first saved, which
         ``data.json`` shows: a run writes it first.
         """
-        if self.latest.exists():
-            raise ConfigError(
-                f"{self.path} holds a run already; continue it with --resume, "
-                "or choose another --output"
-            )
-        if self.best.exists():
-            raise ConfigError(
-                f"{self.path} holds {self.best.name} of a run already; choose another --output"
-            )
+        for file, instead in ((self.latest, "continue it with --resume, or "), (self.best, "")):
+            if file.exists():
+                raise ConfigError(
+                    f"{self.path} holds {file.name} of a run already; {instead}choose another "
+                    "--output"
+                )
         with writing(self.path):
             make_folder(self.path)
             names = sorted(path.name for path in self.path.iterdir() if not is_leftover(path))
@@ -125,13 +120,6 @@ class RunFolder:
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
                 "with --output"
             )
-        for folder in (self.tensorboard, self.validation):
-            if folder.exists() and not folder.is_dir():
-                raise ConfigError(f"{folder} is no folder; move it away to continue the run")
-        tables = (self.data, self.config, self.metrics, self.memory, self.summary)
-        for path in (self.latest, self.best, *tables, self.memory_picture, self.progress_picture):
-            if path.is_dir():
-                raise ConfigError(f"{path} is a folder; move it away to continue the run")
         with writing(self.path):
             tempfile.TemporaryFile(dir=self.path).close()
 
@@ -200,15 +188,10 @@ class RunFolder:
         """
         if not self.metrics.is_file():
             return []
-        lines, num_damaged = [], 0
-        with self.metrics.open("rb") as file:
-            while text := file.readline(MAX_LINE_BYTES):
-                line = _epoch_line(text)
-                if line is not None and text.endswith(b"\n"):
-                    lines.append(line)
-                elif text.endswith(b"\n") or b"\0" in text or len(text) == MAX_LINE_BYTES:
-                    num_damaged += 1
-        if num_damaged:
+        finished = self.metrics.read_bytes().split(b"\n")[:-1]
+        lines = [line for text in finished if (line := _epoch_line(text)) is not None]
+        if len(lines) < len(finished):
+            num_damaged = len(finished) - len(lines)
             logger.warning("%s: %d damaged line(s) are left out", self.metrics, num_damaged)
         return lines
 
@@ -276,12 +259,8 @@ def _write(path: Path, text: str) -> None:
 def _epoch_line(text: bytes) -> dict[str, Any] | None:
     """Return what a line of metrics holds, or None where it is damaged."""
     try:
-        line: Any = json.loads(text.decode())
+        line: Any = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict):
-        return None
-    epoch = line.get("epoch")
-    if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 < epoch < MAX_EPOCH:
-        return None
-    return line
+    epoch = line.get("epoch") if isinstance(line, dict) else None
+    return line if type(epoch) is int and 0 < epoch < MAX_EPOCH else None
