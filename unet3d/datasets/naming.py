@@ -172,17 +172,16 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
     )
     found: set[int] = {0}
     for label_map in filter(os.path.lexists, label_maps):  # others are no reason to stop
-        values = np.unique(read_label(label_map).array)
-        if len(values) > MAX_CLASSES:
+        found.update(np.unique(read_label(label_map).array).tolist())
+        if len(found) > MAX_CLASSES:
             raise DatasetError(
-                f"{label_map} holds {len(values)} different values; is it an image? name label maps"
+                f"{label_map} holds {len(found)} values; is it an image? name labels"
             )
-        found.update(values.tolist())
     labels = sorted(found)
-    if labels[0] < 0 or not 2 <= len(labels) <= MAX_CLASSES or labels[-1] > MAX_LABEL_VALUE:
+    if labels[0] < 0 or len(labels) < 2 or labels[-1] > MAX_LABEL_VALUE:
         raise DatasetError(
-            f"{path}: the label maps hold {len(labels)} values, {some(labels)}; the background "
-            f"is 0, labels are above it, up to {MAX_LABEL_VALUE}, and {MAX_CLASSES} at most"
+            f"{path}: the label maps hold {len(labels)} values, {some(labels)}; the background is "
+            f"0, and labels are above it, up to {MAX_LABEL_VALUE}"
         )
     return {value: f"label {value}" if value else "background" for value in labels}
 

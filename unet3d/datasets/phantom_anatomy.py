@@ -5,7 +5,6 @@ is sampled. Every surface is the zero level of a function of position. A voxel t
 crosses holds a mixture, from how much of the voxel lies on either side.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from scipy.spatial.transform import Rotation
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.images.files import times
-from unet3d.images.memory_limits import refuse_beyond_memory
 
 Array = npt.NDArray[np.float32]
 
@@ -27,10 +24,7 @@ MIN_VOXELS = 16
 """Voxels along each axis that a head needs."""
 
 SLAB_VOXELS = 1 << 21
-"""Voxels worked on at once, which bounds the memory beyond the result."""
-
-VOXEL_BYTES, WORK_BYTES = 8, 120
-"""Memory of a voxel: of the result with the copy that is written, and while it is worked on."""
+"""Voxels worked on at once, of 120 bytes each: a bound of the memory beyond the result."""
 
 # A FLAIR-like contrast. Fat is so bright that its blurred and shaded parts look like lesions.
 AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.95, 0.42, 0.08
@@ -57,13 +51,7 @@ def head_phantom(
             f"phantom shape {shape} is too small for a head; use at least {MIN_VOXELS} voxels"
             " along each axis"
         )
-    plane_voxels = shape[1] * shape[2]
-    num_planes = max(1, SLAB_VOXELS // plane_voxels)
-    refuse_beyond_memory(
-        VOXEL_BYTES * math.prod(shape) + WORK_BYTES * min(shape[0], num_planes + 2) * plane_voxels,
-        f"a phantom of {times(shape)} voxels",
-        "use a smaller data.phantom.shape",
-    )
+    num_planes = max(1, SLAB_VOXELS // (shape[1] * shape[2]))
     rng = np.random.default_rng(seed)
     head = _Head(rng, shape, spacing_mm)
     image = np.empty((1, *shape), dtype=np.float32)
