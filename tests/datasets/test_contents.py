@@ -46,7 +46,6 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
         for folder in ("imagesTr", "labelsTr")
     )
     arrays = [image.get_fdata() for image in images]
-    inner = np.median([np.percentile(array, (1, 50, 99)) for array in arrays], axis=0)
     volumes_ml = np.array(
         [
             [(label.get_fdata() == value).sum() * np.prod(label.header.get_zooms()) / 1000]
@@ -60,8 +59,9 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
     assert found["spacing_mm"] == spread([image.header.get_zooms() for image in images])
     (channel,) = found["channels"]
     assert channel["name"] == "MRI"
-    assert channel["range"] == [min(map(np.min, arrays)), max(map(np.max, arrays))]
-    assert channel["percentiles"] == approximately(dict(zip(("1", "50", "99"), inner, strict=True)))
+    ranks = (0, 1, 50, 99, 100)
+    assert tuple(found["percentiles"]) == ranks
+    assert channel["intensities"] == spread([np.percentile(array, ranks) for array in arrays])
     of_labels = [
         (label["name"], label["num_cases"], label["volume_ml"]) for label in found["labels"]
     ]
@@ -106,7 +106,8 @@ def test_regions_channels_and_what_cannot_be_read(tmp_path):
     findings, cases = check.examine(dataset, print)
     assert sum(finding.severity == "error" for finding in findings) == 2
     found = summary(dataset, cases)
-    ranges = {channel["name"]: channel["range"] for channel in found["channels"]}
+    spreads = {channel["name"]: channel["intensities"] for channel in found["channels"]}
+    ranges = {name: [of["lowest"][0], of["highest"][-1]] for name, of in spreads.items()}
     assert ranges == {"one": [1, 2], "two": [3, 3], "three": [3, 3], "four": [4, 5]}
     assert found["num_label_maps"] == 1
     volumes = {label["name"]: label["volume_ml"]["median"] for label in found["labels"]}
@@ -114,7 +115,7 @@ def test_regions_channels_and_what_cannot_be_read(tmp_path):
     for path in root.rglob("*.nii.gz"):
         path.write_bytes(b"")
     empty = summary(dataset, check.examine(dataset, print)[1])
-    assert (empty["shape"], empty["channels"][0]["range"]) == (None, None)
+    assert (empty["shape"], empty["channels"][0]["intensities"]) == (None, None)
     assert "  spacing   unknown" in list(lines(empty))
 
 

@@ -17,7 +17,7 @@ from unet3d.datasets.dataset import Dataset
 from unet3d.datasets.scored_labels import ScoredLabels, values_of
 from unet3d.inputs.plain_data import printable
 
-PERCENTILES = (1, 50, 99)
+PERCENTILES = (0, 1, 50, 99, 100)
 
 SAMPLE_VOXELS = 2**20
 """An image with more voxels has the percentiles of every second, third, ... along each axis."""
@@ -35,7 +35,8 @@ FAR_OUT = 3.0
 """Interquartile ranges beyond a quartile from which Tukey calls a value far out."""
 
 LEAST_RANGE = 0.1
-"""Interquartile range, relative, that counts where most cases are alike."""
+"""Interquartile range that counts where most cases are alike: of logarithms, and of intensities as
+parts of what lies between the 1st and the 99th percentile."""
 
 Numbers = npt.NDArray[np.float64]
 
@@ -49,15 +50,15 @@ class CaseContents:
     spacing_mm: Spacing
     voxel_ml: float
     intensities: dict[int, list[float]] = field(default_factory=dict)
-    """Lowest, percentiles and highest of each channel that can be read."""
+    """Percentiles of each channel that can be read."""
     num_voxels: dict[int, int] | None = None
     """How many have each value of the label map; None: it cannot be read."""
 
 
 def intensities_of(array: npt.NDArray[Any]) -> list[float]:
-    """Return the lowest intensity of a channel (X, Y, Z), its percentiles, and the highest."""
+    """Return the percentiles of a channel (X, Y, Z); the lowest and the highest are of all."""
     step = math.ceil((array.size / SAMPLE_VOXELS) ** (1 / 3))
-    inner = np.percentile(array[::step, ::step, ::step], PERCENTILES)
+    inner = np.percentile(array[::step, ::step, ::step], PERCENTILES[1:-1])
     return [float(value) for value in (array.min(), *inner, array.max())]
 
 
@@ -80,32 +81,29 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
     channels = []
     far_out: dict[str, list[str]] = {}
 
-    def look(values: Numbers, least: float, texts: Iterable[str]) -> None:
-        for case, text, is_far in zip(cases, texts, _are_far_out(values, least), strict=True):
+    def look(values: Numbers, texts: Iterable[str]) -> None:
+        for case, text, is_far in zip(cases, texts, _are_far_out(values), strict=True):
             if is_far:
                 far_out.setdefault(case.name, []).append(text)
 
-    relative = math.log1p(LEAST_RANGE)
-    look(np.log(shapes), relative, (f"shape {_times(shape)}" for shape in shapes))
-    look(np.log(spacings_mm), relative, (f"spacing {_times(mm)} mm" for mm in spacings_mm))
+    look(np.log(shapes), (f"shape {_times(shape)}" for shape in shapes))
+    look(np.log(spacings_mm), (f"spacing {_times(mm)} mm" for mm in spacings_mm))
     for number, name in enumerate(dataset.channel_names):
-        found = _intensities(cases, number)
+        unknown = [math.nan] * len(PERCENTILES)
+        found = np.array([case.intensities.get(number, unknown) for case in cases])
         spread = _spread(found)
-        channel: dict[str, Any] = {"name": name, "range": None, "percentiles": None}
+        channels.append({"name": name, "intensities": spread})
         if spread is not None:
-            inner = spread["median"][1:-1]
-            channel["range"] = [spread["lowest"][0], spread["highest"][-1]]
-            channel["percentiles"] = dict(zip(map(str, PERCENTILES), inner, strict=True))
-            texts = (f"{name} {_listed(of_case)}" for of_case in found[:, 1:-1])
-            look(found[:, 1:-1], LEAST_RANGE * (inner[-1] - inner[0]), texts)
-        channels.append(channel)
+            inner = found[:, 1:-1] / (spread["median"][-2] - spread["median"][1] or 1.0)
+            look(inner, (f"{name} {_listed(of_case[1:-1])}" for of_case in found))
     for name, found in volumes_ml.items():
-        look(np.log(found)[:, None], relative, (f"{name} {volume:.4g} ml" for volume in found))
+        look(np.log(found)[:, None], (f"{name} {volume:.4g} ml" for volume in found))
     return {
         "name": dataset.root.name,
         "num_cases": len(dataset.cases),
         "shape": _spread(shapes),
         "spacing_mm": _spread(spacings_mm),
+        "percentiles": PERCENTILES,
         "channels": channels,
         "num_label_maps": sum(case.num_voxels is not None for case in cases),
         "labels": [
@@ -125,11 +123,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         ("spacing", _told(found["spacing_mm"], _times, "mm")),
     ]
     for channel in channels[:MAX_LISTED]:
-        text = "unknown"
-        if channel["range"]:
-            low, high = channel["range"]
-            ranks, inner = ", ".join(channel["percentiles"]), channel["percentiles"].values()
-            text = f"{low:.6g} to {high:.6g}, percentiles {ranks}: {_listed(inner)} (median)"
+        text, spread = "unknown", channel["intensities"]
+        if spread is not None:
+            inner = f"percentiles {_listed(PERCENTILES[1:-1])}: {_listed(spread['median'][1:-1])}"
+            text = f"{spread['lowest'][0]:.6g} to {spread['highest'][-1]:.6g}, {inner} (median)"
         rows.append((channel["name"], text))
     for label in labels[:MAX_LISTED]:
         text = f"in {label['num_cases']} of {found['num_label_maps']} cases"
@@ -156,18 +153,12 @@ def _volumes_ml(cases: Sequence[CaseContents], values: Sequence[int]) -> Numbers
     )
 
 
-def _intensities(cases: Sequence[CaseContents], channel: int) -> Numbers:
-    """Return lowest, percentiles and highest in each case, (N, K); NaN where they are unknown."""
-    unknown = [math.nan] * (len(PERCENTILES) + 2)
-    return np.array([case.intensities.get(channel, unknown) for case in cases])
-
-
-def _are_far_out(values: Numbers, least: float) -> npt.NDArray[np.bool_]:
+def _are_far_out(values: Numbers) -> npt.NDArray[np.bool_]:
     """Return which cases (N,) lie far out with one of their values (N, K), by Tukey's rule."""
     if np.isfinite(values).all(axis=1).sum() < MIN_CASES:
         return np.zeros(len(values), bool)
     low, high = np.nanpercentile(values, (25, 75), axis=0)
-    reach = FAR_OUT * np.maximum(high - low, least)
+    reach = FAR_OUT * np.maximum(high - low, LEAST_RANGE)
     far: npt.NDArray[np.bool_] = ((values < low - reach) | (values > high + reach)).any(axis=1)
     return far
 
