@@ -161,7 +161,7 @@ def writing_statistics(
         "labels": statistics,
     }
     with result_file(scan.statistics, overwrite) as unfinished:
-        unfinished.write_text(json.dumps(content, indent=2) + "\n")
+        unfinished.write_bytes(f"{json.dumps(content, indent=2)}\n".encode())
         yield
 
 
