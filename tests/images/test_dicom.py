@@ -65,7 +65,7 @@ def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
             (whole[:140], "it ends within the 4 bytes of element 00020000"),
             (whole[:-1], "it ends within the 40 bytes of element 7fe00010"),
             (whole[:-44], "it ends in the middle of its header"),
-            (whole[:-52], "holds no image, or only the beginning of one"),
+            (whole[:-52], "holds no image, or only the start of one"),
         ):
             slices[number].write_bytes(content)
             line = refusal(series)

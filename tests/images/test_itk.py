@@ -141,8 +141,10 @@ def test_what_is_no_nrrd_volume_is_refused(tmp_path):
     no_place = "does not say where its voxels lie"
     for content, reason in (
         (b"", "is empty (0 bytes)"),
-        (b"NRRD0004\ntype: short\n", "its header does not end"),
-        (b"no header", "does not begin with an NRRD header"),
+        (b"NRRD0004\ntype: short\n", "does not begin with a whole header of NRRD"),
+        (b"NRRD0004\n" + b" " * 2**20, "does not begin with a whole header of NRRD"),
+        (b"NRRD0004\n" + b" " * 2**19 + b"\n\n", "has dimension '', not 3"),
+        (b"no header\n\n", "does not begin with a whole header of NRRD"),
         (nrrd_bytes(data_file="/etc/passwd"), "has datafile '/etc/passwd'"),
         (nrrd_bytes(byte_skip="-1"), "has byteskip '-1'"),
         (nrrd_bytes(encoding="bzip2"), "has encoding 'bzip2', not raw or gzip or gz; save it"),
@@ -184,8 +186,10 @@ def test_what_is_no_metaimage_is_refused(tmp_path):
     packed[len(packed) // 2] ^= 0xFF  # ITK reads such a file without an error
     for content, reason in (
         (b"", "is empty (0 bytes)"),
-        (b"\x00\x01no header\n", "is no line of a MetaImage header"),
-        (b"NDims = 3\n", "its header does not end"),
+        (b"\x00\x01no header\n", "does not begin with a whole header of MetaImage"),
+        (b"a = b" + b"\n" * 2**20, "does not begin with a whole header of MetaImage"),
+        (b"a = b" + b" " * 2**20, "does not begin with a whole header of MetaImage"),
+        (b"NDims = 3\nElementDataFile = LOCAL", "does not begin with a whole header of MetaImage"),
         (meta_bytes(NDims="99999999999"), "has ndims '99999999999'"),  # ends the process in ITK
         (meta_bytes(BinaryData="False"), "has binarydata 'False', not true"),
         (meta_bytes(HeaderSize="-1"), "has headersize '-1'"),

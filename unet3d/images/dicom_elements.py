@@ -8,8 +8,8 @@ here, where every step goes forward and nothing reaches beyond the file.
 import mmap
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import DICOM_MARK, DICOM_MARK_AT
@@ -17,37 +17,18 @@ from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 
 IMPLICIT, EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
-COMPRESSED = (
-    *(f"1.2.840.10008.1.2.4.{number}" for number in (50, 51, 57, 70, 80, 81, 90, 91)),
-    "1.2.840.10008.1.2.5",
-)
-"""Transfer syntaxes that can be read; the last are JPEG, JPEG-LS, JPEG 2000 and run lengths."""
+JPEGS = tuple(f"1.2.840.10008.1.2.4.{number}" for number in (50, 51, 57, 70, 80, 81, 90, 91))
+RUN_LENGTHS = "1.2.840.10008.1.2.5"
+COMPRESSED = (*JPEGS, RUN_LENGTHS)
+"""Transfer syntaxes that can be read, by their UIDs."""
 
 TRANSFER_SYNTAX, PIXEL_DATA = 0x00020010, 0x7FE00010
-ITEM_END, SEQUENCE_END, ITEM_GROUP = 0xFFFEE00D, 0xFFFEE0DD, 0xFFFE
-ITEM = 0xFFFEE000
+ITEM_GROUP, ITEM, ITEM_END, SEQUENCE_END = 0xFFFE, 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 UNDEFINED = 0xFFFFFFFF
 """The length of an element that goes on until an element says that it ends."""
 
-LONG_VRS = {
-    b"OB",
-    b"OD",
-    b"OF",
-    b"OL",
-    b"OV",
-    b"OW",
-    b"SQ",
-    b"SV",
-    b"UC",
-    b"UN",
-    b"UR",
-    b"UT",
-    b"UV",
-}
-SHORT_VRS = {
-    *(b"AE", b"AS", b"AT", b"CS", b"DA", b"DS", b"DT", b"FD", b"FL", b"IS", b"LO", b"LT", b"PN"),
-    *(b"SH", b"SL", b"SS", b"ST", b"TM", b"UI", b"UL", b"US"),
-}
+LONG_VRS = set(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())
+SHORT_VRS = set(b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split())
 """Types of values whose lengths have four bytes, and two."""
 
 MAX_VALUE_BYTES = 2**12
@@ -55,8 +36,7 @@ MAX_VALUE_BYTES = 2**12
 REMEDY = "move it out of the folder, or export the series again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DicomElements:
+class DicomElements(NamedTuple):
     """What was asked for of a DICOM file, and where its pixels are."""
 
     syntax: str
@@ -86,10 +66,9 @@ def _elements(path: Path, content: mmap.mmap, tags: Collection[int]) -> DicomEle
     place = DICOM_MARK_AT + len(DICOM_MARK)
     syntax = ""
     while content[place : place + 2] == b"\x02\x00":
-        tag, _, start, end = _element(content, place, is_explicit=True)
+        tag, start, place = _element(content, place, is_explicit=True)
         if tag == TRANSFER_SYNTAX:
-            syntax = content[start:end].decode("latin-1").strip("\0 ")
-        place = end
+            syntax = content[start:place].decode("latin-1").strip("\0 ")
     if syntax not in (IMPLICIT, EXPLICIT, *COMPRESSED):
         raise VolumeError(
             f"{path} is compressed or stored in a way that cannot be read here (transfer syntax "
@@ -97,16 +76,16 @@ def _elements(path: Path, content: mmap.mmap, tags: Collection[int]) -> DicomEle
         )
     values: dict[int, bytes] = {}
     while place < len(content):
-        tag, _, start, place = _element(content, place, is_explicit=syntax != IMPLICIT)
+        tag, start, place = _element(content, place, is_explicit=syntax != IMPLICIT)
         if tag in tags:
             values.setdefault(tag, content[start : min(place, start + MAX_VALUE_BYTES)])
         if tag == PIXEL_DATA:
-            return DicomElements(syntax=syntax, values=values, pixels=slice(start, place))
-    return DicomElements(syntax=syntax, values=values, pixels=None)
+            return DicomElements(syntax, values, slice(start, place))
+    return DicomElements(syntax, values, None)
 
 
-def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, bytes, int, int]:
-    """Return the tag of an element, its type, and where its value begins and ends."""
+def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, int, int]:
+    """Return the tag of an element, and where its value begins and ends."""
     group, number, length = struct.unpack_from("<HHI", content, place)
     tag, vr, start = group << 16 | number, b"", place + 8
     if is_explicit and group != ITEM_GROUP:
@@ -121,16 +100,15 @@ def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, by
     if length == UNDEFINED:
         # A value of an unknown type has its elements without types.
         inside = is_explicit and vr != b"UN"
-        end = _end(content, start, inside, ITEM_END if tag == ITEM else SEQUENCE_END)
-        return tag, vr, start, end
+        return tag, start, _end(content, start, inside, ITEM_END if tag == ITEM else SEQUENCE_END)
     if start + length > len(content):
         raise ValueError(f"it ends within the {length} bytes of element {tag:08x}")
-    return tag, vr, start, start + length
+    return tag, start, start + length
 
 
 def _end(content: mmap.mmap, place: int, is_explicit: bool, mark: int) -> int:
     """Return where a sequence or an item ends that goes on until a mark."""
     while True:
-        tag, _, _, place = _element(content, place, is_explicit)
+        tag, _, place = _element(content, place, is_explicit)
         if tag == mark:
             return place

@@ -18,7 +18,7 @@ import numpy as np
 from unet3d.errors import VolumeError
 from unet3d.images.nifti_like import stored_like_nifti
 from unet3d.images.stored import StoredVolume, refuse_false_claims, refuse_irregular
-from unet3d.images.text_headers import meta_data_file, read_meta_header, read_nrrd_header
+from unet3d.images.text_headers import meta_data_file, read_text_header
 from unet3d.images.voxels import FileVoxels
 from unet3d.inputs.plain_data import printable
 
@@ -85,8 +85,7 @@ def open_itk(path: Path) -> StoredVolume:
     if path.stat().st_size == 0:
         raise VolumeError(f"{path} is empty (0 bytes)")
     is_nrrd = path.suffix.lower() == ".nrrd"
-    text = read_nrrd_header(path) if is_nrrd else read_meta_header(path)
-    fields = text.fields
+    fields, num_bytes = read_text_header(path, is_nrrd)
     _refuse_other_values(path, fields, NRRD_VALUES if is_nrrd else META_VALUES)
     data_file = None if is_nrrd else meta_data_file(path)
     if data_file is not None:
@@ -108,7 +107,7 @@ def open_itk(path: Path) -> StoredVolume:
         _is_true(fields, name) for name in orders
     )
     is_packed = fields.get("encoding", "raw").lower() != "raw" or _is_true(fields, "compresseddata")
-    start = 0 if data_file else text.num_bytes
+    start = 0 if data_file else num_bytes
     voxels = FileVoxels(
         data_file or path,
         reader.GetSize(),
@@ -208,15 +207,13 @@ def _unplaced_error(path: Path, name: str, text: str) -> VolumeError:
 def _unit_in_mm(path: Path, fields: Mapping[str, str]) -> float:
     """Return the unit of length that a header names once, or for each axis; mm if it names none."""
     text = next((fields[name] for name in UNITS if name in fields), "")
-    units = {unit.lower() for unit in text.replace('"', " ").split()} - {"?", "none", "unknown"}
-    known = {MILLIMETRES.get(unit) for unit in units} or {1.0}
-    unit_mm = known.pop()
-    if known or unit_mm is None:
+    units = set(text.lower().replace('"', " ").split()) - {"?", "none", "unknown"}
+    if len(units) > 1 or not units <= MILLIMETRES.keys():
         raise VolumeError(
             f"{path} has the units of length {printable(text)!r}; known are mm, um, cm and m, the "
             "same for all axes"
         )
-    return unit_mm
+    return MILLIMETRES[units.pop()] if units else 1.0
 
 
 def _is_true(fields: Mapping[str, str], name: str) -> bool:

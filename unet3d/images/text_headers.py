@@ -5,8 +5,6 @@ search for volumes must know.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from unet3d.errors import VolumeError, reason_of
@@ -16,47 +14,35 @@ from unet3d.inputs.reading import open_regular
 MAX_HEADER_BYTES = 2**20
 """Headers with the key/value pairs of hundreds of segments are shorter."""
 
-META_LINE = re.compile(r"\s*(\w+)\s*[=:]\s*(.*)")
+NRRD_HEADER = re.compile(rb"NRRD000.*?\n\r?\n", re.DOTALL)
+META_HEADER = re.compile(
+    rb"[ \t]*\w+[ \t]*[=:].*?^[ \t]*ElementDataFile[ \t]*[=:][^\n]*\n",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
+FIELD = re.compile(r"([^#:=]+)(?::(?!=)|=)(.*)")
+"""``name: value`` of NRRD, whose ``name:=value`` is a remark, or ``name = value`` of MetaImage."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextHeader:
-    """The fields of a header, by names in lower case without spaces, and its length."""
-
-    fields: Mapping[str, str]
-    num_bytes: int
-
-
-def read_nrrd_header(path: Path) -> TextHeader:
-    """Read the header of an NRRD file, which ends with an empty line."""
-    start = _start(path)
-    if not start.startswith(b"NRRD000"):
-        raise VolumeError(f"cannot read {path}: it does not begin with an NRRD header")
-    fields: dict[str, str] = {}
-    position = 0
-    while True:
-        line, position = _line(path, start, position)
-        if not line:
-            return TextHeader(fields=fields, num_bytes=position)
-        name, separator, value = line.partition(":")
-        # "name:=value" is a remark of the program that wrote the file.
-        if separator and not line.startswith("#") and not value.startswith("="):
-            fields[name.lower().replace(" ", "")] = value.strip()
-
-
-def read_meta_header(path: Path) -> TextHeader:
-    """Read the header of a MetaImage, which ends with the name of the file with the voxels."""
-    start = _start(path)
-    fields: dict[str, str] = {}
-    position = 0
-    while "elementdatafile" not in fields:
-        line, position = _line(path, start, position)
-        match = META_LINE.fullmatch(line)
-        if match is None:
-            shown = printable(line, 40)
-            raise VolumeError(f'cannot read {path}: "{shown}" is no line of a MetaImage header')
-        fields[match[1].lower()] = match[2].strip()
-    return TextHeader(fields=fields, num_bytes=position)
+def read_text_header(path: Path, is_nrrd: bool) -> tuple[dict[str, str], int]:
+    """Return the fields of a header, by names in lower case without spaces, and its length."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(MAX_HEADER_BYTES)
+    except OSError as error:
+        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
+    header = (NRRD_HEADER if is_nrrd else META_HEADER).match(start)
+    if header is None:
+        raise VolumeError(
+            f"cannot read {path}: it does not begin with a whole header of "
+            f"{'NRRD' if is_nrrd else 'MetaImage'}; it is damaged, or of another format"
+        )
+    try:
+        text = header[0].decode()
+    except UnicodeDecodeError:
+        text = header[0].decode("latin-1")
+    found = filter(None, map(FIELD.match, text.split("\n")))
+    fields = {field[1].lower().replace(" ", "").strip(): field[2].strip() for field in found}
+    return fields, header.end()
 
 
 def meta_data_file(path: Path) -> Path | None:
@@ -65,7 +51,7 @@ def meta_data_file(path: Path) -> Path | None:
     Also None if the header cannot be read; a name that is not of one file beside it is an error.
     """
     try:
-        name = read_meta_header(path).fields["elementdatafile"]
+        name = read_text_header(path, is_nrrd=False)[0]["elementdatafile"]
     except VolumeError:
         return None
     if name.upper() == "LOCAL":
@@ -76,25 +62,3 @@ def meta_data_file(path: Path) -> Path | None:
             "same folder can be used: save the volume as .mha"
         )
     return path.with_name(name)
-
-
-def _start(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read(MAX_HEADER_BYTES)
-    except OSError as error:
-        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
-
-
-def _line(path: Path, start: bytes, position: int) -> tuple[str, int]:
-    """Return a line of a header, and where the next one begins."""
-    end = start.find(b"\n", position)
-    if end < 0:
-        raise VolumeError(
-            f"cannot read {path}: its header does not end within the first {len(start)} bytes; it "
-            "is damaged, or of another format"
-        )
-    try:
-        return start[position:end].decode("utf-8").rstrip("\r"), end + 1
-    except UnicodeDecodeError:
-        return start[position:end].decode("latin-1").rstrip("\r"), end + 1
