@@ -133,9 +133,8 @@ class Cache:
         try:
             return "-".join(self._digest(file.absolute()) for file in members(path))
         except OSError as error:
-            raise VolumeError(
-                f"cannot read {error.filename or path}: {reason_of(error)}"
-            ) from error
+            where = error.filename or path
+            raise VolumeError(f"cannot read {where}: {reason_of(error)}") from error
 
     def _digest(self, path: Path) -> str:
         status = path.stat()
@@ -175,19 +174,22 @@ class Cache:
             }
             write_record(unfinished / META, {"key": key, "arrays": content, "notes": notes})
             try:
-                if _is_whole(folder):
+                if self.has(kind, key):
                     return
                 if os.path.lexists(folder):
                     with unfinished_folder(folder) as removed, suppress(FileNotFoundError):
                         os.rename(folder, removed / "damaged")  # at once: nobody sees half of it
                 publish_folder(unfinished, folder)
             except OSError:  # another process may have published the entry by now
-                if not _is_whole(folder):
+                if not self.has(kind, key):
                     raise
 
     def has(self, kind: str, key: str) -> bool:
         """Return whether there is a whole entry, without a word about a damaged one."""
-        return _is_whole(self.folder / kind / key)
+        try:
+            return _opened(self.folder / kind / key) is not None
+        except (OSError, ValueError):
+            return False
 
     def load_case(self, key: str, name: str) -> PreparedCase | None:
         """Return the case that was saved under a key, with a name of its own."""
@@ -204,12 +206,8 @@ class Cache:
     ) -> None:
         """Write an image (C, X, Y, Z) and its class indices (X, Y, Z) as a prepared case."""
         found = foreground_voxels(label, num_classes)
-        arrays = {
-            "image": image,
-            "label": label,
-            "foreground": found.voxels,
-            "components": found.ends,
-        }
+        arrays: dict[str, npt.NDArray[Any]] = {"image": image, "label": label}
+        arrays |= {"foreground": found.voxels, "components": found.ends}
         notes = {"spacing_mm": list(map(float, spacing_mm)), "num_components": found.num_components}
         self.save("prepared", key, arrays, **notes)
 
@@ -235,13 +233,6 @@ def _opened(folder: Path) -> Entry:
             raise ValueError(f"{path.name} has another size")
         arrays[name] = (tuple(shape), dtype, size)
     return Entry(folder=folder, arrays=arrays, notes=content["notes"])
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        return _opened(folder) is not None
-    except (OSError, ValueError):
-        return False
 
 
 def _write(path: Path, array: npt.NDArray[Any]) -> int:

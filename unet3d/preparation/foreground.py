@@ -14,9 +14,6 @@ import numpy.typing as npt
 MAX_FOREGROUND_VOXELS = 10_000
 """Voxels kept of each class: enough to sample from, few where it fills half a volume."""
 
-CONNECTIVITY = 26
-"""Voxels that share a corner are connected."""
-
 Indices = npt.NDArray[np.unsignedinteger[Any]]
 
 
@@ -58,8 +55,8 @@ def foreground_voxels(label: npt.NDArray[np.unsignedinteger[Any]], num_classes: 
     kept: list[Indices] = []
     counts = [0] * num_classes
     if len(inside):
-        # Numbers from 1; neighbours of two classes are two components.
-        numbers = cc3d.connected_components(np.ascontiguousarray(label), connectivity=CONNECTIVITY)
+        # From 1. Voxels of one class that share a corner are connected.
+        numbers = cc3d.connected_components(np.ascontiguousarray(label), connectivity=26)
         numbers = numbers.reshape(-1)[inside]
         if numbers.max() < 2**16:
             numbers = numbers.astype(np.uint16)  # which NumPy sorts in linear time

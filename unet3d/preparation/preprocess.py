@@ -113,8 +113,7 @@ def plan_preprocessing(
     whole = [header.shape for header in headers]
     kept = whole
     if settings.crop_to_nonzero:
-        boxes = _from_cache(_load_box, _find_box, tasks, "cropping")
-        kept = [box.shape for box in boxes]
+        kept = [box.shape for box in _from_cache(_load_box, _find_box, tasks, "cropping")]
     if takes_much(whole, kept):
         masked = ChannelNormalization(kind="z-score-inside")
         channels = [masked if one.kind == "z-score" else one for one in channels]
@@ -250,12 +249,8 @@ def _load_box(task: _Task) -> Box | None:
     return recall(task.box, lambda tree: Box.between(tree["start"], tree["stop"]))
 
 
-def _find_box(task: _Task) -> None:
-    _remember_box(task, open_channels(task.case.images).voxels)
-
-
-def _remember_box(task: _Task, image: ImageVoxels) -> None:
-    box = nonzero_box(image)
+def _find_box(task: _Task, image: ImageVoxels | None = None) -> None:
+    box = nonzero_box(open_channels(task.case.images).voxels if image is None else image)
     remember(task.box, {"start": box.start, "stop": box.stop})
 
 
@@ -267,7 +262,7 @@ def _load_intensities(task: _Task) -> npt.NDArray[np.float32] | None:
 def _collect_intensities(task: _Task) -> None:
     """Keep intensities (N, C) inside the labels of a case."""
     image, label = _read_case(task.case)
-    _remember_box(task, ImageVoxels.of(image.array))  # the planning asks for it next
+    _find_box(task, ImageVoxels.of(image.array))  # the planning asks for it next
     inside = np.flatnonzero(np.isin(label.array, task.how, invert=True))
     if len(inside) > MAX_INTENSITIES_PER_CASE:
         rng = np.random.default_rng(0)
