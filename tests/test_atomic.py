@@ -238,6 +238,14 @@ def test_a_folder_is_replaced_with_all_that_is_in_it(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    path = tmp_path / "folder"
+    path.write_text("precious")
+    with pytest.raises(OSError, match="Not a directory"), new_folder(path, replace=True):
+        pass
+    assert path.read_text() == "precious" and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("broken", ["fsync", "writer", 1, 2])
 def test_a_folder_that_cannot_be_replaced_is_kept(tmp_path, broken, monkeypatch):
     """A number is that of the rename that fails."""

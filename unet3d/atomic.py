@@ -107,7 +107,7 @@ def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
     _flush_all(folder)
     parent = path.absolute().parent
     with ExitStack() as stack:
-        if replace and path.exists():
+        if replace and path.is_dir():
             # A folder cannot be renamed onto another.
             aside = stack.enter_context(_temporary(parent, REPLACED, "", Path.mkdir))
             os.rename(path, aside / path.name)
