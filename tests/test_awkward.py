@@ -31,7 +31,7 @@ REFUSED = {
     "derived/analyze_image.hdr": "Analyze 7.5 format, which has no orientation",
     "derived/nan_inf_image.nii.gz": "5356 voxels of 62475 that are NaN or infinite",
     "derived/twochannel_image.nii.gz": f"2 channel(s) {CHANNELS}",
-    "derived/truncated_image.nii.gz": "end before their checksum",
+    "derived/truncated_image.nii.gz": "Compressed file ended before",
     "derived/notgz_image.nii.gz": "is not gzip-compressed, though its name says so",
     "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
@@ -127,7 +127,7 @@ CASES = {
     "grey": ("ref_image.nii.gz", "label_0_255.nii.gz", "holds the value(s) 127, 255"),
     "nan": ("nan_inf_image.nii.gz", "ref_label.nii.gz", "NaN or infinite"),
     "channels": ("twochannel_image.nii.gz", "ref_label.nii.gz", "has 2 channel(s)"),
-    "truncated": ("truncated_image.nii.gz", "ref_label.nii.gz", "end before"),
+    "truncated": ("truncated_image.nii.gz", "ref_label.nii.gz", "Compressed file ended before"),
     "unzipped": ("notgz_image.nii.gz", "ref_label.nii.gz", "is not gzip-compressed"),
     "nothing": ("empty_file.nii.gz", "ref_label.nii.gz", "is empty (0 bytes)"),
     "missing": ("ref_image.nii.gz", "", "is missing"),

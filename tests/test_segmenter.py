@@ -14,8 +14,7 @@ from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
-from unet3d.images.in_memory import NAME, open_array
-from unet3d.images.nifti import open_stored
+from unet3d.images.image import image_of_array
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0, 1]])
@@ -189,7 +188,7 @@ def test_an_image_that_cannot_be_read_or_understood_is_refused(segmenter, file):
 
 def test_an_array_is_not_copied():
     voxels = np.zeros((4, 5, 6))
-    image = open_stored(NAME, open_array(voxels, TURNED)).voxels
+    image = image_of_array(voxels, TURNED)
     voxels[1, 2, 3] = 7
     assert image.whole().max() == 7
 

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from tests import warm
 from unet3d.config import load_config
 from unet3d.distributed.launcher import import_variables
-from unet3d.images.nifti import read_label
+from unet3d.images.labels import read_label
 from unet3d.model.optimizer import Optimization
 from unet3d.reports import format as report_format
 from unet3d.runs.checkpoint import load_checkpoint

@@ -19,10 +19,11 @@ from unet3d.config import Config, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
-from unet3d.images.header import shear_warning
-from unet3d.images.in_memory import NAME, open_array, open_image
+from unet3d.images.geometry import shear_warning
+from unet3d.images.image import Image as OpenedImage
+from unet3d.images.image import image_of_array, image_of_nibabel, open_image
+from unet3d.images.labels import label_image
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.nifti import ScanImage, label_image, open_channels, open_stored
 from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
@@ -84,12 +85,12 @@ class Segmenter:
             raise TypeError("an array needs an affine")
         with explaining_memory("the image"):
             volume = _volume(image, affine)
-            warning = shear_warning(volume.header)
+            warning = shear_warning(volume.geometry)
             if warning is not None:
                 logger.warning("%s", warning)
             with self._lock:
                 labels = self._predictor.segment(volume)
-            return label_image(labels, volume.header)
+            return label_image(labels, volume.geometry)
 
 
 def load(
@@ -176,13 +177,13 @@ def names_of(devices: Device | Sequence[Device]) -> list[str]:
     return [str(device) for device in devices]
 
 
-def _volume(image: Image, affine: npt.ArrayLike | None) -> ScanImage:
+def _volume(image: Image, affine: npt.ArrayLike | None) -> OpenedImage:
     if isinstance(image, np.ndarray) and affine is not None:
-        return open_stored(NAME, open_array(image, affine))
+        return image_of_array(image, affine)
     if affine is not None:
         raise TypeError(f"only a NumPy array takes an affine, and not a {type(image).__name__}")
     if isinstance(image, SpatialImage):
-        return open_stored(NAME, open_image(image))
+        return image_of_nibabel(image)
     paths = [image] if isinstance(image, (str, os.PathLike)) else image
     is_files = isinstance(paths, Sequence) and all(isinstance(p, (str, os.PathLike)) for p in paths)
     if not is_files or not paths:
@@ -190,4 +191,4 @@ def _volume(image: Image, affine: npt.ArrayLike | None) -> ScanImage:
             f"cannot segment a {type(image).__name__}; give a file, a list of files, an image of "
             "nibabel's, or a NumPy array with its affine"
         )
-    return open_channels([Path(path) for path in paths])
+    return open_image([Path(path) for path in paths])

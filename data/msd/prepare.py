@@ -20,7 +20,7 @@ import click
 from unet3d.atomic import publish_folder, unfinished_folder
 from unet3d.datasets.dataset import load_dataset
 from unet3d.errors import DatasetError, Unet3dError, reason_of
-from unet3d.images.stored import refuse_irregular
+from unet3d.images.source import refuse_irregular
 from unet3d.inputs.plain_data import printable
 from unet3d.memory.host import readable
 from unet3d.preparation.check import check_headers

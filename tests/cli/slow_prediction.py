@@ -4,10 +4,10 @@ import os
 import time
 from types import SimpleNamespace
 
-from isal import isal_zlib
+from isal import igzip
 
 from tests.warm import run_command
-from unet3d.images import inflating
+from unet3d.images import file_voxels
 from unet3d.inference import windows
 from unet3d.inference.image_slab import ImageSlab
 
@@ -18,17 +18,11 @@ def predict(words, reading_s, window_s):
     """Run ``unet3d WORDS``, with seconds for each 4 KB unpacked, and for each few windows."""
     cut = ImageSlab.cut
 
-    class SlowInflater:
-        def __init__(self, *options):
-            self._actual = isal_zlib.decompressobj(*options)
-
-        def __getattr__(self, name):
-            return getattr(self._actual, name)
-
-        def decompress(self, packed, max_length):
+    class SlowFile(igzip.IGzipFile):
+        def readinto(self, target):
             os.write(1, READING.encode())
             time.sleep(reading_s)
-            return self._actual.decompress(packed, max_length)
+            return super().readinto(target)
 
     def slow_cut(self, starts):
         os.write(1, WINDOWS.encode())
@@ -36,7 +30,7 @@ def predict(words, reading_s, window_s):
         return cut(self, starts)
 
     windows.CPU_VOXELS = 4 * 8**3  # computed at a time
-    inflating.PIECE_BYTES = 4096
-    inflating.isal_zlib = SimpleNamespace(decompressobj=SlowInflater)
+    file_voxels.PIECE_BYTES = 4096
+    file_voxels.igzip = SimpleNamespace(open=lambda file, mode: SlowFile(fileobj=file, mode=mode))
     ImageSlab.cut = slow_cut
     run_command(words)

@@ -19,7 +19,7 @@ from tests.images.samples import write_json, write_volume
 from tests.networks import random_checkpoint, write_checkpoint
 from unet3d.cli.checkpoints import trained_inference
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
-from unet3d.images.nifti import read_label
+from unet3d.images.labels import read_label
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.predictor import Predictor
@@ -221,8 +221,8 @@ def while_segmenting(monkeypatch, name, act):
     segment, names = Predictor.segment, []
 
     def segment_and_act(self, image, *more):
-        names.append(image.header.path.name)
-        if image.header.path.name == name:
+        names.append(image.geometry.path.name)
+        if image.geometry.path.name == name:
             act()
         return segment(self, image, *more)
 

@@ -12,6 +12,7 @@ from unet3d.datasets import contents
 from unet3d.datasets.contents import CaseContents, intensities_of, lines, summary, voxels_of
 from unet3d.datasets.dataset import load_dataset
 from unet3d.datasets.phantom import write_phantom_dataset
+from unet3d.images.image import Image
 from unet3d.preparation import check
 
 
@@ -33,11 +34,9 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
     none[3, 4, 5] = 1
     write_volume(root / f"labelsTr/{names[5]}.nii.gz", none, (1, 1, 7))
     read = []
-    for reader in ("read_image", "read_label"):
-        original = getattr(check, reader)
-        monkeypatch.setattr(
-            check, reader, lambda path, of=original: (read.append(path), of(path))[1]
-        )
+    whole, label = Image.whole, check.read_label
+    monkeypatch.setattr(Image, "whole", lambda one: (read.append(one.geometry.path), whole(one))[1])
+    monkeypatch.setattr(check, "read_label", lambda path: (read.append(path), label(path))[1])
     assert run("check", root, "--json", tmp_path / "check.json") == 0
     assert len(read) == len(set(read)) == 16
 

@@ -12,14 +12,34 @@ import pytest
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
-from unet3d.images.header import read_header, same_grid
-from unet3d.images.nifti import read_image, read_label, write_label
+from unet3d.images.geometry import geometry_of_affine, same_grid
+from unet3d.images.image import Image, image_of, open_image
+from unet3d.images.labels import read_label, write_label
+from unet3d.images.source import Source
 
 
 def write_volume(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing = (1, 1, 1)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     nib.save(nib.Nifti1Image(array, np.diag([*spacing_mm, 1.0])), path)
     return path
+
+
+def held_image(
+    array: npt.NDArray[Any],
+    slope: float = 1.0,
+    inter: float = 0.0,
+    spacing_mm: Spacing = (1, 1, 1),
+) -> Image:
+    """Return an image of an array (C, X, Y, Z) in memory, of which nothing is copied."""
+    voxels = np.moveaxis(array, 0, 3)
+    geometry = geometry_of_affine(Path("held"), voxels.shape, np.diag([*spacing_mm, 1.0]))
+    source = Source(geometry, array.dtype, lambda scratch: voxels, slope=slope, inter=inter)
+    return image_of([source])
+
+
+def read_image(path: Path) -> npt.NDArray[np.float32]:
+    """Return all voxels (C, X, Y, Z) of an image."""
+    return open_image(path).whole()
 
 
 def refusal(path: Path, read: Callable[[Path], Any] = read_image) -> str:
@@ -110,7 +130,7 @@ def noise(shape: tuple[int, ...] = (20, 17, 13), seed: int = 0) -> np.ndarray:
     return (100 + waves + rng.normal(0, 15, shape)).astype(np.float32)
 
 
-READERS: tuple[Callable[[Path], Any], ...] = (read_header, read_image, read_label)
+READERS: tuple[Callable[[Path], Any], ...] = (open_image, read_image, read_label)
 MAX_BYTES = 2**22
 """What reading a small file may allocate for an array, whatever its header claims."""
 
@@ -119,21 +139,22 @@ def read_or_refuse(path: Path) -> None:
     """Read a volume in every way: that works, with numbers that make sense, or is refused."""
     for read in READERS:
         try:
-            volume = read(path)
+            found = read(path)
         except VolumeError as error:
             assert "\n" not in str(error) and str(path.parent) in str(error)
             continue
-        header = volume if read is read_header else volume.header
-        assert np.isfinite(header.affine).all() and min(header.spacing_mm) > 0
-        assert same_grid(header, header) is None
-        if read is not read_header:
-            assert volume.array.shape[-3:] == header.shape
-            assert volume.array.nbytes <= MAX_BYTES and np.isfinite(volume.array).all()
-        if read is not read_image and np.prod(header.shape) < 1000:
-            labels = np.zeros(header.shape, np.uint8)
+        geometry = open_image(path).geometry
+        assert np.isfinite(geometry.affine).all() and min(geometry.spacing_mm) > 0
+        assert same_grid(geometry, geometry) is None
+        if read is not open_image:
+            array = found if read is read_image else found.array
+            assert array.shape[-3:] == geometry.shape
+            assert array.nbytes <= MAX_BYTES
+        if read is not read_image and np.prod(geometry.shape) < 1000:
+            labels = np.zeros(geometry.shape, np.uint8)
             labels[-1, 0, 0] = 1
             written = path.with_name("seg.nii")
-            write_label(written, labels, header)
+            write_label(written, labels, geometry)
             label = read_label(written)
-            assert same_grid(label.header, header) is None
+            assert same_grid(label.geometry, geometry) is None
             assert np.array_equal(label.array, labels)

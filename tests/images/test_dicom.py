@@ -11,9 +11,7 @@ from tests.images.dicom_series import change, in_order, write_series, write_slic
 from tests.images.samples import refusal, write_json
 from unet3d.datasets.dataset import load_dataset
 from unet3d.errors import VolumeError
-from unet3d.images.dicom import open_series
-from unet3d.images.header import read_header
-from unet3d.images.nifti import open_channels, read_image
+from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
 from unet3d.memory import host
 from unet3d.preparation.check import check_dataset
@@ -27,26 +25,25 @@ def series(tmp_path):
 
 
 def test_other_files_of_the_folder_are_left_out(series):
-    whole = read_image(series)
+    whole = open_image(series)
     (series / "notes.txt").write_text("not DICOM")
     (series / ".hidden").write_bytes(bytes(128) + b"DICM")
     (series / "DICOMDIR").write_bytes(bytes(128) + b"DICM")
     (series / "thumbnails").mkdir()
-    again = read_image(series)
-    np.testing.assert_array_equal(again.array, whole.array)
-    np.testing.assert_array_equal(whole.array[0], ARRAY)
-    assert whole.header.shape == (5, 4, 6) and whole.header.spacing_mm == (0.7, 0.8, 2.5)
+    again = open_image(series)
+    np.testing.assert_array_equal(again.whole(), whole.whole())
+    np.testing.assert_array_equal(whole.whole()[0], ARRAY)
+    assert whole.geometry.shape == (5, 4, 6) and whole.geometry.spacing_mm == (0.7, 0.8, 2.5)
 
 
 def test_headers_are_read_without_pixels(series):
     slices = in_order(series)
     cut = slices[2].read_bytes()
-    header = read_header(series)
-    assert header.shape == (5, 4, 6)
-    opened = open_series(series)
+    image = open_image(series)
+    assert image.geometry.shape == (5, 4, 6)
     slices[2].write_bytes(cut[:-20])
     with pytest.raises(VolumeError, match=f"{slices[2].name}: it has changed; run again"):
-        opened.voxels.read(Scratch(), "reading")
+        image.load()
 
 
 @pytest.mark.parametrize("ending", ["", ".dcm", ".12"])
@@ -55,7 +52,7 @@ def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
     slices = [path.rename(f"{path}{ending}") for path in in_order(series)]
     for name in ("README", "LICENSE", "notes.txt", "scan.json", "list.csv", "protocol.xml"):
         (series / name).write_text("not DICOM")
-    assert read_header(series).shape == (5, 4, 6)
+    assert open_image(series).geometry.shape == (5, 4, 6)
     for number in (0, 3, 5):  # the last one leaves no gap
         whole = slices[number].read_bytes()
         for content, said in (
@@ -71,7 +68,7 @@ def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
             line = refusal(series)
             assert said in line and slices[number].name in line
         slices[number].write_bytes(whole)
-    assert read_header(series).shape == (5, 4, 6)
+    assert open_image(series).geometry.shape == (5, 4, 6)
 
 
 def test_slices_that_are_missing_or_twice_there_are_named(series):
@@ -124,10 +121,10 @@ def test_a_slice_that_does_not_belong_to_the_others_is_named(series, number, cha
 
 def test_rounded_positions_are_even_and_no_tilt(series):
     change(in_order(series)[2], ImagePositionPatient=[0.05, 0, 5.05])
-    assert read_header(series).spacing_mm == (0.7, 0.8, 2.5)
+    assert open_image(series).geometry.spacing_mm == (0.7, 0.8, 2.5)
     short = write_series(series.with_name("short"), ARRAY[:, :, :3])
     change(in_order(short)[2], ImagePositionPatient=[0.05, 0, 5])
-    assert read_header(short).shape == (5, 4, 3)
+    assert open_image(short).geometry.shape == (5, 4, 3)
 
 
 def test_slices_may_be_scaled_each_on_its_own(tmp_path):
@@ -136,7 +133,7 @@ def test_slices_may_be_scaled_each_on_its_own(tmp_path):
     for number, path in enumerate(in_order(series)):
         change(path, RescaleSlope=0.5 + number / 8, RescaleIntercept=0)
         expected[:, :, number] *= 0.5 + number / 8
-    np.testing.assert_array_equal(read_image(series).array[0], expected.astype(np.float32))
+    np.testing.assert_array_equal(open_image(series).whole()[0], expected.astype(np.float32))
 
 
 def test_memory_is_counted_before_pixels_are_read(series, monkeypatch):
@@ -159,9 +156,9 @@ def test_a_data_set_may_have_folders_of_slices(tmp_path):
 @pytest.mark.parametrize("is_memory", [True, False])
 def test_slices_are_stacked_in_memory_or_on_a_disk(series, tmp_path, is_memory):
     (tmp_path / "disk").mkdir()
-    image = open_channels([series], Scratch(None if is_memory else tmp_path / "disk"))
-    np.testing.assert_array_equal(image.voxels.whole()[0], ARRAY)
-    planes = image.voxels.on_device(1, slice(1, 3), torch.device("cpu"))
+    image = open_image(series, Scratch(None if is_memory else tmp_path / "disk"))
+    np.testing.assert_array_equal(image.whole()[0], ARRAY)
+    planes = image.on_device(image.planes(1, slice(1, 3)), torch.device("cpu"))
     np.testing.assert_array_equal(planes[0], ARRAY[:, 1:3])
     assert (str(tmp_path) in Path("/proc/self/maps").read_text()) != is_memory
     assert not list((tmp_path / "disk").iterdir())

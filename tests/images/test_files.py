@@ -14,8 +14,8 @@ from unet3d.images.files import (
     stands_for_volume,
     volume_stem,
 )
-from unet3d.images.header import read_header
-from unet3d.images.nifti import read_image, read_label, write_label
+from unet3d.images.image import open_image
+from unet3d.images.labels import read_label, write_label
 
 ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
 
@@ -41,9 +41,9 @@ def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, suffixes, kin
     for path in both:
         assert members(path) == both
         assert stands_for_volume(path) == (path == both[0])
-        np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+        np.testing.assert_array_equal(open_image(path).whole()[0], ARRAY)
         np.testing.assert_array_equal(read_label(path).array, ARRAY)
-        assert read_header(path).spacing_mm == (2, 3, 4)
+        assert open_image(path).geometry.spacing_mm == (2, 3, 4)
 
 
 def test_pairs_whose_names_differ_by_case_alone_are_kept_apart(tmp_path):
@@ -59,7 +59,7 @@ def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path):
         path.write_bytes(b"something")
         assert members(path) == (path,)
         assert stands_for_volume(path)
-        assert f"lacks its partner half.{partner}; a pair needs" in refusal(path, read_header)
+        assert f"lacks its partner half.{partner}; a pair needs" in refusal(path, open_image)
         path.unlink()
 
 
@@ -68,9 +68,9 @@ def test_files_are_read_and_written_in_any_case_of_letters(tmp_path, suffix):
     gz = suffix.lower().endswith(".gz")
     nib.save(nib.Nifti1Image(ARRAY, np.eye(4)), tmp_path / ("a.nii.gz" if gz else "a.nii"))
     path = next(tmp_path.iterdir()).rename(tmp_path / f"scan{suffix}")
-    np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+    np.testing.assert_array_equal(open_image(path).whole()[0], ARRAY)
     label = tmp_path / f"label{suffix}"
-    write_label(label, ARRAY, read_header(path))
+    write_label(label, ARRAY, open_image(path).geometry)
     assert {*tmp_path.iterdir()} == {path, label}
     assert (label.read_bytes()[:2] == b"\x1f\x8b") == gz
     np.testing.assert_array_equal(read_label(label).array, ARRAY)
@@ -83,13 +83,13 @@ def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
     plain = tmp_path / f"new{suffix.lower()}"
     nib.save(nib.MGHImage(ARRAY.astype(np.int32), np.eye(4)), plain)
     path = plain.rename(tmp_path / f"scan{suffix}")
-    np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+    np.testing.assert_array_equal(open_image(path).whole()[0], ARRAY)
 
 
 def test_analyze_files_are_refused(tmp_path):
     nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
     (tmp_path / "old.img").rename(tmp_path / "old.IMG")
-    assert "old.hdr is in the Analyze 7.5 format" in refusal(tmp_path / "old.hdr", read_header)
+    assert "old.hdr is in the Analyze 7.5 format" in refusal(tmp_path / "old.hdr", open_image)
 
 
 def test_a_name_is_found_whatever_the_case_of_its_ending(tmp_path):

@@ -9,8 +9,8 @@ import SimpleITK as sitk
 
 from tests.images.dicom_series import write_series
 from tests.images.samples import refusal
-from unet3d.images.header import read_header
-from unet3d.images.nifti import open_channels, read_image, read_label, write_label
+from unet3d.images.image import open_image
+from unet3d.images.labels import read_label, write_label
 
 ARRAY = np.random.default_rng(0).integers(-1000, 3000, (4, 5, 6)).astype(np.int16)
 SPACING_MM = (0.7, 0.8, 2.5)
@@ -54,9 +54,9 @@ def canonical(array, affine):
 def compare(volume, affine):
     """Compare a volume with the one that nibabel makes of the same array."""
     expected = canonical(ARRAY, affine)
-    np.testing.assert_array_equal(volume.array[0], expected.get_fdata())
-    np.testing.assert_allclose(volume.header.affine, expected.affine, atol=1e-5)
-    np.testing.assert_allclose(volume.header.spacing_mm, expected.header.get_zooms(), rtol=1e-6)
+    np.testing.assert_array_equal(volume.whole()[0], expected.get_fdata())
+    np.testing.assert_allclose(volume.geometry.affine, expected.affine, atol=1e-5)
+    np.testing.assert_allclose(volume.geometry.spacing_mm, expected.header.get_zooms(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("affine", AFFINES)
@@ -64,16 +64,16 @@ def test_it_lies_where_nibabel_and_simpleitk_say(tmp_path, affine):
     labels = (ARRAY > 1000).astype(np.uint8)
     for name in ("scan.nrrd", "scan.mha", "scan.mhd"):
         path = write_itk(tmp_path / name, ARRAY, affine)
-        volume = read_image(path)
+        volume = open_image(path)
         compare(volume, affine)
         # A segmentation lies voxel on voxel on the scan, for SimpleITK too.
         ras = np.asanyarray(canonical(labels, affine).dataobj)
-        write_label(tmp_path / "seg.nii.gz", ras, volume.header)
+        write_label(tmp_path / "seg.nii.gz", ras, volume.geometry)
         scan = sitk.ReadImage(str(path))
         # Its axes as they are stored are those of SimpleITK, in reverse.
-        stored = open_channels([path]).as_stored()
-        np.testing.assert_array_equal(stored.voxels.whole()[0].T, sitk.GetArrayFromImage(scan))
-        assert stored.header.exact_mm == scan.GetSpacing()
+        stored = open_image(path).as_stored()
+        np.testing.assert_array_equal(stored.whole()[0].T, sitk.GetArrayFromImage(scan))
+        assert stored.geometry.spacing_mm == scan.GetSpacing()
         written = sitk.ReadImage(str(tmp_path / "seg.nii.gz"))
         np.testing.assert_array_equal(
             sitk.GetArrayFromImage(written), sitk.GetArrayFromImage(scan) > 1000
@@ -87,25 +87,25 @@ def test_it_lies_where_nibabel_and_simpleitk_say(tmp_path, affine):
 @pytest.mark.parametrize("affine", AFFINES)
 def test_slices_lie_where_their_positions_say(tmp_path, affine):
     folder = write_series(tmp_path / "series", ARRAY, affine)
-    volume = read_image(folder)
+    volume = open_image(folder)
     compare(volume, affine)
     # Slices follow each other along the vector product of row and column, as GDCM has them.
     along = 1 if np.linalg.det(affine) > 0 else -1
-    stored = open_channels([folder]).as_stored()
-    np.testing.assert_array_equal(stored.voxels.whole()[0], ARRAY[..., ::along])
-    np.testing.assert_allclose(stored.header.affine[:3, 2], along * affine[:3, 2], atol=1e-6)
+    stored = open_image(folder).as_stored()
+    np.testing.assert_array_equal(stored.whole()[0], ARRAY[..., ::along])
+    np.testing.assert_allclose(stored.geometry.affine[:3, 2], along * affine[:3, 2], atol=1e-6)
     labels = np.asanyarray(canonical((ARRAY > 1000).astype(np.uint8), affine).dataobj)
-    write_label(tmp_path / "seg.nii.gz", labels, volume.header)
+    write_label(tmp_path / "seg.nii.gz", labels, volume.geometry)
     written = nib.load(tmp_path / "seg.nii.gz")
     assert int(written.header["qform_code"]) == int(written.header["sform_code"]) == 1
     np.testing.assert_array_equal(written.get_fdata(), ARRAY[..., ::along] > 1000)
-    np.testing.assert_allclose(written.affine, stored.header.affine, atol=1e-5)
+    np.testing.assert_allclose(written.affine, stored.geometry.affine, atol=1e-5)
 
 
 def test_what_is_no_volume_is_refused(tmp_path):
     (tmp_path / "scan.txt").write_text("no scan")
-    said = refusal(tmp_path / "scan.txt", read_header)
+    said = refusal(tmp_path / "scan.txt", open_image)
     assert "scan.txt is not named like a volume" in said and ".nrrd, .mha" in said
-    assert "is a folder without DICOM slices" in refusal(tmp_path, read_header)
+    assert "is a folder without DICOM slices" in refusal(tmp_path, open_image)
     (tmp_path / "IM1").write_bytes(bytes(128) + b"DICM")
-    assert "IM1 is one DICOM file; name the folder" in refusal(tmp_path / "IM1", read_header)
+    assert "IM1 is one DICOM file; name the folder" in refusal(tmp_path / "IM1", open_image)

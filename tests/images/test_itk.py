@@ -20,8 +20,9 @@ from tests.images.itk_headers import ARRAY, META, NRRD, VOXELS, meta_bytes, nrrd
 from tests.images.samples import read_or_refuse, refusal
 from tests.mutations import property_test
 from unet3d.images.files import members, stands_for_volume
-from unet3d.images.header import read_header, shear_warning
-from unet3d.images.nifti import read_image, read_label
+from unet3d.images.geometry import shear_warning
+from unet3d.images.image import open_image
+from unet3d.images.labels import read_label
 from unet3d.preparation.cache import Cache
 
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
@@ -34,8 +35,8 @@ def test_every_type_is_what_simpleitk_wrote(tmp_path, name):
         image = sitk.GetImageFromArray(np.ascontiguousarray(ARRAY.T).astype(dtype))
         for is_packed in (False, True):
             sitk.WriteImage(image, str(tmp_path / name), useCompression=is_packed)
-            image_read, label_read = read_image(tmp_path / name), read_label(tmp_path / name)
-            np.testing.assert_array_equal(image_read.array[0], found, err_msg=dtype)
+            image_read, label_read = open_image(tmp_path / name), read_label(tmp_path / name)
+            np.testing.assert_array_equal(image_read.whole()[0], found, err_msg=dtype)
             np.testing.assert_array_equal(label_read.array, found, err_msg=dtype)
 
 
@@ -51,13 +52,13 @@ def test_every_space_of_nrrd_is_turned_to_ras(tmp_path):
         affine = np.diag([*np.multiply((0.7, 0.8, 3), signs), 1])
         affine[:3, 3] = np.multiply((1, 2, 3), signs)
         expected = nib.as_closest_canonical(nib.Nifti1Image(ARRAY, affine))
-        volume = read_image(path)
-        np.testing.assert_allclose(volume.header.affine, expected.affine, atol=1e-6)
-        np.testing.assert_array_equal(volume.array[0], expected.get_fdata())
+        volume = open_image(path)
+        np.testing.assert_allclose(volume.geometry.affine, expected.affine, atol=1e-6)
+        np.testing.assert_array_equal(volume.whole()[0], expected.get_fdata())
 
 
 def test_other_spellings_of_nrrd_are_the_same_volume(tmp_path):
-    expected = read_image(written(tmp_path / "a.nrrd", nrrd_bytes()))
+    expected = open_image(written(tmp_path / "a.nrrd", nrrd_bytes()))
     parts = gzip.compress(VOXELS[:50]) + gzip.compress(VOXELS[50:])
     for content in (
         nrrd_bytes(endian="big", voxels=ARRAY.astype(">i2").tobytes(order="F")),
@@ -67,14 +68,14 @@ def test_other_spellings_of_nrrd_are_the_same_volume(tmp_path):
         nrrd_bytes().replace(b"\n", b"\r\n", 12),
         nrrd_bytes(content="a: b\ntype:=float", voxels=VOXELS + b"and a tail"),
     ):
-        volume = read_image(written(tmp_path / "SCAN.NRRD", content))
-        np.testing.assert_array_equal(volume.array, expected.array)
-        np.testing.assert_array_equal(volume.header.affine, expected.header.affine)
+        volume = open_image(written(tmp_path / "SCAN.NRRD", content))
+        np.testing.assert_array_equal(volume.whole(), expected.whole())
+        np.testing.assert_array_equal(volume.geometry.affine, expected.geometry.affine)
 
 
 def test_other_spellings_of_metaimage_are_the_same_volume(tmp_path):
-    expected = read_image(written(tmp_path / "a.mha", meta_bytes()))
-    np.testing.assert_allclose(expected.header.affine[:3, 3], (-1 - 2 * 0.7, -2 - 3 * 0.8, 3))
+    expected = open_image(written(tmp_path / "a.mha", meta_bytes()))
+    np.testing.assert_allclose(expected.geometry.affine[:3, 3], (-1 - 2 * 0.7, -2 - 3 * 0.8, 3))
     for content in (
         meta_bytes(BinaryDataByteOrderMSB="True", voxels=ARRAY.astype(">i2").tobytes(order="F")),
         meta_bytes(BinaryDataByteOrderMSB=None, ElementByteOrderMSB="False"),
@@ -87,9 +88,9 @@ def test_other_spellings_of_metaimage_are_the_same_volume(tmp_path):
         meta_bytes(ElementSpacing="0.07 0.08 0.3", Offset="0.1 0.2 0.3", DistanceUnits="cm"),
         meta_bytes().replace(b"\n", b"\r\n", 11),
     ):
-        volume = read_image(written(tmp_path / "SCAN.MHA", content))
-        np.testing.assert_array_equal(volume.array, expected.array)
-        np.testing.assert_allclose(volume.header.affine, expected.header.affine, rtol=1e-12)
+        volume = open_image(written(tmp_path / "SCAN.MHA", content))
+        np.testing.assert_array_equal(volume.whole(), expected.whole())
+        np.testing.assert_allclose(volume.geometry.affine, expected.geometry.affine, rtol=1e-12)
 
 
 def test_header_and_voxels_of_a_metaimage_are_one_volume(tmp_path):
@@ -99,8 +100,8 @@ def test_header_and_voxels_of_a_metaimage_are_one_volume(tmp_path):
     voxels = written(tmp_path / "its voxels.raw", VOXELS)
     assert members(path) == (path, voxels) and stands_for_volume(path)
     assert not stands_for_volume(voxels)
-    expected = read_image(written(tmp_path / "b.mha", meta_bytes()))
-    np.testing.assert_array_equal(read_image(path).array, expected.array)
+    expected = open_image(written(tmp_path / "b.mha", meta_bytes()))
+    np.testing.assert_array_equal(open_image(path).whole(), expected.whole())
     store = Cache(tmp_path / "cache")
     before = store.digest(path)
     written(voxels, VOXELS[::-1])
@@ -109,8 +110,8 @@ def test_header_and_voxels_of_a_metaimage_are_one_volume(tmp_path):
 
 def test_units_of_length_count(tmp_path):
     path = written(tmp_path / "a.nrrd", nrrd_bytes(space_units='"um" "um" "um"'))
-    assert read_header(path).spacing_mm == (0.0007, 0.0008, 0.003)
-    np.testing.assert_allclose(read_header(path).affine[2, 3], 0.003)
+    assert open_image(path).geometry.spacing_mm == (0.0007, 0.0008, 0.003)
+    np.testing.assert_allclose(open_image(path).geometry.affine[2, 3], 0.003)
 
 
 def test_an_orientation_that_is_not_stated_is_warned_about(tmp_path, caplog):
@@ -121,13 +122,14 @@ def test_an_orientation_that_is_not_stated_is_warned_about(tmp_path, caplog):
         ("c.nrrd", nrrd_bytes(space=None)),
         ("d.mha", meta_bytes(TransformMatrix=None)),
     ):
-        assert read_header(written(tmp_path / name, content)).spacing_mm == (0.7, 0.8, 3)
+        assert open_image(written(tmp_path / name, content)).geometry.spacing_mm == (0.7, 0.8, 3)
         assert f"{name} does not state its orientation" in caplog.text
 
 
 def test_sheared_axes_are_those_of_a_nifti_file(tmp_path):
     directions = "(0.7,0,0) (0,0.8,0.3) (0,0,3)"
-    header = read_header(written(tmp_path / "a.nrrd", nrrd_bytes(space_directions=directions)))
+    path = written(tmp_path / "a.nrrd", nrrd_bytes(space_directions=directions))
+    header = open_image(path).geometry
     assert "miss a right angle by 20.6 degrees" in (shear_warning(header) or "")
     np.testing.assert_allclose(header.affine[:3, 1], (0, 0.8, -0.3), atol=1e-12)
 
@@ -170,10 +172,10 @@ def test_what_is_no_nrrd_volume_is_refused(tmp_path):
         (nrrd_bytes(space_directions=None, spacings=None), "its spacing is ''"),
         (nrrd_bytes(voxels=VOXELS[:-1]), "it is damaged or incomplete"),
         (nrrd_bytes(voxels=VOXELS + bytes(2**21)), "goes on for more than"),
-        (packed(gz[:-1]), "end before their checksum"),
-        (packed(gzip.compress(VOXELS + b"x")), "unpacks to more than"),
+        (packed(gz[:-1]), "Compressed file ended before"),
+        (packed(gzip.compress(VOXELS + bytes(2**21))), "goes on for more than"),
         (packed(VOXELS), "cannot read"),
-        (packed(flipped), "Incorrect checksum"),
+        (packed(flipped), "CRC check failed"),
     ):
         assert reason in refusal(written(tmp_path / "a.nrrd", content))
     halves = nrrd_bytes(type="float", voxels=(ARRAY / 2).astype("f4").tobytes(order="F"))
@@ -210,15 +212,18 @@ def test_what_is_no_metaimage_is_refused(tmp_path):
         (meta_bytes(ElementDataFile="slice%03d.raw 1 5 1"), "only one file in the same folder"),
         (meta_bytes(VOXELS[:-1]), "it is damaged or incomplete"),
         (meta_bytes(VOXELS + bytes(2**21)), "goes on for more than"),
-        (meta_bytes(zlib.compress(VOXELS)[:-1], CompressedData="True"), "before their checksum"),
-        (meta_bytes(zlib.compress(VOXELS + b"x"), CompressedData="True"), "unpacks to more than"),
+        (
+            meta_bytes(zlib.compress(VOXELS)[:-1], CompressedData="True"),
+            "ended before its checksum",
+        ),
+        (meta_bytes(zlib.compress(VOXELS + bytes(2**21)), CompressedData="True"), "goes on for"),
         (meta_bytes(bytes(packed), CompressedData="True"), "cannot read"),
     ):
         assert reason in refusal(written(tmp_path / "a.mha", content))
 
 
 def test_simpleitk_is_imported_only_for_files_that_need_it():
-    code = "import sys, unet3d.images.formats, unet3d.cli.app; print('SimpleITK' in sys.modules)"
+    code = "import sys, unet3d.images.image, unet3d.cli.app; print('SimpleITK' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 

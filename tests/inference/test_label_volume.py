@@ -8,7 +8,7 @@ import torch
 from tests.images.orientations import ORIENTATIONS, turn_to
 from tests.networks import random_checkpoint
 from unet3d.datasets.classes import Region
-from unet3d.images.header import read_header
+from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.preparation.cropping import Box, whole_box
@@ -24,7 +24,7 @@ HALF = np.finfo(np.float16).eps
 
 def header_of(codes, folder):
     """Return the header of a file with its axes in some order and direction."""
-    return read_header(write_oriented(np.zeros(SHAPE, np.uint8), codes, folder))
+    return open_image(write_oriented(np.zeros(SHAPE, np.uint8), codes, folder)).geometry
 
 
 def write_oriented(array, codes, folder):

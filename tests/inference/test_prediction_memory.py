@@ -17,8 +17,7 @@ from tests.command_line import in_a_process
 from tests.images.samples import write_volume
 from tests.networks import random_checkpoint
 from unet3d.config import InferenceSettings
-from unet3d.images.header import read_header
-from unet3d.images.nifti import unpacked_bytes
+from unet3d.images.image import open_image
 from unet3d.inference.prediction_memory import prediction_memory
 from unet3d.runs.checkpoint import save_checkpoint
 
@@ -29,8 +28,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 def planned(path, network, device=CPU, gpu_bytes=0, settings=AUTO, count=1, precision=None):
     precision = precision or ("bfloat16" if device == GPU else "float32")
     return prediction_memory(
-        read_header(path),
-        unpacked_bytes([path]),
+        open_image(path),
         [network] * count,
         [settings] * count,
         device,

@@ -11,7 +11,7 @@ from tests.networks import place, random_checkpoint
 from tests.parallel.cpu_graphs import CpuGraphPool
 from unet3d.config import InferenceSettings
 from unet3d.errors import DoesNotFitError
-from unet3d.images.nifti import open_channels
+from unet3d.images.image import open_image
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
 from unet3d.inference.replicated import ReplicatedNetwork
@@ -87,7 +87,7 @@ def test_the_device_whose_memory_runs_out_is_named():
 
 @pytest.fixture
 def image(tmp_path):
-    return open_channels([write_volume(tmp_path / "volume.nii", noise(SHAPE))])
+    return open_image([write_volume(tmp_path / "volume.nii", noise(SHAPE))])
 
 
 def network_of(*changes, **more):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.images.samples import noise, write_volume
 from unet3d.errors import ConfigError, ResultExistsError, VolumeError
-from unet3d.images.header import read_header
+from unet3d.images.image import open_image
 from unet3d.inference.scan_search import find_scans, refuse_existing
 from unet3d.inference.scans import Wanted, read_scan, write_segmentation
 
@@ -144,7 +144,7 @@ def test_output_is_a_file_or_a_folder(tmp_path):
     ):
         (scan,) = find_scans([path], tmp_path / given, 1, Wanted()).to_segment
         assert scan.output == tmp_path / given / inside
-        write_segmentation(scan, np.ones((4, 5, 6), np.uint8), read_header(path))
+        write_segmentation(scan, np.ones((4, 5, 6), np.uint8), open_image(path).geometry)
         assert scan.output.is_file()
 
 

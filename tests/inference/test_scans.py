@@ -10,8 +10,8 @@ import pytest
 
 from tests.images.samples import noise, write_volume
 from unet3d.errors import ResultExistsError, VolumeError
-from unet3d.images.header import read_header
-from unet3d.images.nifti import read_label
+from unet3d.images.image import open_image
+from unet3d.images.labels import read_label
 from unet3d.inference.scans import (
     Scan,
     Wanted,
@@ -25,7 +25,7 @@ from unet3d.inference.scans import (
 
 @pytest.fixture
 def header(tmp_path):
-    return read_header(write_volume(tmp_path / "scan.nii", noise((4, 4, 4))))
+    return open_image(write_volume(tmp_path / "scan.nii", noise((4, 4, 4)))).geometry
 
 
 LABELS = np.zeros((4, 4, 4), np.uint8)

@@ -19,7 +19,7 @@ from unet3d.datasets.classes import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError
-from unet3d.images.nifti import open_channels
+from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
 from unet3d.inference.image_slab import WholeImage
 from unet3d.inference.networks import Networks
@@ -29,7 +29,7 @@ from unet3d.inference.windows import Windows, longest_axis, window_starts
 
 
 def scan_of(array, folder):
-    return open_channels([write_volume(folder / "scan.nii", array)])
+    return open_image([write_volume(folder / "scan.nii", array)])
 
 
 def placed(networks, *devices, **settings):
@@ -267,7 +267,7 @@ def test_what_is_read_in_parts_is_segmented_as_in_memory(
     array = noise(shape).astype(dtype)
     array.flat[0] += 1  # of one voxel, too, something is there
     scratch = Scratch(folder) if has_scratch else None
-    scan = open_channels([write_volume(folder / name, array)], scratch)
+    scan = open_image([write_volume(folder / name, array)], scratch)
     found = place(checkpoint, inference=settings).segment(scan, scratch=scratch)
     wide = array.astype(np.float64)
     counted = wide[wide != 0]

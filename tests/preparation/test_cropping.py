@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from unet3d.images.image_voxels import ImageVoxels
+from tests.images.samples import held_image
 from unet3d.preparation.cropping import Box, inside_mask, nonzero_box, takes_much, whole_box
 
 RNG = np.random.default_rng(0)
@@ -16,13 +16,13 @@ def test_the_box_holds_all_that_is_not_zero_and_no_plane_more():
             for place in RNG.integers(0, size, (RNG.integers(1, 4), 3)):
                 image[(channel, *place)] = RNG.choice([-1.0, 1e-30, 7.0])
         places = np.argwhere(image)[:, 1:]
-        box = nonzero_box(ImageVoxels.of(image))
+        box = nonzero_box(held_image(image))
         assert box.start == tuple(places.min(0))
         assert box.stop == tuple(places.max(0) + 1)
         assert box.shape == image[0][box.slices].shape
     whole = whole_box((3, 4, 5))
     assert whole.slices == (slice(0, 3), slice(0, 4), slice(0, 5))
-    assert nonzero_box(ImageVoxels.of(np.zeros((1, 3, 4, 5), np.float32))) == whole
+    assert nonzero_box(held_image(np.zeros((1, 3, 4, 5), np.float32))) == whole
 
 
 def test_a_box_is_cut_out_of_another():
@@ -40,9 +40,9 @@ def test_what_is_enclosed_is_inside(share):
     numbered, _ = ndimage.label(np.pad(~image.any(axis=0), 1, constant_values=True))
     expected = (numbered != numbered[0, 0, 0])[1:-1, 1:-1, 1:-1]
     assert expected.sum() > image.any(axis=0).sum()  # there are holes
-    np.testing.assert_array_equal(inside_mask(ImageVoxels.of(image)), expected)
-    box = nonzero_box(ImageVoxels.of(image)).slices
-    np.testing.assert_array_equal(inside_mask(ImageVoxels.of(image).cut(box)), expected[box])
+    np.testing.assert_array_equal(inside_mask(held_image(image)), expected)
+    box = nonzero_box(held_image(image)).slices
+    np.testing.assert_array_equal(inside_mask(held_image(image).cut(box)), expected[box])
 
 
 def test_a_quarter_of_the_median_case_is_much():

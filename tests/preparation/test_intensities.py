@@ -5,17 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from tests.images.samples import noise
+from tests.images.samples import held_image, noise
 from tests.products import pairwise
 from unet3d.errors import VolumeError
-from unet3d.images import image_voxels
-from unet3d.images.image_voxels import ImageVoxels, StoredChannels
+from unet3d.images import image as image_module
 from unet3d.preparation import intensities
 from unet3d.preparation.intensities import measured
 
 
 def image_of(stored, slope=1.0, inter=0.0):
-    return ImageVoxels([StoredChannels(voxels=stored, slope=slope, inter=inter)])
+    return held_image(stored, slope, inter)
 
 
 @pairwise(
@@ -28,7 +27,7 @@ def image_of(stored, slope=1.0, inter=0.0):
 def test_extremes_mean_and_deviation_are_those_of_numpy(
     dtype, scaling, axis, piece_voxels, order, monkeypatch
 ):
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", piece_voxels)
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 2 if dtype == "?" else 100, (2, 13, 9, 7)).astype(dtype)
     stored = np.asarray(stored, order=order)
@@ -54,7 +53,7 @@ def test_extremes_mean_and_deviation_are_those_of_numpy(
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])
 def test_many_voxels_lose_no_digits(dtype, monkeypatch):
     """Added up in float32, or as squares, a large mean would hide the deviation."""
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 1000)
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 1000)
     rng = np.random.default_rng(3)
     stored = (30_000 + rng.integers(0, 3, (1, 90, 80, 70))).astype(dtype)
     (found,) = measured(image_of(stored), [None])
@@ -64,13 +63,13 @@ def test_many_voxels_lose_no_digits(dtype, monkeypatch):
 
 @pytest.mark.parametrize("value", [7, 0.1, -7.3, 1e-12, 3e38, 1234567.9])
 def test_equal_voxels_have_no_deviation_at_all(value, monkeypatch):
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 1000)
-    (found,) = measured(ImageVoxels.of(np.full((1, 31, 17, 13), value, np.float32)), [None])
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 1000)
+    (found,) = measured(held_image(np.full((1, 31, 17, 13), value, np.float32)), [None])
     assert (found.mean, found.std) == (np.float32(value), 0)
 
 
 def test_a_mask_without_voxels_has_no_intensities():
-    (found,) = measured(ImageVoxels.of(noise((1, 4, 5, 6))), [np.zeros((4, 5, 6), bool)])
+    (found,) = measured(held_image(noise((1, 4, 5, 6))), [np.zeros((4, 5, 6), bool)])
     assert (found.mean, found.std, found.lowest, found.highest) == (0, 0, [np.inf], [-np.inf])
 
 
@@ -78,7 +77,7 @@ def test_a_mask_without_voxels_has_no_intensities():
     value=[math.nan, math.inf, -math.inf, 1e39], number=[1, 3, 4913], piece_voxels=[1, 300, 2**20]
 )
 def test_every_voxel_that_is_no_number_is_counted(value, number, piece_voxels, monkeypatch):
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", piece_voxels)
     array = noise((2, 17, 17, 17)).astype(np.float64)
     wrong = np.random.default_rng(0).permutation(4913)[:number]
     array[1].reshape(-1)[wrong] = value
@@ -95,8 +94,8 @@ def test_a_slope_may_make_integers_infinite():
 
 def test_an_error_while_it_is_looked_at_arrives(monkeypatch):
     """And few of the 400 pieces are looked at: a process that ends waits for these."""
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 9)
-    image, looked = ImageVoxels.of(np.zeros((1, 400, 3, 3), np.float32)), []
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 9)
+    image, looked = held_image(np.zeros((1, 400, 3, 3), np.float32)), []
 
     def read(place):
         looked.append(place)

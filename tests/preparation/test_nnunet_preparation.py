@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.samples import held_image
 from tests.products import pairwise
-from unet3d.images.image_voxels import ImageVoxels, StoredChannels
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import PreparedImage
 from unet3d.preparation.resample import Interpolation
@@ -122,9 +122,9 @@ def our_image(image, spacing_mm, target_mm, kinds, how):
         crops_to_nonzero=True,
         interpolation=how,
     )
-    voxels = ImageVoxels([StoredChannels(voxels=image)])
+    voxels = held_image(image, spacing_mm=spacing_mm)
     box = kept_box(voxels, plan)
-    return PreparedImage(voxels.cut(box.slices), spacing_mm, plan), box
+    return PreparedImage(voxels.cut(box.slices), plan), box
 
 
 @pairwise(thick=list(THICK), orders=[(3, 0), (3, 1), (1, 1)], transpose=TRANSPOSED, grids=GRIDS)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.samples import held_image
 from unet3d.errors import VolumeError
-from unet3d.images.image_voxels import ImageVoxels, StoredChannels
 from unet3d.preparation.intensities import measured
 from unet3d.preparation.normalization import ChannelNormalization, Scaling, kind_of
 
@@ -21,7 +21,7 @@ def channel(scale=1.0):
 
 
 def normalised(array, how, inside=None):
-    image = ImageVoxels([StoredChannels(voxels=array[None])])
+    image = held_image(array[None])
     (found,) = measured(image, [inside])
     values = torch.from_numpy(array.astype(np.float32))
     mask = None if inside is None else torch.from_numpy(inside)

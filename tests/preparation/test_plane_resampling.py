@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy import ndimage
 
+from tests.images.samples import held_image
 from tests.products import pairwise
 from unet3d.errors import VolumeError
-from unet3d.images.image_voxels import ImageVoxels, StoredChannels
 from unet3d.preparation import plane_resampling
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import PreparedImage
@@ -79,7 +79,9 @@ def test_planes_are_those_of_scipy(order, shapes, axis, clips, piece_voxels, mon
     shape, spacing_mm, target_mm = shapes
     image = noise(shape, 2)
     how = Interpolation(order=order, clips=clips, thick="never")
-    prepared = PreparedImage(ImageVoxels.of(image), spacing_mm, plan(target_mm, how, [PLAIN] * 2))
+    prepared = PreparedImage(
+        held_image(image, spacing_mm=spacing_mm), plan(target_mm, how, [PLAIN] * 2)
+    )
     expected = [zoomed(one, prepared.shape, order, clips) for one in image]
     assert_planes(prepared, axis, 4, expected)
 
@@ -98,7 +100,7 @@ def test_slices_are_clipped_each_and_then_interpolated_across(across, thick_axis
     image = noise(shape)
     image *= np.linspace(0.1, 3, 7).reshape(turned((1, 1, 7)))  # each slice has its range
     how = Interpolation(across_slices=across, clips=True)
-    prepared = PreparedImage(ImageVoxels.of(image), spacing_mm, plan(turned(target_mm), how))
+    prepared = PreparedImage(held_image(image, spacing_mm=spacing_mm), plan(turned(target_mm), how))
     expected = slice_by_slice(image[0], prepared.shape, thick_axis, 3, across)
     assert_planes(prepared, axis, 3, [expected])
 
@@ -110,14 +112,13 @@ def test_ranges_are_those_of_normalised_and_masked_intensities(axis):
     stored = np.zeros((1, 18, 15, 9), np.int16)
     stored[:, 3:16, 2:13, 2:] = rng.integers(100, 200, (1, 13, 11, 7))
     stored[:, :, :, 5] += rng.integers(300, 400, (1, 18, 15)).astype(np.int16)
-    image = ImageVoxels([StoredChannels(voxels=stored)])
     how = Interpolation(across_slices=0, clips=True)
     preprocessing = plan((1.0, 0.9, 2.5), how, [ChannelNormalization(kind="z-score-inside")])
     inside = ndimage.binary_fill_holes(stored[0] != 0)
     counted = stored[0][inside].astype(np.float64)
     normal = np.where(inside, (stored[0] - counted.mean()) / counted.std(), 0)
     for thickness_mm in (5, 2):
-        prepared = PreparedImage(image, (1, 1, thickness_mm), preprocessing)
+        prepared = PreparedImage(held_image(stored, spacing_mm=(1, 1, thickness_mm)), preprocessing)
         if thickness_mm == 5:
             expected = slice_by_slice(normal, prepared.shape, 2, 3, 0)
         else:
@@ -140,9 +141,7 @@ def test_a_gpu_prepares_what_the_cpu_prepares(dtype, spacing_mm, kind):
     how = ChannelNormalization(kind=kind, low=50, high=900, mean=400, std=250)
     interpolation = Interpolation(across_slices=0, clips=True)
     preprocessing = plan((0.6, 1.3, 2.5), interpolation, [how] * 2)
-    prepared = PreparedImage(
-        ImageVoxels([StoredChannels(voxels=stored)]), spacing_mm, preprocessing
-    )
+    prepared = PreparedImage(held_image(stored, spacing_mm=spacing_mm), preprocessing)
     for axis in range(3):
         end = min(20, prepared.shape[axis])
         found = prepared.planes(axis, 1, end, GPU)
@@ -161,7 +160,7 @@ def test_a_full_gpu_is_told_once_and_other_errors_are_not_taken_for_it(monkeypat
 
     def failing(error):
         monkeypatch.setattr(torch.cuda, "device", mock.Mock(side_effect=error))
-        return PreparedImage(ImageVoxels.of(noise((8, 8, 8))), (1, 1, 1), FINE)
+        return PreparedImage(held_image(noise((8, 8, 8))), FINE)
 
     for error in FULL_GPU:
         caplog.clear()

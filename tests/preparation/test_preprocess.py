@@ -7,18 +7,19 @@ import re
 import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
-from tests.images.samples import blob_label, write_msd, write_volume
+from tests.images.samples import blob_label, held_image, write_msd, write_volume
 from unet3d.config import DataSettings
 from unet3d.datasets.dataset import load_dataset
 from unet3d.distributed import workers
 from unet3d.errors import DatasetError, VolumeError
-from unet3d.images.image_voxels import ImageVoxels
+from unet3d.images.image import Image, open_image
 from unet3d.preparation import preprocess
 from unet3d.preparation.cache import Cache
 from unet3d.preparation.normalization import ChannelNormalization
@@ -55,8 +56,8 @@ def forbid_reading(monkeypatch):
     def refuse(*_):
         raise AssertionError("a volume was read again")
 
-    for name in ("read_channels", "read_label", "open_channels"):
-        monkeypatch.setattr(preprocess, name, refuse)
+    monkeypatch.setattr(Image, "read", refuse)
+    monkeypatch.setattr(preprocess, "read_label", refuse)
     monkeypatch.setattr(hashlib, "file_digest", refuse)
 
 
@@ -166,7 +167,7 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monk
         inside.append(np.repeat(of_case, max(sizes) // size))
     expected = np.concatenate(inside)
     with monkeypatch.context() as patched:  # boxes come with the intensities
-        patched.setattr(preprocess, "open_channels", None)
+        patched.setattr(preprocess, "_find_box", None)
         plan, fingerprint = plan_preprocessing(dataset, settings)
     assert fingerprint.shapes == {(12, 14, 10)}
     (channel,) = plan.channels
@@ -236,7 +237,7 @@ def test_prepared_arrays_are_those_of_prepare_image(tmp_path, settings, monkeypa
         stored = case.image()
         assert not stored.flags.writeable and not stored.flags.owndata
         assert stored.dtype == np.float16
-        expected = prepare_image(ImageVoxels.of(image), (1, 1.5, 2), plan)
+        expected = prepare_image(held_image(image, spacing_mm=(1, 1.5, 2)), plan)
         np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=2**-11, atol=2**-25)
         np.testing.assert_array_equal(case.label(), prepare_label(label, (1, 1.5, 2), plan))
         assert case.spacing_mm == (1.2, 1.2, 1.2)
@@ -430,6 +431,8 @@ def test_nobody_waits_for_images_that_are_no_longer_wanted(tmp_path, settings, m
     reading, may_end = threading.Event(), threading.Event()
 
     def opened(images):
+        if isinstance(images, Path):  # its header
+            return open_image(images)
         assert threading.current_thread().daemon  # nor does a process that ends
         if images == dataset.cases[0].images:
             assert reading.wait(10)
@@ -437,7 +440,7 @@ def test_nobody_waits_for_images_that_are_no_longer_wanted(tmp_path, settings, m
         reading.set()
         assert may_end.wait(60)
 
-    monkeypatch.setattr(preprocess, "open_channels", opened)
+    monkeypatch.setattr(preprocess, "open_image", opened)
     monkeypatch.setattr(preprocess, "num_cores", lambda: 2)
     with pytest.raises(VolumeError, match="damaged"):
         plan_preprocessing(dataset, settings)

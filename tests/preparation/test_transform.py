@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.images.samples import held_image
 from unet3d.datasets.classes import Region
 from unet3d.errors import VolumeError
-from unet3d.images.image_voxels import ImageVoxels
 from unet3d.inputs.plain_data import validated
 from unet3d.memory import host
 from unet3d.preparation.normalization import ChannelNormalization
@@ -110,7 +110,7 @@ def test_channels_are_normalized_each_its_own_way():
     others = [ChannelNormalization(kind=kind) for kind in ("none", "z-score", "z-score-inside")]
     how = plan(ct, *others)
     before = image.copy()
-    prepared = prepare_image(ImageVoxels.of(image), (1, 1, 1), how)
+    prepared = prepare_image(held_image(image), how)
     np.testing.assert_array_equal(image, before)
     np.testing.assert_allclose(prepared[0], (np.clip(image[0], -100, 200) - 50) / 25, rtol=1e-5)
     np.testing.assert_array_equal(prepared[1], image[1])
@@ -120,7 +120,7 @@ def test_channels_are_normalized_each_its_own_way():
         z_score[: 3 * masks] = 0
         np.testing.assert_allclose(prepared[channel], z_score, atol=1e-4)
     with pytest.raises(VolumeError, match=r"has 4 channel\(s\); 2 are needed: m0, m1"):
-        prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(ct, ct))
+        prepare_image(held_image(image), plan(ct, ct))
 
 
 def test_labels_become_class_indices():
@@ -140,19 +140,22 @@ def test_labels_become_class_indices():
 
 def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 2**33)
-    image, label = ImageVoxels.of(np.ones((1, 32, 32, 32), np.float32)), np.zeros((32, 32, 32), int)
+    array, label = np.ones((1, 32, 32, 32), np.float32), np.zeros((32, 32, 32), int)
     at_one_mm = plan(spacing_mm=(1, 1, 1))
     for spacing_mm, would in {
         (1000.0, 1000.0, 1000.0): "32000x32000x32000 of 1x1x1 mm, which is far too many",
         (1.0, 1.0, 1e7): "32x32x3.2e+08 of 1x1x1 mm, which is far too many",
         (150.0, 150.0, 150.0): "4800x4800x4800 of 1x1x1 mm, which takes ",
     }.items():
-        for prepare, array in ((prepare_image, image), (prepare_label, label)):
+        for prepare in (
+            lambda mm: prepare_image(held_image(array, spacing_mm=mm), at_one_mm),
+            lambda mm: prepare_label(label, mm, at_one_mm),
+        ):
             with pytest.raises(VolumeError, match="unit in the header") as caught:
-                prepare(array, spacing_mm, at_one_mm)
+                prepare(spacing_mm)
             assert f"would become {would}" in str(caught.value)
     with pytest.raises(VolumeError, match="would become 1x1x1 of 1x1x1 mm, and nothing"):
-        prepare_image(image, (1e-3, 1e-3, 1e-3), at_one_mm)
+        prepare_image(held_image(array, spacing_mm=(1e-3, 1e-3, 1e-3)), at_one_mm)
 
 
 def test_what_becomes_infinite_is_refused():
@@ -164,12 +167,12 @@ def test_what_becomes_infinite_is_refused():
         ChannelNormalization(kind="ct", low=0, high=1, mean=0.5, std=1e-60),
     ):
         with pytest.raises(VolumeError, match="normalised intensities up to .*; scale the image"):
-            prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))
+            prepare_image(held_image(image), plan(how, spacing_mm=(0.4, 1, 1)))
 
 
 def test_the_largest_intensity_is_that_of_the_normalised_image():
     image = RNG.normal(5, 2, size=(2, 12, 11, 10)).astype(np.float32)
     image[1, 3, 4, 5] = -900
     how = ChannelNormalization(kind="z-score")
-    prepared = PreparedImage(ImageVoxels.of(image), (1, 1, 1), plan(how, how))
+    prepared = PreparedImage(held_image(image), plan(how, how))
     assert prepared.largest == pytest.approx(float(prepared.planes(0, 0, 12).abs().max()), rel=1e-6)

@@ -22,7 +22,7 @@ from unet3d.datasets.dataset import Case
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError, VolumeError
-from unet3d.images.nifti import read_label
+from unet3d.images.labels import read_label
 from unet3d.inference.evaluation import evaluate
 from unet3d.interruption import Interrupted, InterruptionRequest
 from unet3d.parallel import ParallelDims, precision

@@ -8,7 +8,7 @@ import pytest
 from tests.command_line import run as command
 from tests.images.samples import blob_label, write_msd, write_volume
 from tests.trainings import assert_same_weights, run, settings
-from unet3d.images.nifti import read_label
+from unet3d.images.labels import read_label
 from unet3d.runs.checkpoint import load_checkpoint
 
 SHAPE = (24, 24, 24)

@@ -30,8 +30,7 @@ def plan_prediction(
 
         from unet3d.config import load_config
         from unet3d.errors import VolumeError
-        from unet3d.images.header import read_header
-        from unet3d.images.nifti import unpacked_bytes
+        from unet3d.images.image import open_image
         from unet3d.inference.computing_precision import wanted_precision
         from unet3d.inference.prediction_memory import prediction_memory
         from unet3d.memory.host import available_bytes
@@ -39,7 +38,7 @@ def plan_prediction(
         from unet3d.parallel import ParallelDims, resolve_precision
 
         networks = [load_network(path) for path in checkpoints or newest_checkpoints()]
-        header, packed = read_header(scan[0]), unpacked_bytes(scan)
+        image = open_image(scan)
         if device_memory is not None:
             device = torch.device("cuda", 0)
             gpu_bytes = int(device_memory * 1024**3)
@@ -61,9 +60,7 @@ def plan_prediction(
         ]
         precisions = [precision if one == "auto" else one for one in wanted]
         try:
-            memory = prediction_memory(
-                header, packed, networks, settings, device, precisions, gpu_bytes
-            )
+            memory = prediction_memory(image, networks, settings, device, precisions, gpu_bytes)
         except VolumeError as error:
             raise VolumeError(f"{scan[0]}: {error}") from error
         record = memory.to_dict(str(device), gpu_bytes, available_bytes())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from unet3d.distributed.group import Group
-    from unet3d.images.nifti import ScanImage
+    from unet3d.images.image import Image
     from unet3d.images.scratch import Scratch
     from unet3d.inference.predictor import Predictor
     from unet3d.inference.scan_search import FoundScans
@@ -214,7 +214,7 @@ class Segmentation:
                 if found is None
                 else writing_statistics(scan, found, self._checkpoints, replaces),
             ):
-                write_segmentation(scan, labels, image.header, replaces)
+                write_segmentation(scan, labels, image.geometry, replaces)
         for path, is_written, verb, option in (
             (scan.statistics, wanted.statistics, "describe", "--statistics"),
             (scan.preview, wanted.preview, "show", "--preview"),
@@ -230,22 +230,22 @@ class Segmentation:
 
 
 def _figure(
-    scan: "Scan", image: "ScanImage", labels: "npt.NDArray[Any]", label_names: dict[int, str]
+    scan: "Scan", image: "Image", labels: "npt.NDArray[Any]", label_names: dict[int, str]
 ) -> "Figure":
-    from unet3d.images.grids import voxel_mm3
+    from unet3d.images.geometry import voxel_mm3
     from unet3d.reports.planes import Structure
     from unet3d.reports.preview import Preview, preview_figure
 
     return preview_figure(
         Preview(
             title=scan.images[0].name,
-            image=image.voxels.channel(0),
+            image=image.channel(0),
             labels=labels,
             structures=[
                 Structure(name=name, values=(value,)) for value, name in label_names.items()
             ],
-            spacing_mm=image.header.spacing_mm,
-            voxel_ml=voxel_mm3(image.header.affine) / 1000,
+            spacing_mm=image.geometry.spacing_mm,
+            voxel_ml=voxel_mm3(image.geometry.affine) / 1000,
         )
     )
 

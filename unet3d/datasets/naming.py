@@ -17,8 +17,8 @@ import numpy as np
 
 from unet3d.datasets.classes import MAX_CLASSES, MAX_LABEL_VALUE, Region
 from unet3d.errors import DatasetError, some
-from unet3d.images.header import read_header
-from unet3d.images.nifti import read_label
+from unet3d.images.image import open_source
+from unet3d.images.labels import read_label
 from unet3d.inputs.plain_data import is_printable, printable, shown
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -
     if not given:
         if not images:
             raise DatasetError(f"{path}: channel_names is empty; name each channel")
-        num_channels = sum(read_header(image).num_channels for image in images)
+        num_channels = sum(open_source(image).geometry.num_channels for image in images)
         return tuple(f"channel {channel}" for channel in range(num_channels))
     names = given if isinstance(given, (list, dict)) else [given]
     if isinstance(names, dict):

@@ -21,10 +21,14 @@ from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of, some
 from unet3d.images.dicom_elements import COMPRESSED, REMEDY, read_elements
 from unet3d.images.files import DICOM_INDEX, is_dicom_folder, members, times
-from unet3d.images.grids import is_sheared, shear_degrees
-from unet3d.images.nifti_like import stored_like_nifti
+from unet3d.images.geometry import (
+    RAS_FROM_LPS,
+    geometry_of_affine,
+    is_sheared,
+    shear_degrees,
+)
 from unet3d.images.scratch import Scratch
-from unet3d.images.stored import StoredVolume
+from unet3d.images.source import Source
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 
@@ -106,34 +110,7 @@ class Slice:
         return np.dtype(np.float32) if is_scaled else self.stored.newbyteorder("=")
 
 
-class SeriesVoxels:
-    """The voxels of slices in their order."""
-
-    slope, inter, offset, is_mapped = 1.0, 0.0, 0, False
-
-    def __init__(self, slices: Sequence[Slice]) -> None:
-        self._slices = tuple(slices)
-        self.shape = (*slices[0].shape, len(slices))
-        types = {one.dtype for one in slices}
-        is_real = any(dtype.kind == "f" for dtype in types)
-        # As an image is in the end; NumPy would take float64 for one that has integers too.
-        self.dtype = np.dtype(np.float32) if is_real else np.result_type(*types)
-
-    def read(self, scratch: Scratch, what: str) -> npt.NDArray[Any]:
-        """Return them; several threads read slices, for GDCM takes 40 ms to unpack one."""
-        voxels = scratch.empty(self.shape, self.dtype, what, "F")
-
-        def fill(number: int) -> None:
-            with np.errstate(over="ignore"):  # an infinite voxel is refused later
-                voxels[:, :, number] = read_pixels(self._slices[number])
-
-        with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as threads:
-            for _ in threads.map(fill, range(len(self._slices))):
-                pass
-        return voxels
-
-
-def open_series(folder: Path) -> StoredVolume:
+def open_series(folder: Path) -> Source:
     """Read the headers of the slices in a folder, and not their pixels.
 
     The slices of one series, in any order and under any names, or the reason why they are none.
@@ -152,7 +129,26 @@ def open_series(folder: Path) -> StoredVolume:
     _refuse_unlike(slices)
     normal = slices[0].normal
     slices.sort(key=lambda one: float(one.position @ normal))
-    return stored_like_nifti(folder, SeriesVoxels(slices), _affine(folder, slices))
+    shape = (*slices[0].shape, len(slices), 1)
+    types = {one.dtype for one in slices}
+    is_real = any(dtype.kind == "f" for dtype in types)
+    # As an image is in the end; NumPy would take float64 for one that has integers too.
+    dtype = np.dtype(np.float32) if is_real else np.result_type(*types)
+
+    def read(scratch: Scratch) -> npt.NDArray[Any]:
+        voxels = scratch.empty(shape, dtype, f"{folder}: reading {times(shape)} voxels", "F")
+
+        def fill(number: int) -> None:
+            with np.errstate(over="ignore"):  # an infinite voxel is refused later
+                voxels[:, :, number, 0] = read_pixels(slices[number])
+
+        with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as threads:  # GDCM takes 40 ms each
+            for _ in threads.map(fill, range(len(slices))):
+                pass
+        return voxels
+
+    geometry = geometry_of_affine(folder, shape, RAS_FROM_LPS @ _affine(folder, slices))
+    return Source(geometry, dtype, read, unpacked_bytes=math.prod(shape) * dtype.itemsize)
 
 
 def read_slice(path: Path) -> Slice:

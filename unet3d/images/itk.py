@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import VolumeError
-from unet3d.images.nifti_like import stored_like_nifti
-from unet3d.images.stored import StoredVolume, refuse_false_claims, refuse_irregular
+from unet3d.images.file_voxels import Packing, source_in_file
+from unet3d.images.geometry import RAS_FROM_LPS, geometry_of_affine
+from unet3d.images.source import Source, refuse_irregular
 from unet3d.images.text_headers import meta_data_file, read_text_header
-from unet3d.images.voxels import FileVoxels
 from unet3d.inputs.plain_data import printable
 
 logger = logging.getLogger(__name__)
@@ -79,11 +79,9 @@ MILLIMETRES = {
 """By the units of length that headers name; ITK takes all of them as mm."""
 
 
-def open_itk(path: Path) -> StoredVolume:
+def open_itk(path: Path) -> Source:
     """Read the header of an NRRD file or a MetaImage, not its voxels, once the file looks sound."""
     refuse_irregular(path)
-    if path.stat().st_size == 0:
-        raise VolumeError(f"{path} is empty (0 bytes)")
     is_nrrd = path.suffix.lower() == ".nrrd"
     fields, num_bytes = read_text_header(path, is_nrrd)
     _refuse_other_values(path, fields, NRRD_VALUES if is_nrrd else META_VALUES)
@@ -108,21 +106,17 @@ def open_itk(path: Path) -> StoredVolume:
     )
     is_packed = fields.get("encoding", "raw").lower() != "raw" or _is_true(fields, "compresseddata")
     start = 0 if data_file else num_bytes
-    voxels = FileVoxels(
-        data_file or path,
-        reader.GetSize(),
-        dtype.newbyteorder(">" if is_big_endian else "<"),
-        offset=0 if is_packed else start,
-        is_packed=is_packed,
-        packed_from=start,
-    )
     affine_lps = np.eye(4)
     i, j, k = (unit_mm * spacing for spacing in reader.GetSpacing())
     affine_lps[:3, :3] = np.reshape(reader.GetDirection(), (3, 3)) * (i, j, k)
     affine_lps[:3, 3] = unit_mm * np.array(reader.GetOrigin())
-    volume = stored_like_nifti(path, voxels, affine_lps, (i, j, k))
-    refuse_false_claims(path, data_file or path, volume, is_packed)
-    return volume
+    shape = (*reader.GetSize(), 1)
+    geometry = geometry_of_affine(path, shape, RAS_FROM_LPS @ affine_lps, (i, j, k))
+    dtype = dtype.newbyteorder(">" if is_big_endian else "<")
+    packing: Packing = ("gzip" if is_nrrd else "zlib") if is_packed else None
+    return source_in_file(
+        geometry, data_file or path, shape, dtype, packing=packing, packed_from=start
+    )
 
 
 def _refuse_other_values(

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from unet3d.datasets.scored_labels import EVERY_VALUE, Label, ScoredLabels, values_of
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.images.files import volume_stem
-from unet3d.images.header import same_grid
+from unet3d.images.geometry import same_grid
+from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.nifti import Volume, on_grid_of, read_label
 from unet3d.inference.label_scores import NOWHERE, TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.pairing import Pair, Pairs, find_pairs
 
@@ -209,7 +209,7 @@ def evaluate(
     return evaluation
 
 
-def read_pair(prediction_path: Path, label_path: Path) -> tuple[Volume, Volume]:
+def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelMap]:
     """Read a prediction and its label map, the prediction with its axes as the label map has them.
 
     Args:
@@ -220,13 +220,13 @@ def read_pair(prediction_path: Path, label_path: Path) -> tuple[Volume, Volume]:
         VolumeError: A file cannot be read, or the two do not lie on one grid.
     """
     prediction, label = read_label(prediction_path), read_label(label_path)
-    disagreement = same_grid(prediction.header, label.header)
+    disagreement = same_grid(prediction.geometry, label.geometry)
     if disagreement is not None:
         raise VolumeError(
             f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
             "compare a prediction with the label map of its own image"
         )
-    return on_grid_of(label.header, prediction), label
+    return on_grid_of(label.geometry, prediction), label
 
 
 def _compare(
@@ -240,7 +240,9 @@ def _compare(
         name=volume_stem(label_path),
         prediction=prediction_path,
         label=label_path,
-        scores=score_maps(prediction.array, label.array, label.header.affine, scored, tolerance_mm),
+        scores=score_maps(
+            prediction.array, label.array, label.geometry.affine, scored, tolerance_mm
+        ),
     )
 
 

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unet3d.images.header import VolumeHeader
-from unet3d.images.nifti import turned_to_ras
+from unet3d.images.geometry import Geometry
 from unet3d.images.scratch import Scratch, new_mapped
 from unet3d.inference.slab_sink import SlabSink
 from unet3d.preparation.cropping import Box
@@ -20,12 +19,12 @@ class LabelVolume(SlabSink):
     """Label values, in memory or on a disk, in the order of the scan's file."""
 
     def __init__(
-        self, header: VolumeHeader, box: Box, preprocessing: Preprocessing, scratch: Scratch
+        self, geometry: Geometry, box: Box, preprocessing: Preprocessing, scratch: Scratch
     ) -> None:
         """Make room.
 
         Args:
-            header: The scan's.
+            geometry: The scan's.
             box: The part of it that is segmented; the rest is background.
             preprocessing: Says what logits mean.
             scratch: Where the labels go.
@@ -36,11 +35,11 @@ class LabelVolume(SlabSink):
         self._preprocessing = preprocessing
         values = np.array(preprocessing.label_values)
         values = values.astype(np.min_scalar_type(values.max()))
-        what = f"{header.path}: its segmentation"
-        stored = scratch.empty(header.stored_shape, values.dtype, what, order="F")
-        if box.shape != header.shape:
+        what = f"{geometry.path}: its segmentation"
+        stored = scratch.empty(geometry.stored_shape, values.dtype, what, order="F")
+        if box.shape != geometry.shape:
             stored[...] = values[0]
-        self.array: npt.NDArray[Any] = turned_to_ras(stored, header)
+        self.array: npt.NDArray[Any] = geometry.in_ras(stored)
         """Shape (X, Y, Z)."""
         is_index = bool((values == np.arange(len(values))).all())
         convert = (lambda classes: classes) if is_index else values.__getitem__
@@ -67,13 +66,13 @@ class ProbabilityVolume(SlabSink):
     """
 
     def __init__(
-        self, path: Path, header: VolumeHeader, box: Box, preprocessing: Preprocessing
+        self, path: Path, geometry: Geometry, box: Box, preprocessing: Preprocessing
     ) -> None:
         """Make the file, and take its space.
 
         Args:
             path: Where to.
-            header: The scan's.
+            geometry: The scan's.
             box: The part of it that is segmented; the rest is background.
             preprocessing: Says what logits mean.
 
@@ -81,15 +80,15 @@ class ProbabilityVolume(SlabSink):
             OSError: The file cannot be made, or the disk is full.
         """
         self._of_regions = bool(preprocessing.regions)
-        shape = (preprocessing.num_outputs, *reversed(header.stored_shape))
+        shape = (preprocessing.num_outputs, *reversed(geometry.stored_shape))
         stored = new_mapped(path, shape, np.dtype(np.float16))
-        classes = [turned_to_ras(one.T, header)[None] for one in stored]
+        classes = [geometry.in_ras(one.T)[None] for one in stored]
         # The same memory as views (X, Y, Z) of each class, again in one array.
         strides = (stored.strides[0], *classes[0].strides[1:])
         whole = np.lib.stride_tricks.as_strided(
-            classes[0], (len(classes), *header.shape), strides, writeable=True
+            classes[0], (len(classes), *geometry.shape), strides, writeable=True
         )
-        if box.shape != header.shape:
+        if box.shape != geometry.shape:
             whole[...] = 0
             if not self._of_regions:
                 whole[0] = 1

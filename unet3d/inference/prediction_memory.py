@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
-from unet3d.images.header import VolumeHeader
+from unet3d.images.image import Image
 from unet3d.inference.averaging import adds_up_together
 from unet3d.inference.image_slab import PIECE_VOXELS
 from unet3d.inference.mirroring import mirrored_mean
@@ -119,8 +119,7 @@ class _NetworkMemory:
 
 
 def prediction_memory(
-    header: VolumeHeader,
-    packed_bytes: int,
+    image: Image,
     networks: Sequence[Checkpoint],
     settings: Sequence[InferenceSettings],
     device: torch.device,
@@ -130,8 +129,7 @@ def prediction_memory(
     """Predict the memory that a scan takes.
 
     Args:
-        header: The scan's.
-        packed_bytes: What its voxels take that are packed in their file.
+        image: The scan, of which nothing is read.
         networks: The networks, which prepare it in one way and are averaged.
         settings: The windows of each.
         device: Where they compute, one at a time; it need not exist.
@@ -142,10 +140,10 @@ def prediction_memory(
         VolumeError: Nothing of the scan would be left at the networks' spacing.
     """
     preprocessing = networks[0].preprocessing
+    geometry = image.geometry
     if preprocessing.orientation == "stored":
-        header = header.as_stored()
-    spacing_mm = preprocessing.spacing_of(header)
-    shape = visible_shape(header.shape, spacing_mm, preprocessing.spacing_mm)
+        geometry = geometry.as_stored()
+    shape = visible_shape(geometry.shape, geometry.spacing_mm, preprocessing.spacing_mm)
     on_gpu = device.type == "cuda"
     # All of them are in memory here, too, and one of them again where it computes.
     weights = max(sum(value.nbytes for value in one.model.values()) for one in networks)
@@ -160,7 +158,7 @@ def prediction_memory(
             one,
             of_one,
             size,
-            stored=header.shape,
+            stored=geometry.shape,
             shape=shape,
             device=device,
             precision=precision,
@@ -176,8 +174,8 @@ def prediction_memory(
         device_bytes=UNCOUNTED_BYTES + needed + prepared if on_gpu else 0,
         program_bytes=program,
         slab_bytes=prepared + (0 if on_gpu else needed),
-        voxel_bytes=packed_bytes,
-        label_bytes=math.prod(header.shape)
+        voxel_bytes=image.unpacked_bytes,
+        label_bytes=math.prod(geometry.shape)
         * np.min_scalar_type(max(preprocessing.label_values)).itemsize,
     )
 

@@ -14,7 +14,7 @@ from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
-from unet3d.images.nifti import ScanImage, turned_to_ras
+from unet3d.images.image import Image
 from unet3d.images.scratch import Scratch
 from unet3d.inference.diagnosis import cause_of_non_finite, excess_of
 from unet3d.inference.image_slab import CPU
@@ -133,7 +133,7 @@ class Predictor:
 
     def segment(
         self,
-        image: ScanImage,
+        image: Image,
         windows_done: WindowsDone = lambda done, total: None,
         scratch: Scratch | None = None,
         probabilities: Path | None = None,
@@ -159,19 +159,19 @@ class Predictor:
             OSError: The probabilities cannot be written.
         """
         wanted = len(self.preprocessing.channels)
-        if image.header.num_channels != wanted:
+        if image.num_channels != wanted:
             raise VolumeError(
-                f"{image.header.path} has {image.header.num_channels} channel(s) but the network "
+                f"{image.geometry.path} has {image.num_channels} channel(s) but the network "
                 f"was trained on {wanted} ({', '.join(self.preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
         seen = self._seen(image)
-        box = kept_box(seen.voxels, self.preprocessing)
+        box = kept_box(seen, self.preprocessing)
         prepared = self._prepared(seen, box)
-        labels = LabelVolume(seen.header, box, self.preprocessing, scratch or Scratch())
+        labels = LabelVolume(seen.geometry, box, self.preprocessing, scratch or Scratch())
         results: list[LabelVolume | ProbabilityVolume] = [labels]
         if probabilities is not None:
-            results.append(ProbabilityVolume(probabilities, seen.header, box, self.preprocessing))
+            results.append(ProbabilityVolume(probabilities, seen.geometry, box, self.preprocessing))
         try:
             self._fill(results, prepared, box.shape, windows_done)
         except NonFiniteLogitsError as error:
@@ -182,15 +182,15 @@ class Predictor:
                 self._placed.precision,
             )
             raise VolumeError(
-                f"{image.header.path} cannot be segmented: {error}; {cause}"
+                f"{image.geometry.path} cannot be segmented: {error}; {cause}"
             ) from error
         except VolumeError as error:
-            raise VolumeError(f"{image.header.path}: {error}") from error
+            raise VolumeError(f"{image.geometry.path}: {error}") from error
         del prepared  # components take memory, too
         keep_largest(labels.array[box.slices], self._rules)
-        return labels.array if seen is image else turned_to_ras(labels.array, image.header)
+        return labels.array if seen is image else image.geometry.in_ras(labels.array)
 
-    def join(self, image: ScanImage) -> None:
+    def join(self, image: Image) -> None:
         """Compute with other ranks what :meth:`segment` returns in one of them; keep nothing.
 
         The windows' size must be known, because only the other rank could look for one that fits.
@@ -204,28 +204,24 @@ class Predictor:
             RuntimeError: The settings leave the windows' size open.
         """
         seen = self._seen(image)
-        self._logits.join(self._prepared(seen, kept_box(seen.voxels, self.preprocessing)))
+        self._logits.join(self._prepared(seen, kept_box(seen, self.preprocessing)))
 
-    def _seen(self, image: ScanImage) -> ScanImage:
+    def _seen(self, image: Image) -> Image:
         """Return an image with its axes as the networks see them."""
         return image.as_stored() if self.preprocessing.orientation == "stored" else image
 
-    def _prepared(self, image: ScanImage, box: Box) -> "_Prepared":
+    def _prepared(self, image: Image, box: Box) -> "_Prepared":
         try:
-            found = PreparedImage(
-                image.voxels.cut(box.slices),
-                self.preprocessing.spacing_of(image.header),
-                self.preprocessing,
-            )
+            found = PreparedImage(image.cut(box.slices), self.preprocessing)
             num_kept = PLANES_KEPT if self._logits.takes_turns(found.shape) else 0
             prepared = _Prepared(found, num_kept)
         except VolumeError as error:
-            raise VolumeError(f"{image.header.path}: {error}") from error
+            raise VolumeError(f"{image.geometry.path}: {error}") from error
         excess = excess_of(prepared.largest)
         if excess is not None:
             raise VolumeError(
-                f"{image.header.path} cannot be segmented: {excess}; look for voxels that are far "
-                "from all others"
+                f"{image.geometry.path} cannot be segmented: {excess}; look for voxels that are "
+                "far from all others"
             )
         return prepared
 

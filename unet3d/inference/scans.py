@@ -16,9 +16,9 @@ from unet3d.atomic import creating, make_folder, replacing
 from unet3d.datasets.classes import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
 from unet3d.images.files import members, volume_stem
-from unet3d.images.grids import voxel_mm3
-from unet3d.images.header import VolumeHeader, shear_warning
-from unet3d.images.nifti import ScanImage, open_channels, write_label
+from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3
+from unet3d.images.image import Image, open_image
+from unet3d.images.labels import write_label
 from unet3d.images.scratch import Scratch
 
 logger = logging.getLogger(__name__)
@@ -90,28 +90,29 @@ def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
     return found
 
 
-def read_scan(scan: Scan, scratch: Scratch | None = None) -> ScanImage:
-    """Open the image of a scan, with all its channels; packed voxels go to ``scratch``."""
-    image = open_channels(scan.images, scratch)
-    warning = shear_warning(image.header)
+def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
+    """Read the image of a scan, with all its channels; packed voxels go to ``scratch``."""
+    image = open_image(scan.images, scratch)
+    image.load()
+    warning = shear_warning(image.geometry)
     if warning is not None:
         logger.warning("%s", warning)
     return image
 
 
 def write_segmentation(
-    scan: Scan, labels: npt.NDArray[Any], header: VolumeHeader, overwrite: bool = False
+    scan: Scan, labels: npt.NDArray[Any], geometry: Geometry, overwrite: bool = False
 ) -> None:
-    """Write label values (X, Y, Z) as a scan's segmentation, on the grid of its header."""
+    """Write label values (X, Y, Z) as a scan's segmentation, on the grid of its geometry."""
     _make_folder_of(scan.output)
     try:
-        write_label(scan.output, labels, header, overwrite)
+        write_label(scan.output, labels, geometry, overwrite)
     except FileExistsError as error:
         raise _appeared(scan.output) from error
 
 
 def label_statistics(
-    labels: npt.NDArray[Any], image: ScanImage, label_names: dict[int, str]
+    labels: npt.NDArray[Any], image: Image, label_names: dict[int, str]
 ) -> dict[str, Any]:
     """Return volume and intensity of each label, of label values (X, Y, Z) on the image's grid.
 
@@ -121,14 +122,14 @@ def label_statistics(
     """
     from scipy.ndimage import find_objects  # takes a third of a second, and few ask for it
 
-    voxel_ml = voxel_mm3(image.header.affine) / 1000
+    voxel_ml = voxel_mm3(image.geometry.affine) / 1000
     statistics: dict[str, Any] = {}
     names = Counter(label_names.values())
     # By the place of their values, which may be large: memory grows with the largest.
     values = sorted({0, *label_names})
     classes = class_indices(labels, values)
     boxes = dict(zip(values, [None, *find_objects(classes, len(values) - 1)], strict=True))
-    channels = [image.voxels.channel(number) for number in range(image.voxels.num_channels)]
+    channels = [image.channel(number) for number in range(image.num_channels)]
     for value, name in label_names.items():
         box = boxes[value]
         count = 0

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from unet3d.images.nifti import ScanImage, unpacked_bytes
+from unet3d.images.image import Image, open_image
 from unet3d.images.scratch import Scratch
 from unet3d.inference.scans import Scan, read_scan, stamps
 from unet3d.inputs.ahead import ahead
@@ -19,7 +19,7 @@ MEMORY_SHARE = 1 / 4
 class ReadScan:
     """A scan that was read."""
 
-    image: ScanImage
+    image: Image
     stamps: Any
     """What its files were stamped with before."""
 
@@ -56,7 +56,7 @@ class ScansAhead:
 
     def _read_small(self, scan: Scan) -> ReadScan | None:
         """Read a scan, unless it takes much of the memory that others may need before it."""
-        needed = unpacked_bytes(scan.images) if self._scratch.is_memory else 0
+        needed = open_image(scan.images).unpacked_bytes if self._scratch.is_memory else 0
         return self._read(scan) if needed <= MEMORY_SHARE * available_bytes() else None
 
     def _read(self, scan: Scan) -> ReadScan:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scipy.spatial import cKDTree
 
 from unet3d.datasets.scored_labels import Mask
-from unet3d.images.grids import Affine, column_lengths, is_sheared, rounded_mm
+from unet3d.images.geometry import Affine, column_lengths, is_sheared
 
 ROUNDING = 1e-5
 """By which share of the tolerance a distance may be larger: single precision, in which headers
@@ -71,7 +71,7 @@ def surface_distances(prediction: Mask, label: Mask, affine: Affine) -> SurfaceD
             cKDTree(target).query(source)[0] for source, target in (places, reversed(places))
         )
     else:
-        spacing = [rounded_mm(length) for length in column_lengths(affine).tolist()]
+        spacing = column_lengths(affine).tolist()
         there, back = (
             np.asarray(get_surface_distance(source, target, spacing=spacing))
             for source, target in (edges, reversed(edges))

@@ -12,9 +12,9 @@ from unet3d.datasets.contents import CaseContents, intensities_of, voxels_of
 from unet3d.datasets.dataset import NO_LABEL, Case, Dataset, Finding
 from unet3d.errors import VolumeError, some
 from unet3d.images.files import is_volume_file, members, times
-from unet3d.images.grids import voxel_mm3
-from unet3d.images.header import VolumeHeader, read_header, same_grid, shear_warning
-from unet3d.images.nifti import read_image, read_label
+from unet3d.images.geometry import Geometry, same_grid, shear_warning, voxel_mm3
+from unet3d.images.image import open_image
+from unet3d.images.labels import read_label
 from unet3d.preparation.resample import affordable_shape
 from unet3d.preparation.target_spacing import SpacingSetting, median_spacing, target_spacing
 
@@ -67,7 +67,7 @@ def _examine(
 ) -> list[Finding]:
     """Return all findings; voxels are read only where they are to be measured."""
     watch("reading headers")
-    headers: dict[str, dict[Path, VolumeHeader]] = {}
+    headers: dict[str, dict[Path, Geometry]] = {}
     findings: dict[str, list[Finding]] = {}
     for case in dataset.cases:
         headers[case.name], findings[case.name] = _read_headers(case)
@@ -105,13 +105,13 @@ def _warning(case: str, message: str) -> Finding:
     return Finding(case=case, severity="warning", message=message)
 
 
-def _read_headers(case: Case) -> tuple[dict[Path, VolumeHeader], list[Finding]]:
+def _read_headers(case: Case) -> tuple[dict[Path, Geometry], list[Finding]]:
     """Return the headers that can be read, and what is wrong with the others."""
     headers, findings = {}, []
     for path in (*case.images, case.label):
         if os.path.lexists(path):
             try:
-                headers[path] = read_header(path)
+                headers[path] = open_image(path).geometry
             except VolumeError as error:
                 findings.append(_error(case, str(error)))
         elif path == case.label:
@@ -124,7 +124,7 @@ def _read_headers(case: Case) -> tuple[dict[Path, VolumeHeader], list[Finding]]:
 
 
 def _header_findings(
-    dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader]
+    dataset: Dataset, case: Case, headers: Mapping[Path, Geometry]
 ) -> Iterator[Finding]:
     label = headers.get(case.label)
     if label is not None and label.num_channels != 1:
@@ -144,7 +144,7 @@ def _header_findings(
 
 
 def _spacing_findings(
-    images: Mapping[str, VolumeHeader], setting: SpacingSetting, num_channels: int
+    images: Mapping[str, Geometry], setting: SpacingSetting, num_channels: int
 ) -> Iterator[Finding]:
     """Compare the spacings of the cases, and count what resampling them takes."""
     if not images:
@@ -171,16 +171,21 @@ def _spacing_findings(
 
 
 def _image_findings(
-    case: Case, headers: Mapping[Path, VolumeHeader], contents: CaseContents
+    case: Case, headers: Mapping[Path, Geometry], contents: CaseContents
 ) -> Iterator[Finding]:
     """Check and measure the voxels of all images whose headers can be read."""
     channel = 0
     for path in case.images:
         try:
-            image = read_image(path).array if path in headers else ()
-        except VolumeError as error:  # NaN and infinity too
+            image = open_image(path).whole() if path in headers else np.empty(0)
+        except VolumeError as error:
             yield _error(case, str(error))
-            image = ()
+            image = np.empty(0)
+        num_wrong = image.size - int(np.count_nonzero(np.isfinite(image)))
+        if num_wrong:
+            many = f"{num_wrong} voxels of {image.size} that are NaN or infinite"
+            yield _error(case, f"{path} has {many}; replace them, for example by 0")
+            image = np.empty(0)
         for number, array in enumerate(image):
             lowest, *_, highest = contents.intensities[channel + number] = intensities_of(array)
             if lowest == highest:
@@ -190,7 +195,7 @@ def _image_findings(
 
 
 def _label_findings(
-    dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader], contents: CaseContents
+    dataset: Dataset, case: Case, headers: Mapping[Path, Geometry], contents: CaseContents
 ) -> Iterator[Finding]:
     """Check and count the voxels of a label map, where its header can be read and is right."""
     if case.label not in headers or headers[case.label].num_channels != 1:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.config import Shape
-from unet3d.images.image_voxels import PIECE_VOXELS, ImageVoxels
+from unet3d.images.image import PIECE_VOXELS, Image
 
 MASKED_SHARE = 0.75
 """Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
@@ -66,7 +66,7 @@ def whole_box(shape: Shape) -> Box:
     return Box(start=(0, 0, 0), stop=shape)
 
 
-def nonzero_box(image: ImageVoxels) -> Box:
+def nonzero_box(image: Image) -> Box:
     """Return the smallest box of all voxels that are not zero in every channel.
 
     Args:
@@ -75,7 +75,7 @@ def nonzero_box(image: ImageVoxels) -> Box:
     Returns:
         The box; of an image that is zero everywhere, all of it.
     """
-    start, stop = [0, 0, 0], list(image.shape)
+    start, stop = [0, 0, 0], list(image.geometry.shape)
     slowest = image.slowest_axis
     for axis in (slowest, *(other for other in range(3) if other != slowest)):
         first, last = (
@@ -83,13 +83,13 @@ def nonzero_box(image: ImageVoxels) -> Box:
             for backward in (False, True)
         )
         if first is None or last is None:  # there is neither of them
-            return whole_box(image.shape)
+            return whole_box(image.geometry.shape)
         start[axis], stop[axis] = first, last + 1
     return Box.between(start, stop)
 
 
 def _first_nonzero(
-    image: ImageVoxels, axis: int, start: Sequence[int], stop: Sequence[int], *, backward: bool
+    image: Image, axis: int, start: Sequence[int], stop: Sequence[int], *, backward: bool
 ) -> int | None:
     """Return the first plane of a part of an image, or the last one, that is not zero.
 
@@ -123,7 +123,7 @@ def _first_nonzero(
     return None
 
 
-def inside_mask(image: ImageVoxels) -> npt.NDArray[np.bool_]:
+def inside_mask(image: Image) -> npt.NDArray[np.bool_]:
     """Return the voxels that are not zero in every channel, and those that they enclose.
 
     Args:
@@ -134,14 +134,14 @@ def inside_mask(image: ImageVoxels) -> npt.NDArray[np.bool_]:
     """
     from scipy import ndimage  # takes a third of a second, and most images need it not
 
-    nonzero = np.empty(image.shape, bool)
+    nonzero = np.empty(image.geometry.shape, bool)
     for piece in image.pieces():
         nonzero[piece] = _nonzero(image, piece)
     filled: npt.NDArray[np.bool_] = ndimage.binary_fill_holes(nonzero)
     return filled
 
 
-def _nonzero(image: ImageVoxels, place: tuple[slice, slice, slice]) -> npt.NDArray[np.bool_]:
+def _nonzero(image: Image, place: tuple[slice, slice, slice]) -> npt.NDArray[np.bool_]:
     """Return where any channel of a part is not 0, (X, Y, Z); NaN is not 0."""
     found: npt.NDArray[np.bool_] = (image.read(place) != 0).any(axis=0)
     return found

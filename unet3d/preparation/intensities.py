@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
-from unet3d.images.image_voxels import ImageVoxels
+from unet3d.images.image import Image
 
 MOST_THREADS = 8
 """Memory is no faster for more."""
@@ -36,7 +36,7 @@ class Intensities:
 
 
 def measured(
-    image: ImageVoxels, masks: Sequence[Mask | None], axis: int | None = None
+    image: Image, masks: Sequence[Mask | None], axis: int | None = None
 ) -> list[Intensities]:
     """Return the intensities of each channel, or refuse an image with NaN or infinity.
 
@@ -56,12 +56,12 @@ def measured(
     blocks = list(_in_threads(of_block, places))
     num_wrong = sum(one.num_wrong for channels in blocks for one in channels)
     if num_wrong:
-        num_voxels = image.num_channels * math.prod(image.shape)
+        num_voxels = math.prod(image.shape)
         raise VolumeError(
             f"the image has {num_wrong} voxels of {num_voxels} that are NaN or infinite; replace "
             "them, for example by 0"
         )
-    num_planes = 1 if axis is None else image.shape[axis]
+    num_planes = 1 if axis is None else image.geometry.shape[axis]
     planes = [slice(None) if axis is None else place[axis] for place in places]
     return [_together(channel, planes, num_planes) for channel in zip(*blocks, strict=True)]
 

@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from unet3d.config import Spacing
 from unet3d.errors import VolumeError
-from unet3d.images.image_voxels import ImageVoxels
+from unet3d.images.image import Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.memory.host import is_out_of_gpu_memory
 from unet3d.preparation.cropping import inside_mask
@@ -33,9 +32,7 @@ class PreparedImage:
     On a GPU that happens on a stream of its own.
     """
 
-    def __init__(
-        self, image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
-    ) -> None:
+    def __init__(self, image: Image, preprocessing: Preprocessing) -> None:
         """Look at all intensities of an image that is cut to its :func:`kept_box`.
 
         Raises:
@@ -48,8 +45,9 @@ class PreparedImage:
                 f"the image has {image.num_channels} channel(s); {len(channels)} are needed: "
                 f"{', '.join(preprocessing.channel_names)}"
             )
+        shape, spacing_mm = image.geometry.shape, image.geometry.spacing_mm
         target_mm = preprocessing.spacing_mm
-        self.shape = visible_shape(image.shape, spacing_mm, target_mm)
+        self.shape = visible_shape(shape, spacing_mm, target_mm)
         """Voxels along X, Y, Z at the target spacing."""
         self._image = image
         self._has_told = False
@@ -79,7 +77,7 @@ class PreparedImage:
             )
         orders = interpolation.orders(slice_axes)
         limits = ranges if interpolation.clips else None
-        self._resampling = Resampling(image.shape, self.shape, orders, limits, slice_axis)
+        self._resampling = Resampling(shape, self.shape, orders, limits, slice_axis)
         self.nearest_axes: tuple[int, ...] = ()
         """Of X, Y, Z, those along which logits are those of the nearest plane, when they are
         brought back to the image's own spacing."""
@@ -142,7 +140,7 @@ class PreparedImage:
 
     def _normalised(self, axis: int, source: slice, device: torch.device) -> torch.Tensor:
         """Return some planes of the image itself, normalised."""
-        image = self._image.on_device(axis, source, device)
+        image = self._image.on_device(self._image.planes(axis, source), device)
         inside: torch.Tensor | None = None
         for channel, scaling, mask in zip(image, self._scalings, self._masks, strict=True):
             if mask is not None and inside is None:
@@ -157,24 +155,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def prepare_image(
-    image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
-) -> npt.NDArray[np.float32]:
-    """Normalise an image and resample it to the target spacing, all of it at once.
-
-    Args:
-        image: As for :class:`PreparedImage`.
-        spacing_mm: As there.
-        preprocessing: As there.
-
-    Returns:
-        Shape (C, X', Y', Z'), C-contiguous.
-
-    Raises:
-        VolumeError: As there; or at the target spacing it does not fit in memory, or what comes out
-            is not finite.
-    """
-    target_mm = preprocessing.spacing_mm
-    affordable_shape(image.shape, spacing_mm, target_mm, len(preprocessing.channels))
-    prepared = PreparedImage(image, spacing_mm, preprocessing)
+def prepare_image(image: Image, preprocessing: Preprocessing) -> npt.NDArray[np.float32]:
+    """Return an image normalised and resampled, all at once, (C, X', Y', Z') and C-contiguous."""
+    geometry = image.geometry
+    affordable_shape(
+        geometry.shape, geometry.spacing_mm, preprocessing.spacing_mm, len(preprocessing.channels)
+    )
+    prepared = PreparedImage(image, preprocessing)
     return np.ascontiguousarray(prepared.whole().numpy())

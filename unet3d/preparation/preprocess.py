@@ -19,9 +19,9 @@ from unet3d.datasets.dataset import Case, Dataset
 from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import counting, map_items
 from unet3d.errors import CacheError, DatasetError, VolumeError
-from unet3d.images.header import read_header, same_grid
-from unet3d.images.image_voxels import ImageVoxels
-from unet3d.images.nifti import Volume, on_grid_of, open_channels, read_channels, read_label
+from unet3d.images.geometry import same_grid
+from unet3d.images.image import Image, open_image
+from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.inputs.ahead import each_ahead
 from unet3d.preparation.cache import Cache, PreparedCase
 from unet3d.preparation.cropping import Box, nonzero_box, takes_much
@@ -91,7 +91,7 @@ def plan_preprocessing(
     and the cache then keeps both. All labelled cases count, in every fold, so that folds share
     prepared arrays. ``num_workers`` processes collect the statistics; 0: this one.
     """
-    headers = [read_header(case.images[0]) for case in dataset.cases]
+    geometries = [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
     outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
@@ -110,14 +110,14 @@ def plan_preprocessing(
             if kind == "ct":
                 of_channel = [of_case[:, channel] for of_case in collected]
                 channels[channel] = ct_normalization(of_channel)
-    whole = [header.shape for header in headers]
+    whole = [geometry.shape for geometry in geometries]
     kept = whole
     if settings.crop_to_nonzero:
         kept = [box.shape for box in _from_cache(_load_box, _find_box, tasks, "cropping")]
     if takes_much(whole, kept):
         masked = ChannelNormalization(kind="z-score-inside")
         channels = [masked if one.kind == "z-score" else one for one in channels]
-    spacings_mm = [header.spacing_mm for header in headers]
+    spacings_mm = [geometry.spacing_mm for geometry in geometries]
     target_mm = target_spacing(spacings_mm, kept, settings.spacing_mm)
     shapes = [
         resampled_shape(shape, spacing_mm, target_mm)
@@ -128,7 +128,7 @@ def plan_preprocessing(
         spacing_mm=target_mm or median_spacing(spacings_mm),
         shape=(x, y, z),
         shapes=frozenset(shapes),
-        num_cases=len(headers),
+        num_cases=len(geometries),
     )
     preprocessing = Preprocessing(
         spacing_mm=target_mm,
@@ -177,15 +177,14 @@ def _prepare_case(task: _Task) -> None:
     if task.store.has("prepared", task.key):
         return  # of another process, which began at the same time
     image, label = _read_case(case)
-    spacing_mm = preprocessing.spacing_of(image.header)
-    voxels = ImageVoxels.of(image.array)
-    box = kept_box(voxels, preprocessing).slices
+    spacing_mm = image.geometry.spacing_mm
+    box = kept_box(image, preprocessing).slices
     try:
         classes = prepare_label(label.array[box], spacing_mm, preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.label}: {error}") from error
     try:
-        prepared = prepare_image(voxels.cut(box), spacing_mm, preprocessing)
+        prepared = prepare_image(image.cut(box), preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.images[0]}: {error}") from error
     spacing_mm = preprocessing.spacing_mm or spacing_mm
@@ -215,13 +214,13 @@ def stored_image(
     return rounded
 
 
-def _read_case(case: Case) -> tuple[Volume, Volume]:
+def _read_case(case: Case) -> tuple[Image, LabelMap]:
     """Return a case's image and label map, which lie on one grid."""
-    image, label = read_channels(case.images), read_label(case.label)
-    disagreement = same_grid(image.header, label.header)
+    image, label = open_image(case.images), read_label(case.label)
+    disagreement = same_grid(image.geometry, label.geometry)
     if disagreement:
         raise VolumeError(f"{case.label}: not on the grid of {case.images[0]}: {disagreement}")
-    return image, on_grid_of(image.header, label)
+    return image, on_grid_of(image.geometry, label)
 
 
 def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelNormalization:
@@ -249,8 +248,8 @@ def _load_box(task: _Task) -> Box | None:
     return recall(task.box, lambda tree: Box.between(tree["start"], tree["stop"]))
 
 
-def _find_box(task: _Task, image: ImageVoxels | None = None) -> None:
-    box = nonzero_box(open_channels(task.case.images).voxels if image is None else image)
+def _find_box(task: _Task, image: Image | None = None) -> None:
+    box = nonzero_box(open_image(task.case.images) if image is None else image)
     remember(task.box, {"start": box.start, "stop": box.stop})
 
 
@@ -262,13 +261,19 @@ def _load_intensities(task: _Task) -> npt.NDArray[np.float32] | None:
 def _collect_intensities(task: _Task) -> None:
     """Keep intensities (N, C) inside the labels of a case."""
     image, label = _read_case(task.case)
-    _find_box(task, ImageVoxels.of(image.array))  # the planning asks for it next
+    _find_box(task, image)  # the planning asks for it next
     inside = np.flatnonzero(np.isin(label.array, task.how, invert=True))
     if len(inside) > MAX_INTENSITIES_PER_CASE:
         rng = np.random.default_rng(0)
         inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
-    voxels = image.array.reshape(len(image.array), -1)
-    task.store.save("intensities", task.key, {"intensities": voxels[:, inside].T})
+    voxels = image.whole().reshape(image.num_channels, -1)
+    found = voxels[:, inside].T
+    if not np.isfinite(found).all():
+        raise VolumeError(
+            f"{task.case.images[0]} has voxels inside its labels that are NaN or infinite; replace "
+            "them, for example by 0"
+        )
+    task.store.save("intensities", task.key, {"intensities": found})
 
 
 def _from_cache(

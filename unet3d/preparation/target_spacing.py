@@ -6,7 +6,6 @@ from typing import Literal
 import numpy as np
 
 from unet3d.config import Shape, Spacing
-from unet3d.images.grids import rounded_mm
 from unet3d.preparation.resample import THICK_SLICE_RATIO
 
 SpacingSetting = Literal["median", "native"] | Spacing
@@ -19,7 +18,7 @@ this percentile of the data set's (the value of nnU-Net)."""
 
 def median_spacing(spacings_mm: Sequence[Spacing]) -> Spacing:
     """Return the median of spacings, axis by axis."""
-    x, y, z = (rounded_mm(float(median)) for median in np.median(spacings_mm, axis=0))
+    x, y, z = (float(median) for median in np.median(spacings_mm, axis=0))
     return (x, y, z)
 
 
@@ -50,6 +49,6 @@ def target_spacing(
     is_thick = target_mm[thick] > THICK_SLICE_RATIO * coarsest_other
     if is_thick and size[thick] * THICK_SLICE_RATIO < np.delete(size, thick).min():
         finer = np.percentile([spacing[thick] for spacing in spacings_mm], THIN_SLICE_PERCENTILE)
-        target_mm[thick] = max(rounded_mm(float(finer)), coarsest_other)
+        target_mm[thick] = max(float(finer), coarsest_other)
     x, y, z = target_mm
     return (x, y, z)

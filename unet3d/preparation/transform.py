@@ -14,8 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Spacing
 from unet3d.datasets.classes import LabelValue, Region, class_indices
-from unet3d.images.header import VolumeHeader
-from unet3d.images.image_voxels import ImageVoxels
+from unet3d.images.image import Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
@@ -85,17 +84,6 @@ class Preprocessing:
         channels = tuple(replace(channel, least_std=0.0) for channel in self.channels)
         return replace(self, channels=channels)
 
-    def spacing_of(self, header: VolumeHeader) -> Spacing:
-        """Return the spacing that an image is taken to have, along X, Y, Z.
-
-        nnU-Net, and nothing else, clips what it interpolates. Its spacing is not rounded, and where
-        a resampled axis is to have so many voxels and a half, the last bit decides about one.
-
-        Args:
-            header: The image's.
-        """
-        return header.exact_mm if self.interpolation.clips else header.spacing_mm
-
     @property
     def num_outputs(self) -> int:
         """How many logits a voxel has: of each region, or of each class."""
@@ -158,7 +146,7 @@ class Preprocessing:
         return self
 
 
-def kept_box(image: ImageVoxels, preprocessing: Preprocessing) -> Box:
+def kept_box(image: Image, preprocessing: Preprocessing) -> Box:
     """Return the part of an image that is prepared, and to which its label map is cut too.
 
     Args:
@@ -167,7 +155,7 @@ def kept_box(image: ImageVoxels, preprocessing: Preprocessing) -> Box:
     """
     if preprocessing.crops_to_nonzero:
         return nonzero_box(image)
-    return whole_box(image.shape)
+    return whole_box(image.geometry.shape)
 
 
 def prepare_label(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.images.image_voxels import Channel
+from unet3d.images.image import Channel
 
 MARGIN = 0.15
 """What is shown around the structures, as a share of their own extent on either side."""

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from unet3d.images.image_voxels import Channel
+from unet3d.images.image import Channel
 from unet3d.reports.format import NOTHING, drawable, millilitres
 from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from unet3d.reports.planes import Structure, Survey, cut, survey, visible_box

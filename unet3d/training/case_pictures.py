@@ -5,9 +5,10 @@ from pathlib import Path
 
 from unet3d.datasets.dataset import Case
 from unet3d.datasets.scored_labels import values_of
-from unet3d.images.grids import voxel_mm3
+from unet3d.images.geometry import voxel_mm3
+from unet3d.images.image import open_image
+from unet3d.images.labels import on_grid_of
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.nifti import on_grid_of, read_image
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.reports.format import write_figure
 from unet3d.reports.planes import Structure
@@ -45,20 +46,20 @@ def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -
 def _preview(
     title: str, folder: Path, image_path: Path, case: CaseScores, evaluation: Evaluation
 ) -> Preview:
-    image = read_image(image_path)
+    image = open_image(image_path)
     prediction, label = read_pair(folder / case.prediction, case.label)
     if evaluation.scored.ignore is not None:
         prediction.array[label.array == evaluation.scored.ignore] = 0
     return Preview(
         title=title,
-        image=image.array[0],
-        labels=on_grid_of(image.header, prediction).array,
-        truth=on_grid_of(image.header, label).array,
+        image=image.channel(0),
+        labels=on_grid_of(image.geometry, prediction).array,
+        truth=on_grid_of(image.geometry, label).array,
         structures=[
             Structure(name=evaluation.name_of(one), values=values_of(one))
             for one in evaluation.labels
         ],
         dice=[case.scores[one].dice for one in evaluation.labels],
-        spacing_mm=image.header.spacing_mm,
-        voxel_ml=voxel_mm3(image.header.affine) / 1000,
+        spacing_mm=image.geometry.spacing_mm,
+        voxel_ml=voxel_mm3(image.geometry.affine) / 1000,
     )

@@ -27,8 +27,8 @@ from unet3d.datasets.dataset import Case
 from unet3d.datasets.scored_labels import Label, label_of, values_of
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
+from unet3d.images.labels import read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.nifti import read_label, write_label
 from unet3d.inference.computing_precision import wanted_precision
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
@@ -222,7 +222,7 @@ class FinalValidation:
                     predictor.join(image)
                     continue
                 labels = predictor.segment(image, windows_done)
-                write_segmentation(scan, labels, image.header)
+                write_segmentation(scan, labels, image.geometry)
         progress(len(share), len(share), 0, 1)
 
     def _choose_components(
@@ -253,7 +253,7 @@ class FinalValidation:
                 with explaining_memory(f"cannot post-process {case.prediction}"):
                     prediction = read_label(case.prediction)
                     keep_largest(prediction.array, rules)
-                    write_label(case.prediction, prediction.array, prediction.header)
+                    write_label(case.prediction, prediction.array, prediction.geometry)
         return choices, stop
 
     def _score(
@@ -273,7 +273,7 @@ class FinalValidation:
             with explaining_memory(f"cannot score {case.name}"):
                 prediction, label = read_pair(folder / _file_of(case), case.label)
                 scores[index] = score_maps(
-                    prediction.array, label.array, label.header.affine, self._scored
+                    prediction.array, label.array, label.geometry.affine, self._scored
                 )
         return scores
 

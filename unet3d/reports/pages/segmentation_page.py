@@ -12,11 +12,10 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from unet3d.errors import VolumeError
-from unet3d.images.grids import voxel_mm3
-from unet3d.images.header import read_header, same_grid
-from unet3d.images.image_voxels import ImageVoxels
+from unet3d.images.geometry import same_grid, voxel_mm3
+from unet3d.images.image import Image, open_image
+from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.nifti import ScanImage, Volume, on_grid_of, read_image, read_label
 from unet3d.inference.scans import Scan, label_statistics
 from unet3d.reports.format import millilitres, save_figure, size_text
 from unet3d.reports.pages.page import render, resource
@@ -55,15 +54,15 @@ def segmentation_page(
         VolumeError: A file cannot be read, they do not lie on one grid, the segmentation is none,
             or memory does not suffice.
     """
-    disagreement = same_grid(read_header(segmentation), read_header(image))
+    scan = open_image(image)
+    disagreement = same_grid(open_image(segmentation).geometry, scan.geometry)
     if disagreement is not None:
         raise VolumeError(
             f"{segmentation} and {image} do not lie on one grid: {disagreement}; name the scan "
             "that was segmented"
         )
     with explaining_memory(f"cannot show {segmentation}"):
-        scan = read_image(image)
-        labels = on_grid_of(scan.header, read_label(segmentation))
+        labels = on_grid_of(scan.geometry, read_label(segmentation))
         return _page(_Content.of(scan, labels, names), scan, labels)
 
 
@@ -78,7 +77,7 @@ class _Content:
     notes: Sequence[str]
 
     @classmethod
-    def of(cls, scan: Volume, labels: Volume, names: Mapping[int, str] | None) -> "_Content":
+    def of(cls, scan: Image, labels: LabelMap, names: Mapping[int, str] | None) -> "_Content":
         """Count the labels.
 
         Args:
@@ -89,7 +88,7 @@ class _Content:
         Raises:
             VolumeError: The segmentation is none.
         """
-        path = labels.header.path
+        path = labels.geometry.path
         values, counts = (found.tolist() for found in np.unique(labels.array, return_counts=True))
         if len(values) > MAX_LABELS or values[0] < 0:
             raise VolumeError(
@@ -97,7 +96,7 @@ class _Content:
                 f"is it an image? name a label map, of at most {MAX_LABELS} values from 0"
             )
         there = {value: count for value, count in zip(values, counts, strict=True) if value}
-        beside = Scan(images=(scan.header.path,), output=path).statistics
+        beside = Scan(images=(scan.geometry.path,), output=path).statistics
         written, note = content_of(beside, Statistics)
         notes = [note] if note else []
         if written is not None:
@@ -111,20 +110,16 @@ class _Content:
         every = sorted(names.keys() | there.keys())
         named = {value: names.get(value, f"label {value}") for value in every}
         return cls(
-            statistics=label_statistics(
-                labels.array,
-                ScanImage(voxels=ImageVoxels.of(scan.array), header=scan.header),
-                named,
-            ),
+            statistics=label_statistics(labels.array, scan, named),
             checkpoints=() if written is None else written.checkpoints,
             notes=notes,
         )
 
 
-def _page(content: _Content, scan: Volume, labels: Volume) -> str:
-    header, image = scan.header, scan.array[0]
-    steps = steps_for(header.shape, header.spacing_mm)
-    affine = reduced_affine(header.affine, steps)
+def _page(content: _Content, scan: Image, labels: LabelMap) -> str:
+    geometry, image = scan.geometry, scan.read(channel=0)[0]
+    steps = steps_for(geometry.shape, geometry.spacing_mm)
+    affine = reduced_affine(geometry.affine, steps)
     reduced = middles(labels.array, steps)
     rows = _rows(content.statistics, reduced, affine)
     greys = greys_of(means(image, steps), affine)
@@ -132,7 +127,7 @@ def _page(content: _Content, scan: Volume, labels: Volume) -> str:
         "segmentation.html",
         styles=["templates/page.css", "templates/viewer.css"],
         scripts=[NIIVUE, "templates/viewer.js"],
-        title=labels.header.path.name,
+        title=labels.geometry.path.name,
         notes=content.notes,
         rows=rows,
         picture=_picture(scan, labels, rows),
@@ -149,23 +144,23 @@ def _page(content: _Content, scan: Volume, labels: Volume) -> str:
                 for row in rows
             ],
             "extent_mm": [
-                size * mm for size, mm in zip(header.shape, header.spacing_mm, strict=True)
+                size * mm for size, mm in zip(geometry.shape, geometry.spacing_mm, strict=True)
             ],
             "greys": [greys.lowest, greys.highest],
             "shown": [greys.black, greys.white],
         },
         is_reduced=max(steps) > 1,
         steps=size_text(steps),
-        shape=size_text(header.shape),
+        shape=size_text(geometry.shape),
         shown_shape=size_text(reduced.shape),
-        num_channels=header.num_channels,
+        num_channels=geometry.num_channels,
         facts=[
             (what, value)
             for what, value in (
-                ("segmentation", str(labels.header.path)),
-                ("scan", str(header.path)),
-                ("voxels", size_text(header.shape)),
-                ("spacing", " x ".join(f"{mm:.4g}" for mm in header.spacing_mm) + " mm"),
+                ("segmentation", str(labels.geometry.path)),
+                ("scan", str(geometry.path)),
+                ("voxels", size_text(geometry.shape)),
+                ("spacing", " x ".join(f"{mm:.4g}" for mm in geometry.spacing_mm) + " mm"),
                 ("networks", ", ".join(content.checkpoints)),
             )
             if value
@@ -207,16 +202,16 @@ def _middle(mask: npt.NDArray[np.bool_], affine: Affine) -> list[float] | None:
     return [float(mm) for mm in affine[:3, :3] @ nearest + affine[:3, 3]]
 
 
-def _picture(scan: Volume, labels: Volume, rows: Sequence[Mapping[str, Any]]) -> str:
+def _picture(scan: Image, labels: LabelMap, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what is seen without the viewer, and on paper."""
     figure = preview_figure(
         Preview(
-            title=scan.header.path.name,
-            image=scan.array[0],
+            title=scan.geometry.path.name,
+            image=scan.channel(0),
             labels=labels.array,
             structures=[Structure(name=row["name"], values=(row["value"],)) for row in rows],
-            spacing_mm=scan.header.spacing_mm,
-            voxel_ml=voxel_mm3(scan.header.affine) / 1000,
+            spacing_mm=scan.geometry.spacing_mm,
+            voxel_ml=voxel_mm3(scan.geometry.affine) / 1000,
         )
     )
     file = io.BytesIO()

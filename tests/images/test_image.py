@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 from tests import products
-from tests.images.samples import write_volume
+from tests.images.samples import held_image, write_volume
 from tests.resident import resident_kib
-from unet3d.images import image_voxels
-from unet3d.images.image_voxels import ImageVoxels, StoredChannels
-from unet3d.images.nifti import open_channels, read_channels
+from unet3d.images import image as image_module
+from unet3d.images.geometry import geometry_of_affine
+from unet3d.images.image import image_of, open_image
 from unet3d.images.scratch import Scratch
+from unet3d.images.source import Source
 
 CPU = torch.device("cpu")
 SHAPE = (7, 6, 5)
@@ -56,22 +58,28 @@ def write_stored(path, stored, slope, inter):
 def assert_like(image, expected):
     """See that all that can be asked of an image is that of an array (C, X, Y, Z)."""
     shape = expected.shape[1:]
-    assert (image.num_channels, image.shape) == (len(expected), shape)
+    assert (image.shape, image.num_channels) == (expected.shape, len(expected))
+    assert image.geometry.shape == shape
+    whole = tuple(slice(0, size) for size in shape)
     for axis, size in enumerate(shape):
         for planes in (slice(0, size), slice(1, 3), slice(size - 1, size)):
-            sent = image.on_device(axis, planes, CPU)
+            box = (*whole[:axis], planes, *whole[axis + 1 :])
+            sent = image.on_device(box, CPU)
             assert sent.dtype == torch.float32
-            np.testing.assert_array_equal(sent, expected[(slice(None),) * (1 + axis) + (planes,)])
+            np.testing.assert_array_equal(sent, expected[:, *box])
             sent.fill_(77)  # it is a copy
-    whole = image.whole()
-    assert whole.dtype == np.float32 and whole.flags.c_contiguous
-    np.testing.assert_array_equal(whole, expected)
+            np.testing.assert_array_equal(image.read(box), expected[:, *box])
+    found = image.whole()
+    assert found.dtype == np.float32 and found.flags.c_contiguous
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(image.read(), expected)
     covered = np.zeros(shape, int)
     for piece in image.pieces():
         covered[piece] += 1
         np.testing.assert_array_equal(image.read(piece), expected[:, *piece])
     assert (covered == 1).all()
     for number, values in enumerate(expected):
+        np.testing.assert_array_equal(image.read(channel=number)[0], values)
         channel = image.channel(number)
         assert channel.shape == shape
         np.testing.assert_array_equal(channel[1:4, :, 2], values[1:4, :, 2])
@@ -82,14 +90,14 @@ def assert_like(image, expected):
     dtype=TYPES, scaling=SCALINGS, name=["scan.nii", "scan.nii.gz"], piece_voxels=[50, 2**20]
 )
 def test_every_type_in_a_file(dtype, scaling, name, piece_voxels, tmp_path, monkeypatch):
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", piece_voxels)
     slope, inter = scaling
     stored = stored_numbers(dtype, (*SHAPE, 2))
     path = write_stored(tmp_path / name, stored, slope, inter)
     expected = np.moveaxis(nib.load(path).get_fdata().astype(np.float32), 3, 0)
-    assert_like(open_channels([path]).voxels, expected)
-    assert_like(open_channels([path], Scratch(tmp_path)).voxels, expected)
-    np.testing.assert_array_equal(read_channels([path]).array, expected)
+    assert_like(open_image(path), expected)
+    assert_like(open_image(path, Scratch(tmp_path)), expected)
+    np.testing.assert_array_equal(open_image(path).whole(), expected)
 
 
 @products.pairwise(
@@ -98,19 +106,19 @@ def test_every_type_in_a_file(dtype, scaling, name, piece_voxels, tmp_path, monk
     order=["C", "F"],
 )
 def test_every_order_and_direction_of_the_axes(axes, steps, order, monkeypatch):
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 40)
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 40)
     dtype, *scaling = ("<f4", 1.0, 0.0) if order == "C" else ("<i2", 0.5, 3.0)
     stored = np.asarray(stored_numbers(dtype, (2, 4, 5, 6)), order=order)
     turned = stored.transpose(0, *(1 + axis for axis in axes))
     turned = turned[:, :: steps[0], :: steps[1], :: steps[2]]
     before = turned.copy()
-    image = ImageVoxels([StoredChannels(voxels=turned, slope=scaling[0], inter=scaling[1])])
+    image = held_image(turned, *scaling)
     assert_like(image, scaled(before, *scaling))
     np.testing.assert_array_equal(turned, before)  # nobody changes an array of the user
     # The pieces are planes that lie together in what is stored.
     slowest = axes.index(0 if order == "C" else 2)
     assert image.slowest_axis == slowest
-    whole = [slice(0, n) for n in image.shape]
+    whole = [slice(0, n) for n in image.shape[1:]]
     for piece in image.pieces():
         assert all(piece[axis] == whole[axis] for axis in range(3) if axis != slowest)
 
@@ -122,13 +130,13 @@ def test_channels_of_several_files_and_types_follow_each_other(tmp_path):
         path = tmp_path / f"{number}.nii{'.gz' * (number % 2)}"
         paths.append(write_stored(path, stored, 0.5, number))
         expected.append(np.moveaxis(scaled(stored, 0.5, number), 3, 0))
-    assert_like(open_channels(paths).voxels, np.concatenate(expected))
+    assert_like(open_image(paths), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("dtype", ["<i2", "<f4", "|b1"])
 def test_a_part_is_that_of_the_array_and_no_copy(dtype):
     stored = stored_numbers(dtype, (2, *SHAPE))
-    image = ImageVoxels([StoredChannels(voxels=stored, slope=3.0, inter=5.0)])
+    image = held_image(stored, 3.0, 5.0)
     cut = image.cut((slice(2, 6), slice(1, 6), slice(0, 4)))
     assert_like(cut, scaled(stored[:, 2:6, 1:6, :4], 3.0, 5.0))
     assert_like(image, scaled(stored, 3.0, 5.0))
@@ -137,25 +145,65 @@ def test_a_part_is_that_of_the_array_and_no_copy(dtype):
 
 
 def test_what_float32_cannot_hold_becomes_infinite():
-    image = ImageVoxels([StoredChannels(voxels=np.full((1, *SHAPE), -1e300))])
-    assert torch.isinf(image.on_device(0, slice(0, 2), CPU)).all()
+    image = held_image(np.full((1, *SHAPE), -1e300))
+    assert torch.isinf(image.on_device((slice(0, 2), slice(0, 6), slice(0, 5)), CPU)).all()
     assert np.isinf(image.whole()).all()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mapped", "<i2"), ("scratch", "<f4")])
 def test_a_file_is_not_held_in_memory(kind, dtype, tmp_path, monkeypatch):
     """24 MB or 12 of which at most some planes are there at a time."""
-    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 2**16)
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 2**16)
     shape = (200, 200, 150)
     array = np.random.default_rng(0).integers(0, 1000, shape).astype(dtype)
     path = write_volume(tmp_path / ("scan.nii" if kind == "mapped" else "scan.nii.gz"), array)
-    image = open_channels([path], Scratch(tmp_path)).voxels
+    image = open_image(path, Scratch(tmp_path))
     held = [resident_kib(tmp_path)]
     for first in range(0, 150, 10):
-        planes = image.on_device(2, slice(first, first + 10), CPU)
+        box = (slice(0, 200), slice(0, 200), slice(first, first + 10))
+        planes = image.on_device(box, CPU)
         np.testing.assert_array_equal(planes[0], array[..., first : first + 10])
         held.append(resident_kib(tmp_path))
-    for place in image.pieces():
-        image.read(place)
+    for piece in image.pieces():
+        np.testing.assert_array_equal(image.read(piece)[0], array[piece])
         held.append(resident_kib(tmp_path))
     assert max(held) < 4096, held
+
+
+def test_a_part_of_a_part_lies_where_it_lay(tmp_path):
+    array = stored_numbers("<i2", (*SHAPE, 2))
+    affine = np.array([[-0.5, 0, 0, 9], [0, 0, 2.0, -3], [0, 0.7, 0, 4], [0, 0, 0, 1]])
+    nib.save(nib.Nifti1Image(array, affine), tmp_path / "scan.nii")
+    image = open_image(tmp_path / "scan.nii")
+    part = image.cut((slice(1, 6), slice(0, 4), slice(2, 5))).cut(
+        (slice(2, 4), slice(1, 3), slice(0, 2))
+    )
+    np.testing.assert_array_equal(part.whole(), image.whole()[:, 3:5, 1:3, 2:4])
+    np.testing.assert_allclose(
+        part.geometry.affine @ [0, 0, 0, 1], image.geometry.affine @ [3, 1, 2, 1], rtol=1e-6
+    )
+
+
+def test_a_chunked_array_is_read_box_by_box():
+    """Whatever is sliced like an array is a source: no box needs more than itself."""
+
+    class Chunked:
+        def __init__(self, array):
+            self.array, self.shape, self.read = array, array.shape, []
+
+        def __getitem__(self, box):
+            assert all(0 <= one.start < one.stop and one.step is None for one in box)
+            found = self.array[box]
+            self.read.append(found.size)
+            return found
+
+    array = stored_numbers("<i2", (6, 7, 8, 1))
+    affine = np.array([[0, -2.0, 0, 5], [3.0, 0, 0, -1], [0, 0, -1, 2], [0, 0, 0, 1]])
+    chunked = Chunked(array)
+    geometry = geometry_of_affine(Path("chunked"), array.shape, affine)
+    image = image_of([Source(geometry, array.dtype, lambda scratch: chunked)])
+    expected = nib.as_closest_canonical(nib.Nifti1Image(array, affine)).get_fdata()[..., 0]
+    box = (slice(2, 5), slice(1, 3), slice(0, 4))
+    np.testing.assert_array_equal(image.read(box)[0], expected[box])
+    assert chunked.read == [3 * 2 * 4]
+    np.testing.assert_array_equal(image.whole()[0], expected)

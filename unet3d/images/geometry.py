@@ -1,0 +1,269 @@
+"""Where the voxels of an image lie: spacing, orientation, and whether two images share one grid.
+
+Every array outside this package is in RAS: X grows to the patient's right, Y to the front, Z to the
+top. A :class:`Geometry` also knows the axes of the file, so that a label map can be written back.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.config import Shape, Spacing
+from unet3d.errors import VolumeError
+from unet3d.images.files import times
+
+logger = logging.getLogger(__name__)
+
+Affine = npt.NDArray[np.float64]
+
+Orientation = npt.NDArray[np.float64]
+"""(3, 2), as nibabel has it: for each axis of an array the axis that it becomes, and its sign."""
+
+RAS: Orientation = nib.io_orientation(np.eye(4))
+
+RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
+"""ITK and DICOM count to the patient's left and back, NIfTI to the right and front."""
+
+MILLIMETRES_PER_UNIT = {1: 1000.0, 3: 0.001}
+"""By the codes of a NIfTI header for metre and micrometre; every other code counts as mm."""
+
+MIN_SPACING_MM = 1e-9
+MAX_SPACING_MM = 1e9
+"""Spacings beyond these, a picometre and a thousand kilometres, are faults of a header."""
+
+MIN_DETERMINANT = 1e-6
+"""Determinant of the three axis directions, 1 for right angles; below this they are flat."""
+
+SHEARED_DEGREES = 0.1
+"""Axes that miss a right angle by more are sheared; rounding of headers stays far below it."""
+
+FLOAT32_ROUNDING = 2.0**-22
+"""How far two roundings of one coordinate in float32 may lie apart, relative to it."""
+
+MAX_DISTANCE = 0.4
+"""Corners that lie further apart than this part of the finest spacing are never one."""
+
+GEOMETRY_FIELDS = (
+    *("pixdim", "xyzt_units", "qform_code", "sform_code"),
+    *("quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z"),
+    *("srow_x", "srow_y", "srow_z"),
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Geometry:
+    """Where the voxels of an image lie, in RAS and in the axes of its file."""
+
+    path: Path
+    """The file that it was read from; of several channel files the first."""
+    shape: Shape
+    """Voxels along X, Y, Z."""
+    num_channels: int
+    spacing_mm: Spacing
+    """Distance of neighbouring voxels along X, Y, Z, as the file has it."""
+    affine: Affine
+    """(4, 4): from RAS voxel indices to mm."""
+    orientation: Orientation = field(repr=False)
+    """From the axes of the file to X, Y, Z."""
+    nifti_header: Any = field(repr=False)
+    """A NIfTI header with nothing but the geometry of the file, for writing label maps."""
+
+    @property
+    def stored_shape(self) -> Shape:
+        """Voxels along each axis of the file."""
+        i, j, k = (self.shape[int(axis)] for axis in self.orientation[:, 0])
+        return (i, j, k)
+
+    def as_stored(self) -> "Geometry":
+        """Return the same grid with the axes of the file, in their direction, as X, Y, Z."""
+        i, j, k = (int(axis) for axis in self.orientation[:, 0])
+        turn = nib.orientations.ornt_transform(RAS, self.orientation)
+        return replace(
+            self,
+            shape=self.stored_shape,
+            spacing_mm=(self.spacing_mm[i], self.spacing_mm[j], self.spacing_mm[k]),
+            affine=self.affine @ nib.orientations.inv_ornt_aff(turn, self.shape),
+            orientation=RAS,
+        )
+
+    def in_ras(self, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a view in RAS of an array with the axes of the file."""
+        view: npt.NDArray[Any] = nib.apply_orientation(np.asarray(stored), self.orientation)
+        return view
+
+
+def geometry_of_affine(
+    path: Path, shape: Sequence[int], affine: Affine, spacing_mm: Sequence[float] | None = None
+) -> Geometry:
+    """Return the geometry of an array (I, J, K, C) with an affine in RAS and mm.
+
+    The spacing along I, J, K is that of the affine unless the file states it. An affine that
+    float32, in which segmentations are written, cannot hold raises VolumeError.
+    """
+    with np.errstate(all="ignore"):
+        written = affine.astype(np.float32).astype(np.float64)
+    lengths = column_lengths(affine)
+    is_sound = (
+        np.isfinite(written).all() and lengths.min() >= MIN_SPACING_MM and not is_flat(affine)
+    )
+    grid = (shape[0], shape[1], shape[2])
+    tolerance_mm = _tolerance_mm(affine, grid, lengths.tolist()) if is_sound else 0.0
+    if not is_sound or _corners_apart_mm(affine, written, grid) > tolerance_mm:
+        raise VolumeError(
+            f"{path} has an affine that no scan has: it begins at {times(affine[:3, 3])} mm, and "
+            f"its spacing is {times(lengths)} mm; fix its header"
+        )
+    header = _empty_header(grid)
+    header.set_qform(affine, code="scanner")
+    header.set_sform(affine, code="scanner")
+    header.set_xyzt_units("mm")
+    spacing = lengths.tolist() if spacing_mm is None else spacing_mm
+    return _geometry(path, shape, affine, spacing, header)
+
+
+def geometry_of_nifti(path: Path, shape: Sequence[int], header: Any, affine: Affine) -> Geometry:
+    """Return the geometry that a NIfTI header states for an array (I, J, K, C)."""
+    unit_mm = MILLIMETRES_PER_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)
+    spacing = np.abs(header["pixdim"][1:4].astype(np.float64))
+    if int(header["sform_code"]) <= 0 and int(header["qform_code"]) <= 0:
+        logger.warning(
+            "%s does not state its orientation (qform and sform codes are 0); its axes are taken "
+            "as right to left, back to front, bottom to top",
+            path,
+        )
+    geometry = _empty_header(shape[:3], two=isinstance(header, nib.Nifti2Header))
+    for name in GEOMETRY_FIELDS:
+        geometry[name] = header[name]
+    affine = np.array(affine, np.float64)
+    affine[:3] *= unit_mm
+    return _geometry(path, shape, affine, (spacing * unit_mm).tolist(), geometry)
+
+
+def _empty_header(shape: Sequence[int], two: bool = False) -> Any:
+    two = two or max(shape) > np.iinfo(np.int16).max
+    header = nib.Nifti2Header() if two else nib.Nifti1Header()
+    header.set_data_shape(shape)
+    return header
+
+
+def _geometry(
+    path: Path, shape: Sequence[int], affine: Affine, spacing_mm: Sequence[float], header: Any
+) -> Geometry:
+    lengths = column_lengths(affine)
+    if not np.isfinite(affine[:3, 3]).all():
+        raise VolumeError(f"{path} begins at {times(affine[:3, 3])} mm; fix its header")
+    if not np.isfinite(affine).all() or not (lengths > 0).all():
+        raise VolumeError(f"{path} has the spacing {times(lengths)} mm; fix its header")
+    if lengths.min() < MIN_SPACING_MM or lengths.max() > MAX_SPACING_MM:
+        raise VolumeError(
+            f"{path} has the spacing {times(lengths)} mm, which no scan has; fix the spacing or "
+            "its unit in the header"
+        )
+    if is_flat(affine):
+        raise VolumeError(f"{path} has an affine that cannot be inverted; fix its header")
+    # An oblique affine has more rounding noise than the spacing beside it, unless that is wrong.
+    agrees = np.isclose(spacing_mm, lengths, rtol=1e-4, atol=0)
+    spacing = np.where(agrees, spacing_mm, lengths).tolist()
+    orientation = nib.io_orientation(affine)
+    x, y, z = np.argsort(orientation[:, 0])  # the axes of the file that run along X, Y, Z
+    return Geometry(
+        path=path,
+        shape=(shape[x], shape[y], shape[z]),
+        num_channels=shape[3],
+        spacing_mm=(spacing[x], spacing[y], spacing[z]),
+        affine=affine @ nib.orientations.inv_ornt_aff(orientation, shape[:3]),
+        orientation=orientation,
+        nifti_header=header,
+    )
+
+
+def same_grid(a: Geometry, b: Geometry, tolerance_mm: float | None = None) -> str | None:
+    """Return what disagrees about the grids of two images, in RAS or not; None where nothing does.
+
+    The same corner may lie a tenth of the finest spacing apart, or more where float32 cannot tell
+    so little that far from the origin.
+    """
+    turn = axes_between(b.affine, a.affine)
+    x, y, z = np.argsort(turn[:, 0])
+    if a.shape != (b.shape[x], b.shape[y], b.shape[z]):
+        return f"shapes {times(a.shape)} and {times(b.shape)} differ"
+    affine = b.affine @ nib.orientations.inv_ornt_aff(turn, b.shape)
+    apart_mm = _corners_apart_mm(a.affine, affine, a.shape)
+    if tolerance_mm is None:
+        tolerance_mm = _tolerance_mm(a.affine, a.shape, a.spacing_mm)
+    if apart_mm > tolerance_mm:
+        return f"affines differ, corners lie up to {apart_mm:.3g} mm apart"
+    return None
+
+
+def axes_between(source: Affine, target: Affine) -> Orientation:
+    """Return the order and direction of axes that brings an array closest to another grid.
+
+    Near 45 degrees, noise decides which anatomical axes of two grids are nearest; these do not
+    depend on it.
+    """
+    orientation: Orientation = nib.io_orientation(np.linalg.solve(target, source))
+    return orientation
+
+
+def shear_warning(geometry: Geometry) -> str | None:
+    """Return what the user of a sheared image must know; None where axes are at right angles."""
+    if not is_sheared(geometry.affine):
+        return None
+    return (
+        f"{geometry.path} has axes that miss a right angle by "
+        f"{shear_degrees(geometry.affine):.3g} degrees, as of a tilted gantry: the network sees "
+        "its voxels on a right-angled grid; volumes in mL and distances in mm are those of the "
+        "tilted one"
+    )
+
+
+def column_lengths(affine: Affine) -> npt.NDArray[np.float64]:
+    """Return the lengths of the three columns of an affine, (3,): the spacing."""
+    with np.errstate(all="ignore"):
+        lengths: npt.NDArray[np.float64] = np.sqrt(np.square(affine[:3, :3]).sum(axis=0))
+    return lengths
+
+
+def is_flat(affine: Affine) -> bool:
+    """Tell whether the three axes lie in one plane, so that the affine cannot be inverted."""
+    return bool(abs(np.linalg.det(affine[:3, :3] / column_lengths(affine))) < MIN_DETERMINANT)
+
+
+def voxel_mm3(affine: Affine) -> float:
+    """Return the volume of a voxel in mm3, also where axes are not at right angles."""
+    return float(abs(np.linalg.det(affine[:3, :3])))
+
+
+def shear_degrees(affine: Affine) -> float:
+    """Return by how much the two axes that miss a right angle most miss it, in degrees."""
+    directions = affine[:3, :3] / column_lengths(affine)
+    cosines = np.abs(directions.T @ directions - np.eye(3))
+    return math.degrees(math.asin(min(1.0, float(cosines.max()))))
+
+
+def is_sheared(affine: Affine) -> bool:
+    """Tell whether axes are not at right angles, as in a CT of a tilted gantry."""
+    return shear_degrees(affine) > SHEARED_DEGREES
+
+
+def _corners_apart_mm(a: Affine, b: Affine, shape: Shape) -> float:
+    return float(np.linalg.norm((_corners(a, shape) - _corners(b, shape)), axis=0).max())
+
+
+def _tolerance_mm(affine: Affine, shape: Shape, spacing_mm: Sequence[float]) -> float:
+    rounding_mm = FLOAT32_ROUNDING * float(np.abs(_corners(affine, shape)).max())
+    return min(max(min(spacing_mm) / 10, rounding_mm), MAX_DISTANCE * min(spacing_mm))
+
+
+def _corners(affine: Affine, shape: Shape) -> npt.NDArray[np.float64]:
+    corners = np.indices((2, 2, 2)).reshape(3, -1) * (np.array(shape)[:, None] - 1)
+    located: npt.NDArray[np.float64] = affine[:3, :3] @ corners + affine[:3, 3:]
+    return located

@@ -1,0 +1,317 @@
+"""An image: a lazy array (C, X, Y, Z) with a geometry, whatever files its channels are in.
+
+A scan of 16-bit numbers takes half of what it would take in float32, and one that is mapped takes
+nothing: voxels stay as they are stored until some of them are asked for.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+import torch
+from nibabel.spatialimages import SpatialImage
+from nibabel.volumeutils import apply_read_scaling
+
+from unet3d.config import Shape
+from unet3d.errors import VolumeError
+from unet3d.images.dicom import open_series
+from unet3d.images.files import (
+    SUFFIXES,
+    is_dicom_file,
+    is_meta_file,
+    is_nrrd_file,
+    is_volume_file,
+    times,
+)
+from unet3d.images.geometry import RAS, Geometry, Orientation, axes_between, same_grid
+from unet3d.images.itk import open_itk
+from unet3d.images.memory_limits import FLOAT32_BYTES, explaining_memory, refuse_beyond_memory
+from unet3d.images.nifti import open_array, open_nibabel, open_nifti
+from unet3d.images.scratch import Scratch, forget_pages
+from unet3d.images.source import Source, Voxels
+
+Box = tuple[slice, slice, slice]
+"""A part of an image along X, Y, Z, with neither negative ends nor steps."""
+
+PIECE_VOXELS = 2**20
+"""Voxels of a channel that are looked at together."""
+
+SENT_AS_STORED = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.int16))
+"""Types that are smaller than float32 and known to every device."""
+
+
+def open_source(path: Path) -> Source:
+    """Open a file, or a folder of DICOM slices: its header is read, and its voxels are not."""
+    if path.is_dir():
+        return open_series(path)
+    if not is_volume_file(path):
+        if is_dicom_file(path):
+            raise VolumeError(
+                f"{path} is one DICOM file; name the folder that holds all slices of its series"
+            )
+        raise VolumeError(
+            f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of "
+            "DICOM slices"
+        )
+    return open_itk(path) if is_nrrd_file(path) or is_meta_file(path) else open_nifti(path)
+
+
+def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> "Image":
+    """Open an image whose channels are in one file or in several; voxels are read on demand.
+
+    Args:
+        paths: A file or a folder of DICOM slices; or one for each channel, in their order.
+        scratch: Where voxels go that are packed in their file; None: into memory.
+
+    Raises:
+        VolumeError: A file is missing, damaged, of a kind that cannot be used, or not on the grid
+            of the first.
+    """
+    sources = [open_source(path) for path in ([paths] if isinstance(paths, Path) else paths)]
+    for source in sources:
+        source.scratch = scratch or Scratch()
+    return image_of(sources)
+
+
+def image_of_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> "Image":
+    """Return an array (I, J, K) or (I, J, K, C) as an image; the affine is in RAS and mm."""
+    return image_of([open_array(voxels, affine)])
+
+
+def image_of_nibabel(image: SpatialImage) -> "Image":
+    """Return a NIfTI or MGH image of nibabel's as it would be read from its file."""
+    return image_of([open_nibabel(image)])
+
+
+def image_of(sources: Sequence[Source]) -> "Image":
+    """Return the image whose channels are in sources on one grid, in their order."""
+    first = sources[0].geometry
+    files = [_File(sources[0], first.orientation)]
+    for source in sources[1:]:
+        disagreement = same_grid(first, source.geometry)
+        if disagreement:
+            raise VolumeError(f"{source.path} is not on the grid of {first.path}: {disagreement}")
+        turn = axes_between(source.geometry.affine, first.affine)
+        files.append(_File(source, _both(source.geometry.orientation, turn)))
+    num_channels = sum(source.geometry.num_channels for source in sources)
+    return Image(files, replace(first, num_channels=num_channels), (0, 0, 0))
+
+
+def _both(first: Orientation, second: Orientation) -> Orientation:
+    """Return what two changes of axes, one after the other, make of each axis."""
+    return np.array([(second[int(to), 0], sign * second[int(to), 1]) for to, sign in first])
+
+
+@dataclass(frozen=True, eq=False)
+class _File:
+    """A source, and how its axes become those of the image."""
+
+    source: Source
+    orientation: Orientation
+
+    @property
+    def num_channels(self) -> int:
+        return self.source.geometry.num_channels
+
+    def stored(self, box: Box, channels: slice) -> npt.NDArray[Any]:
+        """Return what is stored in a box of the whole image, (C, X, Y, Z), not scaled."""
+        voxels: Voxels = self.source.voxels()
+        index: list[slice] = []
+        for (axis, sign), size in zip(self.orientation, voxels.shape, strict=False):
+            part = box[int(axis)]
+            index.append(part if sign > 0 else slice(size - part.stop, size - part.start))
+        found = np.asarray(voxels[(*index, channels)])
+        found = nib.apply_orientation(found, self.orientation)
+        view: npt.NDArray[Any] = np.moveaxis(found, 3, 0)
+        return view
+
+    @property
+    def is_scaled(self) -> bool:
+        return (self.source.slope, self.source.inter) != (1.0, 0.0)
+
+    def forget(self) -> None:
+        voxels = self.source.voxels()
+        if isinstance(voxels, np.ndarray):
+            forget_pages(voxels)
+
+
+class Image:
+    """A lazy array (C, X, Y, Z) of float32 in RAS, with a geometry.
+
+    ``shape`` is that of the array, ``geometry`` has the affine and the spacing in mm.
+    """
+
+    def __init__(self, files: Sequence[_File], geometry: Geometry, start: Shape) -> None:
+        self._files = tuple(files)
+        self._start = start  # of the part, in the whole image
+        self.geometry = geometry
+        self.shape = (geometry.num_channels, *geometry.shape)
+
+    @property
+    def num_channels(self) -> int:
+        """Channels."""
+        return self.shape[0]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type that holds the stored numbers of every channel."""
+        return np.result_type(*[file.source.dtype for file in self._files])
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """The room that voxels take which are packed in their files."""
+        return sum(file.source.unpacked_bytes for file in self._files)
+
+    def load(self) -> None:
+        """Unpack now what is packed."""
+        for file in self._files:
+            file.source.voxels()
+
+    def read(self, box: Box | None = None, channel: int | None = None) -> npt.NDArray[np.float32]:
+        """Return a part of the voxels, scaled; what float32 cannot hold becomes infinite.
+
+        Args:
+            box: Along X, Y, Z; None: everything.
+            channel: The only one; None: all.
+
+        Returns:
+            Shape (C, X, Y, Z), in the order of memory of the file; nobody may change it.
+
+        Raises:
+            VolumeError: The file is damaged, or there is no memory.
+        """
+        place = self._placed(box)
+        parts = [_scaled(file, file.stored(place, one)) for file, one in self._chosen(channel)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def whole(self) -> npt.NDArray[np.float32]:
+        """Return all voxels in memory, (C, X, Y, Z) and C-contiguous."""
+        refuse_beyond_memory(
+            self.unpacked_bytes + math.prod(self.shape) * FLOAT32_BYTES,
+            f"{self.geometry.path}: reading {times((*self.shape[1:], self.num_channels))} voxels",
+            "use a machine with more, or cut the volume into pieces",
+        )
+        with explaining_memory(f"cannot read {self.geometry.path}"):
+            array = np.empty(self.shape, np.float32)
+            for piece in self.pieces():
+                array[:, *piece] = self.read(piece)
+        return array
+
+    def on_device(self, box: Box, device: torch.device) -> torch.Tensor:
+        """Return a copy of a part in float32 on a device, which is sent what takes least.
+
+        Shape (C, X, Y, Z), in the order of memory of the file.
+        """
+        box = self._placed(box)
+        parts = []
+        for file, channels in self._chosen(None):
+            stored = file.stored(box, channels)
+            if stored.dtype in SENT_AS_STORED and not file.is_scaled:
+                part = torch.from_numpy(stored.copy("K")).to(device).float()
+                file.forget()
+            else:
+                values = _scaled(file, stored)
+                is_view = np.may_share_memory(values, stored)
+                part = torch.from_numpy(values.copy("K") if is_view else values).to(device)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def cut(self, box: Box) -> "Image":
+        """Return the part in a box, as lazy as the whole, which keeps the geometry's axes."""
+        placed = self._placed(box)
+        if placed == self._placed(None):
+            return self
+        x, y, z = (part.start for part in placed)
+        shape = tuple(part.stop - part.start for part in placed)
+        affine = self.geometry.affine.copy()
+        affine[:3, 3] += affine[:3, :3] @ [part.start for part in box]
+        geometry = replace(self.geometry, shape=shape, affine=affine)
+        return Image(self._files, geometry, (x, y, z))
+
+    def as_stored(self) -> "Image":
+        """Return the whole image with the axes of its first file as X, Y, Z."""
+        turn = nib.orientations.ornt_transform(RAS, self.geometry.orientation)
+        files = [_File(file.source, _both(file.orientation, turn)) for file in self._files]
+        return Image(files, self.geometry.as_stored(), (0, 0, 0))
+
+    @property
+    def slowest_axis(self) -> int:
+        """Of X, Y, Z, counted from 0, the one along which voxels lie furthest apart in memory."""
+        x, y, z = (slice(start, start + 1) for start in self._start)
+        strides = np.abs(self._files[0].stored((x, y, z), slice(0, 1)).strides[1:])
+        return int(np.argmax(np.where(np.array(self.shape[1:]) > 1, strides, -1)))
+
+    def pieces(self) -> Iterator[Box]:
+        """Yield boxes of whole planes that cover the image, in the order in which it is stored."""
+        axis, shape = self.slowest_axis, self.shape[1:]
+        num_planes = max(1, PIECE_VOXELS // max(1, math.prod(shape) // shape[axis]))
+        for first in range(0, shape[axis], num_planes):
+            yield self.planes(axis, slice(first, min(first + num_planes, shape[axis])))
+
+    def planes(self, axis: int, planes: slice) -> Box:
+        """Return the box of some planes that follow each other along an axis of X, Y, Z."""
+        x, y, z = (
+            planes if one == axis else slice(0, size) for one, size in enumerate(self.shape[1:])
+        )
+        return x, y, z
+
+    def channel(self, number: int) -> "Channel":
+        """Return one channel as something like an array (X, Y, Z)."""
+        return Channel(self, number)
+
+    def _placed(self, box: Box | None) -> Box:
+        """Return where a box of this part lies in the whole image."""
+        parts = zip(box or (slice(None),) * 3, self.shape[1:], strict=True)
+        ends = [part.indices(size) for part, size in parts]
+        x, y, z = (
+            slice(start + begin, start + end)
+            for start, (begin, end, _) in zip(self._start, ends, strict=True)
+        )
+        return x, y, z
+
+    def _chosen(self, channel: int | None) -> Iterator[tuple[_File, slice]]:
+        """Yield the files of all channels, or of one, with the channels of each."""
+        first = 0
+        for file in self._files:
+            if channel is None:
+                yield file, slice(0, file.num_channels)
+            elif first <= channel < first + file.num_channels:
+                yield file, slice(channel - first, channel - first + 1)
+            first += file.num_channels
+
+
+class Channel:
+    """One channel of an image, whose planes are read when they are asked for as in an array."""
+
+    def __init__(self, image: Image, number: int) -> None:
+        self._image = image
+        self._number = number
+        self.shape = image.shape[1:]
+
+    def __getitem__(self, index: Any) -> npt.NDArray[np.float32]:
+        """Return a part, as an array (X, Y, Z) does."""
+        index = index if isinstance(index, tuple) else (index,)
+        index = (*index, *[slice(None)] * (3 - len(index)))
+        x, y, z = (one if isinstance(one, slice) else slice(one, one + 1) for one in index)
+        part = self._image.read((x, y, z), self._number)[0]
+        found: npt.NDArray[np.float32] = part[
+            tuple(slice(None) if isinstance(one, slice) else 0 for one in index)
+        ]
+        return found
+
+
+def _scaled(file: _File, stored: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    values = stored
+    is_ready = stored.dtype == np.float32 and not file.is_scaled and stored.flags.writeable
+    if not is_ready or min(stored.strides) < 0:  # not as PyTorch can take it
+        with np.errstate(all="ignore"):
+            if file.is_scaled:
+                stored = apply_read_scaling(stored, file.source.slope, file.source.inter)
+            values = stored.astype(np.float32, order="K")
+    file.forget()
+    return values

@@ -1,0 +1,161 @@
+"""Label maps: read as integers in RAS, written on the grid of the image that they belong to."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+from nibabel.volumeutils import apply_read_scaling
+
+from unet3d.errors import VolumeError, reason_of
+from unet3d.images.files import is_nifti_file, times, write_nifti
+from unet3d.images.geometry import RAS, Geometry, axes_between
+from unet3d.images.image import open_source
+from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
+
+MAX_INTEGER_IN_FLOAT64 = 2.0**53
+
+LABEL_ROUNDING = 1e-3
+"""How far a label may lie from an integer, for label maps that were saved as floats."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelMap:
+    """A label map in memory."""
+
+    array: npt.NDArray[Any]
+    """Integers (X, Y, Z) in RAS, of the smallest type that holds them."""
+    geometry: Geometry
+
+
+def read_label(path: Path | str) -> LabelMap:
+    """Read a label map in RAS.
+
+    Args:
+        path: The file, or a folder of DICOM slices.
+
+    Returns:
+        The label map; its array (X, Y, Z) is C-contiguous, of the smallest unsigned integer type
+        that holds its values, or the smallest signed one if some are negative.
+
+    Raises:
+        VolumeError: The file cannot be read, has several channels, or holds values that are not
+            integers.
+    """
+    source = open_source(Path(path))
+    geometry = source.geometry
+    if geometry.num_channels != 1:
+        raise VolumeError(
+            f"{path} has {geometry.num_channels} channels; a label map needs one label per voxel"
+        )
+    is_scaled = (source.slope, source.inter) != (1.0, 0.0)
+    # Floats are rounded, compared and converted: each needs a copy.
+    copied_bytes = 4 * (8 if is_scaled else source.dtype.itemsize)
+    refuse_beyond_memory(
+        math.prod(geometry.shape) * copied_bytes + source.unpacked_bytes,
+        f"{path}: reading {times(geometry.shape)} voxels",
+        "use a machine with more, or cut the volume into pieces",
+    )
+    stored = np.asarray(source.voxels()[:, :, :, 0:1])[..., 0]
+    with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):
+        if is_scaled:
+            stored = apply_read_scaling(stored, source.slope, source.inter)
+        if stored.dtype.kind == "f":
+            stored = _whole_numbers(Path(path), stored)
+        array = np.array(geometry.in_ras(stored), dtype=_smallest_type(stored), order="C")
+    return LabelMap(array=array, geometry=geometry)
+
+
+def on_grid_of(target: Geometry, label: LabelMap) -> LabelMap:
+    """Return a label map with its axes in the order and direction of an image on the same grid.
+
+    That changes something only where both lie so obliquely, near 45 degrees, that the nearest
+    anatomical axes are a matter of rounding.
+    """
+    turn = axes_between(label.geometry.affine, target.affine)
+    if np.array_equal(turn, RAS):
+        return label
+    array = np.ascontiguousarray(nib.apply_orientation(label.array, turn))
+    return LabelMap(array=array, geometry=replace(target, path=label.geometry.path, num_channels=1))
+
+
+def write_label(
+    path: Path | str, labels: npt.NDArray[Any], geometry: Geometry, overwrite: bool = True
+) -> None:
+    """Write a label map onto the grid of the image that it was made from.
+
+    The file has the stored orientation, shape, affine, qform and sform with their codes, spacing
+    and units of that image. It appears whole or not at all.
+
+    Args:
+        path: A name that ends in .nii or .nii.gz.
+        labels: Integers ``(X, Y, Z)`` in RAS, none negative.
+        geometry: Geometry of the image.
+        overwrite: Whether a file of that name is replaced.
+
+    Raises:
+        FileExistsError: Something has the name and may not be replaced.
+        VolumeError: The name has another ending, or the file cannot be written.
+        ValueError: The labels do not lie on the grid of the image or are not labels.
+    """
+    path = Path(path)
+    if not is_nifti_file(path):
+        raise VolumeError(f"cannot write {path}: choose a name that ends in .nii.gz or .nii")
+    try:
+        write_nifti(path, label_image(labels, geometry), overwrite)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise VolumeError(
+            f"cannot write {path}: {reason_of(error)}; choose a folder with space that you can "
+            "write to"
+        ) from error
+
+
+def label_image(labels: npt.NDArray[Any], geometry: Geometry) -> nib.Nifti1Image:
+    """Return labels (X, Y, Z) in RAS as nibabel's image, in the orientation of the file.
+
+    It is a ``Nifti2Image`` where the shape needs one. ValueError: they are not on the grid, or no
+    labels.
+    """
+    if labels.shape != geometry.shape:
+        raise ValueError(f"labels of shape {labels.shape} for a grid of shape {geometry.shape}")
+    if labels.dtype.kind not in "bui" or labels.min() < 0:
+        raise ValueError(f"labels of type {labels.dtype}, {labels.min()} to {labels.max()}")
+    restore = nib.orientations.ornt_transform(RAS, geometry.orientation)
+    stored = nib.apply_orientation(labels.astype(_smallest_type(labels), copy=False), restore)
+    header = geometry.nifti_header.copy()
+    header.set_data_dtype(stored.dtype)
+    two = isinstance(header, nib.Nifti2Header)
+    # With any other affine nibabel would change both forms.
+    affine = header.get_best_affine()
+    return (nib.Nifti2Image if two else nib.Nifti1Image)(stored, affine, header)
+
+
+def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return floats as the integers that they stand for."""
+    rounded: npt.NDArray[Any] = np.rint(stored)
+    wrong = ~(np.abs(stored - rounded) <= LABEL_ROUNDING)  # so also NaN and infinity
+    wrong |= np.abs(stored) > MAX_INTEGER_IN_FLOAT64
+    if wrong.any():
+        raise VolumeError(
+            f"{path} has {np.count_nonzero(wrong)} voxels that are no integer labels, such as "
+            f"{stored[wrong][0]:.7g}; is it an image? a label map holds whole numbers"
+        )
+    if stored.any() and not rounded.any():  # noise beside labels is rounded away, but not all
+        raise VolumeError(
+            f"{path} has no integer labels but values up to {np.abs(stored).max():.7g}, such as an "
+            "image in small units; a label map holds whole numbers"
+        )
+    return rounded
+
+
+def _smallest_type(labels: npt.NDArray[Any]) -> np.dtype[Any]:
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest >= 0:
+        return np.dtype(np.min_scalar_type(highest))
+    # The negative number that needs the same signed type as the highest label.
+    return np.promote_types(np.min_scalar_type(lowest), np.min_scalar_type(min(-1, -highest - 1)))
