@@ -321,21 +321,19 @@ def _numbers(
 
 
 def _refuse_several_series(folder: Path, slices: Sequence[Slice]) -> None:
-    counts: dict[str, int] = {}
+    by_uid: dict[str, list[Slice]] = {}
     for one in slices:
-        counts[one.series] = counts.get(one.series, 0) + 1
-    if len(counts) == 1:
-        return
-    label_of = {one.series: one.label for one in slices}
-    series = [
-        f'"{printable(label_of[uid])}" ({count} of the files, such as '
-        f"{next(one.path.name for one in slices if one.series == uid)})"
-        for uid, count in counts.items()
-    ]
-    raise VolumeError(
-        f"{folder} holds {len(counts)} DICOM series: {some(series, 4)}; move each to a folder of "
-        "its own"
-    )
+        by_uid.setdefault(one.series, []).append(one)
+    if len(by_uid) > 1:
+        series = [
+            f'"{printable(group[0].label)}" ({len(group)} of the files, such as '
+            f"{group[0].path.name})"
+            for group in by_uid.values()
+        ]
+        raise VolumeError(
+            f"{folder} holds {len(series)} DICOM series: {some(series, 4)}; move each to a folder "
+            "of its own"
+        )
 
 
 def _refuse_unlike(slices: Sequence[Slice]) -> None:
@@ -404,12 +402,13 @@ def _affine(folder: Path, slices: Sequence[Slice]) -> npt.NDArray[np.float64]:
 def _refuse_gaps(
     folder: Path, slices: Sequence[Slice], steps: npt.NDArray[np.float64], usual: float
 ) -> None:
-    gaps = np.flatnonzero(steps > MISSING * usual)
-    if not len(gaps):
-        return
-    neighbours = list(pairwise(one.path.name for one in slices))
-    between = [f"{' and '.join(neighbours[gap])} ({steps[gap]:.6g} mm)" for gap in gaps]
-    raise VolumeError(
-        f"{folder} lacks slices between {some(between, 3)}; elsewhere they are {usual:.6g} mm "
-        "apart: export the whole series again"
-    )
+    between = [
+        f"{lower.path.name} and {upper.path.name} ({step:.6g} mm)"
+        for (lower, upper), step in zip(pairwise(slices), steps, strict=True)
+        if step > MISSING * usual
+    ]
+    if between:
+        raise VolumeError(
+            f"{folder} lacks slices between {some(between, 3)}; elsewhere they are {usual:.6g} mm "
+            "apart: export the whole series again"
+        )

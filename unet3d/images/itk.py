@@ -55,7 +55,7 @@ META_NUMBERS = {
 }
 """How many numbers each field of the geometry has."""
 
-NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 
 SPACINGS = {"spacedirections", "spacings", "elementspacing", "elementsize"}
 DIRECTIONS = {"spacedirections", "transformmatrix", "orientation", "rotation"}
@@ -65,7 +65,7 @@ UNITS = ("spaceunits", "units", "distanceunits")
 MAX_NUMBER = 1e12
 """ITK replaces much larger lengths by 1."""
 
-SIZES = r"([1-9]\d{0,8}(\s+|$)){3}"
+SIZES = r"([1-9][0-9]{0,8}(\s+|$)){3}"
 """ITK shortens larger ones."""
 
 SPACE_KINDS = {"domain", "space", "???", "none"}
@@ -184,9 +184,13 @@ def _numbers(path: Path, fields: Mapping[str, str], counts: Mapping[str, int]) -
     found = {name: fields.get(name.lower().replace(" ", "")) for name in counts}
     copied = {name: text for name, text in found.items() if text is not None}
     for name, text in copied.items():
-        numbers = re.findall(NUMBER, text)
-        is_complete = len(numbers) == counts[name] and not re.sub(NUMBER, "", text).strip(" \t(),")
-        if not is_complete or any(abs(float(number)) > MAX_NUMBER for number in numbers):
+        parts = re.findall(r"[^\s(),]+" if name.startswith("space ") else r"\S+", text)
+        are_numbers = all(re.fullmatch(NUMBER, part) for part in parts)
+        if (
+            len(parts) != counts[name]
+            or not are_numbers
+            or max(map(abs, map(float, parts))) > MAX_NUMBER
+        ):
             raise _unplaced_error(path, name, text)
     return copied
 
