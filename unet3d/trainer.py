@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from unet3d.config import overrides_of
-from unet3d.config.presets import preset_changes
+from unet3d.config import overrides_of, preset_changes
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, reason_of

@@ -109,7 +109,7 @@ def test_one_message_for_a_wrong_setting(override, message):
     [
         ("none", ["parallel.replicas=2"], " is 2 but parallel.mode none has no groups of devices"),
         ("data", ["parallel.replicas=2"], "--parallel data with a replica on each"),
-        ("auto", ["parallel.engine=dataparallel"], "parallel.mode is auto; add --parallel data"),
+        ("auto", ["parallel.engine=dataparallel"], "=dataparallel but parallel.mode is auto; add"),
         ("data", ["parallel.output_device=1"], " is 1 but only parallel.engine=dataparallel"),
         ("data", ["parallel.balance=time"], " is time but parallel.mode data does not cut the"),
         ("spatial", ["parallel.cuts=4,7"], " is 4,7 but parallel.mode spatial does not cut the"),

@@ -3,7 +3,7 @@
 from tests.command_line import run
 from unet3d.cli.train import train
 from unet3d.config import load_config
-from unet3d.config.presets import PRESETS, preset_changes
+from unet3d.config.configuration import PRESETS, preset_changes
 
 
 def test_each_is_a_choice_of_the_command_line_that_differs_from_the_defaults():

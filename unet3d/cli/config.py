@@ -14,8 +14,7 @@ def config(config_path: Path | None, presets: tuple[str, ...], overrides: tuple[
 
     The values are the defaults, or those of --config, --preset and --set.
     """
-    from unet3d.config import load_config
-    from unet3d.config.presets import preset_changes
+    from unet3d.config import load_config, preset_changes
     from unet3d.config.reference import commented_yaml
 
     changes = (*preset_changes(presets), *overrides)

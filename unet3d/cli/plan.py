@@ -136,7 +136,7 @@ def plan(
     )
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
-        from unet3d.config.presets import preset_changes
+        from unet3d.config import preset_changes
         from unet3d.parallel import ParallelDims
         from unet3d.planning.auto_settings import load_settings
         from unet3d.planning.comparison import dims_of

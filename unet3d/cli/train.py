@@ -119,7 +119,7 @@ def train(
 
     from rich.console import Console
 
-    from unet3d.config.presets import preset_changes
+    from unet3d.config import preset_changes
     from unet3d.training.cross_validation import request_over_folds, train_folds
     from unet3d.training.start import RunRequest, start_training
 

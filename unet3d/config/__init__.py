@@ -1,59 +1,27 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
-from unet3d.config.configuration import Config, load_config, overrides_of
-from unet3d.config.parallel_settings import ParallelSettings
-from unet3d.config.settings import (
-    AugmentationSettings,
-    DataSettings,
-    InferenceSettings,
-    MemorySettings,
-    ModelSettings,
-    PatchSettings,
-    PhantomSettings,
-    TrainingSettings,
-)
-from unet3d.config.values import (
-    MAX_PATCH_VOXELS,
-    Balance,
-    Channels,
-    CudaGraphs,
-    Few,
-    Fold,
-    Kernel,
-    Offload,
-    Recompute,
-    Shape,
-    Spacing,
-    Strides,
-    Taps,
-    Units,
-)
-
-__all__ = [
-    "MAX_PATCH_VOXELS",
-    "AugmentationSettings",
-    "Balance",
-    "Channels",
-    "Config",
-    "CudaGraphs",
-    "DataSettings",
-    "Few",
-    "Fold",
-    "InferenceSettings",
-    "Kernel",
-    "MemorySettings",
-    "ModelSettings",
-    "Offload",
-    "ParallelSettings",
-    "PatchSettings",
-    "PhantomSettings",
-    "Recompute",
-    "Shape",
-    "Spacing",
-    "Strides",
-    "Taps",
-    "TrainingSettings",
-    "Units",
-    "load_config",
-    "overrides_of",
-]
+from unet3d.config.configuration import Config as Config
+from unet3d.config.configuration import load_config as load_config
+from unet3d.config.configuration import overrides_of as overrides_of
+from unet3d.config.configuration import preset_changes as preset_changes
+from unet3d.config.settings import AugmentationSettings as AugmentationSettings
+from unet3d.config.settings import DataSettings as DataSettings
+from unet3d.config.settings import InferenceSettings as InferenceSettings
+from unet3d.config.settings import ModelSettings as ModelSettings
+from unet3d.config.settings import ParallelSettings as ParallelSettings
+from unet3d.config.settings import PatchSettings as PatchSettings
+from unet3d.config.settings import TrainingSettings as TrainingSettings
+from unet3d.config.values import MAX_PATCH_VOXELS as MAX_PATCH_VOXELS
+from unet3d.config.values import Balance as Balance
+from unet3d.config.values import Channels as Channels
+from unet3d.config.values import CudaGraphs as CudaGraphs
+from unet3d.config.values import Few as Few
+from unet3d.config.values import Fold as Fold
+from unet3d.config.values import Kernel as Kernel
+from unet3d.config.values import Offload as Offload
+from unet3d.config.values import Recompute as Recompute
+from unet3d.config.values import Shape as Shape
+from unet3d.config.values import Spacing as Spacing
+from unet3d.config.values import Strides as Strides
+from unet3d.config.values import Taps as Taps
+from unet3d.config.values import Units as Units

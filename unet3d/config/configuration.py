@@ -8,7 +8,7 @@ in an option, and are kept absolute. The resolved configuration of a run is writ
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -18,12 +18,12 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from unet3d.config.explain import known_setting, phrase_of
-from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.settings import (
     DataSettings,
     InferenceSettings,
     MemorySettings,
     ModelSettings,
+    ParallelSettings,
     PatchSettings,
     TrainingSettings,
 )
@@ -34,6 +34,17 @@ from unet3d.inputs.reading import read_bytes
 
 MAX_BYTES = 2**18
 """Many times what a configuration has."""
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quick": {"training.epochs": 50},
+    "full": {"training.epochs": 1000},
+    "resenc-m": {"model.encoder": "residual", "patches.memory_gib": 8.38},
+    "resenc-l": {"model.encoder": "residual", "patches.memory_gib": 22.35},
+}
+"""Of each preset, dotted key to value. ``full`` is as long as nnU-Net's training (Isensee et al.,
+Nature Methods 2021). ``resenc-m`` and ``resenc-l`` are its residual encoders, planned to 9 and 24
+GB (10^9 bytes) of a GPU (Isensee et al., arXiv 2404.09556)."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -79,68 +90,61 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        batch_size = self.training.batch_size
-        if batch_size != "auto" and self.training.num_micro_batches > batch_size:
-            raise ValueError(
-                f"training.micro_batches is {self.training.micro_batches} but a batch "
+        for contradiction in self._contradictions():
+            raise ValueError(contradiction)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        training, parallel, mode = self.training, self.parallel, self.parallel.mode
+        num_micro_batches, batch_size = training.num_micro_batches, training.batch_size
+        if batch_size != "auto" and num_micro_batches > batch_size:
+            yield (
+                f"training.micro_batches is {num_micro_batches} but a batch "
                 f"has {batch_size} patches; use at most one micro-batch per patch"
             )
         if self.memory.offload == "skips" and self.memory.recompute == "level":
-            raise ValueError(
+            yield (
                 "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
                 "recomputed; use memory.offload=none, or memory.recompute=norm"
             )
-        self._check_mode()
-        if self.model.norm == "batch" and self.training.num_micro_batches > 1:
-            raise ValueError(
-                "model.norm=batch with training.micro_batches "
-                f"{self.training.micro_batches} would take its statistics from portions of "
-                "the batch and train another network; use model.norm=instance"
-            )
-        return self
-
-    def _check_mode(self) -> None:
-        parallel, mode = self.parallel, self.parallel.mode
         if parallel.replicas > 1 and mode in ("none", "data"):
-            raise ValueError(
+            yield (
                 f"parallel.replicas is {parallel.replicas} but parallel.mode {mode} has no groups "
                 "of devices; use --parallel spatial or --parallel model, or --parallel data with "
                 "a replica on each of --devices"
             )
         threads = parallel.engine == "dataparallel"
         if threads and mode != "data":
-            raise ValueError(
-                f"parallel.engine is dataparallel but parallel.mode is {mode}; add --parallel data"
-            )
-        if threads and self.training.num_micro_batches > 1:
-            raise ValueError(
-                f"parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
-                f"is {self.training.micro_batches}; use parallel.engine=ddp"
+            yield f"parallel.engine=dataparallel but parallel.mode is {mode}; add --parallel data"
+        if threads and num_micro_batches > 1:
+            yield (
+                "parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
+                f"is {num_micro_batches}; use parallel.engine=ddp"
             )
         if parallel.output_device is not None and not threads:
-            raise ValueError(
+            yield (
                 f"parallel.output_device is {parallel.output_device} but only "
                 "parallel.engine=dataparallel gathers what the replicas make; leave it out"
             )
-        if mode == "spatial" and self.model.norm == "batch":
-            raise ValueError(
+        if self.model.norm == "batch" and mode == "spatial":
+            yield (
                 "model.norm is batch but parallel.mode spatial takes the statistics of each sample "
                 "alone, over its slabs; use model.norm=instance, or --parallel model"
             )
-        if mode != "model":
-            self._check_uncut()
-
-    def _check_uncut(self) -> None:
-        """Refuse what says where a network is cut, in a mode that does not cut it."""
-        for key, value, is_set in (
-            ("balance", self.parallel.balance, self.parallel.wanted_balance != "encoder-decoder"),
-            ("cuts", self.parallel.cuts, self.parallel.cuts is not None),
-        ):
-            if is_set:
-                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-                raise ValueError(
-                    f"parallel.{key} is {shown} but parallel.mode {self.parallel.mode} does not "
-                    f"cut the network; add --parallel model, or leave {key} out"
+        if self.model.norm == "batch" and num_micro_batches > 1:
+            yield (
+                f"model.norm=batch with training.micro_batches {num_micro_batches} would take its "
+                "statistics from portions of the batch and train another network; use "
+                "model.norm=instance"
+            )
+        cut = {"cuts": parallel.cuts and ",".join(map(str, parallel.cuts))}
+        if parallel.wanted_balance != "encoder-decoder":
+            cut["balance"] = parallel.balance
+        for key, value in cut.items():
+            if value is not None and mode != "model":
+                yield (
+                    f"parallel.{key} is {value} but parallel.mode {mode} does not cut the network; "
+                    f"add --parallel model, or leave {key} out"
                 )
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
@@ -216,6 +220,16 @@ def overrides_of(values: Mapping[str, Any]) -> list[str]:
     Text and paths are taken as they stand, other values as JSON has them, arrays as lists.
     """
     return [f"{key}={_as_text(value)}" for key, value in values.items()]
+
+
+def preset_changes(names: Iterable[str]) -> list[str]:
+    """Return the settings of presets, in their order, as ``section.key=value`` strings."""
+    changes: list[str] = []
+    for name in names:
+        if name not in PRESETS:
+            raise ConfigError(f"there is no preset {shown(name)}; take one of {', '.join(PRESETS)}")
+        changes += overrides_of(PRESETS[name])
+    return changes
 
 
 def _as_text(value: Any) -> str:

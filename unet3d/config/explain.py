@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel
 
-from unet3d.config.values import AUTO
+from unet3d.config.values import AUTO, OF_SETTING
 from unet3d.inputs.plain_data import printable, shown
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a name", Path: "a path"}
@@ -51,6 +51,8 @@ def phrase_of(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str
         name = str(problem["loc"][-1])
         suggestion = _suggestion(name[:100], path, hint, model)
         return f"unknown setting {printable('.'.join([*path, name]))}, {suggestion}"
+    if problem["type"] == OF_SETTING:
+        return f"{'.'.join(path)} {problem['msg']}"
     for name in path:
         tree = tree[name]
     return f"{'.'.join(path)} is {shown(tree)}; give {in_words(hint)}"
@@ -60,19 +62,20 @@ def _suggestion(
     name: str, path: list[str], section: type[BaseModel], model: type[BaseModel]
 ) -> str:
     close = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.5)
-    similar = [key for key in _settings(model) if key.split(".")[-1] == name]
+    similar = [key for key, _, last in settings_of(model) if last == name]
     similar += [".".join([*path, key]) for key in close]
-    if similar:
-        return f"did you mean {similar[0]}?"
-    return f"known: {', '.join(section.model_fields)}"
+    return f"did you mean {similar[0]}?" if similar else f"known: {', '.join(section.model_fields)}"
 
 
-def _settings(section: type[BaseModel]) -> Iterator[str]:
-    for name, hint in hints_of(section).items():
+def settings_of(
+    section: type[BaseModel], prefix: str = ""
+) -> Iterator[tuple[str, type[BaseModel], str]]:
+    """Yield every section and setting in a section: dotted key, the section it is in, its name."""
+    for name in section.model_fields:
+        yield prefix + name, section, name
+        hint = hints_of(section)[name]
         if is_section(hint):
-            yield from (f"{name}.{key}" for key in _settings(hint))
-        elif name in section.model_fields:
-            yield name
+            yield from settings_of(hint, f"{prefix}{name}.")
 
 
 def in_words(hint: Any) -> str:

@@ -3,14 +3,12 @@
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from unet3d.config.configuration import Config
-from unet3d.config.explain import hints_of, in_words, is_section
-from unet3d.config.values import Section
+from unet3d.config.explain import hints_of, in_words, is_section, settings_of
 
 _WIDTH = 96
 _HEADER = """\
@@ -18,44 +16,46 @@ All settings of unet3d, each with its meaning and what it allows. A configuratio
 lines that differ from the defaults: delete the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One setting, or the head of a section of settings."""
+class Setting(NamedTuple):
+    """One setting, or the head of a section of settings, for which the last fields are empty."""
 
     key: str
     """Dotted, such as ``training.epochs``."""
     meaning: str
     """What it does, with its unit; names of commands stand in double backticks."""
-    allowed: str
-    """What it may be, in words; empty for a section."""
-    default: Any
-    """As YAML holds it; None for a section."""
-    is_section: bool
-    """Whether it holds settings."""
+    allowed: str = ""
+    """What it may be, in words."""
+    default: Any = None
+    """As YAML holds it."""
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it holds settings."""
+        return not self.allowed
 
 
-def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[Setting]:
+def settings() -> Iterator[Setting]:
     """Yield every section, followed by its settings, in the order of a configuration."""
-    hints = hints_of(section)
-    defaults = section().model_dump(mode="json")
-    for name, field in section.model_fields.items():
-        key, hint = f"{prefix}{name}", hints[name]
-        below = is_section(hint)
-        meaning = inspect.getdoc(hint) if below else field.description
-        yield Setting(
-            key=key,
-            meaning=" ".join((meaning or "").split()),
-            allowed="" if below else in_words(hint),
-            default=None if below else "auto" if section.may_be_open(name) else defaults[name],
-            is_section=below,
-        )
-        if below:
-            yield from settings(hint, f"{key}.")
+    for key, section, name in settings_of(Config):
+        hint, field = hints_of(section)[name], section.model_fields[name]
+        meaning = inspect.getdoc(hint) if is_section(hint) else field.description
+        found = Setting(key, " ".join((meaning or "").split()))
+        if not is_section(hint):
+            default = "auto" if Config().is_open(key) else value_of(Config(), key)
+            found = found._replace(allowed=in_words(hint), default=default)
+        yield found
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return a setting as YAML holds it, by its dotted key."""
+    tree: Any = config.model_dump(mode="json")
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
 
 
 def commented_yaml(config: Config) -> str:
     """Return a configuration as YAML with a comment above every setting."""
-    values = config.model_dump(mode="json")
     lines = _comment(_HEADER, "")
     for setting in settings():
         *sections, name = setting.key.split(".")
@@ -65,10 +65,7 @@ def commented_yaml(config: Config) -> str:
         if setting.is_section:
             lines += [*_comment(setting.meaning, indent), f"{indent}{name}:"]
             continue
-        value: Any = values
-        for part in setting.key.split("."):
-            value = value[part]
-        value = "auto" if config.is_open(setting.key) else value
+        value = "auto" if config.is_open(setting.key) else value_of(config, setting.key)
         allowed = f"Allowed: {setting.allowed}."
         if value != setting.default:
             allowed += f" Default: {in_yaml(setting.default)}."

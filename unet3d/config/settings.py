@@ -1,15 +1,20 @@
 """The sections of a configuration: every setting, its meaning and the one place of its default."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from unet3d.config.values import (
-    MAX_PATCH_VOXELS,
-    MAX_PHANTOM_VOXELS,
+    AS_TEXT,
+    FEW_VOXELS,
+    IN_LIST,
+    NAMES,
     NUMBER,
+    OFF,
     Auto,
+    Balance,
     Channels,
+    CudaGraphs,
     Few,
     FilePath,
     Fold,
@@ -26,7 +31,6 @@ from unet3d.config.values import (
     Spacing,
     Strides,
     Units,
-    of_few_voxels,
 )
 from unet3d.inputs.plain_data import at_most
 
@@ -36,18 +40,13 @@ class PhantomSettings(Section):
 
     num_cases: Annotated[int, Field(gt=0, le=100_000, strict=True)] = 20
     """Number of phantoms, for training and validation together."""
-    shape: Shape = (64, 64, 64)
+    shape: Annotated[Shape, FEW_VOXELS] = (64, 64, 64)
     """Voxels along X, Y, Z of each case."""
     spacing_mm: Spacing = (1.0, 1.0, 1.0)
     """Distance of neighbouring voxels along X, Y, Z, in mm."""
 
-    @field_validator("shape")
-    @classmethod
-    def _few_voxels(cls, shape: Shape) -> Shape:
-        return of_few_voxels("data.phantom.shape", shape, MAX_PHANTOM_VOXELS)
 
-
-LabelNames = Annotated[tuple[LabelName, ...], Field(min_length=1), at_most(2**16)]
+LabelNames = Annotated[tuple[LabelName, ...], Field(min_length=1), at_most(2**16), IN_LIST]
 
 
 class DataSettings(Section):
@@ -84,18 +83,6 @@ class DataSettings(Section):
     """Processes that prepare cases, then cut patches, and augment them where no GPU does; 0: in the
     training process; auto: as many as the cores allow, to cut for a GPU at most 8, and 16 where
     they augment too; to cut beside a network on a CPU one for 32 cores, so none on most."""
-
-    @field_validator("labels", mode="before")
-    @classmethod
-    def _one_label(cls, value: Any) -> Any:
-        """Accept a single label in place of a list of them."""
-        if isinstance(value, dict):
-            return {name: _in_list(labels) for name, labels in value.items()}
-        return _in_list(value)
-
-
-def _in_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
 MirrorAxis = Literal["x", "y", "z"]
@@ -135,7 +122,7 @@ class AugmentationSettings(Section):
     """Probability of a gamma curve over the inverted intensities."""
     gamma_probability: Fraction = 0.3
     """Probability of a gamma curve over the intensities."""
-    mirror_axes: Literal["auto"] | Annotated[tuple[MirrorAxis, ...], at_most(3)] = "auto"
+    mirror_axes: Literal["auto"] | Annotated[tuple[MirrorAxis, ...], at_most(3), IN_LIST] = "auto"
     """Axes that may be flipped, each one time in two; auto: Y and Z, and X where no label is told
     by its name to be on the left or on the right."""
 
@@ -143,12 +130,6 @@ class AugmentationSettings(Section):
     def known_mirror_axes(self) -> tuple[MirrorAxis, ...]:
         """The axes that are set, or Y and Z where the labels decide and are not known."""
         return ("y", "z") if self.mirror_axes == "auto" else self.mirror_axes
-
-    @field_validator("mirror_axes", mode="before")
-    @classmethod
-    def _one_axis(cls, value: Any) -> Any:
-        """Accept a letter as the one axis that may be flipped."""
-        return (value,) if isinstance(value, str) and value != "auto" else value
 
     @field_validator("scaling_range")
     @classmethod
@@ -165,7 +146,7 @@ class AugmentationSettings(Section):
 class PatchSettings(Section):
     """The training crops."""
 
-    size: Literal["auto", "whole"] | Shape = "auto"
+    size: Annotated[Literal["auto", "whole"] | Shape, FEW_VOXELS] = "auto"
     """Voxels along X, Y, Z; auto: as many as fit into ``patches.memory_gib`` with a batch of two,
     at most the data set's median shape; whole: each case as it is, padded to what the network can
     halve."""
@@ -177,11 +158,6 @@ class PatchSettings(Section):
     """Share of each batch, at least one patch where it is not 0, that is centred on a labelled
     voxel: of a random class, of a random one of its connected components."""
     augmentation: AugmentationSettings = AugmentationSettings()
-
-    @field_validator("size")
-    @classmethod
-    def _few_voxels(cls, size: str | Shape) -> str | Shape:
-        return of_few_voxels("patches.size", size, MAX_PATCH_VOXELS)
 
 
 class ModelSettings(Section):
@@ -315,10 +291,53 @@ class TrainingSettings(Section):
         return self.batch_size
 
 
+class ParallelSettings(Section):
+    """How the network is spread over devices."""
+
+    mode: Literal["auto", "none", "data", "spatial", "model"] = "auto"
+    """none: one device; data: a replica on each device; spatial: each volume in slabs over them;
+    model: the layers of one network over them; auto: none on one device, else the fastest that
+    fits."""
+    devices: Annotated[tuple[Name, ...], Field(min_length=1), at_most(1024), NAMES] | None = None
+    """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs that the mode needs, or cpu.
+    Under torchrun: those of each machine, divided over its ranks."""
+    replicas: Annotated[int, Field(gt=0, le=1024, strict=True)] = 1
+    """Modes model and spatial: groups of devices with a network each, into which the devices are
+    divided in their order."""
+    engine: Literal["ddp", "dataparallel"] = "ddp"
+    """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
+    for each, which is slower."""
+    output_device: Annotated[Name, AS_TEXT] | None = None
+    """Engine dataparallel: where logits are gathered and targets sent; null: the first device."""
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e7), NUMBER] = 600.0
+    """Seconds of silence after which a rank counts as hanging, and training ends."""
+    max_restarts: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
+    """How often the ranks are started again, from the latest checkpoint, when one of them dies.
+    Under torchrun its own --max-restarts counts."""
+    schedule: Literal["1f1b", "all-forward"] = "1f1b"
+    """When each micro-batch runs where. 1f1b: one forward, one backward in turn; all-forward: all
+    forward, then all backward, which keeps the activations of all."""
+    cuda_graphs: Annotated[CudaGraphs, OFF] = "auto"
+    """auto: steps of small volumes on GPUs are captured as CUDA graphs and replayed, where there is
+    memory for it; off: every step is launched."""
+    balance: Balance | Literal["auto"] = "auto"
+    """Where the network is cut in training. time, memory: so that the stages take equal time, or
+    memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the
+    cut that ``plan --measure`` found best, else encoder-decoder."""
+    cuts: Annotated[tuple[Few, ...], at_most(1024), IN_LIST] | None = None
+    """Index of the block that each further stage begins with, such as 4,12; it overrules balance.
+    null: as balance says."""
+
+    @property
+    def wanted_balance(self) -> Balance:
+        """The balance that is set, or encoder-decoder if none is set."""
+        return "encoder-decoder" if self.balance == "auto" else self.balance
+
+
 class MemorySettings(Section):
     """What is kept for backward, and where."""
 
-    recompute: Recompute = "norm"
+    recompute: Annotated[Recompute, OFF] = "norm"
     """What backward recomputes instead of keeping it. norm: normalised features; level: also the
     encoder, one level after the other, which takes the least memory and the time of its forward
     pass; off: nothing, all is kept."""
@@ -328,17 +347,11 @@ class MemorySettings(Section):
     resolution: a step takes about 1.3 times as long on an H200, and recompute=level saves more
     memory in less time. none: everything stays on the GPU."""
 
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        """Accept ``off`` as a word, because YAML reads it as False."""
-        return "off" if value is False else value
-
 
 class InferenceSettings(Section):
     """Prediction, also in validation."""
 
-    window: Literal["auto", "whole"] | Shape = "auto"
+    window: Annotated[Literal["auto", "whole"] | Shape, FEW_VOXELS] = "auto"
     """Voxels along X, Y, Z of a window; whole: the whole volume; auto: the training patch, or the
     whole volume for a network trained on whole volumes."""
     overlap: Annotated[float, Field(ge=0, le=0.95), NUMBER] = 0.5
@@ -361,8 +374,3 @@ class InferenceSettings(Section):
     postprocessing: bool = True
     """Whether a training ends with the choice of labels of which only the largest component is kept
     (those where that raises Dice in validation), and predictions keep only these."""
-
-    @field_validator("window")
-    @classmethod
-    def _few_voxels(cls, window: str | Shape) -> str | Shape:
-        return of_few_voxels("inference.window", window, MAX_PATCH_VOXELS)

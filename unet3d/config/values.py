@@ -1,15 +1,16 @@
 """What every section of settings has in common, and the types of values with their limits."""
 
 import math
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from unet3d.inputs.plain_data import is_printable
+from unet3d.inputs.plain_data import Name as PrintableName
 
+OF_SETTING = "of_setting"
+"""Kind of an error whose words follow the name of the setting."""
 AUTO = "may be auto"
 """Marks the type of a setting that may be left open; see :meth:`Section.may_be_open`."""
 
@@ -55,34 +56,36 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _path(path: Path) -> Path:
-    """Refuse a path that no file system can hold; return one that holds in every folder."""
-    try:
-        name = os.fsencode(path)
-    except UnicodeEncodeError:
-        name = b"\0"
-    if b"\0" in name or len(name) > _MAX_PATH:
-        raise PydanticCustomError("no_path", "not a path")
-    return path.absolute()
+def _few_voxels(size: Any) -> Any:
+    """Refuse three sizes that are allowed alone, but not together."""
+    if not isinstance(size, str) and math.prod(size) > MAX_PATCH_VOXELS:
+        words = f"has {math.prod(size):,} voxels; give at most {MAX_PATCH_VOXELS:,}"
+        raise PydanticCustomError(OF_SETTING, words)
+    return size
 
 
-def _name(name: str) -> str:
-    if not is_printable(name):
-        raise PydanticCustomError("no_name", "not a name")
-    return name
+def _names(value: Any) -> Any:
+    """Accept ``0,1`` and 0 as names, because YAML reads them as numbers."""
+    value = str(value).split(",") if type(value) in (int, str) else value
+    return [str(one).strip() for one in value] if isinstance(value, list | tuple) else value
 
 
-_MAX_PATH = 4096
-"""Bytes of a path that Linux takes."""
 MAX_PATCH_VOXELS = 2**33
 """More than a patch can have on all GPUs of a large machine: 2048^3."""
-MAX_PHANTOM_VOXELS = 2**30
 
 # Each upper limit is beyond every sensible value, and small enough that nothing made from it
 # overflows. Integers are strict, because otherwise `yes` would be read as 1.
 NUMBER = BeforeValidator(_number)
-FilePath = Annotated[Path, AfterValidator(_path)]
-Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_name)]
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""Accepts ``off`` as a word, which YAML reads as False."""
+AS_TEXT = BeforeValidator(lambda value: str(value) if type(value) is int else value)
+"""Accepts a number as a name, such as of a device."""
+IN_LIST = BeforeValidator(lambda value: [value] if type(value) in (int, str) else value)
+"""Accepts a single value in place of a list of them."""
+NAMES = BeforeValidator(_names)
+FEW_VOXELS = AfterValidator(_few_voxels)
+FilePath = Annotated[Path, AfterValidator(Path.absolute)]
+Name = Annotated[PrintableName, Field(min_length=1)]
 LabelName = Annotated[int, Field(strict=True)] | Name
 """A label by its value, or by its name."""
 Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
@@ -90,19 +93,15 @@ Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """A number of things that are in memory, or run, at the same time."""
 Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-"""Channels of a level."""
 Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
 """Voxels of a level along one axis in one voxel of the next level."""
 Strides = tuple[Stride, Stride, Stride]
-"""Strides along X, Y, Z."""
 Taps = Literal[1, 3]
 """Voxels of a kernel along one axis."""
 Kernel = tuple[Taps, Taps, Taps]
 """Voxels of a kernel along X, Y, Z."""
 Units = Annotated[int, Field(ge=1, le=64, strict=True)]
-"""Convolutions or residual units, one behind another."""
 Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-"""Voxels along one axis."""
 Shape = tuple[Voxels, Voxels, Voxels]
 """Voxels along X, Y, Z."""
 Millimetres = Annotated[float, Field(ge=1e-9, le=1e6), NUMBER]
@@ -116,14 +115,3 @@ Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
 CudaGraphs = Literal["auto", "off"]
-
-
-Size = TypeVar("Size", bound=str | Shape)
-
-
-def of_few_voxels(key: str, size: Size, most: int) -> Size:
-    """Refuse three sizes that are allowed alone, but not together."""
-    if not isinstance(size, str) and math.prod(size) > most:
-        shape = "x".join(map(str, size))
-        raise ValueError(f"{key} is {shape}, {math.prod(size):,} voxels; give at most {most:,}")
-    return size
