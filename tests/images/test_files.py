@@ -7,7 +7,6 @@ import pytest
 from tests.images.samples import refusal
 from unet3d.images.files import (
     SUFFIXES,
-    find_spelling,
     is_nifti_file,
     is_volume_file,
     members,
@@ -90,12 +89,3 @@ def test_analyze_files_are_refused(tmp_path):
     nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
     (tmp_path / "old.img").rename(tmp_path / "old.IMG")
     assert "old.hdr is in the Analyze 7.5 format" in refusal(tmp_path / "old.hdr", open_image)
-
-
-def test_a_name_is_found_whatever_the_case_of_its_ending(tmp_path):
-    (tmp_path / "a.NII.gz").touch()
-    (tmp_path / "A.nii.gz").touch()
-    assert find_spelling(tmp_path / "a.nii.gz") == tmp_path / "a.NII.gz"
-    assert find_spelling(tmp_path / "A.nii.gz") == tmp_path / "A.nii.gz"
-    for absent in (tmp_path / "b.nii.gz", tmp_path / "a.nii", tmp_path / "none" / "a.nii"):
-        assert find_spelling(absent) == absent

@@ -66,14 +66,9 @@ def is_nifti_file(path: Path) -> bool:
     return volume_suffix(path) in (".nii", ".nii.gz")
 
 
-def is_nrrd_file(path: Path) -> bool:
-    """Tell by its name whether a file is an NRRD volume."""
-    return volume_suffix(path) == NRRD_SUFFIX
-
-
-def is_meta_file(path: Path) -> bool:
-    """Tell by its name whether a file is a MetaImage."""
-    return volume_suffix(path) in META_SUFFIXES
+def is_itk_file(path: Path) -> bool:
+    """Tell by its name whether a file is an NRRD volume or a MetaImage."""
+    return volume_suffix(path) in (NRRD_SUFFIX, *META_SUFFIXES)
 
 
 def is_dicom_file(path: Path) -> bool:
@@ -87,11 +82,7 @@ def is_dicom_file(path: Path) -> bool:
 
 
 def is_dicom_folder(path: Path) -> bool:
-    """Tell whether a path is a folder with DICOM files in it, not in folders below.
-
-    Raises:
-        OSError: The folder cannot be listed.
-    """
+    """Tell whether a path is a folder with DICOM files in it, not in folders below."""
     return next(_dicom_files(path), None) is not None
 
 
@@ -112,21 +103,14 @@ def volume_stem(path: Path) -> str:
 
 
 def members(path: Path) -> tuple[Path, ...]:
-    """Return all files of the volume that a file belongs to.
+    """Return all files of the volume that a file belongs to, whether it exists or not.
 
-    Args:
-        path: A volume file, whether it exists or not, or a folder.
-
-    Returns:
-        The header and the voxels of a pair, in this order, if the partner of ``path`` exists; the
-        DICOM files of a folder; else ``path`` alone.
-
-    Raises:
-        OSError: The folder cannot be listed.
+    They are the header and the voxels of a pair, in this order, if the partner exists; the DICOM
+    files of a folder; else the file alone.
     """
     if path.is_dir():
         return tuple(_dicom_files(path)) or (path,)
-    if is_meta_file(path):
+    if volume_suffix(path) in META_SUFFIXES:
         return _meta_members(path)
     partner_suffix = PARTNERS.get(volume_suffix(path))
     if partner_suffix is None:
@@ -165,29 +149,10 @@ def _dicom_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def find_spelling(path: Path) -> Path:
-    """Return the file of that name, whatever the case of its ending; the path itself if none is."""
-    suffix = volume_suffix(path)
-    if path.exists() or not suffix or not path.parent.is_dir():
-        return path
-    stem = volume_stem(path)
-    for file in sorted(path.parent.iterdir()):
-        if volume_suffix(file) == suffix and volume_stem(file) == stem:
-            return file
-    return path
-
-
 def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
-    """Write a NIfTI file, which appears whole or not at all.
+    """Write an image of nibabel's as a NIfTI file, which appears whole or not at all.
 
-    Args:
-        path: A name for which :func:`is_nifti_file` holds.
-        image: nibabel's.
-        overwrite: Whether a file of that name is replaced.
-
-    Raises:
-        FileExistsError: Something has the name and may not be replaced.
-        OSError: The file cannot be written.
+    FileExistsError: something has the name, and it may not be replaced.
     """
     with (replacing if overwrite else creating)(path) as unfinished:
         if not is_gzip_file(path):

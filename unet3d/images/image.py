@@ -23,8 +23,7 @@ from unet3d.images.dicom import open_series
 from unet3d.images.files import (
     SUFFIXES,
     is_dicom_file,
-    is_meta_file,
-    is_nrrd_file,
+    is_itk_file,
     is_volume_file,
     times,
 )
@@ -58,7 +57,7 @@ def open_source(path: Path) -> Source:
             f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of "
             "DICOM slices"
         )
-    return open_itk(path) if is_nrrd_file(path) or is_meta_file(path) else open_nifti(path)
+    return open_itk(path) if is_itk_file(path) else open_nifti(path)
 
 
 def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> "Image":

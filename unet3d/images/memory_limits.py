@@ -13,13 +13,7 @@ FLOAT32_BYTES = 4
 def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
     """Refuse what takes more memory than the host has available, before any of it is taken.
 
-    Args:
-        needed_bytes: What will be allocated at the same time.
-        what: Begins the message: which volume, and what is to be done with it.
-        remedy: Ends the message: what the user can do.
-
-    Raises:
-        VolumeError: It takes more than there is.
+    ``what`` begins the message, and ``remedy`` ends it.
     """
     lacking = shortage(needed_bytes)
     if lacking is not None:
@@ -28,14 +22,7 @@ def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
 
 @contextmanager
 def explaining_memory(what: str) -> Iterator[None]:
-    """Explain an allocation that fails all the same, of NumPy or of PyTorch on the CPU.
-
-    Args:
-        what: Begins the message: which volume.
-
-    Raises:
-        VolumeError: Memory ran out.
-    """
+    """Explain an allocation that fails all the same, of NumPy or of PyTorch on the CPU."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

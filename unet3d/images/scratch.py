@@ -23,11 +23,6 @@ class Scratch:
     """Makes arrays in memory or, if there is a folder, in it."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Say where.
-
-        Args:
-            folder: Where files are made; None: nowhere.
-        """
         self._folder = folder
 
     @property
@@ -38,17 +33,7 @@ class Scratch:
     def empty(
         self, shape: tuple[int, ...], dtype: npt.DTypeLike, what: str, order: Any = "C"
     ) -> npt.NDArray[Any]:
-        """Return an array whose content is not defined.
-
-        Args:
-            shape: Its shape.
-            dtype: Its type.
-            what: What it is for; begins the message.
-            order: ``C`` or ``F``.
-
-        Raises:
-            VolumeError: Memory or disk have too little space.
-        """
+        """Return an array whose content is not defined; ``what`` it is for begins a message."""
         dtype = np.dtype(dtype)
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
         if self._folder is None:
@@ -69,19 +54,7 @@ class Scratch:
 
 
 def new_mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Make a NumPy file whose content is still to come, with all of its space.
-
-    Args:
-        path: A name that is free.
-        shape: Its shape.
-        dtype: Its type.
-
-    Returns:
-        The array, mapped.
-
-    Raises:
-        OSError: It cannot be made, or the disk is full.
-    """
+    """Make a mapped NumPy file under a free name, with all of its space and content to come."""
     array = np.lib.format.open_memmap(path, "w+", dtype, shape)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
@@ -89,12 +62,7 @@ def new_mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.
 
 
 def forget_pages(array: npt.NDArray[Any]) -> None:
-    """Give back the memory of an array that is mapped; its content stays in the file.
-
-    Args:
-        array: Any array; nothing happens to one in memory, or to one whose changes are nowhere
-            else.
-    """
+    """Give back the memory of a mapped array, whose content stays in its file."""
     owner: Any = array
     while owner is not None and not isinstance(owner, np.memmap):
         owner = getattr(owner, "base", None)
