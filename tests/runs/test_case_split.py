@@ -5,6 +5,7 @@ import pytest
 
 from tests.images.samples import write_msd
 from unet3d.datasets.dataset import load_dataset
+from unet3d.preparation.cache import Cache
 from unet3d.runs.case_split import CaseSplit
 
 
@@ -21,16 +22,16 @@ BEFORE = split({"a": "1", "b": "2", "c": "3"}, {"d": "4"})
 def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path):
     root = write_msd(tmp_path / "data", num_cases=3)
     cases = load_dataset(root).cases
-    made = CaseSplit.of(cases[:2], cases[2:], tmp_path / "cache")
+    made = CaseSplit.of(cases[:2], cases[2:], Cache(tmp_path / "cache"))
     assert list(made.training) == ["case_0", "case_1"] and list(made.validation) == ["case_2"]
     assert len({*made.training.values(), *made.validation.values()}) == 3
     shutil.copytree(root, tmp_path / "elsewhere")
     cases = load_dataset(tmp_path / "elsewhere").cases
-    again = CaseSplit.of(cases[:2], cases[2:], tmp_path / "other cache")
+    again = CaseSplit.of(cases[:2], cases[2:], Cache(tmp_path / "other cache"))
     assert again == made and again.fingerprint == made.fingerprint
     label = tmp_path / "elsewhere/labelsTr/case_1.nii.gz"
     shutil.copy(tmp_path / "elsewhere/labelsTr/case_0.nii.gz", label)
-    other = CaseSplit.of(cases[:2], cases[2:], tmp_path / "third cache")
+    other = CaseSplit.of(cases[:2], cases[2:], Cache(tmp_path / "third cache"))
     assert other.changes_since(made) == ["1 case(s) with other contents (case_1)"]
     assert other.fingerprint != made.fingerprint
 

@@ -10,6 +10,7 @@ from tests.networks import write_checkpoint
 from unet3d.config import Config, load_config
 from unet3d.datasets.dataset import load_dataset
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
+from unet3d.preparation.cache import Cache
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
@@ -29,7 +30,7 @@ def begun_run(name, seconds, dataset, with_record=True):
     run.write_config(config)
     if with_record:
         cases = () if dataset is None else load_dataset(dataset).cases
-        split = CaseSplit.of(cases[:-1], cases[-1:], Path("cache"))
+        split = CaseSplit.of(cases[:-1], cases[-1:], Cache(Path("cache")))
         run.write_data({"dataset": None if dataset is None else str(dataset), **split.to_dict()})
     run.latest.touch()
     os.utime(run.latest, (seconds, seconds))
@@ -68,7 +69,7 @@ def test_a_damaged_record_makes_no_run_of_the_data_set(here):
     ):
         (path / "data.json").write_text(record)
         with pytest.raises(ConfigError, match="no run in runs was made with"):
-            run_to_resume(None, here / "a", Path("cache"))
+            run_to_resume(None, here / "a", Cache(Path("cache")))
 
 
 def test_without_any_run_it_is_said(here):

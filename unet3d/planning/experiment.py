@@ -158,7 +158,7 @@ def plan_experiment(
         training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
         validation_files=validation,
-        split=CaseSplit.of(training, validation, config.data.cache),
+        split=CaseSplit.of(training, validation, Cache(config.data.cache)),
     )
 
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from unet3d.datasets.dataset import Case
 from unet3d.errors import some
 from unet3d.inputs.plain_data import PLAIN, at_most, printable, validated
-from unet3d.preparation.cache import Cache
 from unet3d.records import key_of
+
+if TYPE_CHECKING:  # every prediction reads a checkpoint with a split, and has no data set
+    from unet3d.datasets.dataset import Case
+    from unet3d.preparation.cache import Cache
 
 MAX_NAMED = 3
 """Cases that a message names of each kind of difference."""
@@ -40,13 +41,12 @@ class CaseSplit:
 
     @classmethod
     def of(
-        cls, training: Sequence[Case], validation: Sequence[Case], cache: Path | None
+        cls, training: "Sequence[Case]", validation: "Sequence[Case]", cache: "Cache"
     ) -> "CaseSplit":
-        """Return the split of cases; a cache folder, or else the user's, remembers digests."""
-        store = Cache(cache)
+        """Return the split of cases; a cache remembers digests."""
         return cls(
-            training={case.name: content_of(case, store) for case in training},
-            validation={case.name: content_of(case, store) for case in validation},
+            training={case.name: content_of(case, cache) for case in training},
+            validation={case.name: content_of(case, cache) for case in validation},
         )
 
     @property
@@ -96,7 +96,7 @@ class CaseSplit:
         ]
 
 
-def content_of(case: Case, cache: Cache) -> str:
+def content_of(case: "Case", cache: "Cache") -> str:
     """Return a digest of what a case's files contain."""
     return key_of([cache.digest(path) for path in (*case.images, case.label)])[:32]
 
