@@ -326,7 +326,7 @@ def not_normalised(checkpoint):
 def test_intensities_that_nothing_can_be_computed_with_are_refused(checkpoint, tmp_path):
     """Not normalised, so that all of them reach the network."""
     image = volume_of(noise() * np.float32(1e20), tmp_path)
-    with pytest.raises(VolumeError, match=r"volume.nii .*its normalised intens.* reach .*e\+"):
+    with pytest.raises(VolumeError, match=r"volume.nii: its normalised intens.* reach .*e\+"):
         place(not_normalised(checkpoint)).segment(image)
     assert len(np.unique(place(checkpoint).segment(image))) == 3  # normalised they are as good
 

@@ -10,10 +10,10 @@ import torch
 from tests.images.samples import held_image
 from tests.products import pairwise
 from unet3d.preparation.normalization import ChannelNormalization
-from unet3d.preparation.prepared_image import PreparedImage
+from unet3d.preparation.prepared_image import PreparedImage, kept_box
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.restoring import restored_slabs
-from unet3d.preparation.transform import Preprocessing, kept_box
+from unet3d.preparation.transform import Preprocessing
 
 preparing = pytest.importorskip("nnunetv2.preprocessing.preprocessors.default_preprocessor")
 resampling = pytest.importorskip("nnunetv2.preprocessing.resampling.default_resampling")
@@ -180,7 +180,7 @@ def test_restored_logits_are_those_of_nnunet(thick, across_slices, transpose, gr
     ).transpose()
     for axis, number in ((0, 100), (0, 3), (1, 4), (2, 2)):
         slabs = torch.split(logits, number, 1 + axis)
-        planes = restored_slabs(slabs, axis, prepared.shape, box.shape, prepared.nearest_axes)
+        planes = restored_slabs(slabs, axis, prepared.shape, box.shape, prepared.nearest_axis)
         restored = torch.cat(list(planes), 1 + axis)
         np.testing.assert_allclose(restored.numpy(), expected, rtol=0, atol=1e-5)
         labels = np.zeros(shape, np.uint8)

@@ -23,7 +23,7 @@ from unet3d.images.image import Image, open_image
 from unet3d.preparation import preprocess
 from unet3d.preparation.cache import Cache
 from unet3d.preparation.normalization import ChannelNormalization
-from unet3d.preparation.prepared_image import prepare_image
+from unet3d.preparation.prepared_image import prepare_image, prepare_label
 from unet3d.preparation.preprocess import (
     ct_normalization,
     plan_preprocessing,
@@ -31,7 +31,6 @@ from unet3d.preparation.preprocess import (
     stored_image,
 )
 from unet3d.preparation.resample import resampled_shape
-from unet3d.preparation.transform import prepare_label
 
 
 @pytest.fixture

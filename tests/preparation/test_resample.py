@@ -15,11 +15,12 @@ from unet3d.preparation.plane_resampling import Resampling, resample_classes
 from unet3d.preparation.resample import (
     Interpolation,
     affordable_shape,
+    median_spacing,
     resampled_shape,
+    target_spacing,
     thick_axes,
     visible_shape,
 )
-from unet3d.preparation.target_spacing import median_spacing, target_spacing
 
 RNG = np.random.default_rng(0)
 CUBES = (3, 3, 3)
@@ -27,13 +28,14 @@ CUBES = (3, 3, 3)
 
 def resample_image(image, shape):
     """Return all planes at once."""
-    x, y, z = image.shape[1:]
-    resampling = Resampling((x, y, z), shape, CUBES)
+    resampling = Resampling(image.shape, shape, CUBES)
     axis = resampling.best_axis
     along = (slice(None),) * (1 + axis)
-    pieces = resampling.pieces(axis, 0, shape[axis], len(image))
-    tensors = (torch.from_numpy(image[(*along, piece)].copy("K")) for piece in pieces)
-    return resampling.planes(tensors, axis, 0, shape[axis]).numpy()
+
+    def read(planes):
+        return torch.from_numpy(image[(*along, planes)].copy("K"))
+
+    return resampling.planes(read, axis, 0, shape[axis]).numpy()
 
 
 def test_shapes_follow_the_spacing():
@@ -45,24 +47,22 @@ def test_shapes_follow_the_spacing():
     assert resampled_shape((10, 26, 50), (0.75, 0.75, 0.75), (1, 1, 1)) == (8, 20, 38)
 
 
-def test_slices_lie_along_one_axis_where_they_are_clipped():
+def test_slices_lie_along_one_axis_at_most():
     assert thick_axes((1, 1, 3.1)) == (False, False, True)
     assert thick_axes((5, 1, 1), (1, 1, 3)) == (True, False, False)
-    for have_mm, want_mm, each, one in (
-        ((1, 1, 3), (1, 1, 1), (), ()),
-        ((1, 1, 3.1), (1, 1, 1), (2,), (2,)),
-        ((1, 1, 1), (4, 1, 1), (0,), (0,)),
-        ((1, 5, 1), (4, 1, 1), (0, 1), (1,)),  # the first spacing counts
-        ((5, 5, 1), (4, 1, 1), (0, 1), ()),  # two are equally coarse
-        ((4, 5, 1), (1, 1, 1), (0, 1), (1,)),
+    for have_mm, want_mm, axis in (
+        ((1, 1, 3), (1, 1, 1), None),
+        ((1, 1, 3.1), (1, 1, 1), 2),
+        ((1, 1, 1), (4, 1, 1), 0),
+        ((1, 5, 1), (4, 1, 1), 1),  # the first spacing counts
+        ((5, 5, 1), (4, 1, 1), None),  # two are equally coarse
+        ((4, 5, 1), (1, 1, 1), 1),
     ):
-        assert Interpolation().slice_axes(have_mm, want_mm) == each
-        assert Interpolation(clips=True).slice_axes(have_mm, want_mm) == one
-        for clips in (False, True):
-            assert Interpolation(thick="never", clips=clips).slice_axes(have_mm, want_mm) == ()
-    always = Interpolation(thick="always", clips=True)
-    assert always.slice_axes((1, 1, 1.1), (5, 1, 1)) == (2,)
-    assert always.slice_axes((1, 1, 1), (5, 1, 1)) == ()
+        assert Interpolation().slice_axis(have_mm, want_mm) == axis
+        assert Interpolation(thick="never").slice_axis(have_mm, want_mm) is None
+    always = Interpolation(thick="always")
+    assert always.slice_axis((1, 1, 1.1), (5, 1, 1)) == 2
+    assert always.slice_axis((1, 1, 1), (5, 1, 1)) is None
 
 
 def test_long_axes_leave_no_weights_that_slow_everything_down():
@@ -155,8 +155,8 @@ def test_target_spacings_are_those_of_nnunet():
 
 
 def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image():
-    spline = Resampling((500, 8, 8), (1000, 8, 8), CUBES).needed(0, 500, 501)
+    spline = Resampling((1, 500, 8, 8), (1000, 8, 8), CUBES).needed(0, 500, 501)
     assert spline.start < 250 < spline.stop and spline.stop - spline.start < 50
-    linear = Resampling((500, 8, 8), (1000, 8, 8), (1, 3, 3)).needed(0, 500, 501)
+    linear = Resampling((1, 500, 8, 8), (1000, 8, 8), (1, 3, 3)).needed(0, 500, 501)
     assert linear.stop - linear.start == 2
-    assert Resampling((500, 8, 8), (500, 8, 8), CUBES).needed(0, 3, 9) == slice(3, 9)
+    assert Resampling((1, 500, 8, 8), (500, 8, 8), CUBES).needed(0, 3, 9) == slice(3, 9)

@@ -43,13 +43,13 @@ def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
 
 
 @pytest.mark.parametrize(
-    ("nearest_axes", "expected"),
+    ("nearest_axis", "expected"),
     [
-        ((), [(10, 19), (20, 20), (30, 20), (40, 21)]),  # the last plane waits for the next one
-        ((0,), [(10, 20), (20, 20), (30, 20), (40, 20)]),
+        (None, [(10, 19), (20, 20), (30, 20), (40, 21)]),  # the last plane waits for the next one
+        (0, [(10, 20), (20, 20), (30, 20), (40, 20)]),
     ],
 )
-def test_planes_come_as_soon_as_they_are_known(nearest_axes, expected):
+def test_planes_come_as_soon_as_they_are_known(nearest_axis, expected):
     given = []
 
     def slabs():
@@ -57,7 +57,7 @@ def test_planes_come_as_soon_as_they_are_known(nearest_axes, expected):
             given.append(slab.shape[1])
             yield slab
 
-    restored = restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4), nearest_axes)
+    restored = restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4), nearest_axis)
     assert [(sum(given), slab.shape[1]) for slab in restored] == expected
 
 
@@ -72,7 +72,7 @@ def test_any_slabs_give_the_nearest_slices(grids, axis, nearest, num_planes):
     grid, shape = grids
     logits = logits_of(grid)
     slabs = torch.split(logits, num_planes, dim=1 + axis)
-    found = torch.cat(list(restored_slabs(slabs, axis, grid, shape, (nearest,))), 1 + axis)
+    found = torch.cat(list(restored_slabs(slabs, axis, grid, shape, nearest)), 1 + axis)
     size = [grid[one] if one == nearest else shape[one] for one in range(3)]
     slices = functional.interpolate(logits[None], size=size, mode="trilinear")[0].numpy()
     places = grid[nearest] / shape[nearest] * (np.arange(shape[nearest]) + 0.5) - 0.5

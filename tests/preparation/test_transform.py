@@ -11,9 +11,9 @@ from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
 from unet3d.memory import host
 from unet3d.preparation.normalization import ChannelNormalization
-from unet3d.preparation.prepared_image import PreparedImage, prepare_image
+from unet3d.preparation.prepared_image import PreparedImage, prepare_image, prepare_label
 from unet3d.preparation.resample import Interpolation
-from unet3d.preparation.transform import Preprocessing, classes_of, prepare_label
+from unet3d.preparation.transform import Preprocessing, classes_of
 
 RNG = np.random.default_rng(0)
 
@@ -166,7 +166,7 @@ def test_what_becomes_infinite_is_refused():
         ChannelNormalization(kind="ct", low=-3e38, high=3e38, mean=-3e38, std=1.0),
         ChannelNormalization(kind="ct", low=0, high=1, mean=0.5, std=1e-60),
     ):
-        with pytest.raises(VolumeError, match="normalised intensities up to .*; scale the image"):
+        with pytest.raises(VolumeError, match="normalised intensities reach .*; look for"):
             prepare_image(held_image(image), plan(how, spacing_mm=(0.4, 1, 1)))
 
 

@@ -9,10 +9,8 @@ from unet3d.errors import CheckpointError
 from unet3d.model import BlockNetwork
 
 MAX_WEIGHT = 1e6
-MAX_INTENSITY = 1e9
-"""Beyond these a variance soon overflows in float32. What is normalised by it becomes 0, and the
-segmentation empty, though no number in sight is NaN or infinite. Trained weights stay below 100;
-the deviation of a normalised image is 1."""
+"""Beyond it a variance soon overflows in float32. What is normalised by it becomes 0, and the
+segmentation empty, though no number in sight is NaN or infinite. Trained weights stay below 100."""
 
 LARGEST_USUAL = 1e4
 """Weights and intensities beyond this are named as the cause of an output that is not finite."""
@@ -33,15 +31,6 @@ def refuse_diverged(model: BlockNetwork, name: str) -> None:
     largest = _largest_weight(model)
     if not largest <= MAX_WEIGHT:
         raise CheckpointError(_weights(name, largest))
-
-
-def excess_of(intensity: float) -> str | None:
-    """Return which intensities of an image are too large, or None.
-
-    Args:
-        intensity: The largest magnitude of its normalised intensities.
-    """
-    return None if intensity <= MAX_INTENSITY else f"its normalised intensities {_reach(intensity)}"
 
 
 def cause_of_non_finite(model: BlockNetwork, name: str, intensity: float, precision: str) -> str:

@@ -16,7 +16,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.image import Image
 from unet3d.images.scratch import Scratch
-from unet3d.inference.diagnosis import cause_of_non_finite, excess_of
+from unet3d.inference.diagnosis import cause_of_non_finite
 from unet3d.inference.image_slab import CPU
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.inference.networks import Networks
@@ -28,9 +28,9 @@ from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import longest_axis
 from unet3d.parallel import Executor
 from unet3d.preparation.cropping import Box
-from unet3d.preparation.prepared_image import PreparedImage
+from unet3d.preparation.prepared_image import PreparedImage, kept_box
 from unet3d.preparation.restoring import restored_slabs
-from unet3d.preparation.transform import Preprocessing, kept_box
+from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
 
@@ -213,17 +213,9 @@ class Predictor:
     def _prepared(self, image: Image, box: Box) -> "_Prepared":
         try:
             found = PreparedImage(image.cut(box.slices), self.preprocessing)
-            num_kept = PLANES_KEPT if self._logits.takes_turns(found.shape) else 0
-            prepared = _Prepared(found, num_kept)
         except VolumeError as error:
             raise VolumeError(f"{image.geometry.path}: {error}") from error
-        excess = excess_of(prepared.largest)
-        if excess is not None:
-            raise VolumeError(
-                f"{image.geometry.path} cannot be segmented: {excess}; look for voxels that are "
-                "far from all others"
-            )
-        return prepared
+        return _Prepared(found, PLANES_KEPT if self._logits.takes_turns(found.shape) else 0)
 
     def _fill(
         self,
@@ -243,7 +235,7 @@ class Predictor:
                 result.begin()
             try:
                 slabs = self._logits.slabs(image, sizes, windows_done)
-                for logits in restored_slabs(slabs, axis, image.shape, shape, image.nearest_axes):
+                for logits in restored_slabs(slabs, axis, image.shape, shape, image.nearest_axis):
                     for result in results:
                         result.add(logits, axis)
                 for result in results:
@@ -266,7 +258,7 @@ class _Prepared:
         self.shape = image.shape
         self.num_channels = image.num_channels
         self.largest = image.largest
-        self.nearest_axes = image.nearest_axes
+        self.nearest_axis = image.nearest_axis
         self._lock = Lock()  # planes are made ahead, for several networks
         self._last: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
 

@@ -15,8 +15,12 @@ from unet3d.images.files import is_volume_file, members, times
 from unet3d.images.geometry import Geometry, same_grid, shear_warning, voxel_mm3
 from unet3d.images.image import open_image
 from unet3d.images.labels import read_label
-from unet3d.preparation.resample import affordable_shape
-from unet3d.preparation.target_spacing import SpacingSetting, median_spacing, target_spacing
+from unet3d.preparation.resample import (
+    SpacingSetting,
+    affordable_shape,
+    median_spacing,
+    target_spacing,
+)
 
 UNUSUAL_RATIO = 30.0
 """A spacing so many times larger or smaller than the median is probably in another unit."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from unet3d.config import Shape
-from unet3d.images.image import PIECE_VOXELS, Image
+from unet3d.images.image import Image
+from unet3d.preparation.intensities import Mask, Place, in_threads
 
 MASKED_SHARE = 0.75
 """Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
@@ -48,11 +48,11 @@ class Box:
         return min(self.shape) == 0
 
     @property
-    def slices(self) -> tuple[slice, slice, slice]:
+    def slices(self) -> Place:
         """What cuts it out of an array (X, Y, Z)."""
         return self.inside(whole_box((0, 0, 0)))
 
-    def inside(self, outer: "Box") -> tuple[slice, slice, slice]:
+    def inside(self, outer: "Box") -> Place:
         """Return what cuts it out of the array of a larger box."""
         x, y, z = (
             slice(start - first, stop - first)
@@ -69,90 +69,54 @@ def whole_box(shape: Shape) -> Box:
 def nonzero_box(image: Image) -> Box:
     """Return the smallest box of all voxels that are not zero in every channel.
 
-    Args:
-        image: The whole image.
-
-    Returns:
-        The box; of an image that is zero everywhere, all of it.
+    Of an image that is zero everywhere, it is all of it.
     """
-    start, stop = [0, 0, 0], list(image.geometry.shape)
-    slowest = image.slowest_axis
-    for axis in (slowest, *(other for other in range(3) if other != slowest)):
-        first, last = (
-            _first_nonzero(image, axis, start, stop, backward=backward)
-            for backward in (False, True)
-        )
-        if first is None or last is None:  # there is neither of them
-            return whole_box(image.geometry.shape)
-        start[axis], stop[axis] = first, last + 1
-    return Box.between(start, stop)
+    shape = image.geometry.shape
+    ends = ((axis, slice(end, end + 1)) for axis in range(3) for end in (0, shape[axis] - 1))
+    if all(_nonzero(image, image.planes(*end)).any() for end in ends):  # as of most images
+        return whole_box(shape)
+
+    def lines_of(place: Place) -> list[Mask]:
+        nonzero = _nonzero(image, place)
+        return [np.atleast_1d(nonzero.any(axis=others)) for others in ((1, 2), (0, 2), (0, 1))]
+
+    lines = [np.zeros(size, bool) for size in shape]
+    places = list(image.pieces())
+    for place, found in zip(places, in_threads(lines_of, places), strict=True):
+        for line, part, one in zip(lines, place, found, strict=True):
+            line[part] |= one
+    if not lines[0].any():
+        return whole_box(shape)
+    (x, x_last), (y, y_last), (z, z_last) = (
+        np.flatnonzero(line)[[0, -1]].tolist() for line in lines
+    )
+    return Box(start=(x, y, z), stop=(x_last + 1, y_last + 1, z_last + 1))
 
 
-def _first_nonzero(
-    image: Image, axis: int, start: Sequence[int], stop: Sequence[int], *, backward: bool
-) -> int | None:
-    """Return the first plane of a part of an image, or the last one, that is not zero.
+def inside_mask(image: Image) -> Mask:
+    """Return the voxels that are not zero in every channel, and those that they enclose, (X, Y, Z).
 
-    Most images are not zero at any side, so that a few planes are all that is read.
-
-    Args:
-        image: The image.
-        axis: The planes follow each other along it.
-        start: The part's first voxel along X, Y, Z.
-        stop: The voxel behind its last one.
-        backward: Whether the last plane is looked for.
-    """
-    first, behind = start[axis], stop[axis]
-    number = 1  # then more and more: of many empty planes each would be a pass of its own
-    of_plane = math.prod(b - a for a, b in zip(start, stop, strict=True)) // (behind - first)
-    most = max(1, PIECE_VOXELS // of_plane)
-    while first < behind:
-        number = min(number, behind - first)
-        place = [slice(a, b) for a, b in zip(start, stop, strict=True)]
-        place[axis] = slice(behind - number, behind) if backward else slice(first, first + number)
-        x, y, z = place
-        others = tuple(other for other in range(3) if other != axis)
-        found = np.flatnonzero(_nonzero(image, (x, y, z)).any(axis=others))
-        if len(found):
-            return int(place[axis].start + found[-1 if backward else 0])
-        if backward:
-            behind -= number
-        else:
-            first += number
-        number = min(2 * number, most)
-    return None
-
-
-def inside_mask(image: Image) -> npt.NDArray[np.bool_]:
-    """Return the voxels that are not zero in every channel, and those that they enclose.
-
-    Args:
-        image: Cut to its box or not, the mask is the same there.
-
-    Returns:
-        Shape (X, Y, Z).
+    Of an image that is cut to its box the mask is the same there.
     """
     from scipy import ndimage  # takes a third of a second, and most images need it not
 
     nonzero = np.empty(image.geometry.shape, bool)
-    for piece in image.pieces():
-        nonzero[piece] = _nonzero(image, piece)
-    filled: npt.NDArray[np.bool_] = ndimage.binary_fill_holes(nonzero)
+    for place in image.pieces():
+        nonzero[place] = _nonzero(image, place)
+    filled: Mask = ndimage.binary_fill_holes(nonzero)
     return filled
 
 
-def _nonzero(image: Image, place: tuple[slice, slice, slice]) -> npt.NDArray[np.bool_]:
+def _nonzero(image: Image, place: Place) -> Mask:
     """Return where any channel of a part is not 0, (X, Y, Z); NaN is not 0."""
-    found: npt.NDArray[np.bool_] = (image.read(place) != 0).any(axis=0)
+    found: Mask = (image.read(place) != 0).any(axis=0)
     return found
 
 
 def takes_much(whole: Sequence[Shape], kept: Sequence[Shape]) -> bool:
     """Return whether cropping takes so much, in the median case, that the outside is masked.
 
-    Args:
-        whole: Voxels along X, Y, Z of each case.
-        kept: Those of its box.
+    The shapes are those of each case, and of its box.
     """
     sizes = zip(whole, kept, strict=True)
     left = np.median([math.prod(of_box) / math.prod(shape) for shape, of_box in sizes])

@@ -1,9 +1,7 @@
 """Extremes, mean and deviation of an image's channels, in one pass over its blocks."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +11,7 @@ import numpy.typing as npt
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
 from unet3d.images.image import Image
+from unet3d.inputs.ahead import each_ahead
 
 MOST_THREADS = 8
 """Memory is no faster for more."""
@@ -21,6 +20,8 @@ Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 Place = tuple[slice, slice, slice]
 Found = TypeVar("Found")
+
+_Moments = tuple[int, int, float, float]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,86 +46,66 @@ def measured(
     """
     others = tuple(one for one in range(3) if one != axis)
 
-    def of_block(place: Place) -> list[_Block]:
-        with np.errstate(invalid="ignore"):  # the sum of infinity and its negative
-            return [
-                _Block.of(values, None if mask is None else mask[place], others)
-                for values, mask in zip(image.read(place), masks, strict=True)
-            ]
+    def of_block(place: Place) -> list[tuple[_Moments, Array, Array]]:
+        found = []
+        for values, mask in zip(image.read(place), masks, strict=True):
+            where = True if mask is None else mask[place]
+            lowest = values.min(axis=others, where=where, initial=np.inf)
+            highest = values.max(axis=others, where=where, initial=-np.inf)
+            counted = values if mask is None else values[mask[place]]
+            found.append((_moments(counted), lowest, highest))
+        return found
 
     places = list(image.pieces())
-    blocks = list(_in_threads(of_block, places))
-    num_wrong = sum(one.num_wrong for channels in blocks for one in channels)
-    if num_wrong:
-        num_voxels = math.prod(image.shape)
+    blocks = in_threads(of_block, places)
+    moments = np.array([[one[0] for one in block] for block in blocks], np.float64)
+    num_wrong, count, mean, squares = moments.T
+    if num_wrong.any():
         raise VolumeError(
-            f"the image has {num_wrong} voxels of {num_voxels} that are NaN or infinite; replace "
-            "them, for example by 0"
+            f"the image has {int(num_wrong.sum())} voxels of {math.prod(image.shape)} that are NaN "
+            "or infinite; replace them, for example by 0"
         )
-    num_planes = 1 if axis is None else image.geometry.shape[axis]
-    planes = [slice(None) if axis is None else place[axis] for place in places]
-    return [_together(channel, planes, num_planes) for channel in zip(*blocks, strict=True)]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Block:
-    """What is known of a channel in one block."""
-
-    num_wrong: int
-    count: int
-    mean: float
-    squares: float
-    """Sum of the squares of the distances to the mean."""
-    lowest: Array
-    highest: Array
-
-    @classmethod
-    def of(cls, values: Array, mask: Mask | None, others: tuple[int, ...]) -> "_Block":
-        where = True if mask is None else mask
-        lowest = values.min(axis=others, where=where, initial=np.inf)
-        highest = values.max(axis=others, where=where, initial=-np.inf)
-        counted = values if mask is None else values[mask]
-        mean, squares, num_wrong = 0.0, 0.0, 0
-        if counted.size:
-            mean = float(counted.mean(dtype=np.float64))
-        if not math.isfinite(mean):  # sums of float32 never overflow in float64
-            num_wrong = counted.size - int(np.count_nonzero(np.isfinite(counted)))
-        else:
-            distances = np.subtract(counted, mean, dtype=np.float64).ravel(order="K")
-            squares = float(distances @ distances)
-        return cls(
-            num_wrong=num_wrong,
-            count=counted.size,
-            mean=mean,
-            squares=squares,
-            lowest=np.atleast_1d(lowest),
-            highest=np.atleast_1d(highest),
+    # As Chan, Golub and LeVeque join them, which loses no digits to a large mean.
+    total = count.sum(axis=1).clip(1)
+    joined = (count * mean).sum(axis=1) / total
+    squares += count * np.square(mean - joined[:, None])
+    std = np.sqrt(squares.sum(axis=1) / total)
+    lowest = np.full((len(masks), 1 if axis is None else image.geometry.shape[axis]), np.inf)
+    highest = -lowest
+    for place, block in zip(places, blocks, strict=True):
+        planes = slice(None) if axis is None else place[axis]
+        for channel, (_, low, high) in enumerate(block):
+            lowest[channel, planes] = np.minimum(lowest[channel, planes], low)
+            highest[channel, planes] = np.maximum(highest[channel, planes], high)
+    return [
+        Intensities(mean=float(joined[one]), std=float(std[one]), lowest=low, highest=high)
+        for one, (low, high) in enumerate(
+            zip(lowest.astype(np.float32), highest.astype(np.float32), strict=True)
         )
+    ]
 
 
-def _together(blocks: Sequence[_Block], planes: Sequence[slice], num_planes: int) -> Intensities:
-    """Join blocks as Chan, Golub and LeVeque do, which loses no digits to a large mean."""
-    count = sum(one.count for one in blocks)
-    mean = math.fsum(one.count * one.mean for one in blocks) / max(1, count)
-    squares = math.fsum(one.squares + one.count * (one.mean - mean) ** 2 for one in blocks)
-    lowest = np.full(num_planes, np.inf, np.float32)
-    highest = np.full(num_planes, -np.inf, np.float32)
-    for one, place in zip(blocks, planes, strict=True):
-        lowest[place] = np.minimum(lowest[place], one.lowest)
-        highest[place] = np.maximum(highest[place], one.highest)
-    std = math.sqrt(squares / max(1, count))
-    return Intensities(mean=mean, std=std, lowest=lowest, highest=highest)
+def _moments(values: Array) -> _Moments:
+    """Return how many voxels are not finite, how many count, their mean, and the squares around it.
+
+    The squares are summed up.
+    """
+    if not values.size:
+        return 0, 0, 0, 0
+    with np.errstate(invalid="ignore"):  # infinity and its negative
+        mean = float(values.mean(dtype=np.float64))
+    if not math.isfinite(mean):  # sums of float32 never overflow in float64
+        return values.size - int(np.count_nonzero(np.isfinite(values))), 0, 0, 0
+    distances = np.subtract(values, mean, dtype=np.float64).ravel(order="K")
+    return 0, values.size, mean, float(distances @ distances)
 
 
-def _in_threads(part: Callable[[Place], Found], places: Sequence[Place]) -> Iterator[Found]:
-    """Yield what a function returns for each place, in their order."""
-    num_threads = min(MOST_THREADS, num_cores())
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="intensities") as threads:
-        # No more than that: a process that ends waits for all that has been handed out.
-        waiting: deque[Future[Found]] = deque()
-        for place in places:
-            if len(waiting) == 2 * num_threads:
-                yield waiting.popleft().result()
-            waiting.append(threads.submit(part, place))
-        while waiting:
-            yield waiting.popleft().result()
+def in_threads(part: Callable[[Place], Found], places: Sequence[Place]) -> list[Found]:
+    """Return what a function returns for each place."""
+    futures = each_ahead(part, places, min(MOST_THREADS, num_cores()))
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise

@@ -1,7 +1,7 @@
 """Resampling of images and label maps to another voxel grid."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +20,25 @@ class Resampling:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: tuple[int, int, int, int],
         new_shape: Shape,
         orders: tuple[Order, Order, Order],
         limits: Tensor | None = None,
         slice_axis: int | None = None,
     ) -> None:
-        """Set it up; limits are the extremes of each channel, (C, 2, 1), to which it is clipped.
+        """Set it up for an image of a shape (C, X, Y, Z).
 
-        Along an axis of slices, they are those of each slice: slices are clipped, and interpolated
-        across afterwards.
+        Limits are the extremes of each channel, (C, 2, 1), to which it is clipped. Where there is
+        an axis of slices, they are those of each slice, (C, 2, slices): slices are clipped, and
+        interpolated across afterwards.
         """
-        self._shape = shape
+        self._num_channels, *sizes = shape
+        self._shape = (sizes[0], sizes[1], sizes[2])
         self._new_shape = new_shape
         self._orders = orders
-        self._slice_axis = slice_axis
+        self._slice_axis = None if limits is None else slice_axis
         self._limits: list[Tensor] = []
-        if limits is not None and shape != new_shape:
+        if limits is not None and self._shape != new_shape:
             along = [-1 if axis == slice_axis else 1 for axis in range(3)]
             self._limits = [one.reshape(len(limits), *along) for one in limits.unbind(1)]
 
@@ -51,25 +53,15 @@ class Resampling:
             return slice(begin, end)
         return reached(self._matrix(axis)[begin:end])
 
-    def pieces(self, axis: int, begin: int, end: int, num_channels: int) -> list[slice]:
-        """Return the same planes in the pieces in which :meth:`planes` takes them."""
-        planes = self.needed(axis, begin, end)
-        if self._shape == self._new_shape:
-            return [planes]
-        of_plane = num_channels * math.prod(self._shape) // self._shape[axis]
-        number = max(1, SOURCE_VOXELS // of_plane)
-        return [
-            slice(first, min(first + number, planes.stop))
-            for first in range(planes.start, planes.stop, number)
-        ]
-
-    def planes(self, pieces: Iterable[Tensor], axis: int, begin: int, end: int) -> Tensor:
+    def planes(self, read: Callable[[slice], Tensor], axis: int, begin: int, end: int) -> Tensor:
         """Return some planes of the result, (C, X', Y', Z'), in any order of memory.
 
-        They are made of the image in the pieces of :meth:`pieces`, in float32, each (C, X, Y, Z),
-        on one device; these may be changed.
+        ``read`` returns planes of the image along the axis in float32, (C, X, Y, Z), which may be
+        changed.
         """
         source = self.needed(axis, begin, end)
+        if self._shape == self._new_shape:
+            return read(source)
         matrices = {
             1 + one: self._matrix(one)
             for one in range(3)
@@ -82,7 +74,11 @@ class Resampling:
         slices = self._slice_axis
         across = {} if slices is None else _taken(matrices, 1 + slices)
         along = _taken(matrices, 1 + axis)
-        within = (interpolated(piece, matrices) for piece in pieces)
+        of_plane = self._num_channels * math.prod(self._shape) // self._shape[axis]
+        number = max(1, SOURCE_VOXELS // of_plane)
+        firsts = range(source.start, source.stop, number)
+        ends = (slice(first, min(first + number, source.stop)) for first in firsts)
+        within = (interpolated(read(planes), matrices) for planes in ends)
         result = interpolated(_joined(within, 1 + axis, source.stop - source.start), along)
         if self._limits:
             lowest, highest = (
@@ -103,22 +99,20 @@ def _taken(matrices: dict[int, Tensor], dim: int) -> dict[int, Tensor]:
     return {dim: matrices.pop(dim)} if dim in matrices else {}
 
 
-def _joined(parts: Iterable[Tensor], dim: int, length: int) -> Tensor:
+def _joined(parts: Iterator[Tensor], dim: int, length: int) -> Tensor:
     """Return parts that follow each other along a dimension as one, in their order of memory."""
-    parts = iter(parts)
     part = next(parts)
-    if part.shape[dim] == length:
+    first = part.shape[dim]
+    if first == length:
         return part
     order = in_memory(part)
     shape = [length if one == dim else part.shape[one] for one in order]
     whole = part.new_empty(shape).permute([order.index(one) for one in range(part.ndim)])
-    first = 0
-    while True:
+    whole.narrow(dim, 0, first).copy_(part)
+    for part in parts:
         whole.narrow(dim, first, part.shape[dim]).copy_(part)
         first += part.shape[dim]
-        if first == length:
-            return whole
-        part = next(parts)
+    return whole
 
 
 def resample_classes(

@@ -1,20 +1,26 @@
-"""An image at the target spacing, of which planes are made when they are asked for."""
+"""Images and label maps prepared: cut to a box, normalised, and resampled.
+
+Training asks for whole images; prediction for some planes at a time, where they are needed.
+"""
 
 import logging
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from unet3d.config import Spacing
+from unet3d.datasets.classes import class_indices
 from unet3d.errors import VolumeError
 from unet3d.images.image import Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.memory.host import is_out_of_gpu_memory
-from unet3d.preparation.cropping import inside_mask
+from unet3d.preparation.cropping import Box, inside_mask, nonzero_box, whole_box
 from unet3d.preparation.intensities import measured
 from unet3d.preparation.normalization import Scaling
-from unet3d.preparation.plane_resampling import Resampling
+from unet3d.preparation.plane_resampling import Resampling, resample_classes
 from unet3d.preparation.resample import affordable_shape, visible_shape
 from unet3d.preparation.transform import Preprocessing
 
@@ -22,8 +28,12 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
-MAX_NORMALISED = 1e37
-"""Splines overshoot by less than float32 has beyond it."""
+CLASS_ARRAYS = 2
+"""What resampling keeps of a label map: the strongest class of each voxel, and how strong it is."""
+
+MAX_NORMALISED = 1e9
+"""Beyond it a variance soon overflows in float32. What a network normalises by it becomes 0, and
+the segmentation empty, though no number in sight is NaN or infinite."""
 
 
 class PreparedImage:
@@ -33,12 +43,7 @@ class PreparedImage:
     """
 
     def __init__(self, image: Image, preprocessing: Preprocessing) -> None:
-        """Look at all intensities of an image that is cut to its :func:`kept_box`.
-
-        Raises:
-            VolumeError: A voxel is not finite, the image has another number of channels than the
-                plan, or its shape at the target spacing is absurd.
-        """
+        """Measure an image that is cut to its :func:`kept_box`, or refuse it."""
         channels = preprocessing.channels
         if image.num_channels != len(channels):
             raise VolumeError(
@@ -52,37 +57,30 @@ class PreparedImage:
         self._image = image
         self._has_told = False
         interpolation, target_mm = preprocessing.interpolation, target_mm or spacing_mm
-        slice_axes = interpolation.slice_axes(spacing_mm, target_mm)
-        slice_axis = slice_axes[0] if interpolation.clips and slice_axes else None
+        slice_axis = interpolation.slice_axis(spacing_mm, target_mm)
         is_masked = [how.kind == "z-score-inside" for how in channels]
         with explaining_memory("the image cannot be prepared"):
             inside = inside_mask(image) if any(is_masked) else None
             self._masks = [inside if masked else None for masked in is_masked]
             found = measured(image, self._masks, slice_axis)
-        self._scalings = [
-            Scaling.of(how, of_one) for how, of_one in zip(channels, found, strict=True)
-        ]
-        ranges = torch.stack(
-            [
-                scaling.range_of(of_one, mask, slice_axis)
-                for scaling, of_one, mask in zip(self._scalings, found, self._masks, strict=True)
-            ]
-        )
+        self._scalings = [Scaling.of(*one) for one in zip(channels, found, strict=True)]
+        each = zip(self._scalings, found, self._masks, strict=True)
+        ranges = torch.stack([how.range_of(one, mask, slice_axis) for how, one, mask in each])
         self.largest = float(ranges.abs().max())
         """The largest magnitude of its normalised intensities."""
         if not self.largest <= MAX_NORMALISED:
             raise VolumeError(
-                f"the image has normalised intensities up to {self.largest:.3g}, which cannot be "
-                "resampled; scale the image, or train with data.normalization=z-score"
+                f"its normalised intensities reach {self.largest:.3g}; look for voxels that are "
+                "far from all others, or train with data.normalization=z-score"
             )
-        orders = interpolation.orders(slice_axes)
+        orders = interpolation.orders(slice_axis)
         limits = ranges if interpolation.clips else None
-        self._resampling = Resampling(shape, self.shape, orders, limits, slice_axis)
-        self.nearest_axes: tuple[int, ...] = ()
-        """Of X, Y, Z, those along which logits are those of the nearest plane, when they are
+        self._resampling = Resampling(image.shape, self.shape, orders, limits, slice_axis)
+        self.nearest_axis: int | None = None
+        """Of X, Y, Z, the one along which logits are those of the nearest plane, when they are
         brought back to the image's own spacing."""
         if not interpolation.logits_across_slices:
-            self.nearest_axes = interpolation.slice_axes(target_mm, spacing_mm)
+            self.nearest_axis = interpolation.slice_axis(target_mm, spacing_mm)
 
     @property
     def num_channels(self) -> int:
@@ -90,30 +88,27 @@ class PreparedImage:
         return self._image.num_channels
 
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
-        """Return some planes at the target spacing.
+        """Return some planes along an axis, (C, X', Y', Z'), in any order of memory.
 
-        Args:
-            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
-            begin: The first of them.
-            end: The one after the last.
-            device: Where they are wanted.
-
-        Returns:
-            Shape (C, X', Y', Z'), in any order of memory; on the device or, if it has too little
-            memory, on the CPU. On a GPU the memory belongs to another stream than the caller's,
-            which records itself (``record_stream``); what is in it is there.
-
-        Raises:
-            VolumeError: They do not fit in memory, or are not finite.
+        They are on the device or, if it has too little memory, on the CPU. On a GPU the memory
+        belongs to another stream than the caller's, which records itself (``record_stream``); what
+        is in it is there.
         """
         with explaining_memory("the image cannot be prepared"):
             if device.type == "cuda":
                 try:
-                    return self._made_on_gpu(axis, begin, end, device)
+                    with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
+                        made = self._made(axis, begin, end, device)
+                        _stream(device).synchronize()  # the caller's stream knows nothing of it
+                        return made
                 except RuntimeError as error:
                     if not is_out_of_gpu_memory(error):
                         raise
-                    self._tell_of(device)
+                    if not self._has_told:
+                        logger.info(
+                            "%s has too little memory to prepare the image; the CPU does", device
+                        )
+                    self._has_told = True
             return self._made(axis, begin, end, CPU)
 
     def whole(self) -> torch.Tensor:
@@ -121,22 +116,10 @@ class PreparedImage:
         axis = self._resampling.best_axis
         return self.planes(axis, 0, self.shape[axis])
 
-    def _tell_of(self, device: torch.device) -> None:
-        """Say once that a GPU is too full."""
-        if not self._has_told:
-            logger.info("%s has too little memory to prepare the image; the CPU does", device)
-        self._has_told = True
-
-    def _made_on_gpu(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
-        with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
-            made = self._made(axis, begin, end, device)
-            _stream(device).synchronize()  # the caller's stream knows nothing of this one
-            return made
-
     def _made(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
-        sources = self._resampling.pieces(axis, begin, end, self.num_channels)
-        pieces = (self._normalised(axis, source, device) for source in sources)
-        return self._resampling.planes(pieces, axis, begin, end)
+        return self._resampling.planes(
+            lambda planes: self._normalised(axis, planes, device), axis, begin, end
+        )
 
     def _normalised(self, axis: int, source: slice, device: torch.device) -> torch.Tensor:
         """Return some planes of the image itself, normalised."""
@@ -155,11 +138,29 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def kept_box(image: Image, preprocessing: Preprocessing) -> Box:
+    """Return the part of an image that is prepared, and to which its label map is cut too."""
+    return nonzero_box(image) if preprocessing.crops_to_nonzero else whole_box(image.geometry.shape)
+
+
 def prepare_image(image: Image, preprocessing: Preprocessing) -> npt.NDArray[np.float32]:
-    """Return an image normalised and resampled, all at once, (C, X', Y', Z') and C-contiguous."""
-    geometry = image.geometry
-    affordable_shape(
-        geometry.shape, geometry.spacing_mm, preprocessing.spacing_mm, len(preprocessing.channels)
-    )
-    prepared = PreparedImage(image, preprocessing)
-    return np.ascontiguousarray(prepared.whole().numpy())
+    """Normalise an image that is cut to its box, and resample it, (C, X', Y', Z')."""
+    geometry, target_mm = image.geometry, preprocessing.spacing_mm
+    affordable_shape(geometry.shape, geometry.spacing_mm, target_mm, len(preprocessing.channels))
+    return np.ascontiguousarray(PreparedImage(image, preprocessing).whole().numpy())
+
+
+def prepare_label(
+    array: npt.NDArray[np.integer[Any]], spacing_mm: Spacing, preprocessing: Preprocessing
+) -> npt.NDArray[np.unsignedinteger]:
+    """Turn label values (X, Y, Z), cut as the image is, into class indices, and resample them.
+
+    The indices are of uint8, or uint16 for more than 256. Voxels that nobody has labelled have the
+    one after the last class.
+    """
+    known = preprocessing.class_of
+    classes = class_indices(array, tuple(known), tuple(known.values()))
+    x, y, z = array.shape
+    shape = affordable_shape((x, y, z), spacing_mm, preprocessing.spacing_mm, CLASS_ARRAYS)
+    with explaining_memory("the label map cannot be prepared"):
+        return resample_classes(classes, shape)

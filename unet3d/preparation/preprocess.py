@@ -26,10 +26,9 @@ from unet3d.inputs.ahead import each_ahead
 from unet3d.preparation.cache import Cache, PreparedCase
 from unet3d.preparation.cropping import Box, nonzero_box, takes_much
 from unet3d.preparation.normalization import ChannelNormalization, kind_of
-from unet3d.preparation.prepared_image import prepare_image
-from unet3d.preparation.resample import resampled_shape
-from unet3d.preparation.target_spacing import median_spacing, target_spacing
-from unet3d.preparation.transform import Preprocessing, kept_box, prepare_label
+from unet3d.preparation.prepared_image import kept_box, prepare_image, prepare_label
+from unet3d.preparation.resample import median_spacing, resampled_shape, target_spacing
+from unet3d.preparation.transform import Preprocessing
 from unet3d.records import key_of, recall, remember
 
 logger = logging.getLogger(__name__)

@@ -1,14 +1,15 @@
-"""Voxel grids of one box of space: which shape a spacing gives, and how voxels are interpolated.
+"""Voxel grids of one box of space: spacing and shape, and how voxels are interpolated.
 
 Grids are resampled along their own axes, as if these were at right angles. Where they are not (a CT
 of a tilted gantry) anatomy stays as skewed as it is stored, and returns to its place afterwards.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-import numpy.typing as npt
+import numpy as np
 from pydantic import ConfigDict, Field
 
 from unet3d.config import Shape, Spacing
@@ -33,13 +34,21 @@ MAX_LOST_VOXELS = 8
 REMEDY = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
 
 
+SpacingSetting = Literal["median", "native"] | Spacing
+"""What data.spacing_mm may be."""
+
+THIN_SLICE_PERCENTILE = 10
+"""Where few thick slices are to keep what the thinnest of them show, the spacing across them is
+this percentile of the data set's (the value of nnU-Net)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Interpolation:
     """How images come to the target spacing, and logits back; by default as in our own trainings.
 
     A spline through slices that lie far apart swings above and below what either of them holds, so
-    it is of another order across them. Ours judges each axis for itself. nnU-Net, which clips, cuts
-    an image into slices along one axis at most: none where two are equally coarse.
+    it is of another order across them. As in nnU-Net, there is one axis of slices at most: none
+    where two are equally coarse.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -54,28 +63,24 @@ class Interpolation:
     """The same of logits."""
     clips: Annotated[bool, Field(strict=True)] = False
     """Whether the result stays within the range of the intensities: of the image, or of each slice
-    where slices are interpolated one by one, and then there is one axis of slices at most."""
+    where slices are interpolated one by one."""
 
-    def slice_axes(self, have_mm: Spacing, want_mm: Spacing) -> tuple[int, ...]:
-        """Return the axes across which slices are interpolated one by one.
+    def slice_axis(self, have_mm: Spacing, want_mm: Spacing) -> int | None:
+        """Return the axis across which slices are interpolated one by one, if there is one.
 
         The spacing of what is resampled counts first, then the one that it gets.
         """
         if self.thick == "never":
-            return ()
-        if self.thick == "auto" and not self.clips:
-            thick = thick_axes(have_mm, want_mm)
-            return tuple(axis for axis in range(3) if thick[axis])
+            return None
         for spacing_mm in (have_mm, want_mm):
             coarsest = max(spacing_mm)
             if self.thick == "always" or coarsest / min(spacing_mm) > THICK_SLICE_RATIO:
-                axes = tuple(axis for axis in range(3) if coarsest / spacing_mm[axis] == 1)
-                return axes if len(axes) == 1 else ()
-        return ()
+                return spacing_mm.index(coarsest) if spacing_mm.count(coarsest) == 1 else None
+        return None
 
-    def orders(self, slice_axes: tuple[int, ...]) -> tuple[Order, Order, Order]:
+    def orders(self, slice_axis: int | None) -> tuple[Order, Order, Order]:
         """Return the order of the interpolation of images along X, Y, Z."""
-        x, y, z = (self.across_slices if axis in slice_axes else self.order for axis in range(3))
+        x, y, z = (self.across_slices if axis == slice_axis else self.order for axis in range(3))
         return (x, y, z)
 
 
@@ -88,9 +93,36 @@ def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:
     return (x, y, z)
 
 
-def grid_shape(array: npt.NDArray[Any]) -> Shape:
-    """Return the voxels along X, Y, Z of an array, the last three of its axes."""
-    x, y, z = array.shape[-3:]
+def median_spacing(spacings_mm: Sequence[Spacing]) -> Spacing:
+    """Return the median of spacings, axis by axis."""
+    x, y, z = (float(median) for median in np.median(spacings_mm, axis=0))
+    return (x, y, z)
+
+
+def target_spacing(
+    spacings_mm: Sequence[Spacing], shapes: Sequence[Shape], setting: SpacingSetting
+) -> Spacing | None:
+    """Return the spacing that cases are resampled to, by data.spacing_mm; None: each its own.
+
+    The median of some data sets with thick slices is so coarse that cases with thinner ones would
+    lose most of theirs, of which they have few. So where the coarsest axis of the median exceeds
+    both others by the factor :data:`THICK_SLICE_RATIO` in spacing, and is exceeded by both in
+    voxels, it takes the 10th percentile of its spacings, but not less than the others have: the
+    rule of nnU-Net (Isensee et al., Nature Methods 2021). The shapes are those at the spacings.
+    """
+    if setting == "native":
+        return None
+    if setting != "median":
+        return setting
+    target_mm = list(median_spacing(spacings_mm))
+    size = np.median(shapes, axis=0)
+    thick = int(np.argmax(target_mm))
+    coarsest_other = max(target_mm[:thick] + target_mm[thick + 1 :])
+    is_thick = target_mm[thick] > THICK_SLICE_RATIO * coarsest_other
+    if is_thick and size[thick] * THICK_SLICE_RATIO < np.delete(size, thick).min():
+        finer = np.percentile([spacing[thick] for spacing in spacings_mm], THIN_SLICE_PERCENTILE)
+        target_mm[thick] = max(float(finer), coarsest_other)
+    x, y, z = target_mm
     return (x, y, z)
 
 
@@ -109,11 +141,7 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
 
 
 def visible_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
-    """Return :func:`resampled_shape`, or refuse one that a wrong unit of length makes.
-
-    Raises:
-        VolumeError: Nothing but a single voxel would be left, or far too many voxels.
-    """
+    """Return :func:`resampled_shape`, or refuse one that a wrong unit of length makes."""
     new_shape = resampled_shape(shape, spacing_mm, target_mm)
     change = _change(shape, spacing_mm, new_shape, target_mm)
     if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
@@ -127,13 +155,7 @@ def visible_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) 
 def affordable_shape(
     shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int
 ) -> Shape:
-    """Return :func:`visible_shape` once it is known that the memory suffices to get there.
-
-    So many arrays of that shape, such as channels, are resampled together.
-
-    Raises:
-        VolumeError: It does not suffice, or the shape is absurd.
-    """
+    """Return :func:`visible_shape` if memory suffices to resample so many arrays, or channels."""
     new_shape = visible_shape(shape, spacing_mm, target_mm)
     change = _change(shape, spacing_mm, new_shape, target_mm)
     # The arrays, a piece of them on its way along each axis, the result, and a copy in order.

@@ -25,24 +25,19 @@ def restored_slabs(
     axis: int,
     grid: Shape,
     shape: Shape,
-    nearest_axes: tuple[int, ...] = (),
+    nearest_axis: int | None = None,
 ) -> Iterator[Tensor]:
     """Yield logits on the grid of the original image, each plane as soon as it is known.
 
     The slabs (K, X, Y, Z), on any device, follow each other along the axis and have all voxels of
     the grid together; the results have all of the shape. If both are one, they are the slabs. Along
-    the nearest axes the nearest plane is taken.
+    the nearest axis the nearest plane is taken.
     """
     if grid == shape:
         yield from slabs
         return
     dim = 1 + axis
-    below, above, share = _neighbours(grid[axis], shape[axis], axis in nearest_axes)
-    within = {
-        other: nearest_voxels(grid[other], shape[other])
-        for other in nearest_axes
-        if other != axis and grid[other] != shape[other]
-    }
+    below, above, share = _neighbours(grid[axis], shape[axis], axis == nearest_axis)
     kept: Tensor | None = None
     first = done = 0  # plane with which the kept ones begin; planes of the result
     for slab in slabs:
@@ -54,7 +49,7 @@ def restored_slabs(
         for begin in range(done, known, num_planes):
             part = slice(begin, min(begin + num_planes, known))
             along = _between(kept, dim, below[part] - first, above[part] - first, share[part])
-            yield _within_planes(along, axis, shape, within)
+            yield _within_planes(along, axis, shape, nearest_axis)
         done = known
         if done < shape[axis]:
             spent = min(int(below[done]) - first, kept.shape[dim])
@@ -79,10 +74,10 @@ def _between(logits: Tensor, dim: int, below: Tensor, above: Tensor, share: Tens
     return torch.lerp(logits.index_select(dim, first), logits.index_select(dim, second), weight)
 
 
-def _within_planes(logits: Tensor, axis: int, shape: Shape, nearest: dict[int, Tensor]) -> Tensor:
-    """Interpolate planes to the shape, but where planes of given indices are taken instead."""
+def _within_planes(logits: Tensor, axis: int, shape: Shape, nearest_axis: int | None) -> Tensor:
+    """Interpolate planes to the shape; along the nearest axis voxels are taken instead."""
     size = [
-        logits.shape[1 + other] if other in nearest else shape[other]
+        logits.shape[1 + other] if other == nearest_axis else shape[other]
         for other in range(3)
         if other != axis
     ]
@@ -90,6 +85,7 @@ def _within_planes(logits: Tensor, axis: int, shape: Shape, nearest: dict[int, T
     if list(planes.shape[2:]) != size:
         planes = functional.interpolate(planes, size=size, mode="bilinear", align_corners=False)
         logits = planes.movedim(1, 1 + axis)
-    for other, indices in nearest.items():
-        logits = logits.index_select(1 + other, indices.to(logits.device))
-    return logits
+    if nearest_axis is None or nearest_axis == axis:
+        return logits
+    nearest = nearest_voxels(logits.shape[1 + nearest_axis], shape[nearest_axis])
+    return logits.index_select(1 + nearest_axis, nearest.to(logits.device))

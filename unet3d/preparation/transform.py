@@ -1,34 +1,22 @@
-"""Preparation of one image or label map: crop, normalise, resample; and the way back for logits.
+"""How images and label maps are prepared, and what logits mean.
 
-A :class:`Preprocessing` says how. Training keeps it with the network, so that prediction prepares
-an image exactly as training did.
+Training keeps the plan with the network, so that prediction prepares an image exactly as training
+did.
 """
 
+import json
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Spacing
-from unet3d.datasets.classes import LabelValue, Region, class_indices
-from unet3d.images.image import Image
-from unet3d.images.memory_limits import explaining_memory
+from unet3d.datasets.classes import LabelValue, Region
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
-from unet3d.preparation.cropping import Box, nonzero_box, whole_box
 from unet3d.preparation.normalization import ChannelNormalization
-from unet3d.preparation.plane_resampling import resample_classes
-from unet3d.preparation.resample import (
-    Interpolation,
-    affordable_shape,
-    grid_shape,
-)
-
-CLASS_ARRAYS = 2
-"""What resampling keeps of a label map: the strongest class of each voxel, and how strong it is."""
+from unet3d.preparation.resample import Interpolation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,26 +49,11 @@ class Preprocessing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
-        return {
-            "spacing_mm": None if self.spacing_mm is None else list(self.spacing_mm),
-            "channels": [asdict(channel) for channel in self.channels],
-            "channel_names": list(self.channel_names),
-            "label_names": list(self.label_names),
-            "label_values": list(self.label_values),
-            "raw_values": [list(values) for values in self.raw_values],
-            "ignore_value": self.ignore_value,
-            "crops_to_nonzero": self.crops_to_nonzero,
-            "regions": [asdict(region) for region in self.regions],
-            "orientation": self.orientation,
-            "interpolation": asdict(self.interpolation),
-        }
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
 
     def without_least_std(self) -> Self:
-        """Return the plan with no least deviation: two that differ in nothing else go together.
-
-        No image has so small a deviation but one of nearly one intensity, or of a unit that is far
-        too large.
-        """
+        """Return the plan with no least deviation: two that differ in nothing else go together."""
         channels = tuple(replace(channel, least_std=0.0) for channel in self.channels)
         return replace(self, channels=channels)
 
@@ -146,53 +119,10 @@ class Preprocessing:
         return self
 
 
-def kept_box(image: Image, preprocessing: Preprocessing) -> Box:
-    """Return the part of an image that is prepared, and to which its label map is cut too.
-
-    Args:
-        image: The whole image.
-        preprocessing: The plan.
-    """
-    if preprocessing.crops_to_nonzero:
-        return nonzero_box(image)
-    return whole_box(image.geometry.shape)
-
-
-def prepare_label(
-    array: npt.NDArray[np.integer[Any]], spacing_mm: Spacing, preprocessing: Preprocessing
-) -> npt.NDArray[np.unsignedinteger]:
-    """Turn label values into class indices and resample them to the target spacing.
-
-    Args:
-        array: Label values, shape (X, Y, Z), cut as the image is.
-        spacing_mm: Their spacing.
-        preprocessing: The plan.
-
-    Returns:
-        Class indices, shape (X', Y', Z'): uint8, or uint16 for more than 256 of them. Voxels that
-        nobody has labelled have the index after the last class.
-
-    Raises:
-        VolumeError: A value belongs to no class, or at the target spacing the label map does not
-            fit in memory.
-    """
-    known = preprocessing.class_of
-    classes = class_indices(array, tuple(known), tuple(known.values()))
-    target_mm = preprocessing.spacing_mm
-    shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
-    with explaining_memory("the label map cannot be prepared"):
-        return resample_classes(classes, shape)
-
-
 def classes_of(logits: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
-    """Return the index of the class of each voxel.
+    """Return the index of the class of each voxel, (X, Y, Z), on the device of the logits.
 
-    Args:
-        logits: Shape (K, X, Y, Z), or (R, X, Y, Z) where the network segments regions.
-        preprocessing: What they are logits of.
-
-    Returns:
-        Shape (X, Y, Z) of an integer type, on the device of the logits.
+    These are (K, X, Y, Z), or (R, X, Y, Z) where the network segments regions.
     """
     if not preprocessing.regions:
         return strongest_class(logits)
