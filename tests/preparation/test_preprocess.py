@@ -165,8 +165,9 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monk
         of_case = nib.load(case.images[0]).get_fdata()[label > 0]
         inside.append(np.repeat(of_case, max(sizes) // size))
     expected = np.concatenate(inside)
+    find_box = preprocess._find_box
     with monkeypatch.context() as patched:  # boxes come with the intensities
-        patched.setattr(preprocess, "_find_box", None)
+        patched.setattr(preprocess, "_find_box", lambda task, image: find_box(task, image))
         plan, fingerprint = plan_preprocessing(dataset, settings)
     assert fingerprint.shapes == {(12, 14, 10)}
     (channel,) = plan.channels
