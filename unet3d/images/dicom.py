@@ -130,7 +130,11 @@ def open_series(folder: Path) -> Source:
     normal = slices[0].normal
     slices.sort(key=lambda one: float(one.position @ normal))
     shape = (*slices[0].shape, len(slices), 1)
-    types = {one.dtype for one in slices}
+    first = slices[0]
+    # Most series have one scale, and stay as they are stored: half of float32.
+    scales = {(one.slope, one.intercept) for one in slices}
+    is_stored = len(scales) == 1 and not any(one.is_compressed for one in slices)
+    types = {one.stored.newbyteorder("=") if is_stored else one.dtype for one in slices}
     is_real = any(dtype.kind == "f" for dtype in types)
     # As an image is in the end; NumPy would take float64 for one that has integers too.
     dtype = np.dtype(np.float32) if is_real else np.result_type(*types)
@@ -140,7 +144,8 @@ def open_series(folder: Path) -> Source:
 
         def fill(number: int) -> None:
             with np.errstate(over="ignore"):  # an infinite voxel is refused later
-                voxels[:, :, number, 0] = read_pixels(slices[number])
+                one = slices[number]
+                voxels[:, :, number, 0] = stored_pixels(one) if is_stored else read_pixels(one)
 
         with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as threads:  # GDCM takes 40 ms each
             for _ in threads.map(fill, range(len(slices))):
@@ -148,7 +153,9 @@ def open_series(folder: Path) -> Source:
         return voxels
 
     geometry = geometry_of_affine(folder, shape, RAS_FROM_LPS @ _affine(folder, slices))
-    return Source(geometry, dtype, read, unpacked_bytes=math.prod(shape) * dtype.itemsize)
+    slope, inter = (first.slope, first.intercept) if is_stored else (1.0, 0.0)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return Source(geometry, dtype, read, slope=slope, inter=inter, unpacked_bytes=num_bytes)
 
 
 def read_slice(path: Path) -> Slice:
@@ -235,6 +242,12 @@ def read_pixels(one: Slice) -> npt.NDArray[Any]:
     """Return the pixels of a slice, (columns, rows), its slope and intercept applied."""
     if one.is_compressed:
         return _decompressed(one)
+    pixels = stored_pixels(one)
+    return pixels if one.dtype == one.stored else pixels * one.slope + one.intercept
+
+
+def stored_pixels(one: Slice) -> npt.NDArray[Any]:
+    """Return the stored numbers of a slice that is not compressed, (columns, rows)."""
     try:
         with open_regular(one.path) as file:
             file.seek(one.start)
@@ -245,7 +258,7 @@ def read_pixels(one: Slice) -> npt.NDArray[Any]:
     unused = 8 * one.stored.itemsize - one.bits
     if unused:  # their content means something else, or nothing
         pixels = pixels << unused >> unused
-    return pixels if one.dtype == one.stored else pixels * one.slope + one.intercept
+    return pixels
 
 
 def _decompressed(one: Slice) -> npt.NDArray[Any]:
