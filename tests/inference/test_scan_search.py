@@ -215,7 +215,7 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
     both = ["a_seg.nii.gz", "a_seg.json"]
     for present, missing in (both, both[::-1]):
         a, b, there = touch(tmp_path / present, "a.nii.gz", "b.nii.gz", present)
-        words = f"{there} exists, but not {missing}; add --overwrite to make both"
+        words = f"{there} exists, but not {missing}; add --overwrite to make all"
         refuses([a], words, statistics=True)
         found = find_scans([a, b], None, 1, Wanted(statistics=True))
         assert (names(found.to_segment), names(found.kept)) == (["b.nii.gz"], [])
@@ -232,7 +232,7 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
 
 def test_pictures_are_results_as_statistics_are(tmp_path):
     a, there = touch(tmp_path, "a.nii.gz", "a_seg.nii.gz")
-    words = f"{there} exists, but not a_seg.png; add --overwrite to make both"
+    words = f"{there} exists, but not a_seg.png; add --overwrite to make all"
     refuses([a], words, preview=True)
     words = "exists, but not a_seg.json and a_seg.png; add --overwrite to make all"
     refuses([a], words, statistics=True, preview=True)

@@ -93,11 +93,10 @@ def refuse_existing(scan: Scan, wanted: Wanted) -> None:
             f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
         )
     if existing and not wanted.goes_on:
-        missing = [path.name for path in results if path not in existing]
-        together = "both" if len(results) == 2 else "all"
+        missing = " and ".join(path.name for path in results if path not in existing)
         raise ConfigError(
-            f"{existing[0]} exists, but not {' and '.join(missing)}; add --overwrite to make "
-            f"{together}, or --continue where they are missing"
+            f"{existing[0]} exists, but not {missing}; add --overwrite to make all, or --continue "
+            "where they are missing"
         )
 
 

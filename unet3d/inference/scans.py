@@ -83,10 +83,9 @@ def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
     for file in (file for image in scan.images for file in members(image)):
         try:
             status = file.stat()
+            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
         except OSError:
             found.append(None)
-        else:
-            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
     return found
 
 
@@ -104,11 +103,8 @@ def write_segmentation(
     scan: Scan, labels: npt.NDArray[Any], geometry: Geometry, overwrite: bool = False
 ) -> None:
     """Write label values (X, Y, Z) as a scan's segmentation, on the grid of its geometry."""
-    _make_folder_of(scan.output)
-    try:
+    with _explaining(scan.output):
         write_label(scan.output, labels, geometry, overwrite)
-    except FileExistsError as error:
-        raise _appeared(scan.output) from error
 
 
 def label_statistics(
@@ -169,33 +165,30 @@ def writing_statistics(
 @contextmanager
 def result_file(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield the name to write a file to that appears beside a segmentation once it is whole."""
-    _make_folder_of(path)
-    publishing = replacing if overwrite else creating
-    try:
-        with publishing(path) as unfinished:
-            yield unfinished
-    except FileExistsError as error:
-        raise _appeared(path) from error
-    except OSError as error:
-        raise VolumeError(
-            f"cannot write {path}: {reason_of(error)}; choose another --output"
-        ) from error
+    with _explaining(path), (replacing if overwrite else creating)(path) as unfinished:
+        yield unfinished
 
 
-def _make_folder_of(path: Path) -> None:
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Make the folder of a result, and say why the result cannot be written."""
     try:
         make_folder(path.parent)
     except OSError as error:
         raise VolumeError(
             f"cannot write to {path.parent}: {reason_of(error)}; choose another --output"
         ) from error
-
-
-def _appeared(path: Path) -> ResultExistsError:
-    return ResultExistsError(
-        f"{path} was made by somebody else in the meantime, and is kept; add --overwrite to "
-        "replace it"
-    )
+    try:
+        yield
+    except FileExistsError as error:
+        raise ResultExistsError(
+            f"{path} was made by somebody else in the meantime, and is kept; add --overwrite to "
+            "replace it"
+        ) from error
+    except OSError as error:
+        raise VolumeError(
+            f"cannot write {path}: {reason_of(error)}; choose another --output"
+        ) from error
 
 
 def _intensity(values: npt.NDArray[np.float32]) -> dict[str, float]:
