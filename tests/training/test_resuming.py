@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from functools import reduce
 
 import nibabel
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from tests.images.samples import write_json, write_msd
 from tests.trainings import before_steps, contents, losses, run, run_until_power_cut, settings
 from unet3d.config import load_config
-from unet3d.errors import ConfigError, Unet3dError
+from unet3d.errors import CheckpointError, ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint
 
 TINY = (
@@ -174,3 +175,31 @@ def test_a_finished_run_says_so_and_stays_as_it_is(place, caplog):
     assert json.loads((place / "run/summary.json").read_text())["epochs"] == 2
     assert "another network" in refusal(place, "model.base_channels=8")
     assert "cannot be continued: " in refusal(place, "data.dataset=null")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"random": torch.zeros(3, dtype=torch.uint8)},
+        {"random": [1]},
+        {"optimizer": None},
+        {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
+        {"optimizer.state": {0: {"momentum_buffer": torch.ones(3)}}},
+        {"optimizer.state": {0: {"exp_avg": torch.ones(3)}}},
+        {"optimizer.state": {0: {"momentum_buffer": 3}}},
+        {"state": {"epoch": -1}},
+    ],
+    ids=str,
+)
+def test_what_no_training_has_left_is_one_line(place, change):
+    path = place / "run/checkpoint-latest.pt"
+    content = torch.load(path, weights_only=True)
+    for name, value in change.items():
+        *parents, last = name.split(".")
+        reduce(dict.get, parents, content["training"])[last] = value
+    torch.save(content, path)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-latest\.pt cannot be resumed from: "
+    ) as no:
+        resume(place, "training.epochs=3")
+    assert len(str(no.value).splitlines()) == 1

@@ -42,14 +42,8 @@ def map_items(
 ) -> list[Result]:
     """Return the results of work on each item, in the order of the items.
 
-    Args:
-        work: A function of a module.
-        items: What it is called with.
-        num_workers: Number of processes; below 2: this one alone.
-        watch: Is told how many items are done, after each.
-
-    Raises:
-        DatasetError: A worker was killed.
+    The work is a function of a module, and done in this process for fewer than two workers. The
+    watch is told how many items are done. Raises DatasetError where a worker was killed.
     """
     num_workers = min(num_workers, len(items))
     if num_workers < 2:
@@ -86,12 +80,7 @@ def map_items(
 def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
     """Show how many cases are done: in a bar on a terminal, else in a line now and then.
 
-    Args:
-        doing: What is done with them.
-        num_cases: How many there are.
-
-    Yields:
-        Takes how many are done.
+    Yields what takes how many are done.
     """
     if num_cases > 1 and logger.isEnabledFor(logging.INFO):
         with bar(f"{doing} cases", num_cases) as show:

@@ -106,29 +106,17 @@ def _of_model(files: Iterable[AnyPath], folds: Folds, model: Path) -> list[AnyPa
 
     The files are all checkpoints in its folds, relative to it.
     """
-    found: dict[int | str, AnyPath] = {}
-    others: dict[int | str, list[Path]] = {}
-    for file in sorted(files):
-        fold = fold_named(file.parent.name)
-        if fold is None:
-            continue
-        if file.name == FINAL:
-            found[fold] = file
-        else:
-            others.setdefault(fold, []).append(model / file)
-    missing = [fold for fold in folds or others if fold not in found]
-    named = [file for fold in missing for file in others.get(fold, [])]
-    if not found:
-        raise CheckpointError(
-            f"{model} has no {fold_folder(0)}/{FINAL}, or of another fold; "
-            + (_name_one(named) if named else "train it first")
-        )
-    if folds is not None and named:
-        raise CheckpointError(
-            f"{model} has no {FINAL} of fold {some(missing)}; it has "
-            f"{some(sorted(found, key=str))}; {_name_one(named)}"
-        )
-    return _chosen(found, folds, model)
+    by_fold = {file: fold_named(file.parent.name) for file in sorted(files)}
+    found = {
+        fold: file for file, fold in by_fold.items() if file.name == FINAL and fold is not None
+    }
+    if found:
+        return _chosen(found, folds, model)
+    others = [model / file for file, fold in by_fold.items() if fold is not None]
+    raise CheckpointError(
+        f"{model} has no {fold_folder(0)}/{FINAL}, or of another fold; "
+        + (_name_one(others) if others else "train it first")
+    )
 
 
 def _final(files: Sequence[AnyPath], fold: Path) -> AnyPath:

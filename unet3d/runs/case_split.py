@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # every prediction reads a checkpoint with a split, and has n
 MAX_NAMED = 3
 """Cases that a message names of each kind of difference."""
 
-
 MAX_CASES = 1_000_000
 
 Text = Annotated[str, Field(max_length=4096, strict=True)]
@@ -76,20 +75,16 @@ class CaseSplit:
         then = {**before.training, **before.validation}
         now = {**self.training, **self.validation}
         both = then.keys() & now.keys()
+        moved_back = before.training.keys() & self.validation.keys()
+        moved = before.validation.keys() & self.training.keys()
         return [
             _phrase(names, words)
             for names, words in (
                 (self.training.keys() - then.keys(), "new in training"),
                 (self.validation.keys() - then.keys(), "new in validation"),
                 (then.keys() - now.keys(), "gone"),
-                (
-                    before.training.keys() & self.validation.keys(),
-                    "in training before, in validation now",
-                ),
-                (
-                    before.validation.keys() & self.training.keys(),
-                    "in validation before, in training now",
-                ),
+                (moved_back, "in training before, in validation now"),
+                (moved, "in validation before, in training now"),
                 ({name for name in both if then[name] != now[name]}, "with other contents"),
             )
             if names

@@ -27,8 +27,6 @@ from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint_content import (
     FORMAT,
-    check_optimizer,
-    check_random,
     described_network,
     read_content,
     refuse_non_finite,
@@ -131,18 +129,12 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
         try:
             plain = read_content(content)
             config = Config.from_yaml(plain.config)
-            network = described_network(plain.topology, plain.model)
-            if plain.training is not None:
-                check_optimizer(plain.training.optimizer, config.training, network)
-            model: dict[str, Tensor] = plain.model
-            training: dict[str, Any] = content["training"] if part == "all" else {}
+            described_network(plain.topology, plain.model)
+            model, training = plain.model, plain.training if part == "all" else {}
             if part != "description":
                 model, training = own_tensors((model, training), path.stat().st_size)
                 refuse_non_finite(model, "the weight")
-            if training:
-                check_random(training["random"])
-                refuse_non_finite(training["optimizer"], "the optimizer's")
-        except (ConfigError, ValueError) as error:
+        except (ConfigError, ValueError, RecursionError) as error:
             writer = content.get("unet3d")
             by = "" if writer == __version__ else f", by unet3d {printable(writer, 20)}"
             raise CheckpointError(
@@ -167,9 +159,8 @@ def _check_format(path: Path, content: Any) -> None:
         raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
     if number != FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {shown(number)}, written by unet3d "
-            f"{printable(content.get('unet3d'), 20)}; this is unet3d {__version__}, which reads "
-            f"format {FORMAT}; use the version that wrote it"
+            f"{path} has checkpoint format {shown(number)}, but unet3d {__version__} reads format "
+            f"{FORMAT}; use unet3d {printable(content.get('unet3d'), 20)} instead"
         )
 
 

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
-from unet3d.config import MAX_PATCH_VOXELS, Shape, TrainingSettings
+from unet3d.config import MAX_PATCH_VOXELS, Shape
 from unet3d.datasets.classes import LabelValue
 from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, validated
 from unet3d.model import Topology, UNet3d
-from unet3d.model.optimizer import STATES
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
 
@@ -27,52 +26,13 @@ MAX_TENSORS = 20_000
 """Of a network, or of its optimizer; the largest network has ten thousand."""
 
 
-class Part(BaseModel):
-    """A mapping with known keys."""
-
-    model_config = ConfigDict(**PLAIN, frozen=True, arbitrary_types_allowed=True)
-
-
-class Scaler(Part):
-    """State of the scaler of float16."""
-
-    scale: Annotated[float, Field(gt=0, le=2.0**126, strict=True)]
-    growth_factor: Annotated[float, Field(gt=1, le=1000, strict=True)]
-    backoff_factor: Annotated[float, Field(gt=0, lt=1, strict=True)]
-    growth_interval: Annotated[int, Field(gt=0, le=10**9, strict=True)]
-    growth_tracker: Annotated[int, Field(ge=0, le=10**9, strict=True, alias="_growth_tracker")]
-
-
-OfParameter = Annotated[dict[Name, Tensor | None], at_most(8)]
-Index = Annotated[int, Field(ge=0, strict=True)]
 Values = Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
 
 
-class ParameterGroup(BaseModel):
-    """Parameters of the optimizer; what else is stored of them the settings say, too."""
-
-    params: Annotated[list[Index], at_most(MAX_TENSORS)]
-
-
-class Optimizer(Part):
-    """State of the optimizer for each parameter; its settings are those of the run."""
-
-    state: Annotated[dict[Index, OfParameter], at_most(MAX_TENSORS)]
-    param_groups: Annotated[list[ParameterGroup], at_most(8)]
-
-
-class Training(Part):
-    """Where a training stands."""
-
-    state: Annotated[dict[Name, Any], at_most(100)]
-    """Its fields are those of the training's own model, which checks them when it continues."""
-    random: Tensor
-    optimizer: Optimizer
-    scaler: Annotated[Scaler | None, BeforeValidator(lambda value: value or None)]
-
-
-class Content(Part):
+class Content(BaseModel):
     """Everything in a checkpoint."""
+
+    model_config = ConfigDict(**PLAIN, frozen=True, arbitrary_types_allowed=True)
 
     format: int
     unet3d: Name
@@ -84,7 +44,8 @@ class Content(Part):
     postprocessing: Annotated[tuple[Values, ...], at_most(2**16)] = ()
     """Of the voxels with such values together, predictions keep the largest component."""
     model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
-    training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
+    training: Annotated[dict[Name, Any], at_most(8)]
+    """What a training continues with, and checks then; empty where there is nothing to continue."""
 
     @field_validator("patch_size")
     @classmethod
@@ -132,34 +93,6 @@ def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d
     if problems:
         raise ValueError(listed(problems[:3], max(0, len(problems) - 3)))
     return network
-
-
-def check_optimizer(optimizer: Optimizer, settings: TrainingSettings, network: UNet3d) -> None:
-    """Refuse a state of another optimizer or another network than those of the run."""
-    is_adamw, known = settings.optimizer == "adamw", STATES[settings.optimizer]
-    parameters = list(network.named_parameters())
-    for index, values in optimizer.state.items():
-        if index >= len(parameters):
-            raise ValueError(f"its optimizer has a state of parameter {printable(index)}")
-        name, parameter = parameters[index]
-        if not known.issuperset(values) or (is_adamw and len(values) < len(known)):
-            raise ValueError(
-                f"its optimizer is {settings.optimizer}, but the state of {name} is of another"
-            )
-        for key, value in values.items():
-            shape = torch.Size() if key == "step" else parameter.shape
-            if value is None and not is_adamw:  # momentum before the first step
-                continue
-            if value is None or value.shape != shape or not value.is_floating_point():
-                raise ValueError(f"its optimizer has no usable {key} of {name}")
-
-
-def check_random(state: Tensor) -> None:
-    """Refuse a state that PyTorch's generator does not take."""
-    try:
-        torch.Generator().set_state(state)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"training.random is not a state of a generator: {error}") from error
 
 
 def refuse_non_finite(value: Any, what: str) -> None:

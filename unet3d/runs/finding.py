@@ -1,6 +1,7 @@
 """Finding runs, their folds and their checkpoints by the names of their folders."""
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,10 +64,7 @@ def own_fold(path: Path) -> int | None:
 
 def folds_in(path: Path) -> dict[int, RunFolder]:
     """Return the runs of single folds within the folder of a run over several, by their number."""
-    try:
-        names = [folder.name for folder in path.iterdir()] if path.is_dir() else []
-    except OSError:  # it vanished, or is another user's
-        return {}
+    names = os.listdir(path) if path.is_dir() else []
     matches = sorted((int(found[1]), name) for name in names if (found := FOLD.fullmatch(name)))
     return {number: RunFolder(path / name) for number, name in matches}
 
@@ -114,16 +112,8 @@ def newest_run(
         files = [run.summary if finished else run.latest]
         if not finished:
             files += [fold.latest for fold in folds_in(path).values()]
-        times = [seconds for file in files if (seconds := _written_at(file)) is not None]
+        times = [os.path.getmtime(file) for file in files if os.path.isfile(file)]
         if times:
             written.append((max(times), path.name, run))
     newest_first = (run for _, _, run in sorted(written, key=lambda one: one[:2], reverse=True))
     return next(filter(suits, newest_first), None)
-
-
-def _written_at(path: Path) -> float | None:
-    """Return when a file was written, or None where there is none to be read."""
-    try:
-        return path.stat().st_mtime if path.is_file() else None
-    except OSError:  # it vanished, or its folder is another user's
-        return None

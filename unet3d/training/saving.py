@@ -124,7 +124,7 @@ class CheckpointSaver:
             self._optimization.load_state_dict(checkpoint.training)
             torch.set_rng_state(checkpoint.training["random"])
             state = TrainingState.from_plain(checkpoint.training["state"])
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
         if not self.is_finite():
             raise CheckpointError(
