@@ -181,8 +181,7 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
     changes = _changed(
         {
             "label names": (before.label_names, now.label_names),
-            "label values": (before.label_values, now.label_values),
-            "data.labels": (before.raw_values, now.raw_values),
+            "values of labels": (_merged(before), _merged(now)),
             "the ignored label": (before.ignore_value, now.ignore_value),
             "regions": (_named(before), _named(now)),
             "channel names": (before.channel_names, now.channel_names),
@@ -199,6 +198,14 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
 def _named(preprocessing: Preprocessing) -> tuple[str, ...]:
     return tuple(
         f"{one.name} of {some(one.values)} as {one.written}" for one in preprocessing.regions
+    )
+
+
+def _merged(preprocessing: Preprocessing) -> tuple[str, ...]:
+    values = preprocessing.raw_values or [(value,) for value in preprocessing.label_values]
+    return tuple(
+        f"{name} of {some(of_one)}"
+        for name, of_one in zip(preprocessing.label_names, values, strict=True)
     )
 
 
