@@ -7,7 +7,8 @@ from tests.images.samples import write_msd
 from unet3d.datasets.dataset import load_dataset
 from unet3d.datasets.label_choice import with_labels
 from unet3d.errors import ConfigError
-from unet3d.preparation.transform import Preprocessing, prepare_label
+from unet3d.preparation.prepared_image import prepare_label
+from unet3d.preparation.transform import Preprocessing
 
 FAR = 614454277
 LABELS = {"0": "outside", "1": "liver", "2": "core", "3": "rim", "7": "7", str(FAR): "far"}
