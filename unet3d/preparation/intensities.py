@@ -32,7 +32,7 @@ class Intensities:
     std: float
     """Around the mean, with the number of voxels as the divisor."""
     lowest: Array
-    """Of each plane along an axis, or of all voxels, (1,); infinite where no voxel counts."""
+    """Of each plane along an axis, or of all voxels, (1,)."""
     highest: Array
 
 
@@ -42,7 +42,8 @@ def measured(
     """Return the intensities of each channel, or refuse an image with NaN or infinity.
 
     Of each channel, those voxels count that are in its mask (X, Y, Z), or all of them. Extremes are
-    those of the planes along an axis of X, Y, Z, if one is given.
+    those of the planes along an axis of X, Y, Z, if one is given; where a plane has other voxels,
+    the mean is among them.
     """
     others = tuple(one for one in range(3) if one != axis)
 
@@ -77,6 +78,11 @@ def measured(
         for channel, (_, low, high) in enumerate(block):
             lowest[channel, planes] = np.minimum(lowest[channel, planes], low)
             highest[channel, planes] = np.maximum(highest[channel, planes], high)
+    for channel, mask in enumerate(masks):
+        if mask is not None:
+            has_others = np.atleast_1d(~mask.all(axis=others))
+            lowest[channel, has_others] = lowest[channel, has_others].clip(max=joined[channel])
+            highest[channel, has_others] = highest[channel, has_others].clip(joined[channel])
     return [
         Intensities(mean=float(joined[one]), std=float(std[one]), lowest=low, highest=high)
         for one, (low, high) in enumerate(

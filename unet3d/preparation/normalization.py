@@ -7,14 +7,12 @@ Each normalisation clips, subtracts and divides: what depends on the whole image
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
-import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import PLAIN
-from unet3d.preparation.intensities import Intensities, Mask
+from unet3d.preparation.intensities import Intensities
 
 Kind = Literal["ct", "z-score", "z-score-inside", "rescale", "rgb", "none"]
 
@@ -29,10 +27,7 @@ KINDS_BY_NAME: dict[str, Kind] = {
 MOST_COLOUR = 255.0
 """The largest intensity of an image of colours."""
 
-MAX_INTENSITY = 1e38
-"""No image in float32 has a larger one."""
-
-Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=True)]
+Intensity = Annotated[float, Field(strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +47,8 @@ class ChannelNormalization:
     low: Intensity = 0.0
     high: Intensity = 0.0
     mean: Intensity = 0.0
-    std: Annotated[float, Field(gt=0, le=MAX_INTENSITY, strict=True)] = 1.0
-    least_std: Annotated[float, Field(ge=0, le=MAX_INTENSITY, strict=True)] = 0.0
+    std: Annotated[float, Field(gt=0, strict=True)] = 1.0
+    least_std: Annotated[float, Field(ge=0, strict=True)] = 0.0
     """What the deviation of a z-score, or the range of ``rescale``, is taken for at least, in
     intensities of the image. 0: the result does not depend on their unit."""
 
@@ -107,17 +102,3 @@ class Scaling:
             values.div_(self.std)
         if inside is not None:
             values.masked_fill_(~inside, 0)
-
-    def range_of(self, found: Intensities, mask: Mask | None, axis: int | None) -> Tensor:
-        """Return the lowest and the highest normalised intensities, (2, planes).
-
-        The planes are those along the axis for which the intensities were measured.
-        """
-        ends = torch.from_numpy(np.stack([found.lowest, found.highest]))
-        self.apply_(ends)
-        if mask is not None:
-            others = tuple(one for one in range(3) if one != axis)
-            is_masked = torch.from_numpy(np.atleast_1d(~mask.all(axis=others)))
-            ends[0, is_masked] = ends[0, is_masked].clamp_max(0)
-            ends[1, is_masked] = ends[1, is_masked].clamp_min(0)
-        return ends

@@ -64,8 +64,9 @@ class PreparedImage:
             self._masks = [inside if masked else None for masked in is_masked]
             found = measured(image, self._masks, slice_axis)
         self._scalings = [Scaling.of(*one) for one in zip(channels, found, strict=True)]
-        each = zip(self._scalings, found, self._masks, strict=True)
-        ranges = torch.stack([how.range_of(one, mask, slice_axis) for how, one, mask in each])
+        ranges = torch.from_numpy(np.stack([[one.lowest, one.highest] for one in found]))
+        for scaling, one in zip(self._scalings, ranges, strict=True):
+            scaling.apply_(one)
         self.largest = float(ranges.abs().max())
         """The largest magnitude of its normalised intensities."""
         if not self.largest <= MAX_NORMALISED:
