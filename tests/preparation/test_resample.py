@@ -14,7 +14,6 @@ from unet3d.preparation.interpolation import line_matrix
 from unet3d.preparation.plane_resampling import Resampling, resample_classes
 from unet3d.preparation.resample import (
     Interpolation,
-    affordable_shape,
     median_spacing,
     resampled_shape,
     target_spacing,
@@ -95,7 +94,7 @@ def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monk
     counted = []
     monkeypatch.setattr(resample, "refuse_beyond_memory", lambda size, *_: counted.append(size))
     x, y, z = (old / new for old, new in zip((30, 20, 10), shape, strict=True))
-    assert affordable_shape((30, 20, 10), (1, 1, 1), (x, y, z), channels) == shape
+    assert visible_shape((30, 20, 10), (1, 1, 1), (x, y, z), channels) == shape
     image = RNG.normal(size=(channels, 30, 20, 10)).astype(np.float32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events:
         tracemalloc.start()

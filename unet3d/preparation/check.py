@@ -17,9 +17,9 @@ from unet3d.images.image import open_image
 from unet3d.images.labels import read_label
 from unet3d.preparation.resample import (
     SpacingSetting,
-    affordable_shape,
     median_spacing,
     target_spacing,
+    visible_shape,
 )
 
 UNUSUAL_RATIO = 30.0
@@ -161,7 +161,7 @@ def _spacing_findings(
         if shear is not None:
             yield _warning(name, shear)
         try:
-            affordable_shape(header.shape, header.spacing_mm, target_mm, num_channels)
+            visible_shape(header.shape, header.spacing_mm, target_mm, num_channels)
         except VolumeError as error:
             yield Finding(case=name, severity="error", message=f"{header.path}: {error}")
             continue

@@ -21,7 +21,7 @@ from unet3d.preparation.cropping import Box, inside_mask, nonzero_box, whole_box
 from unet3d.preparation.intensities import measured
 from unet3d.preparation.normalization import Scaling
 from unet3d.preparation.plane_resampling import Resampling, resample_classes
-from unet3d.preparation.resample import affordable_shape, visible_shape
+from unet3d.preparation.resample import visible_shape
 from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def kept_box(image: Image, preprocessing: Preprocessing) -> Box:
 def prepare_image(image: Image, preprocessing: Preprocessing) -> npt.NDArray[np.float32]:
     """Normalise an image that is cut to its box, and resample it, (C, X', Y', Z')."""
     geometry, target_mm = image.geometry, preprocessing.spacing_mm
-    affordable_shape(geometry.shape, geometry.spacing_mm, target_mm, len(preprocessing.channels))
+    visible_shape(geometry.shape, geometry.spacing_mm, target_mm, len(preprocessing.channels))
     return np.ascontiguousarray(PreparedImage(image, preprocessing).whole().numpy())
 
 
@@ -162,6 +162,6 @@ def prepare_label(
     known = preprocessing.class_of
     classes = class_indices(array, tuple(known), tuple(known.values()))
     x, y, z = array.shape
-    shape = affordable_shape((x, y, z), spacing_mm, preprocessing.spacing_mm, CLASS_ARRAYS)
+    shape = visible_shape((x, y, z), spacing_mm, preprocessing.spacing_mm, CLASS_ARRAYS)
     with explaining_memory("the label map cannot be prepared"):
         return resample_classes(classes, shape)

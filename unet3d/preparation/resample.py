@@ -140,32 +140,24 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
     return (x, y, z)
 
 
-def visible_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
-    """Return :func:`resampled_shape`, or refuse one that a wrong unit of length makes."""
+def visible_shape(
+    shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int = 0
+) -> Shape:
+    """Return :func:`resampled_shape`, or refuse one that a wrong unit of length makes.
+
+    If so many arrays, such as channels, are resampled at once, memory must suffice for them.
+    """
     new_shape = resampled_shape(shape, spacing_mm, target_mm)
-    change = _change(shape, spacing_mm, new_shape, target_mm)
+    change = (
+        f"{times(shape)} voxels of {times(spacing_mm)} mm would become {times(new_shape)} of "
+        f"{times(target_mm or spacing_mm)} mm"
+    )
     if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
         raise VolumeError(f"{change}, and nothing would be left to see; {REMEDY}")
     finest = max(new / old for new, old in zip(new_shape, shape, strict=True))
     if new_shape != shape and (finest > MAX_FINER or math.prod(new_shape) > MAX_VOXELS):
         raise VolumeError(f"{change}, which is far too many; {REMEDY}")
-    return new_shape
-
-
-def affordable_shape(
-    shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int
-) -> Shape:
-    """Return :func:`visible_shape` if memory suffices to resample so many arrays, or channels."""
-    new_shape = visible_shape(shape, spacing_mm, target_mm)
-    change = _change(shape, spacing_mm, new_shape, target_mm)
     # The arrays, a piece of them on its way along each axis, the result, and a copy in order.
     voxels = math.prod(shape) + 3 * max(math.prod(shape), math.prod(new_shape))
     refuse_beyond_memory(FLOAT32_BYTES * num_arrays * voxels, f"{change}, which", REMEDY)
     return new_shape
-
-
-def _change(shape: Shape, spacing_mm: Spacing, new_shape: Shape, target_mm: Spacing | None) -> str:
-    return (
-        f"{times(shape)} voxels of {times(spacing_mm)} mm would become {times(new_shape)} of "
-        f"{times(target_mm or spacing_mm)} mm"
-    )
