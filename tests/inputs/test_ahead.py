@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.command_line import process_environment
-from unet3d.inputs.ahead import ahead, each_ahead
+from unet3d.inputs.ahead import ahead, each_ahead, in_threads
 
 
 def test_work_is_done_meanwhile():
@@ -58,6 +58,26 @@ def test_items_are_worked_on_in_their_order_by_some_threads():
     assert [future.result(10) for future in futures] == [0, 1, 4, 16, 25]
     assert (sorted(begun[:2]), begun[2:]) == ([0, 1], [2, 3, 4, 5])
     assert each_ahead(work, []) == []
+
+
+def test_results_are_in_order_and_the_first_error_waits_for_nobody():
+    watched, may_end, reading = [], threading.Event(), threading.Event()
+    assert in_threads(lambda item: item**2, [3, 1, 2], 2, watched.append) == [9, 1, 4]
+    assert watched == [1, 2, 3]
+    begun = []
+
+    def work(item):
+        begun.append(item)
+        if item == 0:
+            assert reading.wait(10)
+            raise ValueError("damaged")
+        reading.set()
+        assert may_end.wait(60)
+
+    with pytest.raises(ValueError, match="damaged"):
+        in_threads(work, range(100), 2)
+    assert not may_end.is_set() and len(begun) <= 3
+    may_end.set()
 
 
 def test_a_process_that_ends_does_not_wait_for_it():

@@ -39,6 +39,28 @@ def each_ahead(
     return futures
 
 
+def in_threads(
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    num_threads: int,
+    watch: Callable[[int], object] = lambda num_done: None,
+) -> list[Result]:
+    """Return the results of work on each item, or raise the first error without a wait for others.
+
+    ``watch`` is told how many items are done, after each.
+    """
+    futures = each_ahead(work, items, num_threads)
+    results: list[Result] = []
+    try:
+        for future in futures:
+            results.append(future.result())
+            watch(len(results))
+        return results
+    finally:  # also where there is a fault, or somebody asked to stop
+        for future in futures:
+            future.cancel()
+
+
 def _fulfil(future: "Future[Result]", item: Item, work: Callable[[Item], Result]) -> None:
     if not future.set_running_or_notify_cancel():
         return

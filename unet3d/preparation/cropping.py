@@ -14,7 +14,7 @@ import numpy as np
 
 from unet3d.config import Shape
 from unet3d.images.image import Image
-from unet3d.preparation.intensities import Mask, Place, in_threads
+from unet3d.preparation.intensities import Mask, Place, on_pieces
 
 MASKED_SHARE = 0.75
 """Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
@@ -82,7 +82,7 @@ def nonzero_box(image: Image) -> Box:
 
     lines = [np.zeros(size, bool) for size in shape]
     places = list(image.pieces())
-    for place, found in zip(places, in_threads(lines_of, places), strict=True):
+    for place, found in zip(places, on_pieces(lines_of, places), strict=True):
         for line, part, one in zip(lines, place, found, strict=True):
             line[part] |= one
     if not lines[0].any():

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
 from unet3d.images.image import Image
-from unet3d.inputs.ahead import each_ahead
+from unet3d.inputs.ahead import in_threads
 
 MOST_THREADS = 8
 """Memory is no faster for more."""
@@ -58,7 +58,7 @@ def measured(
         return found
 
     places = list(image.pieces())
-    blocks = in_threads(of_block, places)
+    blocks = on_pieces(of_block, places)
     moments = np.array([[one[0] for one in block] for block in blocks], np.float64)
     num_wrong, count, mean, squares = moments.T
     if num_wrong.any():
@@ -106,12 +106,6 @@ def _moments(values: Array) -> _Moments:
     return 0, values.size, mean, float(distances @ distances)
 
 
-def in_threads(part: Callable[[Place], Found], places: Sequence[Place]) -> list[Found]:
+def on_pieces(part: Callable[[Place], Found], places: Sequence[Place]) -> list[Found]:
     """Return what a function returns for each place."""
-    futures = each_ahead(part, places, min(MOST_THREADS, num_cores()))
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
+    return in_threads(part, places, min(MOST_THREADS, num_cores()))

@@ -22,7 +22,7 @@ from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.images.geometry import same_grid
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
-from unet3d.inputs.ahead import each_ahead
+from unet3d.inputs.ahead import in_threads
 from unet3d.preparation.cache import Cache, PreparedCase
 from unet3d.preparation.cropping import Box, nonzero_box, takes_much
 from unet3d.preparation.normalization import ChannelNormalization, kind_of
@@ -313,13 +313,4 @@ def _in_threads(
     items: Sequence[Item],
     watch: Callable[[int], object] = lambda num_done: None,
 ) -> list[Result]:
-    futures = each_ahead(work, items, min(MAX_READERS, num_cores()))
-    results: list[Result] = []
-    try:
-        for future in futures:
-            results.append(future.result())
-            watch(len(results))
-        return results
-    finally:  # also where there is a fault, or somebody asked to stop
-        for future in futures:
-            future.cancel()
+    return in_threads(work, items, min(MAX_READERS, num_cores()), watch)
