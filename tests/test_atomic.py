@@ -6,6 +6,7 @@ import shutil
 import signal
 import stat
 import threading
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests import warm
 from unet3d.atomic import (
+    _HOST,
     PREFIX,
     append,
     creating,
@@ -287,7 +289,7 @@ def test_the_longest_names_can_be_written(tmp_path, letter):
 
 
 def test_leftovers_have_names_of_ours_and_nobody_who_writes_to_them(tmp_path):
-    left, folder = (tmp_path / f"{PREFIX}{letter * 32}-name" for letter in "ab")
+    left, folder = (tmp_path / f"{PREFIX}{_HOST}{letter * 24}-name" for letter in "ab")
     left.write_text("half")
     folder.mkdir()
     (folder / "file").write_text("half")
@@ -296,7 +298,7 @@ def test_leftovers_have_names_of_ours_and_nobody_who_writes_to_them(tmp_path):
         (tmp_path / name).write_text("precious")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("precious")
-    link = tmp_path / f"{PREFIX}{'c' * 32}-link"
+    link = tmp_path / f"{PREFIX}{_HOST}{'c' * 24}-link"
     link.symlink_to("elsewhere")
     with replacing(tmp_path / "one") as one, new_folder(tmp_path / "other") as other:
         for path in (one, other / "file"):
@@ -307,6 +309,19 @@ def test_leftovers_have_names_of_ours_and_nobody_who_writes_to_them(tmp_path):
         }  # fmt: skip
     for path in ("elsewhere/file", "one", "other/file"):
         assert (tmp_path / path).read_text() in ("precious", "new")
+
+
+def test_what_another_machine_has_made_stays_for_a_day(tmp_path):
+    """Its lock may not be seen here."""
+    other, old = (tmp_path / f"{PREFIX}{'0' * 8}{letter * 24}-name" for letter in "ab")
+    for path in (other, old):
+        path.touch()
+    day_ago = time.time() - 24 * 3600
+    os.utime(old, (day_ago, day_ago))
+    write_one(tmp_path / "file")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", other.name}
+    remove_leftovers(tmp_path, elsewhere_s=0)
+    assert not other.exists()
 
 
 def left_by_a_killed_process(work, *arguments):
@@ -388,7 +403,7 @@ def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     write_many(tmp_path / "folder")
-    left = tmp_path / f"{PREFIX}{'a' * 32}-name"
+    left = tmp_path / f"{PREFIX}{_HOST}{'a' * 24}-name"
     left.touch()
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "folder"]

@@ -17,11 +17,13 @@ nobody has a lock on. A folder that was being replaced is put back.
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import shutil
 import stat
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -39,6 +41,11 @@ REPLACED = ".replaced-"
 
 MAX_ENDING = 16
 """Letters of the final name that a temporary name ends in: enough for every file ending."""
+
+ELSEWHERE_SECONDS = 24 * 3600.0
+"""Age from which something that another machine has made belongs to a process that was killed."""
+
+_HOST = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
 
 _swept: set[tuple[Path, str]] = set()
 
@@ -141,22 +148,33 @@ def append(path: Path, content: bytes) -> None:
         _flush(path.parent)
 
 
-def remove_leftovers(folder: Path, prefix: str = PREFIX) -> None:
+def remove_leftovers(
+    folder: Path, prefix: str = PREFIX, elsewhere_s: float = ELSEWHERE_SECONDS
+) -> None:
     """Delete what processes have left in a folder that were killed, or put back what they replaced.
 
     What other users own, or a living process has a lock on, stays; so does what has another name.
+    Locks of other machines may not be seen here, so what was made there stays for some time.
     """
     for path in folder.iterdir():
-        if is_leftover(path, prefix) or is_leftover(path, REPLACED):
+        host = _host_of(path, prefix) or _host_of(path, REPLACED)
+        if host is not None:
             with suppress(OSError), _locked(path) as status:
-                if status.st_uid == os.getuid():
+                is_dead = host == _HOST or time.time() - status.st_mtime >= elsewhere_s
+                if is_dead and status.st_uid == os.getuid():
                     _clear(path)
 
 
-def is_leftover(path: Path, prefix: str = PREFIX) -> bool:
+def is_leftover(path: Path) -> bool:
     """Return whether a name that a folder lists is that of a temporary file or folder of ours."""
-    name = re.escape(prefix) + "[0-9a-f]{32}(-.*)?"
-    return re.fullmatch(name, path.name, re.DOTALL) is not None
+    return _host_of(path, PREFIX) is not None or _host_of(path, REPLACED) is not None
+
+
+def _host_of(path: Path, prefix: str) -> str | None:
+    """Return which machine a temporary name was given on; None: it is another name."""
+    name = re.escape(prefix) + "([0-9a-f]{8})[0-9a-f]{24}(-.*)?"
+    found = re.fullmatch(name, path.name, re.DOTALL)
+    return None if found is None else found[1]
 
 
 def _unfinished(path: Path, make: Callable[[Path], object]) -> AbstractContextManager[Path]:
@@ -176,7 +194,7 @@ def _temporary(
         with postponed_interruption():
             is_ours = False
             while not is_ours:  # another process may take what is not locked yet for a leftover
-                path = folder / f"{prefix}{uuid.uuid4().hex}{ending}"
+                path = folder / f"{prefix}{_HOST}{uuid.uuid4().hex[:24]}{ending}"
                 make(path)
                 try:
                     stack.enter_context(_locked(path))

@@ -110,7 +110,7 @@ class RunFolder:
                     "choose another --output"
                 )
             tempfile.TemporaryFile(dir=self.path).close()  # refuse now, not after an epoch
-            remove_leftovers(self.path)
+            remove_leftovers(self.path, elsewhere_s=0)  # nobody else may write here now
             self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
 
     def check_resumable(self) -> None:
@@ -140,7 +140,7 @@ class RunFolder:
         Lines of later epochs, which will run again, are dropped, and so is the validation.
         """
         with writing(self.path):
-            remove_leftovers(self.path)
+            remove_leftovers(self.path, elsewhere_s=0)  # nobody else may write here now
             self.summary.unlink(missing_ok=True)  # not finished any more
             if self.validation.is_dir():
                 shutil.rmtree(self.validation)
