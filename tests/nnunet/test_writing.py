@@ -11,6 +11,7 @@ import torch
 
 from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, assert_equal, random_weights
+from unet3d.atomic import _HOST, REPLACED
 from unet3d.datasets.classes import Region
 from unet3d.errors import CheckpointError, ResultExistsError
 from unet3d.model import UNet3d
@@ -135,6 +136,14 @@ def test_a_folder_that_is_there_is_kept(tmp_path):
     with pytest.raises(ResultExistsError, match="exists, and is no folder of a model"):
         write_model({0: trained()}, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
+
+
+def test_a_model_that_a_killed_process_was_replacing_is_there_again(tmp_path):
+    aside = tmp_path / f"{REPLACED}{_HOST}{'0' * 24}"
+    write_model({3: trained()}, aside / "model")
+    with pytest.raises(ResultExistsError, match="model exists; add --overwrite to replace it"):
+        write_model({0: trained()}, tmp_path / "model")
+    assert (tmp_path / "model/fold_3/checkpoint_final.pth").is_file() and not aside.exists()
 
 
 def test_a_model_that_cannot_be_replaced_is_kept(tmp_path, monkeypatch):
