@@ -219,7 +219,13 @@ def overrides_of(values: Mapping[str, Any]) -> list[str]:
 
     Text and paths are taken as they stand, other values as JSON has them, arrays as lists.
     """
-    return [f"{key}={_as_text(value)}" for key, value in values.items()]
+
+    def text(value: Any) -> str:
+        if isinstance(value, str | os.PathLike):
+            return os.fspath(value)
+        return json.dumps(value, default=lambda one: getattr(one, "tolist", one.__str__)())
+
+    return [f"{key}={text(value)}" for key, value in values.items()]
 
 
 def preset_changes(names: Iterable[str]) -> list[str]:
@@ -230,16 +236,6 @@ def preset_changes(names: Iterable[str]) -> list[str]:
             raise ConfigError(f"there is no preset {shown(name)}; take one of {', '.join(PRESETS)}")
         changes += overrides_of(PRESETS[name])
     return changes
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str):
-        return value
-    return json.dumps(
-        value, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one)
-    )
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:

@@ -201,27 +201,18 @@ class ModelSettings(Section):
     """Slope of each LeakyReLU below zero."""
 
     @model_validator(mode="after")
-    def _strides_suit_levels(self) -> Self:
+    def _levels_agree(self) -> Self:
         """Refuse strides of another number of levels than the settings name."""
-        if self.strides is None:
-            return self
-        found = len(self.strides) + 1
-        named = len(self.channels) if self.channels else self.num_levels
-        if found < 2 or named not in ("auto", found):
+        named = self.num_levels if self.channels is None else len(self.channels)
+        if self.channels is not None and not 2 <= len(self.channels) <= 8:
+            raise ValueError(f"model.channels names {named} level(s); give channels for 2 to 8")
+        found = named if self.strides is None else len(self.strides) + 1
+        if self.strides is not None and (found == 1 or named not in ("auto", found)):
             raise ValueError(
                 f"model.strides has {len(self.strides)} entries, for {found} levels, but the model "
                 f"has {named}; give one for each level but the first"
             )
         return self
-
-    @field_validator("channels")
-    @classmethod
-    def _levels(cls, channels: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if channels is not None and not 2 <= len(channels) <= 8:
-            raise ValueError(
-                f"model.channels names {len(channels)} level(s); give channels for 2 to 8"
-            )
-        return channels
 
 
 class TrainingSettings(Section):
