@@ -17,7 +17,7 @@ from torch import Tensor
 Order = Literal[0, 1, 3]
 """Of splines: the nearest voxel, linear, cubic."""
 
-NEGLIGIBLE_WEIGHT = 1e-12
+NEGLIGIBLE_WEIGHT = 1e-8
 
 BAND_ROWS = 64
 """Rows of a matrix that are multiplied together: few enough to leave out most of its zeros."""
