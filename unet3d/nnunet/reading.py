@@ -43,30 +43,24 @@ def load_network(path: Path, part: Part = "network") -> Checkpoint:
 
     Either may be named like the other.
     """
-    is_named_theirs = path.suffix == SUFFIX
-    try:
-        return (load_model if is_named_theirs else load_checkpoint)(path, part)
-    except CheckpointError:
-        if _is_theirs(path) in (is_named_theirs, None):
-            raise
-    return (load_checkpoint if is_named_theirs else load_model)(path, part)
+    return (load_model if _is_theirs(path) else load_checkpoint)(path, part)
 
 
-def _is_theirs(path: Path) -> bool | None:
-    """Return whether a file holds a model of nnU-Net; None: neither that nor a checkpoint."""
+def _is_theirs(path: Path) -> bool:
+    """Return whether a file holds a model of nnU-Net, or else is named like one."""
     try:
         content = read_tensors(path, described=True, foreign=True)
     except (OSError, ValueError, MemoryError, UnpicklingError):
-        return None
+        content = None
     if not isinstance(content, dict) or not content.keys() & {"network_weights", "format"}:
-        return None
+        return path.suffix == SUFFIX
     return "network_weights" in content
 
 
 def network_from_first(path: Path, group: Group) -> Checkpoint:
     """Return a network of a file that only the first rank needs to see; all ranks call it."""
     read = partial(load_checkpoint, part="network")
-    if not group.from_first(lambda: path.suffix == SUFFIX or _is_theirs(path) is True):
+    if not group.from_first(lambda: _is_theirs(path)):
         return group.file_from_first(path, read)
     with temporary_folder("unet3d-model-") as folder:  # a model of nnU-Net is several files
         converted = folder / "network.pt"
