@@ -145,7 +145,8 @@ def numbered(labels: npt.NDArray[Any], values: Sequence[int], affine: Affine) ->
         values: Those of the labels, ascending; the first becomes 1. All others become background.
         affine: (4, 4), from its indices to mm.
     """
-    known = np.array([0, *values], np.int64)  # labels that are nowhere may need a larger type
+    labels = labels.astype(np.uint64)  # which has room for labels that are nowhere, too
+    known = np.array([0, *values], np.uint64)
     places = np.minimum(np.searchsorted(known, labels), len(known) - 1)
     numbers = np.where(known[places] == labels, places, 0)
     kind = np.uint8 if len(values) < 256 else np.uint16
