@@ -148,6 +148,17 @@ def append(path: Path, content: bytes) -> None:
         _flush(path.parent)
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[os.stat_result]:
+    """Hold the lock on a file or a folder, or raise BlockingIOError where another process does."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def remove_leftovers(
     folder: Path, prefix: str = PREFIX, elsewhere_s: float = ELSEWHERE_SECONDS
 ) -> None:
@@ -159,7 +170,7 @@ def remove_leftovers(
     for path in folder.iterdir():
         host = _host_of(path, prefix) or _host_of(path, REPLACED)
         if host is not None:
-            with suppress(OSError), _locked(path) as status:
+            with suppress(OSError), locked(path) as status:
                 is_dead = host == _HOST or time.time() - status.st_mtime >= elsewhere_s
                 if is_dead and status.st_uid == os.getuid():
                     _clear(path)
@@ -197,24 +208,13 @@ def _temporary(
                 path = folder / f"{prefix}{_HOST}{uuid.uuid4().hex[:24]}{ending}"
                 make(path)
                 try:
-                    stack.enter_context(_locked(path))
+                    stack.enter_context(locked(path))
                     is_ours = path.exists()
                 except OSError as error:  # of a file system without locks, there are no leftovers
                     is_ours = not isinstance(error, BlockingIOError | FileNotFoundError)
             stack.enter_context(at_sudden_end(partial(_clear, path)))
             stack.callback(_clear, path)
         yield path
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[os.stat_result]:
-    """Hold the lock on a file or a folder, or raise BlockingIOError where another process does."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _clear(path: Path) -> None:

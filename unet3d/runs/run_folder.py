@@ -3,15 +3,13 @@
 Names and contents of the files are public; the README describes them.
 """
 
-import fcntl
 import itertools
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from unet3d import __version__
 from unet3d.atomic import (
     append,
     is_leftover,
+    locked,
     make_folder,
     publish_folder,
     remove_leftovers,
@@ -67,27 +66,22 @@ class RunFolder:
         process ends, however it ends.
         """
         with writing(self.path):
-            if not self.path.exists():
-                make_folder(self.path)
-                self.is_made = True
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+            self.is_made |= not self.path.exists()
+            make_folder(self.path)
+        with ExitStack() as stack:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(locked(self.path.resolve()))
             except BlockingIOError as error:
                 raise ConfigError(
                     f"{self.path} is in use by a running training; wait until it ends, or "
                     "choose another --output"
                 ) from error
             except OSError as error:  # a file system without locks
+                reason = reason_of(error)
                 logger.warning(
-                    "cannot lock %s (%s); start no second training in it",
-                    self.path,
-                    reason_of(error),
+                    "cannot lock %s (%s); start no second training in it", self.path, reason
                 )
             yield
-        finally:
-            os.close(descriptor)
 
     def create(self) -> None:
         """Make the folder for a new run.
