@@ -1,6 +1,5 @@
 """Small JSON records in the cache, each in a file named by a key of all that it depends on."""
 
-import hashlib
 import json
 import logging
 import shutil
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 from unet3d.atomic import make_folder, write_atomically
 from unet3d.errors import CacheError, reason_of
+from unet3d.inputs.plain_data import key_of
 from unet3d.inputs.reading import read_json
 
 logger = logging.getLogger(__name__)
@@ -77,11 +77,3 @@ def writing_cache(folder: Path) -> Iterator[None]:
             f"cannot write the cache folder {folder}: {reason_of(error)}; set data.cache to a "
             "folder with space that you can write to"
         ) from error
-
-
-def key_of(parts: Any, version: int = 1) -> str:
-    """Return the key of plain values, such as hashes of files and settings.
-
-    A caller raises the version when the same parts come to mean another content.
-    """
-    return hashlib.sha256(json.dumps([version, parts], sort_keys=True).encode()).hexdigest()

@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 
 from tests.images.samples import write_json
-from unet3d.datasets.scored_labels import (
-    EVERY_VALUE,
-    ScoredLabels,
-    description_of,
-    mask_of,
-    read_scored_labels,
-)
+from unet3d.datasets.naming import description_of, read_scored_labels
+from unet3d.datasets.scored_labels import EVERY_VALUE, ScoredLabels, mask_of
 from unet3d.errors import DatasetError
 
 

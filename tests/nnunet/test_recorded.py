@@ -21,7 +21,7 @@ from tests.nnunet.recordings import (
     scans_of,
 )
 from unet3d.model import UNet3d
-from unet3d.nnunet.reading import load_network
+from unet3d.nnunet.loading import load_network
 
 pytestmark = pytest.mark.usefixtures("float32")
 

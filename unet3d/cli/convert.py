@@ -142,6 +142,6 @@ def _write_model(checkpoints: tuple[Path, ...], output: Path, *, overwrite: bool
 
 
 def _read(path: Path) -> "Checkpoint":
-    from unet3d.nnunet.reading import load_network
+    from unet3d.nnunet.loading import load_network
 
     return load_network(path)

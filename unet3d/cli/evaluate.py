@@ -108,16 +108,12 @@ def _scored_labels(
     """Return what is scored, as the named data set or checkpoint says, or that of the labels."""
     from dataclasses import replace
 
-    from unet3d.datasets.scored_labels import (
-        EVERY_VALUE,
-        description_of,
-        read_scored_labels,
-        values_of,
-    )
+    from unet3d.datasets.naming import description_of, read_scored_labels
+    from unet3d.datasets.scored_labels import EVERY_VALUE, values_of
 
     scored, found = EVERY_VALUE, None
     if checkpoint is not None:
-        from unet3d.nnunet.reading import load_network
+        from unet3d.nnunet.loading import load_network
         from unet3d.runs.run_folder import checkpoint_in
         from unet3d.training.final_result import scored_labels
 

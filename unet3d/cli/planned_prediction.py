@@ -34,7 +34,7 @@ def plan_prediction(
         from unet3d.inference.computing_precision import wanted_precision
         from unet3d.inference.prediction_memory import prediction_memory
         from unet3d.memory.host import available_bytes
-        from unet3d.nnunet.reading import load_network
+        from unet3d.nnunet.loading import load_network
         from unet3d.parallel import ParallelDims, resolve_precision
 
         networks = [load_network(path) for path in checkpoints or newest_checkpoints()]

@@ -78,7 +78,7 @@ def _page_of_run(path: Path, output: Path) -> str:
 
 
 def _page(segmentation: Path, image: Path, checkpoints: tuple[Path, ...]) -> str:
-    from unet3d.nnunet.reading import load_network
+    from unet3d.nnunet.loading import load_network
     from unet3d.reports.pages.segmentation_page import segmentation_page
 
     names = None

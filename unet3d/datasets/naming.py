@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from unet3d.datasets.classes import MAX_CLASSES, MAX_LABEL_VALUE, Region
+from unet3d.datasets.folds import read_description
+from unet3d.datasets.scored_labels import ScoredLabels
 from unet3d.errors import DatasetError, some
 from unet3d.images.image import open_source
 from unet3d.images.labels import read_label
@@ -210,3 +212,20 @@ def _words(name: str) -> list[str]:
     """Return the words of a name in lower case: ``LungLeft_2`` is lung, left and 2."""
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
     return [part.lower() for part in parts]
+
+
+def description_of(labels: Path) -> Path | None:
+    """Return ``dataset.json`` beside a folder such as ``labelsTr``, or that of a file in it."""
+    folder = labels if labels.is_dir() else labels.parent
+    path = folder.absolute().parent / "dataset.json"
+    return path if folder.absolute().name.startswith("labels") and path.is_file() else None
+
+
+def read_scored_labels(path: Path) -> ScoredLabels:
+    """Return the labels of a data set; nothing else in its ``dataset.json`` is looked at."""
+    description = path / "dataset.json" if path.is_dir() else path
+    tree = read_description(description)
+    if not isinstance(tree, dict) or not tree.get("labels"):
+        raise DatasetError(f"{description} names no labels; name a data set that does")
+    labels = read_labels(description, tree, ())
+    return ScoredLabels.of(labels.names, labels.regions, labels.ignore_value)

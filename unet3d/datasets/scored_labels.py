@@ -2,20 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unet3d.datasets.classes import Region
-from unet3d.datasets.folds import read_description
-from unet3d.datasets.naming import read_labels
-from unet3d.errors import DatasetError
 
 BACKGROUND = 0
-
-DESCRIPTION = "dataset.json"
 
 Mask = npt.NDArray[np.bool_]
 
@@ -84,20 +78,3 @@ def box_of(mask: Mask) -> tuple[slice, ...]:
         (filled,) = np.nonzero(mask.any(axis=others))
         box.append(slice(int(filled[0]), int(filled[-1]) + 1))
     return tuple(box)
-
-
-def description_of(labels: Path) -> Path | None:
-    """Return ``dataset.json`` beside a folder such as ``labelsTr``, or that of a file in it."""
-    folder = labels if labels.is_dir() else labels.parent
-    path = folder.absolute().parent / DESCRIPTION
-    return path if folder.absolute().name.startswith("labels") and path.is_file() else None
-
-
-def read_scored_labels(path: Path) -> ScoredLabels:
-    """Return the labels of a data set; nothing else in its ``dataset.json`` is looked at."""
-    description = path / DESCRIPTION if path.is_dir() else path
-    tree = read_description(description)
-    if not isinstance(tree, dict) or not tree.get("labels"):
-        raise DatasetError(f"{description} names no labels; name a data set that does")
-    labels = read_labels(description, tree, ())
-    return ScoredLabels.of(labels.names, labels.regions, labels.ignore_value)

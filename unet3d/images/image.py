@@ -19,7 +19,6 @@ from nibabel.volumeutils import apply_read_scaling
 
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
-from unet3d.images.dicom import open_series
 from unet3d.images.files import (
     SUFFIXES,
     is_dicom_file,
@@ -28,7 +27,6 @@ from unet3d.images.files import (
     times,
 )
 from unet3d.images.geometry import RAS, Geometry, Orientation, axes_between, same_grid
-from unet3d.images.itk import open_itk
 from unet3d.images.memory_limits import FLOAT32_BYTES, explaining_memory, refuse_beyond_memory
 from unet3d.images.nifti import open_array, open_nibabel, open_nifti
 from unet3d.images.scratch import Scratch, forget_pages
@@ -46,7 +44,10 @@ SENT_AS_STORED = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.int16))
 
 def open_source(path: Path) -> Source:
     """Open a file, or a folder of DICOM slices: its header is read, and its voxels are not."""
+    # The module of a format is imported when a file of it comes.
     if path.is_dir():
+        from unet3d.images.dicom import open_series
+
         return open_series(path)
     if not is_volume_file(path):
         if is_dicom_file(path):
@@ -57,7 +58,11 @@ def open_source(path: Path) -> Source:
             f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of "
             "DICOM slices"
         )
-    return open_itk(path) if is_itk_file(path) else open_nifti(path)
+    if is_itk_file(path):
+        from unet3d.images.itk import open_itk
+
+        return open_itk(path)
+    return open_nifti(path)
 
 
 def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> "Image":

@@ -5,6 +5,8 @@ becomes one short line without control characters, whatever the file holds.
 """
 
 import functools
+import hashlib
+import json
 import math
 import reprlib
 import unicodedata
@@ -159,3 +161,11 @@ TOO_MANY = "too_many"
 """Kind of the error of :func:`at_most`."""
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+
+
+def key_of(parts: Any, version: int = 1) -> str:
+    """Return the key of plain values, such as hashes of files and settings.
+
+    A caller raises the version when the same parts come to mean another content.
+    """
+    return hashlib.sha256(json.dumps([version, parts], sort_keys=True).encode()).hexdigest()

@@ -8,64 +8,28 @@ shapes are compared with the plan before a weight is read.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from unet3d.atomic import temporary_folder
 from unet3d.config import Config
 from unet3d.datasets.naming import Labels, channel_names, read_labels
-from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
-from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX, known_as
+from unet3d.nnunet.layout import DATASET, PLANS, known_as
+from unet3d.nnunet.loading import Part
 from unet3d.nnunet.plans import Plan, read_plan
 from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.preparation.transform import Preprocessing
-from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
+from unet3d.runs.checkpoint import Checkpoint, explained
 from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
 from unet3d.runs.tensor_file import own_tensors, read_tensors
 
 STEP = 0.5
 """Of nnU-Net's windows, in windows."""
-
-Part = Literal["network", "description"]
-"""What is read: the weights, too; or a description, whose weights are on the meta device."""
-
-
-def load_network(path: Path, part: Part = "network") -> Checkpoint:
-    """Read a network to predict with: a checkpoint of ours, or one of nnU-Net.
-
-    Either may be named like the other.
-    """
-    return (load_model if _is_theirs(path) else load_checkpoint)(path, part)
-
-
-def _is_theirs(path: Path) -> bool:
-    """Return whether a file holds a model of nnU-Net, or else is named like one."""
-    try:
-        content = read_tensors(path, described=True, foreign=True)
-    except (OSError, ValueError, MemoryError, UnpicklingError):
-        content = None
-    if not isinstance(content, dict) or not content.keys() & {"network_weights", "format"}:
-        return path.suffix == SUFFIX
-    return "network_weights" in content
-
-
-def network_from_first(path: Path, group: Group) -> Checkpoint:
-    """Return a network of a file that only the first rank needs to see; all ranks call it."""
-    read = partial(load_checkpoint, part="network")
-    if not group.from_first(lambda: _is_theirs(path)):
-        return group.file_from_first(path, read)
-    with temporary_folder("unet3d-model-") as folder:  # a model of nnU-Net is several files
-        converted = folder / "network.pt"
-        group.from_first(lambda: save_checkpoint(load_network(path), converted))
-        return group.file_from_first(converted, read)
 
 
 def load_model(path: Path, part: Part = "network") -> Checkpoint:

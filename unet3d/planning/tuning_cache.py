@@ -16,7 +16,7 @@ import torch
 from pydantic import ConfigDict, Field
 
 from unet3d.config import Config, Few, Shape
-from unet3d.inputs.plain_data import PLAIN, at_most, validated
+from unet3d.inputs.plain_data import PLAIN, at_most, key_of, validated
 from unet3d.model import Regions, Topology, UNet3d
 from unet3d.parallel.balance.stopwatch import (
     hardware,
@@ -25,11 +25,7 @@ from unet3d.parallel.balance.stopwatch import (
 from unet3d.preparation.cache import (
     Cache,
 )
-from unet3d.records import (
-    key_of,
-    recall,
-    remember,
-)
+from unet3d.records import recall, remember
 
 logger = logging.getLogger(__name__)
 

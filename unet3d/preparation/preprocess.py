@@ -23,13 +23,14 @@ from unet3d.images.geometry import same_grid
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.inputs.ahead import in_threads
+from unet3d.inputs.plain_data import key_of
 from unet3d.preparation.cache import Cache, PreparedCase
 from unet3d.preparation.cropping import Box, nonzero_box, takes_much
 from unet3d.preparation.normalization import ChannelNormalization, kind_of
 from unet3d.preparation.prepared_image import kept_box, prepare_image, prepare_label
 from unet3d.preparation.resample import median_spacing, resampled_shape, target_spacing
 from unet3d.preparation.transform import Preprocessing
-from unet3d.records import key_of, recall, remember
+from unet3d.records import recall, remember
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from unet3d.errors import some
-from unet3d.inputs.plain_data import PLAIN, at_most, printable, validated
-from unet3d.records import key_of
+from unet3d.inputs.plain_data import PLAIN, at_most, key_of, printable, validated
 
 if TYPE_CHECKING:  # every prediction reads a checkpoint with a split, and has no data set
     from unet3d.datasets.dataset import Case

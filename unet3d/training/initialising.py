@@ -26,7 +26,7 @@ from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, some
 from unet3d.inputs.plain_data import is_close
 from unet3d.model import Topology, UNet3d
-from unet3d.nnunet.reading import load_network, network_from_first
+from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from unet3d.config import Recompute, Shape
-from unet3d.inputs.plain_data import validated
+from unet3d.inputs.plain_data import key_of, validated
 from unet3d.kernels import recomputed_in_backward
 from unet3d.kernels.padding import detached
 from unet3d.kernels.recompute import forget_source
@@ -35,11 +35,7 @@ from unet3d.parallel.balance.stopwatch import (
 )
 from unet3d.parallel.memory_format import laid_out, memory_format
 from unet3d.parallel.precision import lowered_on, lowering
-from unet3d.records import (
-    key_of,
-    recall,
-    remember,
-)
+from unet3d.records import recall, remember
 
 logger = logging.getLogger(__name__)
 
