@@ -12,7 +12,7 @@ from unet3d.config import Shape
 from unet3d.preparation.interpolation import Order, in_memory, interpolated, line_matrix, reached
 
 SOURCE_VOXELS = 2**24
-"""Voxels that are interpolated within their planes at a time, unless a plane has more."""
+"""Voxels that are interpolated at a time, unless a plane has more."""
 
 
 class Resampling:
@@ -69,17 +69,18 @@ class Resampling:
         }
         if 1 + axis in matrices:
             matrices[1 + axis] = matrices[1 + axis][begin:end, source]
-        # Planes first, each by itself; then along the axis; across slices last, once they are
-        # clipped.
         slices = self._slice_axis
-        across = {} if slices is None else _taken(matrices, 1 + slices)
-        along = _taken(matrices, 1 + axis)
+        across = {} if slices is None else _taken(matrices, 1 + slices)  # once they are clipped
         of_plane = self._num_channels * math.prod(self._shape) // self._shape[axis]
         number = max(1, SOURCE_VOXELS // of_plane)
         firsts = range(source.start, source.stop, number)
-        ends = (slice(first, min(first + number, source.stop)) for first in firsts)
-        within = (interpolated(read(planes), matrices) for planes in ends)
-        result = interpolated(_joined(within, 1 + axis, source.stop - source.start), along)
+        if len(firsts) == 1:
+            result = interpolated(read(source), matrices)
+        else:  # so many planes are interpolated each by itself before they are together
+            along = _taken(matrices, 1 + axis)
+            pieces = (slice(first, min(first + number, source.stop)) for first in firsts)
+            within = (interpolated(read(piece), matrices) for piece in pieces)
+            result = interpolated(_joined(within, 1 + axis, source.stop - source.start), along)
         if self._limits:
             lowest, highest = (
                 (one[(slice(None),) * (1 + axis) + (source,)] if slices == axis else one).to(
@@ -103,8 +104,6 @@ def _joined(parts: Iterator[Tensor], dim: int, length: int) -> Tensor:
     """Return parts that follow each other along a dimension as one, in their order of memory."""
     part = next(parts)
     first = part.shape[dim]
-    if first == length:
-        return part
     order = in_memory(part)
     shape = [length if one == dim else part.shape[one] for one in order]
     whole = part.new_empty(shape).permute([order.index(one) for one in range(part.ndim)])
