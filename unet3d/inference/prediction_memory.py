@@ -234,14 +234,16 @@ def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels:
     made = planes * of_plane * num_channels * FLOAT32_BYTES
     if stored == shape:
         return 2 * made
-    # All planes that are needed are interpolated within themselves, some of them at a time.
     num_planes = math.ceil(stored[axis] * min(1.0, 2 * planes / shape[axis]))
-    of_source = math.prod(stored) // stored[axis]
-    within = num_planes * of_plane * num_channels * FLOAT32_BYTES
-    piece = max(1, min(num_planes, SOURCE_VOXELS // (of_source * num_channels)))
-    # As stored, in float32, and interpolated along one axis and along both.
+    of_source = num_channels * math.prod(stored) // stored[axis]
+    piece = max(1, min(num_planes, SOURCE_VOXELS // of_source))
+    if piece == num_planes:  # as stored, in float32, and while they become larger
+        return 3 * made + 2 * piece * of_source * FLOAT32_BYTES
+    # All planes that are needed are interpolated within themselves, some of them at a time: as
+    # stored, in float32, and interpolated along one axis and along both.
+    of_plane *= num_channels
     arrays = 2 * of_source + 2 * max(of_source, of_plane)
-    return 2 * made + within + piece * arrays * num_channels * FLOAT32_BYTES
+    return 2 * made + (num_planes * of_plane + piece * arrays) * FLOAT32_BYTES
 
 
 def _computed_bytes(
