@@ -128,6 +128,15 @@ def test_round_trip_is_bit_exact(tmp_path, dtype, fields, lacks):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
+def test_tensors_that_share_memory_are_written_each_by_itself(tmp_path):
+    path, checkpoint = tmp_path / "checkpoint.pt", make_checkpoint()
+    one = torch.arange(3e6)
+    kept = {"a": one, "b": one, "c": one[1:], "d": torch.ones(10**7)[:2]}
+    save_checkpoint(replace(checkpoint, training={"state": kept}), path)
+    assert 36e6 < path.stat().st_size < 37e6
+    assert_same(load_checkpoint(path).training["state"], kept)
+
+
 @pytest.mark.parametrize(
     ("device", "precision"),
     [("cpu", "float32"), pytest.param("cuda", "float16", marks=pytest.mark.gpu)],

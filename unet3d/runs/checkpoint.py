@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,6 +97,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
 
     At every moment ``path`` is the old file or the new one.
     """
+    own = partial(_on_cpu, set())
     content = {
         "format": FORMAT,
         "unet3d": __version__,
@@ -105,8 +107,8 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "config": checkpoint.config.to_yaml(),
         "split": None if checkpoint.split is None else checkpoint.split.to_dict(),
         "postprocessing": [list(rule) for rule in checkpoint.postprocessing],
-        "model": on_tensors(_on_cpu, checkpoint.model),
-        "training": on_tensors(_on_cpu, checkpoint.training),
+        "model": on_tensors(own, checkpoint.model),
+        "training": on_tensors(own, checkpoint.training),
     }
     try:
         write_atomically(path, lambda file: write_tensors(content, file))
@@ -196,8 +198,11 @@ def explained(path: Path, *, foreign: bool = False) -> Iterator[None]:
         ) from error
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    """Return a tensor without what else its memory holds, which would be written, too."""
+def _on_cpu(written: set[int], tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU with memory of its own: what else that holds is written, too."""
     tensor = tensor.detach().cpu()
-    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-    return tensor.contiguous().clone() if is_view else tensor
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in written:
+        tensor = tensor.contiguous().clone()
+    written.add(tensor.untyped_storage().data_ptr())
+    return tensor
