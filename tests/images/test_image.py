@@ -184,6 +184,27 @@ def test_a_part_of_a_part_lies_where_it_lay(tmp_path):
     )
 
 
+def test_a_part_may_be_open_at_its_ends_and_be_as_it_is_stored(tmp_path):
+    array = stored_numbers("<i2", SHAPE)
+    affine = np.array([[0, -0.5, 0, 9], [0, 0, 2.0, -3], [-0.7, 0, 0, 4], [0, 0, 0, 1]])
+    nib.save(nib.Nifti1Image(array, affine), tmp_path / "scan.nii")
+    image = open_image(tmp_path / "scan.nii")
+    part = image.cut((slice(None), slice(1, None), slice(2, 6)))
+    np.testing.assert_array_equal(part.whole(), image.whole()[:, :, 1:, 2:6])
+    np.testing.assert_allclose(
+        part.geometry.affine[:3, 3], (image.geometry.affine @ [0, 1, 2, 1])[:3], rtol=1e-6
+    )
+    # X of the image runs against the second axis of the file, Y with the third, Z against the
+    # first; of these 7 voxels the image's 2 to 5 are the file's 1 to 4.
+    stored = part.as_stored()
+    np.testing.assert_array_equal(stored.whole()[0], array[1:5, :, 1:])
+    np.testing.assert_allclose(
+        stored.geometry.affine, affine @ nib.affines.from_matvec(np.eye(3), [1, 0, 1]), rtol=1e-6
+    )
+    again = stored.cut((slice(1, 3), slice(2, 5), slice(0, 2))).as_stored()
+    np.testing.assert_array_equal(again.whole()[0], array[2:4, 2:5, 1:3])
+
+
 def test_a_chunked_array_is_read_box_by_box():
     """Whatever is sliced like an array is a source: no box needs more than itself."""
 

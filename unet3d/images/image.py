@@ -233,15 +233,22 @@ class Image:
         x, y, z = (part.start for part in placed)
         shape = tuple(part.stop - part.start for part in placed)
         affine = self.geometry.affine.copy()
-        affine[:3, 3] += affine[:3, :3] @ [part.start for part in box]
+        affine[:3, 3] += affine[:3, :3] @ np.subtract((x, y, z), self._start)
         geometry = replace(self.geometry, shape=shape, affine=affine)
         return Image(self._files, geometry, (x, y, z))
 
     def as_stored(self) -> "Image":
-        """Return the whole image with the axes of its first file as X, Y, Z."""
+        """Return the image with the axes of its first file as X, Y, Z."""
         turn = nib.orientations.ornt_transform(RAS, self.geometry.orientation)
         files = [_File(file.source, _both(file.orientation, turn)) for file in self._files]
-        return Image(files, self.geometry.as_stored(), (0, 0, 0))
+        # Where the part begins, from the other end of axes that are turned around.
+        ends = zip(self._files[0].source.geometry.shape, self._start, self.shape[1:], strict=True)
+        behind = [whole - start - size for whole, start, size in ends]
+        i, j, k = (
+            (self._start if sign > 0 else behind)[int(axis)]
+            for axis, sign in self.geometry.orientation
+        )
+        return Image(files, self.geometry.as_stored(), (i, j, k))
 
     @property
     def slowest_axis(self) -> int:
