@@ -339,6 +339,14 @@ def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):
         assert words in refusal(tmp_path / name)
 
 
+def test_a_path_that_cannot_be_looked_at_is_refused_in_one_line(tmp_path):
+    """As in a folder of somebody else, where pathlib's is_dir raises an error of its own."""
+    for ending in (".nii", ".hdr", ".mha", ""):
+        path = tmp_path / ("x" * 300 + ending)
+        with pytest.raises(VolumeError, match=f"{'x' * 300}{ending} is|too long"):
+            open_image(path)
+
+
 def test_a_file_that_cannot_be_opened_or_held_is_explained(plain, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(np, "memmap", mock.Mock(side_effect=MemoryError))

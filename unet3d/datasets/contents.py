@@ -65,7 +65,7 @@ def intensities_of(array: npt.NDArray[Any]) -> list[float]:
 def voxels_of(array: npt.NDArray[np.integer[Any]]) -> dict[int, int]:
     """Return how many voxels of a label map (X, Y, Z) have each value that is in it."""
     counts: Counter[int] = Counter()
-    for plane in array.T:  # as they lie in memory
+    for plane in array:  # as they lie in memory
         values, found = np.unique(plane, return_counts=True)
         counts.update(dict(zip(values.tolist(), found.tolist(), strict=True)))
     return dict(counts)

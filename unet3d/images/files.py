@@ -9,6 +9,7 @@ folder of slices. Endings count in any case of their letters: ``SCAN.NII.GZ``, `
 import io
 import itertools
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -99,7 +100,7 @@ def volume_stem(path: Path) -> str:
     suffix = volume_suffix(path)
     if suffix:
         return path.name[: -len(suffix)]
-    return path.name if path.is_dir() else path.stem
+    return path.name if os.path.isdir(path) else path.stem
 
 
 def members(path: Path) -> tuple[Path, ...]:
@@ -108,7 +109,7 @@ def members(path: Path) -> tuple[Path, ...]:
     They are the header and the voxels of a pair, in this order, if the partner exists; the DICOM
     files of a folder; else the file alone.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return tuple(_dicom_files(path)) or (path,)
     if volume_suffix(path) in META_SUFFIXES:
         return _meta_members(path)
@@ -121,7 +122,7 @@ def members(path: Path) -> tuple[Path, ...]:
     spellings = itertools.product(*zip(partner_suffix, partner_suffix.upper(), strict=True))
     for suffix in dict.fromkeys([alike, *map("".join, spellings)]):
         partner = path.with_suffix(suffix)
-        if partner.is_file():
+        if os.path.isfile(partner):
             return (path, partner) if partner_suffix == ".img" else (partner, path)
     return (path,)
 
@@ -140,7 +141,7 @@ def _meta_members(path: Path) -> tuple[Path, ...]:
 
 
 def _dicom_files(folder: Path) -> Iterator[Path]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name.upper() == DICOM_INDEX:

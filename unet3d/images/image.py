@@ -5,6 +5,7 @@ nothing: voxels stay as they are stored until some of them are asked for.
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ SENT_AS_STORED = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.int16))
 def open_source(path: Path) -> Source:
     """Open a file, or a folder of DICOM slices: its header is read, and its voxels are not."""
     # The module of a format is imported when a file of it comes.
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib would raise PermissionError
         from unet3d.images.dicom import open_series
 
         return open_series(path)

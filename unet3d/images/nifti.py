@@ -1,5 +1,6 @@
 """Opening NIfTI and MGH volumes, in files or in memory of nibabel's."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ MAX_AXES = 7
 def open_nifti(path: Path) -> Source:
     """Read the header of a NIfTI or MGH volume, not its voxels, once the file looks sound."""
     files = members(path)
-    if volume_suffix(path) in PARTNERS and len(files) == 1 and path.is_file():
+    if volume_suffix(path) in PARTNERS and len(files) == 1 and os.path.isfile(path):
         partner = f"{path.stem}{PARTNERS[volume_suffix(path)]}"
         raise VolumeError(f"{path} lacks its partner {partner}; a pair needs both files")
     for file in files:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
 from unet3d.images.image import Image
+from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.inference.averaging import adds_up_together
 from unet3d.inference.image_slab import PIECE_VOXELS
 from unet3d.inference.mirroring import mirrored_mean
 from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.windows import (
     BFLOAT16_BYTES,
-    FLOAT32_BYTES,
     Window,
     Windows,
     bytes_of_maps,

@@ -22,7 +22,7 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
-from unet3d.images.memory_limits import FLOAT32_BYTES as FLOAT32_BYTES
+from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
 
