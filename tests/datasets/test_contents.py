@@ -102,7 +102,7 @@ def test_regions_channels_and_what_cannot_be_read(tmp_path):
     write_volume(root / files[0][1], damaged)
     (root / "labelsTr/case_1.nii.gz").write_bytes(b"")
     dataset = load_dataset(root)
-    findings, cases = check.examine(dataset, print)
+    findings, _, cases = check.examine(dataset, watch=print)
     assert sum(finding.severity == "error" for finding in findings) == 2
     found = summary(dataset, cases)
     spreads = {channel["name"]: channel["intensities"] for channel in found["channels"]}
@@ -113,7 +113,7 @@ def test_regions_channels_and_what_cannot_be_read(tmp_path):
     assert volumes == approximately({"whole": 0.020, "core": 0.004})
     for path in root.rglob("*.nii.gz"):
         path.write_bytes(b"")
-    empty = summary(dataset, check.examine(dataset, print)[1])
+    empty = summary(dataset, check.examine(dataset, watch=print).contents)
     assert (empty["shape"], empty["channels"][0]["intensities"]) == (None, None)
     assert "  spacing   unknown" in list(lines(empty))
 

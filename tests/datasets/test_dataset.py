@@ -273,10 +273,10 @@ def test_honours_splits_final(tmp_path, caplog):
         (None, r"cannot read .*splits_final.json: No such file"),
         ({"train": []}, "list of folds"),
         ([{"train": ["case_0"]}], "'val'"),
-        (["case_0"], "fold 0 needs cases under 'train' and under 'val'"),
+        (["case_0"], "fold 0 needs names of cases under 'train' and under 'val'"),
         ([{"train": ["case_0"], "val": ["case_9"]}], "case_9, which is no case"),
         ([{"train": ["case_0", "case_1"], "val": ["case_1"]}], "case_1 twice"),
-        ([{"train": ["case_0", ["case_2"]], "val": ["case_1"]}], r"names \['case_2'\]; it needs"),
+        ([{"train": ["case_0", ["case_2"]], "val": ["case_1"]}], "fold 0 needs names of cases"),
         ([{"train": ["case_0"], "val": ["x" * 10**6]}], r"names x{80}\.\.\., which is no case"),
     ],
 )

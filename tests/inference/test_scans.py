@@ -100,9 +100,6 @@ def test_statistics_are_those_of_numpy(tmp_path):
     assert found["corner"]["intensity"][0]["mean"] == array[5, 4, 3, 0]
     nothing = {"value": 9, "num_voxels": 0, "volume_ml": 0, "intensity": [None, None]}
     assert found["absent"] == nothing
-    found_of_one_name = label_statistics(labels, read_scan(scan), {7: "kidney", 300: "kidney"})
-    assert list(found_of_one_name.values()) == [found["seven"], found["corner"]]
-    assert list(found_of_one_name) == ["kidney (7)", "kidney (300)"]
     with writing_statistics(scan, found, [Path("a.pt"), Path("b.pt")]):
         assert not scan.statistics.exists()
     content = json.loads((tmp_path / "mine.json").read_text())

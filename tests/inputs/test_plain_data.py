@@ -62,7 +62,7 @@ def test_many_mistakes_are_counted():
     said = refusal({str(number): 1 for number in range(1000)})
     assert said.endswith("; and 991 more")
     assert len(said) < 500
-    assert listed(["a", "b", "a"], num_more=2) == "a; b; and 2 more"
+    assert listed(["a", "b", "a", "c", "d"], 2) == "a; b; and 2 more"
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])

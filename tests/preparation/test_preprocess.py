@@ -22,6 +22,7 @@ from unet3d.errors import DatasetError, VolumeError
 from unet3d.images.image import Image, open_image
 from unet3d.preparation import preprocess
 from unet3d.preparation.cache import Cache
+from unet3d.preparation.check import examine
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import prepare_image, prepare_label
 from unet3d.preparation.preprocess import (
@@ -60,7 +61,7 @@ def forbid_reading(monkeypatch):
     monkeypatch.setattr(hashlib, "file_digest", refuse)
 
 
-def test_plans_the_median_spacing_and_shape(tmp_path, settings):
+def test_plans_the_median_spacing_and_shape(tmp_path, settings, monkeypatch):
     root = write_msd(tmp_path / "data", num_cases=3, shape=(10, 20, 8), spacing_mm=(1, 1, 2))
     for kind in ("imagesTr", "labelsTr"):
         write_volume(root / kind / "case_2.nii.gz", np.zeros((30, 20, 8), np.uint8), (0.5, 1, 6))
@@ -70,6 +71,10 @@ def test_plans_the_median_spacing_and_shape(tmp_path, settings):
     assert fingerprint.shape == (10, 20, 8)
     assert plan.channels == (ChannelNormalization(kind="z-score"),)
     assert plan.label_names == ("background", "left", "right")
+    geometries = examine(dataset).geometries
+    with monkeypatch.context() as patch:  # headers that the checks have read are not read again
+        patch.delattr(preprocess, "open_image")
+        assert plan_preprocessing(dataset, settings, 0, geometries) == (plan, fingerprint)
     plan, fingerprint = plan_preprocessing(dataset, with_(settings, spacing_mm="native"))
     assert plan.spacing_mm is None
     assert fingerprint.spacing_mm == (1.0, 1.0, 2.0)

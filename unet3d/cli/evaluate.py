@@ -167,7 +167,7 @@ def check(dataset: Path, json_path: Path | None) -> None:
         from unet3d.preparation.check import examine
 
         opened = load_dataset(dataset)
-        findings, cases = examine(opened, show)
+        findings, _, cases = examine(opened, watch=show)
         contents = summary(opened, cases)
     for line in lines(contents):
         click.echo(line)

@@ -152,8 +152,6 @@ def fold_cases(
         DatasetError: There is no such fold, or there are too few cases to make one.
     """
     if fold == "none":
-        if dataset.faults:
-            raise DatasetError(dataset.faults[0].message)
         return dataset.cases, ()
     by_name = {case.name: case for case in dataset.cases}
     folds = folds_of(dataset, num_folds, seed)
@@ -161,8 +159,8 @@ def fold_cases(
         have = "only fold 0" if len(folds) == 1 else f"folds 0 to {len(folds) - 1}"
         raise DatasetError(f"{dataset.root} has {have}, not fold {fold}; set data.fold accordingly")
     chosen = folds[fold]
-    set_aside = set(dataset.validation)
-    train = chosen.training_of(tuple(name for name in by_name if name not in set_aside))
+    set_aside = {*dataset.validation, *chosen.validation}
+    train = chosen.train or tuple(name for name in by_name if name not in set_aside)
     if not train:
         raise DatasetError(f"{dataset.root}: every case is set aside for validation")
     unused = len(by_name) - len(train) - len(chosen.validation)
@@ -259,7 +257,8 @@ class _Description:
         try:
             folds = self._folds(tuple(by_name), fold_of or {})
         except DatasetError as error:
-            self._fault(self.root.name, str(error))
+            fault = Finding(case=self.root.name, severity="error", message=str(error))
+            self.faults.append(fault)
         labels = read_labels(self.path, self.tree, [case.label for case in cases])
         return Dataset(
             root=self.root,
@@ -289,17 +288,15 @@ class _Description:
             raise DatasetError(
                 f"{self.path}: {where} needs an image and a label, but is {shown(entry)}"
             )
-        images = tuple(self._file(where, image) for image in _as_list(entry["image"]))
+        named = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
+        images = tuple(self._file(where, image) for image in named)
         if not entry.get("label"):
             name = name or volume_stem(images[0])
-            missing = f"{name} has no label map: {self.path} names none in {where}"
-            self._fault(name, f"{missing}; {NO_LABEL}")
+            missing = f"{name} has no label map: {self.path} names none in {where}; {NO_LABEL}"
+            self.faults.append(Finding(case=name, severity="error", message=missing))
             return None
         label = self._file(where, entry["label"])
         return Case(name=name or self._name_of(label), images=images, label=label)
-
-    def _fault(self, case: str, message: str) -> None:
-        self.faults.append(Finding(case=case, severity="error", message=message))
 
     def _name_of(self, label: Path) -> str:
         """Return what a case is called; results are named so too, below the folder of a run."""
@@ -314,13 +311,11 @@ class _Description:
 
     def _file(self, where: str, text: Any) -> Path:
         """Return the path of a named file, counted from the data set's folder."""
-        if not isinstance(text, str) or not text or not is_printable(text):
+        if not isinstance(text, str) or not is_printable(text) or Path(text).name in ("", ".."):
             raise DatasetError(
                 f"{self.path}: {where} names {shown(text)}; it needs the name of a file, without "
                 "control characters"
             )
-        if Path(text).name in ("", ".."):
-            raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
         return self.root / text
 
     def _folds(self, names: tuple[str, ...], fold_of: Mapping[str, Any]) -> tuple[Fold, ...]:
@@ -333,8 +328,4 @@ class _Description:
             if type(fold) is not int:
                 has = "no fold but other cases have" if fold is None else f"the fold {shown(fold)}"
                 raise DatasetError(f"{self.path}: {name} has {has}; give each case 0, 1, ...")
-        return folds_from_numbers(fold_of, str(self.path))
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+        return folds_from_numbers(fold_of, self.path)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError, reason_of, some
-from unet3d.inputs.plain_data import printable, shown
+from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import read_json
 
 logger = logging.getLogger(__name__)
@@ -24,13 +24,6 @@ class Fold:
     train: tuple[str, ...] | None = None
     """None: all others."""
     validation: tuple[str, ...]
-
-    def training_of(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the cases to train on, of all cases of the data set."""
-        if self.train is not None:
-            return self.train
-        validated = set(self.validation)
-        return tuple(name for name in names if name not in validated)
 
 
 def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, ...]:
@@ -49,17 +42,16 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
         logger.warning("only %d cases, so %d folds, not %d", len(names), len(names), num_folds)
         num_folds = len(names)
     order = np.random.default_rng(seed).permutation(len(names))
-    return folds_from_numbers(
-        {names[index]: place % num_folds for place, index in enumerate(order)}, "the drawn folds"
-    )
+    drawn = (sorted(names[index] for index in order[fold::num_folds]) for fold in range(num_folds))
+    return tuple(Fold(validation=tuple(validated)) for validated in drawn)
 
 
-def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold, ...]:
+def folds_from_numbers(number_of: Mapping[str, int], path: Path) -> tuple[Fold, ...]:
     """Return the folds of cases, each of which has the number of the fold that validates it."""
     numbers = sorted(set(number_of.values()))
     if numbers != list(range(len(numbers))) or len(numbers) < 2:
         raise DatasetError(
-            f"{source}: the folds are {some([printable(str(number)) for number in numbers])}; "
+            f"{path}: the folds are {some([printable(str(number)) for number in numbers])}; "
             "number them 0, 1, ... and use at least two"
         )
     validated: list[list[str]] = [[] for _ in numbers]
@@ -74,10 +66,27 @@ def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
     if not isinstance(tree, list) or not tree:
         raise DatasetError(f"{path} needs a list of folds, each with 'train' and 'val'")
     cases = set(known)
-    return tuple(
-        _read_fold(f"{path}: fold {number}", entry, cases, known[0])
-        for number, entry in enumerate(tree)
-    )
+    folds = []
+    for number, entry in enumerate(tree):
+        where = f"{path}: fold {number}"
+        lists = [entry.get(key) if isinstance(entry, dict) else None for key in ("train", "val")]
+        if not all(_are_names(names) for names in lists):
+            raise DatasetError(f"{where} needs names of cases under 'train' and under 'val'")
+        train, validation = (
+            tuple(unicodedata.normalize("NFC", name) for name in names or ()) for names in lists
+        )
+        counts = Counter((*train, *validation))
+        unknown = sorted(counts.keys() - cases)
+        if unknown:
+            raise DatasetError(
+                f"{where} names {printable(unknown[0])}, which is no case of the data set; cases "
+                f"are named like {known[0]}"
+            )
+        repeated, count = counts.most_common(1)[0]
+        if count > 1:
+            raise DatasetError(f"{where} names {repeated} twice; a case is in one list")
+        folds.append(Fold(train=train, validation=validation))
+    return tuple(folds)
 
 
 def read_description(path: Path) -> Any:
@@ -92,27 +101,5 @@ def read_description(path: Path) -> Any:
         ) from error
 
 
-def _read_fold(where: str, entry: Any, known: set[str], example: str) -> Fold:
-    lists = [entry.get(key) if isinstance(entry, dict) else None for key in ("train", "val")]
-    if not all(isinstance(names, list) and names for names in lists):
-        raise DatasetError(f"{where} needs cases under 'train' and under 'val'")
-    train, validation = (
-        tuple(_name_in_fold(where, name) for name in names or ()) for names in lists
-    )
-    counts = Counter((*train, *validation))
-    unknown = sorted(counts.keys() - known)
-    if unknown:
-        raise DatasetError(
-            f"{where} names {printable(unknown[0])}, which is no case of the data set; cases are "
-            f"named like {example}"
-        )
-    repeated, count = counts.most_common(1)[0]
-    if count > 1:
-        raise DatasetError(f"{where} names {repeated} twice; a case is in one list")
-    return Fold(train=train, validation=validation)
-
-
-def _name_in_fold(where: str, name: Any) -> str:
-    if not isinstance(name, str):
-        raise DatasetError(f"{where} names {shown(name)}; it needs names of cases")
-    return unicodedata.normalize("NFC", name)
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list) and {*map(type, names)} == {str}

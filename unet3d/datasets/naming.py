@@ -155,9 +155,8 @@ def clean_name(path: Path, what: str, text: Any) -> str:
 
 
 def _label_value(path: Path, name: str, value: Any) -> int:
-    digits = str(value) if type(value) is int else value
-    is_number = isinstance(digits, str) and digits.isdecimal() and len(digits) <= 10
-    if not is_number or int(digits) > MAX_LABEL_VALUE:
+    digits = str(value) if type(value) in (int, str) else ""
+    if not digits.isdecimal() or len(digits) > 10 or int(digits) > MAX_LABEL_VALUE:
         raise DatasetError(
             f"{path}: label {name} has the value {shown(value)}; use whole numbers from 0 to "
             f"{MAX_LABEL_VALUE}"
@@ -188,30 +187,22 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
     return {value: f"label {value}" if value else "background" for value in labels}
 
 
-SIDES = (("left", "right"), ("l", "r"), ("lt", "rt"), ("lh", "rh"))
-"""How names tell left from right; the short ones only where both sides are labelled."""
-
-
 def has_sides(names: Sequence[str]) -> bool:
     """Tell whether a label is on the left or the right by its name, or by that of its partner.
 
     So are ``left ventricle`` and ``LungLeft``, and ``kidney_l`` beside ``kidney_r``.
     """
-    known = {tuple(_words(name)) for name in names}
-    for words in known:
-        if any(word.startswith(SIDES[0]) for word in words):
-            return True
-        left_ends = tuple(re.sub(f"{SIDES[0][0]}$", SIDES[0][1], word) for word in words)
-        pairs = [tuple(r if word == left else word for word in words) for left, r in SIDES[1:]]
-        if any(other != words and other in known for other in (left_ends, *pairs)):
-            return True
-    return False
+    words = (re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name) for name in names)
+    known = {" ".join(parts).lower() for parts in words}
+    if any(re.search(r"\b(left|right)", name) for name in known):
+        return True
+    # Short forms (l, lt, lh) and endings count only where the other side is labelled, too.
+    partners = {name: re.sub(r"left\b|\bl(?=[th]?\b)", _other_side, name) for name in known}
+    return any(other != name and other in known for name, other in partners.items())
 
 
-def _words(name: str) -> list[str]:
-    """Return the words of a name in lower case: ``LungLeft_2`` is lung, left and 2."""
-    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
-    return [part.lower() for part in parts]
+def _other_side(left: re.Match[str]) -> str:
+    return "right" if left[0] == "left" else "r"
 
 
 def description_of(labels: Path) -> Path | None:

@@ -55,13 +55,18 @@ def find_scans(
     """
     groups = _groups(inputs, num_channels)
     several = len(groups) > 1 or any(os.path.isdir(path) and path not in groups for path in inputs)
-    folder = output if output is not None and _is_folder(output, several) else None
-    if output is not None and folder is None and len(groups) > 1:
+    is_folder = output is not None and (
+        os.path.isdir(output)
+        or not output.suffix
+        or (several and not is_volume_file(output))  # such as results.v2
+    )
+    if output is not None and not is_folder and len(groups) > 1:
         raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
     scans = []
-    for images in groups.values():
-        name = _stem(images) + SUFFIX
-        place = folder / name if folder else output or images[0].with_name(name)
+    for case, images in groups.items():
+        name = (case.name if len(images) > 1 else volume_stem(images[0])) + SUFFIX
+        beside = images[0].with_name(name)
+        place = beside if output is None else output / name if is_folder else output
         scans.append(Scan(images=images, output=place))
     _refuse_collisions(scans)
     to_segment, kept, faults = [], [], []
@@ -196,16 +201,3 @@ def _volumes_in(folder: Path) -> list[Path]:
             "DICOM slices"
         )
     return sorted(files)
-
-
-def _is_folder(output: Path, several: bool) -> bool:
-    """Tell whether results go into a folder of that name, as those of several scans do."""
-    if os.path.isdir(output) or not output.suffix:
-        return True
-    return several and not is_volume_file(output)
-
-
-def _stem(images: tuple[Path, ...]) -> str:
-    """Return what a scan is called: ``case`` for ``case_0000.nii.gz`` and ``case_0001.nii.gz``."""
-    match = CHANNEL.fullmatch(volume_stem(images[0])) if len(images) > 1 else None
-    return match[1] if match else volume_stem(images[0])

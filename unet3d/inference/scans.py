@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,15 +111,13 @@ def label_statistics(
 ) -> dict[str, Any]:
     """Return volume and intensity of each label, of label values (X, Y, Z) on the image's grid.
 
-    Per name (with the value, where several have one name) there are ``value``, ``volume_ml``,
-    ``num_voxels`` and ``intensity``: for each channel the mean, standard deviation, minimum and
-    maximum of the scan's intensities, or None for an absent label.
+    Per name there are ``value``, ``volume_ml``, ``num_voxels`` and ``intensity``: for each channel
+    the mean, standard deviation, minimum and maximum of the scan, or None for an absent label.
     """
     from scipy.ndimage import find_objects  # takes a third of a second, and few ask for it
 
     voxel_ml = voxel_mm3(image.geometry.affine) / 1000
     statistics: dict[str, Any] = {}
-    names = Counter(label_names.values())
     # By the place of their values, which may be large: memory grows with the largest.
     values = sorted({0, *label_names})
     classes = class_indices(labels, values)
@@ -134,8 +131,7 @@ def label_statistics(
             inside = labels[box] == value
             count = int(inside.sum())
             intensity = [_intensity(channel[box][inside]) for channel in channels]
-        # Two labels may have one name.
-        statistics[name if names[name] == 1 else f"{name} ({value})"] = {
+        statistics[name] = {
             "value": value,
             "num_voxels": count,
             "volume_ml": count * voxel_ml,

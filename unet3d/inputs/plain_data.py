@@ -97,11 +97,11 @@ def is_close(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def listed(problems: Iterable[str], num_more: int = 0) -> str:
+def listed(problems: Iterable[str], most: int = MAX_PROBLEMS) -> str:
     """Return the first few of some phrases, each once, and how many more there are."""
     phrases = list(dict.fromkeys(problems))
-    num_more += max(0, len(phrases) - MAX_PROBLEMS)
-    return "; ".join(phrases[:MAX_PROBLEMS]) + (f"; and {num_more} more" if num_more else "")
+    more = f"; and {len(phrases) - most} more" if len(phrases) > most else ""
+    return "; ".join(phrases[:most]) + more
 
 
 def validated(model: type[Model], values: Any) -> Model:
@@ -118,9 +118,7 @@ def validated(model: type[Model], values: Any) -> Model:
 
 def explained(error: ValidationError, phrase: Callable[[dict[str, Any]], str] | None = None) -> str:
     """Return in one line what a model refused; ``phrase`` puts one problem of pydantic in words."""
-    found = [dict(problem) for problem in error.errors(include_url=False)]
-    most = 20 * MAX_PROBLEMS  # to find as many different ones
-    return listed(map(phrase or _phrase, found[:most]), max(0, len(found) - most))
+    return listed(map(phrase or _phrase, map(dict, error.errors(include_url=False))))
 
 
 def _phrase(problem: dict[str, Any]) -> str:

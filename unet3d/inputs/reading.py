@@ -18,7 +18,8 @@ MAX_JSON_BYTES = 32 * 2**20
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a file for reading, and raise OSError where it is a FIFO, a device or a folder."""
     try:
-        file = open(path, "rb", opener=_open_without_waiting)
+        # A FIFO is not waited for.
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError as error:  # a NUL, or text that no file system can hold
         raise OSError(errno.EINVAL, "no file can have such a name", str(path)) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -49,10 +50,6 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
         raise ValueError("it is not text in UTF-8") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _refuse(constant: str) -> float:

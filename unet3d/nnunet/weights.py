@@ -92,8 +92,7 @@ def of_plan(
             problems.append(f"{printable(name)} is unknown")
     if problems:
         raise ValueError(
-            f"its weights, of trainer {trainer}, are not those of its plan: "
-            f"{listed(problems[:3], len(problems[3:]))}"
+            f"its weights, of trainer {trainer}, are not those of its plan: {listed(problems, 3)}"
         )
     return {name: own[name] for name in wanted}
 

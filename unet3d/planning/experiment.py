@@ -25,7 +25,7 @@ from unet3d.planning.network_plan import (
     plan_notes,
 )
 from unet3d.preparation.cache import Cache, PreparedCase
-from unet3d.preparation.check import check_headers
+from unet3d.preparation.check import examine
 from unet3d.preparation.preprocess import plan_preprocessing, prepare_cases
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
@@ -131,11 +131,12 @@ def plan_experiment(
         DeviceError: The network cannot be cut as the settings say, or a patch has too few planes.
     """
     dataset = open_dataset(config)
-    report_findings(check_headers(dataset, config.data.spacing_mm))
+    findings, geometries, _ = examine(dataset, config.data.spacing_mm)
+    report_findings(findings)
     training, validation = fold_cases(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
-    preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
+    preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers, geometries)
     # Before the cases are prepared: what cannot be trained is refused without it.
     network = network_of(dataset, config, (preprocessing, fingerprint), num_replicas)
     check_stages(config, network, num_stages)

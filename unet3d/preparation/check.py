@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,15 +29,20 @@ UNUSUAL_RATIO = 30.0
 logger = logging.getLogger(__name__)
 
 
-def check_headers(dataset: Dataset, spacing_mm: SpacingSetting = "median") -> list[Finding]:
-    """Return everything that is wrong, as far as headers tell; training does this first.
+class Examined(NamedTuple):
+    """What was found out about a data set."""
 
-    It finds files that are missing or that no case names, unreadable headers, wrong numbers of
-    channels, 4-D label maps, images and label maps that are not on one grid, tilted axes, spacings
-    far from those of the other cases, and cases that are too large for the memory once they are
-    resampled, as ``data.spacing_mm`` says.
-    """
-    return _examine(dataset, spacing_mm)
+    findings: list[Finding]
+    """Everything that is wrong or looks wrong, case after case."""
+    geometries: list[Geometry]
+    """Of the first image of each case, where its header can be read."""
+    contents: list[CaseContents]
+    """What the readable cases hold, if voxels are read."""
+
+
+def check_headers(dataset: Dataset, spacing_mm: SpacingSetting = "median") -> list[Finding]:
+    """Return everything that is wrong, as far as headers tell; training does this first."""
+    return examine(dataset, spacing_mm).findings
 
 
 def check_dataset(dataset: Dataset, watch: Callable[[str], object] = logger.debug) -> list[Finding]:
@@ -52,29 +58,23 @@ def check_dataset(dataset: Dataset, watch: Callable[[str], object] = logger.debu
     Returns:
         Everything that is wrong or looks wrong, case after case.
     """
-    return examine(dataset, watch)[0]
+    return examine(dataset, watch=watch).findings
 
 
 def examine(
-    dataset: Dataset, watch: Callable[[str], object]
-) -> tuple[list[Finding], list[CaseContents]]:
-    """Return the findings of :func:`check_dataset`, and what the readable cases hold."""
-    measured: list[CaseContents] = []
-    return _examine(dataset, "median", measured, watch), measured
-
-
-def _examine(
     dataset: Dataset,
-    spacing_mm: SpacingSetting,
-    measured: list[CaseContents] | None = None,
-    watch: Callable[[str], object] = logger.debug,
-) -> list[Finding]:
-    """Return all findings; voxels are read only where they are to be measured."""
-    watch("reading headers")
-    headers: dict[str, dict[Path, Geometry]] = {}
-    findings: dict[str, list[Finding]] = {}
-    for case in dataset.cases:
-        headers[case.name], findings[case.name] = _read_headers(case)
+    spacing_mm: SpacingSetting = "median",
+    watch: Callable[[str], object] | None = None,
+) -> Examined:
+    """Look at headers, and where somebody watches also at voxels, which takes long.
+
+    ``spacing_mm`` is the setting ``data.spacing_mm``: resampled cases must fit in memory.
+    """
+    findings: dict[str, list[Finding]] = {case.name: [] for case in dataset.cases}
+    contents: list[CaseContents] = []
+    if watch is not None:
+        watch("reading headers")
+    headers = {case.name: _read_headers(case, findings[case.name]) for case in dataset.cases}
     images = {
         case.name: headers[case.name][case.images[0]]
         for case in dataset.cases
@@ -85,46 +85,46 @@ def _examine(
     for number, case in enumerate(dataset.cases, start=1):
         found, readable = findings[case.name], headers[case.name]
         found += _header_findings(dataset, case, readable)
-        if measured is None or not readable:
+        if watch is None or not readable:
             continue
         watch(f"checking {case.name}, {number} of {len(dataset.cases)}")
         header = next(iter(readable.values()))
-        contents = CaseContents(
+        measured = CaseContents(
             name=case.name,
             shape=header.shape,
             spacing_mm=header.spacing_mm,
             voxel_ml=voxel_mm3(header.affine) / 1000,
         )
-        found += _image_findings(case, readable, contents)
-        found += _label_findings(dataset, case, readable, contents)
-        measured.append(contents)
-    return [*dataset.faults, *chain.from_iterable(findings.values()), *_unnamed_files(dataset)]
+        found += _image_findings(case, readable, measured)
+        found += _label_findings(dataset, case, readable, measured)
+        contents.append(measured)
+    in_order = [*dataset.faults, *chain.from_iterable(findings.values()), *_unnamed_files(dataset)]
+    return Examined(in_order, list(images.values()), contents)
 
 
-def _error(case: Case, message: str) -> Finding:
-    return Finding(case=case.name, severity="error", message=message)
+def _error(case: str, message: str) -> Finding:
+    return Finding(case=case, severity="error", message=message)
 
 
 def _warning(case: str, message: str) -> Finding:
     return Finding(case=case, severity="warning", message=message)
 
 
-def _read_headers(case: Case) -> tuple[dict[Path, Geometry], list[Finding]]:
-    """Return the headers that can be read, and what is wrong with the others."""
-    headers, findings = {}, []
+def _read_headers(case: Case, findings: list[Finding]) -> dict[Path, Geometry]:
+    """Return the headers that can be read, and add a finding for each of the others."""
+    headers = {}
     for path in (*case.images, case.label):
         if os.path.lexists(path):
             try:
                 headers[path] = open_image(path).geometry
             except VolumeError as error:
-                findings.append(_error(case, str(error)))
-        elif path == case.label:
-            missing = f"{case.name} has no label map: {path} is missing; {NO_LABEL}"
-            findings.append(_error(case, missing))
-        else:
-            remedy = "restore it or take the case out of dataset.json"
-            findings.append(_error(case, f"{path} is missing; {remedy}"))
-    return headers, findings
+                findings.append(_error(case.name, str(error)))
+            continue
+        message = f"{path} is missing; restore it or take the case out of dataset.json"
+        if path == case.label:
+            message = f"{case.name} has no label map: {path} is missing; {NO_LABEL}"
+        findings.append(_error(case.name, message))
+    return headers
 
 
 def _header_findings(
@@ -133,18 +133,18 @@ def _header_findings(
     label = headers.get(case.label)
     if label is not None and label.num_channels != 1:
         many = f"4-D with {label.num_channels} channels"
-        yield _error(case, f"{label.path} is {many}; a label map is 3-D")
+        yield _error(case.name, f"{label.path} is {many}; a label map is 3-D")
     num_channels = sum(headers[path].num_channels for path in case.images if path in headers)
     if headers.keys() >= {*case.images} and num_channels != len(dataset.channel_names):
-        have = f"{case.images[0]} has {num_channels} channel(s)"
         named = f"{len(dataset.channel_names)}: {some(dataset.channel_names)}"
-        yield _error(case, f"{have} but dataset.json names {named}")
+        have = f"{case.images[0]} has {num_channels} channel(s)"
+        yield _error(case.name, f"{have} but dataset.json names {named}")
     readable = list(headers.values())
     for header in readable[1:]:
         disagreement = same_grid(readable[0], header)
         if disagreement:
             where = f"not on the grid of {readable[0].path}"
-            yield _error(case, f"{header.path} is {where}: {disagreement}")
+            yield _error(case.name, f"{header.path} is {where}: {disagreement}")
 
 
 def _spacing_findings(
@@ -163,7 +163,7 @@ def _spacing_findings(
         try:
             visible_shape(header.shape, header.spacing_mm, target_mm, num_channels)
         except VolumeError as error:
-            yield Finding(case=name, severity="error", message=f"{header.path}: {error}")
+            yield _error(name, f"{header.path}: {error}")
             continue
         ratios = np.divide(header.spacing_mm, median_mm)
         if max(ratios.max(), 1 / ratios.min()) > UNUSUAL_RATIO:
@@ -183,12 +183,12 @@ def _image_findings(
         try:
             image = open_image(path).whole() if path in headers else np.empty(0)
         except VolumeError as error:
-            yield _error(case, str(error))
+            yield _error(case.name, str(error))
             image = np.empty(0)
         num_wrong = image.size - int(np.count_nonzero(np.isfinite(image)))
         if num_wrong:
             many = f"{num_wrong} voxels of {image.size} that are NaN or infinite"
-            yield _error(case, f"{path} has {many}; replace them, for example by 0")
+            yield _error(case.name, f"{path} has {many}; replace them, for example by 0")
             image = np.empty(0)
         for number, array in enumerate(image):
             lowest, *_, highest = contents.intensities[channel + number] = intensities_of(array)
@@ -207,14 +207,14 @@ def _label_findings(
     try:
         contents.num_voxels = voxels_of(read_label(case.label).array)
     except VolumeError as error:
-        yield _error(case, str(error))
+        yield _error(case.name, str(error))
         return
     known = {*dataset.label_values, dataset.ignore_value}
     unknown = sorted(contents.num_voxels.keys() - known)
     if unknown:
         named = f"dataset.json names {some(dataset.label_values)}"
         held = f"{case.label} holds the value(s) {some(unknown)}"
-        yield _error(case, f"{held}, but {named}; correct one of them")
+        yield _error(case.name, f"{held}, but {named}; correct one of them")
     elif contents.num_voxels.keys() <= {0, dataset.ignore_value}:
         what = "background" if [*contents.num_voxels] == [0] else "background or ignored"
         yield _warning(case.name, f"{case.label} is empty: every voxel is {what}")

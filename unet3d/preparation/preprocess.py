@@ -19,7 +19,7 @@ from unet3d.datasets.dataset import Case, Dataset
 from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import counting, map_items
 from unet3d.errors import CacheError, DatasetError, VolumeError
-from unet3d.images.geometry import same_grid
+from unet3d.images.geometry import Geometry, same_grid
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.inputs.ahead import in_threads
@@ -83,15 +83,19 @@ class Fingerprint:
 
 
 def plan_preprocessing(
-    dataset: Dataset, settings: DataSettings, num_workers: int = 0
+    dataset: Dataset,
+    settings: DataSettings,
+    num_workers: int = 0,
+    geometries: Sequence[Geometry] = (),
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
-    Headers are read; voxels to find what is not zero, and where a CT channel needs its statistics,
-    and the cache then keeps both. All labelled cases count, in every fold, so that folds share
-    prepared arrays. ``num_workers`` processes collect the statistics; 0: this one.
+    Voxels are read to find what is not zero, and for the statistics of CT channels; the cache then
+    keeps both. All labelled cases count, in every fold, so that folds share prepared arrays.
+    ``num_workers`` processes collect the statistics; 0: this one. Headers whose ``geometries`` are
+    not given, one for each case, are read.
     """
-    geometries = [open_image(case.images[0]).geometry for case in dataset.cases]
+    geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
     outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]

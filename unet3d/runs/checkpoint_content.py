@@ -91,7 +91,7 @@ def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d
         if name in model and _kind(model[name]) != _kind(value):
             problems.append(f"{name} is {_kind(model[name])} instead of {_kind(value)}")
     if problems:
-        raise ValueError(listed(problems[:3], max(0, len(problems) - 3)))
+        raise ValueError(listed(problems, 3))
     return network
 
 
