@@ -77,17 +77,25 @@ def of_fullres(key, value):
         (PLANS, "4d", "has no configuration '4d'"),
         (PLANS, "circle", "inherits from itself"),
         ({}, "3d_fullres", "has no configurations"),
-        (changed("image_reader_writer", value="EegIO"), "3d_fullres", "is 'EegIO'"),
-        (changed("label_manager", value="Other"), "3d_fullres", "label_manager is 'Other'"),
+        (changed("image_reader_writer", value="EegIO"), "3d_fullres", "but is 'EegIO'"),
+        (
+            changed("label_manager", value="Other"),
+            "3d_fullres",
+            "label_manager must be 'LabelManager', but",
+        ),
         (changed("transpose_forward", value=[0, 1, 1]), "3d_fullres", "transpose_forward"),
-        (of_fullres("preprocessor_name", "Mine"), "3d_fullres", "preprocessor_name is 'Mine'"),
-        (of_fullres("resampling_fn_data", "torch"), "3d_fullres", "resampling_fn_data is 'torch'"),
+        (
+            of_fullres("preprocessor_name", "Mine"),
+            "3d_fullres",
+            "DefaultPreprocessor', but is 'Mine'",
+        ),
+        (of_fullres("resampling_fn_data", "torch"), "3d_fullres", "resampling_fn_data must be"),
         (
             of_fullres("normalization_schemes", ["Mine"] * 2),
             "3d_fullres",
             "0 is 'Mine'; known are CTN",
         ),
-        (of_fullres("resampling_fn_data_kwargs", None), "3d_fullres", "data_kwargs is None"),
+        (of_fullres("resampling_fn_data_kwargs", None), "3d_fullres", "data_kwargs must be a mapp"),
         (
             of_fullres("resampling_fn_data_kwargs", {**SLICES, "order": 2}),
             "3d_fullres",
@@ -96,18 +104,19 @@ def of_fullres(key, value):
         (of_fullres("use_mask_for_norm", [True]), "3d_fullres", "use_mask_for_norm is of 1"),
         (of_fullres("patch_size", [0, 32, 32]), "3d_fullres", "patch_size"),
         (of_fullres("spacing", [1.0, -1.0, 1.0]), "3d_fullres", "spacing"),
-        (of_network("norm_op", "torch.nn.BatchNorm3d"), "3d_fullres", "norm_op is 'BatchNorm3d'"),
-        (of_network("nonlin", "torch.nn.GELU"), "3d_fullres", "nonlin is 'GELU'"),
-        (of_network("conv_op", "torch.nn.Conv2d"), "3d_fullres", "conv_op is 'Conv2d'"),
-        (of_network("squeeze_excitation", True), "3d_fullres", "squeeze_excitation is True"),
-        (of_network("rotary\x1b[31m", 1), "3d_fullres", r"rotary\x1b[31m"),
+        (of_network("norm_op", "torch.nn.BatchNorm3d"), "3d_fullres", "norm_op must be 'InstanceN"),
+        (of_network("nonlin", "torch.nn.GELU"), "3d_fullres", "ReLU', but is 'GELU'"),
+        (of_network("conv_op", "torch.nn.Conv2d"), "3d_fullres", "Conv3d', but is 'Conv2d'"),
+        (of_network("squeeze_excitation", True), "3d_fullres", "False or None, but is True"),
+        (of_network("rotary\x1b[31m", 1), "3d_fullres", r"rotary\x1b[31m is unknown"),
         (of_network("strides", [[1, 1, 1], [2, 2, 2]]), "3d_fullres", "3 levels but 2 strides"),
         (of_network("strides", [[2, 2, 2]] * 3), "3d_fullres", "the first must be (1, 1, 1)"),
-        (of_network("norm_op_kwargs", {"affine": False}), "3d_fullres", "affine is False in norm_"),
-        (of_network("norm_op_kwargs", None), "3d_fullres", "affine is False in norm_op_kwargs"),
-        (of_network("nonlin_kwargs", {"slope": 1}), "3d_fullres", "slope is 1 in nonlin_kwargs"),
+        (of_network("norm_op_kwargs", {"affine": False}), "3d_fullres", "affine must be True, but"),
+        (of_network("norm_op_kwargs", None), "3d_fullres", "norm_op_kwargs must be a m"),
+        (of_network("nonlin_kwargs", {"slope": 1}), "3d_fullres", "kwargs.slope is unknown"),
         (of_network("features_per_stage", [8, 16, 2**20]), "3d_fullres", "channels.2 must be"),
-        (of_network("strides", [[1, 1]] * 3), "3d_fullres", "[1, 1]; they need three numbers"),
+        (of_network("strides", [[1, 1]] * 3), "3d_fullres", "strides.0.2 is missing"),
+        (of_network("stem_channels", 16), "3d_fullres", "stem_channels 16, unlike its first"),
         (of_fullres("patch_size", [16, 32, 49]), "3d_fullres", "49 voxels along Y, which its str"),
     ],
 )
@@ -121,7 +130,9 @@ def test_what_is_unknown_is_named(plans, configuration, message):
 def test_other_networks_are_named():
     path = ("configurations", "3d_fullres", "architecture", "network_class_name")
     for name in ("a.primus.Primus", "MedNeXt", "b.unet.ResidualUNet", None):
-        with pytest.raises(ValueError, match=f"its network is a.*{str(name).rpartition('.')[2]}"):
+        with pytest.raises(
+            ValueError, match=f"network_class_name must .*{str(name).rpartition('.')[2]}"
+        ):
             plan_of(changed(*path, value=name))
 
 

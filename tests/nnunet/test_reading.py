@@ -100,13 +100,13 @@ def test_files_are_told_apart_by_what_they_hold(tmp_path, part):
                 assert getattr(read, name) == getattr(wanted, name)
     assert_equal(load_network(ours).model, wanted.model)
     again = saved({**CONTENT, "init_args": None}, tmp_path)
-    with pytest.raises(CheckpointError, match="does not say which configuration"):
+    with pytest.raises(CheckpointError, match="init_args must be a mapping"):
         load_network(again.rename(again.with_suffix(".pt")), part)
 
 
 def test_files_of_others_are_refused_by_their_name(tmp_path):
     for name, message in {
-        "a.pth": "it has no network_weights",
+        "a.pth": "network_weights is missing",
         "a.pt": "is not a checkpoint of unet3d",
     }.items():
         torch.save({"state_dict": torch.ones(3)}, tmp_path / name)
@@ -180,19 +180,25 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1], "it has no network_weights"),
-        ({**CONTENT, "network_weights": {"a": 1}}, "its network_weights are not all tensors"),
-        (with_other_key("network_weights"), "its network_weights are not all tensors with names"),
+        ([1], "the content must be a mapping"),
+        (
+            {**CONTENT, "network_weights": {"a": 1}},
+            "network_weights.a must be an instance of Tensor",
+        ),
+        (with_other_key("network_weights"), "network_weights.7 must be a valid string"),
         (with_other_key("init_args", "dataset_json", "labels"), "dataset.json cannot be read: "),
         (with_other_key("init_args", "plans", "configurations"), "plans.json cannot be read: "),
-        ({**CONTENT, "init_args": None}, "does not say which configuration"),
+        ({**CONTENT, "init_args": None}, "init_args must be a mapping"),
         (with_args(plans=None), "there is no plans.json"),
         (with_args(dataset_json=[1]), "there is no dataset.json"),
         (with_args(dataset_json={**DATASET, "labels": {"a": 1, "b": 3}}), "not 0, 1, 2"),
         (with_args(dataset_json={**DATASET, "labels": None}), "labels is None"),
         (with_args(dataset_json={**DATASET, "channel_names": {"0": "CT"}}), "names 1 channels"),
         (with_args(dataset_json={**DATASET, "labels": {"b": 0, "a": 1}}), "instead of 2x"),
-        ({**CONTENT, "inference_allowed_mirroring_axes": (0, 7)}, "mirroring_axes is (0, 7)"),
+        (
+            {**CONTENT, "inference_allowed_mirroring_axes": (0, 7)},
+            "mirroring_axes.1 must be at most 2",
+        ),
         (with_weight("decoder.seg_layers.1.weight", NAN), "numbers that are not finite"),
         (with_weight("decoder.seg_layers.1.weight", torch.ones(3)), "seg_layers.1.weight is 3"),
         (with_plan(patch_size=[4096] * 3), "patches.size"),

@@ -4,29 +4,41 @@ Only what decides a segmentation is looked at. What this package cannot do as nn
 refused by name. Axes of the plan become those of a file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from unet3d.config import Shape, Spacing
 from unet3d.inputs.plain_data import at_most, printable, shown, validated
 from unet3d.model import Topology
 from unet3d.model.topology import MOST_LEVELS, stated_kernels
 from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.terms import PLAIN_NETWORK, READERS, RESAMPLING, RESIDUAL_NETWORK, SCHEMES, THICK
+from unet3d.nnunet.terms import NETWORKS, READERS, SCHEMES, THICK, Network, Reader, Resampling
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.resample import Interpolation
-
-MAX_INHERITED = 16
-"""Configurations that one may be made of."""
 
 LEAST_STD = 1e-8
 """What nnU-Net divides intensities by at least."""
 
+Level = TypeVar("Level")
+
 Number = Annotated[float, Field(ge=-1e38, le=1e38)]
 Axis = Annotated[int, Field(ge=0, le=2, strict=True)]
+PerLevel = Annotated[tuple[Level, ...], Field(min_length=1), at_most(MOST_LEVELS)]
+
+
+def _last(name: object) -> object:
+    """Return a class's name without the modules that it is in."""
+    return name.rpartition(".")[2] if isinstance(name, str) else name
+
+
+def _triple(value: object) -> object:
+    return (value,) * 3 if type(value) is int else value
+
+
+Triple = Annotated[tuple[int, int, int], BeforeValidator(_triple)]
 
 
 class _Intensities(BaseModel):
@@ -49,14 +61,113 @@ class _Intensities(BaseModel):
         return self
 
 
-class _Images(BaseModel):
-    """What a plan says of images and of patches, along its own axes."""
+class _Arguments(BaseModel):
+    """Arguments of nnU-Net's functions, with the values that this package can do; Any: ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Resampling(_Arguments):
+    is_seg: Literal[False] = False
+    order: Literal[1, 3] = 3
+    order_z: Literal[0, 1] = 0
+    force_separate_z: Annotated[bool, Field(strict=True)] | None = False
+
+
+class _LogitResampling(_Resampling):
+    order: Literal[1]
+
+
+class _Norm(_Arguments):
+    affine: Literal[True]
+    track_running_stats: Literal[False] = False
+    momentum: Any = None
+    eps: float = 1e-5
+
+
+class _Activation(_Arguments):
+    inplace: Any = None
+    negative_slope: float = 0.01
+
+
+class _Network(_Arguments):
+    n_stages: Any = None
+    features_per_stage: PerLevel[int]
+    kernel_sizes: PerLevel[Triple]
+    strides: PerLevel[Triple]
+    n_conv_per_stage: PerLevel[int] | None = None
+    n_blocks_per_stage: PerLevel[int] | None = None
+    n_conv_per_stage_decoder: PerLevel[int]
+    conv_bias: bool = False
+    conv_op: Literal["Conv3d"]
+    norm_op: Literal["InstanceNorm3d"]
+    norm_op_kwargs: _Norm
+    nonlin: Literal["LeakyReLU"]
+    nonlin_kwargs: _Activation | None = None
+    nonlin_first: Literal[False, None] = None
+    pool: Literal["conv"] = "conv"
+    pool_type: Literal["conv"] = "conv"
+    block: Literal["BasicBlockD", None] = None
+    bottleneck_channels: None = None
+    squeeze_excitation: Literal[False, None] = None
+    disable_default_stem: Literal[False, None] = None
+    stem_channels: Any = None
+    squeeze_excitation_reduction_ratio: Any = None
+    dropout_op: Any = None
+    dropout_op_kwargs: Any = None
+    deep_supervision: Any = None
+    stochastic_depth_p: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, given: Any) -> Any:
+        """Shorten names of classes, and repeat what is said once for all levels."""
+        if not isinstance(given, dict):
+            return given
+        found, levels = {key: _last(value) for key, value in given.items()}, given.get("n_stages")
+        if type(levels) is int and 0 < levels <= MOST_LEVELS:
+            for key in ("kernel_sizes", *(key for key in found if "_per_stage" in key)):
+                if type(found.get(key)) is int:
+                    found[key] = [found[key]] * (levels - key.endswith("decoder"))
+        return found
+
+    @model_validator(mode="after")
+    def _has_the_usual_stem(self) -> Self:
+        if self.stem_channels not in (None, self.features_per_stage[0]):
+            raise ValueError(
+                f"has stem_channels {shown(self.stem_channels)}, unlike its first level"
+            )
+        return self
+
+
+class _Architecture(BaseModel):
+    network_class_name: Annotated[Network, BeforeValidator(_last)]
+    arch_kwargs: _Network
+
+
+class _Said(BaseModel):
+    """What a plan says of all configurations and of one, along its own axes."""
 
     patch_size: Shape
     spacing: Spacing
-    transpose_forward: tuple[Axis, Axis, Axis]
+    transpose_forward: tuple[Axis, Axis, Axis] = (0, 1, 2)
+    image_reader_writer: Reader = "SimpleITKIO"
+    label_manager: Literal["LabelManager"] = "LabelManager"
+    preprocessor_name: Literal["DefaultPreprocessor"] = "DefaultPreprocessor"
     normalization_schemes: Annotated[tuple[str, ...], Field(min_length=1), at_most(2**14)]
-    use_mask_for_norm: Annotated[tuple[bool, ...], at_most(2**14)]
+    use_mask_for_norm: Annotated[tuple[bool, ...], at_most(2**14)] | None = None
+    statistics: dict[str, Any] = Field(
+        default={},
+        validation_alias=AliasChoices(
+            "foreground_intensity_properties_per_channel",
+            "foreground_intensity_properties_by_modality",
+        ),
+    )
+    resampling_fn_data: Resampling = "resample_data_or_seg_to_shape"
+    resampling_fn_data_kwargs: _Resampling
+    resampling_fn_probabilities: Resampling = "resample_data_or_seg_to_shape"
+    resampling_fn_probabilities_kwargs: _LogitResampling
+    architecture: _Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,38 +199,15 @@ def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) ->
             f"configuration {printable(configuration)} is the second stage of a cascade, which "
             "reads the segmentation of the first; use 3d_fullres or 3d_lowres"
         )
-    for key, wanted in (
-        ("preprocessor_name", "DefaultPreprocessor"),
-        ("resampling_fn_data", RESAMPLING),
-        ("resampling_fn_probabilities", RESAMPLING),
-    ):
-        _refuse_other(key, found.get(key, wanted), wanted)
-    _refuse_other("label_manager", plans.get("label_manager", "LabelManager"), "LabelManager")
-    reader = plans.get("image_reader_writer", "SimpleITKIO")
-    if not isinstance(reader, str) or reader not in READERS:
-        raise ValueError(
-            f"image_reader_writer is {shown(reader)}; images can be read as {', '.join(READERS)} do"
-        )
-    schemes, masks = found.get("normalization_schemes"), found.get("use_mask_for_norm")
-    if masks is None and isinstance(schemes, list | tuple):
-        masks = [False] * len(schemes)
-    said = validated(
-        _Images,
-        {
-            "patch_size": size,
-            "spacing": found.get("spacing"),
-            "transpose_forward": plans.get("transpose_forward", (0, 1, 2)),
-            "normalization_schemes": schemes,
-            "use_mask_for_norm": masks,
-        },
-    )
+    if found.get("architecture") is None:
+        found["architecture"] = _old_architecture(found)
+    said = validated(_Said, {**plans, **found})
     if sorted(said.transpose_forward) != [0, 1, 2]:
         raise ValueError(
             f"transpose_forward is {shown(said.transpose_forward)}; it needs each axis"
         )
-    axes, channels = Axes.of(said.transpose_forward), _channels(plans, said)
-    counts = {"in_channels": len(channels), "num_classes": num_classes}
-    topology = validated(Topology, {**counts, **_network(found, axes)})
+    axes, channels = Axes.of(said.transpose_forward), _channels(said)
+    topology = _topology(said.architecture, axes, len(channels), num_classes)
     size = axes.from_network(said.patch_size)
     for axis, voxels, step in zip("XYZ", size, topology.total_stride, strict=True):
         if voxels % step:
@@ -132,9 +220,9 @@ def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) ->
         patch_size=size,
         spacing_mm=axes.from_network(said.spacing),
         channels=channels,
-        interpolation=_interpolation(found),
-        orientation=READERS[reader],
-        topology=replace(topology, kernels=stated_kernels(topology.kernels)),
+        interpolation=_interpolation(said),
+        orientation=READERS[said.image_reader_writer],
+        topology=topology,
     )
 
 
@@ -145,7 +233,7 @@ def _configuration(plans: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ValueError("plans.json has no configurations")
     found: dict[str, Any] = {}
     wanted: Any = name
-    for _ in range(MAX_INHERITED):
+    for _ in range(len(configurations) + 1):
         one = configurations.get(wanted) if isinstance(wanted, str) else None
         if not isinstance(one, dict):
             raise ValueError(f"plans.json has no configuration {shown(wanted)}")
@@ -156,21 +244,14 @@ def _configuration(plans: Mapping[str, Any], name: str) -> dict[str, Any]:
     raise ValueError(f"configuration {printable(name)} inherits from itself")
 
 
-def _refuse_other(key: str, found: object, wanted: str) -> None:
-    if found != wanted:
-        raise ValueError(f"{key} is {shown(found)}; only {wanted} is known here")
-
-
-def _channels(plans: Mapping[str, Any], said: _Images) -> tuple[ChannelNormalization, ...]:
-    schemes, masks = said.normalization_schemes, said.use_mask_for_norm
+def _channels(said: _Said) -> tuple[ChannelNormalization, ...]:
+    schemes = said.normalization_schemes
+    masks = said.use_mask_for_norm or (False,) * len(schemes)
     if len(masks) != len(schemes):
         raise ValueError(
             f"use_mask_for_norm is of {len(masks)} channels, but normalization_schemes of "
             f"{len(schemes)}"
         )
-    key = "foreground_intensity_properties_per_channel"
-    statistics = plans.get(key, plans.get("foreground_intensity_properties_by_modality"))
-    statistics = statistics if isinstance(statistics, dict) else {}
     channels = []
     for channel, (scheme, is_masked) in enumerate(zip(schemes, masks, strict=True)):
         kind = SCHEMES.get((scheme, is_masked)) or SCHEMES.get((scheme, False))
@@ -182,7 +263,7 @@ def _channels(plans: Mapping[str, Any], said: _Images) -> tuple[ChannelNormaliza
         if kind != "ct":
             channels.append(ChannelNormalization(kind=kind, least_std=LEAST_STD))
             continue
-        ct = validated(_Intensities, statistics.get(str(channel), {}))
+        ct = validated(_Intensities, said.statistics.get(str(channel), {}))
         channels.append(
             ChannelNormalization(
                 kind=kind,
@@ -195,113 +276,43 @@ def _channels(plans: Mapping[str, Any], said: _Images) -> tuple[ChannelNormaliza
     return tuple(channels)
 
 
-_ANY = None
-"""Values of an argument that changes nothing in a prediction, or is read elsewhere."""
-
-_NEEDED = {"conv_op": "Conv3d", "norm_op": "InstanceNorm3d", "nonlin": "LeakyReLU"}
-_RESAMPLING = {"is_seg": (False,), "order": _ANY, "order_z": _ANY, "force_separate_z": _ANY}
-_NORM = {"affine": (True,), "track_running_stats": (False,), "momentum": _ANY, "eps": _ANY}
-_ACTIVATION = {"inplace": _ANY, "negative_slope": _ANY}
-_NETWORK: Mapping[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("n_stages", "features_per_stage", "kernel_sizes", "strides"), _ANY),
-    **dict.fromkeys(("n_conv_per_stage", "n_blocks_per_stage", "n_conv_per_stage_decoder"), _ANY),
-    **dict.fromkeys(("conv_bias", "norm_op_kwargs", "nonlin_kwargs", "dropout_op"), _ANY),
-    **dict.fromkeys(("dropout_op_kwargs", "deep_supervision", "stochastic_depth_p"), _ANY),
-    "squeeze_excitation_reduction_ratio": _ANY,
-    **{key: (value,) for key, value in _NEEDED.items()},
-    "nonlin_first": (False, None),
-    "pool": ("conv",),
-    "pool_type": ("conv",),
-    "block": ("BasicBlockD", None),
-    "bottleneck_channels": (None,),
-    "squeeze_excitation": (False, None),
-    "disable_default_stem": (False, None),
-    "stem_channels": (None,),
-}
-"""Arguments of nnU-Net's functions, and the values of them that this package can do."""
-
-
-def _arguments(
-    what: str,
-    given: Any,
-    known: Mapping[str, tuple[Any, ...] | None],
-    defaults: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return arguments with defaults, and refuse what is not known."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{what} is {shown(given)}; it needs names and values")
-    arguments = {**defaults, **given}
-    for key, value in arguments.items():
-        values = known.get(key, ())
-        if values is not _ANY and _last(value) not in values:
-            instead = f"; only {values[0]} is known" if values else ", which is not known"
-            raise ValueError(f"{printable(key)} is {shown(_last(value))} in {what}{instead} here")
-    return arguments
-
-
-def _interpolation(found: Mapping[str, Any]) -> Interpolation:
-    usual = {"order": 3, "order_z": 0, "force_separate_z": False}
-    images, logits = (
-        _arguments(name, found.get(name), _RESAMPLING, usual)
-        for name in ("resampling_fn_data_kwargs", "resampling_fn_probabilities_kwargs")
-    )
-    if logits["order"] != 1:
-        raise ValueError(
-            f"logits are resampled with order {shown(logits['order'])}; only 1 is known here"
-        )
-    thick = images["force_separate_z"]
-    if thick != logits["force_separate_z"]:
+def _interpolation(said: _Said) -> Interpolation:
+    images, logits = said.resampling_fn_data_kwargs, said.resampling_fn_probabilities_kwargs
+    if images.force_separate_z != logits.force_separate_z:
         raise ValueError("force_separate_z differs between images and logits")
-    if not isinstance(thick, bool | None):
-        raise ValueError(f"force_separate_z is {shown(thick)}; it needs true, false or null")
-    return validated(
-        Interpolation,
+    return Interpolation(
+        order=images.order,
+        thick=THICK[images.force_separate_z],
+        across_slices=images.order_z,
+        logits_across_slices=logits.order_z,
+        clips=True,
+    )
+
+
+def _topology(
+    architecture: _Architecture, axes: Axes, in_channels: int, num_classes: int
+) -> Topology:
+    encoder, network = NETWORKS[architecture.network_class_name], architecture.arch_kwargs
+    units = network.n_conv_per_stage if encoder == "plain" else network.n_blocks_per_stage
+    topology = validated(
+        Topology,
         {
-            "order": images["order"],
-            "thick": THICK[thick],
-            "across_slices": images["order_z"],
-            "logits_across_slices": logits["order_z"],
-            "clips": True,
+            "in_channels": in_channels,
+            "num_classes": num_classes,
+            "encoder": encoder,
+            "channels": network.features_per_stage,
+            "strides": [axes.from_network(stride) for stride in network.strides],
+            "kernels": [axes.from_network(kernel) for kernel in network.kernel_sizes],
+            "units": units,
+            "decoder_units": network.n_conv_per_stage_decoder[::-1],
+            "upsampling_bias": network.conv_bias,
+            "norm": "instance",
+            "norm_eps": network.norm_op_kwargs.eps,
+            "negative_slope": (network.nonlin_kwargs or _Activation()).negative_slope,
+            "deep_supervision": True,
         },
     )
-
-
-def _network(found: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
-    """Return fields of a topology, which are still to be validated."""
-    architecture = found.get("architecture")
-    if architecture is None:
-        architecture = _old_architecture(found)
-    given = architecture.get("arch_kwargs") if isinstance(architecture, dict) else None
-    if not isinstance(given, dict):
-        raise ValueError("architecture is not one of nnU-Net's")
-    name = _last(architecture.get("network_class_name"))
-    if name not in (PLAIN_NETWORK, RESIDUAL_NETWORK):
-        raise ValueError(
-            f"its network is a {shown(name)}; known are {PLAIN_NETWORK} and {RESIDUAL_NETWORK}"
-        )
-    features = _per_level(given.get("features_per_stage"), given.get("n_stages"))
-    levels = len(features)
-    if given.get("stem_channels") in features[:1]:
-        given = {**given, "stem_channels": None}
-    kwargs = _arguments("its network", given, _NETWORK, dict.fromkeys(_NEEDED))
-    norm = kwargs.get("norm_op_kwargs") or {}
-    norm = _arguments("norm_op_kwargs", norm, _NORM, {"affine": False, "eps": 1e-5})
-    activation = kwargs.get("nonlin_kwargs") or {}
-    activation = _arguments("nonlin_kwargs", activation, _ACTIVATION, {"negative_slope": 0.01})
-    units = kwargs.get("n_conv_per_stage" if name == PLAIN_NETWORK else "n_blocks_per_stage")
-    return {
-        "encoder": "plain" if name == PLAIN_NETWORK else "residual",
-        "channels": features,
-        "strides": _triples("strides", kwargs.get("strides"), levels, axes),
-        "kernels": _triples("kernel_sizes", kwargs.get("kernel_sizes"), levels, axes),
-        "units": _per_level(units, levels),
-        "decoder_units": _per_level(kwargs.get("n_conv_per_stage_decoder"), levels - 1)[::-1],
-        "upsampling_bias": bool(kwargs.get("conv_bias", False)),
-        "norm": "instance",
-        "norm_eps": norm["eps"],
-        "negative_slope": activation["negative_slope"],
-        "deep_supervision": True,
-    }
+    return replace(topology, kernels=stated_kernels(topology.kernels))
 
 
 def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +324,7 @@ def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "network_class_name": found.get("UNet_class_name"),
         "arch_kwargs": {
-            **_NEEDED,
+            "n_stages": len(units),
             "features_per_stage": [min(base * 2**level, most) for level in range(len(units[:32]))],
             "strides": found.get("pool_op_kernel_sizes"),
             "kernel_sizes": found.get("conv_kernel_sizes"),
@@ -321,31 +332,9 @@ def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
             "n_blocks_per_stage": units,
             "n_conv_per_stage_decoder": found.get("n_conv_per_stage_decoder"),
             "conv_bias": True,
+            "conv_op": "Conv3d",
+            "norm_op": "InstanceNorm3d",
             "norm_op_kwargs": {"affine": True},
+            "nonlin": "LeakyReLU",
         },
     }
-
-
-def _last(name: object) -> object:
-    """Return a class's name without the modules that it is in."""
-    return name.rpartition(".")[2] if isinstance(name, str) else name
-
-
-def _per_level(value: Any, levels: Any) -> Sequence[Any]:
-    """Return what is said once for all levels, or for each of them."""
-    if isinstance(value, list | tuple):
-        return value
-    if type(levels) is not int or not 0 < levels <= MOST_LEVELS:
-        raise ValueError(f"its network has no number of levels from 1 to {MOST_LEVELS}")
-    return [value] * levels
-
-
-def _triples(what: str, value: Any, levels: int, axes: Axes) -> list[Any]:
-    """Return a number for each axis of a file, at each level."""
-    triples = []
-    for one in _per_level(value, levels):
-        triple = [one] * 3 if type(one) is int else one
-        if not isinstance(triple, list | tuple) or len(triple) != 3:
-            raise ValueError(f"its network has {what} of {shown(one)}; they need three numbers")
-        triples.append(axes.from_network(triple))
-    return triples

@@ -7,29 +7,48 @@ shapes are compared with the plan before a weight is read.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from unet3d.config import Config
 from unet3d.datasets.naming import Labels, channel_names, read_labels
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
-from unet3d.inputs.plain_data import printable, shown
+from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.nnunet.layout import DATASET, PLANS, known_as
 from unet3d.nnunet.loading import Part
-from unet3d.nnunet.plans import Plan, read_plan
+from unet3d.nnunet.plans import Axis, read_plan
 from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, explained
-from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
+from unet3d.runs.network_weights import refuse_non_finite
 from unet3d.runs.tensor_file import own_tensors, read_tensors
 
 STEP = 0.5
 """Of nnU-Net's windows, in windows."""
+
+
+class _Arguments(BaseModel):
+    """Of the trainer that wrote a checkpoint."""
+
+    configuration: str
+    plans: Any = None
+    dataset_json: Any = None
+
+
+class _Content(BaseModel):
+    """What decides a segmentation in a checkpoint of nnU-Net."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    network_weights: dict[str, Tensor]
+    init_args: _Arguments
+    trainer_name: Any = None
+    inference_allowed_mirroring_axes: tuple[Axis, ...] | None = None
 
 
 def load_model(path: Path, part: Part = "network") -> Checkpoint:
@@ -38,72 +57,64 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
     with explained(known, foreign=True):
         content = read_tensors(path, described=part == "description", foreign=True)
         try:
-            said = _Said.of(path, content)
-            topology = said.plan.topology
-            weights = of_plan(said.weights, topology, said.plan.axes, said.trainer)
-            if part == "network":
-                weights = own_tensors(weights, path.stat().st_size)
-            model = from_nnunet(weights, topology, said.plan.axes)
-            if part == "network":
-                refuse_non_finite(model, "the weight")
-            checkpoint = _checkpoint(said, model)
-            warn_of_trainer(said.trainer, printable(known_as(path.absolute()).parent.parent.name))
+            checkpoint = _checkpoint(path, validated(_Content, content), part)
         except (ValueError, RecursionError, ConfigError, DatasetError) as error:
             reason = str(error).replace(f"{path.parent.parent}/", "")
             raise CheckpointError(
                 f"{known} is not a model of nnU-Net that can be used: {reason}; use another model, "
                 "or nnU-Net itself"
             ) from error
-        return checkpoint
+    return checkpoint
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Said:
-    """What a checkpoint and the files above it say, checked field by field."""
-
-    plan: Plan
-    labels: Labels
-    channels: tuple[str, ...]
-    weights: Mapping[str, Tensor]
-    """By nnU-Net's names."""
-    mirror_axes: tuple[int, ...]
-    """Axes of a file."""
-    trainer: str
-
-    @classmethod
-    def of(cls, path: Path, content: Any) -> "_Said":
-        if not isinstance(content, dict) or not isinstance(content.get("network_weights"), dict):
-            raise ValueError("it has no network_weights")
-        weights = content["network_weights"]
-        if not all(isinstance(n, str) and isinstance(one, Tensor) for n, one in weights.items()):
-            raise ValueError("its network_weights are not all tensors with names")
-        given = content.get("init_args")
-        given = given if isinstance(given, dict) else {}
-        configuration = given.get("configuration")
-        if not isinstance(configuration, str):
-            raise ValueError("it does not say which configuration of its plan it is of")
-        dataset = _record(path, DATASET, given.get("dataset_json"))
-        labels = _labels(path, dataset)
-        num_classes = len(labels.regions) or len(labels.names)
-        plan = read_plan(_record(path, PLANS, given.get("plans")), configuration, num_classes)
-        channels = channel_names(path.parent.parent / DATASET, dataset, [])
-        if len(channels) != len(plan.channels):
-            raise ValueError(
-                f"{DATASET} names {len(channels)} channels, but {PLANS} is for {len(plan.channels)}"
-            )
-        mirrored = content.get("inference_allowed_mirroring_axes") or ()
-        if not isinstance(mirrored, list | tuple) or any(
-            type(axis) is not int or not 0 <= axis <= 2 for axis in mirrored
-        ):
-            raise ValueError(f"inference_allowed_mirroring_axes is {shown(mirrored)}")
-        return cls(
-            plan=plan,
-            labels=labels,
-            channels=channels,
-            weights=weights,
-            mirror_axes=tuple(sorted({plan.axes.back[axis] for axis in mirrored})),
-            trainer=printable(content.get("trainer_name")),
+def _checkpoint(path: Path, content: _Content, part: Part) -> Checkpoint:
+    given = content.init_args
+    dataset = _record(path, DATASET, given.dataset_json)
+    labels = _labels(path, dataset)
+    num_classes = len(labels.regions) or len(labels.names)
+    plan = read_plan(_record(path, PLANS, given.plans), given.configuration, num_classes)
+    channels = channel_names(path.parent.parent / DATASET, dataset, [])
+    if len(channels) != len(plan.channels):
+        raise ValueError(
+            f"{DATASET} names {len(channels)} channels, but {PLANS} is for {len(plan.channels)}"
         )
+    trainer = printable(content.trainer_name)
+    weights = of_plan(content.network_weights, plan.topology, plan.axes, trainer)
+    if part == "network":
+        weights = own_tensors(weights, path.stat().st_size)
+        refuse_non_finite(weights, "the weight")
+    mirrored = sorted({plan.axes.back[i] for i in content.inference_allowed_mirroring_axes or ()})
+    settings = {
+        "data.spacing_mm": plan.spacing_mm,
+        "patches.size": plan.patch_size,
+        "patches.augmentation.mirror_axes": tuple("xyz"[axis] for axis in mirrored),
+        "training.precision": "float16",  # which nnU-Net trains in on GPUs
+        "inference.overlap": 1 - STEP,
+        "inference.tta": bool(mirrored),
+        "inference.averaging": "logits",
+        "inference.postprocessing": False,
+    }
+    checkpoint = Checkpoint(
+        topology=plan.topology,
+        preprocessing=Preprocessing(
+            spacing_mm=plan.spacing_mm,
+            channels=plan.channels,
+            channel_names=channels,
+            label_names=tuple(labels.names.values()),
+            label_values=tuple(labels.names),
+            ignore_value=labels.ignore_value,
+            crops_to_nonzero=True,
+            regions=labels.regions,
+            orientation=plan.orientation,
+            interpolation=plan.interpolation,
+        ),
+        patch_size=plan.patch_size,
+        config=Config().with_values(settings),
+        model=from_nnunet(weights, plan.topology, plan.axes),
+        training={},
+    )
+    warn_of_trainer(trainer, printable(known_as(path.absolute()).parent.parent.name))
+    return checkpoint
 
 
 def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
@@ -130,38 +141,3 @@ def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
     if not labels.regions and values != list(range(len(values))):
         raise ValueError("its labels are not 0, 1, 2, ... without a gap")
     return labels
-
-
-def _checkpoint(said: _Said, model: dict[str, Tensor]) -> Checkpoint:
-    plan, labels = said.plan, said.labels
-    described_network(plan.topology, model)
-    preprocessing = Preprocessing(
-        spacing_mm=plan.spacing_mm,
-        channels=plan.channels,
-        channel_names=said.channels,
-        label_names=tuple(labels.names.values()),
-        label_values=tuple(labels.names),
-        ignore_value=labels.ignore_value,
-        crops_to_nonzero=True,
-        regions=labels.regions,
-        orientation=plan.orientation,
-        interpolation=plan.interpolation,
-    )
-    settings = {
-        "data.spacing_mm": plan.spacing_mm,
-        "patches.size": plan.patch_size,
-        "patches.augmentation.mirror_axes": tuple("xyz"[axis] for axis in said.mirror_axes),
-        "training.precision": "float16",  # which nnU-Net trains in on GPUs
-        "inference.overlap": 1 - STEP,
-        "inference.tta": bool(said.mirror_axes),
-        "inference.averaging": "logits",
-        "inference.postprocessing": False,
-    }
-    return Checkpoint(
-        topology=plan.topology,
-        preprocessing=preprocessing,
-        patch_size=plan.patch_size,
-        config=Config().with_values(settings),
-        model=model,
-        training={},
-    )

@@ -5,12 +5,19 @@ from typing import Literal
 
 from unet3d.preparation.normalization import Kind
 
-RESAMPLING = "resample_data_or_seg_to_shape"
+Resampling = Literal["resample_data_or_seg_to_shape"]
+Network = Literal["PlainConvUNet", "ResidualEncoderUNet"]
+Reader = Literal[
+    "SimpleITKIO", "NibabelIO", "Tiff3DIO", "NibabelIOWithReorient", "SimpleITKIOWithReorient"
+]
 
-PLAIN_NETWORK = "PlainConvUNet"
-RESIDUAL_NETWORK = "ResidualEncoderUNet"
+NETWORKS: Mapping[Network, Literal["plain", "residual"]] = {
+    "PlainConvUNet": "plain",
+    "ResidualEncoderUNet": "residual",
+}
+"""The encoder of each network."""
 
-READERS: Mapping[str, Literal["stored", "ras"]] = {
+READERS: Mapping[Reader, Literal["stored", "ras"]] = {
     "SimpleITKIO": "stored",
     "NibabelIO": "stored",
     "Tiff3DIO": "stored",

@@ -18,9 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unet3d.inputs.plain_data import listed, printable
+from unet3d.inputs.plain_data import printable
 from unet3d.model import Topology, UNet3d
 from unet3d.nnunet.axes import Axes
+from unet3d.runs.network_weights import compare_tensors
 
 _WRAPPED = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before names."""
@@ -68,11 +69,10 @@ def of_plan(
     of another one, or the values under two names of a parameter differ.
     """
     own: dict[str, Tensor] = {}
-    differing = []
     for name, weight in weights.items():
         first = own.setdefault(_own_name(name), weight)
         if first is not weight and not _is_same(first, weight):
-            differing.append(f"{printable(_own_name(name))} has two values")
+            raise ValueError(f"{printable(_own_name(name))} has two values")
     if any(name.endswith(".running_mean") for name in own):
         raise ValueError(
             f"its trainer {trainer} has given its network batch normalisation; known are networks "
@@ -80,21 +80,15 @@ def of_plan(
         )
     with torch.device("meta"):
         wanted = to_nnunet(UNet3d(topology).state_dict(), topology, axes)
-    problems = [*differing, *(f"{name} is missing" for name in wanted if name not in own)]
-    for name, weight in wanted.items():
-        found = own.get(name)
-        if found is not None and (found.shape != weight.shape or not found.is_floating_point()):
-            shapes = ("x".join(map(str, one.shape)) for one in (found, weight))
-            problems.append("{} is {} instead of {}".format(name, *shapes))
-    for name in own:
-        is_bias = name.endswith(".conv.bias") and f"{name[:-4]}weight" in wanted
-        if name not in wanted and not is_bias:
-            problems.append(f"{printable(name)} is unknown")
-    if problems:
+    without_effect = {f"{name[:-6]}bias" for name in wanted if name.endswith(".conv.weight")}
+    own = {name: own[name] for name in own if name in wanted or name not in without_effect}
+    try:
+        compare_tensors(own, wanted, _shape)
+    except ValueError as error:
         raise ValueError(
-            f"its weights, of trainer {trainer}, are not those of its plan: {listed(problems, 3)}"
-        )
-    return {name: own[name] for name in wanted}
+            f"its weights, of trainer {trainer}, are not those of its plan: {error}"
+        ) from error
+    return own
 
 
 def to_nnunet(model: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
@@ -123,11 +117,9 @@ def with_all_names(weights: Mapping[str, Tensor], *, has_biases: bool) -> dict[s
 
     Convolutions before a normalisation may have biases, which are 0.
     """
-    named: dict[str, Tensor] = {}
+    named = dict(weights)
     for name, weight in weights.items():
-        named[name] = weight
-        is_unit = name.endswith(".conv.weight")
-        if is_unit and has_biases and ".skip." not in name:
+        if has_biases and name.endswith(".conv.weight") and ".skip." not in name:
             named[f"{name[:-6]}bias"] = torch.zeros(len(weight))
     for name, weight in list(named.items()):
         for part, place in ((".conv.", ".all_modules.0."), (".norm.", ".all_modules.1.")):
@@ -156,6 +148,12 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         return False
     is_shared = one.is_meta or (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
     return is_shared or torch.equal(one, other)
+
+
+def _shape(tensor: Tensor) -> str:
+    """Return what a tensor has in common with one of the network; halves and doubles are cast."""
+    shape = "x".join(map(str, tensor.shape))
+    return shape if tensor.is_floating_point() else f"{shape} in {tensor.dtype}"
 
 
 def _pairs(topology: Topology) -> Iterator[_Pair]:

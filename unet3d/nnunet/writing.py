@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unet3d.atomic import new_folder, remove_leftovers
-from unet3d.config import Shape
 from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, FINAL, PLANS, fold_folder
-from unet3d.nnunet.terms import (
-    PLAIN_NETWORK,
-    READERS,
-    RESAMPLING,
-    RESIDUAL_NETWORK,
-    SCHEMES,
-    THICK,
-)
+from unet3d.nnunet.terms import NETWORKS, READERS, SCHEMES, THICK
 from unet3d.nnunet.trainers import USUAL
 from unet3d.nnunet.weights import to_nnunet, with_all_names
 from unet3d.preparation.normalization import ChannelNormalization
@@ -30,7 +22,8 @@ from unet3d.runs.tensor_file import write_tensors
 CONFIGURATION = "3d_fullres"
 PLANS_NAME = "nnUNetPlans"
 
-NOT_TRANSPOSED = (0, 1, 2)
+NOT_TRANSPOSED = [0, 1, 2]
+AXES = Axes.of(NOT_TRANSPOSED)
 
 Term = TypeVar("Term")
 
@@ -45,36 +38,37 @@ def write_model(
     """
     with suppress(OSError):
         remove_leftovers(folder.absolute().parent)  # a killed process may have moved it aside
-    if folder.is_symlink() or folder.exists():
-        if folder.is_symlink() or not (folder / PLANS).is_file():
-            raise ResultExistsError(
-                f"{folder} exists, and is no folder of a model; choose another --output"
-            )
-        if not overwrite:
-            raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
+    if folder.is_symlink() or (folder.exists() and not (folder / PLANS).is_file()):
+        raise ResultExistsError(
+            f"{folder} exists, and is no folder of a model; choose another --output"
+        )
+    if folder.exists() and not overwrite:
+        raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
     first = next(iter(folds.values()))
+    wanted = _of_training(first)
     for fold, other in folds.items():
-        wanted, found = _of_training(first), _of_training(other)
-        for what in wanted:
-            if found[what] != wanted[what]:
-                raise _refused(
-                    f"network {fold} has another {what} than the first; name folds of one training"
-                )
+        found = _of_training(other)
+        differing = [what for what in wanted if found[what] != wanted[what]]
+        if differing:
+            raise _refused(
+                f"network {fold} has another {differing[0]} than the first; name folds of one "
+                "training"
+            )
     plans, dataset = _plans(first), _dataset(first.preprocessing)
     try:
         with new_folder(folder, replace=overwrite) as unfinished:
             for name, content in ((PLANS, plans), (DATASET, dataset)):
                 (unfinished / name).write_text(json.dumps(content, indent=2) + "\n")
             for fold, checkpoint in folds.items():
-                place = unfinished / fold_folder(fold)
-                place.mkdir()
                 arguments = {
                     "plans": plans,
                     "configuration": CONFIGURATION,
                     "fold": fold,
                     "dataset_json": dataset,
                 }
-                with (place / FINAL).open("xb") as file:
+                path = unfinished / fold_folder(fold) / FINAL
+                path.parent.mkdir()
+                with path.open("xb") as file:
                     write_tensors(_content(checkpoint, arguments), file)
     except OSError as error:
         raise CheckpointError(
@@ -84,9 +78,8 @@ def write_model(
 
 def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what nnU-Net's checkpoint of a fold holds, by the arguments of its trainer."""
-    axes = Axes.of(NOT_TRANSPOSED)
-    weights = to_nnunet(checkpoint.model, checkpoint.topology, axes)
-    mirrored = sorted(axes.order[axis] for axis in checkpoint.mirror_axes)
+    weights = to_nnunet(checkpoint.model, checkpoint.topology, AXES)
+    mirrored = sorted(AXES.order[axis] for axis in checkpoint.mirror_axes)
     return {
         "network_weights": with_all_names(weights, has_biases=checkpoint.topology.upsampling_bias),
         "optimizer_state": {},
@@ -128,20 +121,17 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
         raise _refused("each image keeps its own spacing, and its plans need one for all")
     if not preprocessing.crops_to_nonzero:
         raise _refused("it crops images to what is not zero, and this network takes all of them")
-    axes = Axes.of(NOT_TRANSPOSED)
-    spacing, size = (
-        axes.to_network(preprocessing.spacing_mm),
-        axes.to_network(checkpoint.patch_size),
-    )
+    spacing = AXES.to_network(preprocessing.spacing_mm)
+    size = AXES.to_network(checkpoint.patch_size)
     schemes = [_term(SCHEMES, channel.kind) for channel in preprocessing.channels]
     return {
         "dataset_name": "Dataset001_unet3d",
         "plans_name": PLANS_NAME,
-        "original_median_spacing_after_transp": list(spacing),
-        "original_median_shape_after_transp": list(size),
+        "original_median_spacing_after_transp": spacing,
+        "original_median_shape_after_transp": size,
         "image_reader_writer": _term(READERS, preprocessing.orientation),
-        "transpose_forward": list(NOT_TRANSPOSED),
-        "transpose_backward": list(NOT_TRANSPOSED),
+        "transpose_forward": NOT_TRANSPOSED,
+        "transpose_backward": NOT_TRANSPOSED,
         "experiment_planner_used": "unet3d",
         "label_manager": "LabelManager",
         "foreground_intensity_properties_per_channel": {
@@ -153,9 +143,9 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
                 "data_identifier": f"{PLANS_NAME}_{CONFIGURATION}",
                 "preprocessor_name": "DefaultPreprocessor",
                 "batch_size": 2,
-                "patch_size": list(size),
-                "median_image_size_in_voxels": list(size),
-                "spacing": list(spacing),
+                "patch_size": size,
+                "median_image_size_in_voxels": size,
+                "spacing": spacing,
                 "normalization_schemes": [scheme for scheme, _ in schemes],
                 "use_mask_for_norm": [is_masked for _, is_masked in schemes],
                 **_resampling(preprocessing.interpolation),
@@ -185,7 +175,7 @@ def _resampling(how: Interpolation) -> dict[str, Any]:
         ("seg", True, 1, 0),
         ("probabilities", False, 1, how.logits_across_slices),
     ):
-        found[f"resampling_fn_{what}"] = RESAMPLING
+        found[f"resampling_fn_{what}"] = "resample_data_or_seg_to_shape"
         found[f"resampling_fn_{what}_kwargs"] = {
             "is_seg": is_label,
             "order": order,
@@ -198,23 +188,17 @@ def _resampling(how: Interpolation) -> dict[str, Any]:
 def _architecture(checkpoint: Checkpoint) -> dict[str, Any]:
     topology = checkpoint.topology
     levels = range(topology.num_levels)
-    is_residual = topology.encoder == "residual"
-
-    def reverse(values: Shape) -> list[int]:
-        return list(Axes.of(NOT_TRANSPOSED).to_network(values))
-
-    name = RESIDUAL_NETWORK if is_residual else PLAIN_NETWORK
+    units = "n_blocks_per_stage" if topology.encoder == "residual" else "n_conv_per_stage"
+    name = _term(NETWORKS, topology.encoder)
     return {
         "network_class_name": f"dynamic_network_architectures.architectures.unet.{name}",
         "arch_kwargs": {
             "n_stages": topology.num_levels,
             "features_per_stage": list(topology.channels),
             "conv_op": "torch.nn.modules.conv.Conv3d",
-            "kernel_sizes": [reverse(topology.kernel(level)) for level in levels],
-            "strides": [reverse(stride) for stride in topology.strides],
-            "n_blocks_per_stage" if is_residual else "n_conv_per_stage": [
-                topology.num_units(level) for level in levels
-            ],
+            "kernel_sizes": [AXES.to_network(topology.kernel(level)) for level in levels],
+            "strides": [AXES.to_network(stride) for stride in topology.strides],
+            units: [topology.num_units(level) for level in levels],
             "n_conv_per_stage_decoder": [
                 topology.num_decoder_units(level) for level in reversed(levels[:-1])
             ],

@@ -2,46 +2,63 @@
 
 A checkpoint is one file of tensors on the CPU, numbers and strings. Parameters have their plain
 names, so it loads in every mode and on every number of devices. It may come from anyone: no code in
-it is run, and its fields are checked (by :mod:`unet3d.runs.checkpoint_content`) before its tensors
-are read.
+it is run, and its fields are checked before its tensors are read.
 """
 
+import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import ConfigDict, Field, PlainValidator, model_validator
 from torch import Tensor
 
 from unet3d import __version__
 from unet3d.atomic import write_atomically
-from unet3d.config import Config, InferenceSettings, Shape
+from unet3d.config import MAX_PATCH_VOXELS, Config, InferenceSettings, Shape
+from unet3d.datasets.classes import LabelValue
 from unet3d.errors import CheckpointError, ConfigError, reason_of
-from unet3d.inputs.plain_data import printable, shown
+from unet3d.inputs.plain_data import PLAIN, Name, at_most, printable, shown, validated
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import Topology, UNet3d
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
-from unet3d.runs.checkpoint_content import (
-    FORMAT,
-    described_network,
-    read_content,
-    refuse_non_finite,
-)
+from unet3d.runs.network_weights import described_network, refuse_non_finite
 from unet3d.runs.tensor_file import on_tensors, own_tensors, read_tensors, write_tensors
+
+FORMAT = 1
+"""Raised whenever a checkpoint is laid out differently."""
+
+MAX_TENSORS = 20_000
+"""Of a network; the largest has ten thousand."""
 
 Part = Literal["all", "network", "description"]
 """What is read of a checkpoint: everything; the weights, but nothing to continue a training with;
 or neither, with weights on the meta device."""
 
 
+def _config(text: Any) -> Config:
+    if not isinstance(text, str):
+        raise ValueError("must be text")
+    return Config.from_yaml(text)
+
+
+Values = Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A network, and what is needed to use it or to continue its training."""
+    """A network, and what is needed to use it or to continue its training.
+
+    A field that is added gets a default, because older files lack it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(**PLAIN, arbitrary_types_allowed=True)
 
     topology: Topology
     """The architecture, which fixes names and shapes of the parameters."""
@@ -49,16 +66,40 @@ class Checkpoint:
     """How the images of its training were prepared."""
     patch_size: Shape | None
     """Voxels along X, Y, Z of the patches that it was trained on; None: whole volumes."""
-    config: Config
+    config: Annotated[Config, PlainValidator(_config)]
     """The settings of its run."""
     split: CaseSplit | None = None
     """The cases that its run trains and validates on; None: it is older than their record."""
-    postprocessing: tuple[tuple[int, ...], ...] = ()
+    postprocessing: Annotated[tuple[Values, ...], at_most(2**16)] = ()
     """Values of labels, whose voxels together keep only their largest component in predictions."""
-    model: dict[str, Tensor]
+    model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
     """Parameters and buffers by name; on the meta device where only a description was read."""
-    training: dict[str, Any]
+    training: Annotated[dict[Name, Any], at_most(8)]
     """Where its training stands, for ``--resume``; empty where there is nothing to continue."""
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        """Refuse what a file says of network, images and labels that do not belong together."""
+        classes, labels = self.topology.num_classes, self.preprocessing.num_outputs
+        channels, images = self.topology.in_channels, len(self.preprocessing.channels)
+        if classes != labels or channels != images:
+            raise ValueError(
+                f"has a network of {channels} channels and {classes} classes, but prepares "
+                f"{images} channels and {labels} "
+                f"{'regions' if self.preprocessing.regions else 'labels'}"
+            )
+        if self.patch_size is not None and math.prod(self.patch_size) > MAX_PATCH_VOXELS:
+            raise ValueError(
+                f"has a patch_size of {math.prod(self.patch_size):,} voxels, and may have "
+                f"{MAX_PATCH_VOXELS:,}"
+            )
+        values = {value for rule in self.postprocessing for value in rule}
+        unknown = values.difference(self.preprocessing.label_values[1:])
+        if unknown:
+            raise ValueError(
+                f"has post-processing of label {min(unknown)}, which is none of its own"
+            )
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,10 +170,10 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
         content = read_tensors(path, described=part == "description")
         _check_format(path, content)
         try:
-            plain = read_content(content)
-            config = Config.from_yaml(plain.config)
-            described_network(plain.topology, plain.model)
-            model, training = plain.model, plain.training if part == "all" else {}
+            fields = {key: content[key] for key in content if key not in ("format", "unet3d")}
+            checkpoint = validated(Checkpoint, fields)
+            described_network(checkpoint.topology, checkpoint.model)
+            model, training = checkpoint.model, checkpoint.training if part == "all" else {}
             if part != "description":
                 model, training = own_tensors((model, training), path.stat().st_size)
                 refuse_non_finite(model, "the weight")
@@ -143,16 +184,7 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
                 f"{path} is not a usable checkpoint{by}: {error}; use another checkpoint, or "
                 "train again"
             ) from error
-    return Checkpoint(
-        topology=plain.topology,
-        preprocessing=plain.preprocessing,
-        patch_size=plain.patch_size,
-        config=config,
-        split=plain.split,
-        postprocessing=plain.postprocessing,
-        model=model,
-        training=training,
-    )
+    return replace(checkpoint, model=model, training=training)
 
 
 def _check_format(path: Path, content: Any) -> None:
