@@ -1,10 +1,12 @@
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 
 from tests.images.samples import write_msd
 from unet3d.datasets.dataset import load_dataset
+from unet3d.inputs.plain_data import validated
 from unet3d.preparation.cache import Cache
 from unet3d.runs.case_split import CaseSplit
 
@@ -37,13 +39,13 @@ def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path):
 
 
 def test_it_can_be_written_and_read():
-    assert CaseSplit.from_dict(json.loads(json.dumps(BEFORE.to_dict()))) == BEFORE
-    assert CaseSplit.from_dict({**BEFORE.to_dict(), "fold": 3}) == BEFORE
+    plain = json.loads(json.dumps(asdict(BEFORE)))
+    assert validated(CaseSplit, plain) == validated(CaseSplit, {**plain, "fold": 3}) == BEFORE
     wrong = [None, [], {}, {"training": {}}, {"training": [], "validation": {}}]
     wrong += [{"training": {"a": 1}, "validation": {}}, {"training": {}, "validation": {1: "a"}}]
     for tree in wrong:
-        with pytest.raises(ValueError, match="cases of the run|training|validation"):
-            CaseSplit.from_dict(tree)
+        with pytest.raises(ValueError, match="must be a mapping|training|validation"):
+            validated(CaseSplit, tree)
 
 
 @pytest.mark.parametrize(

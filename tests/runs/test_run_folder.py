@@ -210,7 +210,6 @@ DAMAGED = (
     b"[1, 2]",
     b'{"loss": 1.0}',
     *(b'{"epoch": "2"}', b'{"epoch": true}', b'{"epoch": 0}', b'{"epoch": 1.5}'),
-    b'{"epoch": 1' + b"0" * 400 + b"}",
     b"[" * 100_000,
 )
 

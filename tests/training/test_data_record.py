@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from tests.networks import random_checkpoint
 from unet3d.config import load_config
+from unet3d.inputs.plain_data import validated
 from unet3d.runs.case_split import CaseSplit
 from unet3d.training.data_record import data_lines, data_record
 
@@ -27,7 +28,7 @@ def test_the_record_says_all_that_a_run_is_made_with():
     assert (record["fold"], record["seed"]) == (2, 0)
     assert record["preprocessing"]["label_values"] == [0, 7]
     assert record["validation"] == {"c": "1" * 32}
-    assert CaseSplit.from_dict(record) == made.split
+    assert validated(CaseSplit, record) == made.split
     assert record["fingerprint"] == made.split.fingerprint
     other = experiment(["a", "c"], ["b"])
     assert data_record(other)["fingerprint"] != record["fingerprint"]

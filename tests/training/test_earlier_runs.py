@@ -1,6 +1,7 @@
 """Which run is continued, and with which settings."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def begun_run(name, seconds, dataset, with_record=True):
     if with_record:
         cases = () if dataset is None else load_dataset(dataset).cases
         split = CaseSplit.of(cases[:-1], cases[-1:], Cache(Path("cache")))
-        run.write_data({"dataset": None if dataset is None else str(dataset), **split.to_dict()})
+        run.write_data({"dataset": None if dataset is None else str(dataset), **asdict(split)})
     run.latest.touch()
     os.utime(run.latest, (seconds, seconds))
     return run.path

@@ -8,7 +8,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from unet3d.atomic import temporary_folder
 from unet3d.errors import CheckpointError, reason_of
@@ -21,18 +21,15 @@ MAX_GROWTH = 20
 """How many times the size of the archive its files may have. Weights hardly shrink when they are
 packed; zeros shrink a thousandfold, and a small archive of them would fill a disk."""
 
-MAX_NAME = 500
-"""Letters of the name of a file, which messages show."""
 
-
-def archive_of(path: Path) -> tuple[Path, PurePosixPath] | None:
+def archive_of(path: Path) -> tuple[Path, Path] | None:
     """Return the archive that a path is, or leads into, and the place within; None: neither.
 
     Such as ``Task.zip``, or ``Task.zip/nnUNetTrainer__nnUNetPlans__3d_fullres``.
     """
     for place in (path, *path.parents):
         if place.suffix.lower() == ".zip" and place.is_file():
-            return place, PurePosixPath(path.relative_to(place))
+            return place, Path(path.relative_to(place))
     return None
 
 
@@ -43,14 +40,14 @@ class Archive:
         self.path = path
         self._archive = archive
         self._members = {
-            PurePosixPath(member.filename): member
+            Path(member.filename): member
             for member in archive.infolist()
             if _is_file_within(member)
         }
         self.names = sorted(self._members)
         """Of its files; none leads out of the folder that it is unpacked to."""
 
-    def unpack(self, names: Sequence[PurePosixPath], stack: ExitStack) -> Path:
+    def unpack(self, names: Sequence[Path], stack: ExitStack) -> Path:
         """Unpack some of its files to a temporary folder, which the stack removes; return it."""
         size = self.path.stat().st_size
         needed = sum(self._members[name].file_size for name in names)
@@ -94,5 +91,5 @@ def open_archive(path: Path) -> Iterator[Archive]:
 def _is_file_within(member: zipfile.ZipInfo) -> bool:
     """Return whether an entry is a file whose name can be shown, and made within a folder."""
     name = member.filename
-    is_within = ".." not in PurePosixPath(name).parts and not name.startswith("/")
-    return is_within and not member.is_dir() and len(name) <= MAX_NAME and is_printable(name)
+    is_within = ".." not in Path(name).parts and not name.startswith("/")
+    return is_within and not member.is_dir() and is_printable(name)

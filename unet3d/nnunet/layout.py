@@ -36,11 +36,6 @@ FILES = "files"
 """In it, the folder of the files."""
 
 
-def fold_folder(fold: int | str) -> str:
-    """Return the name of the folder of a fold: a number, or :data:`ALL`."""
-    return f"fold_{fold}"
-
-
 def fold_named(name: str) -> int | str | None:
     """Return the fold that a name such as ``fold_0``, or ``fold0``, is of; None: it is of none."""
     match = re.fullmatch(f"fold_?([0-9]{{1,4}}|{ALL})", name)

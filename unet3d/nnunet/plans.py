@@ -126,7 +126,7 @@ class _Network(_Arguments):
             return given
         found, levels = {key: _last(value) for key, value in given.items()}, given.get("n_stages")
         if type(levels) is int and 0 < levels <= MOST_LEVELS:
-            for key in ("kernel_sizes", *(key for key in found if "_per_stage" in key)):
+            for key in ("kernel_sizes", "strides", *(key for key in found if "_per_stage" in key)):
                 if type(found.get(key)) is int:
                     found[key] = [found[key]] * (levels - key.endswith("decoder"))
         return found

@@ -12,8 +12,6 @@ The networks compute the same but for the order of sums:
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,29 +32,18 @@ _REPEATED = (
 """Names that a parameter has besides its own, and what is in their place in that one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pair:
-    """A parameter, or the part of one, by both names."""
-
-    ours: str
-    theirs: str
-    half: Literal["upsampled", "skip"] | None = None
-    """Which input channels of nnU-Net's it is."""
-
-
 def from_nnunet(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
     """Return our parameters, from those of :func:`of_plan`, which may be on the meta device."""
+    ours: dict[str, list[str]] = {}
+    for own, theirs in _pairs(topology):
+        ours.setdefault(theirs, []).append(own)
     model: dict[str, Tensor] = {}
-    for pair in _pairs(topology):
-        weight = weights[pair.theirs]
-        channels = weight.shape[1] // 2 if pair.half else 0
-        if pair.half == "upsampled":
-            weight = weight[:, :channels]
-        elif pair.half == "skip":
-            weight = weight[:, channels:]
-        if weight.ndim == 5:
-            weight = axes.kernel(weight)
-        model[pair.ours] = weight.float().contiguous()
+    for theirs, names in ours.items():
+        weight = weights[theirs]
+        weight = axes.kernel(weight) if weight.ndim == 5 else weight
+        halves = weight.chunk(2, dim=1) if len(names) == 2 else (weight,)
+        for name, half in zip(names, halves, strict=True):
+            model[name] = half.float().contiguous()
     return model
 
 
@@ -95,13 +82,12 @@ def to_nnunet(model: Mapping[str, Tensor], topology: Topology, axes: Axes) -> di
     """Return nnU-Net's parameters, each by one name, for the order of its axes."""
     weights: dict[str, Tensor] = {}
     back = Axes(order=axes.back)
-    for pair in _pairs(topology):
-        weight = model[pair.ours].float()
-        if weight.ndim == 5:
-            weight = back.kernel(weight)
-        if pair.half == "skip":
-            weight = torch.cat([weights[pair.theirs], weight], dim=1)
-        weights[pair.theirs] = weight.contiguous()
+    for own, theirs in _pairs(topology):
+        weight = model[own].float()
+        weight = back.kernel(weight) if weight.ndim == 5 else weight
+        if theirs in weights:  # has the half for upsampled features
+            weight = torch.cat([weights[theirs], weight], dim=1)
+        weights[theirs] = weight.contiguous()
     for level in range(topology.num_levels - 1):
         name = f"decoder.seg_layers.{topology.num_levels - 2 - level}"
         if f"{name}.weight" not in weights:  # one that only a training would need
@@ -156,32 +142,30 @@ def _shape(tensor: Tensor) -> str:
     return shape if tensor.is_floating_point() else f"{shape} in {tensor.dtype}"
 
 
-def _pairs(topology: Topology) -> Iterator[_Pair]:
+def _pairs(topology: Topology) -> Iterator[tuple[str, str]]:
+    """Yield our name of each parameter, and theirs.
+
+    Theirs repeats where ours are halves: by input channels, first those of upsampled features.
+    """
     yield from _encoder(topology)
     last = topology.num_levels - 2
     for level in range(topology.num_levels - 1):
         ours, stage = f"decoder.levels.{level}", last - level
         theirs = f"decoder.stages.{stage}.convs"
-        yield _Pair(
-            ours=f"{ours}.units.0.conv.weight", theirs=f"{theirs}.0.conv.weight", half="upsampled"
-        )
-        yield _Pair(ours=f"{ours}.skip.weight", theirs=f"{theirs}.0.conv.weight", half="skip")
-        yield from _norm(f"{ours}.units.0.norm", f"{theirs}.0.norm")
+        yield f"{ours}.units.0.conv.weight", f"{theirs}.0.conv.weight"
+        yield f"{ours}.skip.weight", f"{theirs}.0.conv.weight"
+        yield from _affine(f"{ours}.units.0.norm", f"{theirs}.0.norm")
         for index in range(1, topology.num_decoder_units(level)):
             yield from _unit(f"{ours}.units.{index}", f"{theirs}.{index}")
         up = f"decoder.transpconvs.{stage}"
-        yield _Pair(ours=f"{ours}.up.weight", theirs=f"{up}.weight")
+        yield f"{ours}.up.weight", f"{up}.weight"
         if topology.upsampling_bias:
-            yield _Pair(ours=f"{ours}.up.bias", theirs=f"{up}.bias")
+            yield f"{ours}.up.bias", f"{up}.bias"
     for level in range(topology.num_heads):
-        for kind in ("weight", "bias"):
-            yield _Pair(
-                ours=f"decoder.heads.{level}.{kind}",
-                theirs=f"decoder.seg_layers.{last - level}.{kind}",
-            )
+        yield from _affine(f"decoder.heads.{level}", f"decoder.seg_layers.{last - level}")
 
 
-def _encoder(topology: Topology) -> Iterator[_Pair]:
+def _encoder(topology: Topology) -> Iterator[tuple[str, str]]:
     in_channels = topology.channels[0]
     if topology.encoder == "residual":
         yield from _unit("encoder.levels.0.0", "encoder.stem.convs.0")
@@ -199,16 +183,16 @@ def _encoder(topology: Topology) -> Iterator[_Pair]:
             yield from _unit(unit, f"{block}.conv2")
             if index == 0 and in_channels != channels:
                 skip = f"{block}.skip.{int(max(stride) > 1)}"  # behind the pooling
-                yield _Pair(ours=f"{unit}.shortcut.1.0.weight", theirs=f"{skip}.conv.weight")
-                yield from _norm(f"{unit}.shortcut.1.1", f"{skip}.norm")
+                yield f"{unit}.shortcut.1.0.weight", f"{skip}.conv.weight"
+                yield from _affine(f"{unit}.shortcut.1.1", f"{skip}.norm")
         in_channels = channels
 
 
-def _unit(ours: str, theirs: str) -> Iterator[_Pair]:
-    yield _Pair(ours=f"{ours}.conv.weight", theirs=f"{theirs}.conv.weight")
-    yield from _norm(f"{ours}.norm", f"{theirs}.norm")
+def _unit(ours: str, theirs: str) -> Iterator[tuple[str, str]]:
+    yield f"{ours}.conv.weight", f"{theirs}.conv.weight"
+    yield from _affine(f"{ours}.norm", f"{theirs}.norm")
 
 
-def _norm(ours: str, theirs: str) -> Iterator[_Pair]:
+def _affine(ours: str, theirs: str) -> Iterator[tuple[str, str]]:
     for kind in ("weight", "bias"):
-        yield _Pair(ours=f"{ours}.{kind}", theirs=f"{theirs}.{kind}")
+        yield f"{ours}.{kind}", f"{theirs}.{kind}"

@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 from unet3d.atomic import new_folder, remove_leftovers
 from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.layout import DATASET, FINAL, PLANS, fold_folder
+from unet3d.nnunet.layout import DATASET, FINAL, PLANS
 from unet3d.nnunet.terms import NETWORKS, READERS, SCHEMES, THICK
 from unet3d.nnunet.trainers import USUAL
 from unet3d.nnunet.weights import to_nnunet, with_all_names
-from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
@@ -54,7 +53,8 @@ def write_model(
                 f"network {fold} has another {differing[0]} than the first; name folds of one "
                 "training"
             )
-    plans, dataset = _plans(first), _dataset(first.preprocessing)
+    plans = json.loads(json.dumps(_plans(first)))  # lists for tuples, as nnU-Net reads them
+    dataset = _dataset(first.preprocessing)
     try:
         with new_folder(folder, replace=overwrite) as unfinished:
             for name, content in ((PLANS, plans), (DATASET, dataset)):
@@ -66,7 +66,7 @@ def write_model(
                     "fold": fold,
                     "dataset_json": dataset,
                 }
-                path = unfinished / fold_folder(fold) / FINAL
+                path = unfinished / f"fold_{fold}" / FINAL
                 path.parent.mkdir()
                 with path.open("xb") as file:
                     write_tensors(_content(checkpoint, arguments), file)
@@ -135,7 +135,15 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
         "experiment_planner_used": "unet3d",
         "label_manager": "LabelManager",
         "foreground_intensity_properties_per_channel": {
-            str(number): _intensities(channel)
+            str(number): {
+                "mean": channel.mean,
+                "median": channel.mean,
+                "std": channel.std,
+                "min": channel.low,
+                "max": channel.high,
+                "percentile_00_5": channel.low,
+                "percentile_99_5": channel.high,
+            }
             for number, channel in enumerate(preprocessing.channels)
         },
         "configurations": {
@@ -153,18 +161,6 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
                 "batch_dice": False,
             }
         },
-    }
-
-
-def _intensities(channel: ChannelNormalization) -> dict[str, float]:
-    return {
-        "mean": channel.mean,
-        "median": channel.mean,
-        "std": channel.std,
-        "min": channel.low,
-        "max": channel.high,
-        "percentile_00_5": channel.low,
-        "percentile_99_5": channel.high,
     }
 
 

@@ -1,13 +1,13 @@
 """Which cases a run trains and validates on, and what they contain."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
 from unet3d.errors import some
-from unet3d.inputs.plain_data import PLAIN, at_most, key_of, printable, validated
+from unet3d.inputs.plain_data import at_most, key_of, printable
 
 if TYPE_CHECKING:  # every prediction reads a checkpoint with a split, and has no data set
     from unet3d.datasets.dataset import Case
@@ -30,7 +30,7 @@ class CaseSplit:
     So a data set is the same wherever it is, and another one as soon as a file of it changes.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")  # data.json has more
 
     training: Contents
     """The cases that are trained on."""
@@ -50,24 +50,13 @@ class CaseSplit:
     @property
     def fingerprint(self) -> str:
         """What tells these cases from others: one digest of all names and contents."""
-        return key_of(self.to_dict())
+        return key_of(asdict(self))
 
     @property
     def twins(self) -> list[str]:
         """Cases that are validated on, and trained on under another name: copies, or links."""
         trained = set(self.training.values())
         return [name for name, content in self.validation.items() if content in trained]
-
-    def to_dict(self) -> dict[str, dict[str, str]]:
-        """Return plain values, for a checkpoint or JSON."""
-        return {"training": dict(self.training), "validation": dict(self.validation)}
-
-    @classmethod
-    def from_dict(cls, tree: Any) -> "CaseSplit":
-        """Return what :meth:`to_dict` described, which may stand among other values."""
-        if not isinstance(tree, dict):
-            raise ValueError("the cases of the run are no mapping")
-        return validated(cls, {key: tree[key] for key in ("training", "validation") if key in tree})
 
     def changes_since(self, before: "CaseSplit") -> list[str]:
         """Return how this split differs from an earlier one, a phrase for each kind of change."""

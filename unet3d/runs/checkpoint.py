@@ -9,7 +9,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -120,10 +120,7 @@ class Checkpoint:
 
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU."""
-        try:
-            model = described_network(self.topology, self.model)
-        except ValueError as error:
-            raise CheckpointError(f"the parameters are of another network: {error}") from error
+        model = described_network(self.topology, self.model)
         # A tensor like one on the meta device is made by what imports SymPy, for 0.2 s.
         own = {
             name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -146,7 +143,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "preprocessing": checkpoint.preprocessing.to_dict(),
         "patch_size": checkpoint.patch_size,
         "config": checkpoint.config.to_yaml(),
-        "split": None if checkpoint.split is None else checkpoint.split.to_dict(),
+        "split": None if checkpoint.split is None else asdict(checkpoint.split),
         "postprocessing": [list(rule) for rule in checkpoint.postprocessing],
         "model": on_tensors(own, checkpoint.model),
         "training": on_tensors(own, checkpoint.training),

@@ -104,14 +104,11 @@ def newest_run(
     It has come to its end, with all its folds, where only finished ones are asked for, and suits;
     the newest ones are asked first.
     """
-    if not RUNS.is_dir():
-        return None
     written = []
-    for path in RUNS.iterdir():
+    for path in RUNS.iterdir() if RUNS.is_dir() else ():
         run = RunFolder(path)
-        files = [run.summary if finished else run.latest]
-        if not finished:
-            files += [fold.latest for fold in folds_in(path).values()]
+        latest = [run.latest, *(fold.latest for fold in folds_in(path).values())]
+        files = [run.summary] if finished else latest
         times = [os.path.getmtime(file) for file in files if os.path.isfile(file)]
         if times:
             written.append((max(times), path.name, run))

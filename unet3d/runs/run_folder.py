@@ -35,8 +35,6 @@ WORST, BEST = "worst.png", "best.png"
 """The pictures of two cases in it; of one case only the first."""
 RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
-MAX_EPOCH = 2**53
-"""Larger numbers of epochs are no numbers that a training has written."""
 
 
 class RunFolder:
@@ -260,4 +258,4 @@ def _epoch_line(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     epoch = line.get("epoch") if isinstance(line, dict) else None
-    return line if type(epoch) is int and 0 < epoch < MAX_EPOCH else None
+    return line if type(epoch) is int and epoch > 0 else None

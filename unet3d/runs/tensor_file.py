@@ -67,20 +67,15 @@ def own_tensors(value: Any, num_bytes: int) -> Any:
     Raises ValueError where they are larger than the file, of ``num_bytes``, as tensors are that
     repeat their numbers, or larger than what this machine has available.
     """
-    needed = bytes_of(value)
+    sizes: list[int] = []
+    on_tensors(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), value)
+    needed = sum(sizes)
     if needed > num_bytes:
         raise ValueError("its tensors are larger than the file")
     lacking = shortage(needed)  # a file may have holes, which take no disk
     if lacking is not None:
         raise ValueError(f"what it holds {lacking}")
     return on_tensors(_clone, value)
-
-
-def bytes_of(value: Any) -> int:
-    """Return the memory that :func:`own_tensors` takes for values."""
-    found: list[int] = []
-    on_tensors(lambda tensor: found.append(tensor.numel() * tensor.element_size()), value)
-    return sum(found)
 
 
 def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

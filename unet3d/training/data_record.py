@@ -1,6 +1,7 @@
 """Which data a run is made with: ``data.json``, and what is said of it at the start."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from unet3d.config import Config
@@ -21,7 +22,7 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
         "fold": config.data.fold,
         "seed": config.training.seed,
         "preprocessing": experiment.preprocessing.to_dict(),
-        **experiment.split.to_dict(),
+        **asdict(experiment.split),
     }
 
 

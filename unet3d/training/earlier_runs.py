@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from unet3d.config import Config, load_config
 from unet3d.datasets.dataset import Case, load_dataset
 from unet3d.errors import ConfigError
+from unet3d.inputs.plain_data import validated
 from unet3d.preparation.cache import Cache
 from unet3d.runs.case_split import CaseSplit, content_of
 from unet3d.runs.checkpoint import load_checkpoint
@@ -121,7 +122,7 @@ class _Maker:
         if isinstance(path, str) and _description(Path(path)) == _description(self._path):
             return True
         try:
-            split = CaseSplit.from_dict(record)
+            split = validated(CaseSplit, record)
         except ValueError:
             return False
         return self._holds({**split.training, **split.validation})
