@@ -184,7 +184,7 @@ def _geometry(
     )
 
 
-def same_grid(a: Geometry, b: Geometry, tolerance_mm: float | None = None) -> str | None:
+def same_grid(a: Geometry, b: Geometry) -> str | None:
     """Return what disagrees about the grids of two images, in RAS or not; None where nothing does.
 
     The same corner may lie a tenth of the finest spacing apart, or more where float32 cannot tell
@@ -196,9 +196,7 @@ def same_grid(a: Geometry, b: Geometry, tolerance_mm: float | None = None) -> st
         return f"shapes {times(a.shape)} and {times(b.shape)} differ"
     affine = b.affine @ nib.orientations.inv_ornt_aff(turn, b.shape)
     apart_mm = _corners_apart_mm(a.affine, affine, a.shape)
-    if tolerance_mm is None:
-        tolerance_mm = _tolerance_mm(a.affine, a.shape, a.spacing_mm)
-    if apart_mm > tolerance_mm:
+    if apart_mm > _tolerance_mm(a.affine, a.shape, a.spacing_mm):
         return f"affines differ, corners lie up to {apart_mm:.3g} mm apart"
     return None
 
