@@ -83,7 +83,7 @@ CONV, NORM = "encoder.stages.0.0.convs.0.conv.weight", "encoder.stages.0.0.convs
         ),
         (
             {f"{NORM}.running_mean": torch.zeros(4), f"{NORM}.num_batches_tracked": torch.ones(())},
-            "its trainer nnUNetTrainerMine has given its network batch normalisation",
+            "norm.running_mean is unknown",
         ),
         ({f"{NORM}.attention\x1b": torch.zeros(4)}, r"norm.attention\x1b is unknown"),
     ],

@@ -301,7 +301,7 @@ TENSOR = (
         ([b"I" + b"9" * 100_000 + b"\n"], "is damaged"),
         ([b"cos\nsystem\n(X\x04\0\0\0truetR"], "(os.system), and so could run code"),
         ([b"cbuiltins\neval\n(X\x01\0\0\x001tR"], "(eval), and so could run code"),
-        ([b"cnumpy\ndtype\n(X\x01\0\0\0OtR"], "(numpy.dtype), and so could run code"),
+        ([b"cnumpy\ndtype\n(X\x01\0\0\0OtR"], "it holds numbers of the type O"),
         ([b"ccollections\nOrderedDict\nN\x85R"], "is damaged"),
         ([b"h\x07"], "is damaged"),
         ([b"e"], "is damaged"),

@@ -26,14 +26,13 @@ class Axes:
 
     def to_network(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Return what is said of a file's axes in the order of the network's."""
-        x, y, z = (values[axis] for axis in self.back)
-        return (x, y, z)
+        return self.inverse.from_network(values)
 
     @property
-    def back(self) -> tuple[int, int, int]:
+    def inverse(self) -> "Axes":
         """Which axis of a file each axis of the network is."""
         x, y, z = (self.order.index(axis) for axis in range(3))
-        return (x, y, z)
+        return Axes(order=(x, y, z))
 
     def kernel(self, weight: Tensor) -> Tensor:
         """Return a kernel, shape (O, I, ...), with its axes in the order of the file's."""

@@ -3,16 +3,12 @@
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Literal
 
 from unet3d.atomic import temporary_folder
 from unet3d.distributed.group import Group
 from unet3d.nnunet.layout import SUFFIX
-from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from unet3d.runs.checkpoint import Checkpoint, Part, load_checkpoint, save_checkpoint
 from unet3d.runs.tensor_file import read_tensors
-
-Part = Literal["network", "description"]
-"""What is read: the weights, too; or a description, whose weights are on the meta device."""
 
 
 def load_network(path: Path, part: Part = "network") -> Checkpoint:
@@ -30,7 +26,7 @@ def load_network(path: Path, part: Part = "network") -> Checkpoint:
 def _is_theirs(path: Path) -> bool:
     """Return whether a file holds a model of nnU-Net, or else is named like one."""
     try:
-        content = read_tensors(path, described=True, foreign=True)
+        content = read_tensors(path, described=True)
     except (OSError, ValueError, MemoryError, UnpicklingError):
         content = None
     if not isinstance(content, dict) or not content.keys() & {"network_weights", "format"}:

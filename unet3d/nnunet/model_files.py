@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from unet3d.errors import CheckpointError, some
 from unet3d.nnunet.archives import archive_of, open_archive
 from unet3d.nnunet.layout import ALL, DATASET, FINAL, PLANS, SUFFIX, fold_named
-from unet3d.runs.finding import checkpoints_in, folds_in, own_fold
-from unet3d.runs.run_folder import checkpoint_in
+from unet3d.runs.finding import checkpoints_in, folds_in
+from unet3d.runs.run_folder import RunFolder, checkpoint_in
 
 Folds = Sequence[int] | None
 """Numbers of folds; None: all, which are the numbered ones, or else the one on every case."""
@@ -75,8 +75,10 @@ def _chosen(known: Mapping[Any, Found], folds: Folds, path: Path) -> list[Found]
 def _only(network: Found, path: Path, folds: Folds, fold: int | str | None = None) -> Found:
     """Return the only network at a path, which is of one fold, or of none."""
     folder = path if path.is_dir() else path.absolute().parent
-    known = [one for one in (fold, own_fold(folder), fold_named(folder.name)) if one is not None]
-    return _chosen({[*known, ALL][0]: network}, folds, path)[0]
+    recorded = (RunFolder(folder).read_data() or {}).get("fold")
+    if fold is None:
+        fold = recorded if isinstance(recorded, int) else fold_named(folder.name)
+    return _chosen({ALL if fold is None else fold: network}, folds, path)[0]
 
 
 def _model_in(path: Path) -> Path | None:

@@ -19,12 +19,11 @@ from unet3d.errors import CheckpointError, ConfigError, DatasetError
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.nnunet.layout import DATASET, PLANS, known_as
-from unet3d.nnunet.loading import Part
 from unet3d.nnunet.plans import Axis, read_plan
 from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.preparation.transform import Preprocessing
-from unet3d.runs.checkpoint import Checkpoint, explained
+from unet3d.runs.checkpoint import Checkpoint, Part, explained
 from unet3d.runs.network_weights import refuse_non_finite
 from unet3d.runs.tensor_file import own_tensors, read_tensors
 
@@ -55,7 +54,7 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
     """Read a trained model of nnU-Net v2, by a checkpoint of it, onto the CPU."""
     known = known_as(path)
     with explained(known, foreign=True):
-        content = read_tensors(path, described=part == "description", foreign=True)
+        content = read_tensors(path, described=part == "description")
         try:
             checkpoint = _checkpoint(path, validated(_Content, content), part)
         except (ValueError, RecursionError, ConfigError, DatasetError) as error:
@@ -80,10 +79,12 @@ def _checkpoint(path: Path, content: _Content, part: Part) -> Checkpoint:
         )
     trainer = printable(content.trainer_name)
     weights = of_plan(content.network_weights, plan.topology, plan.axes, trainer)
-    if part == "network":
+    if part != "description":
         weights = own_tensors(weights, path.stat().st_size)
-        refuse_non_finite(weights, "the weight")
-    mirrored = sorted({plan.axes.back[i] for i in content.inference_allowed_mirroring_axes or ()})
+        refuse_non_finite(weights)
+    mirrored = sorted(
+        {plan.axes.inverse.order[i] for i in content.inference_allowed_mirroring_axes or ()}
+    )
     settings = {
         "data.spacing_mm": plan.spacing_mm,
         "patches.size": plan.patch_size,

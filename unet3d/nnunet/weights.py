@@ -60,11 +60,6 @@ def of_plan(
         first = own.setdefault(_own_name(name), weight)
         if first is not weight and not _is_same(first, weight):
             raise ValueError(f"{printable(_own_name(name))} has two values")
-    if any(name.endswith(".running_mean") for name in own):
-        raise ValueError(
-            f"its trainer {trainer} has given its network batch normalisation; known are networks "
-            "with instance normalisation"
-        )
     with torch.device("meta"):
         wanted = to_nnunet(UNet3d(topology).state_dict(), topology, axes)
     without_effect = {f"{name[:-6]}bias" for name in wanted if name.endswith(".conv.weight")}
@@ -81,10 +76,9 @@ def of_plan(
 def to_nnunet(model: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
     """Return nnU-Net's parameters, each by one name, for the order of its axes."""
     weights: dict[str, Tensor] = {}
-    back = Axes(order=axes.back)
     for own, theirs in _pairs(topology):
         weight = model[own].float()
-        weight = back.kernel(weight) if weight.ndim == 5 else weight
+        weight = axes.inverse.kernel(weight) if weight.ndim == 5 else weight
         if theirs in weights:  # has the half for upsampled features
             weight = torch.cat([weights[theirs], weight], dim=1)
         weights[theirs] = weight.contiguous()

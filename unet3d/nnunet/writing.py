@@ -44,15 +44,18 @@ def write_model(
     if folder.exists() and not overwrite:
         raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
     first = next(iter(folds.values()))
-    wanted = _of_training(first)
     for fold, other in folds.items():
-        found = _of_training(other)
-        differing = [what for what in wanted if found[what] != wanted[what]]
-        if differing:
-            raise _refused(
-                f"network {fold} has another {differing[0]} than the first; name folds of one "
-                "training"
-            )
+        # nnU-Net has a least deviation always.
+        wanted, found = (one.preprocessing.without_least_std() for one in (first, other))
+        for what, is_same in (
+            ("topology", other.topology == first.topology),
+            ("preprocessing", found == wanted),
+            ("patch_size", other.patch_size == first.patch_size),
+        ):
+            if not is_same:
+                raise _refused(
+                    f"network {fold} has another {what} than the first; name folds of one training"
+                )
     plans = json.loads(json.dumps(_plans(first)))  # lists for tuples, as nnU-Net reads them
     dataset = _dataset(first.preprocessing)
     try:
@@ -90,15 +93,6 @@ def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any
         "init_args": arguments,
         "trainer_name": USUAL,
         "inference_allowed_mirroring_axes": tuple(mirrored) or None,
-    }
-
-
-def _of_training(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what folds of one training have in common; nnU-Net has a least deviation always."""
-    return {
-        "topology": checkpoint.topology,
-        "preprocessing": checkpoint.preprocessing.without_least_std(),
-        "patch_size": checkpoint.patch_size,
     }
 
 

@@ -34,9 +34,6 @@ from unet3d.runs.tensor_file import on_tensors, own_tensors, read_tensors, write
 FORMAT = 1
 """Raised whenever a checkpoint is laid out differently."""
 
-MAX_TENSORS = 20_000
-"""Of a network; the largest has ten thousand."""
-
 Part = Literal["all", "network", "description"]
 """What is read of a checkpoint: everything; the weights, but nothing to continue a training with;
 or neither, with weights on the meta device."""
@@ -72,7 +69,7 @@ class Checkpoint:
     """The cases that its run trains and validates on; None: it is older than their record."""
     postprocessing: Annotated[tuple[Values, ...], at_most(2**16)] = ()
     """Values of labels, whose voxels together keep only their largest component in predictions."""
-    model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
+    model: dict[Name, Tensor]
     """Parameters and buffers by name; on the meta device where only a description was read."""
     training: Annotated[dict[Name, Any], at_most(8)]
     """Where its training stands, for ``--resume``; empty where there is nothing to continue."""
@@ -173,7 +170,7 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
             model, training = checkpoint.model, checkpoint.training if part == "all" else {}
             if part != "description":
                 model, training = own_tensors((model, training), path.stat().st_size)
-                refuse_non_finite(model, "the weight")
+                refuse_non_finite(model)
         except (ConfigError, ValueError, RecursionError) as error:
             writer = content.get("unet3d")
             by = "" if writer == __version__ else f", by unet3d {printable(writer, 20)}"

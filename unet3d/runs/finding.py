@@ -53,15 +53,6 @@ def recorded_folds(path: Path) -> tuple[int, ...] | None:
     return tuple(numbers)
 
 
-def own_fold(path: Path) -> int | None:
-    """Return the fold that the run of a folder is of, by its record or else by its name."""
-    fold = (RunFolder(path).read_data() or {}).get("fold")
-    named = FOLD.fullmatch(path.name)
-    if type(fold) is int:
-        return fold
-    return int(named[1]) if named is not None and fold is None else None
-
-
 def folds_in(path: Path) -> dict[int, RunFolder]:
     """Return the runs of single folds within the folder of a run over several, by their number."""
     names = os.listdir(path) if path.is_dir() else []

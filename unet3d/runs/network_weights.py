@@ -1,7 +1,6 @@
 """The weights that a file has for a network, compared with what the network needs."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +35,14 @@ def compare_tensors(
         raise ValueError(listed(problems, 3))
 
 
-def refuse_non_finite(value: Any, what: str) -> None:
-    """Refuse tensors with NaN or infinite numbers, nested, which a message calls ``what``."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and not torch.stack(torch.aminmax(value)).isfinite().all():
-            raise ValueError(f"{what} holds numbers that are not finite: the training had diverged")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            refuse_non_finite(item, f"{what} {printable(key)}")
+def refuse_non_finite(weights: Mapping[str, Tensor]) -> None:
+    """Refuse, by a ValueError that names one, weights with NaN or infinite numbers."""
+    for name, weight in weights.items():
+        if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+            raise ValueError(
+                f"the weight {printable(name)} holds numbers that are not finite: the training had "
+                "diverged"
+            )
 
 
 def _kind(tensor: Tensor) -> str:

@@ -5,7 +5,7 @@ import re
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,10 +32,10 @@ def write_tensors(content: Any, file: IO[bytes]) -> None:
         raise error.__context__ from None
 
 
-def read_tensors(path: Path, *, described: bool = False, foreign: bool = False) -> Any:
+def read_tensors(path: Path, *, described: bool = False) -> Any:
     """Return the content of a file: tensors are mapped, or where only described, without memory.
 
-    A file of another program (``foreign``) may also hold scalars of NumPy. Raises OSError,
+    Scalars of NumPy, of which nnU-Net writes some, become numbers. Raises OSError,
     ``pickle.UnpicklingError`` for what could run code, and ValueError for what is damaged.
     """
     try:
@@ -45,7 +45,7 @@ def read_tensors(path: Path, *, described: bool = False, foreign: bool = False) 
             damaged = None if described else archive.testzip()  # mapped tensors are not checked
             if damaged is not None:
                 raise ValueError(f"the sum of its entry {damaged} is wrong")
-        with _scalars_of_numpy() if foreign else nullcontext():
+        with _scalars_of_numpy():
             where = "meta" if described else "cpu"
             return torch.load(path, map_location=where, weights_only=True, mmap=True)
     except OSError:
