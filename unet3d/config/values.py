@@ -86,7 +86,7 @@ NAMES = BeforeValidator(_names)
 FEW_VOXELS = AfterValidator(_few_voxels)
 FilePath = Annotated[Path, AfterValidator(Path.absolute)]
 Name = Annotated[PrintableName, Field(min_length=1)]
-LabelName = Annotated[int, Field(strict=True)] | Name
+LabelName = Annotated[int, Field(ge=0, lt=2**63, strict=True)] | Name
 """A label by its value, or by its name."""
 Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """A number of passes or repetitions."""
