@@ -41,7 +41,7 @@ def test_labels_are_read_in_every_layout(tmp_path, labels, names, ignore):
         ({"labels": {"a": [1, -1]}}, "label a has the value -1"),
         ({"labels": {"a": [0, 1]}}, r"region a is \[0, 1\]"),
         ({"labels": {"a": [1, 2]}}, "regions_class_order is None"),
-        ({"labels": {"a": 1, "ignore": [2, 3]}}, r"label ignore is \[2, 3\]; give it one value"),
+        ({"labels": {"a": 1, "ignore": [2, 3]}}, "label ignore is 2, 3, and the highest"),
         ({"labels": {"a": 2, "b": 1, "ignore": 2}}, "both 2"),
         ({"labels": {"1": "a\x1b[2J"}}, "label 1 is called"),
     ],

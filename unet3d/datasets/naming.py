@@ -70,10 +70,6 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
         raise DatasetError(f"{path}: labels is {shown(given)}; it needs names and values")
     values_of = _values_of_labels(path, given)
     ignored = values_of.pop(IGNORE, None)
-    if ignored is not None and len(ignored) > 1:
-        raise DatasetError(
-            f"{path}: the label {IGNORE} is {shown(given[IGNORE])}; give it one value"
-        )
     names = {0: "background"}
     names |= {values[0]: name for name, values in values_of.items() if values == (0,)}
     scored = {name: values for name, values in values_of.items() if values != (0,)}
@@ -86,10 +82,10 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
         raise DatasetError(
             f"{path}: labels names nothing but the background; name what is labelled"
         )
-    if ignored is not None and ignored[0] <= known[-1]:
+    if ignored is not None and (len(ignored) > 1 or ignored[0] <= known[-1]):
         raise DatasetError(
-            f"{path}: the label {IGNORE} is {ignored[0]}, but {names[known[-1]]} is {known[-1]}; "
-            f"give {IGNORE} the highest value"
+            f"{path}: the label {IGNORE} is {some(ignored)}, and the highest other value is "
+            f"{known[-1]}; give {IGNORE} one value above it"
         )
     if len(names) > MAX_CLASSES:
         raise DatasetError(f"{path} names {len(names)} labels; use at most {MAX_CLASSES}")

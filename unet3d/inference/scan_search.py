@@ -47,11 +47,8 @@ def find_scans(
 ) -> FoundScans:
     """Return what to segment and where to, once all names have been checked.
 
-    ``inputs`` are files, folders of volumes, whose own earlier segmentations are left out, and
-    folders of DICOM slices. Files named ``case_0000``, ``case_0001``, ... are the channels of one
-    scan where the network takes several. ``output`` is a file for one scan, a folder for any
-    number, or None: beside each scan. Results that exist are kept, so that a folder can be
-    continued; a single scan with results is refused.
+    ``inputs`` are files, folders of volumes or of DICOM slices; ``output`` is a file for one scan,
+    a folder for any number, or None: beside each scan.
     """
     groups = _groups(inputs, num_channels)
     several = len(groups) > 1 or any(os.path.isdir(path) and path not in groups for path in inputs)

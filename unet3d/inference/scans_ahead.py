@@ -31,28 +31,23 @@ class ScansAhead:
         """Take them; nothing is read yet, and packed voxels will go to ``scratch``."""
         self._scans = tuple(scans)
         self._scratch = scratch
-        self._next: tuple[Scan, Future[ReadScan | None]] | None = None
+        self._begun: dict[int, Future[ReadScan | None]] = {}
 
-    def begin(self) -> None:
-        """Begin with the first one now."""
-        if self._scans:
-            self._begin(0)
+    def begin(self, number: int = 0) -> None:
+        """Begin with a scan now, by default with the first one."""
+        if number < len(self._scans):
+            scan = self._scans[number]
+            self._begun[number] = ahead(lambda: self._read_small(scan))
 
     def take(self, number: int) -> ReadScan:
         """Return a scan by its place among all, or raise why not, and begin with the next one."""
-        scan = self._scans[number]
-        begun, self._next = self._next, None
-        found = begun[1].result() if begun is not None and begun[0] is scan else None
-        del begun
+        begun = self._begun.pop(number, None)
+        self._begun.clear()  # of one that nobody took
+        found = begun.result() if begun is not None else None
         if found is None:
-            found = self._read(scan)
-        if number + 1 < len(self._scans):
-            self._begin(number + 1)
+            found = self._read(self._scans[number])
+        self.begin(number + 1)
         return found
-
-    def _begin(self, number: int) -> None:
-        scan = self._scans[number]
-        self._next = scan, ahead(lambda: self._read_small(scan))
 
     def _read_small(self, scan: Scan) -> ReadScan | None:
         """Read a scan, unless it takes much of the memory that others may need before it."""
