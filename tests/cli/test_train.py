@@ -302,3 +302,12 @@ def test_a_signal_while_data_are_prepared_stops_at_once(folder, number, num_work
         assert process.returncode == 128 + number, errors
         assert errors.splitlines()[-1] == f"Stopped by {number.name}"
         assert not list(prepared.glob(".unfinished-*"))
+
+
+def test_short_name_of_the_output_is_that_of_the_other_commands(data, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    lines = [
+        refusal(capsys, "train", "data", *SMALL, name, tmp_path) for name in ("--output", "-o")
+    ]
+    assert lines[0] == lines[1]
+    assert tmp_path.name in lines[0]

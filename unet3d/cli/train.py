@@ -66,7 +66,9 @@ if TYPE_CHECKING:
     help="Begin with the weights and the network of a checkpoint, or of a run's final one, for the "
     "same or other labels and channels.",
 )
-@click.option("--output", type=FILE, help="Folder of the run; default: a new one below runs/.")
+@click.option(
+    "-o", "--output", type=FILE, help="Folder of the run; default: a new one below runs/."
+)
 @click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of every random choice.")
 @click.option("--quiet", is_flag=True, help="No progress, no tables.")
