@@ -23,7 +23,7 @@ def test_a_model_becomes_a_checkpoint_and_several_folds_a_folder(capsys):
     read = load_model(model / "fold_0/checkpoint_final.pth")
     assert load_checkpoint(Path("model.pt")).preprocessing == read.preprocessing
     said = refusal(capsys, "convert", NAME, "-o", "other.pt")
-    assert "it has 2 folds, and other.pt takes one network; name a fold with --folds" in said
+    assert "the model has 2 folds, and other.pt takes one network; name a fold with --folds" in said
     assert run("convert", NAME, "--folds", "2", "-o", "model.pt", "--overwrite") == 0
     assert run("convert", NAME, "-o", "models") == 0
     assert names_in("models") == ["fold_0.pt", "fold_2.pt"]

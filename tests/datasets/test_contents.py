@@ -73,7 +73,7 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
     assert outlier["case"] == names[5]
     shape, spacing, intensities, brain = outlier["why"]
     assert (shape, spacing) == ("shape 24x20x6", "spacing 1x1x7 mm")
-    assert intensities.startswith("MRI ") and brain == "brain 0.007 ml"
+    assert intensities.startswith("MRI ") and brain == "brain 0.007 mL"
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == [
         "data: 8 cases, 1 channel(s), 3 label(s)",
@@ -143,7 +143,7 @@ def test_cases_that_are_far_out_are_named(tmp_path):
     assert {one["case"]: one["why"] for one in found["outliers"]} == {
         "case_10": ["spacing 1x1x2 mm"],
         "case_11": ["MRI 10, 170, 200"],
-        "case_12": ["left 0.003 ml"],
+        "case_12": ["left 0.003 mL"],
     }
     assert found["labels"][0]["num_cases"] == 13
     assert summary(dataset, [*common[:6], far[0]])["outliers"] == []  # too few to tell

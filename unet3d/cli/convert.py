@@ -74,8 +74,8 @@ def convert(
         _make(output)
     elif len(checkpoints) > 1:
         raise ConfigError(
-            f"it has {len(checkpoints)} folds, and {output} takes one network; name a fold with "
-            "--folds, or a folder with --output"
+            f"the model has {len(checkpoints)} folds, and {output} takes one network; name a fold "
+            "with --folds, or a folder with --output"
         )
     for target in targets.values():
         if not overwrite and (target.is_symlink() or target.exists()):

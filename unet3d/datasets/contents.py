@@ -97,7 +97,7 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
             inner = found[:, 1:-1] / (spread["median"][-2] - spread["median"][1] or 1.0)
             look(inner, (f"{name} {_listed(of_case[1:-1])}" for of_case in found))
     for name, found in volumes_ml.items():
-        look(np.log(found)[:, None], (f"{name} {volume:.4g} ml" for volume in found))
+        look(np.log(found)[:, None], (f"{name} {volume:.4g} mL" for volume in found))
     return {
         "name": dataset.root.name,
         "num_cases": len(dataset.cases),
@@ -131,7 +131,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for label in labels[:MAX_LISTED]:
         text = f"in {label['num_cases']} of {found['num_label_maps']} cases"
         if label["num_cases"]:
-            text += f", {_told(label['volume_ml'], '{:.4g}'.format, 'ml')}"
+            text += f", {_told(label['volume_ml'], '{:.4g}'.format, 'mL')}"
         rows.append((label["name"], text))
     named = [f"{one['case']} ({'; '.join(one['why'])})" for one in outliers[:MAX_LISTED]]
     rows.append(("outliers", ", ".join(named) or "none"))

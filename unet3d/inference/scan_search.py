@@ -109,7 +109,7 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
         if not is_nifti_file(scan.output):
             raise ConfigError(
                 f"{scan.output}: segmentations are written as NIfTI; name a .nii or .nii.gz file, "
-                "or a folder"
+                "or a folder with / at its end"
             )
         place = os.path.realpath(scan.output)
         if place in sources:

@@ -120,7 +120,7 @@ def _read_headers(case: Case, findings: list[Finding]) -> dict[Path, Geometry]:
             except VolumeError as error:
                 findings.append(_error(case.name, str(error)))
             continue
-        message = f"{path} is missing; restore it or take the case out of dataset.json"
+        message = f"{path} is missing; restore it or take the case out of the data set"
         if path == case.label:
             message = f"{case.name} has no label map: {path} is missing; {NO_LABEL}"
         findings.append(_error(case.name, message))

@@ -23,7 +23,7 @@ def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
     said = ", ".join(f"{readable(size)} {what}" for what, size in parts.items() if size)
     lines = [
         f"{name}: {record['num_windows']} windows of {size_text(record['window'])} voxels, "
-        f"{record['windows_at_a_time']} at a time",
+        f"{min(record['windows_at_a_time'], record['num_windows'])} at a time",
     ]
     if record["device_bytes"]:
         fits = "fits" if record["device_bytes"] <= record["device_has_bytes"] else "DOES NOT FIT"
