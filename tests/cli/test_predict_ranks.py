@@ -107,9 +107,9 @@ def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
     shutil.copy("alone/c_seg.nii.gz", "dealt")
     done = warm.run([*arguments, *DEALT, "-o", "dealt", "--continue"])
     assert done.returncode == 1
-    dealt, computing, *said, error = done.stderr.splitlines()
+    dealt, *said, error = done.stderr.splitlines()
     assert dealt == "5 scans dealt to 2 devices"
-    assert computing == "computing on cpu in float64"
+    said.remove("computing on cpu in float64")  # of the first rank, which waits for no other
     *skipped, warning = sorted(said, key=lambda line: "miss a right angle" in line)
     assert "scans/e.nii.gz" in warning and "miss a right angle" in warning
     begins = [line.partition(".nii.gz ")[0] for line in sorted(skipped)]

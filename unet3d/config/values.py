@@ -70,6 +70,12 @@ def _names(value: Any) -> Any:
     return [str(one).strip() for one in value] if isinstance(value, list | tuple) else value
 
 
+def _held_by_label_maps(value: int) -> int:
+    if not 0 <= value < 2**63:
+        raise ValueError("a value of a label map is at least 0 and below 2^63")
+    return value
+
+
 MAX_PATCH_VOXELS = 2**33
 """More than a patch can have on all GPUs of a large machine: 2048^3."""
 
@@ -86,7 +92,7 @@ NAMES = BeforeValidator(_names)
 FEW_VOXELS = AfterValidator(_few_voxels)
 FilePath = Annotated[Path, AfterValidator(Path.absolute)]
 Name = Annotated[PrintableName, Field(min_length=1)]
-LabelName = Annotated[int, Field(ge=0, lt=2**63, strict=True)] | Name
+LabelName = Annotated[int, Field(strict=True), AfterValidator(_held_by_label_maps)] | Name
 """A label by its value, or by its name."""
 Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """A number of passes or repetitions."""
