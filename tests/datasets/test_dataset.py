@@ -325,7 +325,7 @@ def test_every_image_without_label_map_is_named(tmp_path, caplog):
     add = "is missing; add it, or take the case out of the data set"
     assert [f"{finding.severity}: {finding.message}" for finding in findings] == [
         f"error: {root}/imagesTr/a_0001.nii.gz is missing; restore it or take the case out of "
-        "dataset.json",
+        "the data set",
         f"error: a has no label map: {root}/labelsTr/a.nii.gz {add}",
         f"error: b has no label map: {root}/labelsTr/b.nii.gz {add}",
         f"warning: {root}/imagesTr/c_0002.nii.gz belongs to no case and is not used",
