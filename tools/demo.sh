@@ -16,7 +16,7 @@ unet3d train --config configs/quickstart.yaml --parallel model --devices "$devic
 # Another seed than that of the training data makes other heads.
 python -c '
 from pathlib import Path
-from unet3d.volumes.phantom import write_phantom_dataset
+from unet3d.datasets.phantom import write_phantom_dataset
 write_phantom_dataset(Path("demo/unseen"), 1, (64, 64, 64), (1.0, 1.0, 1.0), seed=2024)
 '
 unet3d predict demo/unseen/imagesTr/phantom_000.nii.gz --checkpoint demo/run \
