@@ -15,7 +15,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from unet3d.config.reference import in_yaml, settings
+from unet3d.config import Config
+from unet3d.config.explain import settings_of
+from unet3d.config.reference import in_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -108,7 +110,7 @@ def _settings() -> str:
         "and holds only what differs from the defaults; `--set section.key=value` changes one "
         "setting of one command.",
     ]
-    everything = list(settings())
+    everything = settings_of(Config).values()
     for section in everything:
         if not section.is_section:
             continue

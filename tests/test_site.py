@@ -11,7 +11,8 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-from unet3d.config.reference import settings
+from unet3d.config import Config
+from unet3d.config.explain import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
@@ -82,7 +83,7 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
 
 
 def test_every_setting_and_what_is_public_is_explained(site, pages):
-    keys = {setting.key for setting in settings() if not setting.is_section}
+    keys = {setting.key for setting in settings_of(Config).values() if not setting.is_section}
     assert keys <= pages[site / "settings.html"].ids
     public = """errors.DatasetError model.loss.SegmentationLoss model.loss.dice_cross_entropy
         model.topology.plan_topology model.unet.UNet3d parallel.executor.Executor.forward_backward

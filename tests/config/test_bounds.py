@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from tests.mutations import HOSTILE, damaged, mutated, property_test
 from unet3d.config import Config, load_config
 from unet3d.config.configuration import parse_yaml
-from unet3d.config.reference import commented_yaml, settings
+from unet3d.config.explain import settings_of
+from unet3d.config.reference import commented_yaml
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import is_printable
 
 TREE = Config().model_dump(mode="json")
-KEYS = [setting.key for setting in settings() if not setting.is_section]
+KEYS = [setting.key for setting in settings_of(Config).values() if not setting.is_section]
 
 
 def numbers(value: Any) -> list[float]:

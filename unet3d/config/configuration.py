@@ -8,7 +8,8 @@ in an option, and are kept absolute. The resolved configuration of a run is writ
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Self, get_args
 import yaml
 from pydantic import ValidationError, model_validator
 
-from unet3d.config.explain import known_setting, phrase_of
+from unet3d.config.explain import phrase_of, settings_of
 from unet3d.config.settings import (
     DataSettings,
     InferenceSettings,
@@ -90,72 +91,54 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        for contradiction in self._contradictions():
-            raise ValueError(contradiction)
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
         training, parallel, mode = self.training, self.parallel, self.parallel.mode
         num_micro_batches, batch_size = training.num_micro_batches, training.batch_size
         if batch_size != "auto" and num_micro_batches > batch_size:
-            yield (
+            raise ValueError(
                 f"training.micro_batches is {num_micro_batches} but a batch "
                 f"has {batch_size} patches; use at most one micro-batch per patch"
             )
         if self.memory.offload == "skips" and self.memory.recompute == "level":
-            yield (
+            raise ValueError(
                 "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
                 "recomputed; use memory.offload=none, or memory.recompute=norm"
             )
         if parallel.replicas > 1 and mode in ("none", "data"):
-            yield (
+            raise ValueError(
                 f"parallel.replicas is {parallel.replicas} but parallel.mode {mode} has no groups "
                 "of devices; use --parallel spatial or --parallel model, or --parallel data with "
                 "a replica on each of --devices"
             )
         threads = parallel.engine == "dataparallel"
-        if threads and mode != "data":
-            yield f"parallel.engine=dataparallel but parallel.mode is {mode}; add --parallel data"
-        if threads and num_micro_batches > 1:
-            yield (
-                "parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
-                f"is {num_micro_batches}; use parallel.engine=ddp"
+        if threads and (mode != "data" or num_micro_batches > 1):
+            raise ValueError(
+                "parallel.engine=dataparallel needs --parallel data without micro-batches, but "
+                f"parallel.mode is {mode} and training.micro_batches is {num_micro_batches}; "
+                "use parallel.engine=ddp"
             )
         if parallel.output_device is not None and not threads:
-            yield (
+            raise ValueError(
                 f"parallel.output_device is {parallel.output_device} but only "
                 "parallel.engine=dataparallel gathers what the replicas make; leave it out"
             )
-        if self.model.norm == "batch" and mode == "spatial":
-            yield (
-                "model.norm is batch but parallel.mode spatial takes the statistics of each sample "
-                "alone, over its slabs; use model.norm=instance, or --parallel model"
-            )
-        if self.model.norm == "batch" and num_micro_batches > 1:
-            yield (
-                f"model.norm=batch with training.micro_batches {num_micro_batches} would take its "
-                "statistics from portions of the batch and train another network; use "
-                "model.norm=instance"
+        if self.model.norm == "batch" and (mode == "spatial" or num_micro_batches > 1):
+            raise ValueError(
+                f"model.norm is batch but parallel.mode {mode} with training.micro_batches "
+                f"{num_micro_batches} never has the whole batch together; use model.norm=instance"
             )
         cut = {"cuts": parallel.cuts and ",".join(map(str, parallel.cuts))}
         if parallel.wanted_balance != "encoder-decoder":
             cut["balance"] = parallel.balance
         for key, value in cut.items():
             if value is not None and mode != "model":
-                yield (
+                raise ValueError(
                     f"parallel.{key} is {value} but parallel.mode {mode} does not cut the network; "
                     f"add --parallel model, or leave {key} out"
                 )
+        return self
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
-        """Return a copy with some settings replaced.
-
-        Args:
-            values: Dotted key to value, such as ``{"training.epochs": 10}``.
-
-        Raises:
-            ConfigError: A key is unknown or a value is refused.
-        """
+        """Return a copy with some settings replaced, by dotted key, or raise ConfigError."""
         tree = self.model_dump(mode="json", exclude_unset=True)
         for key, value in values.items():
             _put(tree, key, value)
@@ -166,6 +149,13 @@ class Config(Section):
         *sections, name = key.split(".")
         section = attrgetter(".".join(sections))(self)
         return section.may_be_open(name) and name not in section.model_fields_set
+
+    def plain_value(self, key: str) -> Any:
+        """Return a setting as YAML holds it, by its dotted key."""
+        value = self.model_dump(mode="json")
+        for name in key.split("."):
+            value = value[name]
+        return "auto" if self.is_open(key) else value
 
     def differs(self, key: str) -> bool:
         """Return whether a setting, or one of a section, is another than by default."""
@@ -198,14 +188,17 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
         ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
             are named at once.
     """
-    source = "settings" if path is None else str(path)
-    tree: dict[str, Any] = {}
+    source, tree = "settings", {}
     if path is not None:
         try:
-            tree = _parsed(read_bytes(path, MAX_BYTES).decode(), source)
+            tree = _parsed(read_bytes(path, MAX_BYTES).decode(), str(path))
         except (OSError, UnicodeDecodeError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else "not a text file"
             raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+        source = str(path)
+        with suppress(ConfigError):
+            _validated(tree, source)
+            source = "settings"  # the file alone is right, so an override is what is wrong
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -249,7 +242,8 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 
 
 def _value_of(key: str, text: str) -> Any:
-    if FilePath in get_args(known_setting(Config, key.split("."))[1]):
+    setting = settings_of(Config).get(key)
+    if setting is not None and FilePath in get_args(setting.hint):
         return None if text in ("", "null") else text  # it may hold a comma or a #
     try:
         value = parse_yaml(text)

@@ -1,81 +1,90 @@
-"""What a tree of settings allows, and what is wrong with one, in words for its user.
+"""Every setting with its meaning and limits, and what is wrong with a value, in words for its user.
 
 Pydantic's own messages speak of its types, and name every branch of a setting that allows several.
 """
 
 import difflib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
-from unet3d.config.values import AUTO, OF_SETTING
+from unet3d.config.values import AUTO
 from unet3d.inputs.plain_data import printable, shown
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a name", Path: "a path"}
 _LIMITS = {"gt": "above", "ge": "of at least", "le": "at most", "lt": "below"}
 
 
+class Setting(NamedTuple):
+    """One setting, or a section of settings."""
+
+    key: str
+    """Dotted, such as ``training.epochs``."""
+    hint: Any
+    """Its type, with its limits."""
+    meaning: str
+    """What it does, with its unit; names of commands stand in double backticks."""
+    default: Any
+    """As YAML holds it."""
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it holds settings."""
+        return _is_section(self.hint)
+
+    @property
+    def allowed(self) -> str:
+        """What it may be, in words."""
+        return in_words(self.hint)
+
+
 @functools.cache
-def hints_of(section: type[BaseModel]) -> dict[str, Any]:
-    """Return the type of each setting of a section, with its limits."""
-    return get_type_hints(section, include_extras=True)
-
-
-def is_section(hint: Any) -> bool:
-    """Return whether a type is that of a section, not of a setting."""
-    return isinstance(hint, type) and issubclass(hint, BaseModel)
-
-
-def known_setting(model: type[BaseModel], location: Iterable[Any]) -> tuple[list[str], Any]:
-    """Follow a location as far as it names settings; return these names and the last one's type."""
-    path: list[str] = []
-    hint: Any = model
-    for name in location:
-        if not is_section(hint) or name not in hint.model_fields:
-            break
-        path.append(name)
-        hint = hints_of(hint)[name]
-    return path, hint
+def settings_of(model: type[BaseModel], prefix: str = "") -> Mapping[str, Setting]:
+    """Return every section, followed by its settings, by dotted key."""
+    found: dict[str, Setting] = {}
+    hints = get_type_hints(model, include_extras=True)
+    for name, field in model.model_fields.items():
+        key, hint = prefix + name, hints[name]
+        meaning = hint.__doc__ if _is_section(hint) else field.description
+        default = "auto" if AUTO in field.metadata else to_jsonable_python(field.default)
+        found[key] = Setting(key, hint, " ".join((meaning or "").split()), default)
+        if _is_section(hint):
+            found |= settings_of(hint, f"{key}.")
+    return found
 
 
 def phrase_of(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str:
     """Return a phrase for a problem that pydantic has found in a tree of settings."""
-    if problem["type"] == "value_error":  # of a validator of ours
-        return str(problem["ctx"]["error"])
-    path, hint = known_setting(model, problem["loc"])
+    settings = settings_of(model)
+    location = list(map(str, problem["loc"]))
     if problem["type"] in ("extra_forbidden", "invalid_key"):
-        name = str(problem["loc"][-1])
-        suggestion = _suggestion(name[:100], path, hint, model)
-        return f"unknown setting {printable('.'.join([*path, name]))}, {suggestion}"
-    if problem["type"] == OF_SETTING:
-        return f"{'.'.join(path)} {problem['msg']}"
-    for name in path:
-        tree = tree[name]
-    return f"{'.'.join(path)} is {shown(tree)}; give {in_words(hint)}"
+        name = ".".join(location)
+        return f"unknown setting {printable(name)}, {_suggestion(location, settings)}"
+    key = ""
+    for name in location:
+        if f"{key}{name}" not in settings:
+            break
+        key, tree = f"{key}{name}.", tree[name]
+    key = key.removesuffix(".")
+    if problem["type"] == "value_error":  # of a validator of ours
+        is_of_section = not key or settings[key].is_section
+        return f"{'' if is_of_section else f'{key} '}{problem['ctx']['error']}"
+    return f"{key} is {shown(tree)}; give {settings[key].allowed}"
 
 
-def _suggestion(
-    name: str, path: list[str], section: type[BaseModel], model: type[BaseModel]
-) -> str:
-    close = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.5)
-    similar = [key for key, _, last in settings_of(model) if last == name]
-    similar += [".".join([*path, key]) for key in close]
-    return f"did you mean {similar[0]}?" if similar else f"known: {', '.join(section.model_fields)}"
-
-
-def settings_of(
-    section: type[BaseModel], prefix: str = ""
-) -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Yield every section and setting in a section: dotted key, the section it is in, its name."""
-    for name in section.model_fields:
-        yield prefix + name, section, name
-        hint = hints_of(section)[name]
-        if is_section(hint):
-            yield from settings_of(hint, f"{prefix}{name}.")
+def _suggestion(location: list[str], settings: Mapping[str, Setting]) -> str:
+    *sections, unknown = location
+    names = [key.split(".") for key in settings]
+    known = [name for *above, name in names if above == sections]
+    similar = [name for name in names if name[-1] == unknown]
+    close = difflib.get_close_matches(unknown[:100], known, n=1, cutoff=0.5)
+    similar += [[*sections, name] for name in close]
+    return f"did you mean {'.'.join(similar[0])}?" if similar else f"known: {', '.join(known)}"
 
 
 def in_words(hint: Any) -> str:
@@ -106,11 +115,13 @@ def in_words(hint: Any) -> str:
     if origin is tuple:
         quantity = "a list of" if arguments[-1] is ... else {2: "two", 3: "three"}[len(arguments)]
         return f"{quantity} {_plural(in_words(arguments[0]))}"
-    if is_section(hint):
+    if _is_section(hint):
         return f"a section with settings such as {', '.join(list(hint.model_fields)[:3])}"
-    if hint in (bool, NoneType):
-        return "true or false" if hint is bool else "null"
-    return _NOUNS[hint]
+    return {**_NOUNS, bool: "true or false", NoneType: "null"}[hint]
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, BaseModel)
 
 
 def _plural(words: str) -> str:

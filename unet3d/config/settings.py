@@ -136,10 +136,7 @@ class AugmentationSettings(Section):
     def _in_order(cls, limits: tuple[float, float]) -> tuple[float, float]:
         low, high = limits
         if low > high:
-            raise ValueError(
-                f"patches.augmentation.scaling_range is {low:g},{high:g}; give the smaller "
-                "number first"
-            )
+            raise ValueError(f"is {low:g},{high:g}; give the smaller number first")
         return limits
 
 

@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from unet3d.inputs.plain_data import Name as PrintableName
 
-OF_SETTING = "of_setting"
-"""Kind of an error whose words follow the name of the setting."""
 AUTO = "may be auto"
 """Marks the type of a setting that may be left open; see :meth:`Section.may_be_open`."""
 
@@ -49,18 +46,10 @@ class Section(BaseModel):
         return {} if values is None else values
 
 
-def _number(value: Any) -> Any:
-    """Refuse ``yes``, which would be read as 1. Text is taken: YAML reads 1e-7 as text."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("no_number", "a truth value is no number")
-    return value
-
-
 def _few_voxels(size: Any) -> Any:
     """Refuse three sizes that are allowed alone, but not together."""
     if not isinstance(size, str) and math.prod(size) > MAX_PATCH_VOXELS:
-        words = f"has {math.prod(size):,} voxels; give at most {MAX_PATCH_VOXELS:,}"
-        raise PydanticCustomError(OF_SETTING, words)
+        raise ValueError(f"has {math.prod(size):,} voxels; give at most {MAX_PATCH_VOXELS:,}")
     return size
 
 
@@ -81,7 +70,8 @@ MAX_PATCH_VOXELS = 2**33
 
 # Each upper limit is beyond every sensible value, and small enough that nothing made from it
 # overflows. Integers are strict, because otherwise `yes` would be read as 1.
-NUMBER = BeforeValidator(_number)
+NUMBER = BeforeValidator(lambda value: str(value) if isinstance(value, bool) else value)
+"""Refuses ``yes``, which would be read as 1. Text is taken: YAML reads 1e-7 as text."""
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """Accepts ``off`` as a word, which YAML reads as False."""
 AS_TEXT = BeforeValidator(lambda value: str(value) if type(value) is int else value)
