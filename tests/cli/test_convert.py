@@ -11,6 +11,7 @@ from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.nnunet.reading import load_model
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
+from unet3d.runs.run_folder import RunFolder
 
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
 
@@ -81,6 +82,15 @@ def test_networks_are_numbered_as_they_are_named(capsys):
         Path(f"models/{old}.pt").rename(f"run/fold{fold}/checkpoint-best.pt")
     assert run("convert", "run", "--to", "nnunet", "-o", "of run") == 0
     assert names_in("of run", "fold_*") == ["fold_1", "fold_4"]
+    # That of a run alone has the fold that the run records.
+    for fold, name in (("none", "fold_all"), (3, "fold_3")):
+        run_folder = RunFolder(Path(f"run of {fold}"))
+        run_folder.create()
+        Path("run/fold1/checkpoint-best.pt").rename(run_folder.best)
+        run_folder.write_data({"fold": fold})
+        assert run("convert", run_folder.path, "--to", "nnunet", "-o", f"model {fold}") == 0
+        assert names_in(f"model {fold}", "fold_*") == [name]
+        run_folder.best.rename("run/fold1/checkpoint-best.pt")
 
 
 def test_postprocessing_that_nnunet_leaves_out_is_named(caplog):

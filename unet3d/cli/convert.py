@@ -81,7 +81,7 @@ def convert(
         if not overwrite and (target.is_symlink() or target.exists()):
             raise ResultExistsError(f"{target} exists; add --overwrite to replace it")
         check_writable(target)
-    from unet3d.nnunet.layout import known_as
+    from unet3d.nnunet.model_files import known_as
     from unet3d.runs.checkpoint import save_checkpoint
 
     for path, target in targets.items():
@@ -100,20 +100,12 @@ def _targets(checkpoints: tuple[Path, ...], folder: Path) -> dict[Path, Path]:
 
 
 def _folds(checkpoints: tuple[Path, ...]) -> list[int | str]:
-    """Return the fold of each network by the name of its file or folder.
+    """Return the fold of each network; where one is not known, or two are of one, their number."""
+    from unet3d.nnunet.model_files import fold_of
 
-    Where a name does not say it, or two are of one, they are counted.
-    """
-    from unet3d.nnunet.layout import fold_named
-
-    found: dict[int | str, None] = {}
-    for path in checkpoints:
-        for name in (path.stem, path.absolute().parent.name):
-            fold = fold_named(name)
-            if fold is not None:
-                found[fold] = None
-                break
-    return list(found if len(found) == len(checkpoints) else range(len(checkpoints)))
+    found = [fold for path in checkpoints if (fold := fold_of(path)) is not None]
+    is_clear = len(set(found)) == len(checkpoints)
+    return found if is_clear else [*range(len(checkpoints))]
 
 
 def _make(folder: Path) -> None:
@@ -126,7 +118,7 @@ def _make(folder: Path) -> None:
 
 
 def _write_model(checkpoints: tuple[Path, ...], output: Path, *, overwrite: bool) -> None:
-    from unet3d.nnunet.layout import known_as
+    from unet3d.nnunet.model_files import known_as
     from unet3d.nnunet.writing import write_model
 
     with working("converting"):

@@ -338,7 +338,7 @@ def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "Parall
 
 def _known(checkpoints: tuple[Path, ...]) -> list[str]:
     """Return what a user knows networks by."""
-    from unet3d.nnunet.layout import known_as
+    from unet3d.nnunet.model_files import known_as
 
     return [str(known_as(path)) for path in checkpoints]
 

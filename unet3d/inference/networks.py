@@ -10,8 +10,8 @@ from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
 from unet3d.inputs.ahead import each_ahead
 from unet3d.inputs.plain_data import is_close, shown
-from unet3d.nnunet.layout import known_as
 from unet3d.nnunet.loading import load_network, network_from_first
+from unet3d.nnunet.model_files import known_as
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
 

@@ -6,7 +6,7 @@ from pickle import UnpicklingError
 
 from unet3d.atomic import temporary_folder
 from unet3d.distributed.group import Group
-from unet3d.nnunet.layout import SUFFIX
+from unet3d.nnunet.model_files import SUFFIX
 from unet3d.runs.checkpoint import Checkpoint, Part, load_checkpoint, save_checkpoint
 from unet3d.runs.tensor_file import read_tensors
 

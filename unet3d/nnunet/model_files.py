@@ -6,24 +6,51 @@ A model of nnU-Net is a folder of its results::
         plans.json  dataset.json
         fold_0/checkpoint_final.pth     fold_1/...     or fold_all/...
 
-or the archive of such folders that ``nnUNetv2_export_model_to_zip`` writes.
+or the archive of such folders that ``nnUNetv2_export_model_to_zip`` writes. These files of an
+archive are unpacked to a temporary folder, which tells ranks, too, what a user has named::
+
+    TEMPORARY/unet3d-archive-1a2b3c4d/
+        archive -> weights/Task.zip
+        files/nnUNetTrainer__nnUNetPlans__3d_fullres/fold_0/checkpoint_final.pth
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from unet3d.errors import CheckpointError, some
-from unet3d.nnunet.archives import archive_of, open_archive
-from unet3d.nnunet.layout import ALL, DATASET, FINAL, PLANS, SUFFIX, fold_named
-from unet3d.runs.finding import checkpoints_in, folds_in
-from unet3d.runs.run_folder import RunFolder, checkpoint_in
+from unet3d.atomic import temporary_folder
+from unet3d.errors import CheckpointError, reason_of, some
+from unet3d.inputs.plain_data import is_printable, printable
+from unet3d.inputs.reading import open_regular
+from unet3d.memory.host import readable
+from unet3d.runs.finding import checkpoints_in
+from unet3d.runs.run_folder import RunFolder
+
+PLANS = "plans.json"
+DATASET = "dataset.json"
+
+SUFFIX = ".pth"
+"""Ends the names that nnU-Net gives to checkpoints, and we do not."""
+
+FINAL = f"checkpoint_final{SUFFIX}"
+"""What a training of nnU-Net ends with, and what it predicts with."""
+
+ALL = "all"
+"""The fold that is trained on every case."""
+
+UNPACKED = "unet3d-archive-"
+"""How the name of a folder begins that an archive is unpacked to."""
+
+MAX_GROWTH = 20
+"""How many times the size of the archive its files may have. Weights hardly shrink when they are
+packed; zeros shrink a thousandfold, and a small archive of them would fill a disk."""
 
 Folds = Sequence[int] | None
 """Numbers of folds; None: all, which are the numbered ones, or else the one on every case."""
-
-Found = TypeVar("Found")
 
 
 def networks_in(
@@ -36,107 +63,125 @@ def networks_in(
     of these within an archive. What is needed of an archive is in a temporary folder until the
     stack is closed; without a stack archives are refused.
     """
-    packed = archive_of(path)
-    if packed is not None:
+    archive = next((one for one in (path, *path.parents) if _is_archive(one)), None)
+    if archive is not None:
         if stack is None:
-            raise CheckpointError(f"{packed[0]} is an archive; unpack it, and name its folder")
-        return _of_archive(*packed, folds, stack)
-    if path.is_dir():
-        model, place = _model_in(path), Path()
-        if model is None and fold_named(path.name) is not None and any(path.glob(f"*{SUFFIX}")):
-            model, place = path.parent, Path(path.name)
-        if model is not None:
-            found = [file.relative_to(model) for file in model.glob(f"fold*/*{SUFFIX}")]
-            return tuple(model / file for file in _of_model(found, place, folds, model))
-        runs = folds_in(path)
-        if folds is not None and runs:
-            return tuple(checkpoint_in(run.path) for run in _chosen(runs, folds, path))
+            raise CheckpointError(f"{archive} is an archive; unpack it, and name its folder")
+        path = _unpacked(archive, stack) / path.relative_to(archive)
+    model = _model_in(path, "*__*__*" if archive is None else "**")
+    if model is not None:
+        return _chosen(_final_ones(model, "fold*/"), folds, model)
+    if fold_named(path.name) is not None and any(path.glob(f"*{SUFFIX}")):
+        return _chosen(_final_ones(path, ""), folds, path)
+    if archive is not None and not path.is_file():
+        raise CheckpointError(
+            f"{known_as(path)} has no {PLANS}, so it is no model of nnU-Net; name an archive that "
+            "nnUNetv2_export_model_to_zip has written, or what is in it"
+        )
     files = checkpoints_in(path)
     if folds is None or not path.exists():  # what is missing is said when it is read
         return files
-    if len(files) == 1:
-        return (_only(files[0], path, folds),)
-    by_fold = {fold: file for file in files if (fold := fold_named(file.stem)) is not None}
-    return tuple(_chosen(by_fold, folds, path))
+    by_fold = {ALL if (fold := fold_of(file)) is None else fold: file for file in files}
+    return _chosen(by_fold, folds, path)
 
 
-def _chosen(known: Mapping[Any, Found], folds: Folds, path: Path) -> list[Found]:
-    """Return what is known of some folds of what a user knows by a path."""
+def known_as(path: Path) -> Path:
+    """Return what a user knows a checkpoint by: of one from an archive, its place there."""
+    for folder in path.parents:
+        if folder.name.startswith(UNPACKED):
+            return Path(os.readlink(folder / "archive"), path.relative_to(folder / "files"))
+    return path
+
+
+def fold_named(name: str) -> int | str | None:
+    """Return the fold that a name such as ``fold_0``, or ``fold0``, is of; None: it is of none."""
+    match = re.fullmatch(f"fold_?([0-9]{{1,4}}|{ALL})", name)
+    if match is None:
+        return None
+    return ALL if match[1] == ALL else int(match[1])
+
+
+def fold_of(file: Path) -> int | str | None:
+    """Return the fold of a checkpoint, as its run records it, or by its name or that of its folder.
+
+    None: nothing says it.
+    """
+    folder = file.absolute().parent
+    recorded = (RunFolder(folder).read_data() or {}).get("fold")
+    if recorded is not None:
+        return recorded if isinstance(recorded, int) else ALL
+    by_name = fold_named(file.stem)
+    return fold_named(folder.name) if by_name is None else by_name
+
+
+def _chosen(known: Mapping[Any, Path], folds: Folds, path: Path) -> tuple[Path, ...]:
+    """Return the checkpoints of some folds of what a user knows by a path."""
     if folds is None:
-        folds = [fold for fold in known if isinstance(fold, int)]
-        return [known[fold] for fold in sorted(folds)] or list(known.values())
+        folds = sorted(fold for fold in known if isinstance(fold, int))
+        return tuple(known[fold] for fold in folds or known)
     missing = [fold for fold in folds if fold not in known]
     if missing:
-        has = some(sorted(known, key=str)) if known else "none"
-        raise CheckpointError(f"{path} has no fold {some(missing)}; it has {has}")
-    return [known[fold] for fold in folds]
+        has = some(sorted(known, key=str))
+        raise CheckpointError(f"{known_as(path)} has no fold {some(missing)}; it has {has}")
+    return tuple(known[fold] for fold in folds)
 
 
-def _only(network: Found, path: Path, folds: Folds, fold: int | str | None = None) -> Found:
-    """Return the only network at a path, which is of one fold, or of none."""
-    folder = path if path.is_dir() else path.absolute().parent
-    recorded = (RunFolder(folder).read_data() or {}).get("fold")
-    if fold is None:
-        fold = recorded if isinstance(recorded, int) else fold_named(folder.name)
-    return _chosen({ALL if fold is None else fold: network}, folds, path)[0]
+def _model_in(path: Path, pattern: str) -> Path | None:
+    """Return the folder of a model that a folder is, or the only one that it has.
 
-
-def _model_in(path: Path) -> Path | None:
-    """Return the folder of a model that a folder is, or the only one that it has."""
+    Where there are others, it is not a model in 2-D or of a cascade.
+    """
     if (path / PLANS).is_file():
         return path
-    return _only_usual([folder.parent for folder in path.glob(f"*__*__*/{PLANS}")], path)
-
-
-def _only_usual(models: Sequence[Path], path: Path) -> Path | None:
-    """Return the only model at a path; where there are others, not of 2-D or of a cascade."""
-    names = ("__2d", "cascade_fullres")
-    usual = [one for one in sorted(models) if not one.name.endswith(names)] or sorted(models)
+    models = sorted(plans.parent for plans in path.glob(f"{pattern}/{PLANS}"))
+    usual = [one for one in models if not one.name.endswith(("__2d", "cascade_fullres"))] or models
     if len(usual) > 1:
-        raise CheckpointError(f"{path} has several models: {some(usual)}; name one of them")
+        several = some([known_as(model) for model in usual])
+        raise CheckpointError(f"{known_as(path)} has several models: {several}; name one of them")
     return usual[0] if usual else None
 
 
-def _of_model(files: Iterable[Path], place: Path, folds: Folds, model: Path) -> list[Path]:
-    """Return the checkpoints at a place in a model: of its folds, of one of them, or itself.
-
-    The files are all checkpoints in its folds. They and the place are relative to the model.
-    """
-    known = sorted(files)
-    final = {fold_named(file.parent.name): file for file in known if file.name == FINAL}
-    final.pop(None, None)
-    if final and place == Path():
-        return _chosen(final, folds, model)
-    for file in (place, place / FINAL):
-        if file in known:
-            return [_only(file, model / place, folds, fold_named(file.parent.name))]
-    others = [model / file for file in known if file.is_relative_to(place)]
-    others = others or [model / file for file in known]
-    instead = f"name what it has: {some(others)}" if others else "train it first"
-    raise CheckpointError(f"there is no {FINAL} in {model / place}; {instead}")
+def _final_ones(path: Path, folders: str) -> dict[int | str | None, Path]:
+    """Return the final checkpoint of each fold of a model, or of one, by the fold."""
+    found = {fold_named(file.parent.name): file for file in path.glob(f"{folders}{FINAL}")}
+    found.pop(None, None)
+    if not found:
+        others = sorted(known_as(file) for file in path.glob(f"{folders}*{SUFFIX}"))
+        instead = f"name what it has: {some(others)}" if others else "train it first"
+        raise CheckpointError(f"there is no {FINAL} in {known_as(path)}; {instead}")
+    return found
 
 
-def _of_archive(path: Path, inside: Path, folds: Folds, stack: ExitStack) -> tuple[Path, ...]:
-    """Unpack what a prediction needs of an archive, and return the checkpoints."""
-    with open_archive(path) as archive:
-        folders = [name.parent for name in archive.names if name.name == PLANS]
-        around = [
-            one for one in folders if one.is_relative_to(inside) or inside.is_relative_to(one)
-        ]
-        known_as = _only_usual([path / folder for folder in around], path)
-        if known_as is None:
-            raise CheckpointError(
-                f"{path / inside} has no {PLANS}, so it is no model of nnU-Net; name an archive "
-                "that nnUNetv2_export_model_to_zip has written"
-            )
-        model = known_as.relative_to(path)
-        files = [
-            name.relative_to(model)
-            for name in archive.names
-            if name.suffix == SUFFIX and name.parent.parent == model and name.parent != model
-        ]
-        place = inside.relative_to(model) if inside.is_relative_to(model) else Path()
-        chosen = [model / name for name in _of_model(files, place, folds, known_as)]
-        described = [model / name for name in (PLANS, DATASET) if model / name in archive.names]
-        folder = archive.unpack([*described, *chosen], stack)
-    return tuple(folder / name for name in chosen)
+def _is_archive(path: Path) -> bool:
+    return path.suffix.lower() == ".zip" and path.is_file()
+
+
+def _unpacked(path: Path, stack: ExitStack) -> Path:
+    """Unpack the files of models to a temporary folder, which the stack removes; return it."""
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            members = [
+                member
+                for member in archive.infolist()
+                if is_printable(member.filename)
+                and PurePosixPath(member.filename).suffix in (".json", SUFFIX)
+            ]
+            size, needed = path.stat().st_size, sum(member.file_size for member in members)
+            if needed > MAX_GROWTH * size:
+                raise CheckpointError(
+                    f"{path} has {readable(size)}, and {readable(needed)} unpacked, as no weights "
+                    "have; if that is right, unpack it yourself and name its folder"
+                )
+            folder = stack.enter_context(temporary_folder(UNPACKED))
+            (folder / "archive").symlink_to(path)
+            archive.extractall(folder / "files", members)  # no name leads out of the folder
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot unpack {path}: {reason_of(error)}; TMPDIR may name a folder with more space"
+        ) from error
+    except Exception as error:  # of the many that a damaged file leads to, few are documented
+        reason = printable(str(error), 200) or type(error).__name__
+        raise CheckpointError(f"{path} is damaged: {reason}; copy it again") from error
+    return folder / "files"

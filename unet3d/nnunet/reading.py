@@ -18,7 +18,7 @@ from unet3d.datasets.naming import Labels, channel_names, read_labels
 from unet3d.errors import CheckpointError, ConfigError, DatasetError
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
-from unet3d.nnunet.layout import DATASET, PLANS, known_as
+from unet3d.nnunet.model_files import DATASET, PLANS, known_as
 from unet3d.nnunet.plans import Axis, read_plan
 from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from unet3d.atomic import new_folder, remove_leftovers
 from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.layout import DATASET, FINAL, PLANS
+from unet3d.nnunet.model_files import DATASET, FINAL, PLANS
 from unet3d.nnunet.terms import NETWORKS, READERS, SCHEMES, THICK
 from unet3d.nnunet.trainers import USUAL
 from unet3d.nnunet.weights import to_nnunet, with_all_names
@@ -32,8 +32,8 @@ def write_model(
 ) -> None:
     """Write the folder of a model, which appears whole or not at all.
 
-    Folds of one training have numbers, or are :data:`~unet3d.nnunet.layout.ALL`. Only a model is
-    replaced, where that is allowed, with all that is in its folder.
+    Folds of one training have numbers, or are ``all``. Only a model is replaced, where that is
+    allowed, with all that is in its folder.
     """
     with suppress(OSError):
         remove_leftovers(folder.absolute().parent)  # a killed process may have moved it aside
