@@ -7,9 +7,8 @@ here, where every step goes forward and nothing reaches beyond the file.
 
 import mmap
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import DICOM_MARK, DICOM_MARK_AT
@@ -33,22 +32,15 @@ SHORT_VRS = set(b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US
 
 MAX_VALUE_BYTES = 2**12
 
-REMEDY = "move it out of the folder, or export the series again"
+REMEDY = "it is damaged or incomplete, move it out of the folder, or export the series again"
 
 
-class DicomElements(NamedTuple):
-    """What was asked for of a DICOM file, and where its pixels are."""
+def read_elements(path: Path, tags: Collection[str]) -> tuple[str, dict[str, bytes], slice]:
+    """Read the elements with these tags, in hexadecimal digits, of which none is empty.
 
-    syntax: str
-    """UID of the transfer syntax."""
-    values: Mapping[int, bytes]
-    """The beginning of each value that is there, by its tag."""
-    pixels: slice | None
-    """Bytes of the file with the pixels, or with their compressed fragments as items."""
-
-
-def read_elements(path: Path, tags: Collection[int]) -> DicomElements:
-    """Read the elements with these tags, all of which stand before the pixels."""
+    Returns the UID of the transfer syntax; the beginning of each value; and which bytes of the file
+    are the pixels or their compressed fragments, none where there are no pixels.
+    """
     try:
         with (
             open_regular(path) as file,
@@ -58,11 +50,12 @@ def read_elements(path: Path, tags: Collection[int]) -> DicomElements:
     except OSError as error:
         raise VolumeError(f"cannot read {path}: {reason_of(error)}; {REMEDY}") from error
     except (ValueError, struct.error, RecursionError) as error:
-        reason = str(error) if type(error) is ValueError else "it ends in the middle of its header"
-        raise VolumeError(f"cannot read {path} as a slice: {reason}; {REMEDY}") from error
+        raise VolumeError(f"cannot read the header of {path}; {REMEDY}") from error
 
 
-def _elements(path: Path, content: mmap.mmap, tags: Collection[int]) -> DicomElements:
+def _elements(
+    path: Path, content: mmap.mmap, tags: Collection[str]
+) -> tuple[str, dict[str, bytes], slice]:
     place = DICOM_MARK_AT + len(DICOM_MARK)
     syntax = ""
     while content[place : place + 2] == b"\x02\x00":
@@ -74,14 +67,14 @@ def _elements(path: Path, content: mmap.mmap, tags: Collection[int]) -> DicomEle
             f"{path} is compressed or stored in a way that cannot be read here (transfer syntax "
             f"{printable(syntax) or 'not named'}); decompress the series, as with gdcmconv --raw"
         )
-    values: dict[int, bytes] = {}
+    values: dict[str, bytes] = {}
     while place < len(content):
         tag, start, place = _element(content, place, is_explicit=syntax != IMPLICIT)
-        if tag in tags:
-            values.setdefault(tag, content[start : min(place, start + MAX_VALUE_BYTES)])
+        if f"{tag:08X}" in tags and place > start:
+            values.setdefault(f"{tag:08X}", content[start : min(place, start + MAX_VALUE_BYTES)])
         if tag == PIXEL_DATA:
-            return DicomElements(syntax, values, slice(start, place))
-    return DicomElements(syntax, values, None)
+            return syntax, values, slice(start, place)
+    return syntax, values, slice(0, 0)
 
 
 def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, int, int]:
@@ -96,13 +89,13 @@ def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, in
         elif vr in SHORT_VRS:
             length >>= 16
         else:
-            raise ValueError(f"it is damaged at byte {place}")
+            raise ValueError("there is no such type of values")
     if length == UNDEFINED:
         # A value of an unknown type has its elements without types.
         inside = is_explicit and vr != b"UN"
         return tag, start, _end(content, start, inside, ITEM_END if tag == ITEM else SEQUENCE_END)
     if start + length > len(content):
-        raise ValueError(f"it ends within the {length} bytes of element {tag:08x}")
+        raise ValueError("a value reaches beyond the end of the file")
     return tag, start, start + length
 
 
