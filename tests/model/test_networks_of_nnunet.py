@@ -12,8 +12,7 @@ from tests.reference_network import Reference
 from unet3d.kernels import recompute
 from unet3d.kernels.conv import api, slabs
 from unet3d.model import UNet3d
-from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.weights import from_nnunet, of_plan
+from unet3d.nnunet.weights import Axes, from_nnunet, of_plan
 
 TOLERANCE = 1e-10
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]

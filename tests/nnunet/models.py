@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from unet3d.model import Topology, UNet3d
-from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.weights import to_nnunet, with_all_names
+from unet3d.nnunet.weights import Axes, to_nnunet, with_all_names
 
 KWARGS = {
     "n_stages": 3,

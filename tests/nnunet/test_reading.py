@@ -27,10 +27,9 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
-from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.nnunet.reading import load_model
-from unet3d.nnunet.weights import to_nnunet
+from unet3d.nnunet.weights import Axes, to_nnunet
 from unet3d.runs import tensor_file
 from unet3d.runs.checkpoint import save_checkpoint
 

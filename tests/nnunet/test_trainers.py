@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unet3d.nnunet.trainers import keeps_network
+from unet3d.nnunet.reading import keeps_network
 
 
 def test_trainers_that_only_train_are_told_from_others():

@@ -9,8 +9,7 @@ from torch import nn
 
 from tests.nnunet.models import TOPOLOGY, assert_equal, their_network
 from unet3d.model import Topology, UNet3d
-from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.weights import from_nnunet, of_plan, to_nnunet, with_all_names
+from unet3d.nnunet.weights import Axes, from_nnunet, of_plan, to_nnunet, with_all_names
 
 PLAIN = replace(TOPOLOGY, units=(1, 2, 3), norm_eps=1e-3, negative_slope=0.2)
 RESIDUAL = Topology(

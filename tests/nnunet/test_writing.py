@@ -110,8 +110,6 @@ def test_regions_keep_their_order(tmp_path):
         (trained(label_values=(0, 1, 5)), "without a gap, and these 0, 1, 5"),
         (trained(ignore_value=7), "its ignore label follows the highest one, 2, and this is 7"),
         (replace(trained(), topology=GROUPS), "instance normalisation, and this is group"),
-        # nnU-Net takes [1] for 1, and so would want a head for the background.
-        (of_regions((1,), (2,)), "regions if one has several values"),
     ],
 )
 def test_what_nnunet_cannot_do_is_refused(tmp_path, checkpoint, message):

@@ -6,59 +6,58 @@ refused by name. Axes of the plan become those of a file.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from unet3d.config import Shape, Spacing
 from unet3d.inputs.plain_data import at_most, printable, shown, validated
 from unet3d.model import Topology
 from unet3d.model.topology import MOST_LEVELS, stated_kernels
-from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.terms import NETWORKS, READERS, SCHEMES, THICK, Network, Reader, Resampling
-from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.nnunet.weights import Axes
+from unet3d.preparation.normalization import ChannelNormalization, Kind
 from unet3d.preparation.resample import Interpolation
 
 LEAST_STD = 1e-8
 """What nnU-Net divides intensities by at least."""
 
+SCHEMES: Mapping[tuple[str, bool], Kind] = {
+    ("CTNormalization", False): "ct",
+    ("ZScoreNormalization", False): "z-score",
+    ("ZScoreNormalization", True): "z-score-inside",
+    ("NoNormalization", False): "none",
+    ("RescaleTo01Normalization", False): "rescale",
+    ("RGBTo01Normalization", False): "rgb",
+}
+"""The normalisation that a scheme is, by its name and whether it is masked. Where there is none
+that is masked, nnU-Net does without."""
+
+THICK: Mapping[bool | None, Literal["auto", "always", "never"]] = {
+    None: "auto",
+    True: "always",
+    False: "never",
+}
+"""When slices are resampled one by one, by ``force_separate_z``."""
+
 Level = TypeVar("Level")
 
-Number = Annotated[float, Field(ge=-1e38, le=1e38)]
+
+# A class's name without the modules that it is in.
+_LAST = BeforeValidator(lambda name: name.rpartition(".")[2] if isinstance(name, str) else name)
+
+Number = Annotated[float, Field(ge=-1e38, le=1e38, allow_inf_nan=False)]
 Axis = Annotated[int, Field(ge=0, le=2, strict=True)]
 PerLevel = Annotated[tuple[Level, ...], Field(min_length=1), at_most(MOST_LEVELS)]
-
-
-def _last(name: object) -> object:
-    """Return a class's name without the modules that it is in."""
-    return name.rpartition(".")[2] if isinstance(name, str) else name
-
-
-def _triple(value: object) -> object:
-    return (value,) * 3 if type(value) is int else value
-
-
-Triple = Annotated[tuple[int, int, int], BeforeValidator(_triple)]
+Triple = tuple[int, int, int]
 
 
 class _Intensities(BaseModel):
     """Statistics of the labelled voxels of a CT."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
-
     mean: Number
-    std: Annotated[float, Field(ge=0, le=1e38)]
+    std: Annotated[Number, Field(ge=0)]
     percentile_00_5: Number
     percentile_99_5: Number
-
-    @model_validator(mode="after")
-    def _is_in_order(self) -> Self:
-        if self.percentile_00_5 > self.percentile_99_5:
-            raise ValueError(
-                f"has a percentile_00_5 of {self.percentile_00_5:g}, above its percentile_99_5 of "
-                f"{self.percentile_99_5:g}"
-            )
-        return self
 
 
 class _Arguments(BaseModel):
@@ -80,8 +79,6 @@ class _LogitResampling(_Resampling):
 
 class _Norm(_Arguments):
     affine: Literal[True]
-    track_running_stats: Literal[False] = False
-    momentum: Any = None
     eps: float = 1e-5
 
 
@@ -95,53 +92,23 @@ class _Network(_Arguments):
     features_per_stage: PerLevel[int]
     kernel_sizes: PerLevel[Triple]
     strides: PerLevel[Triple]
-    n_conv_per_stage: PerLevel[int] | None = None
-    n_blocks_per_stage: PerLevel[int] | None = None
+    n_conv_per_stage: PerLevel[int] = Field(
+        validation_alias=AliasChoices("n_conv_per_stage", "n_blocks_per_stage")
+    )
     n_conv_per_stage_decoder: PerLevel[int]
     conv_bias: bool = False
-    conv_op: Literal["Conv3d"]
-    norm_op: Literal["InstanceNorm3d"]
+    conv_op: Annotated[Literal["Conv3d"], _LAST]
+    norm_op: Annotated[Literal["InstanceNorm3d"], _LAST]
     norm_op_kwargs: _Norm
-    nonlin: Literal["LeakyReLU"]
+    nonlin: Annotated[Literal["LeakyReLU"], _LAST]
     nonlin_kwargs: _Activation | None = None
-    nonlin_first: Literal[False, None] = None
-    pool: Literal["conv"] = "conv"
-    pool_type: Literal["conv"] = "conv"
-    block: Literal["BasicBlockD", None] = None
-    bottleneck_channels: None = None
-    squeeze_excitation: Literal[False, None] = None
-    disable_default_stem: Literal[False, None] = None
-    stem_channels: Any = None
-    squeeze_excitation_reduction_ratio: Any = None
     dropout_op: Any = None
     dropout_op_kwargs: Any = None
     deep_supervision: Any = None
-    stochastic_depth_p: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out(cls, given: Any) -> Any:
-        """Shorten names of classes, and repeat what is said once for all levels."""
-        if not isinstance(given, dict):
-            return given
-        found, levels = {key: _last(value) for key, value in given.items()}, given.get("n_stages")
-        if type(levels) is int and 0 < levels <= MOST_LEVELS:
-            for key in ("kernel_sizes", "strides", *(key for key in found if "_per_stage" in key)):
-                if type(found.get(key)) is int:
-                    found[key] = [found[key]] * (levels - key.endswith("decoder"))
-        return found
-
-    @model_validator(mode="after")
-    def _has_the_usual_stem(self) -> Self:
-        if self.stem_channels not in (None, self.features_per_stage[0]):
-            raise ValueError(
-                f"has stem_channels {shown(self.stem_channels)}, unlike its first level"
-            )
-        return self
 
 
 class _Architecture(BaseModel):
-    network_class_name: Annotated[Network, BeforeValidator(_last)]
+    network_class_name: Annotated[Literal["PlainConvUNet", "ResidualEncoderUNet"], _LAST]
     arch_kwargs: _Network
 
 
@@ -151,7 +118,9 @@ class _Said(BaseModel):
     patch_size: Shape
     spacing: Spacing
     transpose_forward: tuple[Axis, Axis, Axis] = (0, 1, 2)
-    image_reader_writer: Reader = "SimpleITKIO"
+    image_reader_writer: Literal[
+        "SimpleITKIO", "NibabelIO", "Tiff3DIO", "NibabelIOWithReorient", "SimpleITKIOWithReorient"
+    ] = "SimpleITKIO"
     label_manager: Literal["LabelManager"] = "LabelManager"
     preprocessor_name: Literal["DefaultPreprocessor"] = "DefaultPreprocessor"
     normalization_schemes: Annotated[tuple[str, ...], Field(min_length=1), at_most(2**14)]
@@ -163,9 +132,11 @@ class _Said(BaseModel):
             "foreground_intensity_properties_by_modality",
         ),
     )
-    resampling_fn_data: Resampling = "resample_data_or_seg_to_shape"
+    resampling_fn_data: Literal["resample_data_or_seg_to_shape"] = "resample_data_or_seg_to_shape"
     resampling_fn_data_kwargs: _Resampling
-    resampling_fn_probabilities: Resampling = "resample_data_or_seg_to_shape"
+    resampling_fn_probabilities: Literal["resample_data_or_seg_to_shape"] = (
+        "resample_data_or_seg_to_shape"
+    )
     resampling_fn_probabilities_kwargs: _LogitResampling
     architecture: _Architecture
 
@@ -207,22 +178,14 @@ def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) ->
             f"transpose_forward is {shown(said.transpose_forward)}; it needs each axis"
         )
     axes, channels = Axes.of(said.transpose_forward), _channels(said)
-    topology = _topology(said.architecture, axes, len(channels), num_classes)
-    size = axes.from_network(said.patch_size)
-    for axis, voxels, step in zip("XYZ", size, topology.total_stride, strict=True):
-        if voxels % step:
-            raise ValueError(
-                f"its patch has {voxels} voxels along {axis}, which its strides of {step} do not "
-                "divide"
-            )
     return Plan(
         axes=axes,
-        patch_size=size,
+        patch_size=axes.from_network(said.patch_size),
         spacing_mm=axes.from_network(said.spacing),
         channels=channels,
         interpolation=_interpolation(said),
-        orientation=READERS[said.image_reader_writer],
-        topology=topology,
+        orientation="ras" if said.image_reader_writer.endswith("WithReorient") else "stored",
+        topology=_topology(said.architecture, axes, len(channels), num_classes),
     )
 
 
@@ -264,15 +227,14 @@ def _channels(said: _Said) -> tuple[ChannelNormalization, ...]:
             channels.append(ChannelNormalization(kind=kind, least_std=LEAST_STD))
             continue
         ct = validated(_Intensities, said.statistics.get(str(channel), {}))
-        channels.append(
-            ChannelNormalization(
-                kind=kind,
-                low=ct.percentile_00_5,
-                high=ct.percentile_99_5,
-                mean=ct.mean,
-                std=max(ct.std, LEAST_STD),
+        low, high = ct.percentile_00_5, ct.percentile_99_5
+        if low > high:
+            raise ValueError(
+                f"channel {channel} has a percentile_00_5 of {low:g}, above its percentile_99_5 "
+                f"of {high:g}"
             )
-        )
+        std = max(ct.std, LEAST_STD)
+        channels.append(ChannelNormalization(kind=kind, low=low, high=high, mean=ct.mean, std=std))
     return tuple(channels)
 
 
@@ -292,18 +254,17 @@ def _interpolation(said: _Said) -> Interpolation:
 def _topology(
     architecture: _Architecture, axes: Axes, in_channels: int, num_classes: int
 ) -> Topology:
-    encoder, network = NETWORKS[architecture.network_class_name], architecture.arch_kwargs
-    units = network.n_conv_per_stage if encoder == "plain" else network.n_blocks_per_stage
+    is_plain, network = architecture.network_class_name == "PlainConvUNet", architecture.arch_kwargs
     topology = validated(
         Topology,
         {
             "in_channels": in_channels,
             "num_classes": num_classes,
-            "encoder": encoder,
+            "encoder": "plain" if is_plain else "residual",
             "channels": network.features_per_stage,
             "strides": [axes.from_network(stride) for stride in network.strides],
             "kernels": [axes.from_network(kernel) for kernel in network.kernel_sizes],
-            "units": units,
+            "units": network.n_conv_per_stage,
             "decoder_units": network.n_conv_per_stage_decoder[::-1],
             "upsampling_bias": network.conv_bias,
             "norm": "instance",
@@ -324,12 +285,10 @@ def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "network_class_name": found.get("UNet_class_name"),
         "arch_kwargs": {
-            "n_stages": len(units),
             "features_per_stage": [min(base * 2**level, most) for level in range(len(units[:32]))],
             "strides": found.get("pool_op_kernel_sizes"),
             "kernel_sizes": found.get("conv_kernel_sizes"),
             "n_conv_per_stage": units,
-            "n_blocks_per_stage": units,
             "n_conv_per_stage_decoder": found.get("n_conv_per_stage_decoder"),
             "conv_bias": True,
             "conv_op": "Conv3d",

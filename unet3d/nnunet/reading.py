@@ -6,7 +6,10 @@ shapes are compared with the plan before a weight is read.
 """
 
 import json
+import logging
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,25 @@ from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.nnunet.model_files import DATASET, PLANS, known_as
 from unet3d.nnunet.plans import Axis, read_plan
-from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, Part, explained
 from unet3d.runs.network_weights import refuse_non_finite
 from unet3d.runs.tensor_file import own_tensors, read_tensors
 
+logger = logging.getLogger(__name__)
+
 STEP = 0.5
 """Of nnU-Net's windows, in windows."""
+
+_KEEPS_NETWORK = re.compile(
+    r"nnUNet_?Trainer(Benchmark|noDataLoading|[0-9]+ep(ochs?)?"
+    r"|DA5|(DA)?(Seg)?[oO]rd0|noDummy2DDA|NoDA|NoMirroring|onlyMirror01"
+    r"|warmup|CosAnneal|(Vanilla)?Ada[mn]|[0-9]en[0-9]"
+    r"|Dice|CE|Top[kK]10|LS01|Loss|noSmooth|NoDeepSupervision"
+    r"|probabilisticOversampling|0[0-9]{2}|BS[0-9]+|_)*"
+)
+"""What the names of nnU-Net's trainers are made of that change only the training."""
 
 
 class _Arguments(BaseModel):
@@ -142,3 +155,21 @@ def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
     if not labels.regions and values != list(range(len(values))):
         raise ValueError("its labels are not 0, 1, 2, ... without a gap")
     return labels
+
+
+def keeps_network(trainer: str) -> bool:
+    """Return whether a trainer, by its name, is one of nnU-Net's that keep the plan's network."""
+    return _KEEPS_NETWORK.fullmatch(trainer) is not None
+
+
+@cache  # a model has several folds, and each of them is read more than once
+def warn_of_trainer(trainer: str, model: str) -> None:
+    """Say that a model may need another network than its plan describes; once for each."""
+    if not keeps_network(trainer):
+        logger.warning(
+            "%s was trained by %s, which nnU-Net does not have: if it changes what the plan says "
+            "of the network, such as the activation, the segmentations are wrong; compare one with "
+            "that of nnU-Net",
+            model,
+            trainer,
+        )

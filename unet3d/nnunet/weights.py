@@ -1,4 +1,4 @@
-"""The parameters of a network by nnU-Net's names and by ours.
+"""The parameters of a network by nnU-Net's names and by ours, and the order of their axes.
 
 The networks compute the same but for the order of sums:
 
@@ -11,14 +11,15 @@ The networks compute the same but for the order of sums:
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unet3d.inputs.plain_data import printable
 from unet3d.model import Topology, UNet3d
-from unet3d.nnunet.axes import Axes
 from unet3d.runs.network_weights import compare_tensors
 
 _WRAPPED = ("module.", "_orig_mod.")
@@ -30,6 +31,41 @@ _REPEATED = (
     (re.compile(r"\.all_modules\.[0-9]\."), ".norm."),  # there may be a dropout between them
 )
 """Names that a parameter has besides its own, and what is in their place in that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Which axis of nnU-Net's network each axis of a file is, the fastest in the file first.
+
+    nnU-Net's networks take (Z, Y, X) of a file, transposed; ours (X, Y, Z).
+    """
+
+    order: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, transpose_forward: Sequence[int]) -> "Axes":
+        """Return the order of a plan: which axis of the array (Z, Y, X) each of its own is."""
+        x, y, z = (list(transpose_forward).index(2 - axis) for axis in range(3))
+        return cls(order=(x, y, z))
+
+    def from_network(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Return what is said of the network's axes in the order of the file's."""
+        x, y, z = (values[axis] for axis in self.order)
+        return (x, y, z)
+
+    def to_network(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Return what is said of a file's axes in the order of the network's."""
+        return self.inverse.from_network(values)
+
+    @property
+    def inverse(self) -> "Axes":
+        """Which axis of a file each axis of the network is."""
+        x, y, z = (self.order.index(axis) for axis in range(3))
+        return Axes(order=(x, y, z))
+
+    def kernel(self, weight: Tensor) -> Tensor:
+        """Return a kernel, shape (O, I, ...), with its axes in the order of the file's."""
+        return weight.permute(0, 1, *(2 + axis for axis in self.order))
 
 
 def from_nnunet(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:

@@ -4,15 +4,13 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from unet3d.atomic import new_folder, remove_leftovers
 from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
-from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.model_files import DATASET, FINAL, PLANS
-from unet3d.nnunet.terms import NETWORKS, READERS, SCHEMES, THICK
-from unet3d.nnunet.trainers import USUAL
-from unet3d.nnunet.weights import to_nnunet, with_all_names
+from unet3d.nnunet.plans import SCHEMES, THICK
+from unet3d.nnunet.weights import Axes, to_nnunet, with_all_names
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
@@ -23,8 +21,6 @@ PLANS_NAME = "nnUNetPlans"
 
 NOT_TRANSPOSED = [0, 1, 2]
 AXES = Axes.of(NOT_TRANSPOSED)
-
-Term = TypeVar("Term")
 
 
 def write_model(
@@ -91,18 +87,13 @@ def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any
         "_best_ema": None,
         "current_epoch": 0,
         "init_args": arguments,
-        "trainer_name": USUAL,
+        "trainer_name": "nnUNetTrainer",
         "inference_allowed_mirroring_axes": tuple(mirrored) or None,
     }
 
 
 def _refused(why: str) -> CheckpointError:
     return CheckpointError(f"nnU-Net cannot predict with this network: {why}")
-
-
-def _term(terms: Mapping[Term, str], meaning: str) -> Term:
-    """Return nnU-Net's first term of that meaning."""
-    return next(term for term, known in terms.items() if known == meaning)
 
 
 def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -117,13 +108,15 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
         raise _refused("it crops images to what is not zero, and this network takes all of them")
     spacing = AXES.to_network(preprocessing.spacing_mm)
     size = AXES.to_network(checkpoint.patch_size)
-    schemes = [_term(SCHEMES, channel.kind) for channel in preprocessing.channels]
+    scheme_of = {kind: scheme for scheme, kind in SCHEMES.items()}
+    schemes = [scheme_of[channel.kind] for channel in preprocessing.channels]
+    is_turned = preprocessing.orientation == "ras"
     return {
         "dataset_name": "Dataset001_unet3d",
         "plans_name": PLANS_NAME,
         "original_median_spacing_after_transp": spacing,
         "original_median_shape_after_transp": size,
-        "image_reader_writer": _term(READERS, preprocessing.orientation),
+        "image_reader_writer": "NibabelIOWithReorient" if is_turned else "SimpleITKIO",
         "transpose_forward": NOT_TRANSPOSED,
         "transpose_backward": NOT_TRANSPOSED,
         "experiment_planner_used": "unet3d",
@@ -170,7 +163,7 @@ def _resampling(how: Interpolation) -> dict[str, Any]:
             "is_seg": is_label,
             "order": order,
             "order_z": across,
-            "force_separate_z": _term(THICK, how.thick),
+            "force_separate_z": {thick: flag for flag, thick in THICK.items()}[how.thick],
         }
     return found
 
@@ -178,8 +171,9 @@ def _resampling(how: Interpolation) -> dict[str, Any]:
 def _architecture(checkpoint: Checkpoint) -> dict[str, Any]:
     topology = checkpoint.topology
     levels = range(topology.num_levels)
-    units = "n_blocks_per_stage" if topology.encoder == "residual" else "n_conv_per_stage"
-    name = _term(NETWORKS, topology.encoder)
+    name, units = "PlainConvUNet", "n_conv_per_stage"
+    if topology.encoder == "residual":
+        name, units = "ResidualEncoderUNet", "n_blocks_per_stage"
     return {
         "network_class_name": f"dynamic_network_architectures.architectures.unet.{name}",
         "arch_kwargs": {
@@ -216,10 +210,6 @@ def _dataset(preprocessing: Preprocessing) -> dict[str, Any]:
         "file_ending": ".nii.gz",
     }
     if preprocessing.regions:
-        if all(len(region.values) == 1 for region in preprocessing.regions):
-            raise _refused(
-                "its labels are regions if one has several values, and each of these has one value"
-            )
         labels |= {region.name: list(region.values) for region in preprocessing.regions}
         found["regions_class_order"] = [region.written for region in preprocessing.regions]
     else:
