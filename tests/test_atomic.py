@@ -17,7 +17,6 @@ from unet3d.atomic import (
     _HOST,
     PREFIX,
     append,
-    creating,
     make_folder,
     new_folder,
     remove_leftovers,
@@ -38,7 +37,7 @@ def write_many(path):
 
 
 def create(path, text="new"):
-    with creating(path) as unfinished:
+    with replacing(path, may_exist=False) as unfinished:
         unfinished.write_text(text)
 
 
@@ -169,7 +168,7 @@ MAKERS = {
 @pytest.mark.parametrize("kind", MAKERS)
 def test_what_has_the_name_is_never_replaced(tmp_path, kind):
     path = tmp_path / "a.nii.gz"
-    with pytest.raises(FileExistsError), creating(path) as unfinished:
+    with pytest.raises(FileExistsError), replacing(path, may_exist=False) as unfinished:
         assert unfinished.name.endswith(".nii.gz")
         unfinished.write_text("new")
         MAKERS[kind](path)  # It comes while we write, so asking before would not have helped.
@@ -186,7 +185,7 @@ def test_of_many_writers_of_a_new_file_one_wins(tmp_path):
 
     def write(index):
         with suppress(FileExistsError):
-            with creating(path) as unfinished:
+            with replacing(path, may_exist=False) as unfinished:
                 unfinished.write_text(str(index))
                 start.wait()
             outcomes.append(str(index))
@@ -198,26 +197,6 @@ def test_of_many_writers_of_a_new_file_one_wins(tmp_path):
         thread.join()
     assert [path.read_text()] == outcomes
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_link_whose_answer_was_lost_counts(tmp_path, monkeypatch):
-    link = os.link
-
-    def lose_the_answer(source, target):
-        link(source, target)
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-
-    monkeypatch.setattr(os, "link", lose_the_answer)
-    create(tmp_path / "file")
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
-
-
-def test_a_name_that_was_taken_in_vain_is_given_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "link", fail)
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        create(tmp_path / "file")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_of_that_name_is_kept(tmp_path):
@@ -331,9 +310,9 @@ def left_by_a_killed_process(work, *arguments):
 
 
 def write_until_killed(path):
-    with suppress(FileNotFoundError), creating(path) as unfinished:
+    with suppress(FileNotFoundError), replacing(path) as unfinished:
         unfinished.write_text("half")
-        with new_folder(path.parent / "folder") as other, temporary_folder("unet3d-test-") as third:
+        with new_folder(path.parent / "folder") as other, temporary_folder("test") as third:
             for folder in (other, third):
                 (folder / "file").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -344,13 +323,13 @@ def test_what_a_killed_process_has_left_goes_when_the_next_one_writes_there(tmp_
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     left_by_a_killed_process(write_until_killed, tmp_path / "file")
-    (left,) = (tmp_path / "temporary").glob("unet3d*")
+    (left,) = (tmp_path / "temporary").iterdir()
     assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
     write_one(tmp_path / "another")
     assert {path.name for path in tmp_path.iterdir()} == {"another", "temporary"}
-    with temporary_folder("unet3d-test-") as folder:
+    with temporary_folder("test") as folder:
         assert not left.exists() and folder.exists()
-    assert not list((tmp_path / "temporary").glob("unet3d*"))
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def replace_until_killed(path, number):

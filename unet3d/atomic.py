@@ -1,14 +1,7 @@
 """Files and folders that are the old ones or the new ones at every moment, never half of either.
 
 Everything is written beside its final name, flushed to the disk, and only then renamed. The folder
-is flushed last, because a rename is lost in a power cut until then::
-
-    write_atomically    a file, written through an open binary file
-    replacing           a file, written by whatever takes a path
-    creating            the same, unless a file has the name by then
-    new_folder          a folder with all that is in it, also in place of another
-    temporary_folder    a folder that is never published
-    append              a line behind others
+is flushed last, because a rename is lost in a power cut until then.
 
 What is not published goes with its process. Until then the process has a lock on it, which the
 system releases even after SIGKILL, and the next process that writes to the same folder deletes what
@@ -21,7 +14,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 import uuid
@@ -34,7 +26,7 @@ from typing import IO
 from unet3d.interruption import at_sudden_end, postponed_interruption
 
 PREFIX = ".unfinished-"
-"""How the names of files and folders begin that are to be published."""
+"""How the names of files and folders begin that are to be published, or to be deleted."""
 
 REPLACED = ".replaced-"
 """How the name of a folder begins that holds one which is being replaced."""
@@ -47,7 +39,12 @@ ELSEWHERE_SECONDS = 24 * 3600.0
 
 _HOST = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
 
-_swept: set[tuple[Path, str]] = set()
+_NAME = re.compile(
+    f"({re.escape(PREFIX)}|{re.escape(REPLACED)})([0-9a-f]{{8}})[0-9a-f]{{24}}(-.*)?"
+)
+"""A temporary name of ours; the second group is the machine that it was given on."""
+
+_swept: set[Path] = set()
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -57,33 +54,21 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
     """Replace a file with the one that is written to the name that this yields, in the same folder.
 
-    A device or a pipe is never replaced. Where OSError is raised the old file is in its place, but
-    if the folder cannot be flushed, which comes last.
+    A device or a pipe is never replaced. If no file may exist, FileExistsError is raised where one
+    has the name by then: of several writers at once, the first wins.
     """
     with _unfinished(path, Path.touch) as unfinished:
         yield unfinished
         _flush(unfinished)
-        with suppress(FileNotFoundError):
-            mode = path.lstat().st_mode
-            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+        if not may_exist:
+            _link(unfinished, path)
+        else:
+            if os.path.lexists(path) and not (path.is_symlink() or path.is_file() or path.is_dir()):
                 raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        os.replace(unfinished, path)
-    _flush(path.absolute().parent)
-
-
-@contextmanager
-def creating(path: Path) -> Iterator[Path]:
-    """Make a file as :func:`replacing` does, but raise FileExistsError where there is one by then.
-
-    The file system decides that in the end: of several writers at once, the first wins.
-    """
-    with _unfinished(path, Path.touch) as unfinished:
-        yield unfinished
-        _flush(unfinished)
-        _link(unfinished, path)
+            os.replace(unfinished, path)
     _flush(path.absolute().parent)
 
 
@@ -116,17 +101,17 @@ def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
     with ExitStack() as stack:
         if replace and path.is_dir():
             # A folder cannot be renamed onto another.
-            aside = stack.enter_context(_temporary(parent, REPLACED, "", Path.mkdir))
+            aside = stack.enter_context(_temporary(parent, Path.mkdir, prefix=REPLACED))
             os.rename(path, aside / path.name)
         os.rename(folder, path)
         _flush(parent)
 
 
 @contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
+def temporary_folder(name: str) -> Iterator[Path]:
     """Make a folder for temporary files that only this user can open, and delete it in the end."""
     place = Path(tempfile.gettempdir())
-    with _temporary(place, prefix, "", lambda path: path.mkdir(0o700)) as folder:
+    with _temporary(place, lambda path: path.mkdir(0o700), f"-{name}") as folder:
         yield folder
 
 
@@ -159,48 +144,39 @@ def locked(path: Path) -> Iterator[os.stat_result]:
         os.close(descriptor)
 
 
-def remove_leftovers(
-    folder: Path, prefix: str = PREFIX, elsewhere_s: float = ELSEWHERE_SECONDS
-) -> None:
+def remove_leftovers(folder: Path, elsewhere_s: float = ELSEWHERE_SECONDS) -> None:
     """Delete what processes have left in a folder that were killed, or put back what they replaced.
 
     What other users own, or a living process has a lock on, stays; so does what has another name.
     Locks of other machines may not be seen here, so what was made there stays for some time.
     """
     for path in folder.iterdir():
-        host = _host_of(path, prefix) or _host_of(path, REPLACED)
-        if host is not None:
+        name = _NAME.fullmatch(path.name)
+        if name is not None:
             with suppress(OSError), locked(path) as status:
-                is_dead = host == _HOST or time.time() - status.st_mtime >= elsewhere_s
+                is_dead = name[2] == _HOST or time.time() - status.st_mtime >= elsewhere_s
                 if is_dead and status.st_uid == os.getuid():
                     _clear(path)
 
 
 def is_leftover(path: Path) -> bool:
     """Return whether a name that a folder lists is that of a temporary file or folder of ours."""
-    return _host_of(path, PREFIX) is not None or _host_of(path, REPLACED) is not None
-
-
-def _host_of(path: Path, prefix: str) -> str | None:
-    """Return which machine a temporary name was given on; None: it is another name."""
-    name = re.escape(prefix) + "([0-9a-f]{8})[0-9a-f]{24}(-.*)?"
-    found = re.fullmatch(name, path.name, re.DOTALL)
-    return None if found is None else found[1]
+    return _NAME.fullmatch(path.name) is not None
 
 
 def _unfinished(path: Path, make: Callable[[Path], object]) -> AbstractContextManager[Path]:
-    return _temporary(path.absolute().parent, PREFIX, f"-{path.name[-MAX_ENDING:]}", make)
+    return _temporary(path.absolute().parent, make, f"-{path.name[-MAX_ENDING:]}")
 
 
 @contextmanager
 def _temporary(
-    folder: Path, prefix: str, ending: str, make: Callable[[Path], object]
+    folder: Path, make: Callable[[Path], object], ending: str = "", prefix: str = PREFIX
 ) -> Iterator[Path]:
     """Make a file or a folder that is locked as long as it is in use, and goes in the end."""
-    if (folder, prefix) not in _swept:
-        _swept.add((folder, prefix))
+    if folder not in _swept:
+        _swept.add(folder)
         with suppress(OSError):
-            remove_leftovers(folder, prefix)
+            remove_leftovers(folder)
     with ExitStack() as stack:
         with postponed_interruption():
             is_ours = False
@@ -212,8 +188,9 @@ def _temporary(
                     is_ours = path.exists()
                 except OSError as error:  # of a file system without locks, there are no leftovers
                     is_ours = not isinstance(error, BlockingIOError | FileNotFoundError)
-            stack.enter_context(at_sudden_end(partial(_clear, path)))
-            stack.callback(_clear, path)
+            clear = partial(_clear, path)
+            stack.enter_context(at_sudden_end(clear))
+            stack.callback(clear)
         yield path
 
 
@@ -235,18 +212,12 @@ def _link(unfinished: Path, path: Path) -> None:
     try:
         os.link(unfinished, path)
     except FileExistsError:
-        # Over NFS, the answer to a link that was made may be lost, and the link asked for again.
-        if not os.path.lexists(path) or not os.path.samestat(os.lstat(unfinished), os.lstat(path)):
-            raise
+        raise
     except OSError:
         # FAT, and some file systems of other machines, have no links. An empty file takes the name
         # first: only a kill between these two lines leaves it there.
         path.open("xb").close()
-        try:
-            os.replace(unfinished, path)
-        except OSError:
-            path.unlink()
-            raise
+        os.replace(unfinished, path)
 
 
 def _flush_all(folder: Path) -> None:

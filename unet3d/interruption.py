@@ -1,22 +1,11 @@
 """Ctrl-C, SIGTERM and SIGHUP: what they do while modules load, before a training, and during it.
 
-::
+While the program starts, ends or loads modules, a signal ends the process at once, because an
+exception in the middle of an import can be lost, or leave broken modules. While a command runs,
+:class:`Interrupted` is raised, so that what was begun is cleaned up; during a training a signal is
+a request, which is granted after the step. A second signal ends the process at once.
 
-    while the program starts,     the process ends at once, because an exception in the middle of
-    ends, or loads modules        an import can be lost, or leave broken modules (stop_on_signals)
-    while a command runs          Interrupted is raised, so that what was begun is cleaned up
-                                  (interruptible)
-    while PyTorch asks Python     the same, but at the end of that (postponed_interruption)
-    what each operation does
-    during a training             a request, which is granted after the step
-                                  (deferred_interruption)
-
-A second signal ends the process at once. What has to be done also where it ends at once is given to
-at_sudden_end. Only small modules are imported here, because this must be in force before anything
-else is loaded.
-
-Another program that uses this package has handlers of its own. Postponed and deferred interruption
-take their place, in the main thread, and give it back.
+Only small modules are imported here, because this must be in force before anything else is loaded.
 """
 
 import os
@@ -26,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,10 +26,7 @@ _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
 
 class Interrupted(BaseException):
-    """The user or the system asked to stop.
-
-    Like KeyboardInterrupt it is no ``Exception``: nobody shall take it for a fault of their own.
-    """
+    """The user or the system asked to stop; like KeyboardInterrupt, no error to be handled."""
 
     def __init__(self, signal_number: int, can_resume: bool = False) -> None:
         """Say which signal asked, and whether the work so far is saved."""
@@ -57,24 +43,23 @@ class InterruptionRequest:
         self.signal_number: int | None = None
 
 
-_last_actions: dict[object, tuple[int, Callable[[], object]]] = {}
-"""By a key of each, with the process that it is of: forked ones have a copy."""
+_last_actions: dict[Callable[[], object], int] = {}
+"""With the process that each is of: forked ones have a copy."""
 
 
 @contextmanager
 def at_sudden_end(action: Callable[[], object]) -> Iterator[None]:
     """Have something done where this process ends at once within the context, but by SIGKILL."""
-    key = object()
-    _last_actions[key] = (os.getpid(), action)
+    _last_actions[action] = os.getpid()
     try:
         yield
     finally:
-        del _last_actions[key]
+        del _last_actions[action]
 
 
 def end_at_once(status: int) -> NoReturn:
     """End this process without unwinding, after what :func:`at_sudden_end` was told."""
-    for process, action in list(_last_actions.values()):
+    for action, process in list(_last_actions.items()):
         if process == os.getpid():
             with suppress(Exception):
                 action()
@@ -90,28 +75,26 @@ class _Stop:
         self._has_raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._has_raised:
-            if not self.is_rank:
-                end_at_once(128 + number)
-        elif self.may_raise and not _is_importing(frame):
+        if self._has_raised and self.is_rank:
+            return
+        if not self._has_raised and self.may_raise and not _is_importing(frame):
             self._has_raised = True
             raise Interrupted(number)
-        else:
-            if not self.is_rank:
-                with suppress(OSError):
-                    os.write(2, f"Stopped by {signal.Signals(number).name}\n".encode())
-            end_at_once(128 + number)
+        if not self.is_rank:
+            with suppress(OSError):
+                os.write(2, f"Stopped by {signal.Signals(number).name}\n".encode())
+        end_at_once(128 + number)
 
     def repeat(self, unraisable: "sys.UnraisableHookArgs") -> None:
         """Raise an interruption again that came where Python cannot pass it on, as in __del__."""
         error = unraisable.exc_value
-        if not isinstance(error, Interrupted):
+        if isinstance(error, Interrupted):
+            self._has_raised = False
+            number = error.signal_number
+            signal.signal(signal.SIGALRM, lambda _, frame: self(number, frame))
+            signal.setitimer(signal.ITIMER_REAL, REPEAT_SECONDS)
+        else:
             sys.__unraisablehook__(unraisable)
-            return
-        self._has_raised = False
-        number = error.signal_number
-        signal.signal(signal.SIGALRM, lambda _, frame: self(number, frame))
-        signal.setitimer(signal.ITIMER_REAL, REPEAT_SECONDS)
 
 
 _stop = _Stop()
@@ -142,23 +125,16 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def postponed_interruption() -> Iterator[None]:
-    """Have a signal act at the end of this context; a second one ends our program at once.
+    """Have a signal act at the end of this context, also by another program's handler.
 
     PyTorch's C++ code calls Python for each operation while fake tensors are in use. In some of
     these calls it expects no exception, and ends the process by ``abort`` where there is one.
-    Another program's handlers are called at the end of the context, too.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     request = InterruptionRequest()
-    may_raise = _stop.may_raise
     try:
-        with deferred_interruption(_stop.is_rank) as request:
-            _stop.may_raise = False
+        with deferred_interruption(is_rank=True) as request:
             yield
     finally:
-        _stop.may_raise = may_raise
         if request.signal_number is not None:
             signal.raise_signal(request.signal_number)
 
@@ -168,11 +144,10 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
     """Turn the first Ctrl-C, SIGTERM or SIGHUP into a request; a second one acts at once.
 
     Only the main thread can do so, in which Python runs handlers; in another one nothing changes.
-    Where another command has started this process, as a rank or for a fold, a second signal changes
-    nothing, because that command passes on what a terminal has already sent to all.
+    Another program's handlers are put back. To a rank, a second signal is no news.
     """
     request = InterruptionRequest()
-    previous: dict[int, object] = {}
+    previous: dict[int, Any] = {}
 
     def remember(number: int, frame: FrameType | None) -> None:
         request.signal_number = number
@@ -182,7 +157,7 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
     def restore() -> None:
         while previous:
             number, handler = previous.popitem()
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     for number in _wanted():
         previous[number] = signal.signal(number, remember)

@@ -50,7 +50,7 @@ def test_a_network_is_called_by_its_place_in_the_archive(devices, archive, tempo
     for case in "ab":
         statistics = json.loads(Path(f"out/{case}_seg.json").read_text())
         assert statistics["checkpoints"] == [CHECKPOINT]
-    assert not list(temporary.glob("unet3d*"))
+    assert not list(temporary.iterdir())
 
 
 def test_messages_name_the_place_in_the_archive(archive, temporary, capsys):
@@ -72,7 +72,7 @@ def test_of_the_ranks_only_the_first_unpacks_it(archive, temporary, monkeypatch,
         monkeypatch.setenv(name, "2")
     with predict.make_context("predict", ["scans", *OPTIONS]) as context:
         assert len(context.params["checkpoints"]) == len(list(temporary.iterdir())) == 1 - rank
-    assert not list(temporary.glob("unet3d*"))
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
@@ -80,13 +80,13 @@ def test_the_copy_goes_however_the_command_ends(number, archive, temporary):
     arguments = ["predict", "scans", *OPTIONS, "--probabilities", "--devices", "cpu"]
     process = warm.call(slow_prediction.predict, arguments, 0, 2)
     wait_until(lambda: WINDOWS in process.written(0), process)
-    assert names_in(temporary, "unet3d*")
+    assert names_in(temporary, ".unfinished-*")
     process.send_signal(signal.Signals[number])
     process.communicate(timeout=60)
     assert process.returncode != 0
     if number == "SIGKILL":  # then with the next one
-        assert names_in(temporary, "unet3d*")
+        assert names_in(temporary, ".unfinished-*")
         done = warm.run(arguments)
         assert done.returncode == 0, done.stderr
         assert names_in("out", ".*") == []
-    assert names_in(temporary, "unet3d*") == []
+    assert names_in(temporary, ".unfinished-*") == []

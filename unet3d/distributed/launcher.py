@@ -41,7 +41,7 @@ LEAVING_SECONDS = 5.0
 """Time for a rank to end that has said why. It may take long where its GPU still waits for a rank
 that hangs, which nobody else ends."""
 
-PREFIX = "unet3d-ranks-"
+MEETING = "unet3d-ranks"
 """How the names of the folders begin in which ranks meet."""
 
 
@@ -85,7 +85,7 @@ class _Rank:
 
 def meeting_folder() -> AbstractContextManager[Path]:
     """Make a temporary folder that only this user can open, and that no service tidies up."""
-    return temporary_folder(PREFIX)
+    return temporary_folder(MEETING)
 
 
 def launch(

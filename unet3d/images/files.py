@@ -17,7 +17,7 @@ from typing import IO, Any
 import nibabel as nib
 from isal import igzip_threaded
 
-from unet3d.atomic import creating, replacing
+from unet3d.atomic import replacing
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
 from unet3d.images.text_headers import meta_data_file
@@ -155,7 +155,7 @@ def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
 
     FileExistsError: something has the name, and it may not be replaced.
     """
-    with (replacing if overwrite else creating)(path) as unfinished:
+    with replacing(path, may_exist=overwrite) as unfinished:
         if not is_gzip_file(path):
             # nibabel's save would change the case of letters in the ending.
             image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})

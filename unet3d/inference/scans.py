@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.atomic import creating, make_folder, replacing
+from unet3d.atomic import make_folder, replacing
 from unet3d.datasets.classes import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
 from unet3d.images.files import members, volume_stem
@@ -161,7 +161,7 @@ def writing_statistics(
 @contextmanager
 def result_file(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield the name to write a file to that appears beside a segmentation once it is whole."""
-    with _explaining(path), (replacing if overwrite else creating)(path) as unfinished:
+    with _explaining(path), replacing(path, may_exist=overwrite) as unfinished:
         yield unfinished
 
 

@@ -39,7 +39,7 @@ def network_from_first(path: Path, group: Group) -> Checkpoint:
     read = partial(load_checkpoint, part="network")
     if not group.from_first(lambda: _is_theirs(path)):
         return group.file_from_first(path, read)
-    with temporary_folder("unet3d-model-") as folder:  # a model of nnU-Net is several files
+    with temporary_folder("unet3d-model") as folder:  # a model of nnU-Net is several files
         converted = folder / "network.pt"
         group.from_first(lambda: save_checkpoint(load_network(path), converted))
         return group.file_from_first(converted, read)

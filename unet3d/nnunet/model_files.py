@@ -9,7 +9,7 @@ A model of nnU-Net is a folder of its results::
 or the archive of such folders that ``nnUNetv2_export_model_to_zip`` writes. These files of an
 archive are unpacked to a temporary folder, which tells ranks, too, what a user has named::
 
-    TEMPORARY/unet3d-archive-1a2b3c4d/
+    TEMPORARY/.unfinished-1a2b3c4d-unet3d-archive/
         archive -> weights/Task.zip
         files/nnUNetTrainer__nnUNetPlans__3d_fullres/fold_0/checkpoint_final.pth
 """
@@ -42,8 +42,8 @@ FINAL = f"checkpoint_final{SUFFIX}"
 ALL = "all"
 """The fold that is trained on every case."""
 
-UNPACKED = "unet3d-archive-"
-"""How the name of a folder begins that an archive is unpacked to."""
+UNPACKED = "unet3d-archive"
+"""How the name of a folder ends that an archive is unpacked to."""
 
 MAX_GROWTH = 20
 """How many times the size of the archive its files may have. Weights hardly shrink when they are
@@ -88,7 +88,7 @@ def networks_in(
 def known_as(path: Path) -> Path:
     """Return what a user knows a checkpoint by: of one from an archive, its place there."""
     for folder in path.parents:
-        if folder.name.startswith(UNPACKED):
+        if folder.name.endswith(UNPACKED):
             return Path(os.readlink(folder / "archive"), path.relative_to(folder / "files"))
     return path
 
