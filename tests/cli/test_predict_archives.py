@@ -50,7 +50,7 @@ def test_a_network_is_called_by_its_place_in_the_archive(devices, archive, tempo
     for case in "ab":
         statistics = json.loads(Path(f"out/{case}_seg.json").read_text())
         assert statistics["checkpoints"] == [CHECKPOINT]
-    assert not list(temporary.iterdir())
+    assert not list(temporary.glob(".unfinished-*"))
 
 
 def test_messages_name_the_place_in_the_archive(archive, temporary, capsys):
@@ -61,7 +61,7 @@ def test_messages_name_the_place_in_the_archive(archive, temporary, capsys):
     assert said.startswith(
         f"Error: {CHECKPOINT} is not a model of nnU-Net that can be used: init_args.c"
     )
-    assert str(temporary) not in said and not list(temporary.iterdir())
+    assert str(temporary) not in said and not list(temporary.glob(".unfinished-*"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -71,8 +71,8 @@ def test_of_the_ranks_only_the_first_unpacks_it(archive, temporary, monkeypatch,
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     with predict.make_context("predict", ["scans", *OPTIONS]) as context:
-        assert len(context.params["checkpoints"]) == len(list(temporary.iterdir())) == 1 - rank
-    assert not list(temporary.iterdir())
+        assert len(context.params["checkpoints"]) == len(list(temporary.glob(".unfinished-*"))) == 1 - rank
+    assert not list(temporary.glob(".unfinished-*"))
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
