@@ -11,12 +11,13 @@ from unet3d.datasets.classes import Region
 from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
-from unet3d.preparation.cropping import Box, whole_box
+from unet3d.preparation.prepared_image import whole_box
 
 SHAPE = (6, 5, 4)
 """Along X, Y, Z, however it is stored."""
 
-BOX = Box(start=(1, 0, 1), stop=(5, 4, 4))
+BOX = (slice(1, 5), slice(0, 4), slice(1, 4))
+SIZE = (4, 4, 3)
 
 HALF = np.finfo(np.float16).eps
 """What float16 keeps of a number below 1."""
@@ -101,16 +102,16 @@ def test_labels_and_probabilities_of_every_orientation(axis, tmp_path):
 )
 def test_what_is_outside_of_a_box_is_background(values, regions, dtype, tmp_path):
     header, preprocessing = header_of("PSL", tmp_path), preprocessing_of(values, regions)
-    logits = logits_of(len(regions or values), BOX.shape)
-    inside = np.zeros(BOX.shape) if regions else np.array(values)[logits.numpy().argmax(0)]
+    logits = logits_of(len(regions or values), SIZE)
+    inside = np.zeros(SIZE) if regions else np.array(values)[logits.numpy().argmax(0)]
     for region, number in zip(regions, logits.numpy(), strict=False):  # in their order
         inside[number > 0] = region.written
     expected = np.zeros(SHAPE, dtype)
-    expected[BOX.slices] = inside
+    expected[BOX] = inside
     certain = np.zeros((len(logits), *SHAPE))
     certain[0] = not regions
     probabilities = 1 / (1 + np.exp(-logits.double().numpy())) if regions else softmax(logits)
-    certain[:, *BOX.slices] = probabilities
+    certain[:, *BOX] = probabilities
     for axis in range(3):
         labels = LabelVolume(header, BOX, preprocessing, Scratch(tmp_path))
         fill(labels, logits, axis)

@@ -10,9 +10,8 @@ import pytest
 from tests.images.samples import noise, write_volume
 from unet3d.errors import VolumeError
 from unet3d.images.scratch import Scratch
-from unet3d.inference import scans_ahead
-from unet3d.inference.scans import Scan, read_scan, stamps
-from unet3d.inference.scans_ahead import ScansAhead
+from unet3d.inference import scans as scans_module
+from unet3d.inference.scans import Scan, ScansAhead, read_scan, stamps
 
 SHAPE = (12, 11, 10)
 SCAN_BYTES = 12 * 11 * 10 * 4
@@ -49,13 +48,14 @@ def reading(monkeypatch):
         with condition:
             return condition.wait_for(lambda: read == list(names), 10)
 
-    monkeypatch.setattr(scans_ahead, "read_scan", noted)
+    monkeypatch.setattr(scans_module, "read_scan", noted)
     return SimpleNamespace(read=read, in_main=in_main, wait_for=wait_for)
 
 
 def assert_is(found, seed, scan):
-    np.testing.assert_array_equal(found.image.whole()[0], noise(SHAPE, seed))
-    assert found.stamps == stamps(scan)
+    image, before = found
+    np.testing.assert_array_equal(image.whole()[0], noise(SHAPE, seed))
+    assert before == stamps(scan)
 
 
 def test_the_next_scan_is_read_while_one_is_in_use(scans, reading):
@@ -85,7 +85,7 @@ def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
         (scans, Scratch(tmp_path), 0, True),
         (mapped, Scratch(), 0, True),
     ):
-        monkeypatch.setattr(scans_ahead, "available_bytes", lambda most=available: most)
+        monkeypatch.setattr(scans_module, "available_bytes", lambda most=available: most)
         reading.read.clear()
         reading.in_main.clear()
         ahead = ScansAhead(given, scratch)
@@ -118,6 +118,6 @@ def test_stamps_are_older_than_what_was_read(scans, monkeypatch):
         write_volume(scan.images[0], noise(SHAPE, 9))
         return image
 
-    monkeypatch.setattr(scans_ahead, "read_scan", written)
-    found = ScansAhead(scans, Scratch()).take(0)
-    assert found.stamps != stamps(scans[0])
+    monkeypatch.setattr(scans_module, "read_scan", written)
+    _, before = ScansAhead(scans, Scratch()).take(0)
+    assert before != stamps(scans[0])

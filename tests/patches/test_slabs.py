@@ -12,6 +12,7 @@ from tests.patches.known_cases import make_loader
 from unet3d.config import AugmentationSettings, PatchSettings
 from unet3d.errors import DeviceError
 from unet3d.patches.augment import Slab
+from unet3d.patches.augment.cut import shape_of
 from unet3d.patches.patches import PatchSampler
 from unet3d.preparation.cache import Cache
 
@@ -142,8 +143,8 @@ def test_only_what_a_slab_needs_is_read(tmp_path):
             cases=cases, settings=settings, size=size, stride=(1, 1, 1), batch_size=1, seed=0
         )
         cut = sampler.cut(0, 0, slab, gathers=gathers)
-        assert cut.part.shape == (10, 20, 20) and cut.label.shape == cut.image.shape[1:]
-        return len(cut.label), cut.made.shape[0]
+        assert shape_of(cut.part) == (10, 20, 20) and cut.label.shape == cut.image.shape[1:]
+        return len(cut.label), shape_of(cut.made)[0]
 
     assert planes("off", False) == planes("mirrored", False) == (10, 10)
     assert 10 < planes("linear", False)[1] <= 10 + 4 + 4

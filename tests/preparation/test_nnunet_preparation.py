@@ -9,10 +9,10 @@ import torch
 
 from tests.images.samples import held_image
 from tests.products import pairwise
+from unet3d.preparation.interpolation import restored_slabs
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.prepared_image import PreparedImage, kept_box
 from unet3d.preparation.resample import Interpolation
-from unet3d.preparation.restoring import restored_slabs
 from unet3d.preparation.transform import Preprocessing
 
 preparing = pytest.importorskip("nnunetv2.preprocessing.preprocessors.default_preprocessor")
@@ -124,7 +124,7 @@ def our_image(image, spacing_mm, target_mm, kinds, how):
     )
     voxels = held_image(image, spacing_mm=spacing_mm)
     box = kept_box(voxels, plan)
-    return PreparedImage(voxels.cut(box.slices), plan), box
+    return PreparedImage(voxels.cut(box), plan), box
 
 
 @pairwise(thick=list(THICK), orders=[(3, 0), (3, 1), (1, 1)], transpose=TRANSPOSED, grids=GRIDS)
@@ -141,13 +141,13 @@ def test_prepared_images_are_those_of_nnunet(thick, orders, transpose, grids):
         (expected, _), (prepared, _) = nnunet_image(*given, transpose), our_image(*given)
         # Planes along each axis, some at a time; what is not normalised is 100 times larger.
         tolerances = [1e-5 * max(1, np.abs(channel).max() / 4) for channel in expected]
-        for axis, number in ((0, 100), (0, 3), (1, 4), (2, 2)):
-            size = prepared.shape[axis]
-            starts = range(0, size, number)
-            parts = [prepared.planes(axis, one, min(one + number, size)) for one in starts]
-            found = torch.cat(parts, 1 + axis)
-            for one, wanted, atol in zip(found, expected, tolerances, strict=True):
-                np.testing.assert_allclose(one, wanted, rtol=0, atol=atol)
+    for axis, number in ((0, 100), (0, 3), (1, 4), (2, 2)):
+        size = prepared.shape[axis]
+        starts = range(0, size, number)
+        parts = [prepared.planes(axis, one, min(one + number, size)) for one in starts]
+        found = torch.cat(parts, 1 + axis)
+        for one, wanted, atol in zip(found, expected, tolerances, strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=0, atol=atol)
 
 
 @pairwise(thick=list(THICK), across_slices=[0, 1], transpose=TRANSPOSED, grids=GRIDS)
@@ -178,11 +178,12 @@ def test_restored_logits_are_those_of_nnunet(thick, across_slices, transpose, gr
         properties,
         num_threads_torch=1,
     ).transpose()
+    kept = np.zeros(shape)[box].shape
     for axis, number in ((0, 100), (0, 3), (1, 4), (2, 2)):
         slabs = torch.split(logits, number, 1 + axis)
-        planes = restored_slabs(slabs, axis, prepared.shape, box.shape, prepared.nearest_axis)
+        planes = restored_slabs(slabs, axis, prepared.shape, kept, prepared.nearest_axis)
         restored = torch.cat(list(planes), 1 + axis)
         np.testing.assert_allclose(restored.numpy(), expected, rtol=0, atol=1e-5)
         labels = np.zeros(shape, np.uint8)
-        labels[box.slices] = restored.argmax(0).numpy()
+        labels[box] = restored.argmax(0).numpy()
         np.testing.assert_array_equal(labels, segmentation)

@@ -1,15 +1,18 @@
-"""Normalised intensities, against the formulae in float64."""
+"""What is measured of channels, and what normalised, against NumPy on whole arrays in float64."""
 
 import itertools
+import math
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.images.samples import held_image
+from tests.images.samples import held_image, noise
+from tests.products import pairwise
 from unet3d.errors import VolumeError
-from unet3d.preparation.intensities import measured
-from unet3d.preparation.normalization import ChannelNormalization, Scaling, kind_of
+from unet3d.images import image as image_module
+from unet3d.preparation.normalization import ChannelNormalization, Scaling, kind_of, measured
 
 RNG = np.random.default_rng(0)
 
@@ -101,3 +104,85 @@ def test_a_training_normalises_a_channel_by_its_name_as_nnunet(name, kind):
     assert kind_of(name, "auto") == kind
     for setting in ("ct", "z-score", "none"):
         assert kind_of(name, setting) == setting
+
+
+def image_of(stored, slope=1.0, inter=0.0):
+    return held_image(stored, slope, inter)
+
+
+@pairwise(
+    dtype=["u1", "<u2", ">i2", "<i4", "?", "<f4", ">f8"],
+    scaling=[(1.0, 0.0), (0.5, -1024.0), (1e30, 0.0), (-1e-30, 0.0)],
+    axis=[None, 0, 1, 2],
+    piece_voxels=[1, 100, 2**23],
+    order=["C", "F"],
+)
+def test_extremes_mean_and_deviation_are_those_of_numpy(
+    dtype, scaling, axis, piece_voxels, order, monkeypatch
+):
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", piece_voxels)
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 2 if dtype == "?" else 100, (2, 13, 9, 7)).astype(dtype)
+    stored = np.asarray(stored, order=order)
+    array = (stored.astype(np.float64) * scaling[0] + scaling[1]).astype(np.float32)
+    mask = rng.random(array.shape[1:]) < 0.5
+    mask[(slice(None),) * (axis or 0) + (2,)] = False  # no voxel of a plane
+    for masks in ([None, None], [mask, None]):
+        found = measured(image_of(stored, *scaling), masks, axis)
+        for one, values, inside in zip(found, array, masks, strict=True):
+            numbers = (values if inside is None else values[inside]).astype(np.float64)
+            assert one.mean == pytest.approx(numbers.mean(), rel=1e-12)
+            assert one.std == pytest.approx(numbers.std(), rel=1e-9)
+            filled = values if inside is None else np.where(inside, values, np.float32(one.mean))
+            others = tuple(other for other in range(3) if other != axis)
+            np.testing.assert_array_equal(one.lowest, filled.min(others, keepdims=True).ravel())
+            np.testing.assert_array_equal(one.highest, filled.max(others, keepdims=True).ravel())
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_many_voxels_lose_no_digits(dtype, monkeypatch):
+    """Added up in float32, or as squares, a large mean would hide the deviation."""
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 1000)
+    rng = np.random.default_rng(3)
+    stored = (30_000 + rng.integers(0, 3, (1, 90, 80, 70))).astype(dtype)
+    (found,) = measured(image_of(stored), [None])
+    assert found.mean == pytest.approx(stored.astype(np.float64).mean(), rel=1e-13)
+    assert found.std == pytest.approx(stored.astype(np.float64).std(), rel=1e-11)
+
+
+@pytest.mark.parametrize("value", [7, 0.1, -7.3, 1e-12, 3e38, 1234567.9])
+def test_equal_voxels_have_no_deviation_at_all(value, monkeypatch):
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 1000)
+    (found,) = measured(held_image(np.full((1, 31, 17, 13), value, np.float32)), [None])
+    assert (found.mean, found.std) == (np.float32(value), 0)
+
+
+def test_a_mask_without_voxels_has_no_intensities():
+    (found,) = measured(held_image(noise((1, 4, 5, 6))), [np.zeros((4, 5, 6), bool)])
+    assert (found.mean, found.std, found.lowest, found.highest) == (0, 0, [0], [0])
+
+
+@pairwise(
+    value=[math.nan, math.inf, -math.inf, 1e39], number=[1, 3, 4913], piece_voxels=[1, 300, 2**20]
+)
+def test_every_voxel_that_is_no_number_is_counted(value, number, piece_voxels, monkeypatch):
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", piece_voxels)
+    array = noise((2, 17, 17, 17)).astype(np.float64)
+    wrong = np.random.default_rng(0).permutation(4913)[:number]
+    array[1].reshape(-1)[wrong] = value
+    with pytest.raises(VolumeError, match=f"has {number} voxels of 9826 that are NaN .*; replace"):
+        measured(image_of(array), [None, None])
+
+
+def test_a_slope_may_make_integers_infinite():
+    array = np.random.default_rng(0).integers(-5, 6, (1, 9, 9, 9)).astype(np.int16)
+    number = int((abs(array) >= 4).sum())
+    with pytest.raises(VolumeError, match=f"has {number} voxels of 729 that are NaN"):
+        measured(image_of(array, slope=1e38), [None])
+
+
+def test_an_error_while_it_is_looked_at_arrives(monkeypatch):
+    image = held_image(np.zeros((1, 400, 3, 3), np.float32))
+    monkeypatch.setattr(image, "read", mock.Mock(side_effect=MemoryError("no more")))
+    with pytest.raises(MemoryError, match="no more"):
+        measured(image, [None])

@@ -30,6 +30,7 @@ from unet3d.preparation.preprocess import (
     plan_preprocessing,
     prepare_cases,
     stored_image,
+    takes_much,
 )
 from unet3d.preparation.resample import resampled_shape
 
@@ -170,9 +171,9 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monk
         of_case = nib.load(case.images[0]).get_fdata()[label > 0]
         inside.append(np.repeat(of_case, max(sizes) // size))
     expected = np.concatenate(inside)
-    find_box = preprocess._find_box
+    find_kept = preprocess._find_kept
     with monkeypatch.context() as patched:  # boxes come with the intensities
-        patched.setattr(preprocess, "_find_box", lambda task, image: find_box(task, image))
+        patched.setattr(preprocess, "_find_kept", lambda task, image: find_kept(task, image))
         plan, fingerprint = plan_preprocessing(dataset, settings)
     assert fingerprint.shapes == {(12, 14, 10)}
     (channel,) = plan.channels
@@ -318,7 +319,7 @@ def test_damaged_boxes_are_found_again(tmp_path, settings, caplog):
     before = plan_preprocessing(dataset, settings)
     (record,) = (tmp_path / "cache" / "boxes").iterdir()
     tree = json.loads(record.read_text())
-    for changes in ({"start": [1, 1, 1]}, {"stop": "12"}, {"checksum": "0"}):
+    for changes in ({"box": [[0, 1]]}, {"box": "12"}, {"checksum": "0"}):
         caplog.clear()
         record.write_text(json.dumps({**tree, **changes}))
         assert plan_preprocessing(dataset, settings) == before
@@ -451,3 +452,10 @@ def test_nobody_waits_for_images_that_are_no_longer_wanted(tmp_path, settings, m
         plan_preprocessing(dataset, settings)
     assert not may_end.is_set()
     may_end.set()
+
+
+def test_a_quarter_of_the_median_case_is_much():
+    whole = [(10, 10, 10)] * 3
+    assert takes_much(whole, [(10, 10, 10), (10, 10, 7), (10, 5, 5)])
+    assert takes_much([(10, 10, 8)] * 3, [(10, 10, 6)] * 3)
+    assert not takes_much(whole, [(10, 10, 10), (10, 10, 8), (1, 1, 1)])

@@ -10,8 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from unet3d.errors import VolumeError
 from unet3d.preparation import resample
-from unet3d.preparation.interpolation import line_matrix
-from unet3d.preparation.plane_resampling import Resampling, resample_classes
+from unet3d.preparation.interpolation import Resampling, line_matrix, resample_classes
 from unet3d.preparation.resample import (
     Interpolation,
     median_spacing,

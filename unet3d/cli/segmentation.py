@@ -59,7 +59,7 @@ class Segmentation:
             scratch: Where scans and their labels are while they are worked on.
             dealt_to: The ranks that scans are dealt to; None: this process has them all.
         """
-        from unet3d.inference.scans_ahead import ScansAhead
+        from unet3d.inference.scans import ScansAhead
 
         ranks = dealt_to.ranks if dealt_to is not None else None
         self._group = dealt_to
@@ -188,8 +188,7 @@ class Segmentation:
             _result(scan.probabilities if wanted.probabilities else None, replaces) as npy,
         ):
             progress.stage("reading")
-            read = self._ahead.take(number)
-            image = read.image
+            image, before = self._ahead.take(number)
             progress.stage("preparing")
 
             def windows_done(done: int, total: int) -> None:
@@ -202,7 +201,7 @@ class Segmentation:
             found = label_statistics(labels, image, names) if wanted.statistics else None
             figure = _figure(scan, image, labels, names) if wanted.preview else None
             progress.stage("writing")
-            if stamps(scan) != read.stamps:
+            if stamps(scan) != before:
                 raise VolumeError(
                     f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
                     "segment it again"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from unet3d.images.geometry import Geometry
+from unet3d.images.image import Box
 from unet3d.images.scratch import Scratch, new_mapped
 from unet3d.inference.slab_sink import SlabSink
-from unet3d.preparation.cropping import Box
 from unet3d.preparation.transform import Preprocessing, classes_of
 
 
@@ -37,13 +37,13 @@ class LabelVolume(SlabSink):
         values = values.astype(np.min_scalar_type(values.max()))
         what = f"{geometry.path}: its segmentation"
         stored = scratch.empty(geometry.stored_shape, values.dtype, what, order="F")
-        if box.shape != geometry.shape:
-            stored[...] = values[0]
         self.array: npt.NDArray[Any] = geometry.in_ras(stored)
         """Shape (X, Y, Z)."""
+        if self.array[box].shape != geometry.shape:
+            stored[...] = values[0]
         is_index = bool((values == np.arange(len(values))).all())
         convert = (lambda classes: classes) if is_index else values.__getitem__
-        super().__init__(self.array[box.slices], convert)
+        super().__init__(self.array[box], convert)
 
     def add(self, logits: Tensor, axis: int) -> None:
         """Take the next planes.
@@ -88,11 +88,12 @@ class ProbabilityVolume(SlabSink):
         whole = np.lib.stride_tricks.as_strided(
             classes[0], (len(classes), *geometry.shape), strides, writeable=True
         )
-        if box.shape != geometry.shape:
+        segmented = whole[:, *box]
+        if segmented.shape != whole.shape:
             whole[...] = 0
             if not self._of_regions:
                 whole[0] = 1
-        super().__init__(whole[:, *box.slices])
+        super().__init__(segmented)
 
     def add(self, logits: Tensor, axis: int) -> None:
         """Take the next planes.

@@ -32,7 +32,7 @@ from unet3d.inference.windows import (
 from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations, make_parameters_fake
 from unet3d.memory.fake_devices import fake_device
 from unet3d.parallel import Layout, autocast_dtype, parallelize
-from unet3d.preparation.plane_resampling import SOURCE_VOXELS
+from unet3d.preparation.interpolation import SOURCE_VOXELS
 from unet3d.preparation.resample import visible_shape
 from unet3d.runs.checkpoint import Checkpoint
 

@@ -27,9 +27,8 @@ from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
 from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import longest_axis
 from unet3d.parallel import Executor
-from unet3d.preparation.cropping import Box
+from unet3d.preparation.interpolation import restored_slabs
 from unet3d.preparation.prepared_image import PreparedImage, kept_box
-from unet3d.preparation.restoring import restored_slabs
 from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -167,13 +166,14 @@ class Predictor:
             )
         seen = self._seen(image)
         box = kept_box(seen, self.preprocessing)
-        prepared = self._prepared(seen, box)
+        kept = seen.cut(box)
+        prepared = self._prepared(kept)
         labels = LabelVolume(seen.geometry, box, self.preprocessing, scratch or Scratch())
         results: list[LabelVolume | ProbabilityVolume] = [labels]
         if probabilities is not None:
             results.append(ProbabilityVolume(probabilities, seen.geometry, box, self.preprocessing))
         try:
-            self._fill(results, prepared, box.shape, windows_done)
+            self._fill(results, prepared, kept.geometry.shape, windows_done)
         except NonFiniteLogitsError as error:
             cause = cause_of_non_finite(
                 self.executor.module,
@@ -187,7 +187,7 @@ class Predictor:
         except VolumeError as error:
             raise VolumeError(f"{image.geometry.path}: {error}") from error
         del prepared  # components take memory, too
-        keep_largest(labels.array[box.slices], self._rules)
+        keep_largest(labels.array[box], self._rules)
         return labels.array if seen is image else image.geometry.in_ras(labels.array)
 
     def join(self, image: Image) -> None:
@@ -204,15 +204,15 @@ class Predictor:
             RuntimeError: The settings leave the windows' size open.
         """
         seen = self._seen(image)
-        self._logits.join(self._prepared(seen, kept_box(seen, self.preprocessing)))
+        self._logits.join(self._prepared(seen.cut(kept_box(seen, self.preprocessing))))
 
     def _seen(self, image: Image) -> Image:
         """Return an image with its axes as the networks see them."""
         return image.as_stored() if self.preprocessing.orientation == "stored" else image
 
-    def _prepared(self, image: Image, box: Box) -> "_Prepared":
+    def _prepared(self, image: Image) -> "_Prepared":
         try:
-            found = PreparedImage(image.cut(box.slices), self.preprocessing)
+            found = PreparedImage(image, self.preprocessing)
         except VolumeError as error:
             raise VolumeError(f"{image.geometry.path}: {error}") from error
         return _Prepared(found, PLANES_KEPT if self._logits.takes_turns(found.shape) else 0)

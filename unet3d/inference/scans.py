@@ -1,8 +1,9 @@
-"""A scan to segment: reading it, and writing what was found in it."""
+"""Scans to segment: reading them one ahead, and writing what was found in them."""
 
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,16 @@ from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import write_label
 from unet3d.images.scratch import Scratch
+from unet3d.inputs.ahead import ahead
+from unet3d.memory.host import available_bytes
 
 logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 1 / 4
+"""Of what is available, the part that a scan may take that is not needed yet."""
+
+Stamps = list[tuple[int, int, int] | None]
+"""Time, size and number of each file of a scan; None for one that is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +85,9 @@ class Scan:
         ]
 
 
-def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
-    """Return time, size and number of each file of a scan; None for one that is not there."""
-    found: list[tuple[int, int, int] | None] = []
+def stamps(scan: Scan) -> Stamps:
+    """Return what changes when a file of a scan is written."""
+    found: Stamps = []
     for file in (file for image in scan.images for file in members(image)):
         try:
             status = file.stat()
@@ -96,6 +105,43 @@ def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
     if warning is not None:
         logger.warning("%s", warning)
     return image
+
+
+class ScansAhead:
+    """Reads scans in their order, each of them while the one before is in use."""
+
+    def __init__(self, scans: Sequence[Scan], scratch: Scratch) -> None:
+        """Take them; nothing is read yet, and packed voxels will go to ``scratch``."""
+        self._scans = tuple(scans)
+        self._scratch = scratch
+        self._begun: dict[int, Future[tuple[Image, Stamps] | None]] = {}
+
+    def begin(self, number: int = 0) -> None:
+        """Begin with a scan now, by default with the first one."""
+        if number < len(self._scans):
+            scan = self._scans[number]
+            self._begun[number] = ahead(lambda: self._read_small(scan))
+
+    def take(self, number: int) -> tuple[Image, Stamps]:
+        """Return a scan by its place among all, and the stamps that its files had before.
+
+        Reading the next one begins. What could not be read ahead is raised here.
+        """
+        begun = self._begun.pop(number, None)
+        self._begun.clear()  # of one that nobody took
+        found = None if begun is None else begun.result()
+        found = found or self._read(self._scans[number])
+        self.begin(number + 1)
+        return found
+
+    def _read_small(self, scan: Scan) -> tuple[Image, Stamps] | None:
+        """Read a scan, unless it takes much of the memory that others may need before it."""
+        needed = open_image(scan.images).unpacked_bytes if self._scratch.is_memory else 0
+        return self._read(scan) if needed <= MEMORY_SHARE * available_bytes() else None
+
+    def _read(self, scan: Scan) -> tuple[Image, Stamps]:
+        before = stamps(scan)
+        return read_scan(scan, self._scratch), before
 
 
 def write_segmentation(

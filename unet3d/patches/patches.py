@@ -24,11 +24,11 @@ from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.images.files import times
 from unet3d.patches.augment import AugmentationDraw, Cut, DrawnChannel, Gather, Slab, augment
-from unet3d.patches.augment.cut import Placement, with_margin
+from unet3d.patches.augment.cut import Placement, shape_of, start_of, with_margin
 from unet3d.patches.augment.filters import ChannelFilters
 from unet3d.patches.packing import packed, page_locked_memory, shared_memory, unpacking
 from unet3d.preparation.cache import PreparedCase
-from unet3d.preparation.cropping import whole_box
+from unet3d.preparation.prepared_image import whole_box
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +212,14 @@ class PatchSampler:
         made = with_margin(part, filters, size)
         if not gathers and any(channel.is_measured for channel in channels):
             made = whole_box(size)
-        if part.is_empty:
+        if min(shape_of(part)) == 0:
             made = part
         box = placement.box(made, shape)
-        classes = label[box.slices]
+        classes = label[box]
         return Cut(
-            image=torch.from_numpy(image[:, *box.slices].copy()),
+            image=torch.from_numpy(image[:, *box].copy()),
             label=torch.from_numpy(classes.astype(np.uint8 if label.itemsize == 1 else np.int64)),
-            placement=placement.moved(box.start),
+            placement=placement.moved(start_of(box)),
             channels=channels,
             filters=filters,
             size=size,

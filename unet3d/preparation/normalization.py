@@ -1,18 +1,32 @@
 """Intensities of one channel brought to a mean of 0 and a deviation of 1, or to 0 ... 1.
 
-Each normalisation clips, subtracts and divides: what depends on the whole image is measured first
-(:mod:`unet3d.preparation.intensities`), then any part of it can be normalised by itself.
+Each normalisation clips, subtracts and divides: what depends on the whole image is measured first,
+in one pass over its pieces (:func:`measured`), then any part of it can be normalised by itself.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
+from unet3d.images.image import Box, Image
+from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import PLAIN
-from unet3d.preparation.intensities import Intensities
+
+MOST_THREADS = 8
+"""Memory is no faster for more."""
+
+Array = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+Found = TypeVar("Found")
+_Moments = tuple[int, int, float, float]
 
 Kind = Literal["ct", "z-score", "z-score-inside", "rescale", "rgb", "none"]
 
@@ -61,6 +75,87 @@ def kind_of(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]
     if name.startswith(("ct ", "ct_", "ct-")):
         return "ct"
     return KINDS_BY_NAME.get(name, "z-score")
+
+
+class Intensities(NamedTuple):
+    """Of the voxels of one channel that count."""
+
+    mean: float
+    std: float
+    """Around the mean, with the number of voxels as the divisor."""
+    lowest: Array
+    """Of each plane along an axis, or of all voxels, (1,)."""
+    highest: Array
+
+
+def measured(
+    image: Image, masks: Sequence[Mask | None], axis: int | None = None
+) -> list[Intensities]:
+    """Return the intensities of each channel, or refuse an image with NaN or infinity.
+
+    Of each channel, those voxels count that are in its mask (X, Y, Z), or all of them. Extremes are
+    those of the planes along an axis of X, Y, Z, if one is given; where a plane has other voxels,
+    the mean is among them.
+    """
+    others = tuple(one for one in range(3) if one != axis)
+
+    def of_piece(box: Box) -> list[tuple[_Moments, Array, Array]]:
+        found = []
+        for values, mask in zip(image.read(box), masks, strict=True):
+            where = True if mask is None else mask[box]
+            lowest = values.min(axis=others, where=where, initial=np.inf)
+            highest = values.max(axis=others, where=where, initial=-np.inf)
+            counted = values if mask is None else values[mask[box]]
+            found.append((_moments(counted), lowest, highest))
+        return found
+
+    boxes = list(image.pieces())
+    pieces = on_pieces(of_piece, boxes)
+    moments = np.array([[one[0] for one in piece] for piece in pieces], np.float64)
+    num_wrong, count, mean, squares = moments.T
+    if num_wrong.any():
+        raise VolumeError(
+            f"the image has {int(num_wrong.sum())} voxels of {math.prod(image.shape)} that are NaN "
+            "or infinite; replace them, for example by 0"
+        )
+    # As Chan, Golub and LeVeque join them, which loses no digits to a large mean.
+    total = count.sum(axis=1).clip(1)
+    joined = (count * mean).sum(axis=1) / total
+    squares += count * np.square(mean - joined[:, None])
+    std = np.sqrt(squares.sum(axis=1) / total)
+    found = []
+    for channel, mask in enumerate(masks):
+        lowest = np.full(1 if axis is None else image.geometry.shape[axis], np.inf)
+        highest = -lowest
+        for box, piece in zip(boxes, pieces, strict=True):
+            planes = slice(None) if axis is None else box[axis]
+            _, low, high = piece[channel]
+            lowest[planes] = np.minimum(lowest[planes], low)
+            highest[planes] = np.maximum(highest[planes], high)
+        if mask is not None:
+            has_others = ~mask.all(axis=others)
+            lowest = np.where(has_others, lowest.clip(max=joined[channel]), lowest)
+            highest = np.where(has_others, highest.clip(joined[channel]), highest)
+        low, high = lowest.astype(np.float32), highest.astype(np.float32)
+        found.append(Intensities(float(joined[channel]), float(std[channel]), low, high))
+    return found
+
+
+def _moments(values: Array) -> _Moments:
+    """Return how many voxels are not finite, how many count, their mean and squared deviations."""
+    if not values.size:
+        return 0, 0, 0, 0
+    with np.errstate(invalid="ignore"):  # infinity and its negative
+        mean = float(values.mean(dtype=np.float64))
+    if not math.isfinite(mean):  # sums of float32 never overflow in float64
+        return values.size - int(np.count_nonzero(np.isfinite(values))), 0, 0, 0
+    distances = np.subtract(values, mean, dtype=np.float64).ravel(order="K")
+    return 0, values.size, mean, float(distances @ distances)
+
+
+def on_pieces(work: Callable[[Box], Found], boxes: Sequence[Box]) -> list[Found]:
+    """Return what a function returns for each piece of an image."""
+    return in_threads(work, boxes, min(MOST_THREADS, num_cores()))
 
 
 @dataclass(frozen=True, kw_only=True)

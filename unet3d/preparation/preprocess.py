@@ -25,9 +25,13 @@ from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import key_of
 from unet3d.preparation.cache import Cache, PreparedCase
-from unet3d.preparation.cropping import Box, nonzero_box, takes_much
 from unet3d.preparation.normalization import ChannelNormalization, kind_of
-from unet3d.preparation.prepared_image import kept_box, prepare_image, prepare_label
+from unet3d.preparation.prepared_image import (
+    kept_box,
+    nonzero_box,
+    prepare_image,
+    prepare_label,
+)
 from unet3d.preparation.resample import median_spacing, resampled_shape, target_spacing
 from unet3d.preparation.transform import Preprocessing
 from unet3d.records import recall, remember
@@ -40,10 +44,14 @@ MAX_INTENSITIES_PER_CASE = 10_000
 LARGEST_IN_FLOAT16 = 2.0**14
 """Normalised intensities up to this are stored as float16, which reaches four times as far."""
 
+MASKED_SHARE = 0.75
+"""Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
+is masked (the value of nnU-Net)."""
+
 MAX_READERS = 4
 """Cases that threads read at a time; each may take gibibytes of memory."""
 
-VERSION = 8
+VERSION = 9
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 
@@ -117,7 +125,7 @@ def plan_preprocessing(
     whole = [geometry.shape for geometry in geometries]
     kept = whole
     if settings.crop_to_nonzero:
-        kept = [box.shape for box in _from_cache(_load_box, _find_box, tasks, "cropping")]
+        kept = _from_cache(_load_kept, _find_kept, tasks, "cropping")
     if takes_much(whole, kept):
         masked = ChannelNormalization(kind="z-score-inside")
         channels = [masked if one.kind == "z-score" else one for one in channels]
@@ -146,6 +154,13 @@ def plan_preprocessing(
         regions=dataset.regions,
     )
     return preprocessing, fingerprint
+
+
+def takes_much(whole: Sequence[Shape], kept: Sequence[Shape]) -> bool:
+    """Return whether cropping takes so much, in the median case, that the outside is masked."""
+    sizes = zip(whole, kept, strict=True)
+    left = np.median([math.prod(of_box) / math.prod(shape) for shape, of_box in sizes])
+    return bool(left <= MASKED_SHARE)
 
 
 def prepare_cases(
@@ -182,7 +197,7 @@ def _prepare_case(task: _Task) -> None:
         return  # of another process, which began at the same time
     image, label = _read_case(case)
     spacing_mm = image.geometry.spacing_mm
-    box = kept_box(image, preprocessing).slices
+    box = kept_box(image, preprocessing)
     try:
         classes = prepare_label(label.array[box], spacing_mm, preprocessing)
     except VolumeError as error:
@@ -248,13 +263,17 @@ def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelN
     )
 
 
-def _load_box(task: _Task) -> Box | None:
-    return recall(task.box, lambda tree: Box.between(tree["start"], tree["stop"]))
+def _load_kept(task: _Task) -> Shape | None:
+    def shape_of(tree: Any) -> Shape:
+        x, y, z = (stop - start for start, stop in tree["box"])
+        return x, y, z
+
+    return recall(task.box, shape_of)
 
 
-def _find_box(task: _Task, image: Image | None = None) -> None:
+def _find_kept(task: _Task, image: Image | None = None) -> None:
     box = nonzero_box(open_image(task.case.images) if image is None else image)
-    remember(task.box, {"start": box.start, "stop": box.stop})
+    remember(task.box, {"box": [(part.start, part.stop) for part in box]})
 
 
 def _load_intensities(task: _Task) -> npt.NDArray[np.float32] | None:
@@ -265,7 +284,7 @@ def _load_intensities(task: _Task) -> npt.NDArray[np.float32] | None:
 def _collect_intensities(task: _Task) -> None:
     """Keep intensities (N, C) inside the labels of a case."""
     image, label = _read_case(task.case)
-    _find_box(task, image)  # the planning asks for it next
+    _find_kept(task, image)  # the planning asks for it next
     inside = np.flatnonzero(np.isin(label.array, task.how, invert=True))
     if len(inside) > MAX_INTENSITIES_PER_CASE:
         rng = np.random.default_rng(0)

@@ -11,13 +11,13 @@ from tests.gpu_waits import refused_waits
 from tests.patches.known_cases import probable
 from tests.shards import run_shards
 from unet3d.patches.augment import AugmentationDraw, Cut, Slab, augment
-from unet3d.patches.augment.cut import Placement, with_margin
+from unet3d.patches.augment.cut import Placement, start_of, with_margin
 from unet3d.patches.augment.draw import DrawnChannel
 from unet3d.patches.augment.filters import ChannelFilters, blur_filter, coarsening_filter
 from unet3d.patches.augment.intensity import Statistics, change_contrast, change_gamma
 from unet3d.patches.augment.noise import add_noise
 from unet3d.patches.patches import CutBatch
-from unet3d.preparation.cropping import Box
+from unet3d.preparation.prepared_image import whole_box
 
 ALWAYS = AugmentationDraw(probable(1, mirror_axes=("x", "y", "z")))
 SPACING = (1.0, 1.2, 0.8)
@@ -33,14 +33,13 @@ def cut_of(image, label, size, start, seed, part=None):
     rng = np.random.default_rng(seed)
     placement = Placement.centred(ALWAYS.matrix(rng, size, SPACING), start, size)
     channels = ALWAYS.channels(rng, len(image), SPACING)
-    part = part or Box(start=(0, 0, 0), stop=size)
+    part = part or whole_box(size)
     filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
     box = placement.box(made := with_margin(part, filters, size), label.shape)
-    inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
     return Cut(
-        image=image[:, *inside].contiguous(),
-        label=label[inside].contiguous(),
-        placement=placement.moved(box.start),
+        image=image[:, *box].contiguous(),
+        label=label[box].contiguous(),
+        placement=placement.moved(start_of(box)),
         channels=channels,
         filters=filters,
         size=size,
@@ -133,7 +132,7 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
 @pytest.mark.parametrize("brightness", [0.8, 1.2])
 def test_what_was_drawn_is_done_in_its_order(brightness):
     """With functions that are tested against others, each on its own."""
-    size, whole = (16, 12, 14), Box(start=(0, 0, 0), stop=(16, 12, 14))
+    size, whole = (16, 12, 14), whole_box((16, 12, 14))
     image, label = volume(1, size)
     drawn = DrawnChannel(
         noise_std=0.1,

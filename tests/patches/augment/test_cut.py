@@ -4,10 +4,10 @@ import numpy as np
 
 from tests.patches.known_cases import probable
 from unet3d.config import AugmentationSettings
-from unet3d.patches.augment.cut import Placement, with_margin
+from unet3d.patches.augment.cut import Placement, inside, start_of, with_margin
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
 from unet3d.patches.augment.filters import ChannelFilters, farthest_reach
-from unet3d.preparation.cropping import Box
+from unet3d.preparation.prepared_image import whole_box
 
 ZERO = (0, 0, 0)
 LIVELY = AugmentationDraw(
@@ -15,41 +15,52 @@ LIVELY = AugmentationDraw(
 )
 
 
+def between(start, stop):
+    return tuple(map(slice, start, stop))
+
+
+def test_a_box_is_cut_out_of_another():
+    outer, inner = between((1, 2, 3), (9, 9, 9)), between((2, 2, 8), (3, 9, 9))
+    array = np.arange(1000).reshape(10, 10, 10)
+    np.testing.assert_array_equal(array[outer][inside(inner, outer)], array[inner])
+
+
 def test_a_patch_that_does_not_turn_is_a_box():
     placement = Placement.centred(None, (5, -2, 7), (4, 6, 5))
     assert placement.offset == (5.0, -2.0, 7.0)
-    box = placement.box(Box(start=ZERO, stop=(4, 6, 5)), (20, 20, 9))
-    assert box == Box(start=(5, 0, 7), stop=(9, 4, 9))
-    assert placement.moved(box.start).offset == (0.0, -2.0, 0.0)
+    box = placement.box(whole_box((4, 6, 5)), (20, 20, 9))
+    assert box == between((5, 0, 7), (9, 4, 9))
+    assert placement.moved(start_of(box)).offset == (0.0, -2.0, 0.0)
     outside = Placement.centred(None, (-10, 0, 30), (4, 4, 4))
-    box = outside.box(Box(start=ZERO, stop=(4, 4, 4)), (6, 6, 6))
-    assert box == Box(start=(0, 0, 5), stop=(1, 4, 6))  # at least one voxel
+    box = outside.box(whole_box((4, 4, 4)), (6, 6, 6))
+    assert box == between((0, 0, 5), (1, 4, 6))  # at least one voxel
     mirrored = np.diag([-1.0, 1.0, -1.0])
     placement = Placement.centred(mirrored, (5, 6, 7), (4, 6, 5))
-    box = placement.box(Box(start=ZERO, stop=(4, 6, 5)), (20, 20, 20))
-    assert box == Box(start=(5, 6, 7), stop=(9, 12, 12))
-    assert placement.moved(box.start).offset == (3.0, 0.0, 4.0)
+    box = placement.box(whole_box((4, 6, 5)), (20, 20, 20))
+    assert box == between((5, 6, 7), (9, 12, 12))
+    assert placement.moved(start_of(box)).offset == (3.0, 0.0, 4.0)
 
 
 def test_the_box_holds_every_sampled_point_and_little_more():
     size = (16, 24, 8)
     corners = ((ZERO, size), ((4, 0, 0), (8, 24, 8)), ((15, 23, 7), size))
     for seed, (start, stop) in itertools.product(range(20), corners):
-        part = Box(start=start, stop=stop)
+        part = between(start, stop)
         matrix = LIVELY.matrix(np.random.default_rng(seed), size, (1, 1.2, 2))
         placement = Placement.centred(matrix, (100, 110, 120), size)
         box = placement.box(part, (400, 400, 400))
         ends = [(first, last - 1) for first, last in zip(start, stop, strict=True)]
         points = np.array(placement.matrix) @ np.array(list(itertools.product(*ends))).T
         points += np.array(placement.offset)[:, None]
-        assert (points.min(axis=1) >= np.array(box.start) - 1e-5).all()
-        assert (points.max(axis=1) <= np.array(box.stop) - 1 + 1e-5).all()
-        assert (points.min(axis=1) < np.array(box.start) + 1).all()
-        assert (points.max(axis=1) > np.array(box.stop) - 2).all()
+        first, last = np.array([(one.start, one.stop - 1) for one in box]).T
+        assert (points.min(axis=1) >= first - 1e-5).all()
+        assert (points.max(axis=1) <= last + 1e-5).all()
+        assert (points.min(axis=1) < first + 1).all()
+        assert (points.max(axis=1) > last - 1).all()
 
 
 def test_margins_hold_what_blur_and_coarsening_reach():
-    inner = Box(start=(10, 0, 5), stop=(20, 9, 12))
+    inner = between((10, 0, 5), (20, 9, 12))
     size = (40, 9, 14)
 
     def margin(*channels):
@@ -59,9 +70,9 @@ def test_margins_hold_what_blur_and_coarsening_reach():
     plain = DrawnChannel(gamma=1.2, noise_std=0.1)
     assert margin() == margin(plain) == inner
     blurred = DrawnChannel(blur_sigma=(1.0, 0.5, 0.6))
-    assert margin(plain, blurred) == Box(start=(6, 0, 2), stop=(24, 9, 14))
+    assert margin(plain, blurred) == between((6, 0, 2), (24, 9, 14))
     both = DrawnChannel(blur_sigma=(1.0, 1.0, 1.0), resolution=(0.5, 0.5, 1.0))
-    assert margin(both) == Box(start=(3, 0, 1), stop=(27, 9, 14))
+    assert margin(both) == between((3, 0, 1), (27, 9, 14))
 
 
 def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for():

@@ -4,10 +4,9 @@ import numpy as np
 
 from tests.products import pairwise
 from unet3d.config import AugmentationSettings
-from unet3d.patches.augment.cut import Placement
+from unet3d.patches.augment.cut import Placement, shape_of
 from unet3d.patches.augment.device import DeviceAugmentation, largest_reach
 from unet3d.patches.augment.draw import AugmentationDraw
-from unet3d.preparation.cropping import Box
 
 
 @pairwise(
@@ -31,8 +30,8 @@ def test_no_cut_is_larger(size, spacing, changes):
     slabs = [range(size[0])] + [range(first, size[0] // 2 + 1) for first in (0, size[0] // 3)]
     for slab in slabs:
         bound = largest_reach(settings, size, spacing, len(slab))
-        part = Box(start=(slab.start, 0, 0), stop=(slab.stop, *size[1:]))
-        boxes = [placement.box(part, (10_000,) * 3).shape for placement in placements]
+        part = (slice(slab.start, slab.stop), slice(0, size[1]), slice(0, size[2]))
+        boxes = [shape_of(placement.box(part, (10_000,) * 3)) for placement in placements]
         largest = np.max(boxes, axis=0)
         assert all(seen <= most for seen, most in zip(largest, bound, strict=True))
         if changes.get("rotation_degrees") == 180:  # where every direction occurs, it is no larger

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.kernels.affine.api import sample_affine
-from unet3d.patches.augment.cut import Cut, Slab
+from unet3d.patches.augment.cut import Cut, Slab, inside, shape_of, start_of
 from unet3d.patches.augment.draw import DrawnChannel
 from unet3d.patches.augment.filters import ChannelFilters, independent_of_threads
 from unet3d.patches.augment.intensity import Gather, Statistics, change_contrast, change_gamma
@@ -41,12 +41,16 @@ def augment(
     remaining = iter(cuts)
     for own_image, own_target in zip(image, target, strict=True):
         cut = next(remaining)
-        made, place = cut.made, slab.place(cut, own_target.shape)
+        place, shape, start = (
+            slab.place(cut, own_target.shape),
+            shape_of(cut.made),
+            start_of(cut.made),
+        )
         place_image, place_target = own_image[:, *place], own_target[place]
         # What is made is made in place, unless it is larger or lies between zeros.
-        in_place = made == cut.part and place_target.shape == own_target.shape
-        made_image = place_image if in_place else image.new_empty((len(own_image), *made.shape))
-        made_target = place_target if in_place else target.new_empty(made.shape)
+        in_place = cut.made == cut.part and place_target.shape == own_target.shape
+        made_image = place_image if in_place else image.new_empty((len(own_image), *shape))
+        made_target = place_target if in_place else target.new_empty(shape)
         sample_affine(
             cut.image,
             cut.label,
@@ -54,16 +58,16 @@ def augment(
             offset=cut.placement.offset,
             image_out=made_image,
             label_out=made_target,
-            start=made.start,
+            start=start,
         )
-        inner = cut.part.inside(made)
+        inner = inside(cut.part, cut.made)
         channels, filters, size = cut.channels, cut.filters, cut.size
         del cut  # the memory of its box serves what follows
         if gather is not None or made_target.numel() > 0:
             statistics = Statistics(None if gather is None else inner, math.prod(size), gather)
             with independent_of_threads(image.device):
                 for channel, drawn, own_filters in zip(made_image, channels, filters, strict=False):
-                    _change(channel, drawn, own_filters, made.start, size, statistics)
+                    _change(channel, drawn, own_filters, start, size, statistics)
         if not in_place:
             own_image.zero_()
             own_target.zero_()

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.images.image import Box
 from unet3d.patches.augment.draw import Axes, DrawnChannel, Matrix
 from unet3d.patches.augment.filters import ChannelFilters
-from unet3d.preparation.cropping import Box
 
 Rows = tuple[Axes, Axes, Axes]
 """A matrix (3, 3)."""
@@ -33,17 +33,38 @@ class Slab:
         first, last = (
             min(max(plane - before, 0), size[0]) for plane in (self.planes.start, self.planes.stop)
         )
-        return Box(start=(first, 0, 0), stop=(last, size[1], size[2]))
+        return slice(first, last), slice(0, size[1]), slice(0, size[2])
 
-    def place(self, cut: "Cut", shape: Sequence[int]) -> tuple[slice, slice, slice]:
+    def place(self, cut: "Cut", shape: Sequence[int]) -> Box:
         """Return where what is made of a cut lies in a slab of this shape."""
-        first_x = middle(self.num_planes, cut.size[0]) + cut.part.start[0] - self.planes.start
+        first_x = middle(self.num_planes, cut.size[0]) + cut.part[0].start - self.planes.start
         starts = (first_x, middle(shape[1], cut.size[1]), middle(shape[2], cut.size[2]))
         x, y, z = (
             slice(first, first + voxels)
-            for first, voxels in zip(starts, cut.part.shape, strict=True)
+            for first, voxels in zip(starts, shape_of(cut.part), strict=True)
         )
-        return (x, y, z)
+        return x, y, z
+
+
+def shape_of(box: Box) -> Shape:
+    """Return the voxels of a box along X, Y, Z."""
+    x, y, z = (part.stop - part.start for part in box)
+    return x, y, z
+
+
+def start_of(box: Box) -> Shape:
+    """Return the first voxel of a box."""
+    x, y, z = (part.start for part in box)
+    return x, y, z
+
+
+def inside(box: Box, outer: Box) -> Box:
+    """Return the box in the array of a larger one."""
+    x, y, z = (
+        slice(part.start - whole.start, part.stop - whole.start)
+        for part, whole in zip(box, outer, strict=True)
+    )
+    return x, y, z
 
 
 def middle(available: int, voxels: int) -> int:
@@ -83,9 +104,9 @@ class Placement:
         What lies outside of the case is not in the box, but at least one voxel is, where the part
         lies outside altogether or is empty.
         """
-        if part.is_empty:
-            return Box(start=(0, 0, 0), stop=(1, 1, 1))
-        first, last = np.array(part.start), np.array(part.stop) - 1
+        if min(shape_of(part)) == 0:
+            return slice(0, 1), slice(0, 1), slice(0, 1)
+        first, last = np.array([(one.start, one.stop - 1) for one in part]).T
         matrix = np.array(self.matrix)
         centre = matrix @ ((first + last) / 2) + np.array(self.offset)
         reach = np.abs(matrix) @ ((last - first) / 2)
@@ -93,7 +114,8 @@ class Placement:
         high = np.ceil(centre + reach - NEGLIGIBLE_VOXEL).astype(int) + 1
         start = np.clip(low, 0, np.array(available) - 1)
         stop = np.maximum(np.minimum(high, available), start + 1)
-        return Box.between(start.tolist(), stop.tolist())
+        x, y, z = map(slice, start.tolist(), stop.tolist())
+        return x, y, z
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +158,8 @@ class Cut:
 def with_margin(part: Box, filters: Sequence[ChannelFilters], size: Shape) -> Box:
     """Return a part of a patch with the voxels around it that its intensities depend on."""
     margins = [max((channel.reach(axis) for channel in filters), default=0) for axis in range(3)]
-    return Box.between(
-        (max(0, first - margin) for first, margin in zip(part.start, margins, strict=True)),
-        (
-            min(voxels, last + margin)
-            for voxels, last, margin in zip(size, part.stop, margins, strict=True)
-        ),
+    x, y, z = (
+        slice(max(0, one.start - margin), min(voxels, one.stop + margin))
+        for one, margin, voxels in zip(part, margins, size, strict=True)
     )
+    return x, y, z

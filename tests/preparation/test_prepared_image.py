@@ -1,4 +1,4 @@
-"""Images that are clipped and taken slice by slice, against SciPy in float64."""
+"""Images that are cut, clipped and taken slice by slice, against SciPy in float64."""
 
 import logging
 from unittest import mock
@@ -11,9 +11,9 @@ from scipy import ndimage
 from tests.images.samples import held_image
 from tests.products import pairwise
 from unet3d.errors import VolumeError
-from unet3d.preparation import plane_resampling
+from unet3d.preparation import interpolation
 from unet3d.preparation.normalization import ChannelNormalization
-from unet3d.preparation.prepared_image import PreparedImage
+from unet3d.preparation.prepared_image import PreparedImage, inside_mask, nonzero_box
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 
@@ -75,7 +75,7 @@ SHAPES = [
     order=[1, 3], shapes=SHAPES, axis=[0, 1, 2], clips=[False, True], piece_voxels=[700, 2**24]
 )
 def test_planes_are_those_of_scipy(order, shapes, axis, clips, piece_voxels, monkeypatch):
-    monkeypatch.setattr(plane_resampling, "SOURCE_VOXELS", piece_voxels)
+    monkeypatch.setattr(interpolation, "SOURCE_VOXELS", piece_voxels)
     shape, spacing_mm, target_mm = shapes
     image = noise(shape, 2)
     how = Interpolation(order=order, clips=clips, thick="never")
@@ -174,3 +174,34 @@ def test_a_full_gpu_is_told_once_and_other_errors_are_not_taken_for_it(monkeypat
         failing(MemoryError()).planes(0, 0, 8, GPU)
     with pytest.raises(RuntimeError, match="^an illegal access$"):
         failing(RuntimeError("an illegal access")).planes(0, 0, 8, GPU)
+
+
+RNG = np.random.default_rng(0)
+
+
+def test_the_box_holds_all_that_is_not_zero_and_no_plane_more():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        size = rng.integers(1, 9, 3)
+        image = np.zeros((2, *size), np.float32)
+        for channel in range(2):
+            for place in rng.integers(0, size, (rng.integers(1, 4), 3)):
+                image[(channel, *place)] = rng.choice([-1.0, 1e-30, 7.0])
+        places = np.argwhere(image)[:, 1:]
+        box = nonzero_box(held_image(image))
+        assert box == tuple(map(slice, places.min(0), places.max(0) + 1))
+    whole = (slice(0, 3), slice(0, 4), slice(0, 5))
+    assert nonzero_box(held_image(np.zeros((1, 3, 4, 5), np.float32))) == whole
+
+
+@pytest.mark.parametrize("share", [0.5, 0.6, 0.7])
+def test_what_is_enclosed_is_inside(share):
+    rng = np.random.default_rng(0)
+    image = np.zeros((2, 12, 11, 13), np.float32)
+    image[:, 2:10, 3:9, 1:12] = rng.random((2, 8, 6, 11)) < share
+    numbered, _ = ndimage.label(np.pad(~image.any(axis=0), 1, constant_values=True))
+    expected = (numbered != numbered[0, 0, 0])[1:-1, 1:-1, 1:-1]
+    assert expected.sum() > image.any(axis=0).sum()  # there are holes
+    np.testing.assert_array_equal(inside_mask(held_image(image)), expected)
+    box = nonzero_box(held_image(image))
+    np.testing.assert_array_equal(inside_mask(held_image(image).cut(box)), expected[box])
