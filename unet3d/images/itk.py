@@ -1,75 +1,44 @@
-"""Opening NRRD files and MetaImages, whose headers SimpleITK reads.
+"""Opening NRRD files and MetaImages, whose headers are checked by a model of each format.
 
 ITK trusts a file: one header ends the process, another names any file of the system, a missing
-spacing becomes 1 mm, and damaged compressed voxels are read without an error. So SimpleITK gets a
-copy of the header that has only the fields named here, each with as many numbers as belong there.
-The voxels are mapped or unpacked by the code for NIfTI, once the size of the file fits.
+spacing becomes 1 mm, and damaged compressed voxels are read without an error. So headers are read
+here, and voxels are mapped or unpacked by the code for NIfTI, once the size of the file fits.
 """
 
 import logging
 import re
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 
 from unet3d.errors import VolumeError
 from unet3d.images.file_voxels import Packing, source_in_file
-from unet3d.images.geometry import RAS_FROM_LPS, geometry_of_affine
+from unet3d.images.geometry import RAS_FROM_LPS, Affine, column_lengths, geometry_of_affine
 from unet3d.images.source import Source, refuse_irregular
 from unet3d.images.text_headers import meta_data_file, read_text_header
-from unet3d.inputs.plain_data import printable
+from unet3d.inputs.plain_data import validated
 
 logger = logging.getLogger(__name__)
 
-NRRD_VALUES = {
-    "dimension": ("3",),
-    "encoding": ("raw", "gzip", "gz"),
-    "space": (
-        *("", "left-posterior-superior", "lps", "right-anterior-superior", "ras"),
-        *("left-anterior-superior", "las"),
-    ),
-    **dict.fromkeys(("datafile", "byteskip", "lineskip"), ("", "0")),
+TYPES = {
+    **dict.fromkeys(("signed char", "int8", "int8_t", "met_char"), "i1"),
+    **dict.fromkeys(("uchar", "unsigned char", "uint8", "uint8_t", "met_uchar"), "u1"),
+    **dict.fromkeys(("short", "short int", "signed short", "signed short int"), "i2"),
+    **dict.fromkeys(("int16", "int16_t", "met_short"), "i2"),
+    **dict.fromkeys(("ushort", "unsigned short", "unsigned short int"), "u2"),
+    **dict.fromkeys(("uint16", "uint16_t", "met_ushort"), "u2"),
+    **dict.fromkeys(("int", "signed int", "int32", "int32_t", "met_int", "met_long"), "i4"),
+    **dict.fromkeys(("uint", "unsigned int", "uint32", "uint32_t", "met_uint", "met_ulong"), "u4"),
+    **dict.fromkeys(("longlong", "long long", "long long int", "signed long long"), "i8"),
+    **dict.fromkeys(("signed long long int", "int64", "int64_t", "met_long_long"), "i8"),
+    **dict.fromkeys(("ulonglong", "unsigned long long", "unsigned long long int"), "u8"),
+    **dict.fromkeys(("uint64", "uint64_t", "met_ulong_long"), "u8"),
+    **{"float": "f4", "met_float": "f4", "double": "f8", "met_double": "f8"},
 }
-META_VALUES = {
-    "ndims": ("3",),
-    "binarydata": ("true", "t", "1"),
-    "headersize": ("", "0"),
-    "elementnumberofchannels": ("", "1"),
-    "elementtointensityfunctionslope": ("", "1", "1.0"),
-    "elementtointensityfunctionoffset": ("", "0", "0.0"),
-    "elementtype": (
-        *("met_char", "met_uchar", "met_short", "met_ushort", "met_int", "met_uint", "met_long"),
-        *("met_ulong", "met_long_long", "met_ulong_long", "met_float", "met_double"),
-    ),
-}
-"""The only values that a volume may have in these fields; "" where a field is left out."""
-
-NRRD_NUMBERS = {"sizes": 3, "spacings": 3, "space directions": 9, "space origin": 3}
-META_NUMBERS = {
-    **{"DimSize": 3, "ElementSpacing": 3, "ElementSize": 3},
-    **{"TransformMatrix": 9, "Orientation": 9, "Rotation": 9},
-    **{"Offset": 3, "Position": 3, "Origin": 3},
-}
-"""How many numbers each field of the geometry has."""
-
-NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-
-SPACINGS = {"spacedirections", "spacings", "elementspacing", "elementsize"}
-DIRECTIONS = {"spacedirections", "transformmatrix", "orientation", "rotation"}
-UNITS = ("spaceunits", "units", "distanceunits")
-"""Fields of either format, in lower case and without spaces."""
-
-MAX_NUMBER = 1e12
-"""ITK replaces much larger lengths by 1."""
-
-SIZES = r"([1-9][0-9]{0,8}(\s+|$)){3}"
-"""ITK shortens larger ones."""
-
-SPACE_KINDS = {"domain", "space", "???", "none"}
-"""Kinds of NRRD's axes; every other kind is one of colours, vectors, channels or time."""
+"""NumPy's names of the types of voxels, by those of either format."""
 
 MILLIMETRES = {
     **dict.fromkeys(("mm", "millimeter", "millimeters"), 1.0),
@@ -78,141 +47,147 @@ MILLIMETRES = {
 }
 """By the units of length that headers name; ITK takes all of them as mm."""
 
+SPACE_KINDS = {"domain", "space", "???", "none"}
+"""Kinds of NRRD's axes; every other kind is one of colours, vectors, channels or time."""
+
+RAS_FROM_SPACE = {
+    **dict.fromkeys(("left-posterior-superior", "lps"), RAS_FROM_LPS),
+    **dict.fromkeys(("right-anterior-superior", "ras"), np.eye(4)),
+    **dict.fromkeys(("left-anterior-superior", "las"), np.diag([-1.0, 1.0, 1.0, 1.0])),
+}
+"""By the names of NRRD's spaces."""
+
+
+def _unit_mm(text: str) -> float:
+    """Return the unit of length that a header names once, or for each axis; mm if it names none."""
+    units = set(text.replace('"', " ").split()) - {"?", "none", "unknown"}
+    if len(units) > 1 or not units <= MILLIMETRES.keys():
+        raise ValueError(f"{text!r} is not mm, um, cm or m, the same for all axes")
+    return MILLIMETRES[units.pop()] if units else 1.0
+
+
+def _one_of(known: Collection[str]) -> AfterValidator:
+    def check(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"{text!r} is not one of {', '.join(known)}")
+        return text
+
+    return AfterValidator(check)
+
+
+def _kinds(text: str) -> str:
+    if not SPACE_KINDS.issuperset(text.split()):
+        raise ValueError(f"{text!r} are not all of space")
+    return text
+
+
+NUMBERS = BeforeValidator(lambda text: re.findall(r"[^\s(),]+", text))
+Number = Annotated[float, Field(ge=-1e12, le=1e12)]
+Length = Annotated[float, Field(gt=0, le=1e12)]
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+Point = Annotated[tuple[Number, Number, Number], NUMBERS]
+Matrix = Annotated[list[Number], Field(min_length=9, max_length=9), NUMBERS]
+Nothing = Literal["", "0"]
+
+
+def _named(default: Any, *names: str) -> Any:
+    """Return a field that has other names in files, the first of NRRD."""
+    return Field(default, validation_alias=AliasChoices(*names))
+
+
+class Header(BaseModel):
+    """The fields of either format that count, in lower case without spaces.
+
+    Many are here only to be refused with any other value than that of most volumes.
+    """
+
+    dimension: Literal["3"] = _named(..., "dimension", "ndims")
+    sizes: Annotated[tuple[Size, Size, Size], NUMBERS] = _named(..., "sizes", "dimsize")
+    type: Annotated[str, _one_of(TYPES)] = _named(..., "type", "elementtype")
+    endian: Literal["", "little", "big"] = ""
+    is_big_endian: bool = _named(False, "binarydatabyteordermsb", "elementbyteordermsb")
+    encoding: Literal["raw", "gzip", "gz"]
+    compresseddata: bool = False
+    binarydata: Literal["true", "t", "1"]
+    datafile: Nothing = ""
+    byteskip: Nothing = ""
+    lineskip: Nothing = ""
+    headersize: Nothing = ""
+    elementnumberofchannels: Literal["1"] = "1"
+    elementtointensityfunctionslope: Literal["1", "1.0"] = "1"
+    elementtointensityfunctionoffset: Literal["0", "0.0"] = "0"
+    kinds: Annotated[str, AfterValidator(_kinds)] = ""
+    space: Annotated[str, _one_of(RAS_FROM_SPACE)] = "lps"
+    origin: Point = _named((0, 0, 0), "spaceorigin", "offset", "position", "origin")
+    directions: Matrix | None = _named(
+        None, "spacedirections", "transformmatrix", "orientation", "rotation"
+    )
+    spacing: Annotated[tuple[Length, Length, Length], NUMBERS] | None = _named(
+        None, "spacings", "elementspacing", "elementsize"
+    )
+    unit_mm: Annotated[float, BeforeValidator(_unit_mm)] = _named(
+        1.0, "spaceunits", "units", "distanceunits"
+    )
+
 
 def open_itk(path: Path) -> Source:
     """Read the header of an NRRD file or a MetaImage, not its voxels, once the file looks sound."""
     refuse_irregular(path)
     is_nrrd = path.suffix.lower() == ".nrrd"
-    fields, num_bytes = read_text_header(path, is_nrrd)
-    _refuse_other_values(path, fields, NRRD_VALUES if is_nrrd else META_VALUES)
-    data_file = None if is_nrrd else meta_data_file(path)
-    if data_file is not None:
-        if not data_file.exists():
-            raise VolumeError(
-                f"{path} lacks its voxels {data_file.name}; a volume needs both files"
-            )
-        refuse_irregular(data_file)
-    unit_mm = _unit_in_mm(path, fields)
-    reader, dtype = _read_by_simpleitk(path, is_nrrd, fields)
-    if fields.keys().isdisjoint(DIRECTIONS) or (is_nrrd and "space" not in fields):
+    fields, start = read_text_header(path, is_nrrd)
+    file = None if is_nrrd else meta_data_file(path)
+    if file is not None:
+        if not file.exists():
+            raise VolumeError(f"{path} lacks its voxels {file.name}; a volume needs both files")
+        refuse_irregular(file)
+    # What the other format says.
+    given = {"binarydata": "true"} if is_nrrd else {"encoding": "raw", "endian": "little"}
+    try:
+        header = validated(Header, {**given, **{k: v.lower() for k, v in fields.items()}})
+        affine, spacing_mm = _placed(header, is_nrrd)
+    except ValueError as error:
+        raise VolumeError(
+            f"{path} has a header that cannot be used: {error}; save it as a volume of three axes "
+            "of space and one number in each voxel, in one file, raw or compressed by gzip"
+        ) from error
+    if header.directions is None or (is_nrrd and "space" not in fields):
         logger.warning(
             "%s does not state its orientation; its axes are taken as right to left, front to "
             "back, bottom to top",
             path,
         )
-    orders = ("binarydatabyteordermsb", "elementbyteordermsb")
-    is_big_endian = fields.get("endian", "").lower() == "big" or any(
-        _is_true(fields, name) for name in orders
-    )
-    is_packed = fields.get("encoding", "raw").lower() != "raw" or _is_true(fields, "compresseddata")
-    start = 0 if data_file else num_bytes
-    affine_lps = np.eye(4)
-    i, j, k = (unit_mm * spacing for spacing in reader.GetSpacing())
-    affine_lps[:3, :3] = np.reshape(reader.GetDirection(), (3, 3)) * (i, j, k)
-    affine_lps[:3, 3] = unit_mm * np.array(reader.GetOrigin())
-    shape = (*reader.GetSize(), 1)
-    geometry = geometry_of_affine(path, shape, RAS_FROM_LPS @ affine_lps, (i, j, k))
-    dtype = dtype.newbyteorder(">" if is_big_endian else "<")
+    shape = (*header.sizes, 1)
+    is_packed = header.encoding != "raw" or header.compresseddata
+    is_big_endian = header.endian == "big" or header.is_big_endian
     packing: Packing = ("gzip" if is_nrrd else "zlib") if is_packed else None
     return source_in_file(
-        geometry, data_file or path, shape, dtype, packing=packing, packed_from=start
+        geometry_of_affine(path, shape, affine, spacing_mm),
+        file or path,
+        shape,
+        np.dtype(f"{'>' if is_big_endian else '<'}{TYPES[header.type]}"),
+        packing=packing,
+        packed_from=0 if file else start,
     )
 
 
-def _refuse_other_values(
-    path: Path, fields: Mapping[str, str], allowed: Mapping[str, tuple[str, ...]]
-) -> None:
-    for name, values in allowed.items():
-        if fields.get(name, "").lower() not in values:
-            raise VolumeError(
-                f"{path} has {name} {printable(fields.get(name, ''))!r}, not "
-                f"{' or '.join(filter(None, values))}; save it as a volume of three axes and one "
-                "number in each voxel, in one file, raw or compressed by gzip"
-            )
-    kinds = fields.get("kinds", "")
-    if not SPACE_KINDS.issuperset(kinds.lower().split()):
-        raise VolumeError(
-            f"{path} has axes of the kinds {printable(kinds)!r}; only axes of space can be used: "
-            "save each channel, component or point in time as a volume of its own"
-        )
-
-
-def _read_by_simpleitk(
-    path: Path, is_nrrd: bool, fields: Mapping[str, str]
-) -> tuple[Any, np.dtype[Any]]:
-    """Return SimpleITK's reader, which has read a copy of the header, and the type of a voxel."""
-    import SimpleITK as sitk  # takes half a second
-
-    sitk.ProcessObject.SetGlobalWarningDisplay(False)
-    sizes = fields.get("sizes" if is_nrrd else "dimsize", "")
-    if not re.fullmatch(SIZES, sizes):
-        raise VolumeError(f"{path} claims the shape {printable(sizes)!r}; it is damaged")
-    copied = _numbers(path, fields, NRRD_NUMBERS if is_nrrd else META_NUMBERS)
-    if is_nrrd:
-        first = {"type": fields.get("type", ""), "dimension": "3"}
-        if "spacedirections" in fields:
-            first["space"] = fields.get("space", "left-posterior-superior")
-        else:  # an origin without a space is none
-            copied.pop("space origin", None)
-        copied = {**first, **copied, "endian": fields.get("endian", ""), "encoding": "raw"}
+def _placed(header: Header, is_nrrd: bool) -> tuple[Affine, list[float]]:
+    """Return the affine in RAS and mm, and the spacing."""
+    if not header.endian and not TYPES[header.type].endswith("1"):
+        raise ValueError("endian is missing")
+    affine = np.eye(4)
+    if is_nrrd and header.directions is not None:
+        affine[:3, :3] = np.reshape(header.directions, (3, 3)).T
+        spacing = column_lengths(affine)
+        affine[:3, 3] = header.origin
+    elif header.spacing is not None:
+        spacing = np.array(header.spacing)
+        directions = np.eye(3) if header.directions is None else header.directions
+        affine[:3, :3] = np.reshape(directions, (3, 3)).T * spacing
+        if not is_nrrd:  # there, origin and space mean nothing without directions
+            affine[:3, 3] = header.origin
     else:
-        last = {"ElementType": fields["elementtype"], "ElementDataFile": "LOCAL"}
-        copied = {"ObjectType": "Image", "NDims": "3", **copied, **last}
-    separator = ": " if is_nrrd else " = "
-    lines = [f"{name}{separator}{text}\n" for name, text in copied.items() if text]
-    reader = sitk.ImageFileReader()
-    reader.SetImageIO("NrrdImageIO" if is_nrrd else "MetaImageIO")
-    with tempfile.NamedTemporaryFile(suffix=".nrrd" if is_nrrd else ".mha") as file:
-        file.write("".join(["NRRD0004\n", *lines, "\n"] if is_nrrd else lines).encode())
-        file.flush()
-        reader.SetFileName(file.name)
-        try:
-            reader.ReadImageInformation()
-            voxel = sitk.GetArrayFromImage(sitk.Image([1, 1, 1], reader.GetPixelID()))
-        except RuntimeError as error:  # every error of ITK
-            reason = printable(str(error).splitlines()[-1].partition(": ")[2])
-            raise VolumeError(f"cannot read {path}: {reason}; fix its header") from error
-    if min(reader.GetSpacing()) <= 0:
-        raise _unplaced_error(path, "spacing", str(reader.GetSpacing()))
-    return reader, voxel.dtype
-
-
-def _numbers(path: Path, fields: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, str]:
-    """Return the fields of the geometry, each with as many numbers as belong there."""
-    if fields.keys().isdisjoint(SPACINGS):
-        raise _unplaced_error(path, "spacing", "")
-    found = {name: fields.get(name.lower().replace(" ", "")) for name in counts}
-    copied = {name: text for name, text in found.items() if text is not None}
-    for name, text in copied.items():
-        parts = re.findall(r"[^\s(),]+" if name.startswith("space ") else r"\S+", text)
-        are_numbers = all(re.fullmatch(NUMBER, part) for part in parts)
-        if (
-            len(parts) != counts[name]
-            or not are_numbers
-            or max(map(abs, map(float, parts))) > MAX_NUMBER
-        ):
-            raise _unplaced_error(path, name, text)
-    return copied
-
-
-def _unplaced_error(path: Path, name: str, text: str) -> VolumeError:
-    return VolumeError(
-        f"{path} does not say where its voxels lie: its {name} is {printable(text)!r}; fix its "
-        "header"
-    )
-
-
-def _unit_in_mm(path: Path, fields: Mapping[str, str]) -> float:
-    """Return the unit of length that a header names once, or for each axis; mm if it names none."""
-    text = next((fields[name] for name in UNITS if name in fields), "")
-    units = set(text.lower().replace('"', " ").split()) - {"?", "none", "unknown"}
-    if len(units) > 1 or not units <= MILLIMETRES.keys():
-        raise VolumeError(
-            f"{path} has the units of length {printable(text)!r}; known are mm, um, cm and m, the "
-            "same for all axes"
-        )
-    return MILLIMETRES[units.pop()] if units else 1.0
-
-
-def _is_true(fields: Mapping[str, str], name: str) -> bool:
-    return fields.get(name, "")[:1].lower() in ("t", "y", "1")
+        raise ValueError("the spacing is missing")
+    turn = RAS_FROM_LPS if header.directions is None else RAS_FROM_SPACE[header.space]
+    affine = turn @ affine
+    affine[:3] *= header.unit_mm
+    return affine, (header.unit_mm * spacing).tolist()

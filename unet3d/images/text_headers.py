@@ -1,7 +1,7 @@
 """The text at the beginning of NRRD files and MetaImages.
 
-It is read without SimpleITK, because a MetaImage may have its voxels in a second file, which the
-search for volumes must know.
+A module of its own, because a MetaImage may have its voxels in a second file, which the search for
+volumes must know.
 """
 
 import re
