@@ -98,7 +98,7 @@ def test_a_network_that_cannot_be_read_ends_all_scans(into_out, capsys):
     lines = capsys.readouterr().err.splitlines()
     begins = [line.split(":")[0] for line in lines if "computing" not in line]
     assert begins == ["Not segmented", "Error"]
-    assert "other.pt is not a checkpoint, or is damaged" in lines[-1]
+    assert "other.pt is not a checkpoint that can be used" in lines[-1]
 
 
 def test_the_first_line_comes_before_the_heavy_work(scan, checkpoint, monkeypatch):

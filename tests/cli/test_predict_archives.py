@@ -58,9 +58,7 @@ def test_messages_name_the_place_in_the_archive(archive, temporary, capsys):
     torch.save({**content_of(), "init_args": {}}, model / "fold_0/checkpoint_final.pth")
     archive_of(model, archive)
     said = refusal(capsys, "predict", "scans", *OPTIONS, "--devices", "cpu")
-    assert said.startswith(
-        f"Error: {CHECKPOINT} is not a model of nnU-Net that can be used: init_args.c"
-    )
+    assert said.startswith(f"Error: {CHECKPOINT} is not a checkpoint that can be used: init_args.c")
     assert str(temporary) not in said and not list(temporary.glob(".unfinished-*"))
 
 

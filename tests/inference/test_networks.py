@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path):
     paths[1].write_bytes(content)
     found = Networks.read(paths, ALONE)
     found[0].build_model()
-    with pytest.raises(CheckpointError, match="b.pt is not a checkpoint, or is damaged"):
+    with pytest.raises(CheckpointError, match="b.pt is not a checkpoint that can be used"):
         found[1]
     replaced = Networks.read(paths[:1], ALONE)
     write_checkpoint(paths[0], patch_size=(8, 8, 8))

@@ -163,10 +163,10 @@ def test_files_of_others(tmp_path):
     foreign = (b"", b"hello", b"\x1f\x8b" + bytes(100), bytes(10_000), pickle.dumps({"a": 1}))
     for content in foreign:
         path.write_bytes(content)
-        assert "is not a checkpoint, or is damaged" in refusal(path), content[:9]
+        assert "is not a checkpoint that can be used" in refusal(path), content[:9]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "hello")
-    assert "is not a checkpoint, or is damaged" in refusal(path)
+    assert "is not a checkpoint that can be used" in refusal(path)
     tensor = torch.zeros(3)
     for value in (tensor, [1, 2], {"w": tensor}, {"format": tensor}, 3, OrderedDict(a=1)):
         torch.save(value, path)
@@ -195,9 +195,9 @@ def test_what_is_no_file_and_what_cannot_be_written_are_said(tmp_path):
 def test_another_version_or_format_is_named(saved):
     content = torch.load(saved, weights_only=True)
     torch.save({**content, "topology": {}}, saved)
-    assert "is not a usable checkpoint: topology.in_channels is missing; " in refusal(saved)
-    torch.save({**content, "topology": {}, "unet3d": "9.9"}, saved)
-    assert "is not a usable checkpoint, by unet3d 9.9: topology" in refusal(saved)
+    assert "is not a checkpoint that can be used: topology.in_channels is missing; " in refusal(
+        saved
+    )
     torch.save({**content, "format": 2, "unet3d": "9.9"}, saved)
     message = refusal(saved)
     assert "has checkpoint format 2" in message and "reads format 1; use unet3d 9.9" in message

@@ -186,7 +186,7 @@ NAN, INFINITY = float("nan"), float("inf")
 def test_a_field_out_of_range_is_named(tmp_path, change, message):
     said = refusal(saved(changed(**change), tmp_path))
     assert message in said
-    assert "use another checkpoint, or train again" in said
+    assert "use another one, or train again" in said
 
 
 HEAD = "decoder.heads.0.weight"
@@ -251,7 +251,7 @@ def test_a_number_that_has_changed_on_the_disk(tmp_path):
     content = bytearray(path.read_bytes())
     content[content.index(CONTENT["model"][HEAD].numpy().tobytes()) + 1] ^= 1
     path.write_bytes(content)
-    assert "or is damaged: the sum of its entry " in refusal(path)
+    assert "is not a checkpoint that can be used: the sum of its entry " in refusal(path)
 
 
 def test_a_description_reads_no_weights(tmp_path):
@@ -296,20 +296,23 @@ TENSOR = (
         ),
         ([b"]q\x00h\x00a"], "is not a checkpoint of unet3d"),  # a list that holds itself
         ([b"]r\xff\xff\xff\x7f"], "is not a checkpoint of unet3d"),
-        ([b"N0"], "is damaged"),
-        ([b"X\xff\xff\xff\x7fa"], "is damaged"),
-        ([b"I" + b"9" * 100_000 + b"\n"], "is damaged"),
+        ([b"N0"], "can be used"),
+        ([b"X\xff\xff\xff\x7fa"], "can be used"),
+        ([b"I" + b"9" * 100_000 + b"\n"], "can be used"),
         ([b"cos\nsystem\n(X\x04\0\0\0truetR"], "(os.system), and so could run code"),
         ([b"cbuiltins\neval\n(X\x01\0\0\x001tR"], "(eval), and so could run code"),
-        ([b"cnumpy\ndtype\n(X\x01\0\0\0OtR"], "it holds numbers of the type O"),
-        ([b"ccollections\nOrderedDict\nN\x85R"], "is damaged"),
-        ([b"h\x07"], "is damaged"),
-        ([b"e"], "is damaged"),
+        ([b"cnumpy\ndtype\n(X\x01\0\0\0OtR"], "is not a checkpoint of unet3d"),
+        ([b"ccollections\nOrderedDict\nN\x85R"], "can be used"),
+        ([b"h\x07"], "can be used"),
+        ([b"e"], "can be used"),
         ([TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85")], "is not a checkpoint of unet3d; train"),
-        ([TENSOR % (b"K\x00", b"K\x02\x85", b"K\x01\x85")], "is damaged"),
-        ([TENSOR % (b"K\x01", b"K\x01\x85", b"K\x01\x85")], "is damaged"),
-        ([TENSOR % (b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85")], "is damaged"),
-        ([TENSOR % (b"K\x00", b"N", b"N")], "is damaged"),
+        ([TENSOR % (b"K\x00", b"K\x02\x85", b"K\x01\x85")], "can be used"),
+        ([TENSOR % (b"K\x01", b"K\x01\x85", b"K\x01\x85")], "can be used"),
+        (
+            [TENSOR % (b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85")],
+            "can be used",
+        ),
+        ([TENSOR % (b"K\x00", b"N", b"N")], "can be used"),
     ],
     ids=lambda value: value if isinstance(value, str) else str(value[0][:16]),
 )

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 
 from unet3d.atomic import temporary_folder
 from unet3d.distributed.group import Group
@@ -27,7 +26,7 @@ def _is_theirs(path: Path) -> bool:
     """Return whether a file holds a model of nnU-Net, or else is named like one."""
     try:
         content = read_tensors(path, described=True)
-    except (OSError, ValueError, MemoryError, UnpicklingError):
+    except (OSError, ValueError, MemoryError):
         content = None
     if not isinstance(content, dict) or not content.keys() & {"network_weights", "format"}:
         return path.suffix == SUFFIX

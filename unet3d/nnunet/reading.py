@@ -18,7 +18,6 @@ from torch import Tensor
 
 from unet3d.config import Config
 from unet3d.datasets.naming import Labels, channel_names, read_labels
-from unet3d.errors import CheckpointError, ConfigError, DatasetError
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.nnunet.model_files import DATASET, PLANS, known_as
@@ -65,27 +64,18 @@ class _Content(BaseModel):
 
 def load_model(path: Path, part: Part = "network") -> Checkpoint:
     """Read a trained model of nnU-Net v2, by a checkpoint of it, onto the CPU."""
-    known = known_as(path)
-    with explained(known, foreign=True):
+    with explained(known_as(path)):
         content = read_tensors(path, described=part == "description")
-        try:
-            checkpoint = _checkpoint(path, validated(_Content, content), part)
-        except (ValueError, RecursionError, ConfigError, DatasetError) as error:
-            reason = str(error).replace(f"{path.parent.parent}/", "")
-            raise CheckpointError(
-                f"{known} is not a model of nnU-Net that can be used: {reason}; use another model, "
-                "or nnU-Net itself"
-            ) from error
-    return checkpoint
+        return _checkpoint(path, validated(_Content, content), part)
 
 
 def _checkpoint(path: Path, content: _Content, part: Part) -> Checkpoint:
     given = content.init_args
     dataset = _record(path, DATASET, given.dataset_json)
-    labels = _labels(path, dataset)
+    labels = _labels(dataset)
     num_classes = len(labels.regions) or len(labels.names)
     plan = read_plan(_record(path, PLANS, given.plans), given.configuration, num_classes)
-    channels = channel_names(path.parent.parent / DATASET, dataset, [])
+    channels = channel_names(Path(DATASET), dataset, [])
     if len(channels) != len(plan.channels):
         raise ValueError(
             f"{DATASET} names {len(channels)} channels, but {PLANS} is for {len(plan.channels)}"
@@ -143,14 +133,14 @@ def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
     return found
 
 
-def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
+def _labels(dataset: Mapping[str, Any]) -> Labels:
     """Return the labels; a list of one value is that value, as in nnU-Net."""
     given = dataset.get("labels")
     if not isinstance(given, dict):
         raise ValueError(f"labels is {shown(given)}; it needs names and values")
     if all(not isinstance(value, list) or len(value) == 1 for value in given.values()):
         given = {name: v[0] if isinstance(v, list) else v for name, v in given.items()}
-    labels = read_labels(path.parent.parent / DATASET, {**dataset, "labels": given}, [])
+    labels = read_labels(Path(DATASET), {**dataset, "labels": given}, [])
     values = list(labels.names)
     if not labels.regions and values != list(range(len(values))):
         raise ValueError("its labels are not 0, 1, 2, ... without a gap")

@@ -6,11 +6,9 @@ it is run, and its fields are checked before its tensors are read.
 """
 
 import math
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,14 +20,14 @@ from unet3d import __version__
 from unet3d.atomic import write_atomically
 from unet3d.config import MAX_PATCH_VOXELS, Config, InferenceSettings, Shape
 from unet3d.datasets.classes import LabelValue
-from unet3d.errors import CheckpointError, ConfigError, reason_of
+from unet3d.errors import CheckpointError, ConfigError, DatasetError, reason_of
 from unet3d.inputs.plain_data import PLAIN, Name, at_most, printable, shown, validated
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import Topology, UNet3d
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.network_weights import described_network, refuse_non_finite
-from unet3d.runs.tensor_file import on_tensors, own_tensors, read_tensors, write_tensors
+from unet3d.runs.tensor_file import on_tensors, own, own_tensors, read_tensors, write_tensors
 
 FORMAT = 1
 """Raised whenever a checkpoint is laid out differently."""
@@ -118,12 +116,7 @@ class Checkpoint:
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU."""
         model = described_network(self.topology, self.model)
-        # A tensor like one on the meta device is made by what imports SymPy, for 0.2 s.
-        own = {
-            name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, value in self.model.items()
-        }
-        model.load_state_dict(own, assign=True)
+        model.load_state_dict(on_tensors(own, self.model), assign=True)
         return model
 
 
@@ -132,7 +125,6 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
 
     At every moment ``path`` is the old file or the new one.
     """
-    own = partial(_on_cpu, set())
     content = {
         "format": FORMAT,
         "unet3d": __version__,
@@ -163,21 +155,13 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
     with explained(path):
         content = read_tensors(path, described=part == "description")
         _check_format(path, content)
-        try:
-            fields = {key: content[key] for key in content if key not in ("format", "unet3d")}
-            checkpoint = validated(Checkpoint, fields)
-            described_network(checkpoint.topology, checkpoint.model)
-            model, training = checkpoint.model, checkpoint.training if part == "all" else {}
-            if part != "description":
-                model, training = own_tensors((model, training), path.stat().st_size)
-                refuse_non_finite(model)
-        except (ConfigError, ValueError, RecursionError) as error:
-            writer = content.get("unet3d")
-            by = "" if writer == __version__ else f", by unet3d {printable(writer, 20)}"
-            raise CheckpointError(
-                f"{path} is not a usable checkpoint{by}: {error}; use another checkpoint, or "
-                "train again"
-            ) from error
+        fields = {key: content[key] for key in content if key not in ("format", "unet3d")}
+        checkpoint = validated(Checkpoint, fields)
+        described_network(checkpoint.topology, checkpoint.model)
+        model, training = checkpoint.model, checkpoint.training if part == "all" else {}
+        if part != "description":
+            model, training = own_tensors((model, training), path.stat().st_size)
+            refuse_non_finite(model)
     return replace(checkpoint, model=model, training=training)
 
 
@@ -193,28 +177,15 @@ def _check_format(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def explained(path: Path, *, foreign: bool = False) -> Iterator[None]:
-    """Say of a file that a user knows by a path why it cannot be read, and what to do.
-
-    It was written by this program, or by another one (``foreign``).
-    """
-    instead = "use a checkpoint that unet3d has written"
-    again = "use another checkpoint, or train again"
-    if foreign:
-        instead = "use another model, or the program that wrote it"
-        again = "copy it again, or use another model"
+def explained(path: Path) -> Iterator[None]:
+    """Say of a file that a user knows by a path why it cannot be read, and what to do."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
-    except pickle.UnpicklingError as error:
+    except (ValueError, RecursionError, ConfigError, DatasetError) as error:
         raise CheckpointError(
-            f"{path} is refused: it holds more than tensors, numbers and strings "
-            f"({printable(str(error))}), and so could run code; {instead}"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint, or is damaged: {error}; {again}"
+            f"{path} is not a checkpoint that can be used: {error}; use another one, or train again"
         ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -222,13 +193,3 @@ def explained(path: Path, *, foreign: bool = False) -> Iterator[None]:
         raise CheckpointError(
             f"cannot read the checkpoint {path}: too little memory; use a machine with more"
         ) from error
-
-
-def _on_cpu(written: set[int], tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU with memory of its own: what else that holds is written, too."""
-    tensor = tensor.detach().cpu()
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in written:
-        tensor = tensor.contiguous().clone()
-    written.add(tensor.untyped_storage().data_ptr())
-    return tensor

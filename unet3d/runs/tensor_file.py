@@ -4,12 +4,10 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,11 +30,28 @@ def write_tensors(content: Any, file: IO[bytes]) -> None:
         raise error.__context__ from None
 
 
+class _Ignored:
+    """Stands for a number of NumPy, or its type, of which the logs of nnU-Net have some.
+
+    NumPy's own types can take any memory. Nothing that is read of a checkpoint is such a number.
+    """
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+_NUMPY: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (_Ignored, f"numpy{name}")
+    for name in (".dtype", ".core.multiarray.scalar", "._core.multiarray.scalar")
+]
+_one_at_a_time = threading.Lock()
+
+
 def read_tensors(path: Path, *, described: bool = False) -> Any:
     """Return the content of a file: tensors are mapped, or where only described, without memory.
 
-    Scalars of NumPy, of which nnU-Net writes some, become numbers. Raises OSError,
-    ``pickle.UnpicklingError`` for what could run code, and ValueError for what is damaged.
+    Raises OSError, and ValueError for what is damaged, or could run code.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -45,7 +60,7 @@ def read_tensors(path: Path, *, described: bool = False) -> Any:
             damaged = None if described else archive.testzip()  # mapped tensors are not checked
             if damaged is not None:
                 raise ValueError(f"the sum of its entry {damaged} is wrong")
-        with _scalars_of_numpy():
+        with _one_at_a_time, torch.serialization.safe_globals(_NUMPY):
             where = "meta" if described else "cpu"
             return torch.load(path, map_location=where, weights_only=True, mmap=True)
     except OSError:
@@ -53,12 +68,12 @@ def read_tensors(path: Path, *, described: bool = False) -> Any:
     except Exception as error:  # of the many that a damaged file leads to, none is documented
         if is_out_of_memory(error):
             raise
-        said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
-        function = re.search(r"GLOBAL (\S+)", said)
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        function = re.search(r"GLOBAL (\S+)", str(error))
         if isinstance(error, pickle.UnpicklingError) and function is not None:
-            raise pickle.UnpicklingError(function[1]) from error
-        reason = said.partition("\n")[0] or type(error).__name__
-        raise ValueError(printable(reason, 200)) from error
+            what = f"it holds more than tensors, numbers and strings ({function[1]})"
+            reason = f"{what}, and so could run code"
+        raise ValueError(printable(reason or type(error).__name__, 200)) from error
 
 
 def own_tensors(value: Any, num_bytes: int) -> Any:
@@ -75,7 +90,7 @@ def own_tensors(value: Any, num_bytes: int) -> Any:
     lacking = shortage(needed)  # a file may have holes, which take no disk
     if lacking is not None:
         raise ValueError(f"what it holds {lacking}")
-    return on_tensors(_clone, value)
+    return on_tensors(own, value)
 
 
 def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -89,39 +104,8 @@ def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
-def _clone(tensor: Tensor) -> Tensor:
+def own(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU that shares no memory, and has no history."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ValueError("one of its tensors does not hold plain numbers")
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-class _DType:
-    """Stands for ``numpy.dtype`` of a number."""
-
-    def __init__(self, name: str, *_: object) -> None:
-        if re.fullmatch("[bfiu][1248]", name) is None:
-            raise ValueError(f"it holds numbers of the type {printable(name)}")
-        self.name = name
-
-    def __setstate__(self, state: object) -> None:
-        """Ignore the order of bytes, which is that of all machines that run PyTorch."""
-
-
-def _number(dtype: _DType, content: bytes) -> Any:
-    """Return a scalar of NumPy as a number of Python."""
-    return np.frombuffer(content, dtype.name, count=1)[0].item()
-
-
-_SCALARS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (_DType, "numpy.dtype"),
-    (_number, "numpy.core.multiarray.scalar"),
-    (_number, "numpy._core.multiarray.scalar"),
-]
-_one_at_a_time = threading.Lock()
-
-
-@contextmanager
-def _scalars_of_numpy() -> Iterator[None]:
-    """Let torch.load make numbers of scalars of NumPy, whose own types can take any memory."""
-    with _one_at_a_time, torch.serialization.safe_globals(_SCALARS):
-        yield
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
