@@ -41,7 +41,7 @@ def test_an_archive_is_unpacked_and_its_copy_removed(capsys, monkeypatch):
     assert run("convert", "model.zip", "-o", "model.pt") == 0
     name = f"model.zip/Dataset001_Phantoms/{NAME}/fold_0/checkpoint_final.pth"
     assert capsys.readouterr().out == f"{name} -> model.pt\n"
-    assert not list(scratch.iterdir())
+    assert not list(scratch.glob(".unfinished-*"))
     assert run("convert", name, "-o", "same.pt") == 0
 
 

@@ -88,7 +88,7 @@ def networks_in(
 def known_as(path: Path) -> Path:
     """Return what a user knows a checkpoint by: of one from an archive, its place there."""
     for folder in path.parents:
-        if folder.name.endswith(UNPACKED):
+        if folder.name.endswith(UNPACKED) and (folder / "archive").is_symlink():
             return Path(os.readlink(folder / "archive"), path.relative_to(folder / "files"))
     return path
 
