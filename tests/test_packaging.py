@@ -62,14 +62,6 @@ def test_nothing_is_imported_that_only_others_need(statement, names, tmp_path):
     assert found.endswith("loaded: []\n")
 
 
-@pytest.mark.parametrize("before", ["enable", pytest.param("disable", marks=pytest.mark.nightly)])
-def test_no_garbage_is_looked_for_while_the_interface_is_imported(before):
-    look = "import gc; found = []; gc.callbacks.append(lambda *what: found.append(what))"
-    load = "import unet3d; unet3d.load; print(len(found) < 40, gc.isenabled())"  # else hundreds
-    found = python("-c", f"{look}; gc.{before}(); {load}")
-    assert found == f"True {before == 'enable'}\n"
-
-
 @pytest.mark.parametrize("arguments", [["-m", "unet3d"], [str(ROOT / "cli.py")]])
 def test_every_way_to_start_it_is_the_same_program(arguments):
     assert python(*arguments, "--version", cwd=ROOT) == f"unet3d {__version__}\n"

@@ -16,7 +16,7 @@ from unet3d.config import DataSettings
 from unet3d.datasets.dataset import load_dataset
 from unet3d.preparation.preprocess import plan_preprocessing, prepare_cases
 from unet3d.reports.progress import ProgressLine
-from unet3d.terminal import bar, live, no_bars
+from unet3d.terminal import TerminalHandler, counting
 
 
 class Terminal(io.StringIO):
@@ -27,8 +27,8 @@ class Terminal(io.StringIO):
 
 
 @contextmanager
-def on_terminal(monkeypatch, made=None):
-    """Have a terminal in the place of stderr, to which the log goes.
+def on_terminal(monkeypatch, made=None, kind=TerminalHandler):
+    """Have a terminal in the place of stderr, to which the log of our command line goes.
 
     It is no fixture, because pytest puts its own stream there when the test begins.
     """
@@ -37,13 +37,13 @@ def on_terminal(monkeypatch, made=None):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "stderr", made)
-    handler = logging.StreamHandler(made)
+    handler = kind(made)
     logging.getLogger().addHandler(handler)
     try:
         yield made
     finally:
         logging.getLogger().removeHandler(handler)
-    assert handler.stream is made and sys.stderr is made
+    assert sys.stderr is made
 
 
 def left_of(written):
@@ -62,22 +62,28 @@ def left_of(written):
     return [line for line in rows if line]
 
 
+@pytest.fixture(autouse=True)
+def informed(caplog):
+    caplog.set_level("INFO", "unet3d")
+
+
 def test_a_bar_counts_and_leaves_what_was_logged_even_if_interrupted(monkeypatch):
     with on_terminal(monkeypatch) as terminal:
-        with pytest.raises(KeyboardInterrupt), bar("preparing cases", 40) as show:
+        with pytest.raises(KeyboardInterrupt), counting("preparing", 40) as show:
             show(3)
             logging.getLogger("unet3d").warning("a case is odd")
             raise KeyboardInterrupt
+        logging.getLogger("unet3d").warning("the end")
     written = terminal.getvalue()
     assert re.search(r"preparing cases .*3/40", written)
-    assert left_of(written) == ["a case is odd"]
+    assert left_of(written) == ["a case is odd", "the end"]
 
 
 def test_a_log_in_a_file_stays_there(monkeypatch):
     """Such as of ``unet3d train 2> log``, whose live line is on stdout."""
     screen = Terminal()
     with on_terminal(monkeypatch, io.StringIO()) as file:
-        with live(Progress(console=Console(file=screen))):
+        with Progress(console=Console(file=screen)):
             logging.getLogger("unet3d").warning("a case is odd")
     assert file.getvalue() == "a case is odd\n"
     assert "odd" not in screen.getvalue()
@@ -96,12 +102,15 @@ def test_the_log_of_a_training_stands_above_its_line(monkeypatch):
 
 
 def test_there_is_no_bar_in_a_file_beside_another_live_line_or_for_another_program(monkeypatch):
-    with on_terminal(monkeypatch), working("planning"), bar("preparing cases", 40) as show:
-        assert show is None
-    with on_terminal(monkeypatch, io.StringIO()) as file, bar("preparing cases", 40) as show:
-        assert show is None
-    with on_terminal(monkeypatch) as terminal, no_bars(), bar("preparing cases", 40) as show:
-        assert show is None
+    with on_terminal(monkeypatch) as terminal, working("planning"):
+        with counting("preparing", 40) as show:
+            show(3)
+    assert "preparing" not in terminal.getvalue()
+    with on_terminal(monkeypatch, io.StringIO()) as file, counting("preparing", 40) as show:
+        show(3)
+    with on_terminal(monkeypatch, kind=logging.StreamHandler) as terminal:
+        with counting("preparing", 40) as show:
+            show(3)
     assert file.getvalue() == terminal.getvalue() == ""
 
 

@@ -5,7 +5,6 @@ does, see :func:`unet3d.segmenter.load`, and ``unet3d.train("DATASET")`` trains 
 does, see :func:`unet3d.trainer.train`.
 """
 
-import gc
 import importlib
 from typing import Any
 
@@ -23,13 +22,7 @@ def __getattr__(name: str) -> Any:
     """Return what the Python interface has; importing it takes seconds, so nothing else waits."""
     if name not in _INTERFACE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    is_enabled = gc.isenabled()
-    gc.disable()  # modules make no garbage, and looking for it again and again takes a tenth longer
-    try:
-        return getattr(importlib.import_module(_INTERFACE[name]), name)
-    finally:
-        if is_enabled:
-            gc.enable()
+    return getattr(importlib.import_module(_INTERFACE[name]), name)
 
 
 def __dir__() -> list[str]:

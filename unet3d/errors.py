@@ -1,19 +1,7 @@
 """Every error that unet3d raises for a reason it can explain.
 
 The message is one line: what is wrong, which value, what to do. The command line prints it after
-``Error:`` and exits with status 1, without a traceback::
-
-    Unet3dError
-    ├── ConfigError         a setting, or settings that contradict each other
-    │   └── ResultExistsError   a result that is there already and may not be replaced
-    ├── DatasetError        dataset.json, missing files, folds
-    ├── VolumeError         one image or label map that cannot be used
-    ├── CacheError          a cache folder that cannot be written, or changed during a run
-    ├── DeviceError         a device that does not exist, more stages than blocks
-    │   └── DoesNotFitError a device that has too little memory
-    ├── CheckpointError     a checkpoint that is missing, damaged, or of another network
-    └── RankError           a process of a training that hangs
-        └── LostRankError   another process that has ended, and that knows the reason
+``Error:`` and exits with status 1, without a traceback.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +16,9 @@ logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
 
-MAX_BYTES = 16 * 2**20
-"""Of one record."""
-
 
 def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Return what was recorded earlier, or None where nothing was or its file is damaged.
-
-    ``read`` turns the record into its meaning; it raises ValueError, TypeError or KeyError where
-    the record has none.
-    """
+    """Return what ``read`` makes of a record, or None where there is none or it is damaged."""
     try:
         return read(read_record(path))
     except FileNotFoundError:
@@ -40,13 +32,12 @@ def remember(path: Path, content: Mapping[str, object]) -> None:
     """Write a record into the cache folder; it says for people, too, what it depends on."""
     with writing_cache(path.parent):
         make_folder(path.parent)
-        _make_way(path)
         write_record(path, content)
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Return what :func:`write_record` wrote; anything else is a ValueError or an OSError."""
-    content = read_json(path, MAX_BYTES)
+    content = read_json(path)
     if not isinstance(content, dict) or content.pop("checksum", None) != key_of(content):
         raise ValueError(f"{path.name} has another checksum")
     return content
@@ -57,14 +48,6 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
     plain = json.loads(json.dumps(content))  # as they will be read
     text = json.dumps({**plain, "checksum": key_of(plain)}, indent=1) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def _make_way(path: Path) -> None:
-    """Delete what has the name of a record and is none, such as a folder or a pipe."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)  # another process may be faster
-    elif not path.is_file():
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

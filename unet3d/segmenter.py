@@ -81,8 +81,6 @@ class Segmenter:
             TypeError: The image is something else, an array has no affine, or something else has
                 one.
         """
-        if isinstance(image, np.ndarray) and affine is None:
-            raise TypeError("an array needs an affine")
         with explaining_memory("the image"):
             volume = _volume(image, affine)
             warning = shear_warning(volume.geometry)
@@ -167,11 +165,7 @@ def _placed(files: Sequence[Path], changes: Mapping[str, Any], names: Sequence[s
 
 
 def names_of(devices: Device | Sequence[Device]) -> list[str]:
-    """Return devices as settings name them.
-
-    Args:
-        devices: One, or several, also as text with commas between them.
-    """
+    """Return devices as settings name them; text may have commas between several."""
     if isinstance(devices, (str, int, torch.device)):
         return str(devices).split(",")
     return [str(device) for device in devices]
@@ -180,13 +174,12 @@ def names_of(devices: Device | Sequence[Device]) -> list[str]:
 def _volume(image: Image, affine: npt.ArrayLike | None) -> OpenedImage:
     if isinstance(image, np.ndarray) and affine is not None:
         return image_of_array(image, affine)
-    if affine is not None:
-        raise TypeError(f"only a NumPy array takes an affine, and not a {type(image).__name__}")
+    if isinstance(image, np.ndarray) or affine is not None:
+        raise TypeError("a NumPy array needs an affine, and nothing else takes one")
     if isinstance(image, SpatialImage):
         return image_of_nibabel(image)
     paths = [image] if isinstance(image, (str, os.PathLike)) else image
-    is_files = isinstance(paths, Sequence) and all(isinstance(p, (str, os.PathLike)) for p in paths)
-    if not is_files or not paths:
+    if not isinstance(paths, Sequence) or not paths or not isinstance(paths[0], (str, os.PathLike)):
         raise TypeError(
             f"cannot segment a {type(image).__name__}; give a file, a list of files, an image of "
             "nibabel's, or a NumPy array with its affine"

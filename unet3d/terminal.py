@@ -1,58 +1,36 @@
-"""Live lines on a terminal, which leave nothing behind: a bar, and logging above it."""
+"""The terminal of the command line: its log, and a bar that leaves nothing behind."""
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from typing import Any
+from contextlib import contextmanager
+from typing import TextIO
 
-_is_left_alone: ContextVar[bool] = ContextVar("is_left_alone", default=False)
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 20.0
+"""How often work on many cases that goes on says how far it is."""
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Logs to a stream; on a terminal above a live line of rich, which replaces ``sys.stderr``."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        if self.stream.isatty():
+            self.stream = sys.stderr
+        super().emit(record)
 
 
 @contextmanager
-def no_bars() -> Iterator[None]:
-    """Show no bar in the context: the terminal is that of a program which uses this package."""
-    token = _is_left_alone.set(True)
-    try:
-        yield
-    finally:
-        _is_left_alone.reset(token)
+def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
+    """Show how many cases are done: in a bar on our terminal, else in a line now and then.
 
-
-@contextmanager
-def live(display: AbstractContextManager[Any]) -> Iterator[None]:
-    """Show a live line of rich while in the context, with the log above it.
-
-    The line replaces ``sys.stderr``: a log that went on to the old stream would stand in the line.
+    Yields what takes how many are done.
     """
-    stream = sys.stderr
-    handlers = [
-        handler
-        for handler in logging.getLogger().handlers
-        if isinstance(handler, logging.StreamHandler)
-        and handler.stream is stream
-        and stream.isatty()
-    ]
-    with display:
-        for handler in handlers:
-            handler.setStream(sys.stderr)
-        try:
-            yield
-        finally:
-            for handler in handlers:
-                handler.setStream(stream)
-
-
-@contextmanager
-def bar(text: str, total: int) -> Iterator[Callable[[int], object] | None]:
-    """Show a bar on a terminal while in the context; gives what takes how many steps are done.
-
-    It gives None where stderr is no terminal, has another live line, or is left alone
-    (:func:`no_bars`).
-    """
-    if _is_left_alone.get():
-        yield None
+    if num_cases < 2 or not logger.isEnabledFor(logging.INFO):
+        yield lambda num_done: None
         return
     from rich.console import Console
     from rich.file_proxy import FileProxy
@@ -65,17 +43,26 @@ def bar(text: str, total: int) -> Iterator[Callable[[int], object] | None]:
     )
 
     console = Console(stderr=True)
-    if not console.is_terminal or isinstance(sys.stderr, FileProxy):
-        yield None
+    # Another program that uses this package has a terminal, and a log, of its own.
+    is_ours = any(isinstance(one, TerminalHandler) for one in logging.getLogger().handlers)
+    has_live_line = isinstance(sys.stderr, FileProxy)
+    if not is_ours or has_live_line or not console.is_terminal:
+        yield _in_log(doing, num_cases)
         return
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-    )
-    task = progress.add_task(text, total=total)
-    with live(progress):
-        yield lambda done: progress.update(task, completed=done)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    left = TimeRemainingColumn(compact=True)
+    with Progress(*columns, left, console=console, transient=True) as progress:
+        task = progress.add_task(f"{doing} cases", total=num_cases)
+        yield lambda num_done: progress.update(task, completed=num_done)
+
+
+def _in_log(doing: str, num_cases: int) -> Callable[[int], None]:
+    next_line = time.monotonic() + LOG_SECONDS
+
+    def watch(num_done: int) -> None:
+        nonlocal next_line
+        if num_done < num_cases and time.monotonic() >= next_line:
+            next_line = time.monotonic() + LOG_SECONDS
+            logger.info("%s %d cases: %d done", doing, num_cases, num_done)
+
+    return watch

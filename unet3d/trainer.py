@@ -21,7 +21,6 @@ from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.runs.run_folder import RunFolder, checkpoint_in
 from unet3d.segmenter import Device, FileName, Segmenter, load, names_of
-from unet3d.terminal import no_bars
 from unet3d.training.cross_validation import request_over_folds
 from unet3d.training.start import RunRequest, choose_run, train_run
 
@@ -45,14 +44,7 @@ class TrainedRun:
     """The same of each label, by its name; None where no case has it."""
 
     def load(self, devices: Device | Sequence[Device] | None = None) -> Segmenter:
-        """Load the final network, as :func:`unet3d.segmenter.load` does.
-
-        Args:
-            devices: See there.
-
-        Raises:
-            DeviceError: A device does not exist, or has too little memory.
-        """
+        """Load the final network on devices, as :func:`unet3d.segmenter.load` does."""
         return load(self.folder, devices=devices)
 
 
@@ -109,18 +101,18 @@ def train(
             "it with torchrun -m unet3d train, or name the devices here without torchrun"
         )
     named = {
-        "data.dataset": None if dataset is None else Path(dataset).absolute(),
+        "data.dataset": dataset,
         "parallel.devices": None if devices is None else ",".join(names_of(devices)),
         "training.epochs": epochs,
         "data.fold": fold,
-        "training.init": None if init is None else checkpoint_in(Path(init)).absolute(),
+        "training.init": None if init is None else checkpoint_in(Path(init)),
     }
+    changes = {key: value for key, value in named.items() if value is not None}
     request = RunRequest(
         config_path=None if config is None else Path(config),
         changes=(
             *preset_changes([preset] if isinstance(preset, str) else preset),
-            *overrides_of(settings or {}),
-            *overrides_of({key: value for key, value in named.items() if value is not None}),
+            *overrides_of({**(settings or {}), **changes}),
         ),
         output=None if output is None else Path(output),
         resume=resume,
@@ -132,14 +124,21 @@ def train(
             f"--resume --output {over_folds.output}, or name the folder of one fold"
         )
     try:
-        with _lock, no_bars(), _state_of_torch_kept():
-            return _train(request, ranks)
+        with _lock, _state_of_torch_kept():
+            folder = _train(request, ranks)
+            final = read_json(folder.summary).get("final") or {}
     except OSError as error:  # such as a full disk, in the middle of a run
         place = f"{error.filename}: " if error.filename else ""
         raise Unet3dError(f"{place}{reason_of(error)}") from error
+    return TrainedRun(
+        folder=folder.path.absolute(),
+        checkpoint=folder.latest.absolute(),
+        mean_dice=final.get("mean_dice"),
+        dice=final.get("dice") or {},
+    )
 
 
-def _train(request: RunRequest, ranks: Ranks) -> TrainedRun:
+def _train(request: RunRequest, ranks: Ranks) -> RunFolder:
     group = Group(ranks)
     run = choose_run(request, group)
     # Processes that are started write what is worth a line here; quiet ones only warn.
@@ -158,28 +157,16 @@ def _train(request: RunRequest, ranks: Ranks) -> TrainedRun:
             raise
         advice = f"; resume=True continues {run.folder.path}" if interruption.can_resume else ""
         raise KeyboardInterrupt(f"stopped{advice}") from None
-    return _trained(run.folder)
-
-
-def _trained(folder: RunFolder) -> TrainedRun:
-    final = read_json(folder.summary).get("final") or {}
-    return TrainedRun(
-        folder=folder.path.absolute(),
-        checkpoint=folder.latest.absolute(),
-        mean_dice=final.get("mean_dice"),
-        dice=final.get("dice") or {},
-    )
+    return run.folder
 
 
 @contextmanager
 def _state_of_torch_kept() -> Iterator[None]:
     """Leave random numbers, threads and switches as they were."""
-    cudnn = torch.backends.cudnn
-    benchmark, num_threads = cudnn.benchmark, torch.get_num_threads()
+    benchmark, num_threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        cudnn.benchmark = benchmark
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.set_num_threads(num_threads)

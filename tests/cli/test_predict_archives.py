@@ -69,7 +69,11 @@ def test_of_the_ranks_only_the_first_unpacks_it(archive, temporary, monkeypatch,
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     with predict.make_context("predict", ["scans", *OPTIONS]) as context:
-        assert len(context.params["checkpoints"]) == len(list(temporary.glob(".unfinished-*"))) == 1 - rank
+        assert (
+            len(context.params["checkpoints"])
+            == len(list(temporary.glob(".unfinished-*")))
+            == 1 - rank
+        )
     assert not list(temporary.glob(".unfinished-*"))
 
 

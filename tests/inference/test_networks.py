@@ -34,12 +34,14 @@ def of_preparation(**changes):
         ({"interpolation": Interpolation(clips=True)}, "its interpolation is .*'clips': True"),
         ({"channel_names": ("MR",)}, r"its channel_names is \['MR'\] instead of \['channel 0'\]"),
         ({"channels": (replace(CT, mean=41.0),)}, "its channels is .*41.0"),
+        ({"label_names": ("background", "b")}, r"its label_names is \['background', 'b'\] instead"),
     ],
     ids=str,
 )
 def test_networks_that_prepare_images_in_another_way_are_refused(changes, words):
     with pytest.raises(
-        CheckpointError, match=f"^network 3 cannot be averaged with network 1: {words}"
+        CheckpointError,
+        match=f"^network 3 cannot be averaged with network 1: {words}.*, or predict with each",
     ):
         Networks.of(of_preparation(), of_preparation(), of_preparation(**changes))
 

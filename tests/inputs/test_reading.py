@@ -65,21 +65,5 @@ def test_a_record_that_means_nothing_is_not_used(tmp_path, text, caplog):
     assert recall(path, read) is None
     assert "is damaged and not used" in caplog.text
     assert recall(tmp_path / "none.json", read) is None
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link to a folder", "dangling link", "loop"])
-def test_whatever_has_the_name_of_a_record_is_replaced_by_one(tmp_path, kind):
-    path = tmp_path / "record.json"
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/file").touch()
-    if kind == "folder":
-        (path / "inside").mkdir(parents=True)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        targets = {"link to a folder": "other", "dangling link": "absent", "loop": "record.json"}
-        path.symlink_to(targets[kind])
-    assert recall(path, dict) is None
-    remember(path, CONTENT)
-    assert recall(path, dict) == CONTENT and not path.is_symlink()
-    assert (tmp_path / "other/file").exists()
+    remember(path, {"seconds": 2})
+    assert recall(path, read) == 2.0

@@ -15,9 +15,9 @@ import pytest
 from scipy.spatial.transform import Rotation
 
 from tests.images.samples import blob_label, held_image, write_msd, write_volume
+from unet3d import terminal
 from unet3d.config import DataSettings
 from unet3d.datasets.dataset import load_dataset
-from unet3d.distributed import workers
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.images.image import Image, open_image
 from unet3d.preparation import preprocess
@@ -418,7 +418,7 @@ def test_the_default_cache_is_the_users(tmp_path, monkeypatch):
 def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, caplog):
     caplog.set_level("INFO")
     dataset = load_dataset(write_msd(tmp_path / "data"))
-    monkeypatch.setattr(workers, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "LOG_SECONDS", 0.0)
     prepare(dataset, settings)
     folder = tmp_path / "cache"
     hashing = ["hashing 3 cases: 1 done", "hashing 3 cases: 2 done"]

@@ -83,6 +83,11 @@ def test_two_runs_of_one_name_have_two_folders(tmp_path, monkeypatch):
 
 
 def test_the_checkpoint_of_a_folder_is_its_final_one(run):
+    several = run.path.parent / "several"
+    (several / "fold1").mkdir(parents=True)
+    (several / "fold1" / "checkpoint-latest.pt").touch()
+    with pytest.raises(CheckpointError, match="several folds; name .* such as .*several/fold1$"):
+        checkpoint_in(several)
     with pytest.raises(CheckpointError, match="first has neither checkpoint-latest.pt nor .*best"):
         checkpoint_in(run.path)
     run.best.touch()

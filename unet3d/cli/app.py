@@ -25,6 +25,7 @@ from unet3d.cli.report import report
 from unet3d.cli.train import train
 from unet3d.errors import Unet3dError, reason_of
 from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
+from unet3d.terminal import TerminalHandler
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 @click.option("--debug", is_flag=True, help="Log more, and show tracebacks.")
 def commands(debug: bool) -> None:
     """Train and use a 3D U-Net on volumes that outgrow one GPU."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = TerminalHandler(sys.stderr)
     handler.setFormatter(
         OneLineFormatter("%(levelname)s %(name)s: %(message)s" if debug else "%(message)s")
     )

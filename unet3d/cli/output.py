@@ -129,10 +129,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.text import Text
 
-    from unet3d.terminal import live
-
-    status = Console(stderr=True).status(Text(text))
-    with live(status):
+    with Console(stderr=True).status(Text(text)) as status:
         yield lambda now: status.update(Text(now))
 
 

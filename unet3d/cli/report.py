@@ -38,7 +38,7 @@ def report(
     """
     if image is None and (checkpoints or not path.is_dir()):
         raise ConfigError(
-            f"{path} is no folder of a run; name one, or the scan of a segmentation with --image"
+            f"{path} is no folder of a run; to show a segmentation, name its scan with --image SCAN"
         )
     output = output or _place(path, is_run=image is None)
     if output.suffix.lower() not in (".html", ".htm"):

@@ -71,6 +71,6 @@ def _values_of(one: int | str, dataset: Dataset, name_of: Mapping[int, str]) -> 
         return (int(text),)
     known = ", ".join(f"{name} ({value})" for value, name in [*name_of.items()][1:9])
     raise ConfigError(
-        f"data.labels names {printable(text)}, which is no label of {dataset.root}; it has {known}"
-        + (f" and {len(name_of) - 9} more" if len(name_of) > 9 else "")
+        f"data.labels names {printable(text)}, which is no label of {dataset.root}; name some of "
+        f"{known}" + (f" and {len(name_of) - 9} more" if len(name_of) > 9 else "")
     )

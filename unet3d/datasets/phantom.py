@@ -12,10 +12,10 @@ import numpy.typing as npt
 from unet3d.atomic import new_folder
 from unet3d.config import Shape, Spacing
 from unet3d.datasets.phantom_anatomy import LABEL_NAMES, head_phantom
-from unet3d.distributed.workers import counting
 from unet3d.errors import DatasetError, reason_of
 from unet3d.images.files import write_nifti
 from unet3d.inputs.reading import read_json
+from unet3d.terminal import counting
 
 logger = logging.getLogger(__name__)
 

@@ -3,29 +3,20 @@
 Nothing heavy is imported here: a worker imports this first, and from then on dies with its parent.
 """
 
-import logging
 import multiprocessing
-import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from types import FrameType
 from typing import TypeVar
 
 from unet3d.distributed.processes import die_with_parent, end_children, shielded_children
 from unet3d.errors import DatasetError
-from unet3d.terminal import bar
+from unet3d.interruption import end_at_once
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
-
-LOG_SECONDS = 20.0
-"""How often work on many cases that goes on says how far it is."""
 
 CLEANING_SECONDS = 2.0
 """Time in which workers that are asked to stop delete what is half written."""
@@ -58,7 +49,7 @@ def map_items(
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
         )
-        futures = [pool.submit(_work_on, work, item) for item in items]
+        futures = [pool.submit(work, item) for item in items]
     with pool:
         try:
             return _counted((future.result() for future in futures), watch)
@@ -76,31 +67,6 @@ def map_items(
             raise
 
 
-@contextmanager
-def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
-    """Show how many cases are done: in a bar on a terminal, else in a line now and then.
-
-    Yields what takes how many are done.
-    """
-    if num_cases > 1 and logger.isEnabledFor(logging.INFO):
-        with bar(f"{doing} cases", num_cases) as show:
-            yield _logging(doing, num_cases) if show is None else show
-    else:
-        yield lambda num_done: None
-
-
-def _logging(doing: str, num_cases: int) -> Callable[[int], None]:
-    next_line = time.monotonic() + LOG_SECONDS
-
-    def watch(num_done: int) -> None:
-        nonlocal next_line
-        if num_done < num_cases and time.monotonic() >= next_line:
-            next_line = time.monotonic() + LOG_SECONDS
-            logger.info("%s %d cases: %d done", doing, num_cases, num_done)
-
-    return watch
-
-
 def _counted(results: Iterable[Result], watch: Callable[[int], object]) -> list[Result]:
     done = []
     for result in results:
@@ -111,25 +77,9 @@ def _counted(results: Iterable[Result], watch: Callable[[int], object]) -> list[
 
 def _start_worker() -> None:
     die_with_parent()
+    # What is half written goes with this process; the pool would go on with another item.
+    signal.signal(signal.SIGTERM, lambda number, frame: end_at_once(128 + number))
 
     import torch
 
     torch.set_num_threads(1)
-
-
-def _work_on(work: Callable[[Item], Result], item: Item) -> Result:
-    before = signal.signal(signal.SIGTERM, _stop_work)
-    try:
-        return work(item)
-    except _Stopped:  # what was half written is deleted; the pool would go on with another item
-        os._exit(128 + signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _Stopped(BaseException):
-    """The parent ends this worker."""
-
-
-def _stop_work(number: int, frame: FrameType | None) -> None:
-    raise _Stopped

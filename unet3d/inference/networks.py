@@ -49,7 +49,8 @@ class Networks(Sequence[Checkpoint]):
             if differences:
                 raise CheckpointError(
                     f"{name} cannot be averaged with {self.names[0]}: {'; '.join(differences)}; "
-                    "name networks that were trained on the same channels, labels and spacing"
+                    "name networks of the same channels, labels and spacing, or predict with each "
+                    "of them alone"
                 )
             wanted, found = (one.config.inference.averaging for one in (self.described[0], other))
             if wanted != found:

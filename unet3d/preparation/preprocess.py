@@ -17,7 +17,7 @@ import numpy.typing as npt
 from unet3d.config import DataSettings, Shape, Spacing
 from unet3d.datasets.dataset import Case, Dataset
 from unet3d.distributed.ranks import num_cores
-from unet3d.distributed.workers import counting, map_items
+from unet3d.distributed.workers import map_items
 from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.images.geometry import Geometry, same_grid
 from unet3d.images.image import Image, open_image
@@ -35,6 +35,7 @@ from unet3d.preparation.prepared_image import (
 from unet3d.preparation.resample import median_spacing, resampled_shape, target_spacing
 from unet3d.preparation.transform import Preprocessing
 from unet3d.records import recall, remember
+from unet3d.terminal import counting
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from unet3d.terminal import live
-
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.5
@@ -81,7 +79,7 @@ class ProgressLine:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the line while in the context."""
-        with live(self._progress):
+        with self._progress:
             self._task = self._progress.add_task("starting", total=None, status="")
             yield
 

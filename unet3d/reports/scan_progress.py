@@ -7,8 +7,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from unet3d.terminal import live
-
 
 class _Speed(ProgressColumn):
     """Windows a second, once there are some."""
@@ -53,7 +51,7 @@ class ScanProgress:
         self._scan = f"{name} ({number}/{self._num_scans})" if self._num_scans > 1 else name
         self._task = self._progress.add_task(self._scan, total=None, windows="")
         try:
-            with live(self._progress):
+            with self._progress:
                 yield
         finally:
             self._progress.remove_task(self._task)

@@ -219,6 +219,11 @@ def checkpoint_in(path: Path) -> Path:
     for file in (run.latest, run.best):
         if file.is_file():
             return file
+    folds = sorted(path.glob(f"fold*/{run.latest.name}"))
+    if folds:
+        raise CheckpointError(
+            f"{path} is a run over several folds; name the folder of one, such as {folds[0].parent}"
+        )
     raise CheckpointError(
         f"{path} has neither {run.latest.name} nor {run.best.name}; name a checkpoint, or the "
         "folder of a run"
