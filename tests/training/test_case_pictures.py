@@ -21,7 +21,7 @@ TRUE = (slice(4, 12), slice(6, 15), slice(3, 9))
 
 def made(folder, shifts, ignore=None):
     """Write cases whose prediction is shifted along X by some voxels, and score them."""
-    scored = ScoredLabels.of({0: "background", 1: "liver"}, (), ignore)
+    scored = ScoredLabels(names={1: "liver"}, ignore=ignore)
     cases, scores = [], []
     for number, shift in enumerate(shifts):
         name = f"sub/case_{number}"

@@ -109,16 +109,15 @@ def _scored_labels(
     from dataclasses import replace
 
     from unet3d.datasets.naming import description_of, read_scored_labels
-    from unet3d.datasets.scored_labels import EVERY_VALUE, values_of
+    from unet3d.datasets.scored_labels import EVERY_VALUE, ScoredLabels, values_of
 
     scored, found = EVERY_VALUE, None
     if checkpoint is not None:
         from unet3d.nnunet.loading import load_network
         from unet3d.runs.run_folder import checkpoint_in
-        from unet3d.training.final_result import scored_labels
 
         checkpoint = checkpoint_in(checkpoint)
-        scored = scored_labels(load_network(checkpoint, "description").preprocessing)
+        scored = ScoredLabels.of(load_network(checkpoint, "description").preprocessing)
     elif dataset is not None:
         scored = read_scored_labels(dataset)
     elif (found := description_of(labels)) is not None:

@@ -1,4 +1,4 @@
-"""From the values in a label map to the indices of classes."""
+"""What the values in label maps mean, and from these values to the indices of classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +36,35 @@ class Region:
     """The values in label maps that it is made of."""
     written: LabelValue
     """The value that a segmentation has in it, unless a later region writes over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """What the values in the label maps of a data set mean, or meant in a training."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    label_names: Annotated[tuple[Name, ...], at_most(2**16)]
+    """Name of each class; class 0 is the background."""
+    label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
+    """Value of each class in segmentations; that of class 0 is 0."""
+    raw_values: Annotated[
+        tuple[Annotated[tuple[LabelValue, ...], at_most(2**16)], ...], at_most(2**16)
+    ] = ()
+    """Values in label maps that each class is made of; none: each of its own value alone."""
+    ignore_value: LabelValue | None = None
+    """Value of voxels that nobody has labelled, above that of every class; None: there is none. In
+    prepared label maps they have the index after the last class."""
+    regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
+    """What is segmented instead of the classes, in the order in which it is written."""
+
+    @property
+    def class_of(self) -> dict[int, int]:
+        """The index in prepared label maps of each value that label maps may hold, ascending."""
+        raw = self.raw_values or [(value,) for value in self.label_values]
+        ignored = [] if self.ignore_value is None else [(self.ignore_value,)]
+        found = {v: index for index, values in enumerate([*raw, *ignored]) for v in values}
+        return dict(sorted(found.items()))
 
 
 def class_indices(

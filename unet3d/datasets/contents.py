@@ -73,8 +73,7 @@ def voxels_of(array: npt.NDArray[np.integer[Any]]) -> dict[int, int]:
 
 def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
     """Return what the cases hold together, who is far out, and each case: plain values for JSON."""
-    value_names = dict(zip(dataset.label_values, dataset.label_names, strict=True))
-    scored = ScoredLabels.of(value_names, dataset.regions, dataset.ignore_value).names
+    scored = ScoredLabels.of(dataset).names
     volumes_ml = {name: _volumes_ml(cases, values_of(label)) for label, name in scored.items()}
     shapes = np.array([case.shape for case in cases], np.float64).reshape(-1, 3)
     spacings_mm = np.array([case.spacing_mm for case in cases]).reshape(-1, 3)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from unet3d.datasets.classes import Region
+from unet3d.datasets.classes import Labels
 from unet3d.datasets.folds import (
     Fold,
     drawn_folds,
@@ -74,26 +74,15 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
+class Dataset(Labels):
     """The labelled cases of a data set, and the names of its channels and labels."""
 
     root: Path
     """Its folder."""
     channel_names: tuple[str, ...]
-    label_names: tuple[str, ...]
-    """Name of each class; class 0 is the background."""
-    label_values: tuple[int, ...]
-    """Value of each class in the label maps; that of class 0 is 0."""
     cases: tuple[Case, ...]
     validation: tuple[str, ...] = ()
     """Names of cases that the data set itself sets aside for validation."""
-    raw_values: tuple[tuple[int, ...], ...] = ()
-    """Values in the label maps that each class is made of; none: each of its own value alone."""
-    ignore_value: int | None = None
-    """Value of voxels in the label maps that nobody has labelled, above that of every class; None:
-    there is none."""
-    regions: tuple[Region, ...] = ()
-    """What is to be segmented instead of the classes, where regions overlap; none: the classes."""
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
     faults: tuple[Finding, ...] = ()
@@ -263,10 +252,7 @@ class _Description:
         return Dataset(
             root=self.root,
             channel_names=channel_names(self.path, self.tree, cases[0].images),
-            label_names=tuple(labels.names.values()),
-            label_values=tuple(labels.names),
-            ignore_value=labels.ignore_value,
-            regions=labels.regions,
+            **vars(labels),
             cases=cases,
             validation=validation,
             folds=folds,

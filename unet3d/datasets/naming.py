@@ -9,13 +9,12 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unet3d.datasets.classes import MAX_CLASSES, MAX_LABEL_VALUE, Region
+from unet3d.datasets.classes import MAX_CLASSES, MAX_LABEL_VALUE, Labels, Region
 from unet3d.datasets.folds import read_description
 from unet3d.datasets.scored_labels import ScoredLabels
 from unet3d.errors import DatasetError, some
@@ -29,18 +28,6 @@ MAX_NAME_LETTERS = 200
 
 IGNORE = "ignore"
 """Name of the label of voxels that nobody has labelled, as nnU-Net has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """What the values in the label maps of a data set mean."""
-
-    names: dict[int, str]
-    """Name of each class by its value, in ascending order, the background first."""
-    ignore_value: int | None = None
-    """Value of voxels that nobody has labelled, the highest of all; None: every voxel is."""
-    regions: tuple[Region, ...] = ()
-    """What is segmented instead of classes; none: the classes."""
 
 
 def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:
@@ -65,7 +52,7 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
     """Return the labels of a description, or else those that are found in label maps."""
     given = tree.get("labels")
     if given is None:
-        return Labels(names=_labels_found_in(label_maps, path))
+        return _labels_found_in(label_maps, path)
     if not isinstance(given, dict):
         raise DatasetError(f"{path}: labels is {shown(given)}; it needs names and values")
     values_of = _values_of_labels(path, given)
@@ -92,8 +79,12 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
     regions: tuple[Region, ...] = ()
     if any(isinstance(value, list) for value in given.values()):
         regions = _regions(path, scored, tree.get("regions_class_order"))
-    ignore_value = None if ignored is None else ignored[0]
-    return Labels(names=names, ignore_value=ignore_value, regions=regions)
+    return Labels(
+        label_names=tuple(names.values()),
+        label_values=tuple(names),
+        ignore_value=None if ignored is None else ignored[0],
+        regions=regions,
+    )
 
 
 def _values_of_labels(path: Path, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -160,7 +151,7 @@ def _label_value(path: Path, name: str, value: Any) -> int:
     return int(digits)
 
 
-def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
+def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
     logger.warning(
         "%s names no labels: reading all %d label maps to find them; add "
         '"labels": {"background": 0, ...} to save the time',
@@ -180,7 +171,8 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
             f"{path}: the label maps hold {len(labels)} values, {some(labels)}; the background is "
             f"0, and labels are above it, up to {MAX_LABEL_VALUE}"
         )
-    return {value: f"label {value}" if value else "background" for value in labels}
+    names = ("background", *(f"label {value}" for value in labels[1:]))
+    return Labels(label_names=names, label_values=tuple(labels))
 
 
 def has_sides(names: Sequence[str]) -> bool:
@@ -214,5 +206,4 @@ def read_scored_labels(path: Path) -> ScoredLabels:
     tree = read_description(description)
     if not isinstance(tree, dict) or not tree.get("labels"):
         raise DatasetError(f"{description} names no labels; name a data set that does")
-    labels = read_labels(description, tree, ())
-    return ScoredLabels.of(labels.names, labels.regions, labels.ignore_value)
+    return ScoredLabels.of(read_labels(description, tree, ()))

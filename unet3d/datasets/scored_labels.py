@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.datasets.classes import Region
+from unet3d.datasets.classes import Labels
 
 BACKGROUND = 0
 
@@ -29,13 +29,13 @@ class ScoredLabels:
     """Values of the label maps that are background."""
 
     @classmethod
-    def of(
-        cls, names: Mapping[int, str], regions: Iterable[Region], ignore: int | None
-    ) -> "ScoredLabels":
-        """Return what is scored where regions are segmented, or else labels of these names."""
-        scored: dict[Label, str] = {label_of(region.values): region.name for region in regions}
-        scored = scored or {value: name for value, name in names.items() if value != BACKGROUND}
-        return cls(names=scored, ignore=ignore)
+    def of(cls, labels: Labels) -> "ScoredLabels":
+        """Return what is scored of a data set, or of a network: its regions, or its labels."""
+        left_out, *values = labels.raw_values or [(), *((v,) for v in labels.label_values[1:])]
+        names = dict(zip(map(label_of, values), labels.label_names[1:], strict=True))
+        if labels.regions:
+            names = {label_of(region.values): region.name for region in labels.regions}
+        return cls(names=names, ignore=labels.ignore_value, left_out=frozenset(left_out))
 
     def among(self, values: Iterable[int]) -> list[Label]:
         """Return what is scored in label maps that hold some values.

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from unet3d.config import Config
-from unet3d.datasets.naming import Labels, channel_names, read_labels
+from unet3d.datasets.classes import Labels
+from unet3d.datasets.naming import channel_names, read_labels
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.nnunet.model_files import DATASET, PLANS, known_as
@@ -73,7 +74,7 @@ def _checkpoint(path: Path, content: _Content, part: Part) -> Checkpoint:
     given = content.init_args
     dataset = _record(path, DATASET, given.dataset_json)
     labels = _labels(dataset)
-    num_classes = len(labels.regions) or len(labels.names)
+    num_classes = len(labels.regions) or len(labels.label_values)
     plan = read_plan(_record(path, PLANS, given.plans), given.configuration, num_classes)
     channels = channel_names(Path(DATASET), dataset, [])
     if len(channels) != len(plan.channels):
@@ -104,11 +105,8 @@ def _checkpoint(path: Path, content: _Content, part: Part) -> Checkpoint:
             spacing_mm=plan.spacing_mm,
             channels=plan.channels,
             channel_names=channels,
-            label_names=tuple(labels.names.values()),
-            label_values=tuple(labels.names),
-            ignore_value=labels.ignore_value,
+            **vars(labels),
             crops_to_nonzero=True,
-            regions=labels.regions,
             orientation=plan.orientation,
             interpolation=plan.interpolation,
         ),
@@ -141,8 +139,8 @@ def _labels(dataset: Mapping[str, Any]) -> Labels:
     if all(not isinstance(value, list) or len(value) == 1 for value in given.values()):
         given = {name: v[0] if isinstance(v, list) else v for name, v in given.items()}
     labels = read_labels(Path(DATASET), {**dataset, "labels": given}, [])
-    values = list(labels.names)
-    if not labels.regions and values != list(range(len(values))):
+    values = labels.label_values
+    if not labels.regions and values != tuple(range(len(values))):
         raise ValueError("its labels are not 0, 1, 2, ... without a gap")
     return labels
 

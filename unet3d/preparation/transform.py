@@ -12,7 +12,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Spacing
-from unet3d.datasets.classes import LabelValue, Region
+from unet3d.datasets.classes import Labels
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
 from unet3d.preparation.normalization import ChannelNormalization
@@ -20,7 +20,7 @@ from unet3d.preparation.resample import Interpolation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preprocessing:
+class Preprocessing(Labels):
     """Everything that is needed to prepare an image at prediction as in training."""
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -29,19 +29,8 @@ class Preprocessing:
     """Target spacing; None: each image's own."""
     channels: Annotated[tuple[ChannelNormalization, ...], at_most(2**14)]
     channel_names: Annotated[tuple[Name, ...], at_most(2**14)]
-    label_names: Annotated[tuple[Name, ...], at_most(2**16)]
-    label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
-    raw_values: Annotated[
-        tuple[Annotated[tuple[LabelValue, ...], at_most(2**16)], ...], at_most(2**16)
-    ] = ()
-    """Values in label maps that each class is made of; none: each of its own value alone."""
-    ignore_value: LabelValue | None = None
-    """Value of voxels that nobody has labelled; None: there is none. In prepared label maps they
-    have the index after the last class."""
     crops_to_nonzero: Annotated[bool, Field(strict=True)] = False
     """Whether the image is cut to the box of its voxels that are not zero in every channel."""
-    regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
-    """What the network segments instead of classes, in the order in which it is written."""
     orientation: Literal["ras", "stored"] = "ras"
     """Axes of the arrays: to the right, to the front and up, or those of the file."""
     interpolation: Interpolation = Interpolation()
@@ -78,14 +67,6 @@ class Preprocessing:
             names = [region.name for region in self.regions]
             return dict(zip(names, self.region_classes, strict=True))
         return {name: (index,) for index, name in enumerate(self.label_names) if index}
-
-    @property
-    def class_of(self) -> dict[int, int]:
-        """The index in prepared label maps of each value that label maps may hold, ascending."""
-        raw = self.raw_values or [(value,) for value in self.label_values]
-        ignored = [] if self.ignore_value is None else [(self.ignore_value,)]
-        found = {v: index for index, values in enumerate([*raw, *ignored]) for v in values}
-        return dict(sorted(found.items()))
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:

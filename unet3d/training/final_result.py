@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from unet3d import __version__
-from unet3d.datasets.scored_labels import ScoredLabels, label_of
 from unet3d.inference.evaluation import Evaluation
 from unet3d.inference.postprocessing import Rule
 from unet3d.planning.experiment import Experiment
-from unet3d.preparation.transform import Preprocessing
 from unet3d.training.component_choice import Choice
 
 
@@ -83,22 +81,3 @@ def cases_record(
         ],
         **{key: value for key, value in found.items() if key not in left_out},
     }
-
-
-def scored_labels(preprocessing: Preprocessing) -> ScoredLabels:
-    """Return what is scored of what a network segments: its regions, or its labels.
-
-    Args:
-        preprocessing: Names and values of both, the background first, and what is ignored.
-    """
-    ignore = preprocessing.ignore_value
-    if preprocessing.raw_values:
-        left_out, *merged = preprocessing.raw_values
-        names = preprocessing.label_names[1:]
-        return ScoredLabels(
-            names=dict(zip(map(label_of, merged), names, strict=True)),
-            ignore=ignore,
-            left_out=frozenset(left_out),
-        )
-    known = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
-    return ScoredLabels.of(known, preprocessing.regions, ignore)

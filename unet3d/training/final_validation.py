@@ -24,7 +24,7 @@ from typing import Any
 
 from unet3d.atomic import unfinished_folder
 from unet3d.datasets.dataset import Case
-from unet3d.datasets.scored_labels import Label, label_of, values_of
+from unet3d.datasets.scored_labels import Label, ScoredLabels, label_of, values_of
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
 from unet3d.images.labels import read_label, write_label
@@ -45,7 +45,7 @@ from unet3d.runs.checkpoint import Checkpoint
 from unet3d.runs.run_folder import RunFolder, writing
 from unet3d.training.case_pictures import draw_extremes
 from unet3d.training.component_choice import Choice, OwnCase, choose_components
-from unet3d.training.final_result import FinalResult, cases_record, scored_labels
+from unet3d.training.final_result import FinalResult, cases_record
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class FinalValidation:
         self._replica, self._shard = divmod(group.ranks.rank, dims.num_shards)
         self._num_replicas = dims.num_replicas
         self._signals = ShardSignals(group, dims.num_shards)
-        self._scored = scored_labels(experiment.preprocessing)
+        self._scored = ScoredLabels.of(experiment.preprocessing)
         values, names = experiment.preprocessing.label_values, experiment.preprocessing.label_names
         self._names = dict(list(zip(values, names, strict=True))[1:])
 
