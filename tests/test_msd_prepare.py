@@ -99,7 +99,7 @@ def test_refuses_what_is_no_such_archive(script, tmp_path):
     archive = archive_of(tmp_path / "other", tmp_path / "other.tar")
     assert "0 folders with a dataset.json" in refusal(script, archive)
     os.mkfifo(tmp_path / "pipe.tar")
-    assert "is a pipe" in refusal(script, tmp_path / "pipe.tar")
+    assert "not a regular file" in refusal(script, tmp_path / "pipe.tar")
 
 
 def test_an_archive_that_ends_anywhere_leaves_nothing(script, source, tmp_path):

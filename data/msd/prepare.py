@@ -20,7 +20,7 @@ import click
 from unet3d.atomic import publish_folder, unfinished_folder
 from unet3d.datasets.dataset import load_dataset
 from unet3d.errors import DatasetError, Unet3dError, reason_of
-from unet3d.images.source import refuse_irregular
+from unet3d.images.source import beginning_of
 from unet3d.inputs.plain_data import printable
 from unet3d.memory.host import readable
 from unet3d.preparation.check import check_headers
@@ -86,7 +86,7 @@ def unpack(archive: Path, output: Path) -> Path:
         DatasetError: The archive is damaged, unsafe, too large or something else, or the folder
             exists.
     """
-    refuse_irregular(archive)
+    beginning_of(archive)
     try:
         with _opened(archive) as tar:
             _survey(archive, tar, output)

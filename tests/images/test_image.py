@@ -78,12 +78,10 @@ def assert_like(image, expected):
         covered[piece] += 1
         np.testing.assert_array_equal(image.read(piece), expected[:, *piece])
     assert (covered == 1).all()
+    for axis in range(3):
+        np.testing.assert_array_equal(image.plane(axis, 2), expected[0].take(2, axis))
     for number, values in enumerate(expected):
         np.testing.assert_array_equal(image.read(channel=number)[0], values)
-        channel = image.channel(number)
-        assert channel.shape == shape
-        np.testing.assert_array_equal(channel[1:4, :, 2], values[1:4, :, 2])
-        np.testing.assert_array_equal(channel[2], values[2])
 
 
 @products.pairwise(
@@ -141,7 +139,7 @@ def test_a_part_is_that_of_the_array_and_no_copy(dtype):
     assert_like(cut, scaled(stored[:, 2:6, 1:6, :4], 3.0, 5.0))
     assert_like(image, scaled(stored, 3.0, 5.0))
     stored[0, 3, 3, 2] = 1  # a copy would not change with it
-    assert cut.channel(0)[1, 2, 2] == 8
+    assert cut.read(channel=0)[0, 1, 2, 2] == 8
 
 
 def test_what_float32_cannot_hold_becomes_infinite():
@@ -196,13 +194,14 @@ def test_a_part_may_be_open_at_its_ends_and_be_as_it_is_stored(tmp_path):
     )
     # X of the image runs against the second axis of the file, Y with the third, Z against the
     # first; of these 7 voxels the image's 2 to 5 are the file's 1 to 4.
-    stored = part.as_stored()
+    stored = image.as_stored().cut((slice(1, 5), slice(None), slice(1, None)))
     np.testing.assert_array_equal(stored.whole()[0], array[1:5, :, 1:])
+    np.testing.assert_array_equal(
+        stored.whole()[0].transpose(1, 2, 0)[::-1, :, ::-1], part.whole()[0]
+    )
     np.testing.assert_allclose(
         stored.geometry.affine, affine @ nib.affines.from_matvec(np.eye(3), [1, 0, 1]), rtol=1e-6
     )
-    again = stored.cut((slice(1, 3), slice(2, 5), slice(0, 2))).as_stored()
-    np.testing.assert_array_equal(again.whole()[0], array[2:4, 2:5, 1:3])
 
 
 def test_a_chunked_array_is_read_box_by_box():

@@ -290,10 +290,10 @@ def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sform_code": 2, "srow_x": [1, 1, 0, 5], "srow_y": [1, 1, 0, 0]}, "cannot be inverted"),
-        ({"sform_code": 2, "srow_x": [np.nan, 0, 0, 5]}, "spacing nanx0.8x3.3 mm"),
+        ({"sform_code": 2, "srow_x": [1, 1, 0, 5], "srow_y": [1, 1, 0, 0]}, "begins at 5x0x-30 mm"),
+        ({"sform_code": 2, "srow_x": [np.nan, 0, 0, 5]}, "spacing is nanx0.8x3.3 mm"),
         ({"sform_code": 2, "srow_x": [0.7, 0, 0, np.inf]}, "begins at infx"),
-        ({"sform_code": 2, "srow_y": [0, 0, 0, 5]}, "spacing 0.976562x0x3.3 mm"),
+        ({"sform_code": 2, "srow_y": [0, 0, 0, 5]}, "spacing is 0.976562x0x3.3 mm"),
         ({"sform_code": 0, "qform_code": 1, "pixdim": [1, 1, 0, 1, 1, 1, 1, 1]}, "1x0x1 mm"),
         ({"sform_code": 0, "qform_code": 0, "pixdim": [1, 0, 0, 0, 1, 1, 1, 1]}, "0x0x0 mm"),
     ],

@@ -128,7 +128,12 @@ def test_every_link_to_one_scan_is_a_scan(tmp_path):
     found = find_scans([scans, scans / "loop.nii.gz"], None, 1, Wanted())
     assert len({scan.output for scan in found.to_segment}) == 103
     by_name = {scan.images[0].name: scan for scan in found.to_segment}
-    words = {"loop": "symbolic links", "nowhere": "No such file", "pipe": "is a pipe", "7": "is em"}
+    words = {
+        "loop": "symbolic links",
+        "nowhere": "No such file",
+        "pipe": "not a regular",
+        "7": "is em",
+    }
     for name, said in words.items():
         with pytest.raises(VolumeError, match=said):
             read_scan(by_name[f"{name}.nii.gz"])

@@ -129,7 +129,11 @@ def test_names_a_case_that_would_not_fit_in_memory(root, spacing_mm, reason, mon
 
 def test_names_grids_that_no_scan_has(root):
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1e30, 1, 1))
-    assert_finds(root, "error: spacing 1e+30x1x1 mm, which no scan has", check=check_headers)
+    assert_finds(
+        root,
+        "error: affine that no scan has: it begins at 0x0x0 mm, and its spacing is 1e+30x1x1",
+        check=check_headers,
+    )
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1, 1, 1.5))
     assert_finds(root, "error: 4.5 mm apart", check=check_headers)
     write_case(root, affine=np.diag([0.02, 0.02, 0.02, 1]))

@@ -238,7 +238,7 @@ def _figure(
     return preview_figure(
         Preview(
             title=scan.images[0].name,
-            image=image.channel(0),
+            image=image,
             labels=labels,
             structures=[
                 Structure(name=name, values=(value,)) for value, name in label_names.items()

@@ -14,6 +14,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
+from nibabel.affines import voxel_sizes
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
@@ -107,25 +108,17 @@ def geometry_of_affine(
     The spacing along I, J, K is that of the affine unless the file states it. An affine that
     float32, in which segmentations are written, cannot hold raises VolumeError.
     """
+    grid = (shape[0], shape[1], shape[2])
     with np.errstate(all="ignore"):
         written = affine.astype(np.float32).astype(np.float64)
-    lengths = column_lengths(affine)
-    is_sound = (
-        np.isfinite(written).all() and lengths.min() >= MIN_SPACING_MM and not is_flat(affine)
-    )
-    grid = (shape[0], shape[1], shape[2])
-    tolerance_mm = _tolerance_mm(affine, grid, lengths.tolist()) if is_sound else 0.0
-    if not is_sound or _corners_apart_mm(affine, written, grid) > tolerance_mm:
-        raise VolumeError(
-            f"{path} has an affine that no scan has: it begins at {times(affine[:3, 3])} mm, and "
-            f"its spacing is {times(lengths)} mm; fix its header"
-        )
+        tolerance_mm = _tolerance_mm(affine, grid, voxel_sizes(affine).tolist())
+        is_held = _corners_apart_mm(affine, written, grid) <= tolerance_mm
+    _refuse_impossible(path, affine, is_held)
     header = _empty_header(grid)
     header.set_qform(affine, code="scanner")
     header.set_sform(affine, code="scanner")
     header.set_xyzt_units("mm")
-    spacing = lengths.tolist() if spacing_mm is None else spacing_mm
-    return _geometry(path, shape, affine, spacing, header)
+    return _geometry(path, shape, affine, spacing_mm or voxel_sizes(affine).tolist(), header)
 
 
 def geometry_of_nifti(path: Path, shape: Sequence[int], header: Any, affine: Affine) -> Geometry:
@@ -143,6 +136,7 @@ def geometry_of_nifti(path: Path, shape: Sequence[int], header: Any, affine: Aff
         geometry[name] = header[name]
     affine = np.array(affine, np.float64)
     affine[:3] *= unit_mm
+    _refuse_impossible(path, affine)
     return _geometry(path, shape, affine, (spacing * unit_mm).tolist(), geometry)
 
 
@@ -156,18 +150,7 @@ def _empty_header(shape: Sequence[int], two: bool = False) -> Any:
 def _geometry(
     path: Path, shape: Sequence[int], affine: Affine, spacing_mm: Sequence[float], header: Any
 ) -> Geometry:
-    lengths = column_lengths(affine)
-    if not np.isfinite(affine[:3, 3]).all():
-        raise VolumeError(f"{path} begins at {times(affine[:3, 3])} mm; fix its header")
-    if not np.isfinite(affine).all() or not (lengths > 0).all():
-        raise VolumeError(f"{path} has the spacing {times(lengths)} mm; fix its header")
-    if lengths.min() < MIN_SPACING_MM or lengths.max() > MAX_SPACING_MM:
-        raise VolumeError(
-            f"{path} has the spacing {times(lengths)} mm, which no scan has; fix the spacing or "
-            "its unit in the header"
-        )
-    if is_flat(affine):
-        raise VolumeError(f"{path} has an affine that cannot be inverted; fix its header")
+    lengths = voxel_sizes(affine)
     # An oblique affine has more rounding noise than the spacing beside it, unless that is wrong.
     agrees = np.isclose(spacing_mm, lengths, rtol=1e-4, atol=0)
     spacing = np.where(agrees, spacing_mm, lengths).tolist()
@@ -182,6 +165,18 @@ def _geometry(
         orientation=orientation,
         nifti_header=header,
     )
+
+
+def _refuse_impossible(path: Path, affine: Affine, is_held: bool = True) -> None:
+    with np.errstate(all="ignore"):
+        lengths = voxel_sizes(affine)
+        is_flat = not abs(np.linalg.det(affine[:3, :3] / lengths)) >= MIN_DETERMINANT
+        is_usual = MIN_SPACING_MM <= lengths.min() and lengths.max() <= MAX_SPACING_MM
+    if not (is_held and is_usual and np.isfinite(affine).all()) or is_flat:
+        raise VolumeError(
+            f"{path} has an affine that no scan has: it begins at {times(affine[:3, 3])} mm, and "
+            f"its spacing is {times(lengths)} mm; fix its header, or the unit in it"
+        )
 
 
 def same_grid(a: Geometry, b: Geometry) -> str | None:
@@ -223,18 +218,6 @@ def shear_warning(geometry: Geometry) -> str | None:
     )
 
 
-def column_lengths(affine: Affine) -> npt.NDArray[np.float64]:
-    """Return the lengths of the three columns of an affine, (3,): the spacing."""
-    with np.errstate(all="ignore"):
-        lengths: npt.NDArray[np.float64] = np.sqrt(np.square(affine[:3, :3]).sum(axis=0))
-    return lengths
-
-
-def is_flat(affine: Affine) -> bool:
-    """Tell whether the three axes lie in one plane, so that the affine cannot be inverted."""
-    return bool(abs(np.linalg.det(affine[:3, :3] / column_lengths(affine))) < MIN_DETERMINANT)
-
-
 def voxel_mm3(affine: Affine) -> float:
     """Return the volume of a voxel in mm3, also where axes are not at right angles."""
     return float(abs(np.linalg.det(affine[:3, :3])))
@@ -242,7 +225,7 @@ def voxel_mm3(affine: Affine) -> float:
 
 def shear_degrees(affine: Affine) -> float:
     """Return by how much the two axes that miss a right angle most miss it, in degrees."""
-    directions = affine[:3, :3] / column_lengths(affine)
+    directions = affine[:3, :3] / voxel_sizes(affine)
     cosines = np.abs(directions.T @ directions - np.eye(3))
     return math.degrees(math.asin(min(1.0, float(cosines.max()))))
 

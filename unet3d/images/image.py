@@ -27,7 +27,7 @@ from unet3d.images.files import (
     is_volume_file,
     times,
 )
-from unet3d.images.geometry import RAS, Geometry, Orientation, axes_between, same_grid
+from unet3d.images.geometry import Geometry, Orientation, axes_between, same_grid
 from unet3d.images.memory_limits import FLOAT32_BYTES, explaining_memory, refuse_beyond_memory
 from unet3d.images.nifti import open_array, open_nibabel, open_nifti
 from unet3d.images.scratch import Scratch, forget_pages
@@ -93,23 +93,22 @@ def image_of_nibabel(image: SpatialImage) -> "Image":
     return image_of([open_nibabel(image)])
 
 
-def image_of(sources: Sequence[Source]) -> "Image":
-    """Return the image whose channels are in sources on one grid, in their order."""
+def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
+    """Return the image whose channels are in sources on one grid, in their order.
+
+    Its axes are right, front and top, or those of the first file.
+    """
     first = sources[0].geometry
-    files = [_File(sources[0], first.orientation)]
-    for source in sources[1:]:
+    target = first.as_stored() if as_stored else first
+    files = []
+    for source in sources:
         disagreement = same_grid(first, source.geometry)
         if disagreement:
             raise VolumeError(f"{source.path} is not on the grid of {first.path}: {disagreement}")
-        turn = axes_between(source.geometry.affine, first.affine)
-        files.append(_File(source, _both(source.geometry.orientation, turn)))
+        turn = axes_between(source.geometry.as_stored().affine, target.affine)
+        files.append(_File(source, turn))
     num_channels = sum(source.geometry.num_channels for source in sources)
-    return Image(files, replace(first, num_channels=num_channels), (0, 0, 0))
-
-
-def _both(first: Orientation, second: Orientation) -> Orientation:
-    """Return what two changes of axes, one after the other, make of each axis."""
-    return np.array([(second[int(to), 0], sign * second[int(to), 1]) for to, sign in first])
+    return Image(files, replace(target, num_channels=num_channels), (0, 0, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,10 +133,6 @@ class _File:
         found = nib.apply_orientation(found, self.orientation)
         view: npt.NDArray[Any] = np.moveaxis(found, 3, 0)
         return view
-
-    @property
-    def is_scaled(self) -> bool:
-        return (self.source.slope, self.source.inter) != (1.0, 0.0)
 
     def forget(self) -> None:
         voxels = self.source.voxels()
@@ -216,7 +211,7 @@ class Image:
         parts = []
         for file, channels in self._chosen(None):
             stored = file.stored(box, channels)
-            if stored.dtype in SENT_AS_STORED and not file.is_scaled:
+            if stored.dtype in SENT_AS_STORED and not file.source.is_scaled:
                 part = torch.from_numpy(stored.copy("K")).to(device).float()
                 file.forget()
             else:
@@ -239,17 +234,8 @@ class Image:
         return Image(self._files, geometry, (x, y, z))
 
     def as_stored(self) -> "Image":
-        """Return the image with the axes of its first file as X, Y, Z."""
-        turn = nib.orientations.ornt_transform(RAS, self.geometry.orientation)
-        files = [_File(file.source, _both(file.orientation, turn)) for file in self._files]
-        # Where the part begins, from the other end of axes that are turned around.
-        ends = zip(self._files[0].source.geometry.shape, self._start, self.shape[1:], strict=True)
-        behind = [whole - start - size for whole, start, size in ends]
-        i, j, k = (
-            (self._start if sign > 0 else behind)[int(axis)]
-            for axis, sign in self.geometry.orientation
-        )
-        return Image(files, self.geometry.as_stored(), (i, j, k))
+        """Return the whole image, also of a part, with the axes of its first file as X, Y, Z."""
+        return image_of([file.source for file in self._files], as_stored=True)
 
     @property
     def slowest_axis(self) -> int:
@@ -272,9 +258,10 @@ class Image:
         )
         return x, y, z
 
-    def channel(self, number: int) -> "Channel":
-        """Return one channel as something like an array (X, Y, Z)."""
-        return Channel(self, number)
+    def plane(self, axis: int, index: int) -> npt.NDArray[np.float32]:
+        """Return one plane of the first channel, its other two axes in their order."""
+        part = self.read(self.planes(axis, slice(index, index + 1)), 0)
+        return part.squeeze((0, axis + 1))
 
     def _placed(self, box: Box | None) -> Box:
         """Return where a box of this part lies in the whole image."""
@@ -297,32 +284,12 @@ class Image:
             first += file.num_channels
 
 
-class Channel:
-    """One channel of an image, whose planes are read when they are asked for as in an array."""
-
-    def __init__(self, image: Image, number: int) -> None:
-        self._image = image
-        self._number = number
-        self.shape = image.shape[1:]
-
-    def __getitem__(self, index: Any) -> npt.NDArray[np.float32]:
-        """Return a part, as an array (X, Y, Z) does."""
-        index = index if isinstance(index, tuple) else (index,)
-        index = (*index, *[slice(None)] * (3 - len(index)))
-        x, y, z = (one if isinstance(one, slice) else slice(one, one + 1) for one in index)
-        part = self._image.read((x, y, z), self._number)[0]
-        found: npt.NDArray[np.float32] = part[
-            tuple(slice(None) if isinstance(one, slice) else 0 for one in index)
-        ]
-        return found
-
-
 def _scaled(file: _File, stored: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     values = stored
-    is_ready = stored.dtype == np.float32 and not file.is_scaled and stored.flags.writeable
+    is_ready = stored.dtype == np.float32 and not file.source.is_scaled and stored.flags.writeable
     if not is_ready or min(stored.strides) < 0:  # not as PyTorch can take it
         with np.errstate(all="ignore"):
-            if file.is_scaled:
+            if file.source.is_scaled:
                 stored = apply_read_scaling(stored, file.source.slope, file.source.inter)
             values = stored.astype(np.float32, order="K")
     file.forget()

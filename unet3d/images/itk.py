@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from nibabel.affines import voxel_sizes
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 
 from unet3d.errors import VolumeError
 from unet3d.images.file_voxels import Packing, source_in_file
-from unet3d.images.geometry import RAS_FROM_LPS, Affine, column_lengths, geometry_of_affine
-from unet3d.images.source import Source, refuse_irregular
+from unet3d.images.geometry import RAS_FROM_LPS, Affine, geometry_of_affine
+from unet3d.images.source import Source, beginning_of
 from unet3d.images.text_headers import meta_data_file, read_text_header
 from unet3d.inputs.plain_data import validated
 
@@ -132,14 +133,14 @@ class Header(BaseModel):
 
 def open_itk(path: Path) -> Source:
     """Read the header of an NRRD file or a MetaImage, not its voxels, once the file looks sound."""
-    refuse_irregular(path)
+    beginning_of(path)
     is_nrrd = path.suffix.lower() == ".nrrd"
     fields, start = read_text_header(path, is_nrrd)
     file = None if is_nrrd else meta_data_file(path)
     if file is not None:
         if not file.exists():
             raise VolumeError(f"{path} lacks its voxels {file.name}; a volume needs both files")
-        refuse_irregular(file)
+        beginning_of(file)
     # What the other format says.
     given = {"binarydata": "true"} if is_nrrd else {"encoding": "raw", "endian": "little"}
     try:
@@ -177,7 +178,7 @@ def _placed(header: Header, is_nrrd: bool) -> tuple[Affine, list[float]]:
     affine = np.eye(4)
     if is_nrrd and header.directions is not None:
         affine[:3, :3] = np.reshape(header.directions, (3, 3)).T
-        spacing = column_lengths(affine)
+        spacing = voxel_sizes(affine)
         affine[:3, 3] = header.origin
     elif header.spacing is not None:
         spacing = np.array(header.spacing)

@@ -51,9 +51,8 @@ def read_label(path: Path | str) -> LabelMap:
         raise VolumeError(
             f"{path} has {geometry.num_channels} channels; a label map needs one label per voxel"
         )
-    is_scaled = (source.slope, source.inter) != (1.0, 0.0)
     # Floats are rounded, compared and converted: each needs a copy.
-    copied_bytes = 4 * (8 if is_scaled else source.dtype.itemsize)
+    copied_bytes = 4 * (8 if source.is_scaled else source.dtype.itemsize)
     refuse_beyond_memory(
         math.prod(geometry.shape) * copied_bytes + source.unpacked_bytes,
         f"{path}: reading {times(geometry.shape)} voxels",
@@ -61,7 +60,7 @@ def read_label(path: Path | str) -> LabelMap:
     )
     stored = np.asarray(source.voxels()[:, :, :, 0:1])[..., 0]
     with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):
-        if is_scaled:
+        if source.is_scaled:
             stored = apply_read_scaling(stored, source.slope, source.inter)
         if stored.dtype.kind == "f":
             stored = _whole_numbers(Path(path), stored)

@@ -14,7 +14,7 @@ from unet3d.errors import VolumeError, reason_of
 from unet3d.images.file_voxels import source_in_file
 from unet3d.images.files import PARTNERS, is_gzip_file, members, times, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine, geometry_of_nifti
-from unet3d.images.source import Source, refuse_irregular, unreadable, whole_axes
+from unet3d.images.source import Source, beginning_of, unreadable, whole_axes
 
 IN_MEMORY = Path("the image")
 """Stands in messages where other images have their file."""
@@ -33,8 +33,12 @@ def open_nifti(path: Path) -> Source:
         partner = f"{path.stem}{PARTNERS[volume_suffix(path)]}"
         raise VolumeError(f"{path} lacks its partner {partner}; a pair needs both files")
     for file in files:
-        refuse_irregular(file)
-        _refuse_unlike_its_name(file)
+        is_gzip = beginning_of(file) == b"\x1f\x8b"
+        if is_gzip_file(file) != is_gzip:
+            found, told = ("", "not ")[:: 1 if is_gzip else -1]
+            raise VolumeError(
+                f"{file} is {found}gzip-compressed, though its name says that it is {told}so"
+            )
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are refused with the geometry
             return _open(path, files[0], files[-1])
@@ -98,18 +102,6 @@ def _opened(file: Path) -> Any:
     if is_gzip_file(file):
         return igzip.open(file, "rb")  # type: ignore[no-untyped-call]
     return file.open("rb")
-
-
-def _refuse_unlike_its_name(file: Path) -> None:
-    try:
-        with file.open("rb") as stream:
-            is_gzip = stream.read(2) == b"\x1f\x8b"
-    except OSError as error:
-        raise VolumeError(f"cannot read {file}: {reason_of(error)}") from error
-    if is_gzip_file(file) and not is_gzip:
-        raise VolumeError(f"{file} is not gzip-compressed, though its name says so; rename it")
-    if not is_gzip_file(file) and is_gzip:
-        raise VolumeError(f"{file} is gzip-compressed, though its name does not say so; rename it")
 
 
 def open_nibabel(image: SpatialImage) -> Source:

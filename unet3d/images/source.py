@@ -4,13 +4,12 @@ A format is a module with a function that returns a :class:`Source`. A file that
 chunked gives an array that reads what is sliced out of it; a packed one is unpacked once.
 """
 
-import os
-import stat
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,28 +18,15 @@ from unet3d.images.files import times
 from unet3d.images.geometry import Geometry
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
+from unet3d.inputs.reading import open_regular
 
-KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+Voxels = Any
+"""An array (I, J, K, C) that is sliced as NumPy's are: in memory, mapped, or in chunks.
 
-
-class Voxels(Protocol):
-    """An array (I, J, K, C) that is sliced as NumPy's are: in memory, mapped, or in chunks."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Voxels along each axis."""
-        ...
-
-    def __getitem__(self, box: tuple[slice, ...], /) -> Any:
-        """Return the voxels in a box, as NumPy can take them; nobody changes them."""
-        ...
+It returns the voxels in a box as NumPy can take them; nobody changes them."""
 
 
+@dataclass(eq=False)
 class Source:
     """One file of an image, or one series: its geometry, and its voxels on demand.
 
@@ -48,25 +34,24 @@ class Source:
     ``unpacked_bytes`` is the room that this takes, 0 of a file that is mapped.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        dtype: np.dtype[Any],
-        read: Callable[[Scratch], Voxels],
-        *,
-        slope: float = 1.0,
-        inter: float = 0.0,
-        unpacked_bytes: int = 0,
-    ) -> None:
-        refuse_unreal(geometry.path, dtype)
-        self.geometry = geometry
-        self.dtype = dtype
-        self.slope, self.inter = slope, inter
-        self.unpacked_bytes = unpacked_bytes
-        self.scratch = Scratch()
-        """Where packed voxels go; set before they are asked for."""
-        self._read = read
+    geometry: Geometry
+    dtype: np.dtype[Any]
+    read: Callable[[Scratch], Voxels]
+    _: KW_ONLY
+    slope: float = 1.0
+    inter: float = 0.0
+    unpacked_bytes: int = 0
+    scratch: Scratch = field(default_factory=Scratch)
+    """Where packed voxels go."""
+
+    def __post_init__(self) -> None:
+        refuse_unreal(self.path, self.dtype)
         self._lock = Lock()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether stored numbers are no intensities."""
+        return (self.slope, self.inter) != (1.0, 0.0)
 
     @property
     def path(self) -> Path:
@@ -74,11 +59,7 @@ class Source:
         return self.geometry.path
 
     def voxels(self) -> Voxels:
-        """Return the voxels, unpacked when they are first asked for.
-
-        Raises:
-            VolumeError: The file is damaged, or too large for the memory.
-        """
+        """Return the voxels, unpacked when they are first asked for."""
         with self._lock:
             return self._voxels
 
@@ -86,24 +67,23 @@ class Source:
     def _voxels(self) -> Voxels:
         try:
             with explaining_memory(f"cannot read {self.path}"), np.errstate(all="ignore"):
-                return self._read(self.scratch)
+                return self.read(self.scratch)
         except VolumeError:
             raise
         except Exception as error:  # OSError, EOFError, whatever a reader makes of damage
             raise unreadable(self.path, error) from error
 
 
-def refuse_irregular(path: Path) -> None:
-    """Refuse what would block or never end when it is read, and what is empty or not there."""
+def beginning_of(path: Path) -> bytes:
+    """Return the first bytes of a file; refuse one that is empty, and what is no regular file."""
     try:
-        status = os.stat(path)
+        with open_regular(path) as file:
+            start = file.read(2)
     except OSError as error:
-        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
-    if stat.S_IFMT(status.st_mode) in KINDS:
-        kind = KINDS[stat.S_IFMT(status.st_mode)]
-        raise VolumeError(f"{path} is {kind}, not a file; name a volume")
-    if not status.st_size:
+        raise VolumeError(f"cannot read {path}: {reason_of(error)}; name a volume") from error
+    if not start:
         raise VolumeError(f"{path} is empty (0 bytes)")
+    return start
 
 
 def refuse_unreal(path: Path, dtype: np.dtype[Any]) -> None:

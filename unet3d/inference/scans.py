@@ -168,7 +168,7 @@ def label_statistics(
     values = sorted({0, *label_names})
     classes = class_indices(labels, values)
     boxes = dict(zip(values, [None, *find_objects(classes, len(values) - 1)], strict=True))
-    channels = [image.channel(number) for number in range(image.num_channels)]
+    channels = range(image.num_channels)
     for value, name in label_names.items():
         box = boxes[value]
         count = 0
@@ -176,7 +176,7 @@ def label_statistics(
         if box is not None:
             inside = labels[box] == value
             count = int(inside.sum())
-            intensity = [_intensity(channel[box][inside]) for channel in channels]
+            intensity = [_intensity(image.read(box, one)[0][inside]) for one in channels]
         statistics[name] = {
             "value": value,
             "num_voxels": count,

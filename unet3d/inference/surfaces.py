@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from nibabel.affines import voxel_sizes
 from scipy.spatial import cKDTree
 
 from unet3d.datasets.scored_labels import Mask
-from unet3d.images.geometry import Affine, column_lengths, is_sheared
+from unet3d.images.geometry import Affine, is_sheared
 
 ROUNDING = 1e-5
 """By which share of the tolerance a distance may be larger: single precision, in which headers
@@ -71,7 +72,7 @@ def surface_distances(prediction: Mask, label: Mask, affine: Affine) -> SurfaceD
             cKDTree(target).query(source)[0] for source, target in (places, reversed(places))
         )
     else:
-        spacing = column_lengths(affine).tolist()
+        spacing = voxel_sizes(affine).tolist()
         there, back = (
             np.asarray(get_surface_distance(source, target, spacing=spacing))
             for source, target in (edges, reversed(edges))

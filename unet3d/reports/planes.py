@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.images.image import Channel
+from unet3d.images.image import Image
 
 MARGIN = 0.15
 """What is shown around the structures, as a share of their own extent on either side."""
@@ -113,14 +113,16 @@ def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, 
     return shown[0], shown[1], shown[2]
 
 
-def cut(array: npt.NDArray[Any] | Channel, axis: int, index: int) -> npt.NDArray[Any]:
+def cut(array: npt.NDArray[Any] | Image, axis: int, index: int) -> npt.NDArray[Any]:
     """Return one plane of a volume, the other two axes in their order.
 
     Args:
-        array: Shape (X, Y, Z).
+        array: Shape (X, Y, Z), or an image, whose first channel is taken.
         axis: The axis across the plane.
         index: Its place along this axis.
     """
+    if isinstance(array, Image):
+        return array.plane(axis, index)
     where: list[Any] = [slice(None)] * 3
     where[axis] = index
     return np.asarray(array[tuple(where)])

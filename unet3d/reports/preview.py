@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from unet3d.images.image import Channel
+from unet3d.images.image import Image
 from unet3d.reports.format import NOTHING, drawable, millilitres
 from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from unet3d.reports.planes import Structure, Survey, cut, survey, visible_box
@@ -50,8 +50,9 @@ class Preview:
     """What is drawn."""
 
     title: str
-    image: npt.NDArray[Any] | Channel
-    """One channel, shape (X, Y, Z) in RAS. Of this and the label maps only planes are taken."""
+    image: npt.NDArray[Any] | Image
+    """Shape (X, Y, Z) in RAS, or an image, whose first channel is drawn. Of this and the label maps
+    only planes are taken."""
     labels: npt.NDArray[Any]
     """Label values, the same shape."""
     structures: Sequence[Structure]

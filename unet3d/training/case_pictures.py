@@ -52,7 +52,7 @@ def _preview(
         prediction.array[label.array == evaluation.scored.ignore] = 0
     return Preview(
         title=title,
-        image=image.channel(0),
+        image=image,
         labels=on_grid_of(image.geometry, prediction).array,
         truth=on_grid_of(image.geometry, label).array,
         structures=[

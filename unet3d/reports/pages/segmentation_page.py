@@ -207,7 +207,7 @@ def _picture(scan: Image, labels: LabelMap, rows: Sequence[Mapping[str, Any]]) -
     figure = preview_figure(
         Preview(
             title=scan.geometry.path.name,
-            image=scan.channel(0),
+            image=scan,
             labels=labels.array,
             structures=[Structure(name=row["name"], values=(row["value"],)) for row in rows],
             spacing_mm=scan.geometry.spacing_mm,
