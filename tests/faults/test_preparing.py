@@ -53,6 +53,6 @@ def test_processes_that_prepare_at_once_share_what_is_whole(seed, tmp_path, expe
     found = prepare(data, cache)
     for (image, label), (own_image, own_label) in zip(found, arrays, strict=True):
         assert np.array_equal(image, own_image) and np.array_equal(label, own_label)
-    for kind in ("prepared", "intensities", "boxes"):
+    for kind, number in (("prepared", NUM_CASES), ("planned", 1)):
         names = [path.name for path in (cache / kind).iterdir()]
-        assert len(names) == NUM_CASES and not any(name.startswith(".") for name in names)
+        assert len(names) == number and not any(name.startswith(".") for name in names)

@@ -133,7 +133,7 @@ def test_refuses_what_cannot_work(tmp_path):
         loader([])
     (batch,) = loader(cases, num_steps=1).epoch(0)
     assert batch.target.dtype == torch.int64 and (batch.target == 3).all()  # of many classes
-    (cases[0].entry.folder / "image.npy").write_bytes(b"damaged")
+    (cases[0].folder / "image.npy").write_bytes(b"damaged")
     for num_workers in (0, 1):
         said = ""
         try:  # what pytest.raises keeps would keep the worker

@@ -11,7 +11,7 @@ from tests.patches.known_cases import PLAIN, known_volume, make_cases, probable
 from unet3d.config import PatchSettings
 from unet3d.errors import CacheError
 from unet3d.patches.patches import CutBatch, PatchSampler
-from unet3d.preparation.cache import Cache, Entry, PreparedCase
+from unet3d.preparation.cache import Cache, PreparedCase
 
 
 def make_sampler(cases, size, **settings):
@@ -88,7 +88,7 @@ def test_foreground_patches_are_centred_on_a_random_class(tmp_path):
 def test_places_outside_of_the_volume_are_explained(tmp_path, name):
     label = (np.arange(8**3).reshape(8, 8, 8) % 5 == 0).astype(np.uint8)
     (case,) = make_cases(tmp_path, [(8, 8, 8)], [label])
-    path = case.entry.folder / f"{name}.npy"
+    path = case.folder / f"{name}.npy"
     header, values = path.read_bytes()[:128], path.read_bytes()[128:]
     path.write_bytes(header + b"\xff" * len(values))
     with pytest.raises(CacheError, match="key0 is damaged; delete it and run again"):
@@ -113,7 +113,7 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path):
         (folder / f"{name}.npy").touch()
         os.truncate(folder / f"{name}.npy", size)
     notes = {"spacing_mm": [1, 1, 1], "num_components": [0, 0]}
-    case = PreparedCase(name="sparse", entry=Entry(folder=folder, arrays=arrays, notes=notes))
+    case = PreparedCase(name="sparse", folder=folder, arrays=arrays, notes=notes)
     sampler = make_sampler([case], (16, 16, 16), foreground_fraction=0)
     tracemalloc.start()
     try:

@@ -206,18 +206,13 @@ def full_disk():
 def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path):
     cache = Cache(tmp_path / "cache")
     large = np.zeros((1, 40, 40, 40), np.float32)
-    for write in (
-        lambda: cache.save_case("key", large, large[0].astype(np.uint8), (1, 1, 1), 2),
-        lambda: cache.save("intensities", "key", {"intensities": large}),
-    ):
-        with full_disk(), pytest.raises(CacheError) as caught:
-            write()
-        said = str(caught.value)
-        assert str(cache.folder) in said and "set data.cache" in said
-        assert "None" not in said and "\n" not in said
-    for kind in ("prepared", "intensities"):
-        assert cache.open(kind, "key") is None and not cache.has(kind, "key")
-        assert list((cache.folder / kind).iterdir()) == []
+    with full_disk(), pytest.raises(CacheError) as caught:
+        cache.save_case("key", large, large[0].astype(np.uint8), (1, 1, 1), 2)
+    said = str(caught.value)
+    assert str(cache.folder) in said and "set data.cache" in said
+    assert "None" not in said and "\n" not in said
+    assert cache.load_case("key", "case") is None and not cache.has_case("key")
+    assert list((cache.folder / "prepared").iterdir()) == []
 
 
 @pytest.mark.parametrize("broken", ["fsync", "rename"])

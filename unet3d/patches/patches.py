@@ -243,9 +243,7 @@ class PatchSampler:
                 if voxel is not None:
                     return [int(index) for index in np.unravel_index(voxel, shape)]
             except (IndexError, ValueError) as error:  # no checksum has told before
-                raise CacheError(
-                    f"{case.entry.folder} is damaged; delete it and run again"
-                ) from error
+                raise CacheError(f"{case.folder} is damaged; delete it and run again") from error
         # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [
             int(rng.integers(max(0, available - voxels) + 1)) + voxels // 2

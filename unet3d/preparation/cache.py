@@ -3,8 +3,7 @@
 ::
 
     contents/<sha256 of the path>.json  the digest of a file when it was last hashed
-    boxes/<key>.json                    where an image is not zero
-    intensities/<key>/                  an entry: intensities inside the labels of one case, (N, C)
+    planned/<key>.json                  what the voxels of a data set say about its preparation
     prepared/<key>/                     an entry: a case, resampled and normalised
         image.npy                       float16 or float32 (C, X, Y, Z)
         label.npy                       class indices (X, Y, Z), uint8 or uint16
@@ -23,7 +22,6 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +48,43 @@ META = "meta.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A folder of arrays, whose files had the right sizes when it was opened."""
+class PreparedCase:
+    """A case on disk, resampled and normalised; its files are mapped, not read."""
 
+    name: str
     folder: Path
     arrays: Mapping[str, tuple[tuple[int, ...], str, int]]
-    """Of each array the shape, NumPy's name of the type, and the bytes of its file."""
+    """Of each array the shape, NumPy's name of the type, and the bytes of its file, which it had
+    when the case was opened."""
     notes: Mapping[str, Any]
+
+    @property
+    def shape(self) -> Shape:
+        """Voxels along X, Y, Z."""
+        x, y, z = self.arrays["label"][0]
+        return (x, y, z)
+
+    @property
+    def spacing_mm(self) -> Spacing:
+        """Spacing along X, Y, Z."""
+        x, y, z = self.notes["spacing_mm"]
+        return (x, y, z)
+
+    def image(self) -> npt.NDArray[np.floating[Any]]:
+        """Return the normalised image (C, X, Y, Z), a read-only map of float16 or float32."""
+        return self.array("image")
+
+    def label(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return the class indices (X, Y, Z), a read-only map of uint8 or uint16."""
+        return self.array("label")
+
+    def foreground(self) -> Foreground:
+        """Return voxels of each class, of which patches are centred on some."""
+        return Foreground(
+            voxels=self.array("foreground"),
+            ends=self.array("components"),
+            num_components=tuple(self.notes["num_components"]),
+        )
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a read-only map of an array; CacheError where its file is gone or damaged."""
@@ -75,42 +103,6 @@ class Entry:
             ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedCase:
-    """A case on disk, resampled and normalised; its files are mapped, not read."""
-
-    name: str
-    entry: Entry
-
-    @property
-    def shape(self) -> Shape:
-        """Voxels along X, Y, Z."""
-        x, y, z = self.entry.arrays["label"][0]
-        return (x, y, z)
-
-    @property
-    def spacing_mm(self) -> Spacing:
-        """Spacing along X, Y, Z."""
-        x, y, z = self.entry.notes["spacing_mm"]
-        return (x, y, z)
-
-    def image(self) -> npt.NDArray[np.floating[Any]]:
-        """Return the normalised image (C, X, Y, Z), a read-only map of float16 or float32."""
-        return self.entry.array("image")
-
-    def label(self) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Return the class indices (X, Y, Z), a read-only map of uint8 or uint16."""
-        return self.entry.array("label")
-
-    def foreground(self) -> Foreground:
-        """Return voxels of each class, of which patches are centred on some."""
-        return Foreground(
-            voxels=self.entry.array("foreground"),
-            ends=self.entry.array("components"),
-            num_components=tuple(self.entry.notes["num_components"]),
-        )
-
-
 class Cache:
     """A cache folder; None is ``unet3d`` in the user's cache folder."""
 
@@ -118,7 +110,7 @@ class Cache:
         """Make the folder where there is none; CacheError where it cannot be written to."""
         self.folder = (folder or _default_folder()).absolute()
         with writing_cache(self.folder):
-            for name in ("", "contents", "boxes", "intensities", "prepared"):
+            for name in ("", "contents", "planned", "prepared"):
                 make_folder(self.folder / name)
                 remove_leftovers(self.folder / name)
             # Refuse a folder that cannot be written before hours go into a case.
@@ -150,51 +142,28 @@ class Cache:
             remember(record, known)
         return str(known["sha256"])
 
-    def open(self, kind: str, key: str) -> Entry | None:
-        """Return an entry; None where there is none, or a file of it has another size."""
-        folder = self.folder / kind / key
+    def load_case(self, key: str, name: str) -> PreparedCase | None:
+        """Return the case that was saved under a key, with a name of its own.
+
+        None where there is none, or a file of it has another size.
+        """
+        folder = self.folder / "prepared" / key
         if not os.path.lexists(folder):
             return None
         try:
-            return _opened(folder)
+            return _opened(folder, name)
         except (OSError, ValueError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else error
             logger.warning("%s is damaged (%s); a new one replaces it", folder, reason)
             return None
 
-    def save(
-        self, kind: str, key: str, arrays: Mapping[str, npt.NDArray[Any]], **notes: object
-    ) -> None:
-        """Write an entry, unless a whole one is there: then another process was faster."""
-        folder = self.folder / kind / key
-        with writing_cache(self.folder), unfinished_folder(folder) as unfinished:
-            content = {
-                name: (array.shape, array.dtype.str, _write(unfinished / f"{name}.npy", array))
-                for name, array in arrays.items()
-            }
-            write_record(unfinished / META, {"key": key, "arrays": content, "notes": notes})
-            try:
-                if self.has(kind, key):
-                    return
-                if os.path.lexists(folder):
-                    with unfinished_folder(folder) as removed, suppress(FileNotFoundError):
-                        os.rename(folder, removed / "damaged")  # at once: nobody sees half of it
-                publish_folder(unfinished, folder)
-            except OSError:  # another process may have published the entry by now
-                if not self.has(kind, key):
-                    raise
-
-    def has(self, kind: str, key: str) -> bool:
-        """Return whether there is a whole entry, without a word about a damaged one."""
+    def has_case(self, key: str) -> bool:
+        """Return whether there is a whole case, without a word about a damaged one."""
         try:
-            return _opened(self.folder / kind / key) is not None
+            _opened(self.folder / "prepared" / key, "")
         except (OSError, ValueError):
             return False
-
-    def load_case(self, key: str, name: str) -> PreparedCase | None:
-        """Return the case that was saved under a key, with a name of its own."""
-        entry = self.open("prepared", key)
-        return None if entry is None else PreparedCase(name=name, entry=entry)
+        return True
 
     def save_case(
         self,
@@ -204,12 +173,27 @@ class Cache:
         spacing_mm: Spacing,
         num_classes: int,
     ) -> None:
-        """Write an image (C, X, Y, Z) and its class indices (X, Y, Z) as a prepared case."""
+        """Write an image (C, X, Y, Z) and its class indices (X, Y, Z) as a prepared case.
+
+        If a whole one is there, another process was faster, and it stays.
+        """
         found = foreground_voxels(label, num_classes)
         arrays: dict[str, npt.NDArray[Any]] = {"image": image, "label": label}
         arrays |= {"foreground": found.voxels, "components": found.ends}
         notes = {"spacing_mm": list(map(float, spacing_mm)), "num_components": found.num_components}
-        self.save("prepared", key, arrays, **notes)
+        folder = self.folder / "prepared" / key
+        with writing_cache(self.folder), unfinished_folder(folder) as unfinished:
+            content = {
+                name: (array.shape, array.dtype.str, _write(unfinished / f"{name}.npy", array))
+                for name, array in arrays.items()
+            }
+            write_record(unfinished / META, {"key": key, "arrays": content, "notes": notes})
+            try:
+                if not self.has_case(key):
+                    publish_folder(unfinished, folder, replace=True)
+            except OSError:  # another process may have published the case by now
+                if not self.has_case(key):
+                    raise
 
 
 def _default_folder() -> Path:
@@ -221,18 +205,18 @@ def _default_folder() -> Path:
         ) from error
 
 
-def _opened(folder: Path) -> Entry:
-    """Return an entry whose files have their sizes; another one is an OSError or a ValueError."""
+def _opened(folder: Path, name: str) -> PreparedCase:
+    """Return a case whose files have their sizes; another one is an OSError or a ValueError."""
     content = read_record(folder / META)
     if content["key"] != folder.name:
         raise ValueError("it is of another entry")
     arrays = {}
-    for name, (shape, dtype, size) in content["arrays"].items():
-        path = folder / f"{name}.npy"
+    for part, (shape, dtype, size) in content["arrays"].items():
+        path = folder / f"{part}.npy"
         if not path.is_file() or path.stat().st_size != size:
             raise ValueError(f"{path.name} has another size")
-        arrays[name] = (tuple(shape), dtype, size)
-    return Entry(folder=folder, arrays=arrays, notes=content["notes"])
+        arrays[part] = (tuple(shape), dtype, size)
+    return PreparedCase(name=name, folder=folder, arrays=arrays, notes=content["notes"])
 
 
 def _write(path: Path, array: npt.NDArray[Any]) -> int:

@@ -7,7 +7,8 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ from unet3d.images.geometry import Geometry, same_grid
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.inputs.ahead import in_threads
-from unet3d.inputs.plain_data import key_of
+from unet3d.inputs.plain_data import key_of, validated
 from unet3d.preparation.cache import Cache, PreparedCase
 from unet3d.preparation.normalization import ChannelNormalization, kind_of
 from unet3d.preparation.prepared_image import (
@@ -61,15 +62,12 @@ Result = TypeVar("Result")
 
 
 class _Task(NamedTuple):
-    """A case, and where the cache keeps what is found out about it or made of it."""
+    """A case, and where the cache keeps what is made of it."""
 
     case: Case
     store: Cache
     key: str
-    box: Path
-    """Record of the box that is not zero."""
-    how: Any
-    """The :class:`Preprocessing`, or the label values that are not inside any label."""
+    preprocessing: Preprocessing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,26 +105,13 @@ def plan_preprocessing(
     geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
-    outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
-    outside += [] if dataset.ignore_value is None else [dataset.ignore_value]
-    tasks = _tasks(dataset.cases, Cache(settings.cache), outside, outside)
-    if "ct" in kinds:
-        collected = _from_cache(
-            _load_intensities, _collect_intensities, tasks, "collecting intensities of", num_workers
-        )
-        if not any(len(of_case) for of_case in collected):
-            raise DatasetError(
-                f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
-                "check the labels or set data.normalization=z-score"
-            )
-        for channel, kind in enumerate(kinds):
-            if kind == "ct":
-                of_channel = [of_case[:, channel] for of_case in collected]
-                channels[channel] = ct_normalization(of_channel)
-    whole = [geometry.shape for geometry in geometries]
-    kept = whole
-    if settings.crop_to_nonzero:
-        kept = _from_cache(_load_kept, _find_kept, tasks, "cropping")
+    whole = kept = [geometry.shape for geometry in geometries]
+    of_ct = [channel for channel, kind in enumerate(kinds) if kind == "ct"]
+    if of_ct or settings.crop_to_nonzero:
+        boxes, statistics = _found_in_voxels(dataset, Cache(settings.cache), of_ct, num_workers)
+        for channel, how in zip(of_ct, statistics, strict=True):
+            channels[channel] = how
+        kept = boxes if settings.crop_to_nonzero else whole
     if takes_much(whole, kept):
         masked = ChannelNormalization(kind="z-score-inside")
         channels = [masked if one.kind == "z-score" else one for one in channels]
@@ -157,6 +142,74 @@ def plan_preprocessing(
     return preprocessing, fingerprint
 
 
+def _found_in_voxels(
+    dataset: Dataset, store: Cache, of_ct: Sequence[int], num_workers: int
+) -> tuple[list[Shape], list[ChannelNormalization]]:
+    """Return the shape of what is not zero of each case, and the normalisation of CT channels.
+
+    Every case is read for that, unless the cache has a record for just these cases.
+    """
+    cases = dataset.cases
+    outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
+    outside += [] if dataset.ignore_value is None else [dataset.ignore_value]
+    digests = _digests(cases, store, labels=bool(of_ct))
+    key = key_of([digests, [outside, of_ct] if of_ct else []], VERSION)
+    record = store.folder / "planned" / f"{key}.json"
+
+    def read(tree: Any) -> tuple[list[Shape], list[ChannelNormalization]]:
+        shapes: list[Shape] = [(x, y, z) for x, y, z in tree["shapes"]]
+        return shapes, [validated(ChannelNormalization, one) for one in tree["ct"]]
+
+    known = recall(record, read)
+    if known is not None:
+        return known
+    logger.info("reading %d cases", len(cases))
+    with counting("reading", len(cases)) as watch:
+        if of_ct:
+            examine = partial(_examined, outside=outside)
+            found = map_items(examine, cases, num_workers, watch)
+        else:  # starting processes would take longer than most data sets do
+            found = _in_threads(_examined, cases, watch)
+    statistics = []
+    if of_ct:
+        collected = [voxels for _, voxels in found if voxels is not None]
+        if not any(len(of_case) for of_case in collected):
+            raise DatasetError(
+                f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
+                "check the labels or set data.normalization=z-score"
+            )
+        for channel in of_ct:
+            statistics.append(ct_normalization([of_case[:, channel] for of_case in collected]))
+    shapes = [shape for shape, _ in found]
+    remember(record, {"shapes": shapes, "ct": [asdict(one) for one in statistics]})
+    return shapes, statistics
+
+
+def _examined(
+    case: Case, outside: Sequence[int] | None = None
+) -> tuple[Shape, npt.NDArray[np.float32] | None]:
+    """Return the shape of what is not zero, and with ``outside`` intensities (N, C) in the labels.
+
+    ``outside`` are the values of voxels outside of all labels.
+    """
+    if outside is None:
+        image, intensities = open_image(case.images), None
+    else:
+        image, label = _read_case(case)
+        inside = np.flatnonzero(np.isin(label.array, outside, invert=True))
+        if len(inside) > MAX_INTENSITIES_PER_CASE:
+            rng = np.random.default_rng(0)
+            inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
+        intensities = image.whole().reshape(image.num_channels, -1)[:, inside].T
+        if not np.isfinite(intensities).all():
+            raise VolumeError(
+                f"{case.images[0]} has voxels inside its labels that are NaN or infinite; replace "
+                "them, for example by 0"
+            )
+    x, y, z = (part.stop - part.start for part in nonzero_box(image))
+    return (x, y, z), intensities
+
+
 def takes_much(whole: Sequence[Shape], kept: Sequence[Shape]) -> bool:
     """Return whether cropping takes so much, in the median case, that the outside is masked."""
     sizes = zip(whole, kept, strict=True)
@@ -171,30 +224,44 @@ def prepare_cases(
     plan = preprocessing.to_dict()
     for name in ("channel_names", "label_names", "regions"):
         del plan[name]  # they change nothing in the arrays
-    tasks = _tasks(cases, Cache(cache), plan, preprocessing)
-    return _from_cache(_load_case, _prepare_case, tasks, "preparing", num_workers)
+    store = Cache(cache)
+    tasks = [
+        _Task(case, store, key_of([*digests, plan], VERSION), preprocessing)
+        for case, digests in zip(cases, _digests(cases, store), strict=True)
+    ]
+    found = _in_threads(_load, tasks)
+    lacking = [task for task, result in zip(tasks, found, strict=True) if result is None]
+    if lacking:
+        logger.info("preparing %d of %d cases into %s", len(lacking), len(tasks), store.folder)
+        with counting("preparing", len(lacking)) as watch:
+            map_items(_prepare, lacking, num_workers, watch)
+        found = [result or _load(task) for task, result in zip(tasks, found, strict=True)]
+    prepared = [result for result in found if result is not None]
+    if len(prepared) < len(tasks):
+        raise CacheError(
+            f"{store.folder} lost what was written to it; leave the folder of data.cache alone "
+            "during a run"
+        )
+    return prepared
 
 
-def _tasks(cases: Sequence[Case], store: Cache, settings: Any, how: Any) -> list[_Task]:
-    """Return a task for each case under a key of what its files contain and of settings."""
+def _digests(cases: Sequence[Case], store: Cache, labels: bool = True) -> list[list[str]]:
+    """Return what the files of each case contain."""
 
-    def task(case: Case) -> _Task:
-        images = [store.digest(path) for path in case.images]
-        key = key_of([*images, store.digest(case.label), settings], VERSION)
-        box = store.folder / "boxes" / f"{key_of(images, VERSION)}.json"
-        return _Task(case, store, key, box, how)
+    def of_case(case: Case) -> list[str]:
+        return [store.digest(path) for path in (*case.images, *[case.label] * labels)]
 
     with counting("hashing", len(cases)) as watch:
-        return _in_threads(task, cases, watch)
+        return _in_threads(of_case, cases, watch)
 
 
-def _load_case(task: _Task) -> PreparedCase | None:
+def _load(task: _Task) -> PreparedCase | None:
     return task.store.load_case(task.key, task.case.name)
 
 
-def _prepare_case(task: _Task) -> None:
-    case, preprocessing = task.case, task.how
-    if task.store.has("prepared", task.key):
+def _prepare(task: _Task) -> None:
+    case, preprocessing = task.case, task.preprocessing
+    if task.store.has_case(task.key):
         return  # of another process, which began at the same time
     image, label = _read_case(case)
     spacing_mm = image.geometry.spacing_mm
@@ -207,9 +274,11 @@ def _prepare_case(task: _Task) -> None:
         prepared = prepare_image(image.cut(box), preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.images[0]}: {error}") from error
-    spacing_mm = preprocessing.spacing_mm or spacing_mm
     stored = stored_image(prepared, preprocessing.channels)
-    num_classes = len(preprocessing.label_values)
+    spacing_mm, num_classes = (
+        preprocessing.spacing_mm or spacing_mm,
+        len(preprocessing.label_values),
+    )
     task.store.save_case(task.key, stored, classes, spacing_mm, num_classes)
 
 
@@ -219,19 +288,12 @@ def stored_image(
     """Return an image (C, X, Y, Z) to store: in float16 where that loses nothing that counts.
 
     Normalised intensities are rounded to 11 binary digits, which is at most 2^-11 of their size
-    and far below the noise of a scan. Where one is too large for float16, or a channel that is not
-    normalised would not keep its exact values, all of the image stays as it is.
+    and far below the noise of a scan. Too large ones, and channels that are not normalised and
+    keep their exact values, are stored in float32.
     """
-    with np.errstate(over="ignore"):
-        rounded = image.astype(np.float16)
-    for channel, stored, how in zip(image, rounded, channels, strict=True):
-        if how.kind == "none":
-            fits = np.array_equal(channel, stored)
-        else:
-            fits = bool(np.abs(stored).max() <= LARGEST_IN_FLOAT16)
-        if not fits:
-            return image
-    return rounded
+    is_exact = any(how.kind == "none" for how in channels)
+    largest = max(float(image.max()), -float(image.min()))
+    return image if is_exact or largest > LARGEST_IN_FLOAT16 else image.astype(np.float16)
 
 
 def _read_case(case: Case) -> tuple[Image, LabelMap]:
@@ -262,75 +324,6 @@ def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelN
     return ChannelNormalization(
         kind="ct", low=float(low), high=float(high), mean=mean, std=std if std > 0 else 1.0
     )
-
-
-def _load_kept(task: _Task) -> Shape | None:
-    def shape_of(tree: Any) -> Shape:
-        x, y, z = (stop - start for start, stop in tree["box"])
-        return x, y, z
-
-    return recall(task.box, shape_of)
-
-
-def _find_kept(task: _Task, image: Image | None = None) -> None:
-    box = nonzero_box(open_image(task.case.images) if image is None else image)
-    remember(task.box, {"box": [(part.start, part.stop) for part in box]})
-
-
-def _load_intensities(task: _Task) -> npt.NDArray[np.float32] | None:
-    entry = task.store.open("intensities", task.key)
-    return None if entry is None else entry.array("intensities")
-
-
-def _collect_intensities(task: _Task) -> None:
-    """Keep intensities (N, C) inside the labels of a case."""
-    image, label = _read_case(task.case)
-    _find_kept(task, image)  # the planning asks for it next
-    inside = np.flatnonzero(np.isin(label.array, task.how, invert=True))
-    if len(inside) > MAX_INTENSITIES_PER_CASE:
-        rng = np.random.default_rng(0)
-        inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
-    voxels = image.whole().reshape(image.num_channels, -1)
-    found = voxels[:, inside].T
-    if not np.isfinite(found).all():
-        raise VolumeError(
-            f"{task.case.images[0]} has voxels inside its labels that are NaN or infinite; replace "
-            "them, for example by 0"
-        )
-    task.store.save("intensities", task.key, {"intensities": found})
-
-
-def _from_cache(
-    load: Callable[[_Task], Result | None],
-    make: Callable[[_Task], None],
-    tasks: Sequence[_Task],
-    doing: str,
-    num_workers: int | None = None,
-) -> list[Result]:
-    """Return what the cache holds for each task, having made what it lacks.
-
-    It is made in worker processes (0: in this one), or with None in threads: starting processes
-    would take longer than most data sets do, and one thread reads while another unpacks.
-    """
-    found = _in_threads(load, tasks)
-    lacking = [task for task, result in zip(tasks, found, strict=True) if result is None]
-    if lacking:
-        folder = tasks[0].store.folder
-        logger.info("%s %d of %d cases into %s", doing, len(lacking), len(tasks), folder)
-        with counting(doing, len(lacking)) as watch:
-            if num_workers is None:
-                _in_threads(make, lacking, watch)
-            else:
-                map_items(make, lacking, num_workers, watch)
-        made = iter(_in_threads(load, lacking))
-        found = [next(made) if result is None else result for result in found]
-    results = [result for result in found if result is not None]
-    if len(results) < len(tasks):
-        raise CacheError(
-            f"{tasks[0].store.folder} lost what was written to it; leave the folder of data.cache "
-            "alone during a run"
-        )
-    return results
 
 
 def _in_threads(
