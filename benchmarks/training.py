@@ -56,7 +56,7 @@ from unet3d.distributed.ranks import Ranks, num_cores
 from unet3d.model import UNet3d
 from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
 from unet3d.parallel.precision import to_parameter_dtype
-from unet3d.patches.augment import augments_on_device
+from unet3d.patches.augment.device import augments_on_device
 from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 from unet3d.planning.experiment import Experiment, open_dataset, plan_experiment
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto

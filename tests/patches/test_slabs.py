@@ -11,8 +11,7 @@ import torch
 from tests.patches.known_cases import make_loader
 from unet3d.config import AugmentationSettings, PatchSettings
 from unet3d.errors import DeviceError
-from unet3d.patches.augment import Slab
-from unet3d.patches.augment.cut import shape_of
+from unet3d.patches.augment.cut import Slab, shape_of
 from unet3d.patches.patches import PatchSampler
 from unet3d.preparation.cache import Cache
 

@@ -17,7 +17,7 @@ from unet3d.model import UNet3d
 from unet3d.parallel import precision
 from unet3d.parallel.cuda_graphs import release_streams
 from unet3d.parallel.spatial import division
-from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment
 from unet3d.planning.memory_estimate import MESSAGE_BYTES, Step, predict_memory, predict_shards

@@ -157,12 +157,15 @@ NAN, INFINITY = float("nan"), float("inf")
         ),
         (
             {"preprocessing__regions": [{**REGION, "values": [1, 7]}]},
-            "has regions that are not mad",
+            "has labels that contradict",
         ),
-        ({"preprocessing__ignore_value": 5}, "ignores the label 5, which is not the highest one"),
+        ({"preprocessing__ignore_value": 5}, "has labels that contradict"),
         ({"preprocessing__label_values": [0, 1, -5]}, "label_values.2 must be at least 0, but is"),
         ({"preprocessing__label_values": [0, 1, 10**30]}, "label_values.2 must be less than 9223"),
-        ({"preprocessing__label_values": [0, 1, 1]}, "3 names of labels but 2 different values"),
+        (
+            {"preprocessing__label_values": [0, 1, 1]},
+            "has another number of labels than of their na",
+        ),
         ({"preprocessing__label_names": ["a", "b", "\x1b[2J"]}, "label_names.2 must hold no con"),
         ({"patch_size": (16, 16, 0)}, "patch_size.2 must be greater than 0, but is 0"),
         ({"patch_size": (65537, 8, 8)}, "patch_size.0 must be at most 65536"),

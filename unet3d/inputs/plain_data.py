@@ -21,7 +21,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import PydanticCustomError
 
 Model = TypeVar("Model")
 
@@ -130,8 +129,8 @@ def _phrase(problem: dict[str, Any]) -> str:
     words = _WORDS.get(kind) or problem["msg"].replace("Input should be", "must be")
     words = words.replace("greater than or equal to", "at least")
     words = words.replace("less than or equal to", "at most")
-    is_whole = kind == TOO_MANY or words.startswith("is ")
-    return f"{place} {words}" + ("" if is_whole else f", but is {shown(problem['input'])}")
+    value = "" if words.startswith("is ") else f", but is {shown(problem['input'])}"
+    return f"{place} {words}{value}"
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -139,8 +138,7 @@ def at_most(count: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | tuple | dict) and len(value) > count:
-            words = f"has {len(value):,} entries, and may have {count:,}"
-            raise PydanticCustomError(TOO_MANY, words)
+            raise ValueError(f"has {len(value):,} entries, and may have {count:,}")
         return value
 
     return BeforeValidator(check)
@@ -148,15 +146,12 @@ def at_most(count: int) -> BeforeValidator:
 
 def _printable_only(text: str) -> str:
     if not is_printable(text):
-        raise PydanticCustomError("unprintable", "must hold no control characters")
+        raise ValueError("must hold no control characters")
     return text
 
 
 Name = Annotated[str, Field(max_length=200, strict=True), AfterValidator(_printable_only)]
 """Text that people read."""
-
-TOO_MANY = "too_many"
-"""Kind of the error of :func:`at_most`."""
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 

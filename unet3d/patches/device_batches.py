@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from unet3d.patches.augment import Gather
+from unet3d.patches.augment.intensity import Gather
 from unet3d.patches.patches import Batch, CutBatch
 
 

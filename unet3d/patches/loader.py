@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from unet3d.config import Shape
 from unet3d.distributed.processes import die_with_parent, shielded_children, without_main_module
 from unet3d.errors import DatasetError, Unet3dError
-from unet3d.patches.augment import Gather, Slab
+from unet3d.patches.augment.cut import Slab
+from unet3d.patches.augment.intensity import Gather
 from unet3d.patches.device_batches import DeviceBatches
 from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 

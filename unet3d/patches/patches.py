@@ -23,9 +23,11 @@ from torch import Tensor
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.images.files import times
-from unet3d.patches.augment import AugmentationDraw, Cut, DrawnChannel, Gather, Slab, augment
-from unet3d.patches.augment.cut import Placement, shape_of, start_of, with_margin
+from unet3d.patches.augment.apply import augment
+from unet3d.patches.augment.cut import Cut, Placement, Slab, shape_of, start_of, with_margin
+from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
 from unet3d.patches.augment.filters import ChannelFilters
+from unet3d.patches.augment.intensity import Gather
 from unet3d.patches.packing import packed, page_locked_memory, shared_memory, unpacking
 from unet3d.preparation.cache import PreparedCase
 from unet3d.preparation.prepared_image import whole_box

@@ -15,7 +15,7 @@ from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.errors import DatasetError
 from unet3d.images.files import times
 from unet3d.model import Topology
-from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.network_plan import (
     batch_shape,

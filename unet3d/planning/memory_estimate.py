@@ -26,7 +26,7 @@ from unet3d.parallel import Executor, Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
 from unet3d.parallel.precision import image_dtype, to_parameter_dtype
 from unet3d.parallel.spatial.division import SlabRule
-from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.planning.reserved_memory import reserved_bytes
 
 MESSAGE_BYTES = 512 * 1024**2

@@ -14,7 +14,7 @@ from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
-from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.step_size import (
     MIN_BATCH,

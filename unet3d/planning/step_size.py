@@ -22,7 +22,7 @@ from unet3d.model import Regions, Topology
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout
 from unet3d.parallel.precision import autocast_dtype
-from unet3d.patches.augment import DeviceAugmentation
+from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.memory_estimate import Step, predict_memory
 

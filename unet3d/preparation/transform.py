@@ -69,34 +69,25 @@ class Preprocessing(Labels):
         return {name: (index,) for index, name in enumerate(self.label_names) if index}
 
     @model_validator(mode="after")
-    def _names_agree(self) -> Self:
+    def _parts_agree(self) -> Self:
         """Refuse what a file says of channels and labels that do not belong together."""
         if not len(self.channels) == len(self.channel_names) > 0:
-            raise ValueError(
-                f"has {len(self.channels)} channels but {len(self.channel_names)} names of channels"
-            )
-        if not len(self.label_names) == len(set(self.label_values)) == len(self.label_values) > 0:
-            raise ValueError(
-                f"has {len(self.label_names)} names of labels but {len(set(self.label_values))} "
-                "different values"
-            )
+            raise ValueError("has another number of channels than of their names")
+        labels = set(self.label_values)
+        if not len(self.label_names) == len(labels) == len(self.label_values) > 0:
+            raise ValueError("has another number of labels than of their names, or one value twice")
+        in_regions = {value for region in self.regions for value in region.values}
+        written = {region.written for region in self.regions}
         raw = [value for values in self.raw_values for value in values]
-        if self.raw_values and (
-            self.regions
+        own = zip(self.label_values, self.raw_values, strict=False)
+        if (
+            (self.regions and (in_regions != labels - {0} or not written <= in_regions))
+            or (raw and (self.regions or len(self.raw_values) != len(labels)))
             or len(set(raw)) < len(raw)
-            or len(self.raw_values) != len(self.label_values)
-            or any(
-                one not in of for one, of in zip(self.label_values, self.raw_values, strict=True)
-            )
+            or not all(value in values for value, values in own)
+            or (self.ignore_value is not None and self.ignore_value <= max(labels))
         ):
-            raise ValueError("has labels that are not made of values of their own")
-        if self.ignore_value is not None and self.ignore_value <= max(self.label_values):
-            raise ValueError(f"ignores the label {self.ignore_value}, which is not the highest one")
-        if self.regions:
-            in_regions = {value for region in self.regions for value in region.values}
-            written = {region.written for region in self.regions}
-            if in_regions != {*self.label_values} - {0} or not written <= in_regions:
-                raise ValueError("has regions that are not made of its labels")
+            raise ValueError("has labels that contradict each other")
         return self
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from unet3d.config import Config
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.spatial.executor import SpatialExecutor
-from unet3d.patches.augment import augments_on_device
+from unet3d.patches.augment.device import augments_on_device
 from unet3d.patches.loader import PatchLoader
 from unet3d.patches.patches import PatchSampler
 from unet3d.planning.experiment import Experiment

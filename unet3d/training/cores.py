@@ -12,7 +12,7 @@ import torch
 from unet3d.config import Config
 from unet3d.distributed.ranks import num_cores
 from unet3d.parallel import ParallelDims
-from unet3d.patches.augment import augments_on_device
+from unet3d.patches.augment.device import augments_on_device
 
 MAX_PROCESSES = 16
 """The most processes that prepare cases, or make patches, for GPUs."""

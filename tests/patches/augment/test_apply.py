@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.gpu_waits import refused_waits
 from tests.patches.known_cases import probable
 from tests.shards import run_shards
-from unet3d.patches.augment import AugmentationDraw, Cut, Slab, augment
-from unet3d.patches.augment.cut import Placement, start_of, with_margin
-from unet3d.patches.augment.draw import DrawnChannel
+from unet3d.patches.augment.apply import augment
+from unet3d.patches.augment.cut import Cut, Placement, Slab, start_of, with_margin
+from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
 from unet3d.patches.augment.filters import ChannelFilters, blur_filter, coarsening_filter
 from unet3d.patches.augment.intensity import Statistics, change_contrast, change_gamma
 from unet3d.patches.augment.noise import add_noise
