@@ -34,13 +34,7 @@ def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
         return
     from rich.console import Console
     from rich.file_proxy import FileProxy
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
     console = Console(stderr=True)
     # Another program that uses this package has a terminal, and a log, of its own.
@@ -49,10 +43,8 @@ def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
     if not is_ours or has_live_line or not console.is_terminal:
         yield _in_log(doing, num_cases)
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    left = TimeRemainingColumn(compact=True)
-    with Progress(*columns, left, console=console, transient=True) as progress:
-        task = progress.add_task(f"{doing} cases", total=num_cases)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"{doing} {num_cases} cases", total=num_cases)
         yield lambda num_done: progress.update(task, completed=num_done)
 
 

@@ -108,17 +108,17 @@ def test_one_message_for_a_wrong_setting(override, message):
 @pytest.mark.parametrize(
     ("mode", "settings", "reason"),
     [
-        ("none", ["parallel.replicas=2"], " is 2 but parallel.mode none has no groups of devices"),
-        ("data", ["parallel.replicas=2"], "--parallel data with a replica on each"),
-        ("auto", ["parallel.engine=dataparallel"], "--parallel data .* parallel.mode is auto"),
+        ("none", ["parallel.replicas=2"], " is 2 but parallel.mode none makes no use of it; leave"),
+        ("data", ["parallel.replicas=2"], "or use --parallel auto or model or spatial"),
+        ("auto", ["parallel.engine=dataparallel"], "mode auto makes .* or use --parallel data$"),
         ("data", ["parallel.output_device=1"], " is 1 but only parallel.engine=dataparallel"),
-        ("data", ["parallel.balance=time"], " is time but parallel.mode data does not cut the"),
-        ("spatial", ["parallel.cuts=4,7"], " is 4,7 but parallel.mode spatial does not cut the"),
+        ("data", ["parallel.balance=time"], " is 'time' but parallel.mode data makes no use"),
+        ("spatial", ["parallel.cuts=4,7"], r" is \(4, 7\) but parallel.mode spatial makes"),
         ("spatial", ["model.norm=batch"], " is batch but parallel.mode spatial with training"),
         (
             "data",
             ["training.micro_batches=2", "parallel.engine=dataparallel"],
-            "without micro-batches, but .* training.micro_batches is 2",
+            "dataparallel takes no micro-batches, but training.micro_batches is 2",
         ),
         (
             "auto",

@@ -103,18 +103,22 @@ class Config(Section):
                 "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
                 "recomputed; use memory.offload=none, or memory.recompute=norm"
             )
-        if parallel.replicas > 1 and mode in ("none", "data"):
-            raise ValueError(
-                f"parallel.replicas is {parallel.replicas} but parallel.mode {mode} has no groups "
-                "of devices; use --parallel spatial or --parallel model, or --parallel data with "
-                "a replica on each of --devices"
-            )
         threads = parallel.engine == "dataparallel"
-        if threads and (mode != "data" or num_micro_batches > 1):
+        for name, is_set, modes in (
+            ("replicas", parallel.replicas > 1, ("auto", "model", "spatial")),
+            ("engine", threads, ("data",)),
+            ("cuts", parallel.cuts is not None, ("model",)),
+            ("balance", parallel.wanted_balance != "encoder-decoder", ("model",)),
+        ):
+            if is_set and mode not in modes:
+                raise ValueError(
+                    f"parallel.{name} is {shown(getattr(parallel, name))} but parallel.mode {mode} "
+                    f"makes no use of it; leave it out, or use --parallel {' or '.join(modes)}"
+                )
+        if threads and num_micro_batches > 1:
             raise ValueError(
-                "parallel.engine=dataparallel needs --parallel data without micro-batches, but "
-                f"parallel.mode is {mode} and training.micro_batches is {num_micro_batches}; "
-                "use parallel.engine=ddp"
+                "parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
+                f"is {num_micro_batches}; use parallel.engine=ddp"
             )
         if parallel.output_device is not None and not threads:
             raise ValueError(
@@ -126,15 +130,6 @@ class Config(Section):
                 f"model.norm is batch but parallel.mode {mode} with training.micro_batches "
                 f"{num_micro_batches} never has the whole batch together; use model.norm=instance"
             )
-        cut = {"cuts": parallel.cuts and ",".join(map(str, parallel.cuts))}
-        if parallel.wanted_balance != "encoder-decoder":
-            cut["balance"] = parallel.balance
-        for key, value in cut.items():
-            if value is not None and mode != "model":
-                raise ValueError(
-                    f"parallel.{key} is {value} but parallel.mode {mode} does not cut the network; "
-                    f"add --parallel model, or leave {key} out"
-                )
         return self
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
@@ -260,13 +255,8 @@ def _value_of(key: str, text: str) -> Any:
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        if tree.get(section) is None:
+        if not isinstance(tree.get(section), dict):
             tree[section] = {}
-        if not isinstance(tree[section], dict):
-            raise ConfigError(
-                f"cannot set {printable(key)}: {printable(section)} is {shown(tree[section])}, "
-                "not a section"
-            )
         tree = tree[section]
     tree[last] = value
 

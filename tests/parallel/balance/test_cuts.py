@@ -168,7 +168,7 @@ def test_the_default_looks_at_neither(num_devices, tmp_path):
 
 def test_settings_that_balance_nothing_are_refused():
     for how in ("time", "memory"):
-        with pytest.raises(ConfigError, match=f"parallel.balance is {how} but parallel.mode auto"):
+        with pytest.raises(ConfigError, match=f"balance is .{how}. but parallel.mode auto"):
             load_config(None, [f"parallel.balance={how}"])
         load_config(None, [f"parallel.balance={how}", "parallel.mode=model"])
     settings = load_config(None, ["parallel.cuts=7", "parallel.mode=model"])
