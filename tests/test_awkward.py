@@ -160,7 +160,7 @@ def test_check_finds_every_fault(broken, tmp_path, capsys):
     captured = capsys.readouterr()
     num_errors = sum(words is not None for *_, words in CASES.values()) - len(WARNINGS)
     assert error_line(captured.err) == (
-        f"Error: {broken}: {len(CASES)} cases, {num_errors} errors, {len(WARNINGS)} warnings; "
+        f"Error: {broken}: {len(CASES)} cases, {num_errors} error(s), {len(WARNINGS)} warning(s); "
         "fix the errors before training"
     )
     findings = json.loads((tmp_path / "findings.json").read_text())["findings"]

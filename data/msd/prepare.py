@@ -23,7 +23,7 @@ from unet3d.errors import DatasetError, Unet3dError, reason_of
 from unet3d.images.source import beginning_of
 from unet3d.inputs.plain_data import printable
 from unet3d.memory.host import readable
-from unet3d.preparation.check import check_headers
+from unet3d.preparation.check import examine
 
 COMPRESSED: dict[bytes, Any] = {
     b"\x1f\x8b": gzip.open,
@@ -52,7 +52,7 @@ def main(archive: Path, output: Path | None) -> None:
     try:
         folder = unpack(archive, output or archive.parent)
         dataset = load_dataset(folder)
-        findings = check_headers(dataset)
+        findings = examine(dataset).findings
     except Unet3dError as error:
         raise click.ClickException(str(error)) from error
     for finding in findings:

@@ -15,7 +15,7 @@ def test_check_of_a_sound_data_set(monkeypatch, capsys):
     monkeypatch.setattr("rich.status.Status.update", lambda self, text: told.append(str(text)))
     assert run("check", "data", "--json", "findings.json") == 0
     captured = capsys.readouterr()
-    assert captured.out.splitlines()[-1] == "3 cases, 0 errors, 0 warnings" and not captured.err
+    assert captured.out.splitlines()[-1] == "3 cases, 0 error(s), 0 warning(s)" and not captured.err
     assert json.loads(Path("findings.json").read_text())["findings"] == []
     assert told == ["reading headers", *(f"checking case_{n}, {n + 1} of 3" for n in range(3))]
 

@@ -82,7 +82,7 @@ def test_phantoms_hold_what_numpy_finds_in_them(tmp_path, monkeypatch, capsys):
     ]
     assert printed[5].startswith("  ventricles  in 7 of 8 cases, ")
     assert printed[-2] == f"  outliers    {names[5]} ({'; '.join(outlier['why'])})"
-    assert printed[-1] == "8 cases, 0 errors, 0 warnings"
+    assert printed[-1] == "8 cases, 0 error(s), 0 warning(s)"
 
 
 def test_regions_channels_and_what_cannot_be_read(tmp_path):

@@ -8,7 +8,7 @@ from tests.images.samples import blob_label, msd_entry, write_json, write_msd, w
 from unet3d.datasets.classes import Region
 from unet3d.datasets.dataset import fold_cases, load_dataset
 from unet3d.errors import DatasetError
-from unet3d.preparation.check import check_headers
+from unet3d.preparation.check import examine
 
 
 def test_reads_the_decathlon_layout(tmp_path):
@@ -187,7 +187,7 @@ def test_links_are_followed_wherever_they_lead(tmp_path):
         dataset = load_dataset(path)
         assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
         assert dataset.cases[1].images[1].name == "liver_2_0001.NII.GZ"
-        assert check_headers(dataset) == []
+        assert examine(dataset).findings == []
 
 
 def test_a_datalist_may_name_files_anywhere(tmp_path):
@@ -203,12 +203,12 @@ def test_a_datalist_may_name_files_anywhere(tmp_path):
     entries = [{"image": i, "label": one} for i, one in zip(images, labels, strict=False)]
     tree = {"training": entries, "labels": {"0": "background", "1": "left", "2": "right"}}
     dataset = load_dataset(write_json(root / "list.json", tree))
-    assert check_headers(dataset) == []
+    assert examine(dataset).findings == []
     outside = str(store).lstrip("/")
     names = [f"{outside}/labelsTr/case_0", f"{outside}/labelsTr/case_1", "mine"]
     assert [case.name for case in dataset.cases] == names  # results have these below a folder
     tree["training"].append({"image": images[3], "label": str(tmp_path / "absent.nii.gz")})
-    findings = check_headers(load_dataset(write_json(root / "list.json", tree)))
+    findings = examine(load_dataset(write_json(root / "list.json", tree))).findings
     image, label = (finding.message for finding in findings)
     assert image.startswith(f"{images[3]} is missing")
     assert f"has no label map: {tmp_path}/absent.nii.gz is missing" in label
@@ -295,8 +295,8 @@ def assert_has_bad_folds(root, message):
     dataset = load_dataset(root)
     with pytest.raises(DatasetError, match=message) as caught:
         fold_cases(dataset, 0, 5, seed=0)
-    split, missing = check_headers(dataset)
-    assert (split.severity, split.message) == ("error", str(caught.value))
+    split, missing = examine(dataset).findings
+    assert split.severity == "error" and str(caught.value).endswith(f": {split.message}")
     assert "case_1.nii.gz is missing" in missing.message
 
 
@@ -320,14 +320,13 @@ def test_every_image_without_label_map_is_named(tmp_path, caplog):
         write_volume(root / f"imagesTr/{name}.nii.gz", np.ones((4, 4, 4)))
     fold = {"train": ["a", "liver_10"], "val": ["b"]}
     write_json(root / "splits_final.json", [fold, {"train": ["z"], "val": ["a"]}])
-    split, *findings = check_headers(load_dataset(root))
+    split, *findings = examine(load_dataset(root)).findings
     assert "fold 1 names z, which is no case" in split.message
     add = "is missing; add it, or take the case out of the data set"
     assert [f"{finding.severity}: {finding.message}" for finding in findings] == [
-        f"error: {root}/imagesTr/a_0001.nii.gz is missing; restore it or take the case out of "
-        "the data set",
-        f"error: a has no label map: {root}/labelsTr/a.nii.gz {add}",
-        f"error: b has no label map: {root}/labelsTr/b.nii.gz {add}",
+        f"error: {root}/imagesTr/a_0001.nii.gz {add}",
+        f"error: has no label map: {root}/labelsTr/a.nii.gz {add}",
+        f"error: has no label map: {root}/labelsTr/b.nii.gz {add}",
         f"warning: {root}/imagesTr/c_0002.nii.gz belongs to no case and is not used",
         f"warning: {root}/imagesTr/whole.nii.gz belongs to no case and is not used",
     ]
@@ -337,9 +336,9 @@ def test_every_image_without_label_map_is_named(tmp_path, caplog):
     (root / "labelsTr/case_2.nii.gz").unlink()  # nor are labels found in it
     dataset = load_dataset(root)
     assert [case.name for case in dataset.cases] == ["case_0", "case_2"]
-    said = [finding.message.partition(":")[0] for finding in check_headers(dataset)]
+    said = [f"{one.case} {one.message}".partition(":")[0] for one in examine(dataset).findings]
     assert said[:2] == [f"{name} has no label map" for name in ("case_1", "y")]
-    assert f"{'x' * 300} is missing; restore" in said[2] and said[3].startswith("case_2 has no la")
+    assert f"{'x' * 300} is missing; add it" in said[2] and said[3] == "case_2 has no label map"
 
 
 def test_honours_fold_keys(tmp_path, caplog):
@@ -363,7 +362,7 @@ def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path):
     assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
     assert dataset.cases[1].images[1].name == "liver_2_0001.Nii.gz"
     assert dataset.cases[1].label.name == "liver_2.NII.GZ"
-    assert check_headers(dataset) == []
+    assert examine(dataset).findings == []
 
 
 def test_cases_of_one_name_are_refused_but_an_image_may_have_two_label_maps(tmp_path):
@@ -410,7 +409,7 @@ def test_what_is_not_named_is_found_in_the_volumes(tmp_path):
     write_volume(root / "imagesTr/two.nii.gz", np.ones((12, 14, 10, 2), np.float32))
     dataset = load_dataset(root)
     assert dataset.channel_names == ("channel 0", "channel 1", "channel 2")
-    assert check_headers(dataset) == []
+    assert examine(dataset).findings == []
     # An image is no label map to find labels in.
     root = write_msd(tmp_path, labels=None, shape=(70, 40, 30))
     grey = np.arange(70 * 40 * 30, dtype=np.float32).reshape(70, 40, 30)

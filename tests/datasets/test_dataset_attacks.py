@@ -15,7 +15,7 @@ from tests.mutations import mutated, property_test
 from unet3d.datasets.classes import MAX_LABEL_VALUE
 from unet3d.datasets.dataset import fold_cases, load_dataset
 from unet3d.errors import Unet3dError
-from unet3d.preparation.check import check_headers
+from unet3d.preparation.check import examine
 
 SHAPE = (4, 5, 6)
 
@@ -47,7 +47,7 @@ def test_a_changed_description(roots, layout, data):
     (root / "changed.json").write_text(json.dumps(tree, default=repr))
     try:
         dataset = load_dataset(root / "changed.json")
-        check_headers(dataset)
+        examine(dataset)
         train, validation = fold_cases(dataset, 0, 2, seed=0)
     except Unet3dError as error:
         assert str(error).isprintable() and len(str(error)) < 1000, error

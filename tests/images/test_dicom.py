@@ -14,7 +14,7 @@ from unet3d.errors import VolumeError
 from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
 from unet3d.memory import host
-from unet3d.preparation.check import check_dataset
+from unet3d.preparation.check import examine
 
 ARRAY = np.random.default_rng(0).integers(-1000, 3000, (5, 4, 6)).astype(np.int16)
 
@@ -155,7 +155,7 @@ def test_a_data_set_may_have_folders_of_slices(tmp_path):
     write_json(tmp_path / "dataset.json", {**tree, "training": entries})
     dataset = load_dataset(tmp_path)
     assert [case.name for case in dataset.cases] == ["labels/case0.1"]
-    assert check_dataset(dataset) == []
+    assert examine(dataset, watch=print).findings == []
 
 
 @pytest.mark.parametrize("is_memory", [True, False])

@@ -15,7 +15,7 @@ from unet3d.datasets.dataset import Finding, load_dataset
 from unet3d.errors import ConfigError, DatasetError, DeviceError
 from unet3d.planning import experiment
 from unet3d.planning.experiment import plan_experiment, report_findings
-from unet3d.preparation.check import check_headers
+from unet3d.preparation.check import examine
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 
@@ -162,9 +162,9 @@ def test_training_refuses_with_the_words_of_the_checks(tmp_path):
     write_json(root / "splits_final.json", [{"train": ["z"], "val": ["a"]}])
     with pytest.raises(DatasetError, match="has 3 fault") as caught:
         plan_experiment(settings(tmp_path, root), 0)
-    for finding in check_headers(load_dataset(root)):
+    for finding in examine(load_dataset(root)).findings:
         assert finding.message in str(caught.value)
-    assert "b: b has no label map" in str(caught.value)
+    assert "b: has no label map" in str(caught.value)
 
 
 # Real data, one small epoch

@@ -2,19 +2,24 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from tests.command_line import refusal, run
 from tests.images.samples import blob_label, msd_entry, write_msd, write_volume
 from unet3d.datasets.dataset import load_dataset
 from unet3d.memory import host
-from unet3d.preparation.check import check_dataset, check_headers
+from unet3d.preparation.check import examine
 
 SHAPE = (12, 14, 10)
 RAMP = np.arange(12 * 14 * 10, dtype=np.float32).reshape(SHAPE)
 LABEL = blob_label(SHAPE)
 
 
-def assert_finds(root, *expected, case="case_1", check=check_dataset, **more):
+def found_in(root, spacing_mm="median", watch=None):
+    return examine(load_dataset(root), spacing_mm, watch).findings
+
+
+def assert_finds(root, *expected, case="case_1", **more):
     """See that each thing found has the severity and words of ``"severity: words"``."""
-    findings = check(load_dataset(root), **more)
+    findings = found_in(root, **more)
     said = [f"{finding.severity}: {finding.message}" for finding in findings]
     assert len(said) == len(expected), said
     for finding, line, wanted in zip(findings, said, expected, strict=True):
@@ -72,13 +77,17 @@ def root(tmp_path):
             ["error: 2 channel(s)", "error: not on the grid", "error: NaN", "error: value(s) 7"],
         ),
         (with_voxel(np.nan), b"", ["error: is empty (0 bytes)", "error: NaN"]),
-        (None, labels_of(7), ["error: imagesTr/case_1.nii.gz is missing; re", "error: value(s) 7"]),
+        (
+            None,
+            labels_of(7),
+            ["error: imagesTr/case_1.nii.gz is missing", "error: value(s) 7"],
+        ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, list) else "",
 )
 def test_says_what_is_wrong_with_a_case(root, image, label, expected):
     write_case(root, image, label)
-    assert_finds(root, *expected)
+    assert_finds(root, *expected, watch=print)
 
 
 def test_names_files_that_no_case_uses(root):
@@ -86,7 +95,7 @@ def test_names_files_that_no_case_uses(root):
     (root / "imagesTr/._case_1.nii.gz").write_bytes(b"left by a Mac")
     (root / "imagesTr/notes.txt").write_text("not a volume")
     write_case(root, label=labels_of(7))  # a fault of the voxels, which are not read
-    assert_finds(root, "warning: belongs to no case", case="extra.nii.gz", check=check_headers)
+    assert_finds(root, "warning: belongs to no case", case="extra.nii.gz")
 
 
 def test_ignored_voxels_are_known_but_no_label(tmp_path):
@@ -96,7 +105,7 @@ def test_ignored_voxels_are_known_but_no_label(tmp_path):
     some[:, :, 4:] = 5
     write_volume(root / "labelsTr/case_0.nii.gz", some)
     write_case(root, label=np.where(some == 5, some, 0))
-    assert_finds(root, "warning: is empty: every voxel is background or ignored")
+    assert_finds(root, "warning: is empty: every voxel is background or ignored", watch=print)
 
 
 @pytest.mark.parametrize("named", [".Hdr", ".IMG"])
@@ -107,7 +116,7 @@ def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path, named):
     nib.save(nib.Nifti1Pair(RAMP, np.eye(4)), root / "imagesTr/new.hdr")
     (root / "imagesTr/new.hdr").rename(root / "imagesTr/pair.Hdr")
     (root / "imagesTr/new.img").rename(root / "imagesTr/pair.IMG")
-    assert check_dataset(load_dataset(root)) == []
+    assert found_in(root, watch=print) == []
 
 
 @pytest.mark.parametrize(
@@ -117,32 +126,45 @@ def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path, named):
 def test_names_a_case_that_would_not_fit_in_memory(root, spacing_mm, reason, monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 2**30)
     write_case(root, affine=np.diag([*spacing_mm, 1]))
-    for check in (check_headers, check_dataset):
-        (message,) = (finding.message for finding in check(load_dataset(root)))
+    for watch in (None, print):
+        (message,) = (finding.message for finding in found_in(root, watch=watch))
         assert message.startswith(f"{root}/imagesTr/case_1.nii.gz: 12x14x10 voxels of ")
         assert "would become" in message and reason in message
     unit = "warning: are the units in its header right?"
-    assert_finds(root, unit, check=check_headers, spacing_mm="native")
-    coarse = check_headers(load_dataset(root), (2e3, 2e3, 2e8))
+    assert_finds(root, unit, spacing_mm="native")
+    coarse = found_in(root, (2e3, 2e3, 2e8))
     assert "memory" not in " ".join(finding.message for finding in coarse)
 
 
 def test_names_grids_that_no_scan_has(root):
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1e30, 1, 1))
-    assert_finds(
-        root,
-        "error: affine that no scan has: it begins at 0x0x0 mm, and its spacing is 1e+30x1x1",
-        check=check_headers,
-    )
+    wanted = "error: affine that no scan has: it begins at 0x0x0 mm, and its spacing is 1e+30x1x1"
+    assert_finds(root, wanted)
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1, 1, 1.5))
-    assert_finds(root, "error: 4.5 mm apart", check=check_headers)
+    assert_finds(root, "error: 4.5 mm apart")
     write_case(root, affine=np.diag([0.02, 0.02, 0.02, 1]))
     unit = "warning: 0.02x0.02x0.02 mm, but the median"
-    assert_finds(root, unit, check=check_headers, spacing_mm=(0.1, 0.1, 0.1))
+    assert_finds(root, unit, spacing_mm=(0.1, 0.1, 0.1))
     tilted = np.eye(4)
     tilted[1:3, 1] = np.cos(np.radians(15)), np.sin(np.radians(15))
     write_case(root, affine=tilted)
     assert_finds(root, "warning: miss a right angle by 15 degrees")
+
+
+def test_labels_are_those_of_the_settings(root, capsys, tmp_path):
+    write_case(root, label=labels_of(0, 2))
+    (tmp_path / "labels.yaml").write_text("data: {labels: {one: [left]}}")
+    by_file = ("--config", tmp_path / "labels.yaml")
+    for words in (by_file, ("--set", "data.labels={one: [left]}")):
+        assert run("check", root, *words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("  one       in 2 of 3 cases") for line in lines)
+        assert not any(line.startswith(("  left", "  right")) for line in lines)
+        empty = f"case_1: {root}/labelsTr/case_1.nii.gz is empty: every voxel is background"
+        assert lines[-2:] == [f"warning  {empty}", "3 cases, 0 error(s), 1 warning(s)"]
+    write_case(root, label=labels_of(0, 1, 7))
+    said = refusal(capsys, "check", root, *by_file)
+    assert "3 cases, 1 error(s), 0 warning(s)" in said
 
 
 def test_loops_of_links_are_findings_like_any_other(root):

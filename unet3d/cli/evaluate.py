@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.cli.options import FILE
+from unet3d.cli.options import FILE, config_options
 from unet3d.cli.output import check_writable, files_of, refuse_input, working, write_json
 from unet3d.errors import ConfigError, DatasetError, some
 
@@ -152,21 +152,36 @@ def _show_left_out(result: "Evaluation", predictions: Path, labels: Path) -> Non
 
 @click.command()
 @click.argument("dataset", type=FILE)
+@config_options
 @click.option("--json", "json_path", type=FILE, help="Also write contents and findings here.")
-def check(dataset: Path, json_path: Path | None) -> None:
-    """Say what DATASET holds, and find what would break training on it, before it starts."""
-    refuse_input(json_path, *files_of(dataset))
+def check(
+    dataset: Path,
+    config_path: Path | None,
+    presets: tuple[str, ...],
+    overrides: tuple[str, ...],
+    json_path: Path | None,
+) -> None:
+    """Say what DATASET holds, and find what would break training on it, before it starts.
+
+    Of the settings, data.labels and data.spacing_mm count.
+    """
+    refuse_input(json_path, *files_of(dataset), *([config_path] if config_path else ()))
     check_writable(json_path)
 
     from dataclasses import asdict
 
     with working("starting") as show:
+        from unet3d.config import load_config, preset_changes
         from unet3d.datasets.contents import lines, summary
         from unet3d.datasets.dataset import load_dataset
+        from unet3d.datasets.label_choice import with_labels
         from unet3d.preparation.check import examine
 
+        settings = load_config(config_path, [*preset_changes(presets), *overrides]).data
         opened = load_dataset(dataset)
-        findings, _, cases = examine(opened, watch=show)
+        if settings.labels is not None:
+            opened = with_labels(opened, settings.labels)
+        findings, _, cases = examine(opened, settings.spacing_mm, show)
         contents = summary(opened, cases)
     for line in lines(contents):
         click.echo(line)
@@ -177,7 +192,7 @@ def check(dataset: Path, json_path: Path | None) -> None:
         write_json(json_path, tree)
     num_errors = sum(finding.severity == "error" for finding in findings)
     num_warnings = len(findings) - num_errors
-    counts = f"{len(opened.cases)} cases, {num_errors} errors, {num_warnings} warnings"
+    counts = f"{len(opened.cases)} cases, {num_errors} error(s), {num_warnings} warning(s)"
     if num_errors:
         raise DatasetError(f"{dataset}: {counts}; fix the errors before training")
     click.echo(counts)

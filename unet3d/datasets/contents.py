@@ -165,12 +165,10 @@ def _are_far_out(values: Numbers) -> npt.NDArray[np.bool_]:
 def _spread(values: Numbers) -> dict[str, Any] | None:
     """Return median and extremes of the values of all cases, (N,) or (N, K); None: no values."""
     known = [of_case for of_case in values if not np.isnan(of_case).any()]
-    kinds: dict[str, Callable[..., Any]] = {
-        "median": np.median,
-        "lowest": np.min,
-        "highest": np.max,
-    }
-    return {kind: of(known, axis=0).tolist() for kind, of in kinds.items()} if known else None
+    if not known:
+        return None
+    spread = np.percentile(known, (50, 0, 100), axis=0).tolist()
+    return dict(zip(("median", "lowest", "highest"), spread, strict=True))
 
 
 def _told(spread: dict[str, Any] | None, form: Callable[[Any], str], unit: str) -> str:

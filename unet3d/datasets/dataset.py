@@ -115,7 +115,8 @@ def load_dataset(path: Path) -> Dataset:
 def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
     """Return all folds of a data set: its own, or those that are drawn; see :func:`fold_cases`."""
     if dataset.faults:
-        raise DatasetError(dataset.faults[0].message)
+        fault = dataset.faults[0]
+        raise DatasetError(f"{fault.case}: {fault.message}")
     if dataset.folds:
         return dataset.folds
     if dataset.validation:
@@ -278,7 +279,7 @@ class _Description:
         images = tuple(self._file(where, image) for image in named)
         if not entry.get("label"):
             name = name or volume_stem(images[0])
-            missing = f"{name} has no label map: {self.path} names none in {where}; {NO_LABEL}"
+            missing = f"has no label map: {self.path} names none in {where}; {NO_LABEL}"
             self.faults.append(Finding(case=name, severity="error", message=missing))
             return None
         label = self._file(where, entry["label"])
