@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -26,8 +26,6 @@ from unet3d.patches.device_batches import DeviceBatches
 from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 
 _FIRST_IN_SERVER = "unet3d.patches.loading_server"
-
-Loaded = TypeVar("Loaded", Batch, CutBatch)
 
 _Loaded = Batch | CutBatch | Unet3dError
 
@@ -106,10 +104,8 @@ class PatchLoader:
             with without_main_module():
                 self._loaded = iter(self._loader)
         numbers = range(first, (epoch + 1) * self.num_steps)
-        if self._on_device is None:
-            yield from (self._load(number, Batch) for number in numbers)
-        else:
-            yield from self._on_device.made(self._load(number, CutBatch) for number in numbers)
+        loaded = (self._load(number) for number in numbers)
+        yield from loaded if self._on_device is None else self._on_device.made(loaded)
 
     def take_waited(self) -> float:
         """Return the seconds since the last call in which this process waited for patches.
@@ -130,8 +126,8 @@ class PatchLoader:
             shut_down()
         self._loaded = self._next = None
 
-    def _load(self, number: int, kind: type[Loaded]) -> Loaded:
-        """Return the batch of a number, which must be the next one."""
+    def _load(self, number: int) -> Any:
+        """Return the batch of a number, which must be the next one, cut or made."""
         assert self._loaded is not None
         began = time.monotonic()
         try:
@@ -148,7 +144,6 @@ class PatchLoader:
         self._next = number + 1
         if isinstance(loaded, Unet3dError):
             raise type(loaded)(*loaded.args)  # its own traceback would keep the workers
-        assert isinstance(loaded, kind)
         return loaded
 
 

@@ -9,6 +9,7 @@ after slab, by PyTorch's trilinear interpolation with ``align_corners=False``.
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -114,41 +115,28 @@ def _multiplied(array: Tensor, dim: int, matrix: Tensor) -> Tensor:
     return result.view(*before, len(matrix), *after)
 
 
+@dataclass(frozen=True, eq=False)
 class Resampling:
     """Interpolation of an image from one grid to another, some planes of the result at a time."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        new_shape: Shape,
-        orders: tuple[Order, Order, Order],
-        limits: Tensor | None = None,
-        slice_axis: int | None = None,
-    ) -> None:
-        """Set it up for an image of a shape (C, X, Y, Z).
-
-        Limits are the extremes of each channel, (C, 2, 1), to which it is clipped. Where there is
-        an axis of slices, they are those of each slice, (C, 2, slices): slices are clipped, and
-        interpolated across afterwards.
-        """
-        self._num_channels, *sizes = shape
-        self._shape = (sizes[0], sizes[1], sizes[2])
-        self._new_shape = new_shape
-        self._orders = orders
-        self._slice_axis = None if limits is None else slice_axis
-        self._limits: list[Tensor] = []
-        if limits is not None and self._shape != new_shape:
-            along = [-1 if axis == slice_axis else 1 for axis in range(3)]
-            self._limits = [one.reshape(len(limits), *along) for one in limits.unbind(1)]
+    shape: tuple[int, int, int, int]
+    """Of the image, (C, X, Y, Z)."""
+    new_shape: Shape
+    orders: tuple[Order, Order, Order]
+    limits: Tensor | None = None
+    """Extremes of each channel to which it is clipped, (C, 2, 1); or, where there is an axis of
+    slices, those of each slice, (C, 2, slices): slices are clipped, and interpolated across
+    afterwards."""
+    slice_axis: int | None = None
 
     @property
     def best_axis(self) -> int:
         """The axis along which all planes together take least memory: what grows most is last."""
-        return max(range(3), key=lambda axis: self._new_shape[axis] / self._shape[axis])
+        return max(range(3), key=lambda axis: self.new_shape[axis] / self.shape[1 + axis])
 
     def needed(self, axis: int, begin: int, end: int) -> slice:
         """Return the planes of the image that some planes of the result depend on."""
-        if self._shape[axis] == self._new_shape[axis]:
+        if self.shape[1 + axis] == self.new_shape[axis]:
             return slice(begin, end)
         return reached(self._matrix(axis)[begin:end])
 
@@ -159,18 +147,17 @@ class Resampling:
         changed.
         """
         source = self.needed(axis, begin, end)
-        if self._shape == self._new_shape:
+        num_channels, *sizes = self.shape
+        if tuple(sizes) == self.new_shape:
             return read(source)
         matrices = {
-            1 + one: self._matrix(one)
-            for one in range(3)
-            if self._shape[one] != self._new_shape[one]
+            1 + one: self._matrix(one) for one in range(3) if sizes[one] != self.new_shape[one]
         }
         if 1 + axis in matrices:
             matrices[1 + axis] = matrices[1 + axis][begin:end, source]
-        slices = self._slice_axis
+        slices = None if self.limits is None else self.slice_axis
         across = {} if slices is None else _taken(matrices, 1 + slices)  # once they are clipped
-        of_plane = self._num_channels * math.prod(self._shape) // self._shape[axis]
+        of_plane = num_channels * math.prod(sizes) // sizes[axis]
         number = max(1, SOURCE_VOXELS // of_plane)
         firsts = range(source.start, source.stop, number)
         if len(firsts) == 1:
@@ -180,18 +167,15 @@ class Resampling:
             pieces = (slice(first, min(first + number, source.stop)) for first in firsts)
             within = (interpolated(read(piece), matrices) for piece in pieces)
             result = interpolated(_joined(within, 1 + axis, source.stop - source.start), along)
-        if self._limits:
-            lowest, highest = (
-                (one[(slice(None),) * (1 + axis) + (source,)] if slices == axis else one).to(
-                    result.device
-                )
-                for one in self._limits
-            )
+        if self.limits is not None:
+            limits = self.limits[..., source] if slices == axis else self.limits
+            size = (num_channels, *(-1 if one == slices else 1 for one in range(3)))
+            lowest, highest = (one.reshape(size) for one in limits.to(result.device).unbind(1))
             result.clamp_(lowest, highest)
         return interpolated(result, across)
 
     def _matrix(self, axis: int) -> Tensor:
-        return line_matrix(self._shape[axis], self._new_shape[axis], self._orders[axis])
+        return line_matrix(self.shape[1 + axis], self.new_shape[axis], self.orders[axis])
 
 
 def _taken(matrices: dict[int, Tensor], dim: int) -> dict[int, Tensor]:
