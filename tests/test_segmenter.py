@@ -14,7 +14,8 @@ from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
-from unet3d.images.image import image_of_array
+from unet3d.images.image import image_of
+from unet3d.images.nifti import open_array
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0, 1]])
@@ -176,10 +177,10 @@ def test_misuse_is_named(segmenter, checkpoint, file):
 def test_an_image_that_cannot_be_read_or_understood_is_refused(segmenter, file):
     image = nib.load(file)
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(VolumeError, match="the voxels of the image cannot be read: "):
+    with pytest.raises(VolumeError, match="cannot read the image: "):
         segmenter.segment(image)
     file.unlink()
-    with pytest.raises(VolumeError, match="cannot be read: No such file"):
+    with pytest.raises(VolumeError, match="cannot read the image: No such file"):
         segmenter.segment(image)
     turned = nib.AnalyzeImage(np.zeros((4, 4, 4), np.float32), TURNED)
     with pytest.raises(VolumeError, match="the image is nibabel's AnalyzeImage, which may not say"):
@@ -188,7 +189,7 @@ def test_an_image_that_cannot_be_read_or_understood_is_refused(segmenter, file):
 
 def test_an_array_is_not_copied():
     voxels = np.zeros((4, 5, 6))
-    image = image_of_array(voxels, TURNED)
+    image = image_of([open_array(voxels, TURNED)])
     voxels[1, 2, 3] = 7
     assert image.whole().max() == 7
 

