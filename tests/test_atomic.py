@@ -323,13 +323,13 @@ def test_what_a_killed_process_has_left_goes_when_the_next_one_writes_there(tmp_
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     left_by_a_killed_process(write_until_killed, tmp_path / "file")
-    (left,) = (tmp_path / "temporary").iterdir()
+    (left,) = (tmp_path / "temporary").glob(f"{PREFIX}*")
     assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
     write_one(tmp_path / "another")
     assert {path.name for path in tmp_path.iterdir()} == {"another", "temporary"}
     with temporary_folder("test") as folder:
         assert not left.exists() and folder.exists()
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").glob(f"{PREFIX}*"))
 
 
 def replace_until_killed(path, number):

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -60,11 +60,11 @@ def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
     A device or a pipe is never replaced. If no file may exist, FileExistsError is raised where one
     has the name by then: of several writers at once, the first wins.
     """
-    with _unfinished(path, Path.touch) as unfinished:
+    with _temporary(path, Path.touch) as unfinished:
         yield unfinished
         _flush(unfinished)
         if not may_exist:
-            _link(unfinished, path)
+            _claim(unfinished, path)
         else:
             if os.path.lexists(path) and not (path.is_symlink() or path.is_file() or path.is_dir()):
                 raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -87,7 +87,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 def unfinished_folder(path: Path) -> Iterator[Path]:
     """Make a hidden folder beside a path for what is to be published, and delete it in the end."""
     make_folder(path.absolute().parent)
-    with _unfinished(path, Path.mkdir) as unfinished:
+    with _temporary(path, Path.mkdir) as unfinished:
         yield unfinished
 
 
@@ -101,7 +101,7 @@ def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
     with ExitStack() as stack:
         if replace and path.is_dir():
             # A folder cannot be renamed onto another.
-            aside = stack.enter_context(_temporary(parent, Path.mkdir, prefix=REPLACED))
+            aside = stack.enter_context(_temporary(path, Path.mkdir, REPLACED))
             os.rename(path, aside / path.name)
         os.rename(folder, path)
         _flush(parent)
@@ -110,8 +110,7 @@ def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
 @contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
     """Make a folder for temporary files that only this user can open, and delete it in the end."""
-    place = Path(tempfile.gettempdir())
-    with _temporary(place, lambda path: path.mkdir(0o700), f"-{name}") as folder:
+    with _temporary(Path(tempfile.gettempdir(), name), lambda path: path.mkdir(0o700)) as folder:
         yield folder
 
 
@@ -164,15 +163,10 @@ def is_leftover(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 
 
-def _unfinished(path: Path, make: Callable[[Path], object]) -> AbstractContextManager[Path]:
-    return _temporary(path.absolute().parent, make, f"-{path.name[-MAX_ENDING:]}")
-
-
 @contextmanager
-def _temporary(
-    folder: Path, make: Callable[[Path], object], ending: str = "", prefix: str = PREFIX
-) -> Iterator[Path]:
-    """Make a file or a folder that is locked as long as it is in use, and goes in the end."""
+def _temporary(final: Path, make: Callable[[Path], object], prefix: str = PREFIX) -> Iterator[Path]:
+    """Make a file or a folder beside another, locked while it is in use; it goes in the end."""
+    folder = final.absolute().parent
     if folder not in _swept:
         _swept.add(folder)
         with suppress(OSError):
@@ -181,7 +175,7 @@ def _temporary(
         with postponed_interruption():
             is_ours = False
             while not is_ours:  # another process may take what is not locked yet for a leftover
-                path = folder / f"{prefix}{_HOST}{uuid.uuid4().hex[:24]}{ending}"
+                path = folder / f"{prefix}{_HOST}{uuid.uuid4().hex[:24]}-{final.name[-MAX_ENDING:]}"
                 make(path)
                 try:
                     stack.enter_context(locked(path))
@@ -207,15 +201,13 @@ def _clear(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _link(unfinished: Path, path: Path) -> None:
-    """Give a file its final name beside its temporary one, or raise FileExistsError."""
+def _claim(unfinished: Path, path: Path) -> None:
+    """Give a file its final name, or raise FileExistsError."""
     try:
         os.link(unfinished, path)
-    except FileExistsError:
-        raise
     except OSError:
-        # FAT, and some file systems of other machines, have no links. An empty file takes the name
-        # first: only a kill between these two lines leaves it there.
+        # The name is taken, or the file system has no links, as FAT. There an empty file takes the
+        # name first: only a kill between these two lines leaves it there.
         path.open("xb").close()
         os.replace(unfinished, path)
 

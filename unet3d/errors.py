@@ -56,11 +56,7 @@ def reason_of(error: OSError) -> str:
 
     Libraries raise some errors of files without the system's text, such as NumPy on a full disk.
     """
-    for text in (error.strerror, error):
-        line = " ".join(str(text or "").split())
-        if line:
-            return line
-    return type(error).__name__
+    return " ".join(str(error.strerror or error).split()) or type(error).__name__
 
 
 def some(names: Sequence[object], most: int = 8) -> str:

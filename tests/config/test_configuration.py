@@ -85,8 +85,6 @@ def test_with_values_replaces_some_and_checks_all():
         ("model.channels=[32]", "model.channels names 1 level(s); give channels for 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give auto or a list of x, y or z"),
-        ("patches.augmentation.scaling_range=1", "scaling_range is 1; give two numbers"),
-        ("patches.augmentation.scaling_range=1.4,0.7", "is 1.4,0.7; give the smaller number"),
         ("parallel.devices=1.5", "parallel.devices is 1.5; give a list of names or null"),
         ("parallel.replicas=0", "parallel.replicas is 0; give a whole number above 0"),
         ("parallel.timeout_seconds=0", "parallel.timeout_seconds is 0; give a number above 0"),

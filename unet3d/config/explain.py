@@ -113,7 +113,7 @@ def in_words(hint: Any) -> str:
     if origin is dict:
         return "a mapping of names to lists"
     if origin is tuple:
-        quantity = "a list of" if arguments[-1] is ... else {2: "two", 3: "three"}[len(arguments)]
+        quantity = "a list of" if arguments[-1] is ... else "three"
         return f"{quantity} {_plural(in_words(arguments[0]))}"
     if _is_section(hint):
         return f"a section with settings such as {', '.join(list(hint.model_fields)[:3])}"

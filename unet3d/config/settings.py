@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from unet3d.config.values import (
     AS_TEXT,
@@ -25,7 +25,6 @@ from unet3d.config.values import (
     Name,
     Offload,
     Recompute,
-    Scale,
     Section,
     Shape,
     Spacing,
@@ -103,10 +102,7 @@ class AugmentationSettings(Section):
     in_plane_rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 180.0
     """The same where a patch is rotated in one plane only: that of thick slices, or of a slice."""
     scaling_probability: Fraction = 0.2
-    """Probability of a change of size."""
-    scaling_range: tuple[Scale, Scale] = (0.7, 1.4)
-    """Smallest and largest factor of the distance between sampled voxels: below 1 a structure
-    becomes larger."""
+    """Probability of a change of size, by a factor of 0.7 to 1.4."""
     noise_probability: Fraction = 0.1
     """Probability of Gaussian noise."""
     blur_probability: Fraction = 0.2
@@ -130,14 +126,6 @@ class AugmentationSettings(Section):
     def known_mirror_axes(self) -> tuple[MirrorAxis, ...]:
         """The axes that are set, or Y and Z where the labels decide and are not known."""
         return ("y", "z") if self.mirror_axes == "auto" else self.mirror_axes
-
-    @field_validator("scaling_range")
-    @classmethod
-    def _in_order(cls, limits: tuple[float, float]) -> tuple[float, float]:
-        low, high = limits
-        if low > high:
-            raise ValueError(f"is {low:g},{high:g}; give the smaller number first")
-        return limits
 
 
 class PatchSettings(Section):

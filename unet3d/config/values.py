@@ -104,7 +104,6 @@ Millimetres = Annotated[float, Field(ge=1e-9, le=1e6), NUMBER]
 Spacing = tuple[Millimetres, Millimetres, Millimetres]
 """Distance in mm of neighbouring voxels along X, Y, Z."""
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
-Scale = Annotated[float, Field(ge=0.01, le=100), NUMBER]
 Fold = Annotated[int, Field(ge=0, lt=10_000, strict=True)] | Literal["none"]
 """Number of the fold that validates, or that there is none."""
 Balance = Literal["encoder-decoder", "time", "memory"]

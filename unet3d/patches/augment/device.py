@@ -8,7 +8,7 @@ import torch
 from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.errors import DeviceError
 from unet3d.images.memory_limits import FLOAT32_BYTES
-from unet3d.patches.augment.draw import free_axes, largest_angle
+from unet3d.patches.augment.draw import SCALING_RANGE, free_axes, largest_angle
 from unet3d.patches.augment.filters import farthest_reach
 
 WORK_ARRAYS = 2
@@ -122,7 +122,7 @@ def largest_reach(
         return made
     turning, scaling = free_axes(size, spacing_mm)
     turns = settings.rotation_probability > 0 and largest_angle(settings, turning) > 0
-    scale = max(1.0, settings.scaling_range[1]) if settings.scaling_probability > 0 else 1.0
+    scale = SCALING_RANGE[1] if settings.scaling_probability > 0 else 1.0
     half_mm = [(voxels - 1) / 2 * mm for voxels, mm in zip(made, spacing_mm, strict=True)]
     radius_mm = math.hypot(*(mm for mm, turned in zip(half_mm, turning, strict=True) if turned))
     reach = []

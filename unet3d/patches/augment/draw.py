@@ -19,6 +19,8 @@ Matrix = npt.NDArray[np.float64]
 Axes = tuple[float, float, float]
 """A number for each of X, Y, Z."""
 
+SCALING_RANGE = (0.7, 1.4)
+"""Of the distance between sampled voxels: below 1 a structure becomes larger."""
 MAX_NOISE_STD = 0.1
 BLUR_SIGMA_VOXELS = (0.5, 1.0)
 BRIGHTNESS_RANGE = (0.75, 1.25)
@@ -86,7 +88,7 @@ class AugmentationDraw:
         rotates = rng.random() < self.settings.rotation_probability
         angles = rng.uniform(-1, 1, 3)
         scales = rng.random() < self.settings.scaling_probability
-        low, high = self.settings.scaling_range
+        low, high = SCALING_RANGE
         scale = math.exp(rng.uniform(math.log(low), math.log(high)))
         if not (rotates or scales):
             return None
