@@ -54,7 +54,7 @@ from common import (
 from trainees import NUM_CLASSES, Problem, make_network, variants_named
 
 from unet3d.config import Shape, load_config
-from unet3d.datasets.phantom_anatomy import head_phantom
+from unet3d.datasets.phantom import head_phantom
 from unet3d.images.files import write_nifti
 from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.replaying import ReplayedNetwork

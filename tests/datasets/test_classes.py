@@ -37,7 +37,7 @@ def test_memory_does_not_grow_with_the_values():
         tracemalloc.stop()
 
 
-def test_unknown_values_are_named_and_counted():
+def test_unknown_values_are_named():
     label = np.zeros((3, 4, 5), np.int16)
     label[1, 1] = -2
     label[2, 2, 2] = 9
@@ -45,7 +45,7 @@ def test_unknown_values_are_named_and_counted():
     with pytest.raises(VolumeError) as caught:
         class_indices(label, known)
     said = str(caught.value)
-    assert "the value -2, in 5 voxel(s)" in said and "and 1 more such values" in said
+    assert "holds the value(s) -2, 9, which dataset.json does not name" in said
     assert "0, 100, 101, 102, 103, 104, 105, 106 and 13 more" in said
-    with pytest.raises(VolumeError, match="the value 5, in 1 voxel"):
+    with pytest.raises(VolumeError, match="the value.s. 5, which"):
         class_indices(np.array([[[5]]], np.uint8), (0, 261))

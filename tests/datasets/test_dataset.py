@@ -111,7 +111,7 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
     ("changes", "message"),
     [
         ({"labels": {"a": [1, 2]}}, "order is None; name the value that is written for each of"),
-        ({"labels": {"a": [1]}, "regions_class_order": [1, 2]}, r"is \[1, 2\]; name .* 1 regions"),
+        ({"labels": {"a": [1, 2]}, "regions_class_order": [1, 2]}, "2.; name .* the 1 regions"),
         ({"labels": {"a": [1, 2]}, "regions_class_order": [3]}, r"regions_class_order is \[3\]"),
         ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
         ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),

@@ -123,7 +123,7 @@ def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path):
     known = ChannelNormalization(kind="z-score-inside", least_std=1e-8)
     write_model({0: trained(), 1: trained(channels=(CT, known))}, tmp_path / "model")
     other = trained(channels=(CT, ChannelNormalization(kind="z-score")))
-    with pytest.raises(CheckpointError, match="network 1 has another preprocessing than the first"):
+    with pytest.raises(CheckpointError, match="network 1 is not as the first; name folds of"):
         write_model({0: trained(), 1: other}, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

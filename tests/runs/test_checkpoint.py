@@ -200,4 +200,4 @@ def test_another_version_or_format_is_named(saved):
     )
     torch.save({**content, "format": 2, "unet3d": "9.9"}, saved)
     message = refusal(saved)
-    assert "has checkpoint format 2" in message and "reads format 1; use unet3d 9.9" in message
+    assert "its format is 2, and this version reads 1" in message

@@ -84,18 +84,10 @@ def class_indices(
     for plane, found in zip(array, indices, strict=True):
         places = known.searchsorted(plane)
         if not np.array_equal(known.take(places, mode="clip"), plane):
-            raise VolumeError(_unknown(array, values))
+            unknown = sorted({*np.unique(array).tolist()}.difference(values))
+            raise VolumeError(
+                f"the label map holds the value(s) {some(unknown)}, which dataset.json does not "
+                f"name (it names {some(values)}); correct one of them"
+            )
         found[...] = table.take(places) if classes else places
     return indices
-
-
-def _unknown(array: npt.NDArray[np.integer[Any]], values: Sequence[int]) -> str:
-    known = set(values)
-    found = zip(*(part.tolist() for part in np.unique(array, return_counts=True)), strict=True)
-    unknown = [(value, count) for value, count in found if value not in known]
-    value, count = unknown[0]
-    more = f", and {len(unknown) - 1} more such values" if len(unknown) > 1 else ""
-    return (
-        f"the label map holds the value {value}, in {count} voxel(s), which dataset.json does not "
-        f"name (it names {some(values)}){more}; correct one of them"
-    )

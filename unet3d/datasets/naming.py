@@ -76,14 +76,12 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
         )
     if len(names) > MAX_CLASSES:
         raise DatasetError(f"{path} names {len(names)} labels; use at most {MAX_CLASSES}")
-    regions: tuple[Region, ...] = ()
-    if any(isinstance(value, list) for value in given.values()):
-        regions = _regions(path, scored, tree.get("regions_class_order"))
+    has_regions = len(single) < len(scored)  # a list of one value is that value, as in nnU-Net
     return Labels(
         label_names=tuple(names.values()),
         label_values=tuple(names),
         ignore_value=None if ignored is None else ignored[0],
-        regions=regions,
+        regions=_regions(path, scored, tree.get("regions_class_order")) if has_regions else (),
     )
 
 

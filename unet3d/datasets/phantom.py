@@ -1,18 +1,25 @@
-"""The built-in data set: synthetic heads, which need no download."""
+"""The built-in data set: synthetic heads with labels, which need no download.
+
+A seed determines a head: geometry in millimetres, scaled to the field of view; shape and spacing
+only say how it is sampled. Every surface is the zero level of a function of position. A voxel that
+a surface crosses holds a mixture, from how much of the voxel lies on either side.
+"""
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
+from scipy.interpolate import BSpline
+from scipy.spatial.transform import Rotation
 
 from unet3d.atomic import new_folder
 from unet3d.config import Shape, Spacing
-from unet3d.datasets.phantom_anatomy import LABEL_NAMES, head_phantom
-from unet3d.errors import DatasetError, reason_of
+from unet3d.errors import ConfigError, DatasetError, reason_of
 from unet3d.images.files import write_nifti
 from unet3d.inputs.reading import read_json
 from unet3d.terminal import counting
@@ -21,6 +28,32 @@ logger = logging.getLogger(__name__)
 
 GENERATOR = 1
 """Raised whenever the same seed gives another head, so that old data sets are not taken for new."""
+
+Array = npt.NDArray[np.float32]
+
+LABEL_NAMES = ("background", "brain", "ventricles", "lesion")
+"""Names of the labels; the value of a label is its index here."""
+
+MIN_VOXELS = 16
+"""Voxels along each axis that a head needs."""
+
+SLAB_VOXELS = 1 << 21
+"""Voxels worked on at once, of 120 bytes each: a bound of the memory beyond the result."""
+
+# A FLAIR-like contrast. Fat is so bright that its blurred and shaded parts look like lesions.
+AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.95, 0.42, 0.08
+FLUID, GREY, WHITE, LESION = 0.16, 0.58, 0.44, 0.86
+NOISE = 0.045
+"""Standard deviation of the noise in each of the two channels of the receiver."""
+
+BRAIN_CENTRE, BRAIN_SCALE = (0.0, 0.0, 0.1), (0.76, 0.78, 0.72)
+"""Centre and size of the brain, as fractions of the head's semi-axes."""
+
+LESION_DENT, LESION_REACH = 0.35, 2.2
+"""How far, in radii, a lesion's surface departs from a sphere, and where its function ends."""
+
+SPLINE_STD = 0.479**1.5
+"""Standard deviation that a cubic B-spline of three variables leaves of its coefficients' 1."""
 
 
 def write_phantom_dataset(
@@ -75,15 +108,12 @@ def write_phantom_dataset(
 
 
 def _holds(folder: Path, description: dict[str, Any]) -> bool:
+    """Return whether a folder holds the data set; DatasetError where it holds anything else."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
-    try:
-        found = read_json(folder / "dataset.json")
-    except (OSError, ValueError):
-        found = None
-    files = [folder / name for case in description["training"] for name in case.values()]
-    if found == description and all(file.is_file() for file in files):
-        return True
+    with suppress(OSError, ValueError):
+        if read_json(folder / "dataset.json") == description:
+            return True
     raise DatasetError(
         f"{folder} exists and does not hold this phantom data set; delete it or use another folder"
     )
@@ -98,3 +128,134 @@ def _write(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing) -> None:
     image.set_sform(affine, code="scanner")
     image.header.set_xyzt_units("mm")
     write_nifti(path, image)
+
+
+def head_phantom(
+    seed: int, shape: Shape, spacing_mm: Spacing = (1.0, 1.0, 1.0)
+) -> tuple[Array, npt.NDArray[np.uint8]]:
+    """Return a head, float32 ``(1, X, Y, Z)`` of whole numbers, and its label map, uint8."""
+    if min(shape) < MIN_VOXELS:
+        raise ConfigError(
+            f"phantom shape {shape} is too small for a head; use at least {MIN_VOXELS} voxels"
+            " along each axis"
+        )
+    num_planes = max(1, SLAB_VOXELS // (shape[1] * shape[2]))
+    rng = np.random.default_rng(seed)
+    head = _Head(rng, shape, spacing_mm)
+    image = np.empty((1, *shape), dtype=np.float32)
+    labels = np.empty(shape, dtype=np.uint8)
+    for start in range(0, shape[0], num_planes):
+        stop = min(start + num_planes, shape[0])
+        first = max(start - 1, 0)  # one more plane on each side gives the slope of the surfaces
+        sampled = head.sample(slice(first, min(stop + 1, shape[0])))
+        tissue, labels[start:stop] = (array[start - first : stop - first] for array in sampled)
+        # Rician noise, which magnitude images of scanners have.
+        tissue += NOISE * rng.standard_normal(tissue.shape, dtype=np.float32)
+        other = NOISE * rng.standard_normal(tissue.shape, dtype=np.float32)
+        image[0, start:stop] = np.rint(np.hypot(tissue, other) * np.float32(head.gain))
+    return image, labels
+
+
+class _Head:
+    """What a seed determines before any voxel is sampled; lengths are in mm."""
+
+    def __init__(self, rng: np.random.Generator, shape: Shape, spacing_mm: Spacing) -> None:
+        extent_mm = np.array(shape) * spacing_mm
+        bounds_mm = np.minimum(extent_mm, 1.5 * extent_mm.min())
+        self.shape, self.spacing_mm = shape, spacing_mm
+        semi_axes = bounds_mm * (0.36, 0.43, 0.42) * rng.uniform(0.92, 1.06, 3)
+        self.semi_axes = semi_axes.tolist()
+        self.ventricle_size = float(rng.uniform(0.85, 1.35))
+        self.fields = {
+            name: rng.standard_normal((cells + 3,) * 3).astype(np.float32) / SPLINE_STD
+            for name, cells in (("folds", 18), ("texture", 30), ("lesion", 14), ("bias", 2))
+        }
+        mean_mm = float(np.prod(bounds_mm)) ** (1 / 3)
+        num_small, num_large = rng.integers(0, 4), rng.integers(1, 4)
+        large = rng.uniform(0.055, 0.09, num_large) * mean_mm
+        radii = [*large, *rng.uniform(0.03, 0.05, num_small) * mean_mm]
+        self.lesions = [(self._place_in_brain(rng) * semi_axes, radius) for radius in radii]
+        self.centre = rng.uniform(-0.03, 0.03, 3) * bounds_mm
+        turn = Rotation.from_euler("xyz", rng.uniform(-12, 12, 3), degrees=True)
+        self.rotation = turn.as_matrix().astype(np.float32)
+        self.gain = float(rng.uniform(700, 1300))
+
+    def sample(self, planes: slice) -> tuple[Array, npt.NDArray[np.uint8]]:
+        """Return tissue intensities and labels of some planes along X."""
+        position = self._in_head_axes(planes)
+        ex, ey, ez = (axis / size for axis, size in zip(position, self.semi_axes, strict=True))
+        ex *= 1 + 0.14 * ey  # narrower in front
+        bx, by, bz = (
+            (axis - centre) / size
+            for axis, centre, size in zip((ex, ey, ez), BRAIN_CENTRE, BRAIN_SCALE, strict=True)
+        )
+        surface = np.sqrt(ex * ex + ey * ey + ez * ez) - 1
+        depth = np.sqrt(bx * bx + by * by + bz * bz) - 1
+        folds = np.clip(1 - np.abs(self._smooth("folds", planes)) / 0.4, 0, 1)
+        furrows = np.maximum(folds, 1.4 * np.clip(1 - np.abs(bx) / 0.05, 0, 1))
+        cortex = depth + 0.13 * furrows * np.clip((depth + 0.35) / 0.25, 0, 1)
+        ventricles = self._ventricles(bx, by, bz)
+        lesions = np.full_like(surface, LESION_REACH - 1 - LESION_DENT)
+        dents = LESION_DENT * np.clip(self._smooth("lesion", planes), -1, 1)
+        for centre, radius in self.lesions:  # spheres that a random field has dented
+            x, y, z = (axis - np.float32(at) for axis, at in zip(position, centre, strict=True))
+            distance = np.sqrt(x * x + y * y + z * z) / np.float32(radius)
+            lesions = np.minimum(lesions, distance - 1 + dents)
+
+        tissue = np.full_like(surface, AIR)
+        layers: list[tuple[Array, dict[float, float]]] = [
+            (surface, {0.0: SKIN, -0.035: FAT, -0.12: MUSCLE}),
+            (depth, {0.17: SKULL, 0.06: FLUID}),
+            (cortex, {0.0: GREY, -0.17: WHITE}),
+            (np.maximum(lesions, cortex), {0.0: LESION}),
+            (ventricles, {0.0: FLUID}),
+        ]
+        for function, levels in layers:  # inside its surface each replaces those before it
+            slopes = (np.abs(np.gradient(function, axis=axis)) for axis in range(3))
+            per_voxel = sum(slopes, start=np.full_like(function, 1e-6))  # corner to corner
+            for level, intensity in levels.items():
+                tissue += (intensity - tissue) * np.clip(0.5 - (function - level) / per_voxel, 0, 1)
+        tissue *= 1 + 0.07 * self._smooth("texture", planes)
+        tissue *= np.exp(0.2 * self._smooth("bias", planes))
+        labels = (cortex < 0).astype(np.uint8)
+        labels[(lesions < 0) & (cortex < 0)] = LABEL_NAMES.index("lesion")
+        labels[ventricles < 0] = LABEL_NAMES.index("ventricles")
+        return tissue, labels
+
+    def _in_head_axes(self, planes: slice) -> list[Array]:
+        """Return the three coordinates of each voxel in mm, along the axes of the head."""
+        x, y, z = (
+            ((np.arange(size) + 0.5 - size / 2) * step - centre).astype(np.float32)
+            for size, step, centre in zip(self.shape, self.spacing_mm, self.centre, strict=True)
+        )
+        x = x[planes, None, None]
+        return [x * ax + y[:, None] * ay + z * az for ax, ay, az in self.rotation.T]
+
+    def _smooth(self, name: str, planes: slice) -> Array:
+        """Sample a random field: a cubic B-spline over the field of view, whose variance is 1."""
+        coefficients = self.fields[name]
+        num_cells = len(coefficients) - 3
+        knots = np.arange(-3, num_cells + 4)
+        x, y, z = (
+            BSpline.design_matrix((np.arange(size) + 0.5) / size * num_cells, knots, 3)
+            .toarray()
+            .astype(np.float32)
+            for size in self.shape
+        )
+        sampled: Array = y @ (np.tensordot(x[planes], coefficients, 1) @ z.T)
+        return sampled
+
+    def _ventricles(self, x: Any, y: Any, z: Any) -> Any:
+        """Return a function below zero in two arcs, mirrored, in units of the brain's semi-axes."""
+        bow = y * y
+        across = (np.abs(x) - 0.17 - 0.15 * bow) / 0.115
+        along = (y + 0.05) / 0.45
+        upward = (z - 0.12 + 0.35 * bow) / 0.17
+        return np.sqrt(across * across + along * along + upward * upward) / self.ventricle_size - 1
+
+    def _place_in_brain(self, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        """Draw the centre of a lesion, in units of the head's semi-axes."""
+        while True:
+            place = rng.uniform(-0.75, 0.75, 3)
+            if np.linalg.norm(place) < 0.75 and self._ventricles(*place) > 0.3:
+                return np.array(BRAIN_CENTRE) + place * BRAIN_SCALE

@@ -25,8 +25,7 @@ from unet3d.nnunet.model_files import DATASET, PLANS, known_as
 from unet3d.nnunet.plans import Axis, read_plan
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.preparation.transform import Preprocessing
-from unet3d.runs.checkpoint import Checkpoint, Part, explained
-from unet3d.runs.network_weights import refuse_non_finite
+from unet3d.runs.checkpoint import Checkpoint, Part, explained, refuse_non_finite
 from unet3d.runs.tensor_file import own_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -132,15 +131,10 @@ def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
 
 
 def _labels(dataset: Mapping[str, Any]) -> Labels:
-    """Return the labels; a list of one value is that value, as in nnU-Net."""
-    given = dataset.get("labels")
-    if not isinstance(given, dict):
-        raise ValueError(f"labels is {shown(given)}; it needs names and values")
-    if all(not isinstance(value, list) or len(value) == 1 for value in given.values()):
-        given = {name: v[0] if isinstance(v, list) else v for name, v in given.items()}
-    labels = read_labels(Path(DATASET), {**dataset, "labels": given}, [])
-    values = labels.label_values
-    if not labels.regions and values != tuple(range(len(values))):
+    if not isinstance(dataset.get("labels"), dict):
+        raise ValueError(f"labels is {shown(dataset.get('labels'))}; it needs names and values")
+    labels = read_labels(Path(DATASET), dataset, [])
+    if not labels.regions and labels.label_values != tuple(range(len(labels.label_values))):
         raise ValueError("its labels are not 0, 1, 2, ... without a gap")
     return labels
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unet3d.inputs.plain_data import printable
 from unet3d.model import Topology, UNet3d
-from unet3d.runs.network_weights import compare_tensors
+from unet3d.runs.checkpoint import compare_tensors
 
 _WRAPPED = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before names."""

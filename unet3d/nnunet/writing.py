@@ -41,17 +41,8 @@ def write_model(
         raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
     first = next(iter(folds.values()))
     for fold, other in folds.items():
-        # nnU-Net has a least deviation always.
-        wanted, found = (one.preprocessing.without_least_std() for one in (first, other))
-        for what, is_same in (
-            ("topology", other.topology == first.topology),
-            ("preprocessing", found == wanted),
-            ("patch_size", other.patch_size == first.patch_size),
-        ):
-            if not is_same:
-                raise _refused(
-                    f"network {fold} has another {what} than the first; name folds of one training"
-                )
+        if _of_training(other) != _of_training(first):
+            raise _refused(f"network {fold} is not as the first; name folds of one training")
     plans = json.loads(json.dumps(_plans(first)))  # lists for tuples, as nnU-Net reads them
     dataset = _dataset(first.preprocessing)
     try:
@@ -90,6 +81,12 @@ def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any
         "trainer_name": "nnUNetTrainer",
         "inference_allowed_mirroring_axes": tuple(mirrored) or None,
     }
+
+
+def _of_training(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    """Return what folds of one training share; nnU-Net has a least deviation always."""
+    preprocessing = checkpoint.preprocessing.without_least_std()
+    return checkpoint.topology, preprocessing, checkpoint.patch_size
 
 
 def _refused(why: str) -> CheckpointError:

@@ -9,7 +9,7 @@ import torch
 
 from unet3d.config import AugmentationSettings, Config, Shape, Spacing
 from unet3d.datasets.dataset import Dataset, load_dataset
-from unet3d.datasets.phantom_anatomy import LABEL_NAMES
+from unet3d.datasets.phantom import LABEL_NAMES
 from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages

@@ -6,7 +6,7 @@ it is run, and its fields are checked before its tensors are read.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,12 +21,11 @@ from unet3d.atomic import write_atomically
 from unet3d.config import MAX_PATCH_VOXELS, Config, InferenceSettings, Shape
 from unet3d.datasets.classes import LabelValue
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, reason_of
-from unet3d.inputs.plain_data import PLAIN, Name, at_most, printable, shown, validated
+from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, validated
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import Topology, UNet3d
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
-from unet3d.runs.network_weights import described_network, refuse_non_finite
 from unet3d.runs.tensor_file import on_tensors, own, own_tensors, read_tensors, write_tensors
 
 FORMAT = 1
@@ -154,7 +153,12 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
     """
     with explained(path):
         content = read_tensors(path, described=part == "description")
-        _check_format(path, content)
+        if not isinstance(content, dict) or type(content.get("format")) is not int:
+            raise CheckpointError(
+                f"{path} is not a checkpoint of unet3d; train one with unet3d train"
+            )
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
         fields = {key: content[key] for key in content if key not in ("format", "unet3d")}
         checkpoint = validated(Checkpoint, fields)
         described_network(checkpoint.topology, checkpoint.model)
@@ -163,17 +167,6 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
             model, training = own_tensors((model, training), path.stat().st_size)
             refuse_non_finite(model)
     return replace(checkpoint, model=model, training=training)
-
-
-def _check_format(path: Path, content: Any) -> None:
-    number = content.get("format") if isinstance(content, dict) else None
-    if type(number) is not int:
-        raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
-    if number != FORMAT:
-        raise CheckpointError(
-            f"{path} has checkpoint format {shown(number)}, but unet3d {__version__} reads format "
-            f"{FORMAT}; use unet3d {printable(content.get('unet3d'), 20)} instead"
-        )
 
 
 @contextmanager
@@ -193,3 +186,44 @@ def explained(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot read the checkpoint {path}: too little memory; use a machine with more"
         ) from error
+
+
+def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d:
+    """Return the network on the meta device, if it has the stored parameters and buffers.
+
+    Raises ValueError, in one line, where names, shapes or types differ.
+    """
+    with torch.device("meta"):
+        network = UNet3d(topology)
+    if any(value.dtype == torch.float64 for value in model.values()):
+        network.double()
+    compare_tensors(model, network.state_dict(), _kind)
+    return network
+
+
+def compare_tensors(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: Callable[[Tensor], str]
+) -> None:
+    """Refuse, by a ValueError in one line, tensors of other names, or of another kind."""
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{printable(name)} is unknown" for name in found if name not in wanted]
+    for name, value in wanted.items():
+        if name in found and kind(found[name]) != kind(value):
+            problems.append(f"{name} is {kind(found[name])} instead of {kind(value)}")
+    if problems:
+        raise ValueError(listed(problems, 3))
+
+
+def refuse_non_finite(weights: Mapping[str, Tensor]) -> None:
+    """Refuse, by a ValueError that names one, weights with NaN or infinite numbers."""
+    for name, weight in weights.items():
+        if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+            raise ValueError(
+                f"the weight {printable(name)} holds numbers that are not finite: the training had "
+                "diverged"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "one number"
+    return f"{shape} in {str(tensor.dtype).removeprefix('torch.')}"
