@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
@@ -93,7 +93,8 @@ class Segmenter:
 
 
 def load(
-    *checkpoints: FileName,
+    checkpoint: FileName,
+    *others: FileName,
     folds: int | str | Sequence[int | str] | None = None,
     devices: Device | Sequence[Device] | None = None,
     window: Shape | str | None = None,
@@ -105,8 +106,9 @@ def load(
     """Load trained networks, and place them on devices of this process.
 
     Args:
-        checkpoints: Files or folders of runs, of folds or of files, or models of nnU-Net, as
-            folders or archives; several networks are averaged.
+        checkpoint: File or folder of a run, of folds or of files, or a model of nnU-Net, as a
+            folder or an archive.
+        others: More of them; several networks are averaged.
         folds: Which folds of them, such as 0, ``"0,2"`` or ``[0, 2]``; ``"all"`` or None: all that
             they have; of a model of nnU-Net the numbered ones, or else the one on all cases.
         devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for windows dealt to replicas on
@@ -126,10 +128,7 @@ def load(
         CheckpointError: A file cannot be used, or the networks do not belong together.
         ConfigError: A setting is refused.
         DeviceError: A device does not exist, or has too little memory.
-        TypeError: No checkpoint is named.
     """
-    if not checkpoints:
-        raise TypeError("load() needs a checkpoint, or the folder of a run")
     given = {
         "inference.window": window,
         "inference.overlap": overlap,
@@ -144,25 +143,20 @@ def load(
         raise ConfigError(str(error)) from error
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
+    group, paths = Group(Ranks()), map(Path, (checkpoint, *others))
     with ExitStack() as unpacked:
-        files = [file for path in checkpoints for file in networks_in(Path(path), chosen, unpacked)]
-        segmenter = _placed(list(dict.fromkeys(files)), changes, names_of(devices))
+        files = [file for path in paths for file in networks_in(path, chosen, unpacked)]
+        networks = Networks.read(list(dict.fromkeys(files)), group)
+        inference = [one.config.with_values(changes).inference for one in networks.described]
+        parallel = Config().with_values({"parallel.devices": names_of(devices)}).parallel
+        parallel = choose_mode(parallel, networks, inference, group.ranks)
+        if parallel.mode == "spatial":
+            # Slabs of a volume need a process for each device, which unet3d predict starts.
+            parallel = parallel.model_copy(update={"mode": "model"})
+        segmenter = Segmenter(Predictor(networks, parallel, inference, group))
         # Weights are read when they are needed.
         weakref.finalize(segmenter, unpacked.pop_all().close)
     return segmenter
-
-
-def _placed(files: Sequence[Path], changes: Mapping[str, Any], names: Sequence[str]) -> Segmenter:
-    """Place networks on devices, with changes of the settings of prediction."""
-    group = Group(Ranks())
-    networks = Networks.read(files, group)
-    inference = [network.config.with_values(changes).inference for network in networks.described]
-    parallel = Config().with_values({"parallel.devices": names}).parallel
-    parallel = choose_mode(parallel, networks, inference, group.ranks)
-    if parallel.mode == "spatial":
-        # Slabs of a volume need a process for each device, which unet3d predict starts.
-        parallel = parallel.model_copy(update={"mode": "model"})
-    return Segmenter(Predictor(networks, parallel, inference, group))
 
 
 def names_of(devices: Device | Sequence[Device]) -> list[str]:
