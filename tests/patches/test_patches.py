@@ -112,8 +112,8 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path):
     for name, (_, _, size) in arrays.items():
         (folder / f"{name}.npy").touch()
         os.truncate(folder / f"{name}.npy", size)
-    notes = {"spacing_mm": [1, 1, 1], "num_components": [0, 0]}
-    case = PreparedCase(name="sparse", folder=folder, arrays=arrays, notes=notes)
+    notes = {"spacing_mm": (1, 1, 1), "num_components": (0, 0)}
+    case = PreparedCase(name="sparse", folder=folder, arrays=arrays, **notes)
     sampler = make_sampler([case], (16, 16, 16), foreground_fraction=0)
     tracemalloc.start()
     try:

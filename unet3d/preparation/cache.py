@@ -56,18 +56,14 @@ class PreparedCase:
     arrays: Mapping[str, tuple[tuple[int, ...], str, int]]
     """Of each array the shape, NumPy's name of the type, and the bytes of its file, which it had
     when the case was opened."""
-    notes: Mapping[str, Any]
+    spacing_mm: Spacing
+    num_components: tuple[int, ...]
+    """Of each class in the label map."""
 
     @property
     def shape(self) -> Shape:
         """Voxels along X, Y, Z."""
         x, y, z = self.arrays["label"][0]
-        return (x, y, z)
-
-    @property
-    def spacing_mm(self) -> Spacing:
-        """Spacing along X, Y, Z."""
-        x, y, z = self.notes["spacing_mm"]
         return (x, y, z)
 
     def image(self) -> npt.NDArray[np.floating[Any]]:
@@ -83,7 +79,7 @@ class PreparedCase:
         return Foreground(
             voxels=self.array("foreground"),
             ends=self.array("components"),
-            num_components=tuple(self.notes["num_components"]),
+            num_components=self.num_components,
         )
 
     def array(self, name: str) -> npt.NDArray[Any]:
@@ -180,14 +176,14 @@ class Cache:
         found = foreground_voxels(label, num_classes)
         arrays: dict[str, npt.NDArray[Any]] = {"image": image, "label": label}
         arrays |= {"foreground": found.voxels, "components": found.ends}
-        notes = {"spacing_mm": list(map(float, spacing_mm)), "num_components": found.num_components}
         folder = self.folder / "prepared" / key
         with writing_cache(self.folder), unfinished_folder(folder) as unfinished:
             content = {
                 name: (array.shape, array.dtype.str, _write(unfinished / f"{name}.npy", array))
                 for name, array in arrays.items()
             }
-            write_record(unfinished / META, {"key": key, "arrays": content, "notes": notes})
+            record = {"key": key, "arrays": content, "num_components": found.num_components}
+            write_record(unfinished / META, {**record, "spacing_mm": list(map(float, spacing_mm))})
             try:
                 if not self.has_case(key):
                     publish_folder(unfinished, folder, replace=True)
@@ -216,7 +212,11 @@ def _opened(folder: Path, name: str) -> PreparedCase:
         if not path.is_file() or path.stat().st_size != size:
             raise ValueError(f"{path.name} has another size")
         arrays[part] = (tuple(shape), dtype, size)
-    return PreparedCase(name=name, folder=folder, arrays=arrays, notes=content["notes"])
+    x, y, z = content["spacing_mm"]
+    counts = tuple(content["num_components"])
+    return PreparedCase(
+        name=name, folder=folder, arrays=arrays, spacing_mm=(x, y, z), num_components=counts
+    )
 
 
 def _write(path: Path, array: npt.NDArray[Any]) -> int:

@@ -166,6 +166,8 @@ class Scaling:
     """Where they are clipped."""
     mean: float = 0.0
     std: float = 1.0
+    is_masked: bool = False
+    """Whether they become 0 outside."""
 
     @classmethod
     def of(cls, how: ChannelNormalization, found: Intensities) -> "Scaling":
@@ -185,15 +187,16 @@ class Scaling:
         start, scale = found.mean, found.std
         if how.kind == "rescale":
             start, scale = lowest, highest - lowest
-        return cls(mean=start, std=max(scale, how.least_std) or 1.0)  # 1: of a constant channel
+        std = max(scale, how.least_std) or 1.0  # 1: of a constant channel
+        return cls(mean=start, std=std, is_masked=how.kind == "z-score-inside")
 
     def apply_(self, values: Tensor, inside: Tensor | None = None) -> None:
-        """Normalise a part of the channel in place, in float32; outside of a mask it becomes 0."""
+        """Normalise a part of the channel in place, in float32, of which a mask says the inside."""
         if self.limits is not None:
             values.clamp_(*self.limits)
         if self.mean:
             values.sub_(self.mean)
         if self.std != 1:
             values.div_(self.std)
-        if inside is not None:
+        if self.is_masked and inside is not None:
             values.masked_fill_(~inside, 0)

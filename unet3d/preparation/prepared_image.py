@@ -58,9 +58,9 @@ class PreparedImage:
         slice_axis = interpolation.slice_axis(spacing_mm, target_mm)
         is_masked = [how.kind == "z-score-inside" for how in channels]
         with explaining_memory("the image cannot be prepared"):
-            inside = inside_mask(image) if any(is_masked) else None
-            self._masks = [inside if masked else None for masked in is_masked]
-            found = measured(image, self._masks, slice_axis)
+            self._inside = inside_mask(image) if any(is_masked) else None
+            masks = [self._inside if masked else None for masked in is_masked]
+            found = measured(image, masks, slice_axis)
         self._scalings = [Scaling.of(*one) for one in zip(channels, found, strict=True)]
         ranges = torch.from_numpy(np.stack([[one.lowest, one.highest] for one in found]))
         for scaling, one in zip(self._scalings, ranges, strict=True):
@@ -122,12 +122,11 @@ class PreparedImage:
 
     def _normalised(self, axis: int, source: slice, device: torch.device) -> torch.Tensor:
         """Return some planes of the image itself, normalised."""
-        image = self._image.on_device(self._image.planes(axis, source), device)
-        inside: torch.Tensor | None = None
-        for channel, scaling, mask in zip(image, self._scalings, self._masks, strict=True):
-            if mask is not None and inside is None:
-                inside = torch.from_numpy(mask[(slice(None),) * axis + (source,)]).to(device)
-            scaling.apply_(channel, None if mask is None else inside)
+        box = self._image.planes(axis, source)
+        image = self._image.on_device(box, device)
+        inside = None if self._inside is None else torch.from_numpy(self._inside[box]).to(device)
+        for channel, scaling in zip(image, self._scalings, strict=True):
+            scaling.apply_(channel, inside)
         return image
 
 

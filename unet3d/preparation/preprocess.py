@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,15 +59,6 @@ entries of another form."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class _Task(NamedTuple):
-    """A case, and where the cache keeps what is made of it."""
-
-    case: Case
-    store: Cache
-    key: str
-    preprocessing: Preprocessing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,17 +216,21 @@ def prepare_cases(
     for name in ("channel_names", "label_names", "regions"):
         del plan[name]  # they change nothing in the arrays
     store = Cache(cache)
-    tasks = [
-        _Task(case, store, key_of([*digests, plan], VERSION), preprocessing)
-        for case, digests in zip(cases, _digests(cases, store), strict=True)
-    ]
-    found = _in_threads(_load, tasks)
+    keys = [key_of([*digests, plan], VERSION) for digests in _digests(cases, store)]
+    tasks = list(zip(cases, keys, strict=True))
+
+    def load(task: tuple[Case, str]) -> PreparedCase | None:
+        case, key = task
+        return store.load_case(key, case.name)
+
+    found = _in_threads(load, tasks)
     lacking = [task for task, result in zip(tasks, found, strict=True) if result is None]
     if lacking:
         logger.info("preparing %d of %d cases into %s", len(lacking), len(tasks), store.folder)
+        prepare = partial(_prepare, store=store, preprocessing=preprocessing)
         with counting("preparing", len(lacking)) as watch:
-            map_items(_prepare, lacking, num_workers, watch)
-        found = [result or _load(task) for task, result in zip(tasks, found, strict=True)]
+            map_items(prepare, lacking, num_workers, watch)
+        found = [result or load(task) for task, result in zip(tasks, found, strict=True)]
     prepared = [result for result in found if result is not None]
     if len(prepared) < len(tasks):
         raise CacheError(
@@ -255,13 +250,9 @@ def _digests(cases: Sequence[Case], store: Cache, labels: bool = True) -> list[l
         return _in_threads(of_case, cases, watch)
 
 
-def _load(task: _Task) -> PreparedCase | None:
-    return task.store.load_case(task.key, task.case.name)
-
-
-def _prepare(task: _Task) -> None:
-    case, preprocessing = task.case, task.preprocessing
-    if task.store.has_case(task.key):
+def _prepare(task: tuple[Case, str], store: Cache, preprocessing: Preprocessing) -> None:
+    case, key = task
+    if store.has_case(key):
         return  # of another process, which began at the same time
     image, label = _read_case(case)
     spacing_mm = image.geometry.spacing_mm
@@ -279,7 +270,7 @@ def _prepare(task: _Task) -> None:
         preprocessing.spacing_mm or spacing_mm,
         len(preprocessing.label_values),
     )
-    task.store.save_case(task.key, stored, classes, spacing_mm, num_classes)
+    store.save_case(key, stored, classes, spacing_mm, num_classes)
 
 
 def stored_image(
