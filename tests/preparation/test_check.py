@@ -108,13 +108,13 @@ def test_ignored_voxels_are_known_but_no_label(tmp_path):
     assert_finds(root, "warning: is empty: every voxel is background or ignored", watch=print)
 
 
-@pytest.mark.parametrize("named", [".Hdr", ".IMG"])
+@pytest.mark.parametrize("named", [".HDR", ".IMG"])
 def test_the_other_file_of_a_pair_is_not_unnamed(tmp_path, named):
     entries = [msd_entry(0), msd_entry(1, image=f"imagesTr/pair{named}"), msd_entry(2)]
     root = write_msd(tmp_path, training=entries)
     (root / "imagesTr/case_1.nii.gz").unlink()
     nib.save(nib.Nifti1Pair(RAMP, np.eye(4)), root / "imagesTr/new.hdr")
-    (root / "imagesTr/new.hdr").rename(root / "imagesTr/pair.Hdr")
+    (root / "imagesTr/new.hdr").rename(root / "imagesTr/pair.HDR")
     (root / "imagesTr/new.img").rename(root / "imagesTr/pair.IMG")
     assert found_in(root, watch=print) == []
 

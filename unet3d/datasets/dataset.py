@@ -105,11 +105,9 @@ def load_dataset(path: Path) -> Dataset:
     if not description.is_file():
         raise DatasetError(f"{path} holds no dataset.json; a data set is {LAYOUTS}")
     tree = read_description(description)
-    if isinstance(tree, dict) and isinstance(tree.get("training"), list):
-        return _Description(description, tree).listed()
-    if isinstance(tree, dict) and {"channel_names", "labels", "file_ending"} <= tree.keys():
-        return _Description(description, tree).nnunet()
-    raise DatasetError(f"{description} is of no known layout; a data set is {LAYOUTS}")
+    if not isinstance(tree, dict):
+        raise DatasetError(f"{description} is of no known layout; a data set is {LAYOUTS}")
+    return _Description(description, tree).dataset()
 
 
 def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
@@ -165,57 +163,85 @@ def fold_cases(
 
 
 class _Description:
-    """A ``dataset.json`` and what is derived from it."""
+    """A ``dataset.json``, and the cases that it leads to."""
 
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
-        self.path = path
-        self.tree = tree
+        self.path, self.tree = path, tree
         self.root = Path(os.path.realpath(path.parent))
+        self.cases: dict[str, Case] = {}
+        self.fold_of: dict[str, Any] = {}
         self.faults: list[Finding] = []
 
-    def listed(self) -> Dataset:
-        """Read a description that lists its cases: MSD, MONAI datalist."""
-        training, validation = self._labelled("training"), self._labelled("validation")
-        return self._dataset(
-            tuple(case for case, _ in training + validation),
-            validation=tuple(case.name for case, _ in validation),
-            fold_of={case.name: fold for case, fold in training},
+    def dataset(self) -> Dataset:
+        """Read a description of any layout."""
+        validation: tuple[str, ...] = ()
+        if isinstance(self.tree.get("training"), list):
+            self._add_listed("training")
+            validation = self._add_listed("validation")
+        elif {"channel_names", "labels", "file_ending"} <= self.tree.keys():
+            self._add_those_of_nnunet()
+        else:
+            raise DatasetError(f"{self.path} is of no known layout; a data set is {LAYOUTS}")
+        if not self.cases:
+            raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
+        folds: tuple[Fold, ...] = ()
+        try:
+            folds = self._folds(validation)
+        except DatasetError as error:
+            fault = Finding(case=self.root.name, severity="error", message=str(error))
+            self.faults.append(fault)
+        cases = tuple(self.cases.values())
+        return Dataset(
+            root=self.root,
+            channel_names=channel_names(self.path, self.tree, cases[0].images),
+            **vars(read_labels(self.path, self.tree, [case.label for case in cases])),
+            cases=cases,
+            validation=validation,
+            folds=folds,
+            faults=tuple(self.faults),
         )
 
-    def nnunet(self) -> Dataset:
-        """Read an nnU-Net v2 raw folder, whose files are found by name or listed in ``dataset``."""
+    def _add_listed(self, key: str) -> tuple[str, ...]:
+        """Add the cases of a list, as MSD and MONAI have it, and return their names."""
+        entries = self.tree.get(key) or []
+        if not isinstance(entries, list):
+            raise DatasetError(f"{self.path}: {key} is {shown(entries)}; it needs a list")
+        known = len(self.cases)
+        for index, entry in enumerate(entries):
+            self._add(f"{key}[{index}]", entry)
+        return tuple(self.cases)[known:]
+
+    def _add_those_of_nnunet(self) -> None:
+        """Add the cases of an nnU-Net v2 raw folder, found by name or listed in ``dataset``.
+
+        A case has a label map, or the image of a channel.
+        """
         ending = self.tree["file_ending"]
         if not isinstance(ending, str) or ending.lower() not in SUFFIXES:
             raise DatasetError(
                 f"{self.path}: file_ending is {shown(ending)}; known: {', '.join(SUFFIXES)}"
             )
         explicit = self.tree.get("dataset")
-        if not isinstance(explicit, dict):
-            return self._dataset(self._found_cases(ending))
-        cases = []
-        for key, entry in explicit.items():
-            name = clean_name(self.path, "a case", key)
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise DatasetError(f"{self.path}: a case is called {name}, which leaves its folder")
-            files = entry if isinstance(entry, dict) else {}
-            renamed = {"image": files.get("images"), "label": files.get("label")}
-            case = self._case(f"dataset.{name}", renamed, name)
-            cases += [] if case is None else [case]
-        return self._dataset(tuple(cases))
-
-    def _found_cases(self, ending: str) -> tuple[Case, ...]:
-        """Return the cases that have a label map, or the image of a channel."""
+        if isinstance(explicit, dict):
+            for key, entry in explicit.items():
+                name = clean_name(self.path, "a case", key)
+                if Path(name).is_absolute() or ".." in Path(name).parts:
+                    raise DatasetError(
+                        f"{self.path}: a case is called {name}, which leaves its folder"
+                    )
+                named = entry if isinstance(entry, dict) else {}
+                renamed = {"image": named.get("images"), "label": named.get("label")}
+                self._add(f"dataset.{name}", renamed, name)
+            return
         images, labels = (self._volumes_in(name, ending) for name in ("imagesTr", "labelsTr"))
         num_channels = len(channel_names(self.path, self.tree, ()))
         channels = [f"_{channel:04d}" for channel in range(num_channels)]
         of_images = {stem[:-5] for stem in images if stem[-5:] in channels}
-        cases = []
         for stem in sorted((of_images | labels.keys()) - {""}, key=lambda stem: stem + ending):
-            label = self.root / "labelsTr" / labels.get(stem, stem + ending)
             files = [images.get(stem + number, stem + number + ending) for number in channels]
-            paths = tuple(self.root / "imagesTr" / file for file in files)
-            cases.append(Case(name=self._name_of(label), images=paths, label=label))
-        return tuple(cases)
+            label = labels.get(stem, stem + ending)
+            paths = [f"imagesTr/{file}" for file in files]
+            self._add(stem, {"image": paths, "label": f"labelsTr/{label}"})
 
     def _volumes_in(self, folder: str, ending: str) -> dict[str, str]:
         """Return the files of a folder by their names without the ending."""
@@ -227,50 +253,8 @@ class _Description:
         fitting = [name for name in names if name.lower().endswith(ending.lower())]
         return {name[: -len(ending)]: name for name in fitting}
 
-    def _dataset(
-        self,
-        cases: tuple[Case, ...],
-        validation: tuple[str, ...] = (),
-        fold_of: Mapping[str, Any] | None = None,
-    ) -> Dataset:
-        if not cases:
-            raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
-        by_name: dict[str, Case] = {}
-        for case in cases:
-            twin = by_name.setdefault(case.name, case)
-            if twin is not case:
-                raise DatasetError(
-                    f"{self.path}: {twin.label} and {case.label} would both be the case "
-                    f"{case.name}; rename one of them"
-                )
-        folds: tuple[Fold, ...] = ()
-        try:
-            folds = self._folds(tuple(by_name), fold_of or {})
-        except DatasetError as error:
-            fault = Finding(case=self.root.name, severity="error", message=str(error))
-            self.faults.append(fault)
-        labels = read_labels(self.path, self.tree, [case.label for case in cases])
-        return Dataset(
-            root=self.root,
-            channel_names=channel_names(self.path, self.tree, cases[0].images),
-            **vars(labels),
-            cases=cases,
-            validation=validation,
-            folds=folds,
-            faults=tuple(self.faults),
-        )
-
-    def _labelled(self, key: str) -> list[tuple[Case, Any]]:
-        """Return the cases of a list that have a label map, each with its fold."""
-        entries = self.tree.get(key) or []
-        if not isinstance(entries, list):
-            raise DatasetError(f"{self.path}: {key} is {shown(entries)}; it needs a list")
-        cases = [self._case(f"{key}[{index}]", entry) for index, entry in enumerate(entries)]
-        pairs = zip(cases, entries, strict=True)
-        return [(case, entry.get("fold")) for case, entry in pairs if case is not None]
-
-    def _case(self, where: str, entry: Any, name: str | None = None) -> Case | None:
-        """Return a case, by default called by its label map; None: it has none."""
+    def _add(self, where: str, entry: Any, name: str | None = None) -> None:
+        """Add a case, by default called by its label map; without one it is a fault."""
         if not isinstance(entry, dict) or not entry.get("image"):
             raise DatasetError(
                 f"{self.path}: {where} needs an image and a label, but is {shown(entry)}"
@@ -278,12 +262,19 @@ class _Description:
         named = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
         images = tuple(self._file(where, image) for image in named)
         if not entry.get("label"):
-            name = name or volume_stem(images[0])
             missing = f"has no label map: {self.path} names none in {where}; {NO_LABEL}"
-            self.faults.append(Finding(case=name, severity="error", message=missing))
-            return None
+            called = name or volume_stem(images[0])
+            self.faults.append(Finding(case=called, severity="error", message=missing))
+            return
         label = self._file(where, entry["label"])
-        return Case(name=name or self._name_of(label), images=images, label=label)
+        case = Case(name=name or self._name_of(label), images=images, label=label)
+        twin = self.cases.setdefault(case.name, case)
+        if twin is not case:
+            raise DatasetError(
+                f"{self.path}: {twin.label} and {case.label} would both be the case {case.name}; "
+                "rename one of them"
+            )
+        self.fold_of[case.name] = entry.get("fold")
 
     def _name_of(self, label: Path) -> str:
         """Return what a case is called; results are named so too, below the folder of a run."""
@@ -305,10 +296,12 @@ class _Description:
             )
         return self.root / text
 
-    def _folds(self, names: tuple[str, ...], fold_of: Mapping[str, Any]) -> tuple[Fold, ...]:
+    def _folds(self, validation: tuple[str, ...]) -> tuple[Fold, ...]:
         fixed = self.root / "splits_final.json"
         if os.path.lexists(fixed):
-            return read_folds(fixed, names)
+            return read_folds(fixed, tuple(self.cases))
+        trained = self.fold_of.keys() - {*validation}
+        fold_of = {name: fold for name, fold in self.fold_of.items() if name in trained}
         if all(fold is None for fold in fold_of.values()):
             return ()
         for name, fold in fold_of.items():
