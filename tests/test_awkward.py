@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.command_line import error_line, run
-from tests.images.samples import write_json
+from tests.images.samples import loaded, write_json
 from tests.networks import write_checkpoint
 from unet3d.images.files import volume_stem
 
@@ -28,11 +28,10 @@ REFUSED = {
     "natural/nib_example4d.nii.gz": f"2 channel(s) {CHANNELS}",
     "natural/nib_example_nifti2.nii.gz": f"2 channel(s) {CHANNELS}",
     "natural/nib_test.mgz": f"2 channel(s) {CHANNELS}",
-    "derived/analyze_image.hdr": "Analyze 7.5 format, which has no orientation",
+    "derived/analyze_image.hdr": "convert Analyze 7.5, which has no orientation, to NIfTI",
     "derived/nan_inf_image.nii.gz": "5356 voxels of 62475 that are NaN or infinite",
     "derived/twochannel_image.nii.gz": f"2 channel(s) {CHANNELS}",
     "derived/truncated_image.nii.gz": "Compressed file ended before",
-    "derived/notgz_image.nii.gz": "is not gzip-compressed, though its name says so",
     "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
 
@@ -99,7 +98,7 @@ def test_a_file_is_segmented_or_refused(test_data, name, predicting, expected, t
     assert status == 0, captured.err
     assert captured.err == ""
     assert captured.out.startswith(f"using {predicting[2]}\n{path} -> {output}")
-    scan, segmentation = nib.load(path), nib.load(output)
+    scan, segmentation = loaded(path), nib.load(output)
     assert segmentation.shape == scan.shape[:3]
     np.testing.assert_allclose(segmentation.affine, scan.affine, atol=1e-5)
     np.testing.assert_allclose(
@@ -128,12 +127,12 @@ CASES = {
     "nan": ("nan_inf_image.nii.gz", "ref_label.nii.gz", "NaN or infinite"),
     "channels": ("twochannel_image.nii.gz", "ref_label.nii.gz", "has 2 channel(s)"),
     "truncated": ("truncated_image.nii.gz", "ref_label.nii.gz", "Compressed file ended before"),
-    "unzipped": ("notgz_image.nii.gz", "ref_label.nii.gz", "is not gzip-compressed"),
+    "unzipped": ("notgz_image.nii.gz", "ref_label.nii.gz", None),
     "nothing": ("empty_file.nii.gz", "ref_label.nii.gz", "is empty (0 bytes)"),
     "missing": ("ref_image.nii.gz", "", "is missing"),
 }
 WARNINGS = ("empty", "constant")
-BEFORE_VOXELS = ("shifted", "short", "channels", "unzipped", "nothing", "missing")
+BEFORE_VOXELS = ("shifted", "short", "channels", "nothing", "missing")
 
 
 @pytest.fixture
@@ -181,5 +180,4 @@ def test_training_stops_at_what_headers_tell(broken, tmp_path, capsys):
     assert run("train", broken, "--output", output, "--devices", "cpu", "--set", cache) == 1
     line = error_line(capsys.readouterr().err)
     assert f"has {len(BEFORE_VOXELS)} fault(s), which unet3d check lists: " in line
-    assert "and 1 more" in line
     assert sum(f" {case}: " in line for case in BEFORE_VOXELS) == 5

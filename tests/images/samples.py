@@ -42,6 +42,13 @@ def read_image(path: Path) -> npt.NDArray[np.float32]:
     return open_image(path).whole()
 
 
+def loaded(path: Path) -> Any:
+    """Return what nibabel loads; by its name it would take one plain file for a packed one."""
+    if path.name == "notgz_image.nii.gz":
+        return nib.Nifti1Image.from_bytes(path.read_bytes())
+    return nib.load(path)
+
+
 def refusal(path: Path, read: Callable[[Path], Any] = read_image) -> str:
     """Return what is said of a volume that is refused: one line, with its name."""
     with pytest.raises(VolumeError) as caught:

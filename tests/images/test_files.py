@@ -88,4 +88,6 @@ def test_mgh_files_are_read_in_any_case_of_letters(tmp_path, suffix):
 def test_analyze_files_are_refused(tmp_path):
     nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
     (tmp_path / "old.img").rename(tmp_path / "old.IMG")
-    assert "old.hdr is in the Analyze 7.5 format" in refusal(tmp_path / "old.hdr", open_image)
+    assert "convert Analyze 7.5, which has no orientation" in refusal(
+        tmp_path / "old.hdr", open_image
+    )

@@ -17,7 +17,7 @@ from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of, some
 from unet3d.images.dicom_elements import REMEDY
 from unet3d.images.dicom_slice import SAME_DIRECTION, Slice, read_pixels, read_slice
-from unet3d.images.files import is_dicom_folder, members, times
+from unet3d.images.files import members, times
 from unet3d.images.geometry import (
     RAS_FROM_LPS,
     geometry_of_affine,
@@ -50,9 +50,9 @@ def open_series(folder: Path) -> Source:
     The slices of one series, in any order and under any names, or the reason why they are none.
     """
     try:
-        if not is_dicom_folder(folder):
-            raise VolumeError(f"{folder} is a folder without DICOM slices; name a volume")
         files = members(folder)
+        if files == (folder,):
+            raise VolumeError(f"{folder} is a folder without DICOM slices; name a volume")
         _refuse_lost_slices(folder, files)
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error

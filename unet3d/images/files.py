@@ -80,11 +80,6 @@ def is_dicom_folder(path: Path) -> bool:
     return next(_dicom_files(path), None) is not None
 
 
-def is_gzip_file(path: Path) -> bool:
-    """Tell by its name whether a volume file is compressed."""
-    return volume_suffix(path) in (".nii.gz", ".mgz")
-
-
 def volume_stem(path: Path) -> str:
     """Return the name of a volume file without its ending: ``scan`` for ``scan.nii.gz``.
 
@@ -140,7 +135,7 @@ def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
     FileExistsError: something has the name, and it may not be replaced.
     """
     with replacing(path, may_exist=overwrite) as unfinished:
-        if not is_gzip_file(path):
+        if volume_suffix(path) != ".nii.gz":
             # nibabel's save would change the case of letters in the ending.
             image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})
             return

@@ -118,42 +118,36 @@ def geometry_of_affine(
     header.set_qform(affine, code="scanner")
     header.set_sform(affine, code="scanner")
     header.set_xyzt_units("mm")
-    return _geometry(path, shape, affine, spacing_mm or voxel_sizes(affine).tolist(), header)
+    return geometry_of_nifti(
+        path, shape, header, affine, spacing_mm or voxel_sizes(affine).tolist()
+    )
 
 
-def geometry_of_nifti(path: Path, shape: Sequence[int], header: Any, affine: Affine) -> Geometry:
+def geometry_of_nifti(
+    path: Path,
+    shape: Sequence[int],
+    header: Any,
+    affine: Affine,
+    spacing_mm: Sequence[float] | None = None,
+) -> Geometry:
     """Return the geometry that a NIfTI header states for an array (I, J, K, C)."""
-    unit_mm = MILLIMETRES_PER_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)
-    spacing = np.abs(header["pixdim"][1:4].astype(np.float64))
     if int(header["sform_code"]) <= 0 and int(header["qform_code"]) <= 0:
         logger.warning(
             "%s does not state its orientation (qform and sform codes are 0); its axes are taken "
             "as right to left, back to front, bottom to top",
             path,
         )
-    geometry = _empty_header(shape[:3], two=isinstance(header, nib.Nifti2Header))
-    for name in GEOMETRY_FIELDS:
-        geometry[name] = header[name]
+    unit_mm = MILLIMETRES_PER_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)
     affine = np.array(affine, np.float64)
     affine[:3] *= unit_mm
     _refuse_impossible(path, affine)
-    return _geometry(path, shape, affine, (spacing * unit_mm).tolist(), geometry)
-
-
-def _empty_header(shape: Sequence[int], two: bool = False) -> Any:
-    two = two or max(shape) > np.iinfo(np.int16).max
-    header = nib.Nifti2Header() if two else nib.Nifti1Header()
-    header.set_data_shape(shape)
-    return header
-
-
-def _geometry(
-    path: Path, shape: Sequence[int], affine: Affine, spacing_mm: Sequence[float], header: Any
-) -> Geometry:
     lengths = voxel_sizes(affine)
+    stated = spacing_mm or unit_mm * np.abs(header["pixdim"][1:4].astype(np.float64))
     # An oblique affine has more rounding noise than the spacing beside it, unless that is wrong.
-    agrees = np.isclose(spacing_mm, lengths, rtol=1e-4, atol=0)
-    spacing = np.where(agrees, spacing_mm, lengths).tolist()
+    spacing = np.where(np.isclose(stated, lengths, rtol=1e-4, atol=0), stated, lengths).tolist()
+    geometry = _empty_header(shape[:3], two=isinstance(header, nib.Nifti2Header))
+    for name in GEOMETRY_FIELDS:
+        geometry[name] = header[name]
     orientation = nib.io_orientation(affine)
     x, y, z = np.argsort(orientation[:, 0])  # the axes of the file that run along X, Y, Z
     return Geometry(
@@ -163,8 +157,15 @@ def _geometry(
         spacing_mm=(spacing[x], spacing[y], spacing[z]),
         affine=affine @ nib.orientations.inv_ornt_aff(orientation, shape[:3]),
         orientation=orientation,
-        nifti_header=header,
+        nifti_header=geometry,
     )
+
+
+def _empty_header(shape: Sequence[int], two: bool = False) -> Any:
+    two = two or max(shape) > np.iinfo(np.int16).max
+    header = nib.Nifti2Header() if two else nib.Nifti1Header()
+    header.set_data_shape(shape)
+    return header
 
 
 def _refuse_impossible(path: Path, affine: Affine, is_held: bool = True) -> None:

@@ -12,12 +12,14 @@ from nibabel.spatialimages import SpatialImage
 
 from unet3d.errors import VolumeError
 from unet3d.images.file_voxels import source_in_file
-from unet3d.images.files import PARTNERS, is_gzip_file, members, times, volume_suffix
+from unet3d.images.files import PARTNERS, members, times, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine, geometry_of_nifti
 from unet3d.images.source import Source, beginning_of, unreadable, whole_axes
 
 IN_MEMORY = Path("the image")
 """Stands in messages where other images have their file."""
+
+GZIP_MARK = b"\x1f\x8b"
 
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""
@@ -32,24 +34,21 @@ def open_nifti(path: Path) -> Source:
     if volume_suffix(path) in PARTNERS and len(files) == 1 and os.path.isfile(path):
         partner = f"{path.stem}{PARTNERS[volume_suffix(path)]}"
         raise VolumeError(f"{path} lacks its partner {partner}; a pair needs both files")
-    for file in files:
-        is_gzip = beginning_of(file) == b"\x1f\x8b"
-        if is_gzip_file(file) != is_gzip:
-            found = "is gzip-compressed, though its name does not say so"
-            if not is_gzip:
-                found = "is not gzip-compressed, though its name says so"
-            raise VolumeError(f"{file} {found}; rename it")
+    # Names of files may lie.
+    is_packed = {file: beginning_of(file) == GZIP_MARK for file in files}
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are refused with the geometry
-            return _open(path, files[0], files[-1])
+            return _open(path, is_packed)
     except VolumeError:
         raise
     except Exception as error:  # a damaged header can raise anything in nibabel
         raise unreadable(path, error) from error
 
 
-def _open(path: Path, header_file: Path, voxel_file: Path) -> Source:
-    with _opened(header_file) as file:
+def _open(path: Path, is_packed: dict[Path, bool]) -> Source:
+    header_file, *_, voxel_file = (*is_packed, *is_packed)
+    opened: Any = igzip.open if is_packed[header_file] else open
+    with opened(header_file, "rb") as file:
         start = file.read(HEADER_BYTES)
     is_mgh = volume_suffix(path) in (".mgz", ".mgh")
     format_ = nib.MGHImage if is_mgh else _nifti_format(path, start, header_file != voxel_file)
@@ -67,7 +66,7 @@ def _open(path: Path, header_file: Path, voxel_file: Path) -> Source:
         voxel_file,
         shape,
         proxy.dtype,
-        packing="gzip" if is_gzip_file(voxel_file) else None,
+        packing="gzip" if is_packed[voxel_file] else None,
         offset=int(proxy.offset),
         order="F" if proxy.order == "F" else "C",
         slope=float(proxy.slope),
@@ -91,17 +90,10 @@ def _nifti_format(path: Path, start: bytes, is_pair: bool) -> Any:
         if int(header["sform_code"]) <= 0 and not (np.abs(spacing) > 0).all():
             raise VolumeError(f"{path} has the spacing {times(spacing)} mm; fix its header")
         return format_
-    if is_pair and nib.AnalyzeImage.header_class.may_contain_header(start):
-        raise VolumeError(
-            f"{path} is in the Analyze 7.5 format, which has no orientation; convert it to NIfTI"
-        )
-    raise VolumeError(f"cannot read {path}: it does not begin with a NIfTI header")
-
-
-def _opened(file: Path) -> Any:
-    if is_gzip_file(file):
-        return igzip.open(file, "rb")  # type: ignore[no-untyped-call]
-    return file.open("rb")
+    raise VolumeError(
+        f"cannot read {path}: it does not begin with a NIfTI header; convert Analyze 7.5, which "
+        "has no orientation, to NIfTI"
+    )
 
 
 def open_nibabel(image: SpatialImage) -> Source:
