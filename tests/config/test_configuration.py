@@ -168,6 +168,8 @@ def test_what_is_wrong_with_an_option_is_not_blamed_on_the_file(tmp_path):
         ("training.micro_batches=4", "training.micro_batches is 4 but a batch has 2 patches"),
     ):
         assert refusal(override, path=path).startswith(f"settings: {reason}")
+    path.write_text("training: [1]\n")
+    assert refusal("training.seed=3", path=path) == "training is [1], not a section"
     path.write_text("training: {epochs: -1}\n")
     assert refusal("training.seed=3", path=path).startswith(f"{path}: training.epochs is -1")
     assert load_config(path, ["training.epochs=4"]).training.epochs == 4

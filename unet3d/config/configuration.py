@@ -255,8 +255,10 @@ def _value_of(key: str, text: str) -> Any:
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        if not isinstance(tree.get(section), dict):
+        if tree.get(section) is None:
             tree[section] = {}
+        if not isinstance(tree[section], dict):
+            raise ConfigError(f"{printable(section)} is {shown(tree[section])}, not a section")
         tree = tree[section]
     tree[last] = value
 
