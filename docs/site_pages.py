@@ -16,8 +16,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from unet3d.config import Config
+from unet3d.config.configuration import in_yaml
 from unet3d.config.explain import settings_of
-from unet3d.config.reference import in_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {

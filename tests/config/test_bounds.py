@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.mutations import HOSTILE, damaged, mutated, property_test
 from unet3d.config import Config, load_config
-from unet3d.config.configuration import parse_yaml
+from unet3d.config.configuration import commented_yaml, parse_yaml
 from unet3d.config.explain import settings_of
-from unet3d.config.reference import commented_yaml
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import is_printable
 

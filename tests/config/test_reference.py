@@ -8,8 +8,8 @@ from click.testing import CliRunner
 
 from unet3d.cli.app import commands
 from unet3d.config import Config, load_config
+from unet3d.config.configuration import commented_yaml, in_yaml
 from unet3d.config.explain import settings_of
-from unet3d.config.reference import commented_yaml, in_yaml
 
 AWKWARD = [
     "data.dataset=/my #1 set/a: b, c",

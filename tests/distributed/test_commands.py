@@ -67,7 +67,7 @@ def begun(tmp_path, monkeypatch):
         "import os, sys, time\n"
         "class Slow:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'unet3d.config.reference':\n"
+        "        if name == 'unet3d.config.configuration':\n"
         f"            open(f'{tmp_path}/begun/{{os.getpid()}}', 'w').close()\n"
         "            time.sleep(1000)\n"
         f"if {PARENT!r} in os.environ:\n"

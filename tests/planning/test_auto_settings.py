@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unet3d.config import Config, ParallelSettings, load_config
-from unet3d.config.reference import commented_yaml
+from unet3d.config.configuration import commented_yaml
 from unet3d.parallel import Machine, ParallelDims
 from unet3d.planning.auto_settings import CPU_DEFAULTS, load_settings
 from unet3d.planning.network_plan import plan_without_data

@@ -15,7 +15,7 @@ def config(config_path: Path | None, presets: tuple[str, ...], overrides: tuple[
     The values are the defaults, or those of --config, --preset and --set.
     """
     from unet3d.config import load_config, preset_changes
-    from unet3d.config.reference import commented_yaml
+    from unet3d.config.configuration import commented_yaml
 
     changes = (*preset_changes(presets), *overrides)
     click.echo(commented_yaml(load_config(config_path, changes)), nl=False)

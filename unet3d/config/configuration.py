@@ -8,6 +8,7 @@ in an option, and are kept absolute. The resolved configuration of a run is writ
 
 import json
 import os
+import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -21,20 +22,26 @@ from pydantic import ValidationError, model_validator
 from unet3d.config.explain import phrase_of, settings_of
 from unet3d.config.settings import (
     DataSettings,
+    FilePath,
     InferenceSettings,
     MemorySettings,
     ModelSettings,
     ParallelSettings,
     PatchSettings,
+    Section,
     TrainingSettings,
 )
-from unet3d.config.values import FilePath, Section
 from unet3d.errors import ConfigError, reason_of
 from unet3d.inputs.plain_data import explained, printable, shown
 from unet3d.inputs.reading import read_bytes
 
 MAX_BYTES = 2**18
 """Many times what a configuration has."""
+
+_WIDTH = 96
+_HEADER = """\
+All settings of unet3d, each with its meaning and what it allows. A configuration needs only the
+lines that differ from the defaults: delete the others."""
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -202,6 +209,32 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
     return _validated(tree, source)
 
 
+def commented_yaml(config: Config) -> str:
+    """Return a configuration as YAML with a comment above every setting."""
+    lines = _comment(_HEADER, "")
+    for setting in settings_of(Config).values():
+        *sections, name = setting.key.split(".")
+        indent = "  " * len(sections)
+        if not sections:
+            lines.append("")
+        lines += _comment(setting.meaning, indent)
+        if setting.is_section:
+            lines.append(f"{indent}{name}:")
+            continue
+        value = config.plain_value(setting.key)
+        allowed = f"Allowed: {setting.allowed}."
+        if value != setting.default:
+            allowed += f" Default: {in_yaml(setting.default)}."
+        lines += [*_comment(allowed, indent), f"{indent}{name}: {in_yaml(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def in_yaml(value: Any) -> str:
+    """Return a setting's plain value as it stands in a configuration, on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def overrides_of(values: Mapping[str, Any]) -> list[str]:
     """Return settings, dotted key to value, as overrides of :func:`load_config`.
 
@@ -269,3 +302,11 @@ def _validated(tree: dict[str, Any], source: str) -> Config:
     except ValidationError as error:
         phrase = partial(phrase_of, model=Config, tree=tree)
         raise ConfigError(f"{source}: {explained(error, phrase)}") from error
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    prefix = f"{indent}# "
+    plain = text.replace("``", "")
+    return textwrap.wrap(
+        plain, _WIDTH, initial_indent=prefix, subsequent_indent=prefix, break_on_hyphens=False
+    )
