@@ -120,7 +120,7 @@ def test_cases_are_prepared_under_a_bar_unless_all_is_quiet(tmp_path, monkeypatc
     settings = DataSettings(cache=tmp_path / "cache")
     dataset = load_dataset(write_msd(tmp_path / "data"))
     with on_terminal(monkeypatch) as terminal:
-        plan, _ = plan_preprocessing(dataset, settings, 0)
+        plan, _ = plan_preprocessing(dataset, settings)
         prepare_cases(dataset.cases, plan, settings.cache, 0)
     written = terminal.getvalue()
     assert ("preparing 3 cases" in written) == ("100%" in written) == (level == "INFO")

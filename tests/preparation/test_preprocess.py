@@ -75,7 +75,7 @@ def test_plans_the_median_spacing_and_shape(tmp_path, settings, monkeypatch):
     geometries = examine(dataset).geometries
     with monkeypatch.context() as patch:  # headers that the checks have read are not read again
         patch.delattr(preprocess, "open_image")
-        assert plan_preprocessing(dataset, settings, 0, geometries) == (plan, fingerprint)
+        assert plan_preprocessing(dataset, settings, geometries) == (plan, fingerprint)
     plan, fingerprint = plan_preprocessing(dataset, with_(settings, spacing_mm="native"))
     assert plan.spacing_mm is None
     assert fingerprint.spacing_mm == (1.0, 1.0, 2.0)

@@ -136,7 +136,7 @@ def plan_experiment(
     training, validation = fold_cases(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
-    preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers, geometries)
+    preprocessing, fingerprint = plan_preprocessing(dataset, config.data, geometries)
     # Before the cases are prepared: what cannot be trained is refused without it.
     network = network_of(dataset, config, (preprocessing, fingerprint), num_replicas)
     check_stages(config, network, num_stages)

@@ -7,7 +7,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.config import DataSettings, Shape, Spacing
+from unet3d.datasets.classes import Labels
 from unet3d.datasets.dataset import Case, Dataset
 from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import map_items
@@ -81,17 +82,13 @@ class Fingerprint:
 
 
 def plan_preprocessing(
-    dataset: Dataset,
-    settings: DataSettings,
-    num_workers: int = 0,
-    geometries: Sequence[Geometry] = (),
+    dataset: Dataset, settings: DataSettings, geometries: Sequence[Geometry] = ()
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
     Voxels are read to find what is not zero, and for the statistics of CT channels; the cache then
     keeps both. All labelled cases count, in every fold, so that folds share prepared arrays.
-    ``num_workers`` processes collect the statistics; 0: this one. Headers whose ``geometries`` are
-    not given, one for each case, are read.
+    Headers whose ``geometries`` are not given, one for each case, are read.
     """
     geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
@@ -99,7 +96,7 @@ def plan_preprocessing(
     whole = kept = [geometry.shape for geometry in geometries]
     of_ct = [channel for channel, kind in enumerate(kinds) if kind == "ct"]
     if of_ct or settings.crop_to_nonzero:
-        boxes, statistics = _found_in_voxels(dataset, Cache(settings.cache), of_ct, num_workers)
+        boxes, statistics = _found_in_voxels(dataset, Cache(settings.cache), of_ct)
         for channel, how in zip(of_ct, statistics, strict=True):
             channels[channel] = how
         kept = boxes if settings.crop_to_nonzero else whole
@@ -123,18 +120,14 @@ def plan_preprocessing(
         spacing_mm=target_mm,
         channels=tuple(channels),
         channel_names=dataset.channel_names,
-        label_names=dataset.label_names,
-        label_values=dataset.label_values,
-        raw_values=dataset.raw_values,
-        ignore_value=dataset.ignore_value,
         crops_to_nonzero=settings.crop_to_nonzero,
-        regions=dataset.regions,
+        **{field.name: getattr(dataset, field.name) for field in fields(Labels)},
     )
     return preprocessing, fingerprint
 
 
 def _found_in_voxels(
-    dataset: Dataset, store: Cache, of_ct: Sequence[int], num_workers: int
+    dataset: Dataset, store: Cache, of_ct: Sequence[int]
 ) -> tuple[list[Shape], list[ChannelNormalization]]:
     """Return the shape of what is not zero of each case, and the normalisation of CT channels.
 
@@ -156,11 +149,8 @@ def _found_in_voxels(
         return known
     logger.info("reading %d cases", len(cases))
     with counting("reading", len(cases)) as watch:
-        if of_ct:
-            examine = partial(_examined, outside=outside)
-            found = map_items(examine, cases, num_workers, watch)
-        else:  # starting processes would take longer than most data sets do
-            found = _in_threads(_examined, cases, watch)
+        # To start processes would take longer than most data sets do.
+        found = _in_threads(lambda case: _examined(case, outside if of_ct else None), cases, watch)
     statistics = []
     if of_ct:
         collected = [voxels for _, voxels in found if voxels is not None]
@@ -177,7 +167,7 @@ def _found_in_voxels(
 
 
 def _examined(
-    case: Case, outside: Sequence[int] | None = None
+    case: Case, outside: Sequence[int] | None
 ) -> tuple[Shape, npt.NDArray[np.float32] | None]:
     """Return the shape of what is not zero, and with ``outside`` intensities (N, C) in the labels.
 
