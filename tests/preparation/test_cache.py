@@ -153,7 +153,7 @@ def test_several_writers_repair_one_entry(cache, sound):
     assert [path.name for path in folder.parent.iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize("names", [("a.hdr", "a.img"), ("a.Hdr", "a.IMG")])
+@pytest.mark.parametrize("names", [("a.hdr", "a.img"), ("a.HDR", "a.IMG")])
 def test_the_digest_of_a_pair_is_that_of_both_files(tmp_path, names):
     cache = Cache(tmp_path / "cache")
     header, voxels = paths = [tmp_path / name for name in names]
