@@ -40,7 +40,7 @@ ELSEWHERE_SECONDS = 24 * 3600.0
 _HOST = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
 
 _NAME = re.compile(
-    f"({re.escape(PREFIX)}|{re.escape(REPLACED)})([0-9a-f]{{8}})[0-9a-f]{{24}}(-.*)?"
+    f"({re.escape(PREFIX)}|{re.escape(REPLACED)})([0-9a-f]{{8}})[0-9a-f]{{24}}(-.*)?", re.DOTALL
 )
 """A temporary name of ours; the second group is the machine that it was given on."""
 

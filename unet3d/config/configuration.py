@@ -11,8 +11,8 @@ import os
 import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -66,17 +66,16 @@ class _PlainLoader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, _ in node.value:
-                if isinstance(key.value, str) and key.value in seen:
-                    line = key.start_mark.line + 1
-                    raise ValueError(f"line {line}: {key.value[:60]!a} is named twice")
-                seen.update([key.value] if isinstance(key.value, str) else [])
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        line = key.start_mark.line + 1
+                        raise ValueError(f"line {line}: {key.value[:60]!a} is named twice")
+                    seen.add(key.value)
         return node
 
 
 def parse_yaml(text: str) -> Any:
     """Return the plain values of one YAML document; a ValueError says in a line what is wrong."""
-    if len(text) > MAX_BYTES:
-        raise ValueError(f"it has {len(text):,} characters, and may have {MAX_BYTES:,}")
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:
@@ -152,13 +151,6 @@ class Config(Section):
         section = attrgetter(".".join(sections))(self)
         return section.may_be_open(name) and name not in section.model_fields_set
 
-    def plain_value(self, key: str) -> Any:
-        """Return a setting as YAML holds it, by its dotted key."""
-        value = self.model_dump(mode="json")
-        for name in key.split("."):
-            value = value[name]
-        return "auto" if self.is_open(key) else value
-
     def differs(self, key: str) -> bool:
         """Return whether a setting, or one of a section, is another than by default."""
         return bool(attrgetter(key)(self) != attrgetter(key)(Config()))
@@ -211,7 +203,7 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
 
 def commented_yaml(config: Config) -> str:
     """Return a configuration as YAML with a comment above every setting."""
-    lines = _comment(_HEADER, "")
+    lines, tree = _comment(_HEADER, ""), config.model_dump(mode="json")
     for setting in settings_of(Config).values():
         *sections, name = setting.key.split(".")
         indent = "  " * len(sections)
@@ -221,7 +213,8 @@ def commented_yaml(config: Config) -> str:
         if setting.is_section:
             lines.append(f"{indent}{name}:")
             continue
-        value = config.plain_value(setting.key)
+        is_open = config.is_open(setting.key)
+        value = "auto" if is_open else reduce(getitem, setting.key.split("."), tree)
         allowed = f"Allowed: {setting.allowed}."
         if value != setting.default:
             allowed += f" Default: {in_yaml(setting.default)}."
@@ -300,8 +293,8 @@ def _validated(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        phrase = partial(phrase_of, model=Config, tree=tree)
-        raise ConfigError(f"{source}: {explained(error, phrase)}") from error
+        problems = explained(error, lambda problem: phrase_of(problem, Config, tree))
+        raise ConfigError(f"{source}: {problems}") from error
 
 
 def _comment(text: str, indent: str) -> list[str]:
