@@ -9,7 +9,7 @@ import torch
 from tests.command_line import names_in, refusal, run
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
-from unet3d.nnunet.reading import load_model
+from unet3d.nnunet.loading import load_network
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
@@ -21,7 +21,7 @@ def test_a_model_becomes_a_checkpoint_and_several_folds_a_folder(capsys):
     assert run("convert", NAME, "--folds", "0", "-o", "model.pt") == 0
     out = capsys.readouterr().out
     assert out == f"{NAME}/fold_0/checkpoint_final.pth -> model.pt\n"
-    read = load_model(model / "fold_0/checkpoint_final.pth")
+    read = load_network(model / "fold_0/checkpoint_final.pth")
     assert load_checkpoint(Path("model.pt")).preprocessing == read.preprocessing
     said = refusal(capsys, "convert", NAME, "-o", "other.pt")
     assert "the model has 2 folds, and other.pt takes one network; name a fold with --folds" in said
@@ -59,7 +59,7 @@ def test_folds_keep_their_numbers_and_weights_there_and_back(folds, capsys):
             path = Path(output, f"fold_{fold}/checkpoint_final.pth")
             content = torch.load(path, weights_only=False)
             assert content["init_args"]["fold"] == fold
-            before, after = load_model(Path(NAME, *path.parts[1:])), load_model(path)
+            before, after = load_network(Path(NAME, *path.parts[1:])), load_network(path)
             assert after.preprocessing == before.preprocessing
             assert all(after.model[name].equal(value) for name, value in before.model.items())
     said = refusal(capsys, "convert", "models", "--to", "nnunet", "-o", "back")

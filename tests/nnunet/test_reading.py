@@ -28,7 +28,6 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
 from unet3d.nnunet.loading import load_network, network_from_first
-from unet3d.nnunet.reading import load_model
 from unet3d.nnunet.weights import Axes, to_nnunet
 from unet3d.runs import tensor_file
 from unet3d.runs.checkpoint import save_checkpoint
@@ -59,7 +58,7 @@ def with_plan(**changes):
 def refusal(path):
     """Return why a file is refused: one short printable line."""
     with pytest.raises(CheckpointError) as caught:
-        load_model(path)
+        load_network(path)
     message = str(caught.value).replace(str(path), "")
     assert is_printable(message) and len(message) < 900, repr(message)
     return message
@@ -90,7 +89,7 @@ def test_a_model_becomes_a_checkpoint(tmp_path):
 def test_files_are_told_apart_by_what_they_hold(tmp_path, part):
     theirs = saved(CONTENT, tmp_path)
     ours = tmp_path / "ours.pth"
-    wanted = load_model(theirs)
+    wanted = load_network(theirs)
     save_checkpoint(wanted, ours)
     renamed = theirs.rename(theirs.with_suffix(".pt"))
     for path in (ours, renamed):
@@ -105,7 +104,7 @@ def test_files_are_told_apart_by_what_they_hold(tmp_path, part):
 
 def test_files_of_others_are_refused_by_their_name(tmp_path):
     for name, message in {
-        "a.pth": "network_weights is missing",
+        "a.pth": "is not a checkpoint of unet3d",
         "a.pt": "is not a checkpoint of unet3d",
     }.items():
         torch.save({"state_dict": torch.ones(3)}, tmp_path / name)
@@ -119,7 +118,7 @@ def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path):
     path = model / "fold_0" / "checkpoint_final.pth"
     labels = {"background": 0, "other organ": 1, "other": 2}
     (model / "dataset.json").write_text(json.dumps({**DATASET, "labels": labels}))
-    assert load_model(path).preprocessing.label_names == tuple(labels)
+    assert load_network(path).preprocessing.label_names == tuple(labels)
     (model / "plans.json").write_text("{")
     assert "plans.json cannot be read" in refusal(path)
 
@@ -135,7 +134,7 @@ def test_normalisations(tmp_path):
     ):
         schemes, masks = [scheme, "NoNormalization"], [is_masked, False]
         content = with_plan(normalization_schemes=schemes, use_mask_for_norm=masks)
-        read = load_model(saved(content, tmp_path), "description")
+        read = load_network(saved(content, tmp_path), "description")
         assert [channel.kind for channel in read.preprocessing.channels] == [kind, "none"]
         assert all(value.is_meta for value in read.model.values())
         assert read.topology == TOPOLOGY
@@ -144,7 +143,7 @@ def test_normalisations(tmp_path):
 def test_regions_and_an_ignore_label(tmp_path):
     labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4}
     dataset = {**DATASET, "labels": labels, "regions_class_order": [1, 2, 3]}
-    prepared = load_model(saved(with_args(dataset_json=dataset), tmp_path)).preprocessing
+    prepared = load_network(saved(with_args(dataset_json=dataset), tmp_path)).preprocessing
     values = {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)}
     assert {one.name: one.values for one in prepared.regions} == values
     assert [one.written for one in prepared.regions] == [1, 2, 3]
@@ -152,7 +151,7 @@ def test_regions_and_an_ignore_label(tmp_path):
     # Lists of one value are labels.
     dataset = {**DATASET, "labels": {"background": 0, "organ": [1], "lésion": [2]}}
     content = with_args(dataset_json=dataset) | {"inference_allowed_mirroring_axes": None}
-    read = load_model(saved(content, tmp_path))
+    read = load_network(saved(content, tmp_path))
     assert not read.preprocessing.regions
     assert read.preprocessing.label_values == (0, 1, 2)
     # Without mirroring there is none.
@@ -179,7 +178,6 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1], "the content must be a mapping"),
         (
             {**CONTENT, "network_weights": {"a": 1}},
             "network_weights.a must be an instance of Tensor",
@@ -226,11 +224,11 @@ def test_a_trainer_of_others_is_warned_of_once(tmp_path, caplog):
 def test_the_memory_asked_for_is_what_is_read(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(tensor_file, "shortage", asked.append)
-    load_model(saved(CONTENT, tmp_path))
+    load_network(saved(CONTENT, tmp_path))
     own = to_nnunet(random_weights(), TOPOLOGY, Axes.of(TRANSPOSE_FORWARD))
     num_bytes = sum(weight.nbytes for weight in own.values())
     assert asked == [num_bytes]  # once, though the file has most of them by three names
-    load_model(saved(CONTENT, tmp_path), "description")
+    load_network(saved(CONTENT, tmp_path), "description")
     assert asked == [num_bytes]
 
 
@@ -254,7 +252,7 @@ def assert_refused_or_read(content, folder):
     path = folder / "mutated.pth"
     path.write_bytes(content)
     try:
-        read = load_model(path)
+        read = load_network(path)
     except CheckpointError as error:
         assert is_printable(str(error)) and len(str(error)) < 1200, repr(str(error))
     else:

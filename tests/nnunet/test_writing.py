@@ -15,7 +15,7 @@ from unet3d.atomic import _HOST, REPLACED
 from unet3d.datasets.classes import Region
 from unet3d.errors import CheckpointError, ResultExistsError
 from unet3d.model import UNet3d
-from unet3d.nnunet.reading import load_model
+from unet3d.nnunet.loading import load_network
 from unet3d.nnunet.writing import write_model
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.resample import Interpolation
@@ -72,7 +72,7 @@ def test_plans_say_what_the_network_needs(tmp_path):
 def test_it_is_read_again(tmp_path):
     checkpoint = trained(ignore_value=3)
     write_model({0: checkpoint, 1: checkpoint}, tmp_path / "model")
-    read = load_model(tmp_path / "model/fold_1/checkpoint_final.pth")
+    read = load_network(tmp_path / "model/fold_1/checkpoint_final.pth")
     for name in ("topology", "patch_size", "mirror_axes"):
         assert getattr(read, name) == getattr(checkpoint, name)
     wanted = checkpoint.preprocessing
@@ -97,7 +97,7 @@ def test_regions_keep_their_order(tmp_path):
     dataset = json.loads((tmp_path / "model/dataset.json").read_text())
     assert dataset["labels"] == {"background": 0, "of (1, 2)": [1, 2], "of (2,)": [2]}
     assert dataset["regions_class_order"] == [1, 2]
-    read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth")
+    read = load_network(tmp_path / "model/fold_0/checkpoint_final.pth")
     assert read.preprocessing.regions == checkpoint.preprocessing.regions
 
 
@@ -171,5 +171,5 @@ def test_preparations_are_read_again(tmp_path):
             write_model({0: checkpoint}, tmp_path / "model", overwrite=True)
             plans = json.loads((tmp_path / "model/plans.json").read_text())
             assert plans["image_reader_writer"] == reader
-            read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth", "description")
+            read = load_network(tmp_path / "model/fold_0/checkpoint_final.pth", "description")
             assert read.preprocessing == checkpoint.preprocessing

@@ -174,7 +174,7 @@ def check(
         from unet3d.config import load_config, preset_changes
         from unet3d.datasets.contents import lines, summary
         from unet3d.datasets.dataset import load_dataset
-        from unet3d.datasets.label_choice import with_labels
+        from unet3d.datasets.naming import with_labels
         from unet3d.preparation.check import examine
 
         settings = load_config(config_path, [*preset_changes(presets), *overrides]).data

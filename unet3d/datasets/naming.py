@@ -9,15 +9,16 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from unet3d.datasets.classes import MAX_CLASSES, MAX_LABEL_VALUE, Labels, Region
 from unet3d.datasets.folds import read_description
 from unet3d.datasets.scored_labels import ScoredLabels
-from unet3d.errors import DatasetError, some
+from unet3d.errors import ConfigError, DatasetError, some
 from unet3d.images.image import open_source
 from unet3d.images.labels import read_label
 from unet3d.inputs.plain_data import is_printable, printable, shown
@@ -171,6 +172,70 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
         )
     names = ("background", *(f"label {value}" for value in labels[1:]))
     return Labels(label_names=names, label_values=tuple(labels))
+
+
+LabelChoice = Mapping[str, Sequence[int | str]] | Sequence[int | str]
+"""New names and what each is made of, or the labels that keep their names; by name or by value."""
+
+Labelled = TypeVar("Labelled", bound=Labels)
+
+
+def with_labels(labels: Labelled, choice: LabelChoice) -> Labelled:
+    """Return the chosen labels alone, as ``data.labels`` has them; all others are background.
+
+    A label that several are merged to has the lowest of their values, so that segmentations have
+    values of the data set.
+    """
+    name_of = dict(zip(labels.label_values, labels.label_names, strict=True))
+    known: dict[str, tuple[int, ...]] = {name: (v,) for v, name in name_of.items() if v}
+    known |= {region.name: region.values for region in labels.regions}
+
+    def values_of(one: int | str) -> tuple[int, ...]:
+        text = unicodedata.normalize("NFC", str(one)).strip()
+        if isinstance(one, str) and text in known:
+            return known[text]
+        if text.isdecimal() and int(text) and int(text) in name_of:
+            return (int(text),)
+        have = some([f"{name} ({value})" for value, name in name_of.items() if value])
+        raise ConfigError(
+            f"data.labels names {printable(text)}, which is no label of the data set; name some of "
+            f"{have}"
+        )
+
+    wanted: list[tuple[str, Sequence[int | str]]]
+    if isinstance(choice, Mapping):
+        wanted = list(choice.items())
+    else:  # a label keeps its name, also where it is chosen by its value
+        found = [(one, values_of(one)) for one in choice]
+        wanted = [(name_of[v[0]] if len(v) == 1 else str(one), [one]) for one, v in found]
+    taken: dict[int, str] = {}
+    merged: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for text, parts in wanted:
+        name = unicodedata.normalize("NFC", text).strip()
+        if name in ("", name_of[0], IGNORE):
+            raise ConfigError(
+                f"data.labels calls a label {printable(text)!r}; give it another name"
+            )
+        if name in taken.values():
+            raise ConfigError(f"data.labels has two labels called {name}; give each a name")
+        values = [value for part in parts for value in values_of(part)]
+        for value in values:
+            if value in taken:
+                raise ConfigError(
+                    f"data.labels lists {name_of[value]} ({value}) twice, in {taken[value]} and in "
+                    f"{name}; list it once"
+                )
+            taken[value] = name
+        merged[min(values)] = name, tuple(sorted(values))
+    left_out = tuple(value for value in labels.label_values if value not in taken)
+    order = sorted(merged)
+    return replace(
+        labels,
+        label_names=(name_of[0], *(merged[value][0] for value in order)),
+        label_values=(0, *order),
+        raw_values=(left_out, *(merged[value][1] for value in order)),
+        regions=(),
+    )
 
 
 def has_sides(names: Sequence[str]) -> bool:

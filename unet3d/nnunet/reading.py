@@ -25,8 +25,8 @@ from unet3d.nnunet.model_files import DATASET, PLANS, known_as
 from unet3d.nnunet.plans import Axis, read_plan
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.preparation.transform import Preprocessing
-from unet3d.runs.checkpoint import Checkpoint, Part, explained, refuse_non_finite
-from unet3d.runs.tensor_file import own_tensors, read_tensors
+from unet3d.runs.checkpoint import Checkpoint, Part, refuse_non_finite
+from unet3d.runs.tensor_file import own_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,12 @@ class _Content(BaseModel):
     inference_allowed_mirroring_axes: tuple[Axis, ...] | None = None
 
 
-def load_model(path: Path, part: Part = "network") -> Checkpoint:
-    """Read a trained model of nnU-Net v2, by a checkpoint of it, onto the CPU."""
-    with explained(known_as(path)):
-        content = read_tensors(path, described=part == "description")
-        return _checkpoint(path, validated(_Content, content), part)
+def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
+    """Return a trained model of nnU-Net v2 by the content of a checkpoint of it.
 
-
-def _checkpoint(path: Path, content: _Content, part: Part) -> Checkpoint:
+    Raises ValueError, in one line, and the errors of a data set and of settings.
+    """
+    content = validated(_Content, found)
     given = content.init_args
     dataset = _record(path, DATASET, given.dataset_json)
     labels = _labels(dataset)

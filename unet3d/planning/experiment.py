@@ -9,8 +9,7 @@ import torch
 
 from unet3d.config import Config, Shape
 from unet3d.datasets.dataset import Case, Dataset, Finding, fold_cases, load_dataset
-from unet3d.datasets.label_choice import with_labels
-from unet3d.datasets.naming import has_sides
+from unet3d.datasets.naming import has_sides, with_labels
 from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.errors import DatasetError
 from unet3d.images.files import times

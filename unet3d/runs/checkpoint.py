@@ -153,19 +153,22 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
     """
     with explained(path):
         content = read_tensors(path, described=part == "description")
-        if not isinstance(content, dict) or type(content.get("format")) is not int:
-            raise CheckpointError(
-                f"{path} is not a checkpoint of unet3d; train one with unet3d train"
-            )
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
-        fields = {key: content[key] for key in content if key not in ("format", "unet3d")}
-        checkpoint = validated(Checkpoint, fields)
-        described_network(checkpoint.topology, checkpoint.model)
-        model, training = checkpoint.model, checkpoint.training if part == "all" else {}
-        if part != "description":
-            model, training = own_tensors((model, training), path.stat().st_size)
-            refuse_non_finite(model)
+        return checkpoint_of(content, path, part)
+
+
+def checkpoint_of(content: Any, path: Path, part: Part) -> Checkpoint:
+    """Return the checkpoint that a file holds; ValueError or ConfigError where it is none."""
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
+    fields = {key: content[key] for key in content if key not in ("format", "unet3d")}
+    checkpoint = validated(Checkpoint, fields)
+    described_network(checkpoint.topology, checkpoint.model)
+    model, training = checkpoint.model, checkpoint.training if part == "all" else {}
+    if part != "description":
+        model, training = own_tensors((model, training), path.stat().st_size)
+        refuse_non_finite(model)
     return replace(checkpoint, model=model, training=training)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.images.samples import write_msd
 from unet3d.datasets.dataset import load_dataset
-from unet3d.datasets.label_choice import with_labels
+from unet3d.datasets.naming import with_labels
 from unet3d.errors import ConfigError
 from unet3d.preparation.prepared_image import prepare_label
 from unet3d.preparation.transform import Preprocessing
