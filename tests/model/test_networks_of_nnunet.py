@@ -12,11 +12,11 @@ from tests.reference_network import Reference
 from unet3d.kernels import recompute
 from unet3d.kernels.conv import api, slabs
 from unet3d.model import UNet3d
-from unet3d.nnunet.weights import Axes, from_nnunet, of_plan
+from unet3d.nnunet.weights import from_nnunet, of_plan, order_of
 
 TOLERANCE = 1e-10
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
-NNUNETS_AXES = Axes.of((2, 1, 0))
+NNUNETS_AXES = order_of((2, 1, 0))
 """In the order that ours have here."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unet3d.model import Topology, UNet3d
-from unet3d.nnunet.weights import Axes, to_nnunet, with_all_names
+from unet3d.nnunet.weights import inverse_of, order_of, reordered, to_nnunet, with_all_names
 
 KWARGS = {
     "n_stages": 3,
@@ -109,7 +109,7 @@ def assert_equal(found, expected):
 
 def content_of(seed=0, fold=0):
     """Return what nnU-Net puts into a checkpoint after some epochs on a GPU."""
-    axes = Axes.of(TRANSPOSE_FORWARD)
+    axes = order_of(TRANSPOSE_FORWARD)
     weights = with_all_names(to_nnunet(random_weights(seed), TOPOLOGY, axes), has_biases=True)
     return {
         "network_weights": weights,
@@ -157,6 +157,7 @@ def archive_of(folder, path, prefix="Dataset001_Phantoms/"):
 def their_network(topology, axes):
     """Return nnU-Net's own network of a topology, whose axes are in another order."""
     architectures = pytest.importorskip("dynamic_network_architectures.architectures.unet")
+    back = inverse_of(axes)
     is_residual = topology.encoder == "residual"
     levels = range(topology.num_levels)
     kind = architectures.ResidualEncoderUNet if is_residual else architectures.PlainConvUNet
@@ -165,8 +166,8 @@ def their_network(topology, axes):
         topology.num_levels,
         topology.channels,
         nn.Conv3d,
-        [axes.to_network(topology.kernel(level)) for level in levels],
-        [axes.to_network(stride) for stride in topology.strides],
+        [reordered(topology.kernel(level), back) for level in levels],
+        [reordered(stride, back) for stride in topology.strides],
         [topology.num_units(level) for level in levels],
         topology.num_classes,
         [topology.num_decoder_units(level) for level in reversed(levels[:-1])],

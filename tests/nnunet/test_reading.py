@@ -28,7 +28,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
 from unet3d.nnunet.loading import load_network, network_from_first
-from unet3d.nnunet.weights import Axes, to_nnunet
+from unet3d.nnunet.weights import order_of, to_nnunet
 from unet3d.runs import tensor_file
 from unet3d.runs.checkpoint import save_checkpoint
 
@@ -225,7 +225,7 @@ def test_the_memory_asked_for_is_what_is_read(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(tensor_file, "shortage", asked.append)
     load_network(saved(CONTENT, tmp_path))
-    own = to_nnunet(random_weights(), TOPOLOGY, Axes.of(TRANSPOSE_FORWARD))
+    own = to_nnunet(random_weights(), TOPOLOGY, order_of(TRANSPOSE_FORWARD))
     num_bytes = sum(weight.nbytes for weight in own.values())
     assert asked == [num_bytes]  # once, though the file has most of them by three names
     load_network(saved(CONTENT, tmp_path), "description")

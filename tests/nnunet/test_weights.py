@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.nnunet.models import TOPOLOGY, assert_equal, their_network
 from unet3d.model import Topology, UNet3d
-from unet3d.nnunet.weights import Axes, from_nnunet, of_plan, to_nnunet, with_all_names
+from unet3d.nnunet.weights import from_nnunet, of_plan, order_of, to_nnunet, with_all_names
 
 PLAIN = replace(TOPOLOGY, units=(1, 2, 3), norm_eps=1e-3, negative_slope=0.2)
 RESIDUAL = Topology(
@@ -40,7 +40,7 @@ def random_network(topology):
 @pytest.mark.parametrize("transpose_forward", ORDERS)
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_nnunets_network_has_the_names_that_are_written_and_our_logits(topology, transpose_forward):
-    axes = Axes.of(transpose_forward)
+    axes = order_of(transpose_forward)
     theirs, ours = their_network(topology, axes), random_network(topology)
     weights = to_nnunet(ours.state_dict(), topology, axes)
     named = with_all_names(weights, has_biases=topology.upsampling_bias)
@@ -61,7 +61,7 @@ def test_nnunets_network_has_the_names_that_are_written_and_our_logits(topology,
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
 def test_what_is_written_is_read_again(topology):
     ours = random_network(topology).state_dict()
-    axes = Axes.of((1, 2, 0))
+    axes = order_of((1, 2, 0))
     weights = with_all_names(to_nnunet(ours, topology, axes), has_biases=True)
     wrapped = {f"_orig_mod.module.{name}": value for name, value in weights.items()}
     back = from_nnunet(of_plan(wrapped, topology, axes, "nnUNetTrainer"), topology, axes)
@@ -88,7 +88,7 @@ CONV, NORM = "encoder.stages.0.0.convs.0.conv.weight", "encoder.stages.0.0.convs
     ],
 )
 def test_weights_of_another_network_are_refused(change, message):
-    axes = Axes.of((0, 1, 2))
+    axes = order_of((0, 1, 2))
     changed = {**to_nnunet(random_network(PLAIN).state_dict(), PLAIN, axes), **change}
     weights = {name: value for name, value in changed.items() if value is not None}
     with pytest.raises(ValueError) as caught:
@@ -100,7 +100,7 @@ def test_weights_of_another_network_are_refused(change, message):
 @pytest.mark.parametrize("name", ["decoder.{}", "_orig_mod.{}", "all_modules"])
 def test_two_values_of_one_parameter_are_refused(name):
     ours = random_network(PLAIN).state_dict()
-    axes = Axes.of((0, 1, 2))
+    axes = order_of((0, 1, 2))
     weights = with_all_names(to_nnunet(ours, PLAIN, axes), has_biases=True)
     copied = {key: value.clone() for key, value in weights.items()}
     repeated = CONV.replace(".conv.", ".all_modules.0.") if "{" not in name else name.format(CONV)

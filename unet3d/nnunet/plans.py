@@ -14,7 +14,7 @@ from unet3d.config import Shape, Spacing
 from unet3d.inputs.plain_data import at_most, printable, shown, validated
 from unet3d.model import Topology
 from unet3d.model.topology import MOST_LEVELS, stated_kernels
-from unet3d.nnunet.weights import Axes
+from unet3d.nnunet.weights import Order, order_of, reordered
 from unet3d.preparation.normalization import ChannelNormalization, Kind
 from unet3d.preparation.resample import Interpolation
 
@@ -145,8 +145,8 @@ class _Said(BaseModel):
 class Plan:
     """One configuration of a plan, with what the plan says of all of them, by a file's axes."""
 
-    axes: Axes
-    """The order of the plan's axes."""
+    order: Order
+    """Of the plan's axes."""
     patch_size: Shape
     spacing_mm: Spacing
     channels: tuple[ChannelNormalization, ...]
@@ -177,15 +177,15 @@ def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) ->
         raise ValueError(
             f"transpose_forward is {shown(said.transpose_forward)}; it needs each axis"
         )
-    axes, channels = Axes.of(said.transpose_forward), _channels(said)
+    order, channels = order_of(said.transpose_forward), _channels(said)
     return Plan(
-        axes=axes,
-        patch_size=axes.from_network(said.patch_size),
-        spacing_mm=axes.from_network(said.spacing),
+        order=order,
+        patch_size=reordered(said.patch_size, order),
+        spacing_mm=reordered(said.spacing, order),
         channels=channels,
         interpolation=_interpolation(said),
         orientation="ras" if said.image_reader_writer.endswith("WithReorient") else "stored",
-        topology=_topology(said.architecture, axes, len(channels), num_classes),
+        topology=_topology(said.architecture, order, len(channels), num_classes),
     )
 
 
@@ -252,7 +252,7 @@ def _interpolation(said: _Said) -> Interpolation:
 
 
 def _topology(
-    architecture: _Architecture, axes: Axes, in_channels: int, num_classes: int
+    architecture: _Architecture, order: Order, in_channels: int, num_classes: int
 ) -> Topology:
     is_plain, network = architecture.network_class_name == "PlainConvUNet", architecture.arch_kwargs
     topology = validated(
@@ -262,8 +262,8 @@ def _topology(
             "num_classes": num_classes,
             "encoder": "plain" if is_plain else "residual",
             "channels": network.features_per_stage,
-            "strides": [axes.from_network(stride) for stride in network.strides],
-            "kernels": [axes.from_network(kernel) for kernel in network.kernel_sizes],
+            "strides": [reordered(stride, order) for stride in network.strides],
+            "kernels": [reordered(kernel, order) for kernel in network.kernel_sizes],
             "units": network.n_conv_per_stage,
             "decoder_units": network.n_conv_per_stage_decoder[::-1],
             "upsampling_bias": network.conv_bias,

@@ -23,7 +23,7 @@ from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.nnunet.model_files import DATASET, PLANS, known_as
 from unet3d.nnunet.plans import Axis, read_plan
-from unet3d.nnunet.weights import from_nnunet, of_plan
+from unet3d.nnunet.weights import from_nnunet, inverse_of, of_plan
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, Part, refuse_non_finite
 from unet3d.runs.tensor_file import own_tensors
@@ -79,12 +79,12 @@ def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
             f"{DATASET} names {len(channels)} channels, but {PLANS} is for {len(plan.channels)}"
         )
     trainer = printable(content.trainer_name)
-    weights = of_plan(content.network_weights, plan.topology, plan.axes, trainer)
+    weights = of_plan(content.network_weights, plan.topology, plan.order, trainer)
     if part != "description":
         weights = own_tensors(weights, path.stat().st_size)
         refuse_non_finite(weights)
     mirrored = sorted(
-        {plan.axes.inverse.order[i] for i in content.inference_allowed_mirroring_axes or ()}
+        {inverse_of(plan.order)[i] for i in content.inference_allowed_mirroring_axes or ()}
     )
     settings = {
         "data.spacing_mm": plan.spacing_mm,
@@ -109,7 +109,7 @@ def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
         ),
         patch_size=plan.patch_size,
         config=Config().with_values(settings),
-        model=from_nnunet(weights, plan.topology, plan.axes),
+        model=from_nnunet(weights, plan.topology, plan.order),
         training={},
     )
     warn_of_trainer(trainer, printable(known_as(path.absolute()).parent.parent.name))

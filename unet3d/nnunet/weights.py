@@ -12,7 +12,6 @@ The networks compute the same but for the order of sums:
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,50 +32,45 @@ _REPEATED = (
 """Names that a parameter has besides its own, and what is in their place in that one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Axes:
-    """Which axis of nnU-Net's network each axis of a file is, the fastest in the file first.
+Order = tuple[int, int, int]
+"""Which axis of nnU-Net's network each axis of a file is.
 
-    nnU-Net's networks take (Z, Y, X) of a file, transposed; ours (X, Y, Z).
-    """
-
-    order: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, transpose_forward: Sequence[int]) -> "Axes":
-        """Return the order of a plan: which axis of the array (Z, Y, X) each of its own is."""
-        x, y, z = (list(transpose_forward).index(2 - axis) for axis in range(3))
-        return cls(order=(x, y, z))
-
-    def from_network(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return what is said of the network's axes in the order of the file's."""
-        x, y, z = (values[axis] for axis in self.order)
-        return (x, y, z)
-
-    def to_network(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return what is said of a file's axes in the order of the network's."""
-        return self.inverse.from_network(values)
-
-    @property
-    def inverse(self) -> "Axes":
-        """Which axis of a file each axis of the network is."""
-        x, y, z = (self.order.index(axis) for axis in range(3))
-        return Axes(order=(x, y, z))
-
-    def kernel(self, weight: Tensor) -> Tensor:
-        """Return a kernel, shape (O, I, ...), with its axes in the order of the file's."""
-        return weight.permute(0, 1, *(2 + axis for axis in self.order))
+nnU-Net's networks take (Z, Y, X) of a file, transposed; ours (X, Y, Z).
+"""
 
 
-def from_nnunet(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
+def order_of(transpose_forward: Sequence[int]) -> Order:
+    """Return the order of a plan, which says which axis of (Z, Y, X) each of its own is."""
+    x, y, z = (list(transpose_forward).index(2 - axis) for axis in range(3))
+    return (x, y, z)
+
+
+def reordered(values: Sequence[Any], order: Order) -> tuple[Any, Any, Any]:
+    """Return what is said of the network's axes in the order of the file's."""
+    x, y, z = (values[axis] for axis in order)
+    return (x, y, z)
+
+
+def inverse_of(order: Order) -> Order:
+    """Return which axis of a file each axis of the network is."""
+    return (order.index(0), order.index(1), order.index(2))
+
+
+def _kernel(weight: Tensor, order: Order) -> Tensor:
+    """Return a kernel, shape (O, I, ...), with its axes in the order of the file's."""
+    return weight.permute(0, 1, *(2 + axis for axis in order)) if weight.ndim == 5 else weight
+
+
+def from_nnunet(
+    weights: Mapping[str, Tensor], topology: Topology, order: Order
+) -> dict[str, Tensor]:
     """Return our parameters, from those of :func:`of_plan`, which may be on the meta device."""
     ours: dict[str, list[str]] = {}
     for own, theirs in _pairs(topology):
         ours.setdefault(theirs, []).append(own)
     model: dict[str, Tensor] = {}
     for theirs, names in ours.items():
-        weight = weights[theirs]
-        weight = axes.kernel(weight) if weight.ndim == 5 else weight
+        weight = _kernel(weights[theirs], order)
         halves = weight.chunk(2, dim=1) if len(names) == 2 else (weight,)
         for name, half in zip(names, halves, strict=True):
             model[name] = half.float().contiguous()
@@ -84,7 +78,7 @@ def from_nnunet(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -
 
 
 def of_plan(
-    weights: Mapping[str, Tensor], topology: Topology, axes: Axes, trainer: str
+    weights: Mapping[str, Tensor], topology: Topology, order: Order, trainer: str
 ) -> dict[str, Tensor]:
     """Return the parameters of a file that the network of its plan has, by their own names.
 
@@ -97,7 +91,7 @@ def of_plan(
         if first is not weight and not _is_same(first, weight):
             raise ValueError(f"{printable(_own_name(name))} has two values")
     with torch.device("meta"):
-        wanted = to_nnunet(UNet3d(topology).state_dict(), topology, axes)
+        wanted = to_nnunet(UNet3d(topology).state_dict(), topology, order)
     without_effect = {f"{name[:-6]}bias" for name in wanted if name.endswith(".conv.weight")}
     own = {name: own[name] for name in own if name in wanted or name not in without_effect}
     try:
@@ -109,12 +103,11 @@ def of_plan(
     return own
 
 
-def to_nnunet(model: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
+def to_nnunet(model: Mapping[str, Tensor], topology: Topology, order: Order) -> dict[str, Tensor]:
     """Return nnU-Net's parameters, each by one name, for the order of its axes."""
     weights: dict[str, Tensor] = {}
     for own, theirs in _pairs(topology):
-        weight = model[own].float()
-        weight = axes.inverse.kernel(weight) if weight.ndim == 5 else weight
+        weight = _kernel(model[own].float(), inverse_of(order))
         if theirs in weights:  # has the half for upsampled features
             weight = torch.cat([weights[theirs], weight], dim=1)
         weights[theirs] = weight.contiguous()

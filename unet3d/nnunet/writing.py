@@ -10,7 +10,7 @@ from unet3d.atomic import new_folder, remove_leftovers
 from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.model_files import DATASET, FINAL, PLANS
 from unet3d.nnunet.plans import SCHEMES, THICK
-from unet3d.nnunet.weights import Axes, to_nnunet, with_all_names
+from unet3d.nnunet.weights import to_nnunet, with_all_names
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
@@ -20,7 +20,8 @@ CONFIGURATION = "3d_fullres"
 PLANS_NAME = "nnUNetPlans"
 
 NOT_TRANSPOSED = [0, 1, 2]
-AXES = Axes.of(NOT_TRANSPOSED)
+ORDER = (2, 1, 0)
+"""Of the axes of a plan that does not transpose (Z, Y, X)."""
 
 
 def write_model(
@@ -68,8 +69,8 @@ def write_model(
 
 def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what nnU-Net's checkpoint of a fold holds, by the arguments of its trainer."""
-    weights = to_nnunet(checkpoint.model, checkpoint.topology, AXES)
-    mirrored = sorted(AXES.order[axis] for axis in checkpoint.mirror_axes)
+    weights = to_nnunet(checkpoint.model, checkpoint.topology, ORDER)
+    mirrored = sorted(ORDER[axis] for axis in checkpoint.mirror_axes)
     return {
         "network_weights": with_all_names(weights, has_biases=checkpoint.topology.upsampling_bias),
         "optimizer_state": {},
@@ -103,8 +104,8 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
         raise _refused("each image keeps its own spacing, and its plans need one for all")
     if not preprocessing.crops_to_nonzero:
         raise _refused("it crops images to what is not zero, and this network takes all of them")
-    spacing = AXES.to_network(preprocessing.spacing_mm)
-    size = AXES.to_network(checkpoint.patch_size)
+    spacing = preprocessing.spacing_mm[::-1]
+    size = checkpoint.patch_size[::-1]
     scheme_of = {kind: scheme for scheme, kind in SCHEMES.items()}
     schemes = [scheme_of[channel.kind] for channel in preprocessing.channels]
     is_turned = preprocessing.orientation == "ras"
@@ -177,8 +178,8 @@ def _architecture(checkpoint: Checkpoint) -> dict[str, Any]:
             "n_stages": topology.num_levels,
             "features_per_stage": list(topology.channels),
             "conv_op": "torch.nn.modules.conv.Conv3d",
-            "kernel_sizes": [AXES.to_network(topology.kernel(level)) for level in levels],
-            "strides": [AXES.to_network(stride) for stride in topology.strides],
+            "kernel_sizes": [topology.kernel(level)[::-1] for level in levels],
+            "strides": [stride[::-1] for stride in topology.strides],
             units: [topology.num_units(level) for level in levels],
             "n_conv_per_stage_decoder": [
                 topology.num_decoder_units(level) for level in reversed(levels[:-1])

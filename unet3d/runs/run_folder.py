@@ -9,7 +9,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,11 @@ class RunFolder:
         if not self.metrics.is_file():
             return []
         finished = self.metrics.read_bytes().split(b"\n")[:-1]
-        lines = [line for text in finished if (line := _epoch_line(text)) is not None]
+        lines: list[dict[str, Any]] = []
+        for text in finished:
+            with suppress(ValueError, RecursionError, TypeError, KeyError):
+                line = json.loads(text)
+                lines += [line] if type(line["epoch"]) is int and line["epoch"] > 0 else []
         if len(lines) < len(finished):
             num_damaged = len(finished) - len(lines)
             logger.warning("%s: %d damaged line(s) are left out", self.metrics, num_damaged)
@@ -254,13 +258,3 @@ def writing(path: Path) -> Iterator[None]:
 def _write(path: Path, text: str) -> None:
     with writing(path):
         write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def _epoch_line(text: bytes) -> dict[str, Any] | None:
-    """Return what a line of metrics holds, or None where it is damaged."""
-    try:
-        line: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    epoch = line.get("epoch") if isinstance(line, dict) else None
-    return line if type(epoch) is int and epoch > 0 else None
