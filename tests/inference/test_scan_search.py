@@ -244,7 +244,7 @@ def test_pictures_are_results_as_statistics_are(tmp_path):
     (tmp_path / "a_seg.png").mkdir()
     with pytest.raises(ResultExistsError):
         find_scans([a], None, 1, Wanted(preview=True))
-    words = "a_seg.png is a folder; choose another --output"
+    words = "a_seg.png: there is something that is no file; choose another --output"
     refuses([a], words, overwrite=True, preview=True)
     there.unlink()  # what nobody asks for does not matter
     assert names(find_scans([a], None, 1, Wanted()).to_segment) == ["a.nii.gz"]
@@ -252,8 +252,8 @@ def test_pictures_are_results_as_statistics_are(tmp_path):
 
 def test_whatever_has_the_name_counts_as_a_result(tmp_path):
     for kind, make in {
-        "is a folder": Path.mkdir,
-        "is not a regular file": os.mkfifo,
+        "folder": Path.mkdir,
+        "pipe": os.mkfifo,
         "absent": lambda output: output.symlink_to("absent"),
         "loop": lambda output: output.symlink_to(output.name),
     }.items():
@@ -262,8 +262,8 @@ def test_whatever_has_the_name_counts_as_a_result(tmp_path):
         make(output)
         with pytest.raises(ResultExistsError):
             find_scans([scan], None, 1, Wanted())
-        if kind.startswith("is "):
-            refuses([scan], f"{kind}; choose another --output", overwrite=True)
+        if kind in ("folder", "pipe"):
+            refuses([scan], "something that is no file; choose another --output", overwrite=True)
         else:
             assert find_scans([scan], None, 1, Wanted(overwrite=True)).to_segment
 

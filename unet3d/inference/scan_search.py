@@ -124,23 +124,19 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
 
 def _refuse_unwritable(path: Path) -> None:
     """Refuse what would fail only once everything has been computed."""
-    folder = path.parent
+    reason = ""
     try:
-        mode = path.lstat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-            raise ConfigError(f"{path} is {kind}; choose another --output")
+        if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
+            reason = "there is something that is no file"
     except (FileNotFoundError, NotADirectoryError):
-        folder = next((above for above in path.parents if os.path.lexists(above)), folder)
+        pass
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {reason_of(error)}; choose another --output"
-        ) from error
+        reason = reason_of(error)
+    folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"cannot write to {folder}: it is no folder that you can write to; choose another "
-            "--output"
-        )
+        reason = f"{folder} is no folder that you can write to"
+    if reason:
+        raise ConfigError(f"cannot write {path}: {reason}; choose another --output")
 
 
 def _refuse_other_channels(case: Path, files: Sequence[Path], num_channels: int) -> None:

@@ -6,11 +6,14 @@ these numbers.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from unet3d.images.image import Box
 
 CHUNK_VOXELS = 2**21
 """Voxels whose squares are in memory at a time."""
@@ -23,8 +26,7 @@ Gather = Callable[[Tensor], Tensor]
 everywhere. The holders of all slabs call it equally often, whatever they hold."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Levels:
+class Levels(NamedTuple):
     """Numbers over all voxels of a channel of a patch, tensors without axes."""
 
     mean: Tensor
@@ -33,24 +35,20 @@ class Levels:
     high: Tensor
 
 
+@dataclass(frozen=True, eq=False)
 class Statistics:
     """Measures channels, of which boxes may be elsewhere."""
 
-    def __init__(
-        self, inner: Sequence[slice] | None, num_voxels: int, gather: Gather | None
-    ) -> None:
-        """Count ``inner`` (None: all) of a box of a patch of so many voxels.
-
-        The rest of the box is counted in other ones; ``gather`` gathers the numbers of all boxes.
-        None: the box is the whole patch.
-        """
-        self._inner = None if inner is None else tuple(inner)
-        self._num_voxels = num_voxels
-        self._gather = gather
+    inner: Box | None
+    """What counts of a box; the rest is counted in other ones. None: all."""
+    num_voxels: int
+    """Of the whole patch."""
+    gather: Gather | None
+    """Gathers the numbers of all boxes; None: the box is the whole patch."""
 
     def levels(self, channel: Tensor) -> Levels:
         """Measure a channel of a box (X, Y, Z), which may have no voxels."""
-        counted = channel if self._inner is None else channel[self._inner]
+        counted = channel if self.inner is None else channel[self.inner]
         if counted.numel() == 0:
             mean, squares = channel.new_zeros(2).unbind()
             low, high = mean + math.inf, mean - math.inf
@@ -58,15 +56,15 @@ class Statistics:
             mean = counted.sum() / counted.numel()
             squares = _sum_of_squares(counted, mean)
             low, high = torch.aminmax(counted)
-        if self._gather is not None:
+        if self.gather is not None:
             own = torch.stack((torch.full_like(mean, counted.numel()), mean, squares, low, high))
-            counts, means, parts, lows, highs = self._gather(own.double()).unbind(1)
+            counts, means, parts, lows, highs = self.gather(own.double()).unbind(1)
             # Merged as by Chan, Golub and LeVeque (The American Statistician 1983).
-            total = (counts * means).sum() / self._num_voxels
+            total = (counts * means).sum() / self.num_voxels
             squares = (parts + counts * (means - total).square()).sum().float()
             mean, low, high = total.float(), lows.amin().float(), highs.amax().float()
         # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
-        deviation = (squares / max(1, self._num_voxels - 1)).sqrt()
+        deviation = (squares / max(1, self.num_voxels - 1)).sqrt()
         return Levels(mean=mean, deviation=deviation, low=low, high=high)
 
 
