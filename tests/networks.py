@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
-from unet3d.datasets.classes import Region
+from unet3d.datasets.labels import Region
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.model import Topology, UNet3d

@@ -19,7 +19,8 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, reason_of
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
-from unet3d.runs.run_folder import RunFolder, checkpoint_in
+from unet3d.runs.finding import checkpoint_in
+from unet3d.runs.run_folder import RunFolder
 from unet3d.segmenter import Device, FileName, Segmenter, load, names_of
 from unet3d.training.cross_validation import request_over_folds
 from unet3d.training.start import RunRequest, choose_run, train_run

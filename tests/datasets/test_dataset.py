@@ -5,8 +5,8 @@ import pytest
 
 from tests.images import samples
 from tests.images.samples import blob_label, msd_entry, write_json, write_msd, write_volume
-from unet3d.datasets.classes import Region
 from unet3d.datasets.dataset import fold_cases, load_dataset
+from unet3d.datasets.labels import Region
 from unet3d.errors import DatasetError
 from unet3d.preparation.check import examine
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.images.samples import msd_entry, write_json, write_msd, write_nnunet
 from tests.mutations import mutated, property_test
-from unet3d.datasets.classes import MAX_LABEL_VALUE
 from unet3d.datasets.dataset import fold_cases, load_dataset
+from unet3d.datasets.labels import MAX_LABEL_VALUE
 from unet3d.errors import Unet3dError
 from unet3d.preparation.check import examine
 

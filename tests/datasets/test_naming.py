@@ -1,6 +1,14 @@
-"""What names of labels say."""
+"""What names of labels say, and which are trained, against maps that NumPy has merged."""
 
-from unet3d.datasets.naming import has_sides
+import numpy as np
+import pytest
+
+from tests.images.samples import write_msd
+from unet3d.datasets.dataset import load_dataset
+from unet3d.datasets.naming import has_sides, with_labels
+from unet3d.errors import ConfigError
+from unet3d.preparation.prepared_image import prepare_label
+from unet3d.preparation.transform import Preprocessing
 
 
 def test_left_and_right_are_found():
@@ -30,3 +38,90 @@ def test_what_has_no_side():
         (),
     ):
         assert not has_sides(names), names
+
+
+FAR = 614454277
+LABELS = {"0": "outside", "1": "liver", "2": "core", "3": "rim", "7": "7", str(FAR): "far"}
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return load_dataset(write_msd(tmp_path, labels=LABELS))
+
+
+def prepared(dataset, array):
+    """Return the classes of a label map, as a training has them."""
+    plan = Preprocessing(
+        spacing_mm=None,
+        channels=({"kind": "none"},),
+        channel_names=dataset.channel_names,
+        label_names=dataset.label_names,
+        label_values=dataset.label_values,
+        raw_values=dataset.raw_values,
+        ignore_value=dataset.ignore_value,
+    )
+    return prepare_label(array, (1.0, 1.0, 1.0), plan)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "values", "merged"),
+    [
+        (["liver"], ("liver",), (1,), [(1,)]),
+        (["far", 2], ("core", "far"), (2, FAR), [(2,), (FAR,)]),
+        ({"lesion": [3, "core"]}, ("lesion",), (2,), [(2, 3)]),
+        ({"b": [FAR, "2"], "a": ["liver", "7"]}, ("a", "b"), (1, 2), [(1, 7), (2, FAR)]),
+        ({"all": [1, 2, 3, 7, FAR]}, ("all",), (1,), [(1, 2, 3, 7, FAR)]),
+    ],
+    ids=str,
+)
+def test_chosen_labels_are_classes_and_the_others_background(
+    dataset, choice, names, values, merged
+):
+    chosen = with_labels(dataset, choice)
+    assert chosen.label_names == ("outside", *names)
+    assert chosen.label_values == (0, *values)
+    rng = np.random.default_rng(0)
+    array = rng.choice(np.array([int(value) for value in LABELS]), (9, 8, 7)).astype(np.uint32)
+    expected = np.zeros(array.shape, int)
+    for index, of_one in enumerate(merged, 1):
+        expected[np.isin(array, of_one)] = index
+    found = prepared(chosen, array)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(Exception, match="holds the value.s. 4, which"):
+        prepared(chosen, np.where(np.arange(8 * 9 * 7).reshape(9, 8, 7) == 5, 4, array))
+
+
+def test_regions_become_labels_and_what_is_ignored_stays(tmp_path):
+    labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "ignore": 4}
+    dataset = load_dataset(write_msd(tmp_path, labels=labels, regions_class_order=[1, 2]))
+    chosen = with_labels(dataset, ["core"])
+    assert (chosen.label_names, chosen.regions) == (("background", "core"), ())
+    array = np.arange(5, dtype=np.uint8).reshape(1, 1, 5)
+    np.testing.assert_array_equal(prepared(chosen, array), [[[0, 0, 1, 1, 2]]])
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (
+            ["lung"],
+            r"lung, which is no label of .*; name some of liver \(1\), core \(2\), rim \(3",
+        ),
+        ({"a": [4]}, "names 4, which is no label of"),
+        ({"a": [0]}, r"names 0, which is no label of .*; name some of liver \(1\)"),
+        ({"a": ["outside"]}, "names outside, which is no label of"),
+        ({"a": ["\x1b[2J"]}, r"names \\x1b\[2J, which is"),
+        ({"a": [2, 3], "b": ["rim"]}, r"lists rim \(3\) twice, in a and in b; list it once"),
+        ({"a": [2, "core"]}, r"lists core \(2\) twice, in a and in a; list it once"),
+        (["liver", 1], "two labels called liver|lists liver"),
+        ({"outside": [1]}, "calls a label 'outside'; give it another name"),
+        ({"ignore": [1]}, "calls a label 'ignore'; give it another name"),
+        ({"a": [1], " a ": [2]}, "two labels called a; give each a name"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_chosen_is_one_line(dataset, choice, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        with_labels(dataset, choice)
+    assert str(caught.value).startswith("data.labels ") and "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.images.orientations import turn_to
 from tests.inference.distances import cube, hd95_by_hand, tilted
-from unet3d.datasets.scored_labels import ScoredLabels
+from unet3d.datasets.labels import ScoredLabels
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.inference.evaluation import evaluate
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.inference.distances import cube
-from unet3d.datasets.scored_labels import EVERY_VALUE, ScoredLabels
+from unet3d.datasets.labels import EVERY_VALUE, ScoredLabels
 from unet3d.inference.label_scores import LabelScore, dice_per_class, score_maps
 
 AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])

@@ -7,7 +7,7 @@ import torch
 
 from tests.images.orientations import ORIENTATIONS, turn_to
 from tests.networks import random_checkpoint
-from unet3d.datasets.classes import Region
+from unet3d.datasets.labels import Region
 from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume

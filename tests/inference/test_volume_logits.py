@@ -15,7 +15,7 @@ from tests.inference.blending import blended
 from tests.mutations import property_test
 from tests.networks import place, random_checkpoint, reseeded
 from unet3d.config import InferenceSettings, ParallelSettings
-from unet3d.datasets.classes import Region
+from unet3d.datasets.labels import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError

@@ -12,7 +12,7 @@ import torch
 from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, assert_equal, random_weights
 from unet3d.atomic import _HOST, REPLACED
-from unet3d.datasets.classes import Region
+from unet3d.datasets.labels import Region
 from unet3d.errors import CheckpointError, ResultExistsError
 from unet3d.model import UNet3d
 from unet3d.nnunet.loading import load_network

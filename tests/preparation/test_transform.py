@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.images.samples import held_image
-from unet3d.datasets.classes import Region
+from unet3d.datasets.labels import Region
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
 from unet3d.memory import host

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from tests.reports.records import cells, heads
-from unet3d.datasets.scored_labels import ScoredLabels
+from unet3d.datasets.labels import ScoredLabels
 from unet3d.inference.evaluation import CaseScores, Evaluation
 from unet3d.inference.label_scores import LabelScore
 from unet3d.reports.scores import evaluation_table

@@ -8,7 +8,8 @@ import pytest
 
 from unet3d.atomic import PREFIX, unfinished_folder
 from unet3d.errors import CheckpointError, ConfigError
-from unet3d.runs.run_folder import CASES, WORST, RunFolder, checkpoint_in, make_run
+from unet3d.runs.finding import checkpoint_in
+from unet3d.runs.run_folder import CASES, WORST, RunFolder, make_run
 
 LEFTOVER = f"{PREFIX}{'0123' * 8}-kpoint-latest.pt"
 """A name as that of a file which a killed process has left."""
@@ -84,9 +85,10 @@ def test_two_runs_of_one_name_have_two_folders(tmp_path, monkeypatch):
 
 def test_the_checkpoint_of_a_folder_is_its_final_one(run):
     several = run.path.parent / "several"
-    (several / "fold1").mkdir(parents=True)
-    (several / "fold1" / "checkpoint-latest.pt").touch()
-    with pytest.raises(CheckpointError, match="several folds; name .* such as .*several/fold1$"):
+    for fold in (1, 2):
+        (several / f"fold{fold}").mkdir(parents=True)
+        (several / f"fold{fold}" / "checkpoint-latest.pt").touch()
+    with pytest.raises(CheckpointError, match="several checkpoints: .*several/fold1/.*name one"):
         checkpoint_in(several)
     with pytest.raises(CheckpointError, match="first has neither checkpoint-latest.pt nor .*best"):
         checkpoint_in(run.path)

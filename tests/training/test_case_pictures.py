@@ -9,7 +9,7 @@ from matplotlib.contour import QuadContourSet
 
 from tests.images.samples import write_volume
 from unet3d.datasets.dataset import Case
-from unet3d.datasets.scored_labels import ScoredLabels
+from unet3d.datasets.labels import ScoredLabels
 from unet3d.inference.evaluation import Evaluation, evaluate
 from unet3d.inference.label_scores import TOLERANCE_MM
 from unet3d.training import case_pictures

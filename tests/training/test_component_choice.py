@@ -5,7 +5,7 @@ import pytest
 from scipy import ndimage
 
 from tests.images.samples import write_volume
-from unet3d.datasets.scored_labels import ScoredLabels
+from unet3d.datasets.labels import ScoredLabels
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.interruption import InterruptionRequest

@@ -13,7 +13,7 @@ from tests.nnunet.models import TOPOLOGY, random_weights, write_model
 from tests.trainings import SMALL, assert_same_weights, run, run_until_power_cut, settings
 from unet3d.config import Config, load_config
 from unet3d.config.configuration import commented_yaml
-from unet3d.datasets.classes import Region
+from unet3d.datasets.labels import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError

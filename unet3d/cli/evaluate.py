@@ -12,7 +12,7 @@ from unet3d.cli.output import check_writable, files_of, refuse_input, working, w
 from unet3d.errors import ConfigError, DatasetError, some
 
 if TYPE_CHECKING:
-    from unet3d.datasets.scored_labels import ScoredLabels
+    from unet3d.datasets.labels import ScoredLabels
     from unet3d.inference.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
@@ -108,13 +108,13 @@ def _scored_labels(
     """Return what is scored, as the named data set or checkpoint says, or that of the labels."""
     from dataclasses import replace
 
+    from unet3d.datasets.labels import EVERY_VALUE, ScoredLabels, values_of
     from unet3d.datasets.naming import description_of, read_scored_labels
-    from unet3d.datasets.scored_labels import EVERY_VALUE, ScoredLabels, values_of
 
     scored, found = EVERY_VALUE, None
     if checkpoint is not None:
         from unet3d.nnunet.loading import load_network
-        from unet3d.runs.run_folder import checkpoint_in
+        from unet3d.runs.finding import checkpoint_in
 
         checkpoint = checkpoint_in(checkpoint)
         scored = ScoredLabels.of(load_network(checkpoint, "description").preprocessing)

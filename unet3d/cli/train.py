@@ -98,7 +98,7 @@ def train(
     """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
     ranks = begin_as_rank(quiet)
     if init is not None:
-        from unet3d.runs.run_folder import checkpoint_in
+        from unet3d.runs.finding import checkpoint_in
 
         init = checkpoint_in(init).absolute()
     changes = changes_of(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from unet3d.config import Shape, Spacing
 from unet3d.datasets.dataset import Dataset
-from unet3d.datasets.scored_labels import ScoredLabels, values_of
+from unet3d.datasets.labels import ScoredLabels, values_of
 from unet3d.inputs.plain_data import printable
 
 PERCENTILES = (0, 1, 50, 99, 100)

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from unet3d.datasets.classes import Labels
 from unet3d.datasets.folds import (
     Fold,
     drawn_folds,
@@ -36,6 +35,7 @@ from unet3d.datasets.folds import (
     read_description,
     read_folds,
 )
+from unet3d.datasets.labels import Labels
 from unet3d.datasets.naming import channel_names, clean_name, read_labels
 from unet3d.errors import DatasetError
 from unet3d.images.files import SUFFIXES, volume_stem

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from unet3d.datasets.classes import MAX_CLASSES, MAX_LABEL_VALUE, Labels, Region
 from unet3d.datasets.folds import read_description
-from unet3d.datasets.scored_labels import ScoredLabels
+from unet3d.datasets.labels import MAX_CLASSES, MAX_LABEL_VALUE, Labels, Region, ScoredLabels
 from unet3d.errors import ConfigError, DatasetError, some
 from unet3d.images.image import open_source
 from unet3d.images.labels import read_label

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.datasets.scored_labels import EVERY_VALUE, Label, ScoredLabels, values_of
+from unet3d.datasets.labels import EVERY_VALUE, Label, ScoredLabels, values_of
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.images.files import volume_stem
 from unet3d.images.geometry import same_grid

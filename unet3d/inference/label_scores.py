@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unet3d.datasets.scored_labels import BACKGROUND, Label, Mask, ScoredLabels, box_of, mask_of
+from unet3d.datasets.labels import BACKGROUND, Label, Mask, ScoredLabels, box_of, mask_of
 from unet3d.images.geometry import Affine, voxel_mm3
 from unet3d.inference.surfaces import surface_distances
 

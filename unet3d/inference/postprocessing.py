@@ -13,7 +13,7 @@ import cc3d
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.datasets.scored_labels import BACKGROUND, Mask, box_of, mask_of
+from unet3d.datasets.labels import BACKGROUND, Mask, box_of, mask_of
 from unet3d.errors import some
 from unet3d.images.files import times
 from unet3d.images.memory_limits import refuse_beyond_memory

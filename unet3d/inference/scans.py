@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.atomic import make_folder, replacing
-from unet3d.datasets.classes import class_indices
+from unet3d.datasets.labels import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
 from unet3d.images.files import members, volume_stem
 from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from nibabel.affines import voxel_sizes
 from scipy.spatial import cKDTree
 
-from unet3d.datasets.scored_labels import Mask
+from unet3d.datasets.labels import Mask
 from unet3d.images.geometry import Affine, is_sheared
 
 ROUNDING = 1e-5

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from unet3d.config import Config
-from unet3d.datasets.classes import Labels
+from unet3d.datasets.labels import Labels
 from unet3d.datasets.naming import channel_names, read_labels
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json

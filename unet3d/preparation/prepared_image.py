@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from unet3d.config import Shape, Spacing
-from unet3d.datasets.classes import class_indices
+from unet3d.datasets.labels import class_indices
 from unet3d.errors import VolumeError
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.config import DataSettings, Shape, Spacing
-from unet3d.datasets.classes import Labels
 from unet3d.datasets.dataset import Case, Dataset
+from unet3d.datasets.labels import Labels
 from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import map_items
 from unet3d.errors import CacheError, DatasetError, VolumeError

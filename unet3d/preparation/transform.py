@@ -12,7 +12,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Spacing
-from unet3d.datasets.classes import Labels
+from unet3d.datasets.labels import Labels
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
 from unet3d.preparation.normalization import ChannelNormalization

@@ -19,7 +19,7 @@ from torch import Tensor
 from unet3d import __version__
 from unet3d.atomic import write_atomically
 from unet3d.config import MAX_PATCH_VOXELS, Config, InferenceSettings, Shape
-from unet3d.datasets.classes import LabelValue
+from unet3d.datasets.labels import LabelValue
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, reason_of
 from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, validated
 from unet3d.memory.host import is_out_of_memory

@@ -9,7 +9,7 @@ from pathlib import Path
 from unet3d.errors import CheckpointError, ConfigError, some
 from unet3d.inputs.plain_data import shown
 from unet3d.inputs.reading import read_json
-from unet3d.runs.run_folder import RUNS, RunFolder, checkpoint_in
+from unet3d.runs.run_folder import RUNS, RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +69,16 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
     if not path.is_dir():
         return (path,)
     run = RunFolder(path)
-    if run.latest.is_file() or run.best.is_file():
-        return (checkpoint_in(path),)
+    own = run.checkpoint()
+    if own is not None:
+        return (own,)
     folds = list(folds_in(path).values())
-    begun = [fold for fold in folds if fold.latest.is_file() or fold.best.is_file()]
+    begun = tuple(file for fold in folds if (file := fold.checkpoint()) is not None)
     if begun:
         lacking = [fold.path.name for fold in folds if not fold.has_summary()]
         if lacking:
             logger.warning("%s: the training of %s has not ended", path, some(lacking))
-        return tuple(checkpoint_in(fold.path) for fold in begun)
+        return begun
     files = tuple(sorted(file for file in path.glob("*.pt") if file.is_file()))
     if not files:
         raise CheckpointError(
@@ -85,6 +86,14 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
             "files *.pt; name a checkpoint, or the folder of a run"
         )
     return files
+
+
+def checkpoint_in(path: Path) -> Path:
+    """Return the only checkpoint that is meant by a path."""
+    found = checkpoints_in(path)
+    if len(found) > 1:
+        raise CheckpointError(f"{path} has several checkpoints: {some(found)}; name one of them")
+    return found[0]
 
 
 def newest_run(

@@ -105,6 +105,10 @@ class RunFolder:
             remove_leftovers(self.path, elsewhere_s=0)  # nobody else may write here now
             self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
 
+    def checkpoint(self) -> Path | None:
+        """Return its latest checkpoint, the final network of a finished run, or else the best."""
+        return next((file for file in (self.latest, self.best) if file.is_file()), None)
+
     def check_resumable(self) -> None:
         """See that there is a run to continue; nothing is changed."""
         if not self.latest.exists():
@@ -210,28 +214,6 @@ def make_run(name: str) -> RunFolder:
                 continue
         break
     return run
-
-
-def checkpoint_in(path: Path) -> Path:
-    """Return the checkpoint that is meant by a path: a file, or the folder of a run.
-
-    Of a run the latest is meant, its final network when it is finished; or else the best.
-    """
-    if not path.is_dir():
-        return path
-    run = RunFolder(path)
-    for file in (run.latest, run.best):
-        if file.is_file():
-            return file
-    folds = sorted(path.glob(f"fold*/{run.latest.name}"))
-    if folds:
-        raise CheckpointError(
-            f"{path} is a run over several folds; name the folder of one, such as {folds[0].parent}"
-        )
-    raise CheckpointError(
-        f"{path} has neither {run.latest.name} nor {run.best.name}; name a checkpoint, or the "
-        "folder of a run"
-    )
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

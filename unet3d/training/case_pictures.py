@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unet3d.datasets.dataset import Case
-from unet3d.datasets.scored_labels import values_of
+from unet3d.datasets.labels import values_of
 from unet3d.images.geometry import voxel_mm3
 from unet3d.images.image import open_image
 from unet3d.images.labels import on_grid_of

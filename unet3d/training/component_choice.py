@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.datasets.scored_labels import Label, ScoredLabels, mask_of, values_of
+from unet3d.datasets.labels import Label, ScoredLabels, mask_of, values_of
 from unet3d.distributed.group import Group
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.inference.evaluation import read_pair

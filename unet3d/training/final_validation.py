@@ -24,7 +24,7 @@ from typing import Any
 
 from unet3d.atomic import unfinished_folder
 from unet3d.datasets.dataset import Case
-from unet3d.datasets.scored_labels import Label, ScoredLabels, label_of, values_of
+from unet3d.datasets.labels import Label, ScoredLabels, label_of, values_of
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
 from unet3d.images.labels import read_label, write_label
