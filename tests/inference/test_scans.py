@@ -19,7 +19,7 @@ from unet3d.inference.scans import (
     read_scan,
     result_file,
     write_segmentation,
-    writing_statistics,
+    write_statistics,
 )
 
 
@@ -37,7 +37,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path, header):
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
         write_segmentation(scan, LABELS, header)
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
-        writing_statistics(scan, {}, []).__enter__()
+        result_file(scan.statistics, False).__enter__()
 
 
 def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header):
@@ -48,15 +48,9 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header
         path.write_text("theirs")
     with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by somebody else in the"):
         write_segmentation(scan, LABELS, header)
-    with pytest.raises(ResultExistsError, match="scan_seg.json was made by somebody else in the"):
-        with writing_statistics(scan, {}, []):
-            pass
     assert [path.read_text() for path in results] == ["theirs", "theirs"]
     write_segmentation(scan, LABELS, header, overwrite=True)
-    with writing_statistics(scan, {}, [], overwrite=True):
-        assert scan.statistics.read_text() == "theirs"
     assert read_label(scan.output).array.shape == (4, 4, 4)
-    assert json.loads(scan.statistics.read_text())["labels"] == {}
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"scan.nii", "scan_seg.json", "scan_seg.nii.gz"}
 
@@ -100,8 +94,7 @@ def test_statistics_are_those_of_numpy(tmp_path):
     assert found["corner"]["intensity"][0]["mean"] == array[5, 4, 3, 0]
     nothing = {"value": 9, "num_voxels": 0, "volume_ml": 0, "intensity": [None, None]}
     assert found["absent"] == nothing
-    with writing_statistics(scan, found, [Path("a.pt"), Path("b.pt")]):
-        assert not scan.statistics.exists()
+    write_statistics(scan.statistics, scan, found, [Path("a.pt"), Path("b.pt")])
     content = json.loads((tmp_path / "mine.json").read_text())
     assert content == {"image": [str(path)], "checkpoints": ["a.pt", "b.pt"], "labels": found}
 

@@ -3,8 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,9 +171,10 @@ class Segmentation:
         from unet3d.inference.scan_search import refuse_existing
         from unet3d.inference.scans import (
             label_statistics,
+            result_file,
             stamps,
             write_segmentation,
-            writing_statistics,
+            write_statistics,
         )
 
         scan, wanted = self._scans[number], self._wanted
@@ -183,10 +184,10 @@ class Segmentation:
         # Of a scan that goes on some results may be there, which belong to another segmentation.
         is_begun = wanted.goes_on and any(map(os.path.lexists, scan.results(wanted)))
         replaces = wanted.overwrite or is_begun
-        with (
-            explaining_memory(str(scan.images[0])),
-            _result(scan.probabilities if wanted.probabilities else None, replaces) as npy,
-        ):
+        with explaining_memory(str(scan.images[0])), ExitStack() as results:
+            npy = None
+            if wanted.probabilities:
+                npy = results.enter_context(result_file(scan.probabilities, replaces))
             progress.stage("reading")
             image, before = self._ahead.take(number)
             progress.stage("preparing")
@@ -207,13 +208,14 @@ class Segmentation:
                     "segment it again"
                 )
             # A disk that is full leaves none: some of them alone would have to be replaced.
-            with (
-                _picture(figure, scan.preview, replaces),
-                nullcontext()
-                if found is None
-                else writing_statistics(scan, found, self._checkpoints, replaces),
-            ):
-                write_segmentation(scan, labels, image.geometry, replaces)
+            if figure is not None:
+                from unet3d.reports.format import save_figure
+
+                save_figure(figure, results.enter_context(result_file(scan.preview, replaces)))
+            if found is not None:
+                path = results.enter_context(result_file(scan.statistics, replaces))
+                write_statistics(path, scan, found, self._checkpoints)
+            write_segmentation(scan, labels, image.geometry, replaces)
         for path, is_written, verb, option in (
             (scan.statistics, wanted.statistics, "describe", "--statistics"),
             (scan.preview, wanted.preview, "show", "--preview"),
@@ -247,29 +249,6 @@ def _figure(
             voxel_ml=voxel_mm3(image.geometry.affine) / 1000,
         )
     )
-
-
-@contextmanager
-def _picture(figure: "Figure | None", path: Path, overwrite: bool) -> Iterator[None]:
-    """Save a figure, which gets its name after what is written in the meantime."""
-    with _result(None if figure is None else path, overwrite) as unfinished:
-        if figure is not None and unfinished is not None:
-            from unet3d.reports.format import save_figure
-
-            save_figure(figure, unfinished)
-        yield
-
-
-@contextmanager
-def _result(path: Path | None, overwrite: bool) -> Iterator[Path | None]:
-    """Yield where to write a file, which then gets its name; None: there is none."""
-    if path is None:
-        yield None
-        return
-    from unet3d.inference.scans import result_file
-
-    with result_file(path, overwrite) as unfinished:
-        yield unfinished
 
 
 def _show_kept(scan: "Scan") -> None:

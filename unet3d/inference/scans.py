@@ -186,22 +186,16 @@ def label_statistics(
     return statistics
 
 
-@contextmanager
-def writing_statistics(
-    scan: Scan,
-    statistics: dict[str, Any],
-    checkpoints: Sequence[Path],
-    overwrite: bool = False,
-) -> Iterator[None]:
-    """Write statistics as JSON, which get their name after what is written in the meantime."""
+def write_statistics(
+    path: Path, scan: Scan, statistics: dict[str, Any], checkpoints: Sequence[Path]
+) -> None:
+    """Write statistics of a scan's labels as JSON."""
     content = {
         "image": list(map(str, scan.images)),
         "checkpoints": list(map(str, checkpoints)),
         "labels": statistics,
     }
-    with result_file(scan.statistics, overwrite) as unfinished:
-        unfinished.write_bytes(f"{json.dumps(content, indent=2)}\n".encode())
-        yield
+    path.write_bytes(f"{json.dumps(content, indent=2)}\n".encode())
 
 
 @contextmanager
