@@ -143,7 +143,7 @@ def test_slices_may_be_scaled_each_on_its_own(tmp_path):
 def test_memory_is_counted_before_pixels_are_read(series, monkeypatch):
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: 100)
-    assert "reading 5x4x6x1 voxels takes 720 bytes of memory" in refusal(series)
+    assert "reading 5x4x6x1 voxels takes 240 bytes of memory" in refusal(series)
 
 
 def test_a_data_set_may_have_folders_of_slices(tmp_path):

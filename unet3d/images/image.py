@@ -28,7 +28,7 @@ from unet3d.images.files import (
     volume_suffix,
 )
 from unet3d.images.geometry import Geometry, Orientation, axes_between, same_grid
-from unet3d.images.memory_limits import FLOAT32_BYTES, explaining_memory, refuse_beyond_memory
+from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.nifti import open_nifti
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import Source
@@ -187,13 +187,10 @@ class Image:
 
     def whole(self) -> npt.NDArray[np.float32]:
         """Return all voxels in memory, (C, X, Y, Z) and C-contiguous."""
-        refuse_beyond_memory(
-            self.unpacked_bytes + math.prod(self.shape) * FLOAT32_BYTES,
-            f"{self.geometry.path}: reading {times((*self.shape[1:], self.num_channels))} voxels",
-            "use a machine with more, or cut the volume into pieces",
-        )
+        self.load()
+        what = f"{self.geometry.path}: reading {times((*self.shape[1:], self.num_channels))} voxels"
         with explaining_memory(f"cannot read {self.geometry.path}"):
-            array = np.empty(self.shape, np.float32)
+            array = Scratch().empty(self.shape, np.float32, what)
             for piece in self.pieces():
                 array[:, *piece] = self.read(piece)
         return array

@@ -45,7 +45,10 @@ class Source:
     """Where packed voxels go."""
 
     def __post_init__(self) -> None:
-        refuse_unreal(self.path, self.dtype)
+        if self.dtype.kind not in "buif":
+            kinds = {"c": "complex", "V": "colour"}
+            kind = kinds.get(self.dtype.kind, "unknown")
+            raise VolumeError(f"{self.path} holds {kind} voxels; only real numbers can be used")
         self._lock = Lock()
 
     @property
@@ -90,13 +93,6 @@ def beginning_of(path: Path) -> bytes:
     if not start:
         raise VolumeError(f"{path} is empty (0 bytes)")
     return start
-
-
-def refuse_unreal(path: Path, dtype: np.dtype[Any]) -> None:
-    """Refuse voxels that are complex, colours, or anything else but real numbers."""
-    if dtype.kind not in "buif":
-        kind = "complex" if dtype.kind == "c" else "colour" if dtype.names else "unknown"
-        raise VolumeError(f"{path} holds {kind} voxels; only real numbers can be used")
 
 
 def whole_axes(path: Path, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
