@@ -85,6 +85,7 @@ def test_other_spellings_of_metaimage_are_the_same_volume(tmp_path):
         meta_bytes(Offset=None, Position="1 2 3"),
         meta_bytes(ElementSpacing=None, ElementSize="0.7 0.8 3"),
         meta_bytes(DistanceUnits="mm"),
+        meta_bytes(Type="CT", Space="RAS", Units="um", Kinds="vector", Encoding="gzip", Sizes="1"),
         meta_bytes(ElementSpacing="0.07 0.08 0.3", Offset="0.1 0.2 0.3", DistanceUnits="cm"),
         meta_bytes().replace(b"\n", b"\r\n", 11),
     ):
@@ -167,6 +168,7 @@ def test_what_is_no_nrrd_volume_is_refused(tmp_path):
         (packed(gz, sizes="3000 4000 5000"), "claims the shape 3000x4000x5000"),
         (nrrd_bytes(type="block"), "type 'block' is not one of"),
         (nrrd_bytes(type="letters"), "type 'letters' is not one of"),
+        (nrrd_bytes(type="x" * 10_000), "xxx...xxx"),
         (nrrd_bytes(endian=None), "endian is missing"),
         (nrrd_bytes(space_directions="(nan,0,0) (0,1,0) (0,0,1)"), "spacedirections.0 must be"),
         (

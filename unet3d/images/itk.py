@@ -15,12 +15,12 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 
-from unet3d.errors import VolumeError
+from unet3d.errors import VolumeError, some
 from unet3d.images.file_voxels import Packing, source_in_file
 from unet3d.images.geometry import RAS_FROM_LPS, Affine, geometry_of_affine
 from unet3d.images.source import Source, beginning_of
 from unet3d.images.text_headers import meta_data_file, read_text_header
-from unet3d.inputs.plain_data import printable, validated
+from unet3d.inputs.plain_data import printable, shown, validated
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +59,24 @@ RAS_FROM_SPACE = {
 """By the names of NRRD's spaces."""
 
 
+NRRD_ONLY = {
+    *("dimension", "sizes", "type", "kinds", "space", "spacings", "spacedirections"),
+    *("spaceorigin", "spaceunits", "units", "datafile", "byteskip", "lineskip"),
+}
+
+
 def _unit_mm(text: str) -> float:
     """Return the unit of length that a header names once, or for each axis; mm if it names none."""
     units = set(text.replace('"', " ").split()) - {"?", "none", "unknown"}
     if len(units) > 1 or not units <= MILLIMETRES.keys():
-        raise ValueError(f"{text!r} is not mm, um, cm or m, the same for all axes")
+        raise ValueError(f"{shown(text)} is not mm, um, cm or m, the same for all axes")
     return MILLIMETRES[units.pop()] if units else 1.0
 
 
 def _one_of(known: Collection[str]) -> AfterValidator:
     def check(text: str) -> str:
         if text not in known:
-            raise ValueError(f"{text!r} is not one of {', '.join(known)}")
+            raise ValueError(f"{shown(text)} is not one of {some(list(known))}")
         return text
 
     return AfterValidator(check)
@@ -78,7 +84,7 @@ def _one_of(known: Collection[str]) -> AfterValidator:
 
 def _kinds(text: str) -> str:
     if not SPACE_KINDS.issuperset(text.split()):
-        raise ValueError(f"{text!r} are not all of space")
+        raise ValueError(f"{shown(text)} are not all of space")
     return text
 
 
@@ -147,10 +153,14 @@ def open_itk(path: Path) -> Source:
         if not file.exists():
             raise VolumeError(f"{path} lacks its voxels {file.name}; a volume needs both files")
         beginning_of(file)
-    # What the other format says.
-    given = {"binarydata": "true"} if is_nrrd else {"encoding": "raw", "endian": "little"}
+    found = {key: text.lower() for key, text in fields.items()}
+    if is_nrrd:
+        found["binarydata"] = "true"
+    else:  # fields of NRRD's names are remarks
+        found = {key: text for key, text in found.items() if key not in NRRD_ONLY}
+        found.update(encoding="raw", endian="little")
     try:
-        header = validated(Header, {**given, **{k: v.lower() for k, v in fields.items()}})
+        header = validated(Header, found)
         affine, spacing_mm = _placed(header, is_nrrd)
     except ValueError as error:
         raise VolumeError(
