@@ -303,10 +303,11 @@ def assert_has_bad_folds(root, message):
 @pytest.mark.parametrize(
     ("folds", "message"),
     [
-        ((0, None), "case_1 has no fold"),
+        ((0, None), "the folds are 0, None; give each case one of 0, 1"),
         ((0, 7), "0, 7"),
-        ((0, "1"), "case_1 has the fold '1'; give each case 0, 1"),
-        ((True, 0), "case_0 has the fold True"),
+        ((0, "1"), "the folds are '1', 0; give"),
+        ((True, 0), "the folds are 0, True"),
+        ((0, 0), "the folds are 0; give each case one of 0, 1, ... and use at least two"),
     ],
 )
 def test_wrong_fold_keys_hide_no_other_fault(tmp_path, folds, message):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from unet3d.config import Shape, Spacing
 from unet3d.datasets.dataset import Dataset
 from unet3d.datasets.labels import ScoredLabels, values_of
+from unet3d.images.files import times
 from unet3d.inputs.plain_data import printable
 
 PERCENTILES = (0, 1, 50, 99, 100)
@@ -85,8 +86,8 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
             if is_far:
                 far_out.setdefault(case.name, []).append(text)
 
-    look(np.log(shapes), (f"shape {_times(shape)}" for shape in shapes))
-    look(np.log(spacings_mm), (f"spacing {_times(mm)} mm" for mm in spacings_mm))
+    look(np.log(shapes), (f"shape {times(shape)}" for shape in shapes))
+    look(np.log(spacings_mm), (f"spacing {times(mm)} mm" for mm in spacings_mm))
     for number, name in enumerate(dataset.channel_names):
         unknown = [math.nan] * len(PERCENTILES)
         found = np.array([case.intensities.get(number, unknown) for case in cases])
@@ -118,8 +119,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     """Put a summary into about ten lines."""
     channels, labels, outliers = found["channels"], found["labels"], found["outliers"]
     rows = [
-        ("shape", _told(found["shape"], _times, "voxels")),
-        ("spacing", _told(found["spacing_mm"], _times, "mm")),
+        ("shape", _told(found["shape"], times, "voxels")),
+        ("spacing", _told(found["spacing_mm"], times, "mm")),
     ]
     for channel in channels[:MAX_LISTED]:
         text, spread = "unknown", channel["intensities"]
@@ -177,10 +178,6 @@ def _told(spread: dict[str, Any] | None, form: Callable[[Any], str], unit: str) 
     median, lowest, highest = map(form, spread.values())
     extremes = "" if lowest == highest else f" (median), {lowest} to {highest}"
     return f"{median}{extremes} {unit}"
-
-
-def _times(numbers: Iterable[float]) -> str:
-    return "x".join(f"{number:.4g}" for number in numbers)
 
 
 def _listed(numbers: Iterable[float]) -> str:

@@ -302,10 +302,4 @@ class _Description:
             return read_folds(fixed, tuple(self.cases))
         trained = self.fold_of.keys() - {*validation}
         fold_of = {name: fold for name, fold in self.fold_of.items() if name in trained}
-        if all(fold is None for fold in fold_of.values()):
-            return ()
-        for name, fold in fold_of.items():
-            if type(fold) is not int:
-                has = "no fold but other cases have" if fold is None else f"the fold {shown(fold)}"
-                raise DatasetError(f"{self.path}: {name} has {has}; give each case 0, 1, ...")
         return folds_from_numbers(fold_of, self.path)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError, reason_of, some
-from unet3d.inputs.plain_data import printable
+from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,20 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
     return tuple(Fold(validation=tuple(validated)) for validated in drawn)
 
 
-def folds_from_numbers(number_of: Mapping[str, int], path: Path) -> tuple[Fold, ...]:
-    """Return the folds of cases, each of which has the number of the fold that validates it."""
-    numbers = sorted(set(number_of.values()))
-    if numbers != list(range(len(numbers))) or len(numbers) < 2:
+def folds_from_numbers(number_of: Mapping[str, Any], path: Path) -> tuple[Fold, ...]:
+    """Return the folds of cases, each of which has the number of the fold that validates it.
+
+    None, where no case has a number.
+    """
+    given = list(number_of.values())
+    if given.count(None) == len(given):
+        return ()
+    found: set[Any] = {number if type(number) is int else shown(number) for number in given}
+    numbers = range(len(found))
+    if found != {*numbers} or len(found) < 2:
+        named = some(sorted(printable(str(number)) for number in found))
         raise DatasetError(
-            f"{path}: the folds are {some([printable(str(number)) for number in numbers])}; "
-            "number them 0, 1, ... and use at least two"
+            f"{path}: the folds are {named}; give each case one of 0, 1, ... and use at least two"
         )
     validated: list[list[str]] = [[] for _ in numbers]
     for name in sorted(number_of):

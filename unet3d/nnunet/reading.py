@@ -30,9 +30,6 @@ from unet3d.runs.tensor_file import own_tensors
 
 logger = logging.getLogger(__name__)
 
-STEP = 0.5
-"""Of nnU-Net's windows, in windows."""
-
 _KEEPS_NETWORK = re.compile(
     r"nnUNet_?Trainer(Benchmark|noDataLoading|[0-9]+ep(ochs?)?"
     r"|DA5|(DA)?(Seg)?[oO]rd0|noDummy2DDA|NoDA|NoMirroring|onlyMirror01"
@@ -91,7 +88,7 @@ def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
         "patches.size": plan.patch_size,
         "patches.augmentation.mirror_axes": tuple("xyz"[axis] for axis in mirrored),
         "training.precision": "float16",  # which nnU-Net trains in on GPUs
-        "inference.overlap": 1 - STEP,
+        "inference.overlap": 0.5,
         "inference.tta": bool(mirrored),
         "inference.averaging": "logits",
         "inference.postprocessing": False,

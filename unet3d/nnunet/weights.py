@@ -88,7 +88,8 @@ def of_plan(
     own: dict[str, Tensor] = {}
     for name, weight in weights.items():
         first = own.setdefault(_own_name(name), weight)
-        if first is not weight and not _is_same(first, weight):
+        is_same = (first.shape, first.dtype) == (weight.shape, weight.dtype)
+        if not is_same or not (weight.is_meta or first is weight or torch.equal(first, weight)):
             raise ValueError(f"{printable(_own_name(name))} has two values")
     with torch.device("meta"):
         wanted = to_nnunet(UNet3d(topology).state_dict(), topology, order)
@@ -149,14 +150,6 @@ def _own_name(name: str) -> str:
     for repeated, own in _REPEATED:
         name = repeated.sub(own, name)
     return name
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have the same values; without memory, whether they can have."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    is_shared = one.is_meta or (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
-    return is_shared or torch.equal(one, other)
 
 
 def _shape(tensor: Tensor) -> str:

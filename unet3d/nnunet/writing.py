@@ -197,30 +197,24 @@ def _architecture(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _dataset(preprocessing: Preprocessing) -> dict[str, Any]:
-    names = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
-    labels: dict[str, Any] = {"background": 0}
-    found: dict[str, Any] = {
-        "channel_names": {
-            str(number): name for number, name in enumerate(preprocessing.channel_names)
-        },
-        "labels": labels,
+    values, ignored = preprocessing.label_values, preprocessing.ignore_value
+    labels: dict[str, Any] = dict(zip(preprocessing.label_names[1:], values[1:], strict=True))
+    found: dict[str, Any] = {}
+    if preprocessing.regions:
+        labels = {region.name: list(region.values) for region in preprocessing.regions}
+        found["regions_class_order"] = [region.written for region in preprocessing.regions]
+    elif values != tuple(range(len(values))):
+        raise _refused(f"its labels are 0, 1, 2, ... without a gap, and these {some(values)}")
+    if ignored is not None:
+        if ignored != max(values) + 1:
+            raise _refused(
+                f"its ignore label follows the highest one, {max(values)}, and this is {ignored}"
+            )
+        labels["ignore"] = ignored
+    return {
+        "channel_names": {str(n): name for n, name in enumerate(preprocessing.channel_names)},
+        "labels": {"background": 0, **labels},
         "numTraining": 0,
         "file_ending": ".nii.gz",
+        **found,
     }
-    if preprocessing.regions:
-        labels |= {region.name: list(region.values) for region in preprocessing.regions}
-        found["regions_class_order"] = [region.written for region in preprocessing.regions]
-    else:
-        if list(names) != list(range(len(names))):
-            raise _refused(
-                f"its labels are 0, 1, 2, ... without a gap, and these {some(list(names))}"
-            )
-        labels |= {name: value for value, name in names.items() if value}
-    if preprocessing.ignore_value is not None:
-        if preprocessing.ignore_value != max(names) + 1:
-            raise _refused(
-                f"its ignore label follows the highest one, {max(names)}, and this is "
-                f"{preprocessing.ignore_value}"
-            )
-        labels["ignore"] = preprocessing.ignore_value
-    return found
