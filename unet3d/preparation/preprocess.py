@@ -54,7 +54,7 @@ is masked (the value of nnU-Net)."""
 MAX_READERS = 4
 """Cases that threads read at a time; each may take gibibytes of memory."""
 
-VERSION = 10
+VERSION = 11
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 
