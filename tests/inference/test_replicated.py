@@ -140,24 +140,29 @@ def test_every_replica_gets_the_weights_of_the_next_network(image, kinds):
         assert (alone(image, member) != expected).mean() > 0.02
 
 
-def test_a_graph_of_each_replica_is_replayed(image, monkeypatch):
+@pytest.mark.parametrize("num_networks", [1, 3])
+@pytest.mark.parametrize("averaging", ["logits", "probabilities"])
+def test_a_graph_of_each_replica_serves_all_networks(image, num_networks, averaging, monkeypatch):
     monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(placing.PlacedNetworks, "is_replayable", True)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
-    checkpoint = network_of()
-    expected = alone(image, checkpoint, batch_size=4)
+    given = {"batch_size": 2, "averaging": averaging, "tta": True}
+    changes = (f"inference.averaging={averaging}", "patches.augmentation.mirror_axes=x")
+    members = [network_of(*changes, seed=seed) for seed in range(num_networks)]
+    expected = alone(image, *members, **given)
+    monkeypatch.setattr(placing.PlacedNetworks, "is_replayable", True)
     CpuGraphPool.num_captured = 0
-    found = placed(3, checkpoint, batch_size=2).segment(image)
+    found = placed(3, *members, **given).segment(image)
     np.testing.assert_array_equal(found, expected)
     assert CpuGraphPool.num_captured == 3
 
 
 @pytest.mark.multigpu
-def test_two_gpus_replay_what_a_cpu_computes(image):
+@pytest.mark.parametrize("num_networks", [1, 2])
+def test_two_gpus_replay_what_a_cpu_computes(image, num_networks):
     """Of 24 windows, most are computed by graphs; logits differ by rounding, in float64."""
-    checkpoint = network_of()
-    predictor = placed(2, checkpoint, device="cuda", batch_size=2)
-    expected = alone(image, checkpoint)
+    members = [network_of(seed=seed) for seed in range(num_networks)]
+    predictor = placed(2, *members, device="cuda", batch_size=2)
+    expected = alone(image, *members)
     for _ in "ab":
         assert (predictor.segment(image) == expected).mean() > 0.9999

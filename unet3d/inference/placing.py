@@ -13,6 +13,7 @@ from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.inference.computing_precision import wanted_precision
 from unet3d.inference.networks import Networks
+from unet3d.inference.replaying import ReplayedNetwork
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.model import BlockNetwork, Topology
 from unet3d.parallel import (
@@ -89,7 +90,8 @@ class PlacedNetworks:
     In mode data each device has a replica of it.
 
     The weights of the next network are copied over those of the one before, as folds of one
-    data set allow; a network of another topology or type is placed in its stead.
+    data set allow, so that the CUDA graph of a replica serves all of them; a network of another
+    topology or type is placed in its stead.
     """
 
     def __init__(
@@ -130,27 +132,30 @@ class PlacedNetworks:
         ]
         self.index = 0
         """Number of the network that is placed."""
+        self._weights: dict[int, dict[str, Tensor]] = {}
+        """Of each network that was copied over another one."""
         self._alone: tuple[Executor, ...] = ()
+        self._replicas: tuple[Executor | ReplayedNetwork | SharedExecutor, ...] = ()
         self._shared: SharedExecutor | None = None
         for precision in dict.fromkeys(self._precisions):
             self._log_devices(precision)
         if group.size == 1:
-            self._alone = self._make_alone(0)
+            self._place_alone(0)
         else:
             self._shared = SharedExecutor(self, group, parallel.timeout_seconds)
+            self._replicas = (self._shared,)
 
     @property
     def executor(self) -> Executor | SharedExecutor:
-        """What predicts; of several ranks, what the first one predicts with; the first replica."""
-        return self.replicas[0]
+        """The first replica's; of several ranks, what the first one predicts with."""
+        return self._shared or self._alone[0]
 
     @property
-    def replicas(self) -> tuple[Executor | SharedExecutor, ...]:
-        """The same, and the other replicas."""
-        replicas = self._alone if self._shared is None else (self._shared,)
-        if not replicas:
+    def replicas(self) -> tuple[Executor | ReplayedNetwork | SharedExecutor, ...]:
+        """What predicts; logits are valid until the next call."""
+        if not self._replicas:
             raise RuntimeError("no network is placed")
-        return replicas
+        return self._replicas
 
     @property
     def is_replayable(self) -> bool:
@@ -181,8 +186,8 @@ class PlacedNetworks:
         elif not self._alone or not all(
             self.load_into(replica, before, index) for replica in self._alone
         ):
-            self._alone = ()  # two of them need not have a place there
-            self._alone = self._make_alone(index)  # if it has no place, the next call tries again
+            self._alone = self._replicas = ()  # two of them need not have a place there
+            self._place_alone(index)  # if it has no place, the next call tries again
 
     def follow(self) -> None:
         """Take part in what the first rank predicts, until it ends; all other ranks call it.
@@ -219,8 +224,10 @@ class PlacedNetworks:
         executor.module.eval()
         return executor
 
-    def _make_alone(self, index: int) -> tuple[Executor, ...]:
-        return tuple(self.make(index, replica) for replica in range(len(self._homes)))
+    def _place_alone(self, index: int) -> None:
+        self._alone = tuple(self.make(index, replica) for replica in range(len(self._homes)))
+        replays = self.is_replayable
+        self._replicas = tuple(ReplayedNetwork(one) if replays else one for one in self._alone)
 
     def load_into(self, executor: Executor, before: int, index: int) -> bool:
         """Give a placed network the weights of another one, if nothing else is different.
@@ -235,8 +242,20 @@ class PlacedNetworks:
         """
         if self._kind(before) != self._kind(index):
             return False
-        executor.module.load_state_dict(self._networks[index].model)
+        weights = self._weights_of(index)
+        for name, tensor in executor.module.state_dict().items():
+            tensor.copy_(weights[name], non_blocking=True)
         return True
+
+    def _weights_of(self, index: int) -> dict[str, Tensor]:
+        """Return weights in pinned memory for GPUs, which copy them while the host goes on."""
+        if index not in self._weights:
+            on_gpu = any(device.type == "cuda" for home in self._homes for device in home)
+            self._weights[index] = {
+                name: tensor.pin_memory() if on_gpu else tensor
+                for name, tensor in self._networks[index].model.items()
+            }
+        return self._weights[index]
 
     def _kind(self, index: int) -> tuple[Topology, torch.dtype, str]:
         network = self._networks.described[index]

@@ -113,8 +113,8 @@ def logit_slabs(
             logits = network.predict(whole.to(network.input_device))
             _refuse_non_finite(logits)
             dtype = torch.promote_types(logits.dtype, torch.float32)
-            # What a network returns may be its own.
-            logits = logits[0].to(dtype, copy=len(networks) > 1)
+            # What a network returns may be its own, and the next one may have the same memory.
+            logits = logits[0].to(dtype, copy=True)
             mean = logits if mean is None else mean.add_(logits)
             del logits  # while others are computed
             windows_done(done, total)

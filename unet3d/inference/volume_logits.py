@@ -18,7 +18,6 @@ from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.mirroring import MirroredNetwork
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
-from unet3d.inference.replaying import ReplayedNetwork
 from unet3d.inference.replicated import ReplicatedNetwork
 from unet3d.inference.sliding_window import Predicting, WindowsDone, join_windows, logit_slabs
 from unet3d.inference.window_memory import empty_logits, refuse_beyond_host, slab_device
@@ -58,7 +57,6 @@ class VolumeLogits:
         self._placed = placed
         self._num_ranks_here = num_ranks_here
         self._skips_empty = skips_empty
-        self._replayed: list[ReplayedNetwork] | None = None
         self._most_at_a_time: int | None = None
         """Windows of a replica, where that is less than would be fastest, for lack of memory."""
         self._num_at_a_time = [1] * len(networks)
@@ -252,11 +250,7 @@ class VolumeLogits:
         return adds_up_together(self._networks.described, self._settings, sizes)
 
     def _network(self, index: int) -> Predicting:
-        """Return what predicts; of the only network, what was captured of it is kept."""
-        replicas: Sequence[Predicting] = self._predicting[index]
-        if self._placed.is_replayable and len(self._networks) == 1:
-            self._replayed = self._replayed or [ReplayedNetwork(replica) for replica in replicas]
-            replicas = self._replayed
+        replicas = self._predicting[index]
         return ReplicatedNetwork(replicas) if len(replicas) > 1 else replicas[0]
 
     def _windows(self, index: int, shape: Shape, size: Window) -> Windows:
