@@ -3,9 +3,13 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch._dynamo  # which DDP imports, and the forks need not
+import torch.distributed as dist
+from torch import Tensor
 
+from tests.parallel.cpu_graphs import CpuGraphPool
 from tests.plain_network import (
     NESTED,
     TRAINED_ELSEWHERE,
@@ -18,9 +22,10 @@ from tests.ranks import in_ranks
 from unet3d.config import ModelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Layout, parallelize
+from unet3d.model import SegmentationLoss, UNet3d, plan_topology
+from unet3d.parallel import Layout, cuda_graphs, parallelize, replicas
 from unet3d.parallel.spatial import division
+from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 from unet3d.patches.loader import share_of
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
@@ -38,6 +43,8 @@ CASES = (
     (3, 1, 7, 2, 2, True, {}),
     (2, 1, 3, 2, 2, False, {"kernels": "anisotropic"}),
     (3, 1, 5, 2, 2, True, {"regions": NESTED}),
+    (2, 1, 5, 1, 1, True, {"captured": True}),
+    (3, 1, 2, 2, 1, True, {"captured": True, **RESIDUAL}),
     (1, 2, 1, 1, 1, False, {}),
     (2, 2, 5, 1, 2, False, {}),
     (2, 2, 1, 1, 1, False, {"norm": "group"}),
@@ -49,12 +56,16 @@ CASES = (
     (1, 3, 2, 1, 1, False, {"encoder": "residual", "kernels": "anisotropic", **TRAINED_ELSEWHERE}),
 )
 STEPS = 2
+GROUPS = []
+"""Whose sums are taken; the last one's."""
+CAPTURED_STEPS = NUM_WARM_UP_STEPS + 3
 
 GPU_SIZE = (96, 64, 64)
 GPU_CASES = (
     {"autocast": None, "recompute": "level"},
     {"autocast": torch.bfloat16},
     {"autocast": torch.bfloat16, "offload": "skips"},
+    {"autocast": torch.bfloat16, "num_replicas": 2},  # of batch Dice, in whose graph is a message
 )
 
 
@@ -65,10 +76,36 @@ def slab_of(layout, topology, *tensors):
     return [one.narrow(one.dim() - 3, slab.start, len(slab)).to(device) for one in tensors]
 
 
+@torch.library.custom_op("unet3d_tests::sum_over_ranks", mutates_args=())
+def sum_over_ranks(sums: Tensor) -> Tensor:
+    """Add up in one operation that waits: a recording on a CPU does not wait for messages."""
+    total = sums.clone()
+    dist.all_reduce(total, group=GROUPS[-1])
+    return total
+
+
+def recorded_total(exchange, sums):
+    """Stand for the exchange's own, which a GPU captures."""
+    GROUPS.append(exchange._wrapped[-1].process_group)
+    return sum_over_ranks(sums)
+
+
 def take_steps(folder, group, number):
     """Take steps on a share of the batch, and keep losses and gradients."""
+    is_captured = CASES[number][-1].get("captured", False)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_captured:
+            patch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
+            patch.setattr(CpuGraphPool, "num_captured", 0)
+            patch.setattr(replicas.ReducerExchange, "total", recorded_total)
+        take_steps_on_share(folder, group, number)
+        assert bool(CpuGraphPool.num_captured) == is_captured
+
+
+def take_steps_on_share(folder, group, number):
     num_replicas, num_shards, num_samples, num_stages, num_micro_batches, joins, own = CASES[number]
     options = {**own}
+    is_captured = options.pop("captured", False)
     loss_fn = SegmentationLoss(joins_samples=joins, regions=options.pop("regions", ()))
     rank, topology = group.ranks.rank, make_topology(**options)
     model = make_network(topology)
@@ -90,7 +127,8 @@ def take_steps(folder, group, number):
     weight = len(mine) * num_replicas / num_samples
     rows, planes = list(mine or range(1)), 16 if num_shards > 1 else None
     steps = []
-    for step in range(STEPS):  # DDP arranges its buckets anew after the first
+    # DDP arranges its buckets anew after the first step.
+    for step in range(CAPTURED_STEPS if is_captured else STEPS):
         model.zero_grad(set_to_none=step == 0)
         terms = executor.forward_backward(
             image[rows], target[rows], loss_fn, weight=weight, planes=planes
@@ -106,7 +144,7 @@ def take_steps(folder, group, number):
     torch.save((steps, replayed), folder / f"{number}-{rank}.pt")
 
 
-def gpu_gradients(layout, group=None):
+def gpu_gradients(layout, group=None, *, joins_samples=False):
     """Return loss and gradients of a network whose finest maps are folded, the last ones whole."""
     settings = ModelSettings(channels=(32, 64, 64, 64), deep_supervision=False)
     torch.manual_seed(1)
@@ -115,20 +153,30 @@ def gpu_gradients(layout, group=None):
     generator = torch.Generator().manual_seed(3)
     image = torch.randn(2, 1, *GPU_SIZE, generator=generator) + 2
     target = torch.randint(0, 3, (2, *GPU_SIZE), generator=generator, dtype=torch.uint8)
+    if layout.num_replicas > 1:
+        rank = group.ranks.rank
+        image, target = image[rank : rank + 1], target[rank : rank + 1]
     batch = slab_of(layout, model.topology, image, target)
     planes = GPU_SIZE[0] if layout.num_shards > 1 else None
+    loss_fn = SegmentationLoss(joins_samples=joins_samples)
     for _ in range(6):  # the last ones are replayed, where steps are captured
         model.zero_grad(set_to_none=False)
-        terms = executor.forward_backward(*batch, dice_cross_entropy, planes=planes)
+        terms = executor.forward_backward(*batch, loss_fn, planes=planes)
+    if layout.num_replicas > 1:
+        assert executor._capture._captured is not None
     return terms.total.item(), {name: p.cpu() for name, p in gradients_of(model).items()}
 
 
 def share_a_volume(folder, group, number):
     """Keep what :func:`gpu_gradients` returns of a slab."""
     rank = group.ranks.rank
-    devices = (torch.device("cuda", rank),)
-    layout = Layout(devices=devices, num_shards=group.size, shard=rank, **GPU_CASES[number])
-    torch.save(gpu_gradients(layout, group), folder / f"{number}-{rank}.pt")
+    devices, case = (torch.device("cuda", rank),), GPU_CASES[number]
+    has_replicas = "num_replicas" in case
+    slab = {} if has_replicas else {"num_shards": group.size, "shard": rank}
+    found = gpu_gradients(
+        Layout(devices=devices, **slab, **case), group, joins_samples=has_replicas
+    )
+    torch.save(found, folder / f"{number}-{rank}.pt")
 
 
 def take_part(folder, numbers, work):

@@ -31,6 +31,7 @@ from unet3d.parallel.step_capture import StepCapture, is_small
 from unet3d.parallel.transfer import Transfer
 from unet3d.parallel.whole_batch import (
     SumsStage,
+    TotalOfReplicas,
     joins_samples,
     objectives_of_whole,
     refuse_dropout,
@@ -139,17 +140,17 @@ class PipelineExecutor:
         """
         self.module.check_shape(image)
         images, targets = self._divided(image, target)
-        is_shared = self._is_shared(loss_fn, len(images))
-        objectives = _objectives(loss_fn, images, weight * scale)
+        needs_sums = joins_samples(loss_fn) and len(images) > 1
+        objectives = self._objectives(loss_fn, images, weight, scale)
         run = partial(walk, self.schedule, self.stages, objectives)
         captured = None
-        if self._capture is not None and not is_shared:
+        if self._capture is not None and not needs_sums:
             captured = self._capture.step(run, images, targets, objectives)
         with self.exchange.step():
             if captured is None:
                 self._catch_up()
-                if is_shared:
-                    own = self._objectives_of_whole(loss_fn, images, targets, weight > 0, scale)
+                if needs_sums:
+                    own = self._objectives_by_sums(loss_fn, images, targets, weight, scale)
                     run = partial(walk, self.schedule, self.stages, own)
                 mail = DirectMail(self._routes, images, targets)
                 last = self.exchange.before_last_backward
@@ -178,11 +179,13 @@ class PipelineExecutor:
             None where steps like this one are launched.
         """
         images, targets = self._divided(image, target)
-        is_launched = self._capture is None or self._is_shared(loss_fn, len(images))
-        if is_launched or not is_small(images, self._max_captured):
+        needs_sums = joins_samples(loss_fn) and len(images) > 1
+        if self._capture is None or needs_sums or not is_small(images, self._max_captured):
             return None
         return CapturedStep(
-            run=partial(walk, self.schedule, self.stages, _objectives(loss_fn, images, 1.0)),
+            run=partial(
+                walk, self.schedule, self.stages, self._objectives(loss_fn, images, 1.0, 1.0)
+            ),
             stages=self._eager,
             routes=self._routes,
             images=images,
@@ -195,40 +198,40 @@ class PipelineExecutor:
         count = min(self.num_micro_batches, len(image))
         return image.tensor_split(count), target.tensor_split(count)
 
-    def _is_shared(self, loss_fn: LossFunction, count: int) -> bool:
-        """Return whether a loss is of the batch as one, and several parts have to know its sums."""
-        return joins_samples(loss_fn) and (count > 1 or self.exchange.num_replicas > 1)
+    def _objectives(
+        self, loss_fn: LossFunction, images: Sequence[Tensor], weight: float, scale: float
+    ) -> list[Objective]:
+        """Return the objectives of a step in which no sums are needed before."""
+        if joins_samples(loss_fn) and self.exchange.num_replicas > 1:
+            total, scale = self._total(weight, scale)
+            return objectives_of_whole(loss_fn, total, images, scale)
+        num_samples = sum(map(len, images))
+        shares = [len(image) / num_samples for image in images]
+        return [Objective(loss_fn=loss_fn, weight=one, scale=weight * scale) for one in shares]
 
-    def _objectives_of_whole(
+    def _objectives_by_sums(
         self,
         loss: Any,
         images: Sequence[Tensor],
         targets: Sequence[Tensor],
-        is_counted: bool,
+        weight: float,
         scale: float,
     ) -> list[Objective]:
-        """Return the objectives for a loss of the batch as one; all replicas call it in a step.
-
-        Args:
-            loss: The loss.
-            images: Image of each micro-batch.
-            targets: Target of each micro-batch.
-            is_counted: Whether these samples are a part of the batch at all.
-            scale: Factor of the loss before backward.
-        """
-        factor = float(is_counted)
-
-        def over_replicas(own: Tensor) -> Tensor:
-            return self.exchange.total(own * factor)
-
-        # The exchange takes the mean over replicas, each of which has a part of the sum.
-        scale *= factor * self.exchange.num_replicas
-        if len(images) == 1:
-            return objectives_of_whole(loss, over_replicas, images, scale)
+        """Return the objectives for a loss of the batch as one; all replicas call it in a step."""
         refuse_dropout(self.module)
+        total, scale = self._total(weight, scale)
         with torch.no_grad():
-            total = over_replicas(self._sums(loss, images, targets))
-        return objectives_of_whole(loss, lambda own: total, images, scale)
+            known = total(self._sums(loss, images, targets))
+        return objectives_of_whole(loss, lambda own: known, images, scale)
+
+    def _total(self, weight: float, scale: float) -> tuple[TotalOfReplicas, float]:
+        """Return what adds up sums, and the scale of a part's loss.
+
+        The exchange takes the mean over replicas, each of which has a part of the sum.
+        """
+        factor = float(weight > 0)
+        total = TotalOfReplicas(exchange=self.exchange, factor=factor)
+        return total, scale * factor * self.exchange.num_replicas
 
     def _sums(self, loss: Any, images: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """Return the sums over all micro-batches, which pass forward for that."""
@@ -279,14 +282,6 @@ class PipelineExecutor:
             self._predictions.append(torch.cuda.current_stream(self.output_device).record_event())
             if len(self._predictions) > len(self.stages):
                 self._predictions.popleft().synchronize()
-
-
-def _objectives(loss_fn: LossFunction, images: Sequence[Tensor], scale: float) -> list[Objective]:
-    """Return the objectives of micro-batches whose loss is a mean over samples."""
-    num_samples = sum(map(len, images))
-    return [
-        Objective(loss_fn=loss_fn, weight=len(image) / num_samples, scale=scale) for image in images
-    ]
 
 
 def walk(

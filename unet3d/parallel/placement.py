@@ -74,8 +74,6 @@ class Layout:
             dims: The devices and ranks.
             precision: A resolved one, such as ``bfloat16``; never ``auto``.
         """
-        # Sums that replicas tell one another in the middle of a step are not captured.
-        is_shared = config.training.batch_dice is True and dims.num_replicas > 1
         return cls(
             devices=dims.devices,
             cuts=config.parallel.cuts,
@@ -84,7 +82,7 @@ class Layout:
             schedule=config.parallel.schedule,
             recompute=config.memory.recompute,
             offload=config.memory.offload,
-            cuda_graphs="off" if is_shared else config.parallel.cuda_graphs,
+            cuda_graphs=config.parallel.cuda_graphs,
             num_replicas=dims.num_replicas,
             num_shards=dims.num_shards,
             shard=dims.shard_of(dims.rank),

@@ -6,8 +6,9 @@ f(S + (T - S)), where the difference is taken as a constant: it has the value of
 and the gradients of all parts add up to the whole batch's.
 
 Before the first backward, T must be known. Replicas with one micro-batch tell one another their
-sums between forward and loss. Several micro-batches pass forward once before, without gradients:
-their activations are not kept, so it takes no more memory, but the time of the forward pass.
+sums between forward and loss, in a captured step by a message that is part of its graph. Several
+micro-batches pass forward once before, without gradients: their activations are not kept, so it
+takes no more memory, but the time of the forward pass, and such a step is launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
 from unet3d.parallel.executor import Loss, LossFunction
+from unet3d.parallel.gradient_exchange import GradientExchange
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.stage_runner import EagerStage, Gradients, Objective, Send
 
@@ -74,6 +76,19 @@ def refuse_dropout(module: BlockNetwork) -> None:
             "dropout would draw other random numbers; use training.batch_dice=false or one "
             "micro-batch"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalOfReplicas:
+    """Adds up over replicas; equal where the exchange and the factor are, as captured steps ask."""
+
+    exchange: GradientExchange
+    factor: float
+    """Of this replica's sums: 0 where its samples are no part of the batch."""
+
+    def __call__(self, own: Tensor) -> Tensor:
+        """Return sums over the batch."""
+        return self.exchange.total(own * self.factor)
 
 
 def objectives_of_whole(
