@@ -1,14 +1,16 @@
-"""Prediction with a network of random weights: from file to file, and windows against MONAI's.
+"""Prediction with random weights or a checkpoint: from file to file, and windows against MONAI's.
 
     python benchmarks/prediction.py --shape 512,512,824 --repeats 4 --json scan.json
     python benchmarks/prediction.py --devices 0,1 --against 0 --scans 8 --repeats 4 --json two.json
     python benchmarks/prediction.py --shape 301,370,316 --classes 117 --repeats 4
+    python benchmarks/prediction.py --checkpoint MODEL --devices 0,1 --against 0 --repeats 3
     python benchmarks/prediction.py --inferer --windows-at-once 1,2,4 --json inferer.json
     python benchmarks/prediction.py --devices cpu --shape 40,32,32 --channels 4,8 --window 16,16,16
 
 The scan is a compressed phantom head in int16 with voxels of 1 mm, and ``unet3d predict`` a process
-of its own. ``--finer 2`` gives the network half the scan's spacing;
-with ``--scans`` a folder of copies is segmented; ``--predict=--tta`` passes an option on. Host
+of its own. The network has random weights, or is what ``--checkpoint`` names, such as a model of
+nnU-Net with its folds. ``--finer 2`` gives one of random weights half the scan's spacing; with
+``--scans`` a folder of copies is segmented; ``--predict=--tta`` passes an option on. Host
 memory is the most that the command held, GPU memory what nvidia-smi says of the fullest GPU. The
 first run may compile kernels, so of several the first is not counted, and the seconds are the
 median of the others. ``--against`` measures the same on other devices as well, in turn, and says
@@ -76,6 +78,7 @@ OVERLAP = 0.5
 def make_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("--shape", type=shape, default="512,512,824", help="of the scan")
+    parser.add_argument("--checkpoint", type=Path, help="instead of random weights")
     parser.add_argument("--classes", type=int, default=NUM_CLASSES)
     parser.add_argument("--channels", type=numbers, default=CHANNELS)
     parser.add_argument("--window", type=shape, default="128,128,128")
@@ -156,7 +159,10 @@ def from_file_to_file(arguments: argparse.Namespace) -> dict[str, dict[str, Any]
         folder, network = Path(name) / "scans", Path(name) / "network.pt"
         folder.mkdir()
         scan = folder / "scan.nii.gz"
-        write_network(arguments, network)
+        if arguments.checkpoint is None:
+            write_network(arguments, network)
+        else:
+            network = arguments.checkpoint
         write_scan(scan, arguments.shape)
         for number in range(1, arguments.scans):
             os.link(scan, folder / f"{number}-{scan.name}")
