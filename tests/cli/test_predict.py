@@ -316,7 +316,7 @@ def test_what_memory_cannot_hold_is_refused_at_once(scan, predicting, monkeypatc
     write_volume(scan, scan_array((40, 30, 20)))
     monkeypatch.setattr("unet3d.memory.host.SMALL_BYTES", 0)
     monkeypatch.setattr("unet3d.runs.tensor_file.shortage", lambda *_: None)  # compared before
-    for name in ("images.image", "preparation.resample", "images.scratch"):
+    for name in ("preparation.resample", "images.scratch"):
         monkeypatch.setattr(f"unet3d.{name}.refuse_beyond_memory", lambda *_: None)
     logits = "adding up the logits of 40x30x20 voxels and 3 classes takes 281.2 KiB"
     window = "a window of 8x8x8 voxels, with the image around it, takes 36.75 KiB"
