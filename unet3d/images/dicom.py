@@ -17,7 +17,7 @@ from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of, some
 from unet3d.images.dicom_elements import REMEDY
 from unet3d.images.dicom_slice import SAME_DIRECTION, Slice, read_pixels, read_slice
-from unet3d.images.files import members, times
+from unet3d.images.files import DICOM_INDEX, members, times
 from unet3d.images.geometry import (
     RAS_FROM_LPS,
     geometry_of_affine,
@@ -95,12 +95,20 @@ def open_series(folder: Path) -> Source:
 
 def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
     """Refuse files that are named like the slices but are no DICOM: empty, cut off or damaged."""
-    names = {re.sub(r"\d+", "1", file.name) for file in files}
+    kinds = {_kind_of_name(file) for file in files}
     for path in sorted(set(folder.iterdir()) - set(files)):
-        if re.sub(r"\d+", "1", path.name) in names and not path.is_dir():
+        is_listed = not path.name.startswith(".") and path.name.upper() != DICOM_INDEX
+        if is_listed and _kind_of_name(path) in kinds and not path.is_dir():
             raise VolumeError(
                 f"{path} is named like the slices beside it but is no DICOM file; {REMEDY}"
             )
+
+
+def _kind_of_name(path: Path) -> str:
+    """Return the ending of a name; of one without, whether it is a word like README."""
+    if re.search(r"[a-z_]", path.suffix, re.IGNORECASE):
+        return path.suffix.lower()
+    return "numbered" if re.search(r"\d", path.name) else path.name
 
 
 def _refuse_several_series(folder: Path, slices: Sequence[Slice]) -> None:
