@@ -166,7 +166,9 @@ def _decompressed(one: Slice) -> npt.NDArray[Any]:
     sitk.ProcessObject.SetGlobalWarningDisplay(False)
     try:
         pixels = sitk.GetArrayFromImage(sitk.ReadImage(str(one.path), imageIO="GDCMImageIO"))
-        turned: npt.NDArray[Any] = pixels.reshape(one.shape[::-1]).T
-    except (RuntimeError, ValueError) as error:  # every error of ITK and GDCM; another shape
+        if pixels.shape != (1, *one.shape[::-1]):
+            raise ValueError("the compressed image has another shape")
+        turned: npt.NDArray[Any] = pixels[0].T
+    except (RuntimeError, ValueError) as error:  # every error of ITK and GDCM is the first
         raise VolumeError(f"cannot decompress the pixels of {one.path}; {REMEDY}") from error
     return turned
