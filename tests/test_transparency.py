@@ -33,14 +33,13 @@ NETWORKS: list[dict[str, object]] = [{}, RESIDUAL, {"norm": "group"}, FLAT, TRAI
     options=NETWORKS,
     stages=[(1, None), (2, None), (3, None), (2, (9,)), (4, (1, 5, 7))],
     batch=[(1, 1), (3, 2), (5, 3), (5, 5)],
-    schedule=["1f1b", "all-forward"],
     loss_fn=[PER_SAMPLE, BATCH_DICE],
 )
-def test_spreading_is_transparent(options, stages, batch, schedule, loss_fn):
+def test_spreading_is_transparent(options, stages, batch, loss_fn):
     topology = make_topology(**options)
     (num_devices, cuts), (num_samples, num_micro_batches) = stages, batch
     layout = {"num_devices": num_devices, "cuts": cuts, "num_micro_batches": num_micro_batches}
-    executor = check_step(topology, num_samples, loss_fn, schedule=schedule, **layout)
+    executor = check_step(topology, num_samples, loss_fn, **layout)
     image, _ = make_batch(num_samples)
     assert_close(executor.predict(image), plain_logits(topology, num_samples), "logits")
 

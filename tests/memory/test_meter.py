@@ -17,7 +17,7 @@ from unet3d.memory.timeline import Mark, Timeline
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, parallelize
-from unet3d.parallel.schedule import SCHEDULES
+from unet3d.parallel.schedule import one_forward_one_backward
 
 
 def small_topology(**options: object) -> Topology:
@@ -181,13 +181,12 @@ def test_the_memory_of_the_machine():
     assert device_bytes(CPU) == kibibytes * 1024
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
-def test_the_timeline_has_a_mark_for_each_action_of_the_last_step(schedule):
-    executor = spread(2, num_micro_batches=3, schedule=schedule)
+def test_the_timeline_has_a_mark_for_each_action_of_the_last_step():
+    executor = spread(2, num_micro_batches=3)
     measure(executor, num_samples=3)
     meter, measured = measure(executor, num_samples=3)
     expected: list[tuple[int | None, str, int | None]] = []
-    for action in SCHEDULES[schedule](3, 2):
+    for action in one_forward_one_backward(3, 2):
         expected.append((action.stage, action.kind, action.micro_batch))
         if action.kind == "forward" and action.stage == 1:
             expected.append((1, "loss", action.micro_batch))

@@ -75,19 +75,19 @@ def cpu_graphs(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cuts", "num_micro_batches", "schedule", "recompute", "by_buffer", "bias"),
+    ("cuts", "num_micro_batches", "recompute", "by_buffer", "bias"),
     [
-        ((), 1, "1f1b", "norm", False, False),
-        ((), 2, "all-forward", "level", False, False),
-        ((6,), 1, "1f1b", "level", True, True),  # a bias begins at zero, and changes in each step
-        ((6,), 2, "1f1b", "norm", False, True),
-        ((6,), 4, "all-forward", "level", True, False),
-        ((2, 9), 2, "1f1b", "level", True, False),
-        ((2, 9), 2, "all-forward", "norm", False, False),
+        ((), 1, "norm", False, False),
+        ((), 2, "level", False, False),
+        ((6,), 1, "level", True, True),  # a bias begins at zero, and changes in each step
+        ((6,), 2, "norm", False, True),
+        ((6,), 4, "level", True, False),
+        ((2, 9), 2, "level", True, False),
+        ((2, 9), 2, "norm", False, False),
     ],
 )
 def test_replayed_steps_train_as_launched_ones_on_a_cpu(
-    cpu_graphs, monkeypatch, cuts, num_micro_batches, schedule, recompute, by_buffer, bias
+    cpu_graphs, monkeypatch, cuts, num_micro_batches, recompute, by_buffer, bias
 ):
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
     if by_buffer:  # as between two GPUs
@@ -97,7 +97,6 @@ def test_replayed_steps_train_as_launched_ones_on_a_cpu(
         topology=replace(TOPOLOGY, upsampling_bias=bias),
         cuts=cuts,
         num_micro_batches=num_micro_batches,
-        schedule=schedule,
         recompute=recompute,
     )
     num_stages = len(cuts) + 1
@@ -106,16 +105,14 @@ def test_replayed_steps_train_as_launched_ones_on_a_cpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
 @pytest.mark.parametrize(
     "indices", [(0,), (0, 0), (0, 0, 0), pytest.param((0, 1), marks=pytest.mark.multigpu)], ids=str
 )
-def test_replayed_steps_train_as_launched_ones_on_gpus(indices, schedule, num_micro_batches):
+def test_replayed_steps_train_as_launched_ones_on_gpus(indices, num_micro_batches):
     gpus = tuple(torch.device("cuda", index) for index in indices)
-    options = {"schedule": schedule, "num_micro_batches": num_micro_batches}
-    check_replayed_steps(gpus, **options)
-    topology = replace(TOPOLOGY, upsampling_bias=True)
-    check_replayed_steps(gpus, topology=topology, recompute="level", **options)
+    check_replayed_steps(gpus, num_micro_batches=num_micro_batches)
+    biased = {"topology": replace(TOPOLOGY, upsampling_bias=True), "recompute": "level"}
+    check_replayed_steps(gpus, num_micro_batches=num_micro_batches, **biased)
 
 
 def test_coarse_logits_of_an_earlier_stage_reach_the_loss(cpu_graphs):

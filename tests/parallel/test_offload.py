@@ -53,23 +53,22 @@ def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder):
         {"norm": "group", "num_levels": 2},
     ],
     stages=[
-        (1, None, 1, "1f1b"),
-        (1, None, 2, "1f1b"),
-        (2, (2,), 3, "all-forward"),
-        (2, (6,), 2, "1f1b"),
-        (3, (1, 5), 3, "1f1b"),
+        (1, None, 1),
+        (1, None, 2),
+        (2, (2,), 3),
+        (2, (6,), 2),
+        (3, (1, 5), 3),
     ],
     remade_from=[0, 2**21],
 )
 def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeypatch):
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     topology = make_topology(**options)
-    num_devices, cuts, num_micro_batches, schedule = stages
+    num_devices, cuts, num_micro_batches = stages
     layout = Layout(
         devices=(CPU,) * num_devices,
         cuts=cuts,
         num_micro_batches=num_micro_batches,
-        schedule=schedule,
     )
     (loss, gradients), (expected_loss, expected) = (
         step(parallelize(make_network(topology).float(), one), num_samples=3)

@@ -62,7 +62,6 @@ SLOTS: dict[str, dict[str, Any]] = {
     "accumulated": {"num_slots": 1, "batch_size": 3, "num_micro_batches": 2},
     "batch Dice": {"batch_size": 5, "num_micro_batches": 3, "batch_dice": True},
     "odd batch": {"num_slots": 3, "batch_size": 5, "num_micro_batches": 4},
-    "all forward": {"batch_size": 3, "num_micro_batches": 3, "schedule": "all-forward"},
     "another cut, regions": {"cuts": (3,), "regions": ((1, 2), (2,), (1,))},
     "bfloat16": {"precision": "bfloat16"},
     "adamw, float64": {"num_slots": 1, "optimizer": "adamw", "precision": "float64"},

@@ -85,7 +85,6 @@ def test_in_other_circumstances_it_is_not(tmp_path, monkeypatch):
         "training.batch_dice=true",
         "training.batch_size=3",
         "training.optimizer=adamw",
-        "parallel.schedule=all-forward",
         "memory.recompute=level",
     ):
         assert recall_tuned(tuning_key(tmp_path, setting)) is None, setting

@@ -372,9 +372,6 @@ class ParallelSettings(Section):
     max_restarts: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
     """How often the ranks are started again, from the latest checkpoint, when one of them dies.
     Under torchrun its own --max-restarts counts."""
-    schedule: Literal["1f1b", "all-forward"] = "1f1b"
-    """When each micro-batch runs where. 1f1b: one forward, one backward in turn; all-forward: all
-    forward, then all backward, which keeps the activations of all."""
     cuda_graphs: Annotated[CudaGraphs, OFF] = "auto"
     """auto: steps of small volumes on GPUs are captured as CUDA graphs and replayed, where there is
     memory for it; off: every step is launched."""

@@ -24,7 +24,6 @@ from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision
 from unet3d.parallel.replicas import ReducerExchange
-from unet3d.parallel.schedule import SCHEDULES
 from unet3d.parallel.spatial.executor import SpatialExecutor
 
 __all__ = [
@@ -68,7 +67,6 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
         module=network,
         stages=stages,
         num_micro_batches=layout.num_micro_batches,
-        schedule=SCHEDULES[layout.schedule],
         autocast=layout.autocast,
         recompute=layout.recompute,
         offloads_skips=layout.offload == "skips",

@@ -25,7 +25,7 @@ from unet3d.parallel.mail import DirectMail, Mail, Routes
 from unet3d.parallel.offload import StepOffload
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
-from unet3d.parallel.schedule import Schedule, all_forward, most_alive
+from unet3d.parallel.schedule import Schedule, all_forward, most_alive, one_forward_one_backward
 from unet3d.parallel.stage_runner import EagerStage, Objective, StageRunner
 from unet3d.parallel.step_capture import StepCapture, is_small
 from unet3d.parallel.transfer import Transfer
@@ -47,7 +47,6 @@ class PipelineExecutor:
         module: BlockNetwork,
         stages: Sequence[Stage],
         num_micro_batches: int,
-        schedule: Schedule,
         autocast: torch.dtype | None,
         recompute: Recompute,
         offloads_skips: bool = False,
@@ -61,7 +60,6 @@ class PipelineExecutor:
             module: The network, with all its parameters in one precision.
             stages: Its blocks, divided.
             num_micro_batches: Portions of a training batch.
-            schedule: When and where each of them runs.
             autocast: Lower precision of the stages whose device has it, or None.
             recompute: What is recomputed in backward instead of being kept.
             offloads_skips: Whether GPU stages keep skips in host memory while nothing reads them.
@@ -90,7 +88,6 @@ class PipelineExecutor:
         self.input_device = stages[0].slot.device
         self.output_device = stages[-1].slot.device
         self.num_micro_batches = num_micro_batches
-        self.schedule = schedule
         self.observer: Observer = NoObserver()
         self._predictions: deque[torch.cuda.Event] = deque()
         self._gpus = {slot.device for slot in self.slots if slot.device.type == "cuda"}
@@ -102,7 +99,7 @@ class PipelineExecutor:
             if offloads_skips
             else None
         )
-        alive = most_alive(schedule, num_micro_batches, len(stages))
+        alive = most_alive(num_micro_batches, len(stages))
         self._eager = tuple(
             EagerStage(
                 stage=stage,
@@ -142,7 +139,7 @@ class PipelineExecutor:
         images, targets = self._divided(image, target)
         needs_sums = joins_samples(loss_fn) and len(images) > 1
         objectives = self._objectives(loss_fn, images, weight, scale)
-        run = partial(walk, self.schedule, self.stages, objectives)
+        run = partial(walk, one_forward_one_backward, self.stages, objectives)
         captured = None
         if self._capture is not None and not needs_sums:
             captured = self._capture.step(run, images, targets, objectives)
@@ -151,7 +148,7 @@ class PipelineExecutor:
                 self._catch_up()
                 if needs_sums:
                     own = self._objectives_by_sums(loss_fn, images, targets, weight, scale)
-                    run = partial(walk, self.schedule, self.stages, own)
+                    run = partial(walk, one_forward_one_backward, self.stages, own)
                 mail = DirectMail(self._routes, images, targets)
                 last = self.exchange.before_last_backward
                 terms = run(self._eager, mail, observer=self.observer, before_last_backward=last)
@@ -184,7 +181,10 @@ class PipelineExecutor:
             return None
         return CapturedStep(
             run=partial(
-                walk, self.schedule, self.stages, self._objectives(loss_fn, images, 1.0, 1.0)
+                walk,
+                one_forward_one_backward,
+                self.stages,
+                self._objectives(loss_fn, images, 1.0, 1.0),
             ),
             stages=self._eager,
             routes=self._routes,

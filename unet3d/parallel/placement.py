@@ -50,8 +50,6 @@ class Layout:
     """Portions that a training batch is divided into, along N."""
     autocast: torch.dtype | None = None
     """Lower precision of the stages whose device has it, or None for the network's own."""
-    schedule: Literal["1f1b", "all-forward"] = "1f1b"
-    """The order in which the micro-batches run."""
     recompute: Recompute = "norm"
     """What is recomputed in backward instead of being kept."""
     offload: Offload = "none"
@@ -70,7 +68,7 @@ class Layout:
         """Return how settings spread the network of one replica.
 
         Args:
-            config: Cuts, micro-batches, schedule, and what is kept for backward.
+            config: Cuts, micro-batches, and what is kept for backward.
             dims: The devices and ranks.
             precision: A resolved one, such as ``bfloat16``; never ``auto``.
         """
@@ -79,7 +77,6 @@ class Layout:
             cuts=config.parallel.cuts,
             num_micro_batches=config.training.num_micro_batches,
             autocast=autocast_dtype(precision),
-            schedule=config.parallel.schedule,
             recompute=config.memory.recompute,
             offload=config.memory.offload,
             cuda_graphs=config.parallel.cuda_graphs,

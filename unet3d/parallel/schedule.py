@@ -34,10 +34,6 @@ def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterato
         stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
     With one stage this is gradient accumulation: F0 B0 F1 B1 and so on.
-
-    Args:
-        num_micro_batches: At least 1.
-        num_stages: At least 1.
     """
     per_stage = []
     for stage in range(num_stages):
@@ -51,70 +47,31 @@ def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterato
     return _as_queued(per_stage)
 
 
-def all_forward_all_backward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
-    """Yield the schedule of GPipe (Huang et al., arXiv 1811.06965), for comparison.
-
-    Every stage keeps the activations of every micro-batch::
-
-        stage 0   F0 F1 F2 F3 .. .. B0 B1 B2 B3
-        stage 1   .. F0 F1 F2 F3 B0 B1 B2 B3 ..
-
-    Args:
-        num_micro_batches: At least 1.
-        num_stages: At least 1.
-    """
-    kinds: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
-    return _as_queued(
-        [
-            [
-                Action(kind=kind, micro_batch=i, stage=stage)
-                for kind in kinds
-                for i in range(num_micro_batches)
-            ]
-            for stage in range(num_stages)
-        ]
-    )
-
-
 def all_forward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
     """Yield a schedule without backward, for what has to be known before a step.
 
-    It is the first half of :func:`all_forward_all_backward`::
+    ::
 
         stage 0   F0 F1 F2 F3
         stage 1   .. F0 F1 F2 F3
-
-    Args:
-        num_micro_batches: At least 1.
-        num_stages: At least 1.
     """
-    for action in all_forward_all_backward(num_micro_batches, num_stages):
-        if action.kind == "forward":
-            yield action
+    order = [
+        [Action(kind="forward", micro_batch=i, stage=stage) for i in range(num_micro_batches)]
+        for stage in range(num_stages)
+    ]
+    return _as_queued(order)
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "1f1b": one_forward_one_backward,
-    "all-forward": all_forward_all_backward,
-}
-
-
-def most_alive(schedule: Schedule, num_micro_batches: int, num_stages: int) -> list[list[int]]:
+def most_alive(num_micro_batches: int, num_stages: int) -> list[list[int]]:
     """Return the largest number of micro-batches in flight between two stages at a time.
 
-    Args:
-        schedule: The schedule.
-        num_micro_batches: At least 1.
-        num_stages: At least 1.
-
-    Returns:
-        ``[maker][reader]``: those that the first has passed forward, but the second not yet
-        backward. Where both are the same stage: those whose activations it keeps.
+    It is ``[maker][reader]``: how many the first has passed forward, but the second not yet
+    backward. Where both are the same stage: how many micro-batches' activations it keeps.
     """
     stages = range(num_stages)
     alive = [[0] * num_stages for _ in stages]
     most = [[0] * num_stages for _ in stages]
-    for action in schedule(num_micro_batches, num_stages):
+    for action in one_forward_one_backward(num_micro_batches, num_stages):
         for other in stages:
             if action.kind == "forward":
                 alive[action.stage][other] += 1

@@ -314,8 +314,6 @@ def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
     and two more, so that one adds to the gradients of those before.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
-    if layout.schedule == "all-forward":
-        return batch_size, num_portions
     num_run = min(num_portions, len(layout.devices) + 2)
     smaller, num_larger = divmod(batch_size, num_portions)  # the larger portions come first
     return smaller * num_run + min(num_larger, num_run), num_run

@@ -84,7 +84,6 @@ class TuningKey:
             "regions": [list(region) for region in self.regions],
             "optimizer": [training.optimizer, training.momentum > 0],
             "mode": self.config.parallel.mode,
-            "schedule": self.config.parallel.schedule,
             "cuda_graphs": self.config.parallel.cuda_graphs,
             "memory": self.config.memory.model_dump(),
             "devices": [hardware(device) for device in self.devices],

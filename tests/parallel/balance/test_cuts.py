@@ -16,7 +16,7 @@ from unet3d.parallel import Layout, choose_cuts
 from unet3d.parallel.balance import cuts as balance
 from unet3d.parallel.balance.cuts import memory_cost
 from unet3d.parallel.partition import default_cuts
-from unet3d.parallel.schedule import SCHEDULES, most_alive
+from unet3d.parallel.schedule import most_alive
 from unet3d.planning.memory_estimate import predict_memory
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -115,17 +115,17 @@ def test_memory_is_balanced_as_well_as_can_be(
 
 
 @pytest.mark.parametrize(
-    ("cuts", "num_micro_batches", "schedule", "recompute"),
+    ("cuts", "num_micro_batches", "recompute"),
     [
-        ((6,), 4, "1f1b", "norm"),
-        ((6,), 4, "1f1b", "level"),
-        ((4, 8), 4, "1f1b", "norm"),
-        ((1,), 1, "1f1b", "norm"),
-        ((9,), 4, "all-forward", "off"),
+        ((6,), 4, "norm"),
+        ((6,), 4, "level"),
+        ((4, 8), 4, "norm"),
+        ((1,), 1, "norm"),
+        ((9,), 4, "off"),
     ],
 )
 def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
-    cuts, num_micro_batches, schedule, recompute, monkeypatch
+    cuts, num_micro_batches, recompute, monkeypatch
 ):
     """The step runs on fake tensors, so these GPUs need not exist."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
@@ -137,7 +137,6 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
         "bfloat16",
         SMALL.model_copy(update={"base_channels": 8}),
         cuts=cuts,
-        schedule=schedule,
         recompute=recompute,
     )
     predicted = predict_memory(step, counts_reserved=False)
@@ -151,13 +150,12 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
 
 
 def test_micro_batches_under_way_are_those_of_the_timetables():
-    alive = most_alive(SCHEDULES["1f1b"], 8, 3)
+    alive = most_alive(8, 3)
     # A stage keeps as many as there are stages from it to the end, and what it sends on waits at
     # the next until its turn comes.
     assert [alive[stage][stage] for stage in range(3)] == [3, 2, 1]
     assert [alive[0][1], alive[1][2]] == [3, 2]
-    assert most_alive(SCHEDULES["1f1b"], 1, 3) == [[1, 1, 1]] * 3
-    assert most_alive(SCHEDULES["all-forward"], 8, 2) == [[8, 8], [8, 8]]
+    assert most_alive(1, 3) == [[1, 1, 1]] * 3
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])

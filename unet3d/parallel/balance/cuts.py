@@ -16,7 +16,7 @@ from unet3d.model.parts import recomputed_parts
 from unet3d.parallel.balance.block_costs import BlockBytes, block_bytes, block_seconds
 from unet3d.parallel.partition import StageCost, cheapest_cuts, check_num_stages, default_cuts
 from unet3d.parallel.placement import Layout
-from unet3d.parallel.schedule import SCHEDULES, most_alive
+from unet3d.parallel.schedule import most_alive
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def choose_cuts(
 
     Args:
         model: The network; it is neither moved nor changed.
-        layout: Devices, micro-batches, schedule and precision; its cuts are ignored.
+        layout: Devices, micro-batches and precision; its cuts are ignored.
         balance: What to balance over the stages. ``encoder-decoder`` considers neither time nor
             memory.
         size: Voxels of an image along X, Y, Z; multiples of the total stride.
@@ -101,7 +101,7 @@ def memory_cost(
 
     Args:
         model: The network.
-        layout: Devices, micro-batches, schedule and precision.
+        layout: Devices, micro-batches and precision.
         size: Voxels of an image along X, Y, Z.
         batch_size: Samples of a batch.
         num_states: How many numbers the optimizer keeps for each parameter.
@@ -117,7 +117,7 @@ def memory_cost(
     place = {block.name: index for index, block in enumerate(blocks)}
     num_stages, num_blocks = len(layout.devices), len(blocks)
     num_micro_batches = min(layout.num_micro_batches, batch_size)
-    alive = most_alive(SCHEDULES[layout.schedule], num_micro_batches, num_stages)
+    alive = most_alive(num_micro_batches, num_stages)
     results = frozenset(model.outputs())
     dtype = next(model.parameters()).dtype
     voxels = batch_size * math.prod(size)

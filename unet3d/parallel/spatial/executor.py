@@ -28,7 +28,6 @@ from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import Layout, Slot
 from unet3d.parallel.precision import lowered_on
 from unet3d.parallel.replicas import check_kinds
-from unet3d.parallel.schedule import SCHEDULES
 from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.parallel.spatial.flat_exchange import FlatExchange
 from unet3d.parallel.spatial.network import SlabNetwork
@@ -258,7 +257,6 @@ class SpatialExecutor:
             module=network,
             stages=make_stages(network.blocks(), layout.devices, (), network.outputs()),
             num_micro_batches=layout.num_micro_batches,
-            schedule=SCHEDULES[layout.schedule],
             autocast=layout.autocast,
             recompute=layout.recompute,
             offloads_skips=layout.offload == "skips",
