@@ -147,7 +147,7 @@ def compare(way: Way) -> list[dict[str, Any]]:
 def compare_all(arguments: argparse.Namespace) -> None:
     """Measure every way, print a line for each slot, write the record after each way."""
     rows: list[dict[str, Any]] = []
-    heads = ("peak GiB", "planned", "ratio", "reserved", "planned", "ratio", "beside")
+    heads = ("peak GiB", "planned", "ratio", "reserved", "beside")
     print(f"{'':66}" + "".join(f"{head:>10}" for head in heads))
     for name, way in ways(arguments, arguments.unit or 64):
         for row in compare(way):
@@ -167,12 +167,11 @@ def line_of(row: dict[str, Any]) -> str:
         return f"{row['way']:66} {row['reason']}"
     found, expected = row["measured"], row["predicted"]
     line = f"{row['way']:57}{found['device']:>9}"
-    for is_, planned in (("peak_bytes", "peak_bytes"), ("later_reserved_bytes", "reserved_bytes")):
-        if is_ in found:
-            line += f"{found[is_] / GIB:10.3f}{expected[planned] / GIB:10.3f}"
-            line += f"{expected[planned] / found[is_]:10.3f}"
-    if "beside_allocator_bytes" in found:
-        line += f"{found['beside_allocator_bytes'] / GIB:10.3f}"
+    peak, planned = found["peak_bytes"], expected["peak_bytes"]
+    line += f"{peak / GIB:10.3f}{planned / GIB:10.3f}{planned / peak:10.3f}"
+    for name in ("later_reserved_bytes", "beside_allocator_bytes"):
+        if name in found:
+            line += f"{found[name] / GIB:10.3f}"
     return line
 
 

@@ -138,7 +138,7 @@ def predicted(way: Way) -> dict[str, Any]:
     if way.kind == "threads":  # whose copies and gathering it does not know
         return {}
     step = way.planned().fullest()
-    memory = predict_memory(step, counts_reserved=False).memory.values()
+    memory = predict_memory(step).memory.values()
     return {
         "predicted_seconds": None if way.balances_time else step_seconds(step),
         "predicted_bytes": max(slot.peak_bytes for slot in memory),

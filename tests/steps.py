@@ -53,16 +53,16 @@ def make_step(
     )
 
 
-def predicted(step, counts_reserved=True):
+def predicted(step):
     """Return the prediction for a step, which is made once in a process."""
     # What tests patch, and a prediction depends on.
     here = (recompute.MIN_ELEMENTS, division.MIN_DIVIDED_ELEMENTS, precision.cpu_has_bfloat16())
-    return _predicted(step, counts_reserved, here)
+    return _predicted(step, here)
 
 
 @cache
-def _predicted(step, counts_reserved, here):
-    return predict_memory(step, counts_reserved)
+def _predicted(step, here):
+    return predict_memory(step)
 
 
 def measure(step):

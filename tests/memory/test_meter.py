@@ -12,7 +12,7 @@ from unet3d.config import TrainingSettings
 from unet3d.kernels import recompute as remake
 from unet3d.memory.measurement import measured_steps
 from unet3d.memory.meter import MemoryMeter, SlotMemory
-from unet3d.memory.record import device_bytes, memory_record, merged_records
+from unet3d.memory.record import device_bytes, memory_record, merged_records, reserved_bytes
 from unet3d.memory.timeline import Mark, Timeline
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
@@ -143,7 +143,7 @@ def test_parameters_gradients_and_optimizer_by_arithmetic(optimizer, states, cou
         assert found.gradients_bytes == later[slot.index].gradients_bytes == numbers
         assert found.optimizer_bytes == states * numbers + counters * 4 * len(parameters)
         kept = found.parameters_bytes + found.gradients_bytes + found.optimizer_bytes
-        assert found.peak_bytes == found.reserved_bytes == kept + found.activations_bytes
+        assert found.peak_bytes == kept + found.activations_bytes
 
 
 def test_the_records_of_ranks_are_numbered_through():
@@ -169,8 +169,10 @@ def test_the_records_of_ranks_are_numbered_through():
     assert (last["rank"], [mark["slot"] for mark in last["marks"]]) == (2, [4, 5, None])
     for row in merged["slots"]:
         assert (row["device"], row["device_bytes"]) == ("cpu", device_bytes(CPU))
-        assert row["measured"] == measured[row["slot"] % 2].to_dict()
-        assert row["predicted"] == row["measured"] | {"peak_bytes": 7}
+        found = measured[row["slot"] % 2]
+        # A CPU has no allocator that reserves.
+        assert row["measured"] == found.to_dict() | {"reserved_bytes": found.peak_bytes}
+        assert row["predicted"] == found.to_dict() | {"peak_bytes": 7}
     (row, _) = memory_record("model", executor.slots, measured, None, lines)["slots"]
     assert row["predicted"] is None
 
@@ -263,6 +265,6 @@ def test_a_gpu_is_measured_by_its_allocator():
     assert max(mark.peak_bytes for mark in line.marks) == found.peak_bytes
     now = torch.cuda.memory_allocated(gpu)  # the loss is smaller when it is returned
     assert now <= line.marks[-1].bytes <= now + 2**16
-    assert found.reserved_bytes >= found.peak_bytes
+    assert torch.cuda.memory_reserved(gpu) <= reserved_bytes(gpu)
     assert found.peak_bytes >= found.parameters_bytes + found.activations_bytes
     assert device_bytes(gpu) == torch.cuda.mem_get_info(gpu)[1]

@@ -30,11 +30,11 @@ def test_the_largest_size_fits_and_the_next_does_not(size, mib):
 
     pairs = zip(units, scaled(max(units)), strict=True)
     assert all(abs(unit - wanted) <= 0.5 + 1e-9 for unit, wanted in pairs)
-    assert predicted(replace(step, size=found), False).load(memory) <= 1
+    assert predicted(replace(step, size=found)).load(memory) <= 1
     larger = zip(scaled(max(units) + 1), stride, strict=True)
     x, y, z = (round(wanted) * one for wanted, one in larger)
     assert math.prod((x, y, z)) > math.prod(found)
-    assert predicted(replace(step, size=(x, y, z)), False).load(memory) > 1
+    assert predicted(replace(step, size=(x, y, z))).load(memory) > 1
 
 
 def test_what_was_predicted_is_not_predicted_again(monkeypatch):
@@ -43,9 +43,9 @@ def test_what_was_predicted_is_not_predicted_again(monkeypatch):
     found, of_one = largest_size(step, memory), largest_size(replace(step, batch_size=1), memory)
     assert largest_size(replace(step, batch_size=1), memory, known) == of_one != found
 
-    def predict(other, counts_reserved=True):
+    def predict(other):
         assert other.size != step.size
-        return predicted(other, counts_reserved)
+        return predicted(other)
 
     monkeypatch.setattr(largest, "predict_memory", predict)
     assert largest_size(step, memory, known) == found
@@ -57,7 +57,7 @@ def test_shards_share_a_larger_volume():
     step = make_step((CPU,), model=FEW, num_shards=3)
     found = largest_size(step, memory)
     assert math.prod(found) > 0.7 * 3 * math.prod(one)
-    assert predicted(replace(step, size=found).fullest(), False).load(memory) <= 1
+    assert predicted(replace(step, size=found).fullest()).load(memory) <= 1
 
 
 def test_a_volume_has_planes_for_all_shards_and_parameters_have_room():

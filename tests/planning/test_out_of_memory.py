@@ -81,7 +81,7 @@ def test_out_of_memory_of_a_shard_names_the_number_that_would_fit():
 
     def peak(num_shards):
         sized = replace(step, layout=replace(step.layout, num_shards=num_shards, shard=0))
-        return predicted(sized, False).needed_bytes()[GPUS[0]]
+        return predicted(sized).needed_bytes()[GPUS[0]]
 
     assert count > 2 and peak(count) <= 20 * 1024**3
     # It is near the least: half as many would not do.
@@ -100,7 +100,7 @@ def test_stages_are_advised_where_a_volume_cannot_be_divided(change):
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_training_that_will_not_fit_is_warned_of(caplog):
-    fitting = predicted(make_step(GPUS[:2], precision="bfloat16"), False)
+    fitting = predicted(make_step(GPUS[:2], precision="bfloat16"))
     warn_if_too_large(fitting)
     assert not caplog.records
     much = replace(fitting.memory[1], peak_bytes=20 * 1024**3)
@@ -111,7 +111,7 @@ def test_a_training_that_will_not_fit_is_warned_of(caplog):
 
 def test_a_training_that_the_host_cannot_hold_is_refused(monkeypatch):
     step = make_step((CPU,), (64, 64, 64), 2, 1, "float32", WIDE)
-    prediction = predicted(step, False)
+    prediction = predicted(step)
     (needed,) = prediction.needed_bytes().values()
     monkeypatch.setattr(host, "available_bytes", lambda: needed)
     refuse_beyond_host(prediction)

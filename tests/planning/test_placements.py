@@ -117,7 +117,7 @@ def test_an_option_is_the_step_of_one_process():
     # That of the largest slab stands for all: none needs noticeably more.
     peaks = [shard.memory[0].peak_bytes for shard in found.shards]
     assert max(peaks) == pytest.approx(found.prediction.memory[0].peak_bytes, rel=0.01)
-    assert found.prediction.memory == predicted(found.step, False).memory
+    assert found.prediction.memory == predicted(found.step).memory
     assert not found.fits and found.largest() is None  # a GPU needs 1.5 GiB beside the tensors
     assert option(dims, dict.fromkeys(GPUS, 1024 * 2 * MIB)).fits
 

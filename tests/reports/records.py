@@ -23,8 +23,8 @@ def memory_of(activations_mib, parameters_mib=7, peak_mib=None):
     """Return the memory of a slot; gradients and momentum are as large as the parameters."""
     counted = activations_mib + 3 * parameters_mib
     peak = counted if peak_mib is None else peak_mib
-    sizes = (*[parameters_mib] * 3, activations_mib, peak, peak)
-    names = ("parameters", "gradients", "optimizer", "activations", "peak", "reserved")
+    sizes = (*[parameters_mib] * 3, activations_mib, peak)
+    names = ("parameters", "gradients", "optimizer", "activations", "peak")
     return SlotMemory(
         **{f"{name}_bytes": round(size * MIB) for name, size in zip(names, sizes, strict=True)}
     )

@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unet3d.interruption import postponed_interruption
 from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.fake_results import FakeResults
-from unet3d.memory.segments import Segments, rounded
+
+ROUNDING_BYTES = 512
+"""CUDA's allocator rounds requests up to a multiple of this."""
 
 UNCOUNTED_BYTES = 1024**3
 """What a GPU needs besides the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
@@ -48,9 +50,6 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, int] = {}
         self.workspace_bytes: dict[torch.device, int] = defaultdict(int)
         """What libraries keep beside that from their first call on, per device."""
-        self.segments: dict[torch.device, Segments] = defaultdict(Segments)
-        """Where all of it lies in the memory that the allocator reserves, per device."""
-        self._places: dict[int, tuple[Segments, tuple[bool, int]]] = {}
 
     def __torch_dispatch__(
         self,
@@ -79,10 +78,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # cuBLAS has a workspace for two threads, because backward has its own. A GPU before
             # Hopper takes a quarter of it (``getChosenWorkspaceSize`` of PyTorch).
             device = args[-1].device
-            if is_fake_device(device) and not self.workspace_bytes[device]:
+            if is_fake_device(device):
                 self.workspace_bytes[device] = 2 * WORKSPACE_BYTES
-                for _ in range(2):
-                    self.segments[device].allocate(WORKSPACE_BYTES)
         return results
 
     def _count_conversions(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
@@ -96,25 +93,6 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_fake_device(device) and source.dtype == torch.float32:
             moment = self.now[device] + source.nbytes + other.nbytes
             self.peak[device] = max(self.peak[device], moment)
-            segments = self.segments[device]
-            copies = [rounded(tensor.nbytes) for tensor in (source, other)]
-            places = [segments.allocate(size) for size in copies]
-            for place, size in zip(places, copies, strict=True):
-                segments.free(place, size)
-
-    @contextmanager
-    def allocating_in(self, device: torch.device, segments: Segments) -> Iterator[None]:
-        """Lay out what is allocated in the context elsewhere, such as in a graph's pool.
-
-        Args:
-            device: Whose memory it is.
-            segments: The layout elsewhere.
-        """
-        before, self.segments[device] = self.segments[device], segments
-        try:
-            yield
-        finally:
-            self.segments[device] = before
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -132,20 +110,12 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor: A tensor that was made while this was active.
         """
         storage, device = tensor.untyped_storage(), tensor.device
-        self._resize(storage._cdata, device, rounded(storage.nbytes()))
+        rounded = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
+        self._resize(storage._cdata, device, rounded)
         self.peak[device] = max(self.peak[device], self.now[device])
 
     def _resize(self, key: int, device: torch.device, size: int) -> None:
-        before = self._alive[key]
-        if size == before:
-            return
-        if before:
-            segments, place = self._places.pop(key)
-            segments.free(place, before)
-        if size:
-            segments = self.segments[device]
-            self._places[key] = segments, segments.allocate(size)
-        self.now[device] += size - before
+        self.now[device] += size - self._alive[key]
         self._alive[key] = size
 
     def _drop(self, key: int, device: torch.device) -> None:

@@ -2,9 +2,9 @@
 
 ``parameters``, ``gradients`` and ``optimizer`` are counted from the tensors themselves.
 ``activations`` are the bytes that autograd keeps for backward, counted while it saves them: the
-same on a CPU and on a GPU, and per slot even where two slots share a device. ``peak`` and
-``reserved`` come from the CUDA allocator. A CPU has no such allocator, so there the peak
-is the sum of the other four, and so a lower bound.
+same on a CPU and on a GPU, and per slot even where two slots share a device. ``peak`` comes from
+the CUDA allocator. A CPU has no such allocator, so there the peak is the sum of the other four, and
+so a lower bound.
 """
 
 import weakref
@@ -84,8 +84,6 @@ class SlotMemory:
     """Largest total, at any moment, of what is kept for backward."""
     peak_bytes: int
     """Largest use of the device during a step, work space included."""
-    reserved_bytes: int
-    """What the allocator reserved on the device to serve that use."""
 
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by name."""
@@ -222,17 +220,14 @@ class MemoryMeter:
         activations_bytes = self._kept[slot.index].peak
         if slot.device.type == "cuda":
             peak_bytes = self._gpus[slot.device].peak_bytes
-            reserved_bytes = self._gpus[slot.device].reserved_bytes
         else:
             peak_bytes = parameters_bytes + gradients_bytes + optimizer_bytes + activations_bytes
-            reserved_bytes = peak_bytes
         return SlotMemory(
             parameters_bytes=parameters_bytes,
             gradients_bytes=gradients_bytes,
             optimizer_bytes=optimizer_bytes,
             activations_bytes=activations_bytes,
             peak_bytes=peak_bytes,
-            reserved_bytes=reserved_bytes,
         )
 
     def _block_modules(self, slot: SlotLike) -> list[nn.Module]:

@@ -21,6 +21,11 @@ def device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Return the most that a GPU's allocator has reserved since it was measured; 0 for a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def memory_record(
     parallel: str,
     slots: Sequence[SlotLike],
@@ -28,7 +33,7 @@ def memory_record(
     predicted: Mapping[int, SlotMemory] | None,
     timelines: Sequence[Timeline] = (),
 ) -> dict[str, Any]:
-    """Return what ``memory.json`` holds.
+    """Return what ``memory.json`` holds; call it right after the measurement.
 
     Args:
         parallel: The mode.
@@ -46,7 +51,12 @@ def memory_record(
                 "blocks": list(slot.blocks),
                 "device_bytes": device_bytes(slot.device),
                 "predicted": predicted and predicted[slot.index].to_dict(),
-                "measured": measured[slot.index].to_dict(),
+                "measured": {
+                    **measured[slot.index].to_dict(),
+                    "reserved_bytes": max(
+                        measured[slot.index].peak_bytes, reserved_bytes(slot.device)
+                    ),
+                },
             }
             for slot in slots
         ],

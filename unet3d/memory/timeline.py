@@ -58,19 +58,17 @@ class GpuMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak_bytes = 0
-        self.reserved_bytes = 0
 
     def start(self) -> None:
         """Forget earlier peaks."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.peak_bytes = self.reserved_bytes = 0
+        self.peak_bytes = 0
 
     def take(self) -> tuple[int, int]:
         """Return the bytes in use now, and the most since the last call."""
         stats = torch.cuda.memory_stats(self.device)
         peak: int = stats["allocated_bytes.all.peak"]
         self.peak_bytes = max(self.peak_bytes, peak)
-        self.reserved_bytes = max(self.reserved_bytes, stats["reserved_bytes.all.peak"])
         torch.cuda.reset_peak_memory_stats(self.device)
         return stats["allocated_bytes.all.current"], peak

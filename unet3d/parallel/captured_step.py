@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.parallel.cuda_graphs import Graph, GraphPool, MakePool, pool_of_kind
+from unet3d.parallel.cuda_graphs import Graph, GraphPool, pool_of_kind
 from unet3d.parallel.executor import ActionKind
 from unet3d.parallel.mail import Routes
 from unet3d.parallel.partition import Stage
@@ -52,7 +52,6 @@ class CapturedStep:
         routes: Routes,
         images: Sequence[Tensor],
         targets: Sequence[Tensor],
-        make_pool: MakePool | None = None,
     ) -> None:
         """Capture a step; nothing is computed.
 
@@ -62,15 +61,13 @@ class CapturedStep:
             routes: The routes between them.
             images: Image of each micro-batch; only their shapes matter.
             targets: Target of each micro-batch; only their shapes matter.
-            make_pool: Creates the pool of graphs of a device; None: the one of the device's type.
 
         Raises:
             torch.OutOfMemoryError: There is too little memory for the graphs.
         """
         devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
         _give_cached_memory_back(devices)
-        make_pool = make_pool or pool_of_kind
-        actions = {device: _DeviceActions(make_pool(device)) for device in devices}
+        actions = {device: _DeviceActions(pool_of_kind(device)) for device in devices}
         self._mail = StaticMail(routes)
         self._mail.begin(images, targets)
         self._stages = [

@@ -120,9 +120,7 @@ class _Bytes:
         }
 
 
-MakePool = Callable[[torch.device], GraphPool]
-
-POOLS: dict[str, MakePool] = {"cuda": CudaGraphPool}
+POOLS: dict[str, Callable[[torch.device], GraphPool]] = {"cuda": CudaGraphPool}
 """Pools by device type; steps that use any other type are launched."""
 
 

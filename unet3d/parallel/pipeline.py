@@ -17,8 +17,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from unet3d.config import CudaGraphs, Recompute
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
-from unet3d.parallel.captured_step import CapturedStep
-from unet3d.parallel.cuda_graphs import MakePool
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.gradient_exchange import GradientExchange, NoExchange
 from unet3d.parallel.mail import DirectMail, Mail, Routes
@@ -27,7 +25,7 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule, all_forward, most_alive, one_forward_one_backward
 from unet3d.parallel.stage_runner import EagerStage, Objective, StageRunner
-from unet3d.parallel.step_capture import StepCapture, is_small
+from unet3d.parallel.step_capture import StepCapture
 from unet3d.parallel.transfer import Transfer
 from unet3d.parallel.whole_batch import (
     SumsStage,
@@ -91,7 +89,6 @@ class PipelineExecutor:
         self.observer: Observer = NoObserver()
         self._predictions: deque[torch.cuda.Event] = deque()
         self._gpus = {slot.device for slot in self.slots if slot.device.type == "cuda"}
-        self._max_captured = max_captured
         self._step_ends: list[torch.cuda.Event] = []
         self._routes = Routes(stages, module.outputs())
         offload = (
@@ -160,38 +157,6 @@ class PipelineExecutor:
             for stage, gradients in reversed(captured.gradients):
                 self.exchange.add(stage, gradients)
             return terms
-
-    def captured_step(
-        self, image: Tensor, target: Tensor, loss_fn: LossFunction, make_pool: MakePool
-    ) -> CapturedStep | None:
-        """Return a step as it would be captured for training, whatever the devices.
-
-        Args:
-            image: The batch, as in :meth:`forward_backward`.
-            target: The target, as in :meth:`forward_backward`.
-            loss_fn: The loss, as in :meth:`forward_backward`.
-            make_pool: Creates the pool of graphs of a device.
-
-        Returns:
-            None where steps like this one are launched.
-        """
-        images, targets = self._divided(image, target)
-        needs_sums = joins_samples(loss_fn) and len(images) > 1
-        if self._capture is None or needs_sums or not is_small(images, self._max_captured):
-            return None
-        return CapturedStep(
-            run=partial(
-                walk,
-                one_forward_one_backward,
-                self.stages,
-                self._objectives(loss_fn, images, 1.0, 1.0),
-            ),
-            stages=self._eager,
-            routes=self._routes,
-            images=images,
-            targets=targets,
-            make_pool=make_pool,
-        )
 
     def _divided(self, image: Tensor, target: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return images and targets of the micro-batches."""

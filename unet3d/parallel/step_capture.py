@@ -26,21 +26,6 @@ MAX_SHARE = 0.45
 captured step takes as much, and a smaller last batch is launched beside it."""
 
 
-def is_small(images: Sequence[Tensor], max_elements: int | None = None) -> bool:
-    """Return whether launching a step takes longer than running it, on devices with graphs.
-
-    Args:
-        images: Image of each micro-batch.
-        max_elements: Most elements of one; None: the usual number.
-    """
-    most = MAX_ELEMENTS if max_elements is None else max_elements
-    return (
-        len(images) <= MAX_MICRO_BATCHES
-        and images[0].numel() <= most
-        and all(image.shape == images[0].shape for image in images)
-    )
-
-
 class StepCapture:
     """Decides when a step is captured, and keeps the one that was captured last."""
 
@@ -60,7 +45,7 @@ class StepCapture:
             max_elements: Most elements of a micro-batch's image; larger steps are launched. None:
                 the usual number.
         """
-        self._max_elements = max_elements
+        self._max_elements = MAX_ELEMENTS if max_elements is None else max_elements
         self._exchange = exchange
         self._stages = tuple(stages)
         self._routes = routes
@@ -141,8 +126,11 @@ class StepCapture:
         ]
 
     def _is_possible(self, images: Sequence[Tensor]) -> bool:
-        return is_small(images, self._max_elements) and all(
-            device.type in POOLS for device in self._devices
+        return (
+            len(images) <= MAX_MICRO_BATCHES
+            and images[0].numel() <= self._max_elements
+            and all(image.shape == images[0].shape for image in images)
+            and all(device.type in POOLS for device in self._devices)
         )
 
     def _has_room(self) -> bool:

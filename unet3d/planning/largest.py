@@ -51,7 +51,7 @@ def largest_size(
         if predicted is not None and sized == predicted.step:
             load = predicted.load(device_bytes)
         else:
-            load = predict_memory(sized, counts_reserved=False).load(device_bytes)
+            load = predict_memory(sized).load(device_bytes)
         if load <= 1:
             fitting = scale
         else:

@@ -27,7 +27,6 @@ from unet3d.parallel.partition import default_cuts
 from unet3d.parallel.precision import image_dtype, to_parameter_dtype
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.patches.augment.device import DeviceAugmentation
-from unet3d.planning.reserved_memory import reserved_bytes
 
 MESSAGE_BYTES = 512 * 1024**2
 """What NCCL may take of a GPU for the channels between shards, beside the tensors. An upper bound,
@@ -134,8 +133,7 @@ class MemoryEstimate:
     slots: tuple[Slot, ...]
     """The slots, with the device and the blocks of each."""
     memory: dict[int, SlotMemory]
-    """Memory per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
-    ``reserved_bytes`` is what the allocator takes from it for that, with gaps between tensors."""
+    """Memory per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it."""
 
     def needed_bytes(self) -> dict[torch.device, int]:
         """Return the bytes that each device needs, in the order of the slots."""
@@ -164,13 +162,11 @@ class MemoryEstimate:
         return max(need / device_bytes[device] for device, need in needed.items())
 
 
-def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
+def predict_memory(step: Step) -> MemoryEstimate:
     """Count what every slot holds in a training step.
 
     Args:
         step: The training step.
-        counts_reserved: Whether to find out what a GPU's allocator reserves, too; it takes as long
-            again where steps will be captured. If not, that is what the peak is.
 
     Raises:
         DeviceError: There are more devices than blocks, or the cuts do not fit them.
@@ -217,18 +213,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
                 if slot.device == executor.input_device and _multiplies_beside(step):
                     peak_bytes += WORKSPACE_BYTES
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
-        reserved = (
-            reserved_bytes(executor, recorder, image, target, loss=step.loss, planes=planes)
-            if counts_reserved
-            else {}
-        )
-        if executor.input_device in reserved:
-            beside = WORKSPACE_BYTES if _multiplies_beside(step) else 0
-            reserved[executor.input_device] += step.staging_bytes() + beside
         del kept
-    for slot in executor.slots:
-        if slot.device in reserved:
-            memory[slot.index] = replace(memory[slot.index], reserved_bytes=reserved[slot.device])
     slots = tuple(
         replace(slot, device=device)
         for slot, device in zip(executor.slots, layout.devices, strict=True)
@@ -236,12 +221,11 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
     return MemoryEstimate(step=step, slots=slots, memory=memory)
 
 
-def predict_shards(step: Step, counts_reserved: bool = True) -> tuple[MemoryEstimate, ...]:
+def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
     """Count what every shard of a replica holds in a training step; one of each kind is run.
 
     Args:
         step: The training step of any of them, or of a network that is not divided.
-        counts_reserved: As for :func:`predict_memory`.
 
     Raises:
         DeviceError: The patch has too few planes for the shards.
@@ -250,7 +234,7 @@ def predict_shards(step: Step, counts_reserved: bool = True) -> tuple[MemoryEsti
     known: dict[tuple[int, int], MemoryEstimate] = {}
     for shard in step.shards():
         if shard.kind not in known:
-            known[shard.kind] = predict_memory(shard, counts_reserved)
+            known[shard.kind] = predict_memory(shard)
     return tuple(replace(known[shard.kind], step=shard) for shard in step.shards())
 
 

@@ -67,7 +67,7 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
         error: The allocator's error, of a GPU or of the host.
         step: The step of the training that failed.
     """
-    prediction = predict_memory(step, counts_reserved=False)
+    prediction = predict_memory(step)
     asked, index, free = _numbers(str(error))
     if not host.is_out_of_gpu_memory(error):
         device = CPU
@@ -167,7 +167,7 @@ def _over_shards(step: Step, num_gpus: int, room: int, most_shards: int) -> Iter
         if count > most_shards:
             return
         layout = replace(step.layout, devices=(gpu,), cuts=None, num_shards=count, shard=0)
-        prediction = predict_memory(replace(step, layout=layout).fullest(), counts_reserved=False)
+        prediction = predict_memory(replace(step, layout=layout).fullest())
         load = prediction.load({gpu: room})
         if load <= 1:
             peak = prediction.memory[0].peak_bytes / GIB
@@ -179,7 +179,7 @@ def _over_shards(step: Step, num_gpus: int, room: int, most_shards: int) -> Iter
 
 
 def _advice(flags: str, step: Step, limits: Mapping[torch.device, int]) -> Iterator[str]:
-    prediction = predict_memory(step, counts_reserved=False)
+    prediction = predict_memory(step)
     if prediction.load(limits) <= 1:
         peaks = {slot.device: prediction.memory[slot.index].peak_bytes for slot in prediction.slots}
         yield (

@@ -44,7 +44,7 @@ class PlacementOption:
     @cached_property
     def prediction(self) -> MemoryEstimate:
         """The memory of the step; what allocators reserve for it is not counted."""
-        return predict_memory(self.step, counts_reserved=False)
+        return predict_memory(self.step)
 
     @cached_property
     def shards(self) -> tuple[MemoryEstimate, ...]:

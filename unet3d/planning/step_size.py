@@ -139,9 +139,7 @@ class ReferenceGpu:
         key = (topology, size, batch_size)
         if key not in self._known:
             refuse_beyond_memory(topology)  # a prediction makes them, and does not touch them
-            (needed,) = (
-                predict_memory(self._step(*key), counts_reserved=False).needed_bytes().values()
-            )
+            (needed,) = predict_memory(self._step(*key)).needed_bytes().values()
             self._known[key] = needed
         return self._known[key]
 

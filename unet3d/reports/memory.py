@@ -55,14 +55,8 @@ def _reserved_notes(slots: Sequence[Mapping[str, Any]], unit: str, unit_bytes: i
     for slot in slots:
         if slot["device"] != "cpu":
             reserved = amount(slot["measured"]["reserved_bytes"], unit_bytes)
-            predicted = slot["predicted"]
-            beside = (
-                f" ({amount(predicted['reserved_bytes'], unit_bytes)} predicted)"
-                if predicted
-                else ""
-            )
             place = slot.get("rank"), slot["device"]
-            notes[place] = f"{slot['device']} reserved {reserved} {unit}{beside}."
+            notes[place] = f"{slot['device']} reserved {reserved} {unit}."
     return list(notes.values())
 
 

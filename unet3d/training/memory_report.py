@@ -6,7 +6,7 @@ import torch
 
 from unet3d.distributed.group import Group
 from unet3d.memory.meter import MemoryMeter
-from unet3d.memory.record import memory_record, merged_records
+from unet3d.memory.record import memory_record, merged_records, reserved_bytes
 from unet3d.parallel import Executor
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.memory import write_memory_picture
@@ -64,10 +64,7 @@ def update_reserved(
         folder: Where the first rank writes.
         group: The ranks; all of them call it.
     """
-    own = [
-        torch.cuda.max_memory_reserved(slot.device) if slot.device.type == "cuda" else 0
-        for slot in executor.slots
-    ]
+    own = [reserved_bytes(slot.device) for slot in executor.slots]
     reserved = [number for numbers in group.exchange(own) for number in numbers]
     is_changed = False
     for slot, number in zip(record["slots"], reserved, strict=True):

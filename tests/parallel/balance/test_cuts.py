@@ -139,7 +139,7 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
         cuts=cuts,
         recompute=recompute,
     )
-    predicted = predict_memory(step, counts_reserved=False)
+    predicted = predict_memory(step)
     allocated = [slot.peak_bytes for slot in predicted.memory.values()]
     model = UNet3d(step.topology)
     cost = memory_cost(model, step.layout, (64, 64, 64), 4, 1)

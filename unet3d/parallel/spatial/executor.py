@@ -20,8 +20,6 @@ from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError
 from unet3d.kernels.sharding import sharded
 from unet3d.model import UNet3d
-from unet3d.parallel.captured_step import CapturedStep
-from unet3d.parallel.cuda_graphs import MakePool
 from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer
 from unet3d.parallel.partition import make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
@@ -182,20 +180,6 @@ class SpatialExecutor:
         with self._watching():
             return divided.pipeline.forward_backward(image, target, loss, scale, weight=weight)
 
-    def captured_step(
-        self,
-        image: Tensor,
-        target: Tensor,
-        loss_fn: LossFunction,
-        make_pool: MakePool,
-        *,
-        planes: int | None = None,
-    ) -> CapturedStep | None:
-        """Return a step as it would be captured; see :class:`PipelineExecutor`."""
-        divided = self._for_training(image, planes)
-        loss = _LossOfVolume(loss_fn=loss_fn, shard=divided.shard)
-        return divided.pipeline.captured_step(image, target, loss, make_pool)
-
     @torch.no_grad()
     def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
         """Return the logits of a whole image, the same in all ranks of a replica.
@@ -218,11 +202,6 @@ class SpatialExecutor:
         own = image.narrow(2, slab.start, len(slab))
         with self._errors(), self._watching():
             return shard.gather_map(self._predicting.pipeline.predict(own, precision), 0)
-
-    @property
-    def exchanged_bytes(self) -> int:
-        """Bytes of the message that carries a step's gradients."""
-        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return numbers of all shards of the replica, (num_shards, ...); each of them calls it.
