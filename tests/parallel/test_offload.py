@@ -18,7 +18,8 @@ from unet3d.kernels.padding import mark_padded, with_padding
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, offload, parallelize
-from unet3d.parallel.offload import OffloadedMemory, SkipOffloader, skip_names
+from unet3d.parallel.offload import SkipOffload, skip_names
+from unet3d.parallel.partition import make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning.memory_estimate import predict_memory
 
@@ -28,7 +29,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def parking_cpu(monkeypatch):
-    monkeypatch.setattr(offload, "supports_offload", lambda device: True)
+    monkeypatch.setattr(offload, "is_gpu", lambda device: True)
 
 
 def step(executor, num_samples=2):
@@ -91,25 +92,30 @@ class Sizes(MemoryMeter):
 
     def __init__(self, executor):
         super().__init__(executor.slots, executor.module)
-        self.seen: dict[tuple[int, ...], list[int]] = {}
+        self.seen: dict[int, list[int]] = {}
         executor.observer = self
         self.start()
 
     def resized(self, tensor):
         super().resized(tensor)
-        sizes = self.seen.setdefault(tuple(tensor.shape), [])
+        sizes = self.seen.setdefault(tensor.numel(), [])
         sizes.append(tensor.untyped_storage().nbytes())
 
 
+@pytest.mark.usefixtures("parking_cpu")
 def test_a_skip_is_parked_with_the_zeros_around_it():
-    blocks = UNet3d(make_topology(num_levels=2)).blocks()
-    offloader = SkipOffloader(blocks, skip_names(blocks), {}, lambda tensor: None)
+    model = UNet3d(make_topology(num_levels=2))
+    (stage,) = make_stages(model.blocks(), (CPU,), (), model.outputs())
+    blocks = {block.name: block for block in stage.blocks}
+    parking = SkipOffload(stage, skip_names(stage.blocks), lambda tensor: None)
     skip = mark_padded(padded_copy(torch.randn(1, 4, 6, 6, 6)))
     expected = with_padding(skip).clone()
-    offloader.after(blocks[1], skip)
-    offloader.end_forward()
+    read = torch.ones(1, requires_grad=True) * 2
+    parking.after(blocks["encoder.0.1"], skip)
+    parking.after(blocks["decoder.0.skip"], read)
+    parking.after(blocks["encoder.1.0"], read)
     assert skip.untyped_storage().nbytes() == 0
-    offloader.before(blocks[2])
+    read.backward()
     assert torch.equal(with_padding(skip), expected)
 
 
@@ -121,8 +127,7 @@ def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
     executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
     step(executor, num_samples=1)
-    shapes = [(1, 4, 16, 16, 8), (1, 8, 8, 8, 8)]
-    assert sizes.seen == {shape: [0, 4 * torch.Size(shape).numel()] for shape in shapes}
+    assert sizes.seen == {size: [0, 4 * size] for size in (4 * 16 * 16 * 8, 8 * 8 * 8 * 8)}
 
 
 @pytest.mark.usefixtures("parking_cpu")
@@ -135,7 +140,7 @@ def test_skips_are_away_while_the_decoder_works_at_full_resolution():
         def resized(self, tensor):
             super().resized(tensor)
             is_here = tensor.untyped_storage().nbytes() > 0
-            order.append(f"{'in' if is_here else 'out'} {tensor.shape[1]}")
+            order.append(f"{'in' if is_here else 'out'} {tensor.numel()}")
 
     Noted(executor)
     blocks = {block.name: block.module for block in executor.stages[0].blocks}
@@ -144,63 +149,22 @@ def test_skips_are_away_while_the_decoder_works_at_full_resolution():
         weight = next(iter(blocks[name].parameters()))
         weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(f"back {name}"))
     step(executor, num_samples=1)
-    forward = ["encoder.0.1", "decoder.0.skip", "decoder.1.1", "out 4", "out 8", "decoder.0.0"]
-    # Those that backward needs first come first.
-    backward = ["decoder.0.0", "in 8", "in 4", "decoder.1.1", "decoder.0.skip", "encoder.0.1"]
-    assert order == forward + [name if name[0] == "i" else f"back {name}" for name in backward]
-
-
-class Copies:
-    """Stands for the compute stream and for events on the streams of copies.
-
-    The copy is patched, because without a GPU nothing else tells whether its end is waited for.
-    """
-
-    def __init__(self, monkeypatch):
-        self.waited_for: list[str] = []
-        copy = OffloadedMemory._copy
-
-        def noted(memory, target, source, direction):
-            copy(memory, target, source, direction)
-            return direction
-
-        monkeypatch.setattr(OffloadedMemory, "_copy", noted)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
-
-    def wait_event(self, event):
-        self.waited_for.append(event)
-
-
-@pytest.mark.parametrize("is_used", [True, False])
-def test_work_waits_for_a_copy_back_but_not_for_a_copy_to_the_host(is_used, monkeypatch):
-    """Both read the skip; only its memory must not be freed before."""
-    copies, values = Copies(monkeypatch), torch.arange(8.0)
-    memory = OffloadedMemory(values, lambda tensor: None)
-    memory.use()
-    memory.use()
-    assert copies.waited_for == []
-    memory.release()
-    memory.fetch()
-    assert copies.waited_for == ["out"]
-    if is_used:
-        memory.use()
-        memory.use()
-    else:  # it is freed after its copy
-        memory.release()
-    assert copies.waited_for == ["out", "in"]
-    memory.use()
-    assert copies.waited_for == ["out", "in"] + ["in"] * (not is_used)
-    assert torch.equal(values, torch.arange(8.0))
+    forward = ["encoder.0.1", "decoder.0.skip", "out 8192", "out 4096"]
+    top = ["decoder.1.1", "decoder.0.0", "back decoder.0.0", "back decoder.1.1"]
+    # The skip that backward needs first comes first.
+    backward = ["in 4096", "in 8192", "back decoder.0.skip", "back encoder.0.1"]
+    assert order == forward + top + backward
 
 
 @pytest.mark.usefixtures("parking_cpu")
 def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch):
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     layout = Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=2, offload="skips")
     executor = parallelize(UNet3d(make_topology()), layout)
     made: list[str] = []
     deleted: list[str] = []
 
-    class Counted(OffloadedMemory):
+    class Counted(offload.HostCopy):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append("one")
@@ -208,15 +172,16 @@ def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch):
         def __del__(self):
             deleted.append("one")
 
-    monkeypatch.setattr(offload, "OffloadedMemory", Counted)
+    monkeypatch.setattr(offload, "HostCopy", Counted)
     step(executor)
-    assert len(made) == 2 * 2  # both stages share the memory, for they share the device
+    assert len(made) == 2 * 2  # two skips of two micro-batches
     assert deleted == made
 
 
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_the_prediction_counts_it_to_the_byte(num_devices):
+def test_the_prediction_counts_it_to_the_byte(num_devices, monkeypatch):
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     predicted = []
     for choice in ("none", "skips"):
         layout = {"cuts": None, "num_micro_batches": num_devices, "offload": choice}
@@ -251,21 +216,9 @@ class Poison(MemoryMeter):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("late", ["copies", "work"])
 @pytest.mark.parametrize(("num_slots", "num_micro_batches"), [(1, 1), (1, 2), (2, 3)])
-def test_no_memory_is_reused_or_read_too_early(late, num_slots, num_micro_batches, monkeypatch):
-    """Whichever is late, copies or the work that they run beside, the gradients are the same."""
-    # Only work on the private streams of the copies can make a copy late.
-    find_stream = offload._copy_stream
-
-    def late_stream(device, direction):
-        stream = find_stream(device, direction)
-        if late == "copies":
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(20_000_000)
-        return stream
-
-    monkeypatch.setattr(offload, "_copy_stream", late_stream)
+def test_no_memory_is_reused_or_read_too_early(num_slots, num_micro_batches, monkeypatch):
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     found = []
     for parks in ("none", "skips"):
         torch.manual_seed(0)
@@ -273,7 +226,7 @@ def test_no_memory_is_reused_or_read_too_early(late, num_slots, num_micro_batche
         more = {"num_micro_batches": num_micro_batches, "offload": parks}
         layout = Layout(devices=(GPU,) * num_slots, cuts=None, **more)
         executor = parallelize(model, layout)
-        poison = Poison(executor, 20_000_000 if late == "work" else 0)
+        poison = Poison(executor, 20_000_000)
         for _ in range(2):  # the second time with pinned memory that was used before
             model.zero_grad()
             image, target = make_batch(3)

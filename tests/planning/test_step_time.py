@@ -98,8 +98,8 @@ def test_operations_and_weights_are_those_of_the_network():
 
 
 def test_what_saves_memory_and_batch_dice_take_time():
-    for option in ({"recompute": "level"}, {"offload": "skips"}):
-        assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < 1.35
+    for option, most in (({"recompute": "level"}, 1.35), ({"offload": "skips"}, 2.0)):
+        assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < most
     # With micro-batches batch Dice passes forward once more.
     for num_micro_batches, least, most in ((1, 1.0, 1.0), (4, 1.3, 1.34)):
         plain, joined = (

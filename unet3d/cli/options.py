@@ -167,8 +167,8 @@ replicas_option = click.option(
 offload_option = click.option(
     "--offload",
     type=click.Choice(["none", "skips"]),
-    help="skips: GPUs keep what waits for the decoder in host memory. A step then takes about 1.3 "
-    "times as long on an H200; memory.recompute=level saves more memory and takes less time.",
+    help="skips: GPUs keep what waits for the decoder in host memory. A step then takes about "
+    "twice as long on an H200; memory.recompute=level saves more memory and takes less time.",
 )
 
 

@@ -398,9 +398,9 @@ class MemorySettings(Section):
     pass; off: nothing, all is kept."""
     offload: Offload = "none"
     """skips: GPUs offload what the encoder hands to the decoder to host memory while it is not
-    used; the numbers are the same to the bit. The copies take longer than the work below full
-    resolution: a step takes about 1.3 times as long on an H200, and recompute=level saves more
-    memory in less time. none: everything stays on the GPU."""
+    used; the numbers are the same to the bit. Nothing overlaps with the copies: a step takes about
+    twice as long on an H200, and recompute=level saves more memory in less time. none: everything
+    stays on the GPU."""
 
 
 class InferenceSettings(Section):

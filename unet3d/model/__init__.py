@@ -1,8 +1,8 @@
 """The network: topology, blocks, U-Net and loss. Nothing here names a device."""
 
 from unet3d.model.blocks import (
+    AfterBlock,
     Block,
-    BlockWatcher,
     in_running_order,
     run_block,
     run_blocks,
@@ -16,7 +16,7 @@ from unet3d.model.unet import Decoder, UNet3d
 __all__ = [
     "Block",
     "BlockNetwork",
-    "BlockWatcher",
+    "AfterBlock",
     "Decoder",
     "Encoder",
     "LossTerms",

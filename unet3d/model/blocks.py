@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -28,22 +27,8 @@ class Block:
     """Resolution at which it works; 0 is the full one."""
 
 
-class BlockWatcher(Protocol):
-    """Is called before and after each block."""
-
-    def before(self, block: Block) -> None:
-        """Prepare the inputs of a block that is about to run."""
-        ...
-
-    def after(self, block: Block, made: Tensor) -> None:
-        """Act on a block that has run.
-
-        Args:
-            block: The block.
-            made: Its result.
-        """
-        ...
-
+AfterBlock = Callable[[Block, Tensor], None]
+"""Is called with a block that has run, and its result."""
 
 RunBlock = Callable[[Block, Mapping[str, Tensor]], Tensor]
 """Runs one block on its inputs, which it gets by name."""
@@ -64,7 +49,7 @@ def run_blocks(
     blocks: Sequence[Block],
     tensors: dict[str, Tensor],
     keep: Iterable[str],
-    watcher: BlockWatcher | None = None,
+    after: AfterBlock | None = None,
     run: RunBlock = run_block,
 ) -> dict[str, Tensor]:
     """Run blocks in order, letting go of each tensor after its last reader.
@@ -74,7 +59,7 @@ def run_blocks(
         tensors: What they need from outside, by name. It is emptied, so that no tensor is kept that
             no block reads any more.
         keep: Names of the tensors to return.
-        watcher: Is called before and after each block.
+        after: Is called after each block.
         run: Runs each block.
 
     Returns:
@@ -83,11 +68,9 @@ def run_blocks(
     kept = set(keep)
     last_reader = {name: block.name for block in blocks for name in block.inputs}
     for block in blocks:
-        if watcher is not None:
-            watcher.before(block)
         tensors[block.name] = run(block, {name: tensors[name] for name in block.inputs})
-        if watcher is not None:
-            watcher.after(block, tensors[block.name])
+        if after is not None:
+            after(block, tensors[block.name])
         for name in set(block.inputs):
             if last_reader[name] == block.name and name not in kept:
                 del tensors[name]

@@ -30,7 +30,7 @@ from unet3d.kernels.recompute import (
     recomputing,
 )
 from unet3d.memory.saved_tensors import Handler, Kept, Saved, handling, save, storage_key
-from unet3d.model.blocks import Block, BlockWatcher, run_block, run_blocks
+from unet3d.model.blocks import AfterBlock, Block, run_block, run_blocks
 
 Lowered = Callable[[], AbstractContextManager[None]]
 """Returns the context, such as autocast, that blocks run in."""
@@ -126,7 +126,7 @@ class _Part:
     def run_again(self) -> None:
         """Fill the places, and give the results to those who will ask for them."""
         places = iter(self._places)
-        self._run_all(partial(self._fill, places), watcher=self)
+        self._run_all(partial(self._fill, places), after=self._after)
         if next(places, None) is not None:
             raise RuntimeError(_CHANGED)
         self.inputs.clear()
@@ -135,10 +135,7 @@ class _Part:
         """Return one result, and keep nothing."""
         return self._run_all(lambda tensor: _NOTHING, wanted=(name,))[name]
 
-    def before(self, block: Block) -> None:
-        """Do nothing."""
-
-    def after(self, block: Block, made: Tensor) -> None:
+    def _after(self, block: Block, made: Tensor) -> None:
         """Let a result be had without another run."""
         result = self.results.get(block.name)
         if result is not None:
@@ -148,7 +145,7 @@ class _Part:
         self,
         handler: Handler,
         wanted: Sequence[str] = (),
-        watcher: BlockWatcher | None = None,
+        after: AfterBlock | None = None,
     ) -> dict[str, Tensor]:
         with (
             torch.enable_grad(),
@@ -158,7 +155,7 @@ class _Part:
             _counted_once(self.blocks),
         ):
             inputs = {name: source.enter() for name, source in self.inputs.items()}
-            made = run_blocks(self.blocks, inputs, wanted, watcher)
+            made = run_blocks(self.blocks, inputs, wanted, after)
             return {name: detached(tensor) for name, tensor in made.items()}
 
     def _leave_place(self, tensor: Tensor) -> Saved | None:

@@ -20,7 +20,7 @@ from unet3d.model import BlockNetwork
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.gradient_exchange import GradientExchange, NoExchange
 from unet3d.parallel.mail import DirectMail, Mail, Routes
-from unet3d.parallel.offload import StepOffload
+from unet3d.parallel.offload import SkipOffload, skip_names
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule, all_forward, most_alive, one_forward_one_backward
@@ -91,11 +91,7 @@ class PipelineExecutor:
         self._gpus = {slot.device for slot in self.slots if slot.device.type == "cuda"}
         self._step_ends: list[torch.cuda.Event] = []
         self._routes = Routes(stages, module.outputs())
-        offload = (
-            StepOffload(module.blocks(), lambda tensor: self.observer.resized(tensor))
-            if offloads_skips
-            else None
-        )
+        skips = skip_names(module.blocks())
         alive = most_alive(num_micro_batches, len(stages))
         self._eager = tuple(
             EagerStage(
@@ -103,13 +99,17 @@ class PipelineExecutor:
                 autocast=autocast,
                 recompute=recompute,
                 num_alive=alive[index][index],
-                offload=offload,
+                offload=(
+                    SkipOffload(stage, skips, lambda tensor: self.observer.resized(tensor))
+                    if offloads_skips
+                    else None
+                ),
             )
             for index, stage in enumerate(stages)
         )
         self.exchange = NoExchange() if exchange is None else exchange(module, self.stages)
         # Offloading resizes memory during a step, which a CUDA graph cannot follow.
-        may_capture = cuda_graphs == "auto" and offload is None
+        may_capture = cuda_graphs == "auto" and not offloads_skips
         self._capture = (
             StepCapture(self._eager, self._routes, self.exchange, max_captured)
             if may_capture

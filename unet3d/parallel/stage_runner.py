@@ -29,7 +29,7 @@ from unet3d.model import Block, in_running_order, run_block, run_blocks
 from unet3d.model.parts import PartsOfPass, recomputed_parts
 from unet3d.parallel.executor import Loss, LossFunction, as_loss
 from unet3d.parallel.memory_format import memory_format
-from unet3d.parallel.offload import SkipOffloader, StepOffload
+from unet3d.parallel.offload import SkipOffload
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.precision import autocast_dtype, lowered_on, lowering
 
@@ -107,7 +107,6 @@ class _Alive:
     """The stage's inputs."""
     roots: dict[str, GradientEdge]
     """The node of the graph at each output, which outlives the output."""
-    offloader: SkipOffloader | None
 
 
 class EagerStage:
@@ -120,7 +119,7 @@ class EagerStage:
         autocast: torch.dtype | None,
         recompute: Recompute,
         num_alive: int,
-        offload: StepOffload | None,
+        offload: SkipOffload | None,
     ) -> None:
         """Move the stage's parameters to its device.
 
@@ -129,7 +128,7 @@ class EagerStage:
             autocast: Lower precision where the device has it, or None.
             recompute: What is recomputed in backward instead of being kept.
             num_alive: How many micro-batches the stage keeps at a time.
-            offload: Offloads skips to host memory and back, shared by the stages; None: no offload.
+            offload: Offloads the stage's skips to host memory and back; None: no offload.
         """
         self.stage = stage
         self.recompute = recompute
@@ -146,18 +145,15 @@ class EagerStage:
         for name, leaf in leaves.items():
             if name != "image":
                 leaf.requires_grad_()
-        offloader = self._offloader(micro_batch, leaves)
-        sending = _Sending(offloader, send)
+        sending = _Sending(self.offload, send)
         made = self._compute(leaves, sending)
         for name in self.stage.outputs:
             if name not in sending.sent:
                 send(name, made[name].detach())
-        if offloader is not None:
-            offloader.end_forward()
         roots = {
             name: get_gradient_edge(tensor) for name, tensor in made.items() if tensor.requires_grad
         }
-        self._alive[micro_batch] = _Alive(leaves=leaves, roots=roots, offloader=offloader)
+        self._alive[micro_batch] = _Alive(leaves=leaves, roots=roots)
 
     def loss(
         self,
@@ -192,8 +188,6 @@ class EagerStage:
         del gradients
         if names:
             torch.autograd.backward([alive.roots[name] for name in names], values)
-        if alive.offloader is not None:
-            alive.offloader.end_backward()
 
     def forget(self) -> None:
         """Free micro-batches that will not go backward, because their step was given up."""
@@ -234,12 +228,7 @@ class EagerStage:
         run = PartsOfPass(self._parts, self._lowered).run if self._parts else run_block
         recomputing = nullcontext() if self.recompute == "off" else recomputed_in_backward()
         with self._lowered(), recomputing:
-            return run_blocks(self._blocks, dict(leaves), self.stage.outputs, sending, run)
-
-    def _offloader(self, micro_batch: int, leaves: dict[str, Tensor]) -> SkipOffloader | None:
-        if self.offload is None:
-            return None
-        return self.offload.of_stage(self.stage.slot.device, self._blocks, micro_batch, leaves)
+            return run_blocks(self._blocks, dict(leaves), self.stage.outputs, sending.after, run)
 
     def _lowered(self) -> AbstractContextManager[None]:
         # Weights are lowered once per micro-batch and stage.
@@ -283,19 +272,15 @@ def _is_placed(module: nn.Module, device: torch.device, layout: torch.memory_for
 class _Sending:
     """Sends what blocks produce while the stage still goes forward."""
 
-    def __init__(self, offloader: SkipOffloader | None, send: Send) -> None:
+    def __init__(self, offload: SkipOffload | None, send: Send) -> None:
         self.wanted: frozenset[str] = frozenset()
         self.sent: set[str] = set()
-        self._offloader = offloader
+        self._offload = offload
         self._send = send
 
-    def before(self, block: Block) -> None:
-        if self._offloader is not None:
-            self._offloader.before(block)
-
     def after(self, block: Block, made: Tensor) -> None:
-        if self._offloader is not None:
-            self._offloader.after(block, made)
+        if self._offload is not None:
+            self._offload.after(block, made)
         if block.name in self.wanted:
             self._send(block.name, made.detach())
             self.sent.add(block.name)
