@@ -235,6 +235,7 @@ def test_what_is_no_metaimage_is_refused(tmp_path):
         (meta_bytes(ElementDataFile="../other.raw"), 'names "../other.raw" as the file of'),
         (meta_bytes(ElementDataFile="LIST"), "only one file in the same folder"),
         (meta_bytes(ElementDataFile="slice%03d.raw 1 5 1"), "only one file in the same folder"),
+        (meta_bytes(ElementDataFile="v\x1b" * 300), "lacks its voxels v\\x1bv"),
         (meta_bytes(VOXELS[:-1]), "it is damaged or incomplete"),
         (meta_bytes(VOXELS + bytes(2**21)), "goes on for more than"),
         (

@@ -101,7 +101,9 @@ def members(path: Path) -> tuple[Path, ...]:
         return tuple(_dicom_files(path)) or (path,)
     if volume_suffix(path) in META_SUFFIXES:
         voxels = meta_data_file(path)
-        return (path, voxels) if voxels is not None and voxels.is_file() else (path,)
+        if voxels is None or not os.path.isfile(voxels):  # pathlib would raise for a long name
+            return (path,)
+        return path, voxels
     partner_suffix = PARTNERS.get(volume_suffix(path))
     if partner_suffix is None:
         return (path,)

@@ -6,6 +6,7 @@ here, and voxels are mapped or unpacked by the code for NIfTI, once the size of 
 """
 
 import logging
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -150,8 +151,10 @@ def open_itk(path: Path) -> Source:
             "same folder can be used: save the volume as .mha"
         )
     if file is not None:
-        if not file.exists():
-            raise VolumeError(f"{path} lacks its voxels {file.name}; a volume needs both files")
+        if not os.path.exists(file):  # pathlib would raise for a long name
+            raise VolumeError(
+                f"{path} lacks its voxels {printable(file.name)}; a volume needs both files"
+            )
         beginning_of(file)
     found = {key: text.lower() for key, text in fields.items()}
     if is_nrrd:
