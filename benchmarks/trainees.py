@@ -15,11 +15,9 @@ On a CPU ours runs in bfloat16 where the processor has it in hardware, and ``nnu
 nnU-Net itself does: it lowers the precision on GPUs only.
 """
 
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -36,11 +34,11 @@ from unet3d.parallel import (
     Executor,
     Layout,
     autocast_dtype,
-    choose_cuts,
     image_dtype,
     parallelize,
     resolve_precision,
 )
+from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.memory_estimate import Step
 
 NUM_CLASSES = 3
@@ -174,7 +172,7 @@ class OurTrainee:
         torch.manual_seed(0)
         model = UNet3d(step.topology)
         if way.balances_time:
-            layout = replace(layout, cuts=_balanced(model, step))
+            layout = replace(layout, cuts=choose_cuts(step, "time"))
         self.cuts = layout.cuts
         self.executor: Executor = (
             DataParallelExecutor(model, layout.devices, None, layout.autocast)
@@ -223,20 +221,6 @@ class OurTrainee:
         self._whole = self._whole.to(self.executor.input_device)
         logits: Tensor = self.executor.predict(self._whole)
         return logits
-
-
-def _balanced(model: UNet3d, step: Step) -> tuple[int, ...]:
-    """Return the cuts that a training would choose, from fresh measurements."""
-    with tempfile.TemporaryDirectory() as folder:
-        return choose_cuts(
-            model,
-            layout=step.layout,
-            balance="time",
-            size=step.size,
-            batch_size=step.batch_size,
-            num_states=1,
-            folder=Path(folder),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

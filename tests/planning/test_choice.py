@@ -8,9 +8,8 @@ import torch
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
-from unet3d.model import UNet3d
 from unet3d.planning import choice, placements
-from unet3d.planning.choice import Choice, choose_mode, tuning_key
+from unet3d.planning.choice import Choice, choose_mode
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import PlacementOption, possible_dims
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
@@ -124,7 +123,7 @@ def test_measured_steps_replace_predicted_ones(tmp_path):
     def remember(option, seconds):
         when = "2026-11-22T12:00:00+00:00"
         tuned = TunedConfig(cuts=(), num_micro_batches=1, step_seconds=seconds, measured=when)
-        remember_tuned(tuning_key(config, option), tuned)
+        remember_tuned(config, option.step, tuned)
 
     remember(one, 2 * one.seconds)  # all others take twice as long then, too
     line = chosen(tmp_path, *changes).line
@@ -138,28 +137,6 @@ def test_measured_steps_replace_predicted_ones(tmp_path):
     found = chosen(tmp_path, *changes)
     assert placed(found.settings) == ("none", 1, 1)
     assert f"against {3000 * one.seconds:.0f} with spatial over 2 GPUs" in found.line
-
-
-@pytest.mark.usefixtures("gpus")
-def test_measured_blocks_correct_what_is_counted(tmp_path, monkeypatch):
-    config = settings(tmp_path, "parallel.devices=0,1", LARGE, "training.batch_size=1")
-    network = plan_without_data(config)
-    gpu = torch.device("cuda", 0)
-    assert choice.block_corrections(config, network, gpu, "bfloat16") == {}
-    with torch.device("meta"):
-        names = [block.name for block in UNet3d(network.topology).blocks()]
-    asked: list[tuple[object, ...]] = []
-
-    def known(model, *key):
-        asked.append(key)
-        return tuple(1.0 for _ in (*names, "loss"))
-
-    monkeypatch.setattr(choice, "known_seconds", known)
-    corrections = choice.block_corrections(config, network, gpu, "bfloat16")
-    assert list(corrections) == names and min(corrections.values()) > 10
-    assert asked == [(gpu, (256, 256, 256), 1, torch.bfloat16, tmp_path / "timings")]
-    (option,) = options_of(config, 1)
-    assert option.seconds == pytest.approx(len(names), rel=0.01)
 
 
 def test_processes_on_one_cpu_are_no_gain(tmp_path):

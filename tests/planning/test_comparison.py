@@ -204,11 +204,6 @@ def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(capsys, tmp_pa
         (["--shape", "[1"], "Error: --shape: the value '[1' is not valid YAML"),
         (["--set", "patches.size=64,64"], "settings: patches.size is [64, 64]"),
         (["--parallel", "model", "--set", "parallel.cuts=999"], "cuts [999] do not divide"),
-        (
-            ["--devices", "0,1", "--device-memory", "80", "--parallel", "model", *TINY]
-            + ["--shape", "16,16,16", "--balance", "time"],
-            "cuda:0 is not on this machine; use --balance memory",
-        ),
         (["no-such-folder"], "no-such-folder"),
     ],
     ids=str,

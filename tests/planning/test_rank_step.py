@@ -1,4 +1,4 @@
-"""A step in one rank: its time and its memory; several ranks are in test_mode_times.py."""
+"""A step in one rank: its time and its memory; several ranks are in test_sweep.py."""
 
 import json
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from tests.command_line import run
+from tests.steps import make_step
 from unet3d.config import load_config
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError
+from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning import rank_step
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import make_option, placed
@@ -52,3 +56,30 @@ def test_a_rank_without_memory_says_so(config, tmp_path, monkeypatch):
     with pytest.raises(DoesNotFitError, match="rank 0 ran out of memory"):
         measure_rank(config, plan_without_data(config), path)
     assert json.loads(path.read_text()) == {"seconds": None, "peak_bytes": []}
+
+
+def test_a_time_is_that_of_steps_that_do_all_the_work_and_change_nothing(monkeypatch):
+    calls: list[str] = []
+    models = []
+    forward_backward, take = PipelineExecutor.forward_backward, rank_step.Optimization.step
+
+    def forward(self, image, target, *more, **others):
+        assert image.shape == (2, 2, 16, 16, 16) and target.shape == (2, 16, 16, 16)
+        if not models:
+            before = {name: value.clone() for name, value in self.module.state_dict().items()}
+            models.append((self.module, before))
+        calls.append("forward and backward")
+        return forward_backward(self, image, target, *more, **others)
+
+    def step(self, learning_rate):
+        calls.append("step")
+        take(self, learning_rate)
+
+    monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
+    monkeypatch.setattr(rank_step.Optimization, "step", step)
+    found = rank_step.time_step(make_step((CPU,)), Group(Ranks()))
+    num_steps = 2 + rank_step.NUM_TIMED_STEPS  # one makes the state, one counts memory
+    assert calls == ["forward and backward", "step"] * num_steps
+    assert 0 < found.seconds < 60
+    ((model, before),) = models
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -9,12 +9,13 @@ import torch
 from rich.console import Console
 
 from tests.command_line import run
-from unet3d.config import Config, ModelSettings, load_config
-from unet3d.model import plan_topology
+from unet3d.config import Config, load_config
+from unet3d.model import UNet3d
+from unet3d.parallel import Layout, ParallelDims
+from unet3d.planning.memory_estimate import Step
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning_cache import (
     TunedConfig,
-    TuningKey,
     forgotten_modes,
     recall_tuned,
     remember_tuned,
@@ -47,47 +48,62 @@ def settings(cache: Path, *overrides: str) -> Config:
     return load_config(None, [*SMALL, *SPREAD, f"data.cache={cache}", *overrides])
 
 
-def tuning_key(cache: Path, *overrides: str) -> TuningKey:
-    """Return those of a training on the phantom data with these settings."""
+def step(cache: Path, *overrides: str) -> Step:
+    """Return that of a training on the phantom data with these settings."""
     config = settings(cache, *overrides)
     network = plan_without_data(config)
-    return TuningKey(
-        config=config,
+    config = network.settled(config)
+    return Step(
         topology=network.topology,
+        layout=Layout.of(config, ParallelDims.resolve(config.parallel), "float32"),
         size=network.size,
-        devices=(CPU, CPU),
+        batch_size=network.batch_size,
+        settings=config.training,
         precision="float32",
     )
 
 
+def on(step: Step, **layout: object) -> Step:
+    """Return a step with another layout."""
+    return replace(step, layout=replace(step.layout, **layout))
+
+
 def test_a_choice_is_found_again(tmp_path, caplog):
-    here = tuning_key(tmp_path)
-    assert recall_tuned(here) is None
-    path = remember_tuned(here, CHOICE)
+    config, here = settings(tmp_path), step(tmp_path)
+    assert recall_tuned(config, here) is None
+    path = remember_tuned(config, here, CHOICE)
     assert path.is_relative_to(tmp_path)
     # What does not change the time of a step does not matter.
-    assert recall_tuned(tuning_key(tmp_path, "training.epochs=7", "data.fold=1")) == CHOICE
+    for other in (
+        "training.epochs=7",
+        "data.fold=1",
+        "parallel.cuts=3",
+        "training.micro_batches=2",
+    ):
+        assert recall_tuned(config, step(tmp_path, other)) == CHOICE
     assert not caplog.records
 
 
 def test_in_other_circumstances_it_is_not(tmp_path, monkeypatch):
-    here = tuning_key(tmp_path)
-    remember_tuned(here, CHOICE)
+    config, here = settings(tmp_path), step(tmp_path)
+    remember_tuned(config, here, CHOICE)
     x, y, z = here.size
     for changed in (
-        {"topology": replace(here.topology, channels=(2, 5))},
-        {"size": (x, y, z + 2)},
-        {"devices": (CPU, CPU, CPU)},
-        {"precision": "float64"},
+        replace(here, topology=replace(here.topology, channels=(2, 5))),
+        replace(here, size=(x, y, z + 2)),
+        replace(here, batch_size=3),
+        replace(here, precision="float64"),
+        replace(here, regions=((1,),)),
+        on(here, devices=(CPU, CPU, CPU)),
+        on(here, num_replicas=2),
+        on(here, num_shards=2),
+        on(here, cuda_graphs="off"),
+        on(here, offload="skips"),
+        on(here, recompute="level"),
+        step(tmp_path, "training.batch_dice=true"),
+        step(tmp_path, "training.optimizer=adamw"),
     ):
-        assert recall_tuned(replace(here, **changed)) is None, changed
-    for setting in (
-        "training.batch_dice=true",
-        "training.batch_size=3",
-        "training.optimizer=adamw",
-        "memory.recompute=level",
-    ):
-        assert recall_tuned(tuning_key(tmp_path, setting)) is None, setting
+        assert recall_tuned(config, changed) is None, changed
     for name, other in (
         ("torch.get_num_threads", lambda: 1000),
         ("torch.__version__", "9.9.9"),
@@ -95,14 +111,14 @@ def test_in_other_circumstances_it_is_not(tmp_path, monkeypatch):
     ):
         with monkeypatch.context() as patch:
             patch.setattr(name, other)
-            assert recall_tuned(here) is None, name
-    assert recall_tuned(here) == CHOICE
+            assert recall_tuned(config, here) is None, name
+    assert recall_tuned(config, here) == CHOICE
     # Two stages on one GPU are not two GPUs.
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     first, second, third = (torch.device("cuda", index) for index in range(3))
-    remember_tuned(replace(here, devices=(first, second)), CHOICE)
-    assert recall_tuned(replace(here, devices=(second, third))) == CHOICE
-    assert recall_tuned(replace(here, devices=(first, first))) is None
+    remember_tuned(config, on(here, devices=(first, second)), CHOICE)
+    assert recall_tuned(config, on(here, devices=(second, third))) == CHOICE
+    assert recall_tuned(config, on(here, devices=(first, first))) is None
 
 
 def choice(**changes: object) -> str:
@@ -110,56 +126,44 @@ def choice(**changes: object) -> str:
     return json.dumps({"choice": {**asdict(CHOICE), **changes}})
 
 
-DAMAGES = (
-    "{}",
-    '{"choice": 1}',
-    choice(cuts=[3, 4]),
-    choice(cuts=[1000]),
-    choice(cuts=[-1]),
-    choice(cuts=[3.0]),
-    choice(num_micro_batches=3),
-    choice(step_seconds=float("nan")),
-    choice(step_seconds=-1.0),
-    choice(measured="\x1b[2J"),
-    choice(another=1),
-)
+DAMAGES = ("{}", '{"choice": 1}', choice(step_seconds=-1.0), choice(measured="x"), choice(other=1))
 """Records that mean nothing here; what is no record at all is in tests/inputs/test_reading.py."""
 
 
 def test_a_damaged_file_is_named_and_not_used(tmp_path, caplog):
-    here = tuning_key(tmp_path)
-    path = remember_tuned(here, CHOICE)
+    config, here = settings(tmp_path), step(tmp_path)
+    path = remember_tuned(config, here, CHOICE)
     for damage in DAMAGES:
         remember(path, json.loads(damage))
-        assert resolve_auto(here).training.micro_batches == 1, damage[:80]
+        assert resolve_auto(config, here).training.micro_batches == 1, damage[:80]
         (record,) = caplog.records
         assert str(path) in record.getMessage()
         caplog.clear()
 
 
-def found_by(key: TuningKey) -> tuple[object, ...]:
-    config = resolve_auto(key)
-    return config.training.micro_batches, config.parallel.balance, config.parallel.cuts
+def found_by(config: Config, here: Step) -> tuple[object, ...]:
+    found = resolve_auto(config, here)
+    return found.training.micro_batches, found.parallel.balance, found.parallel.cuts
 
 
 def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
-    here = tuning_key(tmp_path)
-    assert found_by(here) == (1, "encoder-decoder", None)  # as nothing is measured
-    remember_tuned(here, CHOICE)
+    config, here = settings(tmp_path), step(tmp_path)
+    assert found_by(config, here) == (1, "encoder-decoder", None)  # as nothing is measured
+    remember_tuned(config, here, CHOICE)
     with caplog.at_level("INFO"):
-        config = resolve_auto(here)
-    assert found_by(here) == (2, "auto", (3,))
+        taken = resolve_auto(config, here)
+    assert found_by(config, here) == (2, "auto", (3,))
     (message,) = (record.getMessage() for record in caplog.records)
-    assert message.startswith("2 micro-batch(es) and a cut before encoder.1.1 (parallel.cuts=3)")
+    assert message.startswith("2 micro-batch(es) and parallel.cuts=3: the fastest")
     assert "2026-11-21 at 14:48" in message and "250.0 ms" in message
     # What is settled stays as it is, whatever is measured later.
-    remember_tuned(here, replace(CHOICE, cuts=(1,)))
-    assert resolve_auto(replace(here, config=config)) == config
+    remember_tuned(config, here, replace(CHOICE, cuts=(1,)))
+    assert resolve_auto(taken, here) == taken
     # One device has micro-batches and no cut.
     alone = ("parallel.mode=none", "parallel.devices=cpu")
-    here = replace(tuning_key(tmp_path, *alone), devices=(CPU,))
-    remember_tuned(here, replace(CHOICE, cuts=()))
-    assert found_by(here)[::2] == (2, None)
+    config, here = settings(tmp_path, *alone), step(tmp_path, *alone)
+    remember_tuned(config, here, replace(CHOICE, cuts=()))
+    assert found_by(config, here)[::2] == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +176,9 @@ def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
     ],
 )
 def test_what_is_set_wins(setting, expected, tmp_path, caplog):
-    remember_tuned(tuning_key(tmp_path), CHOICE)
+    remember_tuned(settings(tmp_path), step(tmp_path), CHOICE)
     with caplog.at_level("INFO"):
-        assert found_by(tuning_key(tmp_path, setting)) == expected
+        assert found_by(settings(tmp_path, setting), step(tmp_path, setting)) == expected
     assert not caplog.records
 
 
@@ -186,17 +190,17 @@ def stages_of(folder: Path) -> list[list[str]]:
 
 def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     cache, folder = tmp_path / "cache", tmp_path / "run"
-    here = tuning_key(cache)
-    remember_tuned(here, CHOICE)
+    config, here = settings(cache), step(cache)
+    remember_tuned(config, here, CHOICE)
     with caplog.at_level("INFO"):
-        train(here.config, RunFolder(folder), False, Console(quiet=True), quiet=True)
+        train(config, RunFolder(folder), False, Console(quiet=True), quiet=True)
     stages = stages_of(folder)
-    assert [len(blocks) for blocks in stages] == [3, len(here.blocks()) - 3]
+    assert [len(blocks) for blocks in stages] == [3, len(UNet3d(here.topology).blocks()) - 3]
     assert caplog.text.count("what plan --measure measured") == 1
     recorded = load_config(folder / "config.yaml")
     assert (recorded.training.micro_batches, recorded.parallel.cuts) == (2, (3,))
     # A later measurement changes nothing for a run that goes on.
-    remember_tuned(here, replace(CHOICE, cuts=(1,)))
+    remember_tuned(config, here, replace(CHOICE, cuts=(1,)))
     again = ("train", "--quiet", "--resume", "--output", folder, "--epochs", 2)
     assert run(*again, "--devices", "cpu,cpu") == 0
     assert stages_of(folder) == stages
@@ -233,15 +237,3 @@ def test_a_run_can_be_resumed_in_any_mode(recorded):
         changes = [f"parallel.mode={mode}"]
         resumed = load_config(None, [*recorded, *forgotten_modes(before, changes), *changes])
         assert resumed.parallel == load_config(None, changes).parallel
-
-
-def test_names_of_blocks_need_no_memory():
-    huge = ModelSettings(base_channels=4096, max_channels=65536, num_levels=6)
-    key = TuningKey(
-        config=Config(),
-        topology=plan_topology(huge, (512, 512, 512), (1.0, 1.0, 1.0), 1, 3),
-        size=(512, 512, 512),
-        devices=(CPU,),
-        precision="float32",
-    )
-    assert "head" in key.blocks()

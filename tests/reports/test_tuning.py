@@ -1,54 +1,52 @@
 import pytest
 
 from tests.reports.records import assert_is_picture, cells, curves, heads, legend
-from unet3d.reports.tuning import (
-    mode_figure,
-    mode_lines,
-    mode_table,
-    tuning_figure,
-    tuning_lines,
-    tuning_table,
-    write_mode_picture,
-    write_tuning_picture,
-)
+from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table, write_tuning_picture
 
 GIB = 1024**3
 
 
-def row(cuts, count, seconds, marks=""):
-    devices = ["cuda:0", "cuda:1"] if cuts else ["cuda:0"]
-    peaks = {device: (9 + index) * GIB for index, device in enumerate(devices)}
+def row(name, cuts, count, seconds, marks="", predicted=None):
+    mode = name.partition(",")[0].partition(" ")[0]
+    devices = ["cuda:0"] if mode == "none" else ["cuda:0", "cuda:1"]
     return {
-        **{"devices": devices, "cuts": cuts, "cut_before": [f"block.{cut}" for cut in cuts]},
-        **{"num_micro_batches": count, "seconds": seconds},
+        **{"name": name, "parallel": mode, "devices": devices},
+        **{"cuts": cuts, "cut_before": [f"block.{cut}" for cut in cuts]},
+        **{"num_micro_batches": count, "seconds": seconds, "predicted_seconds": predicted},
         "ratio": None if seconds is None else 0.4 / seconds,
-        "peak_bytes": {} if seconds is None else peaks,
+        "peak_bytes": [] if seconds is None else [9 * GIB, 10 * GIB][: len(devices)],
         **{mark: mark in marks for mark in ("chosen", "fastest")},
     }
+
+
+ONE, STAGES = "none, on cuda:0", "model over cuda:0,cuda:1"
 
 
 @pytest.fixture
 def record():
     seconds = {(): (None, 0.4, 0.43), (10,): (0.45, 0.35, 0.3), (17,): (0.46, 0.34, 0.25)}
     rows = [
-        row(list(cuts), count, one)
+        row(STAGES if cuts else ONE, list(cuts), count, one, predicted=None if cuts else 0.42)
         for cuts, each in seconds.items()
         for count, one in zip((1, 2, 4), each, strict=True)
     ]
     rows[-1] |= {"chosen": True, "fastest": True}
     size = {"batch_size": 4, "size": [192, 192, 160], "precision": "bfloat16"}
-    return {**size, "devices": ["NVIDIA H200"] * 2, "num_left_out": 0, "rows": rows}
+    more = {"best_one_device_seconds": 0.4, "num_left_out": 0}
+    return {**size, "devices": ["NVIDIA H200"] * 2, **more, "rows": rows}
 
 
 def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record, tmp_path):
     (axes,) = tuning_figure(record).axes
     assert curves(axes) == {
-        "no cut, cuda:0\n(no point: out of memory)": ([2, 4], [400.0, 430.0]),
-        "block.10 (10)": ([1, 2, 4], [450.0, 350.0, 300.0]),
-        "block.17 (17)": ([1, 2, 4], [460.0, 340.0, 250.0]),
+        "none, on cuda:0\n(no point: out of memory)": ([2, 4], [400.0, 430.0]),
+        "cut before block.10 (10)": ([1, 2, 4], [450.0, 350.0, 300.0]),
+        "cut before block.17 (17)": ([1, 2, 4], [460.0, 340.0, 250.0]),
     }
     assert axes.get_ylabel() == "time of a training step (ms)"
-    assert axes.get_xlabel() == "micro-batches of a batch of 4"
+    first, *notes = axes.get_xlabel().splitlines()
+    assert first == "micro-batches of a batch of 4"
+    assert " ".join(notes) == tuning_lines(record)[0] and len(notes) > 1
     assert "192x192x160" in axes.get_title() and "2 x NVIDIA H200" in axes.get_title()
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4"]
     assert legend(axes) == list(curves(axes))
@@ -63,28 +61,29 @@ def test_the_table_has_every_number(record):
     table = tuning_table(record)
     assert "4 patches of 192x192x160 voxels, bfloat16" in str(table.title)
     assert heads(table) == [
-        *("cut before", "microbatches", "ms a step", "against one device"),
-        *("peak GiB cuda:0", "peak GiB cuda:1"),
+        *("parallel", "microbatches", "ms a step", "predicted", "against one device", "peak GiB"),
     ]
     assert cells(table) == [
-        ("no cut, cuda:0", "1", "out of memory", "–", "", ""),
-        ("", "2", "400.0", "1.00x", "9.00", ""),
-        ("", "4", "430.0", "0.93x", "9.00", ""),
-        ("block.10 (10)", "1", "450.0", "0.89x", "9.00", "10.00"),
-        ("", "2", "350.0", "1.14x", "9.00", "10.00"),
-        ("", "4", "300.0", "1.33x", "9.00", "10.00"),
-        ("block.17 (17)", "1", "460.0", "0.87x", "9.00", "10.00"),
-        ("", "2", "340.0", "1.18x", "9.00", "10.00"),
-        ("", "4*", "250.0", "1.60x", "9.00", "10.00"),
+        ("none, on cuda:0", "1", "out of memory", "420.0", "–", ""),
+        ("", "2", "400.0", "420.0", "1.00x", "9.00"),
+        ("", "4", "430.0", "420.0", "0.93x", "9.00"),
+        ("cut before block.10 (10)", "1", "450.0", "–", "0.89x", "10.00"),
+        ("", "2", "350.0", "–", "1.14x", "10.00"),
+        ("", "4", "300.0", "–", "1.33x", "10.00"),
+        ("cut before block.17 (17)", "1", "460.0", "–", "0.87x", "10.00"),
+        ("", "2", "340.0", "–", "1.18x", "10.00"),
+        ("", "4*", "250.0", "–", "1.60x", "10.00"),
     ]
     assert "lower bound" not in str(table.caption)
+    assert tuning_lines(record) == [
+        "The fastest is cut before block.17 (17), with 4 micro-batch(es): 250.0 ms a step against "
+        "400.0 on one device."
+    ]
 
 
 def test_one_device_that_is_faster_is_marked_and_said(record):
-    assert tuning_lines(record) == []
     assert str(tuning_table(record).caption).startswith("*: the fastest. Times are medians")
-    alone = row([], 4, 0.2, "fastest")
-    record["rows"][2:3] = [alone]
+    record["rows"][2:3] = [row(ONE, [], 4, 0.2, "fastest")]
     record["rows"][-1]["fastest"] = False
     table = tuning_table(record)
     shown = [line[1] for line in cells(table)]
@@ -95,73 +94,43 @@ def test_one_device_that_is_faster_is_marked_and_said(record):
     assert "Leave out --parallel model" in line
     (axes,) = tuning_figure(record).axes
     assert [(text.get_text(), text.xy) for text in axes.texts] == [("fastest: 200.0 ms", (4, 200))]
-    _, *notes = axes.get_xlabel().splitlines()
-    assert " ".join(notes) == line and len(notes) > 1
+
+
+def test_modes_have_a_row_and_a_point_each(record):
+    record["rows"] = [
+        row(ONE, [], 1, 0.12, predicted=0.134),
+        row("data over 2 GPUs", [], 1, None, predicted=0.07),
+        row("spatial over 2 GPUs", [], 1, 0.06, "chosen fastest", predicted=0.071),
+    ]
+    record["best_one_device_seconds"] = 0.12
+    assert [(line[0], line[2], line[3]) for line in cells(tuning_table(record))] == [
+        ("none, on cuda:0", "120.0", "134.0"),
+        ("data over 2 GPUs", "out of memory", "70.0"),
+        ("spatial over 2 GPUs", "60.0", "71.0"),
+    ]
+    assert tuning_lines(record) == [
+        "The fastest is spatial over 2 GPUs, with 1 micro-batch(es): 60.0 ms a step against 120.0 "
+        "on one device."
+    ]
+    (axes,) = tuning_figure(record).axes
+    assert curves(axes)["spatial over 2 GPUs"] == ([1], [60.0])
 
 
 def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     record["num_left_out"] = 3
-    assert tuning_lines(record) == ["There was no time for 3 of 12 settings."]
+    assert tuning_lines(record)[1:] == ["There was no time for 3 of 12 settings."]
     record["num_left_out"] = 0
-    record["rows"] = [row([], 1, 0.4, "fastest"), row([10], 1, None)]
+    record["rows"] = [row(ONE, [], 1, 0.4, "fastest"), row(STAGES, [10], 1, None)]
     assert tuning_lines(record) == ["Only one device, cuda:0, has the memory for it."]
-    record["rows"] = [row([10], count, None) for count in (1, 2)]  # nothing fits
-    assert tuning_table(record).row_count == 2
+    record["rows"] = [row(STAGES, [10], count, None) for count in (1, 2)]  # nothing fits
+    assert tuning_table(record).row_count == 2 and tuning_lines(record) == []
     assert all(not times for _, times in curves(tuning_figure(record).axes[0]).values())
 
 
 def test_a_small_network_on_a_cpu_is_in_mib(record):
-    record["rows"] = [row([], 1, 0.4)]
-    record["rows"][0] |= {"devices": ["cpu"], "peak_bytes": {"cpu": 3 * 1024**2}}
+    record["rows"] = [row("none, on cpu", [], 1, 0.4)]
+    record["rows"][0] |= {"devices": ["cpu"], "peak_bytes": [3 * 1024**2]}
     table = tuning_table(record)
-    assert heads(table)[-1] == "peak MiB cpu"
+    assert heads(table)[-1] == "peak MiB"
     assert cells(table)[0][-1] == "3.00"
     assert "lower bound" in str(table.caption)
-
-
-def mode(name, seconds, predicted, fastest):
-    return {
-        "name": name,
-        "parallel": name.partition(",")[0].partition(" ")[0],
-        "seconds": seconds,
-        "predicted_seconds": predicted,
-        "peak_bytes": [] if seconds is None else [3 * GIB, 4 * GIB],
-        "fastest": fastest,
-    }
-
-
-@pytest.fixture
-def modes():
-    made = [
-        mode("none, on cuda:0", 0.12, 0.134, False),
-        mode("data over 2 GPUs", None, 0.07, False),
-        mode("spatial over 2 GPUs", 0.06, 0.071, True),
-    ]
-    return {"batch_size": 2, "size": [256, 256, 256], "precision": "bfloat16", "modes": made}
-
-
-def test_modes_have_a_row_each(modes):
-    table = mode_table(modes)
-    assert "2 patches of 256x256x256 voxels, bfloat16" in str(table.title)
-    names = ["parallel", "ms a step", "predicted", "against one device", "peak MiB a rank"]
-    assert heads(table) == names
-    assert cells(table) == [
-        ("none, on cuda:0", "120.0", "134.0", "1.00x", "4,096"),
-        ("data over 2 GPUs", "out of memory", "70.0", "–", ""),
-        ("spatial over 2 GPUs*", "60.0", "71.0", "2.00x", "4,096"),
-    ]
-    assert mode_lines(modes) == [
-        "The fastest is spatial over 2 GPUs: 60.0 ms a step against 120.0 on one device."
-    ]
-    for row in modes["modes"]:
-        row["fastest"] = row["parallel"] == "none"
-    assert mode_lines(modes) == ["The fastest is none, on cuda:0: 120.0 ms a step."]
-
-
-def test_modes_have_a_bar_each(modes, tmp_path):
-    (axes,) = mode_figure(modes).axes
-    assert [bar.get_width() for bar in axes.patches] == [120.0, 0, 60.0]
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names[1] == "data over 2 GPUs\n(out of memory)"
-    write_mode_picture(modes, tmp_path / "modes.png")
-    assert_is_picture(tmp_path / "modes.png")

@@ -1,9 +1,9 @@
 """``unet3d plan``."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -42,8 +42,8 @@ TOO_LARGE = (
 @click.option(
     "--measure",
     is_flag=True,
-    help="Time steps on --devices instead, of every way to use several, or of --parallel model "
-    "with every cut and number of micro-batches that may be best; training then takes the best.",
+    help="Time steps on --devices instead, with every mode, cut and number of micro-batches that "
+    "may be best; training then takes the best.",
 )
 @click.option(
     "--picture",
@@ -214,62 +214,34 @@ def _measure(
     json_path: Path | None,
 ) -> None:
     """Measure every setting, show the times, and store the best ones for training to find."""
-    from unet3d.planning.mode_times import time_modes
-    from unet3d.planning.tuning import Progress, tune
-    from unet3d.planning.tuning_cache import remember_tuned
-    from unet3d.reports.progress import duration
-    from unet3d.reports.tuning import (
-        mode_lines,
-        mode_table,
-        tuning_lines,
-        tuning_table,
-        write_mode_picture,
-        write_tuning_picture,
-    )
+    from unet3d.planning.sweep import measure
+    from unet3d.reports.tuning import tuning_lines, tuning_table, write_tuning_picture
 
     for note in notes:
         show_line(note)
-    if config.parallel.mode not in ("none", "model"):
-        with working("measuring one device") as show:
-            modes = time_modes(config, network, lambda name: show(f"measuring {name}"))
-        if modes is not None:
-            record = modes.to_dict()
-            show_line(mode_table(record))
-            if json_path is not None:
-                write_json(json_path, record)
-            if modes.fastest is None:
-                raise DoesNotFitError(TOO_LARGE)
-            folder = modes.remember()[0].parent
-            _draw(write_mode_picture, record, picture)
-            for line in (
-                *mode_lines(record),
-                f"Times: {picture}; in {folder} for --parallel auto.",
-            ):
-                show_line(line)
-            return
-    with working("timing the blocks of the network") as show:
-
-        def watch(progress: Progress) -> None:
-            left = progress.seconds_left
-            show(
-                f"measuring {progress.num_done + 1} of {progress.num_settings}"
-                + ("" if left is None else f", about {duration(left)} left")
-            )
-
-        tuning = tune(config, network, watch)
-    record = tuning.to_dict()
+    with working("predicting") as show:
+        sweep = measure(
+            config,
+            network,
+            lambda number, total, name: show(f"measuring {number} of {total}: {name}"),
+        )
+    record = sweep.to_dict()
     show_line(tuning_table(record))
     if json_path is not None:
         write_json(json_path, record)
-    if tuning.fastest is None:
+    if sweep.fastest is None:
         raise DoesNotFitError(TOO_LARGE)
-    paths = [remember_tuned(key, choice) for key, choice in tuning.choices()]
-    _draw(write_tuning_picture, record, picture)
+    folder = sweep.remember()
+    try:
+        write_tuning_picture(record, picture)
+    except OSError as error:
+        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error
     for line in (
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",
-        f"The best of each placement is in {paths[0].parent}, where training finds it: for the "
-        "same network, patch, batch and devices, unless micro-batches, balance or cuts are set.",
+        f"The best of each placement is in {folder}, where --parallel auto and training find it: "
+        "for the same network, patch, batch and devices, unless micro-batches, balance or cuts are "
+        "set.",
     ):
         show_line(line)
 
@@ -290,12 +262,3 @@ def _measure_rank(config_path: Path | None, step_record: Path) -> None:
     config = load_config(config_path)
     network = plan_without_data(config)
     measure_rank(network.settled(config), network, step_record)
-
-
-def _draw(
-    write: Callable[[Mapping[str, Any], Path], object], record: Mapping[str, Any], picture: Path
-) -> None:
-    try:
-        write(record, picture)
-    except OSError as error:
-        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error

@@ -6,8 +6,7 @@ says when each micro-batch runs where, ``stage_runner`` runs a stage, ``mail`` a
 carry tensors between stages, ``offload`` keeps skips in host memory, and ``pipeline`` drives them.
 ``step_capture`` decides when a step is captured on GPUs, ``captured_step`` replays it, with
 ``cuda_graphs`` and ``static_mail``. ``replicas`` keeps the copies of a network equal;
-``data_parallel`` is ``nn.DataParallel``. ``balance`` finds cuts that balance time or memory.
-``spatial`` divides volumes instead of the network.
+``data_parallel`` is ``nn.DataParallel``. ``spatial`` divides volumes instead of the network.
 """
 
 from functools import partial
@@ -15,7 +14,6 @@ from functools import partial
 from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork, UNet3d
-from unet3d.parallel.balance.cuts import choose_cuts
 from unet3d.parallel.data_parallel import DataParallelExecutor
 from unet3d.parallel.executor import Executor, Loss, LossFunction
 from unet3d.parallel.machine import Machine
@@ -36,7 +34,6 @@ __all__ = [
     "ParallelDims",
     "Slot",
     "autocast_dtype",
-    "choose_cuts",
     "image_dtype",
     "parallelize",
     "resolve_precision",

@@ -14,10 +14,7 @@ import torch
 from unet3d.config import Config, ParallelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
-from unet3d.model import UNet3d
 from unet3d.parallel import Machine, ParallelDims, resolve_precision
-from unet3d.parallel.balance.block_costs import known_seconds
-from unet3d.parallel.precision import autocast_dtype, to_parameter_dtype
 from unet3d.planning.network_plan import NetworkPlan
 from unet3d.planning.placements import (
     PlacementOption,
@@ -28,9 +25,7 @@ from unet3d.planning.placements import (
     possible_dims,
     settings_of,
 )
-from unet3d.planning.step_time import count_work, element_bytes, rates_of
-from unet3d.planning.tuning_cache import TuningKey, recall_tuned
-from unet3d.preparation.cache import Cache
+from unet3d.planning.tuning_cache import recall_tuned
 
 GIB = 1024**3
 MIB = 1024**2
@@ -123,7 +118,6 @@ def timed_options(
     devices = tuple(dict.fromkeys(device for dims in ways for device in dims.all_devices))
     precision = resolve_precision(config.training.precision, devices)
     knows = all(map(is_here, devices))
-    corrections = block_corrections(config, network, devices[0], precision) if knows else {}
     options = tuple(
         make_option(
             config,
@@ -132,7 +126,6 @@ def timed_options(
             precision=precision,
             num_micro_batches=config.training.num_micro_batches,
             memory=memory,
-            corrections=corrections,
         )
         for dims in ways
     )
@@ -223,60 +216,6 @@ def _milliseconds(option: PlacementOption) -> str:
     return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:.0f}"
 
 
-def block_corrections(
-    config: Config, network: NetworkPlan, device: torch.device, precision: str
-) -> dict[str, float]:
-    """Return how many times longer blocks took than is counted, where they have been measured.
-
-    Args:
-        config: The cache folder.
-        network: What is trained.
-        device: A device of this machine.
-        precision: A resolved one.
-    """
-    with torch.device("meta"):
-        model = UNet3d(network.topology)
-    to_parameter_dtype(model, precision)
-    rates = rates_of(device, precision)
-    for num_samples in sorted({network.batch_size, 1}, reverse=True):
-        size = network.size_in(num_samples)
-        known = known_seconds(
-            model,
-            device,
-            size,
-            num_samples,
-            autocast_dtype(precision),
-            Cache(config.data.cache).folder / "timings",
-        )
-        if known is not None:
-            work = count_work(network.topology, size, num_samples, element_bytes(precision))
-            return {
-                block.name: seconds / block.seconds(rates)
-                for block, seconds in zip(work, known, strict=False)  # the loss is the last
-            }
-    return {}
-
-
-def tuning_key(config: Config, option: PlacementOption) -> TuningKey:
-    """Return the key under which the time of an option is remembered.
-
-    Args:
-        config: The settings.
-        option: On devices of this machine.
-    """
-    dims, step = option.dims, option.step
-    parallel = settings_for(config.parallel, dims)
-    return TuningKey(
-        config=config.model_copy(update={"parallel": parallel}),
-        topology=step.topology,
-        regions=step.regions,
-        size=step.size,
-        devices=dims.replicas[0],
-        precision=step.precision,
-        num_replicas=dims.num_replicas,
-    )
-
-
 def _as_measured(
     config: Config, options: tuple[PlacementOption, ...]
 ) -> tuple[PlacementOption, ...]:
@@ -284,7 +223,7 @@ def _as_measured(
     found = {
         index: known.step_seconds
         for index, option in enumerate(options)
-        if (known := recall_tuned(tuning_key(config, option))) is not None
+        if (known := recall_tuned(config, option.step)) is not None
     }
     ratios = [
         seconds / predicted

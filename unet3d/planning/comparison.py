@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from unet3d.config import Config, ParallelSettings
-from unet3d.errors import ConfigError, DeviceError
-from unet3d.model import UNet3d
-from unet3d.model.optimizer import num_states
+from unet3d.errors import DeviceError
 from unet3d.model.unet import refuse_beyond_memory
-from unet3d.parallel import Layout, Machine, ParallelDims, choose_cuts, resolve_precision
-from unet3d.parallel.precision import to_parameter_dtype
-from unet3d.planning.choice import best_of, choice_line, timed_options, tuning_key
+from unet3d.parallel import Machine, ParallelDims, resolve_precision
+from unet3d.planning.choice import best_of, choice_line, settings_for, timed_options
+from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.placements import (
     PlacementOption,
@@ -23,9 +21,9 @@ from unet3d.planning.placements import (
     memory_of,
     placed,
     possible_dims,
+    with_cuts,
 )
 from unet3d.planning.tuning_cache import resolve_auto
-from unet3d.preparation.cache import Cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +126,8 @@ def compare(
         chosen = best.dims
         choice = choice_line(options, best)
     if memory_bytes is None and all(map(is_here, chosen.all_devices)):
-        config = resolve_auto(tuning_key(config, timed[chosen]))
+        placement = settings_for(config.parallel, chosen)
+        config = resolve_auto(config.model_copy(update={"parallel": placement}), timed[chosen].step)
     counts = sorted({1, config.training.num_micro_batches})
     ways: list[PlacementOption] = []
     asked_way: PlacementOption | None = None
@@ -145,9 +144,11 @@ def compare(
                     precision=precision,
                     num_micro_batches=count,
                     memory=memory,
-                    cuts=_cuts(config, network, dims, precision, count) if dims == chosen else None,
+                    cuts=config.parallel.cuts if dims == chosen else None,
                     balance=config.parallel.balance if is_balanced else None,
                 )
+                if is_balanced:
+                    way = with_cuts(way, choose_cuts(way.step, config.parallel.wanted_balance))
             if dims == chosen and count == config.training.num_micro_batches:
                 asked_way = way
             _ = way.shards  # predicted while it is being watched
@@ -220,37 +221,6 @@ def _beside(
 def _is_balanced(config: Config) -> bool:
     """Return whether the cut in training depends on times or bytes."""
     return config.parallel.cuts is None and config.parallel.wanted_balance != "encoder-decoder"
-
-
-def _cuts(
-    config: Config, network: NetworkPlan, dims: ParallelDims, precision: str, count: int
-) -> tuple[int, ...] | None:
-    """Return where training would cut the network; None: at the default place.
-
-    Raises:
-        ConfigError: The cut depends on measurements on a device that is not here.
-    """
-    if dims.mode != "model" or not _is_balanced(config):
-        return config.parallel.cuts
-    balance = config.parallel.wanted_balance
-    for device in dims.devices:
-        if balance == "time" and not is_here(device):
-            raise ConfigError(
-                f"parallel.balance is time, which is measured on the devices, but {device} is not "
-                "on this machine; use --balance memory, which is counted"
-            )
-    model = UNet3d(network.topology)
-    to_parameter_dtype(model, precision)
-    batch_size = dims.share_of(network.batch_size)
-    return choose_cuts(
-        model,
-        layout=replace(Layout.of(config, dims, precision), cuts=None, num_micro_batches=count),
-        balance=balance,
-        size=network.size_in(batch_size),
-        batch_size=batch_size,
-        num_states=num_states(config.training),
-        folder=Cache(config.data.cache).folder / "timings",
-    )
 
 
 def _next(device: torch.device) -> torch.device:

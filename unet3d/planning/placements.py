@@ -80,7 +80,6 @@ def make_option(
     memory: Mapping[torch.device, int],
     cuts: tuple[int, ...] | None = None,
     balance: str | None = None,
-    corrections: Mapping[str, float] | None = None,
 ) -> PlacementOption:
     """Return one option, without predicting its memory yet.
 
@@ -93,7 +92,6 @@ def make_option(
         memory: Bytes of each device.
         cuts: Where the network is cut in stages; None: at the default place.
         balance: What these cuts balance, where that is not the default.
-        corrections: See :func:`~unet3d.planning.step_time.step_seconds`.
 
     Raises:
         DeviceError: The patch has too few planes for the shards.
@@ -116,9 +114,14 @@ def make_option(
         dims=dims,
         step=step,
         limits=_limits(dims, memory),
-        seconds=step_seconds(step, corrections),
+        seconds=step_seconds(step),
         balance=balance,
     )
+
+
+def with_cuts(option: PlacementOption, cuts: tuple[int, ...]) -> PlacementOption:
+    """Return the same option with the network cut elsewhere."""
+    return replace(option, step=replace(option.step, layout=replace(option.step.layout, cuts=cuts)))
 
 
 def possible_dims(

@@ -4,11 +4,10 @@ Every block's operations are counted on meta tensors, its traffic follows from t
 maps. A shard has its share of both where its level is divided, and waits for messages besides
 (:mod:`unet3d.planning.message_time`). The rates are those of one GPU and one CPU, so on others the
 seconds are off, but nearly by the same factor in every way of placing a training: they serve to
-compare ways. Where the blocks themselves have been measured, their seconds are taken instead.
+compare ways.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -189,14 +188,12 @@ def element_bytes(precision: str) -> int:
     return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[precision]
 
 
-def step_seconds(step: Step, corrections: Mapping[str, float] | None = None) -> float | None:
+def step_seconds(step: Step) -> float | None:
     """Predict how long a training step takes.
 
     Args:
         step: The step of one replica, with its share of the batch. Its layout says how many
             replicas and shards there are.
-        corrections: For blocks that have been measured, by name: how many times longer they take
-            than what is counted promises.
 
     Returns:
         Seconds; None for a network that is cut in stages.
@@ -204,7 +201,7 @@ def step_seconds(step: Step, corrections: Mapping[str, float] | None = None) -> 
     Raises:
         DeviceError: The volume has too few planes for the shards.
     """
-    layout, topology, corrections = step.layout, step.topology, corrections or {}
+    layout, topology = step.layout, step.topology
     if len(layout.devices) > 1:
         return None
     (device,) = layout.devices
@@ -219,7 +216,7 @@ def step_seconds(step: Step, corrections: Mapping[str, float] | None = None) -> 
 
     def seconds(block: BlockWork) -> float:
         again = layout.recompute == "level" and block.in_encoder
-        factor = corrections.get(block.name, 1.0) * (LEVEL_FACTOR if again else 1.0)
+        factor = LEVEL_FACTOR if again else 1.0
         if division is None or block.level >= division.num_divided:
             return factor * block.seconds(rates)
         share = division.most_planes() / division.planes()

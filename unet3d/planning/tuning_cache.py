@@ -5,7 +5,7 @@ of all that the time of a step depends on; :func:`resolve_auto` replaces ``auto`
 """
 
 import logging
-import math
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -15,16 +15,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from pydantic import ConfigDict, Field
 
-from unet3d.config import Config, Few, Shape
+from unet3d import __version__
+from unet3d.config import Config, Few
 from unet3d.inputs.plain_data import PLAIN, at_most, key_of, validated
-from unet3d.model import Regions, Topology, UNet3d
-from unet3d.parallel.balance.stopwatch import (
-    hardware,
-    versions,
-)
-from unet3d.preparation.cache import (
-    Cache,
-)
+from unet3d.planning.memory_estimate import Step
+from unet3d.preparation.cache import Cache
 from unet3d.records import recall, remember
 
 logger = logging.getLogger(__name__)
@@ -46,115 +41,74 @@ class TunedConfig:
     """Date and time of the measurement, ISO 8601."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningKey:
-    """All that the time of a training step depends on, except cuts and micro-batches."""
-
-    config: Config
-    """The settings."""
-    topology: Topology
-    """The network."""
-    size: Shape
-    """Voxels of a patch along X, Y, Z (in the largest batch, where whole volumes are trained on);
-    multiples of the total stride."""
-    devices: tuple[torch.device, ...]
-    """One device of this machine for each stage."""
-    precision: str
-    """A resolved precision, such as ``bfloat16``; never ``auto``."""
-    num_replicas: int = 1
-    """Copies of the network on such devices, over which the batch is divided."""
-    regions: Regions = ()
-    """What the network segments instead of classes."""
-
-    @property
-    def path(self) -> Path:
-        """The file of the choice."""
-        folder = Cache(self.config.data.cache).folder / "tuning"
-        return folder / f"{key_of(self.describe())}.json"
-
-    def describe(self) -> dict[str, Any]:
-        """Return the key as plain values."""
-        training = self.config.training
-        return {
-            "topology": self.topology.to_dict(),
-            "blocks": self.blocks(),
-            "size": list(self.size),
-            "batch_size": math.ceil(training.num_patches / self.num_replicas),
-            "batch_dice": training.batch_dice is True,
-            "regions": [list(region) for region in self.regions],
-            "optimizer": [training.optimizer, training.momentum > 0],
-            "mode": self.config.parallel.mode,
-            "cuda_graphs": self.config.parallel.cuda_graphs,
-            "memory": self.config.memory.model_dump(),
-            "devices": [hardware(device) for device in self.devices],
-            # Two stages on one GPU are not two GPUs of one kind.
-            "sharing": [self.devices.index(device) for device in self.devices],
-            "precision": self.precision,
-            "versions": versions(),
-        }
-
-    def blocks(self) -> list[str]:
-        """Return the names of the blocks, which the numbers of a cut index."""
-        with torch.device("meta"):
-            return [block.name for block in UNet3d(self.topology).blocks()]
+def describe(step: Step) -> dict[str, Any]:
+    """Return all that the time of a step depends on, except cuts and micro-batches."""
+    layout, settings = step.layout, step.settings
+    return {
+        "topology": step.topology.to_dict(),
+        "size": list(step.size),
+        "batch_size": step.batch_size,
+        "batch_dice": step.loss.joins_samples,
+        "regions": [list(region) for region in step.regions],
+        "optimizer": [settings.optimizer, settings.momentum > 0],
+        "devices": [hardware(device) for device in layout.devices],
+        # Two stages on one GPU are not two GPUs of one kind.
+        "sharing": [layout.devices.index(device) for device in layout.devices],
+        "replicas": layout.num_replicas,
+        "shards": layout.num_shards,
+        "cuda_graphs": layout.cuda_graphs,
+        "recompute": layout.recompute,
+        "offload": layout.offload,
+        "precision": step.precision,
+        "versions": [torch.__version__, torch.version.cuda, __version__],
+    }
 
 
-def remember_tuned(tuning_key: TuningKey, choice: TunedConfig) -> Path:
-    """Write a choice to where trainings with the same key find it.
+def hardware(device: torch.device) -> str:
+    """Return a description of a device of this machine, as far as times depend on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} of {platform.node()}, {torch.get_num_threads()} threads"
 
-    Args:
-        tuning_key: The key under which it was measured.
-        choice: The best division.
 
-    Returns:
-        The file.
+def _record(config: Config, step: Step) -> Path:
+    return Cache(config.data.cache).folder / "tuning" / f"{key_of(describe(step))}.json"
+
+
+def remember_tuned(config: Config, step: Step, choice: TunedConfig) -> Path:
+    """Write a choice to where trainings with such a step find it, and return the file.
 
     Raises:
         CacheError: The cache folder cannot be written to.
     """
-    path = tuning_key.path
-    remember(path, {**tuning_key.describe(), "choice": asdict(choice)})
+    path = _record(config, step)
+    remember(path, {**describe(step), "choice": asdict(choice)})
     return path
 
 
-def recall_tuned(tuning_key: TuningKey) -> TunedConfig | None:
-    """Return the best measured choice for the same key, or None.
-
-    Args:
-        tuning_key: The key of a training that is about to start.
-    """
+def recall_tuned(config: Config, step: Step) -> TunedConfig | None:
+    """Return the best measured choice for such a step, or None."""
 
     def read(content: Any) -> TunedConfig:
         choice = validated(TunedConfig, content["choice"])
         datetime.fromisoformat(choice.measured)
-        cuts, num_stages = choice.cuts, len(tuning_key.devices)
-        if cuts and (len(cuts) != num_stages - 1 or sorted({*cuts}) != list(cuts)):
-            raise ValueError("of another number of stages")
-        if cuts and cuts[-1] >= len(tuning_key.blocks()):
-            raise ValueError("of a longer network")
-        if choice.num_micro_batches > tuning_key.config.training.num_patches:
-            raise ValueError("of a larger batch")
         return choice
 
-    return recall(tuning_key.path, read)
+    return recall(_record(config, step), read)
 
 
-def resolve_auto(tuning_key: TuningKey) -> Config:
+def resolve_auto(config: Config, step: Step) -> Config:
     """Return the settings with what they leave open of cuts and micro-batches filled in.
 
     A measured choice is taken where the settings name neither micro-batches nor a balance nor cuts;
     a setting always wins over it, and then the others that are open have their plain defaults.
     What is returned leaves nothing open: a run that records it can be repeated.
-
-    Args:
-        tuning_key: The key of a training that is about to start.
     """
-    config = tuning_key.config
     training, parallel = config.training, config.parallel
     is_open = (
         training.micro_batches == "auto" and parallel.balance == "auto" and parallel.cuts is None
     )
-    choice = recall_tuned(tuning_key) if is_open else None
+    choice = recall_tuned(config, step) if is_open else None
     if choice is None:
         return config.with_values(
             {
@@ -165,14 +119,11 @@ def resolve_auto(tuning_key: TuningKey) -> Config:
                 else parallel.balance,
             }
         )
-    blocks = tuning_key.blocks()
     logger.info(
         "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a step); "
         "--micro-batches or --balance would overrule it",
         choice.num_micro_batches,
-        f" and a cut before {_names(choice.cuts, blocks)} (parallel.cuts={_joined(choice.cuts)})"
-        if choice.cuts
-        else "",
+        f" and parallel.cuts={_joined(choice.cuts)}" if choice.cuts else "",
         datetime.fromisoformat(choice.measured).strftime("%Y-%m-%d at %H:%M"),
         1000 * choice.step_seconds,
     )
@@ -222,10 +173,6 @@ def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
         "parallel.engine=ddp",
         "parallel.output_device=null",
     ]
-
-
-def _names(cuts: Sequence[int], blocks: Sequence[str]) -> str:
-    return " and ".join(blocks[cut] for cut in cuts)
 
 
 def _joined(cuts: Sequence[int]) -> str:

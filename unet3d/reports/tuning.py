@@ -30,65 +30,56 @@ NOTE_LETTERS = 80
 def tuning_table(record: Mapping[str, Any]) -> Table:
     """Return time and memory of every setting as a table for the terminal.
 
-    Args:
-        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
+    ``record`` is what :meth:`unet3d.planning.sweep.Sweep.to_dict` returns, here and below.
     """
-    peaks = [peak for row in record["rows"] for peak in row["peak_bytes"].values()]
+    peaks = [peak for row in record["rows"] for peak in row["peak_bytes"]]
     unit, unit_bytes = unit_for(max(peaks, default=0))
-    devices = list(dict.fromkeys(name for row in record["rows"] for name in row["devices"]))
+    has_cpu = any("cpu" in row["devices"] for row in record["rows"])
     table = Table(
         title=f"Measured training steps\n{record['batch_size']} patches of "
         f"{size_text(record['size'])} voxels, {record['precision']}",
         caption=" ".join(_marks(record))
-        + " Times are medians; the ratio is to the best step of one device."
-        + (" A CPU's peak is the sum of what is counted: a lower bound." * ("cpu" in devices)),
+        + " Times are medians of the slowest rank; the ratio is to the best step of one device; "
+        "the peak is that of the fullest device."
+        + (" A CPU's peak is the sum of what is counted: a lower bound." * has_cpu),
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=0,
     )
-    table.add_column("cut before")
-    for name in ("micro-\nbatches", "ms a\nstep", "against\none device"):
+    table.add_column("parallel")
+    for name in ("micro-\nbatches", "ms a\nstep", "pre-\ndicted", "against\none device"):
         table.add_column(name, justify="right", no_wrap=True)
-    for device in devices:
-        table.add_column(f"peak {unit}\n{device}", justify="right", no_wrap=True)
+    table.add_column(f"peak\n{unit}", justify="right", no_wrap=True)
     for name, rows in _lines(record):
         for row in rows:
-            seconds, ratio = row["seconds"], row["ratio"]
+            seconds, predicted, ratio = row["seconds"], row["predicted_seconds"], row["ratio"]
             table.add_row(
                 name if row is rows[0] else "",
                 f"{row['num_micro_batches']}{_mark(row)}",
                 "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
+                NOTHING if predicted is None else f"{1000 * predicted:.1f}",
                 NOTHING if ratio is None else f"{ratio:.2f}x",
-                *(
-                    amount(row["peak_bytes"][device], unit_bytes)
-                    if device in row["peak_bytes"]
-                    else ""
-                    for device in devices
-                ),
+                amount(max(row["peak_bytes"]), unit_bytes) if row["peak_bytes"] else "",
                 end_section=row is rows[-1],
             )
     return table
 
 
 def tuning_figure(record: Mapping[str, Any]) -> Figure:
-    """Draw the time of a step against the number of micro-batches, one line for each cut.
-
-    Args:
-        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
-    """
+    """Draw the time of a step against micro-batches, a line for each mode and each cut."""
     figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 5.0), layout="constrained")
     axes = figure.add_subplot()
     counts = sorted({row["num_micro_batches"] for row in record["rows"]})
-    cut_number = 0
+    number = 0
     for name, rows in _lines(record):
         timed = [row for row in rows if row["seconds"] is not None]
         style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": "x"}
-        if rows[0]["cuts"]:
+        if rows[0]["parallel"] != "none":
             style = {
-                "color": COLOURS[cut_number % len(COLOURS)],
-                "marker": MARKERS[cut_number % len(MARKERS)],
+                "color": COLOURS[number % len(COLOURS)],
+                "marker": MARKERS[number % len(MARKERS)],
             }
-            cut_number += 1
+            number += 1
         out = "" if len(timed) == len(rows) else "\n(no point: out of memory)"
         axes.plot(
             [row["num_micro_batches"] for row in timed],
@@ -121,7 +112,7 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
-        title="cut before",
+        title="parallel",
         alignment="left",
         loc="center left",
         bbox_to_anchor=(1.0, 0.5),
@@ -132,32 +123,32 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
 
 
 def write_tuning_picture(record: Mapping[str, Any], path: Path) -> None:
-    """Write :func:`tuning_figure` as a PNG.
-
-    Args:
-        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
-        path: A PNG file; one of that name is replaced.
-    """
+    """Write :func:`tuning_figure` as a PNG, which replaces one of that name."""
     write_figure(tuning_figure(record), path)
 
 
 def tuning_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return what the times mean for who asked for these devices, a line each.
-
-    Args:
-        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
-    """
+    """Return what the times mean for who asked for these devices, a line each."""
     lines = []
     fastest = next((row for row in record["rows"] if row["fastest"]), None)
     chosen = next((row for row in record["rows"] if row["chosen"]), None)
+    one = record["best_one_device_seconds"]
     if fastest is not None and chosen is None:
         lines.append(f"Only one device, {fastest['devices'][0]}, has the memory for it.")
     elif fastest is not None and chosen is not None and fastest is not chosen:
         lines.append(
             f"One device is faster here: {1000 * fastest['seconds']:.1f} ms a step on "
             f"{fastest['devices'][0]} against {1000 * chosen['seconds']:.1f} on "
-            f"{','.join(chosen['devices'])}. Leave out --parallel model, unless one device has "
-            "too little memory."
+            f"{','.join(chosen['devices'])}. Leave out --parallel {chosen['parallel']}, unless one "
+            "device has too little memory."
+        )
+    elif fastest is not None:
+        against = ""
+        if one is not None and fastest["parallel"] != "none":
+            against = f" against {1000 * one:.1f} on one device"
+        lines.append(
+            f"The fastest is {_name(fastest)}, with {fastest['num_micro_batches']} "
+            f"micro-batch(es): {1000 * fastest['seconds']:.1f} ms a step{against}."
         )
     if record["num_left_out"]:
         lines.append(
@@ -165,98 +156,6 @@ def tuning_lines(record: Mapping[str, Any]) -> list[str]:
             f"{len(record['rows']) + record['num_left_out']} settings."
         )
     return lines
-
-
-def mode_table(record: Mapping[str, Any]) -> Table:
-    """Return time and memory of every way of using several devices, for the terminal.
-
-    Args:
-        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
-    """
-    peaks = [peak for row in record["modes"] for peak in row["peak_bytes"]]
-    unit, unit_bytes = unit_for(max(peaks, default=0))
-    table = Table(
-        title=f"Measured training steps\n{record['batch_size']} patches of "
-        f"{size_text(record['size'])} voxels, {record['precision']}",
-        caption="*: the fastest. Times are medians of the slowest rank.",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,
-    )
-    table.add_column("parallel")
-    for name in ("ms a\nstep", "pre-\ndicted", "against\none device", f"peak {unit}\na rank"):
-        table.add_column(name, justify="right", no_wrap=True)
-    one = _one_device(record)
-    for row in record["modes"]:
-        seconds, predicted = row["seconds"], row["predicted_seconds"]
-        table.add_row(
-            row["name"] + ("*" if row["fastest"] else ""),
-            "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
-            f"{1000 * predicted:.1f}",
-            f"{one / seconds:.2f}x" if one and seconds else NOTHING,
-            amount(max(row["peak_bytes"]), unit_bytes) if row["peak_bytes"] else "",
-        )
-    return table
-
-
-def mode_figure(record: Mapping[str, Any]) -> Figure:
-    """Draw the time of every way of using several devices as a bar, predicted times as marks.
-
-    Args:
-        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
-    """
-    rows = record["modes"]
-    size = (PICTURE_WIDTH_INCHES, 1.5 + 0.5 * len(rows))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot()
-    places = range(len(rows))
-    axes.barh(places, [1000 * (row["seconds"] or 0) for row in rows], 0.6, color=BLUE)
-    predicted = [1000 * row["predicted_seconds"] for row in rows]
-    axes.scatter(predicted, places, marker="|", s=300, color="black", label="predicted")
-    names = [
-        row["name"] + ("" if row["seconds"] is not None else "\n(out of memory)") for row in rows
-    ]
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.set_xlabel("time of a training step (ms)")
-    axes.set_title(
-        f"{record['batch_size']} patches of {size_text(record['size'])} voxels, "
-        f"{record['precision']}"
-    )
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def write_mode_picture(record: Mapping[str, Any], path: Path) -> None:
-    """Write :func:`mode_figure` as a PNG.
-
-    Args:
-        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
-        path: A PNG file; one of that name is replaced.
-    """
-    write_figure(mode_figure(record), path)
-
-
-def mode_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return what the times mean, a line each.
-
-    Args:
-        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
-    """
-    fastest = next(row for row in record["modes"] if row["fastest"])
-    one = _one_device(record)
-    is_one = fastest["parallel"] == "none"
-    against = "" if one is None or is_one else f" against {1000 * one:.1f} on one device"
-    return [
-        f"The fastest is {fastest['name']}: {1000 * fastest['seconds']:.1f} ms a step{against}."
-    ]
-
-
-def _one_device(record: Mapping[str, Any]) -> float | None:
-    """Return the seconds on one device, where that was measured."""
-    ones = (row["seconds"] for row in record["modes"] if row["parallel"] == "none")
-    return next(ones, None)
 
 
 def _mark(row: Mapping[str, Any]) -> str:
@@ -275,18 +174,14 @@ def _marks(record: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Return the rows of one device, then those of each cut, with a name for each."""
-    return [
-        (_name(found[0]), found)
-        for _, rows in groupby(record["rows"], lambda row: (row["devices"], row["cuts"]))
-        if (found := list(rows))
-    ]
+    """Return the rows of one device, then those of each mode or cut, with a name for each."""
+    return [(name, list(rows)) for name, rows in groupby(record["rows"], _name)]
 
 
 def _name(row: Mapping[str, Any]) -> str:
     if not row["cuts"]:
-        return f"no cut, {row['devices'][0]}"
-    return f"{', '.join(row['cut_before'])} ({','.join(map(str, row['cuts']))})"
+        return str(row["name"])
+    return f"cut before {', '.join(row['cut_before'])} ({','.join(map(str, row['cuts']))})"
 
 
 def _hardware(names: Sequence[str]) -> str:

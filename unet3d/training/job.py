@@ -15,19 +15,18 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import UNet3d
-from unet3d.model.optimizer import num_states
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
     Layout,
     ParallelDims,
-    choose_cuts,
     parallelize,
     resolve_precision,
 )
 from unet3d.parallel.precision import precision_on, to_parameter_dtype
 from unet3d.parallel.spatial.executor import SpatialExecutor
+from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.network_plan import batch_shape
@@ -36,8 +35,7 @@ from unet3d.planning.out_of_memory import (
     refuse_beyond_host,
     warn_if_too_large,
 )
-from unet3d.planning.tuning_cache import TuningKey, resolve_auto
-from unet3d.preparation.cache import Cache
+from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.reports.slots import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cores import (
@@ -168,21 +166,10 @@ def _train(
             folder.best.name,
         )
     group.open(config.parallel.timeout_seconds)
+    step = _largest_step(experiment, dims, precision)
+    planned = batch_shape(experiment.planned_sizes, step.batch_size)
     config = group.from_first(
-        lambda: resolve_auto(
-            TuningKey(
-                config=experiment.config,
-                topology=experiment.topology,
-                regions=experiment.preprocessing.region_classes,
-                size=batch_shape(
-                    experiment.planned_sizes,
-                    dims.share_of(experiment.config.training.num_patches),
-                ),
-                devices=dims.devices,
-                precision=precision,
-                num_replicas=dims.num_replicas,
-            )
-        ),
+        lambda: resolve_auto(experiment.config, replace(step, size=planned)),
         to_plain=lambda resolved: resolved.model_dump(mode="json"),
         from_plain=Config.from_plain,
     )
@@ -193,16 +180,15 @@ def _train(
     if config.training.init is not None and not resume:
         begin_with(config.training.init, model, experiment.preprocessing, group)
     to_parameter_dtype(model, precision)
-    layout = Layout.of(config, dims, precision)
+    step = replace(step, layout=Layout.of(config, dims, precision), settings=config.training)
     if config.memory.offload != "none" and all(device.type == "cpu" for device in dims.devices):
         logger.warning(
             "memory.offload=%s does nothing here: a CPU's memory is the host's already",
             config.memory.offload,
         )
-    step = _largest_step(experiment, dims, layout, precision)
     with _explaining_memory(step, dims):
-        cuts = group.from_first(lambda: _balanced(layout, model, experiment, dims).cuts)
-    step = replace(step, layout=replace(layout, cuts=cuts and tuple(cuts)))
+        cuts = group.from_first(lambda: _cuts(config, step))
+    step = replace(step, layout=replace(step.layout, cuts=cuts and tuple(cuts)))
     prediction = None
     if dims.predicts_memory:
         prediction = predict_memory(step)
@@ -305,10 +291,9 @@ def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -
     return parallelize(model, layout, group)
 
 
-def _largest_step(
-    experiment: Experiment, dims: ParallelDims, layout: Layout, precision: str
-) -> Step:
+def _largest_step(experiment: Experiment, dims: ParallelDims, precision: str) -> Step:
     config = experiment.config
+    layout = Layout.of(config, dims, precision)
     batch_size = dims.share_of(config.training.num_patches)
     return Step(
         topology=experiment.topology,
@@ -322,25 +307,15 @@ def _largest_step(
     )
 
 
-def _balanced(layout: Layout, model: UNet3d, experiment: Experiment, dims: ParallelDims) -> Layout:
-    """Return the layout with the cuts that the settings ask for."""
-    parallel, settings = experiment.config.parallel, experiment.config.training
+def _cuts(config: Config, step: Step) -> tuple[int, ...] | None:
+    """Return where the settings cut the network; None: at the default place."""
+    parallel = config.parallel
     if parallel.wanted_balance == "encoder-decoder":
-        return layout
+        return parallel.cuts
     if parallel.cuts is not None:
         logger.warning(
             "parallel.cuts says where the network is cut; parallel.balance=%s is not used",
             parallel.balance,
         )
-        return layout
-    batch_size = dims.share_of(settings.num_patches)
-    cuts = choose_cuts(
-        model,
-        layout=layout,
-        balance=parallel.wanted_balance,
-        size=experiment.largest_patch(batch_size),
-        batch_size=batch_size,
-        num_states=num_states(settings),
-        folder=Cache(experiment.config.data.cache).folder / "timings",
-    )
-    return replace(layout, cuts=cuts)
+        return parallel.cuts
+    return choose_cuts(step, parallel.wanted_balance)
