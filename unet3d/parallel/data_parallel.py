@@ -21,9 +21,6 @@ class DataParallelExecutor:
 
     The network stays on the first device and is copied to the others in every forward pass; the
     logits are gathered on the output device, where the loss of the whole batch is taken.
-
-    cuDNN must not search for its fastest algorithms here (``torch.backends.cudnn.benchmark``):
-    its results are remembered per thread, and the threads are new in every step.
     """
 
     def __init__(
@@ -33,24 +30,14 @@ class DataParallelExecutor:
         output_device: torch.device | None,
         autocast: torch.dtype | None,
     ) -> None:
-        """Move the network to the first device.
-
-        Args:
-            module: The network.
-            devices: GPUs, each named once.
-            output_device: One of them, or None for the first.
-            autocast: Lower precision, or None.
-
-        Raises:
-            DeviceError: The devices are not GPUs.
-            ConfigError: Batch normalisation.
-        """
+        """Move the network to the first device, which is also the output device if it is None."""
         check_thread_devices(devices, output_device)
         if not module.samples_are_independent:
             raise ConfigError(
                 f"batch normalisation with {len(devices)} replicas would take its statistics from "
                 "portions of the batch; use model.norm=instance"
             )
+        # cuDNN remembers its fastest algorithms per thread, and these are new in every step.
         torch.backends.cudnn.benchmark = False
         computed_in = autocast or next(iter(module.parameters())).dtype
         self.module = module.to(devices[0], memory_format=memory_format(devices[0], computed_in))
@@ -79,10 +66,9 @@ class DataParallelExecutor:
         """Add one batch's gradients to the module's; see the protocol."""
         self.module.check_shape(image)
         logits = self._replicated(image)
-        first = self.slots[0]
-        with self.observer.during(first, "loss", 0):
+        with self.observer.during(self.slots[0], "loss", 0):
             terms = as_loss(loss_fn(logits, target))
-        with self.observer.during(first, "backward", 0):
+        with self.observer.during(self.slots[0], "backward", 0):
             torch.autograd.backward(terms.total * (scale * weight))
         return terms.detached()
 
@@ -102,14 +88,12 @@ class _Lowered(nn.Module):
     def __init__(self, executor: DataParallelExecutor, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.network = executor.module
-        self.autocast = autocast
-        self._slots = {slot.device: slot for slot in executor.slots}
-        # A proxy, because the executor owns this object; its observer may change.
-        self._executor = weakref.proxy(executor)
+        self._autocast = autocast
+        self._executor = weakref.proxy(executor)  # which owns this object
 
     def forward(self, image: Tensor, precision: str | None = None) -> Tensor | tuple[Tensor, ...]:
-        slot = self._slots[image.device]
-        autocast = self.autocast if precision is None else autocast_dtype(precision)
-        lowered = lowering(slot.device, autocast)
-        with self._executor.observer.during(slot, "forward", 0), lowered:
+        autocast = self._autocast if precision is None else autocast_dtype(precision)
+        (slot,) = (one for one in self._executor.slots if one.device == image.device)
+        watched = self._executor.observer.during(slot, "forward", 0)
+        with watched, lowering(image.device, autocast):
             return self.network(image)  # type: ignore[no-any-return]
