@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 from unet3d.config import Shape
-from unet3d.distributed.launched import MEETING_FOLDER
-from unet3d.distributed.launcher import meeting_folder
+from unet3d.distributed.launched import STORE_PORT
 from unet3d.distributed.processes import die_with_parent
 from unet3d.distributed.ranks import Ranks, num_cores
-from unet3d.distributed.rendezvous import joined
+from unet3d.distributed.rendezvous import joined, store_for_ranks
 from unet3d.memory.allocator import use_expandable_segments
 from unet3d.parallel import Machine
 
@@ -201,11 +200,9 @@ def in_ranks(
     """
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
-    with meeting_folder() as folder:
+    with store_for_ranks() as port:
         ranks = [
-            context.Process(
-                target=_serve, args=(answers, str(folder), rank, num_ranks, work, given)
-            )
+            context.Process(target=_serve, args=(answers, str(port), rank, num_ranks, work, given))
             for rank in range(num_ranks)
         ]
         for process in ranks:
@@ -232,7 +229,7 @@ def in_ranks(
 
 def _serve(
     answers: Any,
-    folder: str,
+    port: str,
     rank: int,
     num_ranks: int,
     work: Callable[..., dict[str, Any]],
@@ -245,7 +242,7 @@ def _serve(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        MEETING_FOLDER: folder,
+        STORE_PORT: port,
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
     }

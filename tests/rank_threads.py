@@ -49,7 +49,7 @@ class _StoreUntilError:
 def in_threads(num_ranks, work, per_machine=None):
     """Return what work returns in each rank; the error of the first rank that fails is raised."""
     store: Any = _StoreUntilError()
-    stores = Stores(values=store, lasting=store, groups=store)
+    stores = Stores(values=store, lasting=store)
     groups = [Group(place(rank, num_ranks, per_machine), stores) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as threads:
         ranks = [threads.submit(work, group) for group in groups]

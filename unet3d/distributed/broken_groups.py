@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group, _world
-
-from unet3d.distributed.value_store import ValueStore
+from torch.distributed.distributed_c10d import Store, _abort_process_group, _world
 
 POLL_SECONDS = 0.2
 
@@ -35,7 +33,7 @@ def break_groups() -> None:
 
 
 @contextmanager
-def aborted_with_others(store: ValueStore, key: str) -> Iterator[None]:
+def aborted_with_others(store: Store, key: str) -> Iterator[None]:
     """Abort the groups of NCCL in this context as soon as another rank says that it will not come.
 
     The rank may hang in a call of CUDA meanwhile, such as one that frees memory, which waits for

@@ -29,7 +29,6 @@ from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.step_messages import StepMessages
 from unet3d.distributed.store_exchange import StoreExchange
-from unet3d.distributed.value_store import ValueStore
 
 Result = TypeVar("Result")
 
@@ -44,12 +43,10 @@ PIECE_BYTES = 16 * 1024**2
 class Stores:
     """Where the ranks meet."""
 
-    values: ValueStore
-    """What they tell one another; empty when they start."""
-    lasting: ValueStore
+    values: Store
+    """What they and PyTorch's process groups tell one another; empty when they start."""
+    lasting: Store
     """What outlives a restart."""
-    groups: Store
-    """What PyTorch's process groups tell one another; empty when the ranks start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +96,7 @@ class Group:
         return self.ranks.world_size
 
     @property
-    def values(self) -> ValueStore | None:
+    def values(self) -> Store | None:
         """Where ranks can read what others have written, also while those wait; None for one."""
         return None if self._channels is None else self._channels.stores.values
 
@@ -116,7 +113,7 @@ class Group:
         self.exchange(None)
         dist.init_process_group(
             "gloo",
-            store=self._channels.stores.groups,
+            store=self._channels.stores.values,
             rank=self.ranks.rank,
             world_size=self.size,
             timeout=timedelta(seconds=JOIN_SECONDS),

@@ -5,8 +5,11 @@ import os
 LAUNCHED = "UNET3D_LAUNCHED"
 """Holds the process id of the command that started the ranks and reports for them."""
 
+STORE_PORT = "UNET3D_STORE_PORT"
+"""Holds the port on the loopback interface of the store in which the ranks meet."""
+
 MEETING_FOLDER = "UNET3D_MEETING_FOLDER"
-"""Holds the folder, open to this user alone, in whose files the ranks meet."""
+"""Holds a folder, open to this user alone, for files of the ranks."""
 
 PARENT = "UNET3D_PARENT"
 """Holds the process id of the command that has started this one, and other ones beside it."""

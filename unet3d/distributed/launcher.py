@@ -1,8 +1,8 @@
 """Starting the ranks of one machine, again when one dies, and reporting their end.
 
 PyTorch's elastic launcher does this too, but on the way it listens on all interfaces and unpickles
-what it is sent. Of one machine nothing needs to listen: ranks meet in the files of a folder that
-nobody else can open, and the sockets of gloo and NCCL stay on the loopback interface.
+what it is sent. Here the store in which the ranks meet and the sockets of gloo and NCCL stay on the
+loopback interface.
 """
 
 import json
@@ -21,7 +21,12 @@ from typing import Any
 
 import unet3d
 from unet3d.atomic import temporary_folder
-from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER, is_one_of_several
+from unet3d.distributed.launched import (
+    LAUNCHED,
+    MEETING_FOLDER,
+    STORE_PORT,
+    is_one_of_several,
+)
 from unet3d.distributed.processes import blocked, said_by
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
@@ -42,7 +47,7 @@ LEAVING_SECONDS = 5.0
 that hangs, which nobody else ends."""
 
 MEETING = "unet3d-ranks"
-"""How the names of the folders begin in which ranks meet."""
+"""How the names of the folders begin that ranks have for their files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +108,7 @@ def launch(
     Args:
         arguments: Arguments of ``unet3d``, the same for every rank; ``--debug`` is added where this
             process has it.
-        folder: Where they meet; see :func:`meeting_folder`.
+        folder: For their files; see :func:`meeting_folder`.
         num_ranks: Number of processes.
         max_restarts: How often all ranks are started again when one dies or hangs; not when one
             was asked to stop, nor after an explained error, which would come again.
@@ -118,12 +123,15 @@ def launch(
     """
     if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
         arguments = ["--debug", *arguments]
-    with deferred_interruption(is_rank=is_one_of_several()) as request:
+    from unet3d.distributed.rendezvous import store_for_ranks  # not above: it loads PyTorch
+
+    with deferred_interruption(is_rank=is_one_of_several()) as request, store_for_ranks() as port:
         for restart_count in range(max_restarts + 1):
             variables = {
                 **os.environ,
                 **_variables(num_ranks, on_gpus),
                 MEETING_FOLDER: str(folder),
+                STORE_PORT: str(port),
                 RESTART_COUNT: str(restart_count),
             }
             with _started(arguments, num_ranks, variables, folder, say) as ranks:

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import Ranks
-from unet3d.distributed.value_store import ValueStore
 from unet3d.errors import LostRankError, RankError
 
 GRACE_SECONDS = 2.0
@@ -31,7 +31,7 @@ class RankWatch:
     """Keeps the notes of all ranks, and names the one that is lost."""
 
     def __init__(
-        self, store: ValueStore, ranks: Ranks, timeout: timedelta, purpose: Purpose = TRAINING
+        self, store: Store, ranks: Ranks, timeout: timedelta, purpose: Purpose = TRAINING
     ) -> None:
         """Start without any notes.
 

@@ -1,29 +1,31 @@
 """Joining the ranks that a launcher has started, the first time or again after one died.
 
-Ranks that ``unet3d`` has started on one machine meet in files, so that nothing listens. Those
-of torchrun, on one machine or several, meet in the TCPStore that torchrun keeps.
+Ranks that ``unet3d`` has started on one machine meet in a store that the launcher keeps, and which
+outlives any of them; only the loopback interface leads to it. Those of torchrun, on one machine or
+several, meet in the store that torchrun keeps.
 """
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from unet3d.distributed.group import JOIN_SECONDS, Group, Stores
-from unet3d.distributed.launched import MEETING_FOLDER
+from unet3d.distributed.launched import STORE_PORT
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import Ranks
-from unet3d.distributed.value_store import FolderStore
 from unet3d.errors import RankError
 
 POLL_SECONDS = 0.02
+
+LOOPBACK = "127.0.0.1"
 
 
 @contextmanager
@@ -40,44 +42,50 @@ def joined(ranks: Ranks, purpose: Purpose = TRAINING) -> Iterator[Group]:
     if ranks.world_size == 1:
         yield Group(ranks)
         return
-    folder = os.environ.get(MEETING_FOLDER)
-    stores = _stores_of_torchrun(ranks) if folder is None else stores_in(Path(folder), ranks)
-    group = Group(ranks, stores, purpose)
+    group = Group(ranks, _stores(ranks), purpose)
     yield group
     group.close()  # not after an error: it would wait for ranks that may be gone
 
 
-def stores_in(folder: Path, ranks: Ranks) -> Stores:
-    """Return the stores of ranks that all start at the same time, on this machine.
-
-    Args:
-        folder: Outlives restarts; nobody else can open it.
-        ranks: The place of this process.
-
-    Raises:
-        RankError: The folder cannot be written.
-    """
-    start = folder / f"start-{ranks.restart_count}"
-    values = FolderStore(start)
-    groups = dist.FileStore(  # type: ignore[attr-defined]
-        str(start / "groups"), ranks.world_size
-    )
-    groups.set_timeout(timedelta(seconds=JOIN_SECONDS))
-    return Stores(values=values, lasting=FolderStore(folder), groups=groups)
-
-
-def _stores_of_torchrun(ranks: Ranks) -> Stores:
+@contextmanager
+def store_for_ranks() -> Iterator[int]:
+    """Keep a store for ranks of this machine, and give its port on the loopback interface."""
+    # Of its own accord PyTorch's store listens on all interfaces, whatever host it is given.
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        port: int = listener.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
     try:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS))))
-        lasting = PrefixStore("unet3d", store)
-        start = name_of_start(lasting, ranks.rank, ranks.world_size)
+        yield port
+    finally:
+        del store  # which closes its socket
+
+
+def _stores(ranks: Ranks) -> Stores:
+    limit, port = timedelta(seconds=JOIN_SECONDS), os.environ.get(STORE_PORT)
+    try:
+        if port is None:
+            store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
+            lasting: Store = PrefixStore("unet3d", store)
+            start = name_of_start(lasting, ranks.rank, ranks.world_size)
+        else:
+            lasting = dist.TCPStore(  # type: ignore[attr-defined]
+                LOOPBACK, int(port), timeout=limit
+            )
+            start = f"start-{ranks.restart_count}"
     except (ValueError, dist.DistError) as error:
         reason = " ".join(str(error).split())
         raise RankError(f"rank {ranks.rank} cannot join the others: {reason}") from error
     # The store outlives the ranks, so each start has keys of its own: it must not read what an
     # earlier one has left.
-    store = PrefixStore(start, lasting)
-    return Stores(values=store, lasting=lasting, groups=store)
+    return Stores(values=PrefixStore(start, lasting), lasting=lasting)
 
 
 def name_of_start(store: Store, rank: int, num_ranks: int) -> str:

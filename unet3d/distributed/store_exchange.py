@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
-from unet3d.distributed.value_store import ValueStore
 from unet3d.errors import LostRankError
 
 Result = TypeVar("Result")
@@ -26,7 +26,7 @@ POLL = timedelta(seconds=0.3)
 class StoreExchange:
     """Plain values of every rank, or of the first one, in all of them."""
 
-    def __init__(self, store: ValueStore, ranks: Ranks, watch: RankWatch) -> None:
+    def __init__(self, store: Store, ranks: Ranks, watch: RankWatch) -> None:
         """Start with the first key.
 
         Args:
