@@ -194,8 +194,12 @@ def test_a_loss_that_cannot_be_captured_is_launched(cpu_graphs, caplog):
             raise RuntimeError("operation not permitted when stream is capturing")
         return dice_cross_entropy(logits, target)
 
-    found = take_steps(make_executor((CPU,)), NUM_WARM_UP_STEPS + 3, loss)
+    executor = make_executor((CPU,))
+    found = take_steps(executor, NUM_WARM_UP_STEPS + 3, loss)
     assert is_captured[0] and found["loss"].isfinite()
+    num_captured = cpu_graphs.num_captured
+    train(executor, [(1, 1)] * (NUM_WARM_UP_STEPS + 2))  # another shape, and another loss
+    assert cpu_graphs.num_captured > num_captured
     (record,) = caplog.records
     assert "parallel.cuda_graphs=off" in record.getMessage() and "\n" not in record.getMessage()
 

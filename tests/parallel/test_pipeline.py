@@ -60,3 +60,50 @@ def test_a_loss_may_leave_out_a_result():
     parallelize(model, Layout(devices=(CPU, CPU))).forward_backward(image, target, fine_only)
     dice_cross_entropy(plain(image)[0], target).total.backward()
     assert_gradients(gradients_of(model), gradients_of(plain))
+
+
+class Unit(nn.Sequential):
+    """A block of a user's, which is not taken apart."""
+
+
+def chain(inplace):
+    """Return networks that begin with an activation, and have one in front of the last block."""
+    torch.manual_seed(0)
+    parts = (
+        *(nn.ELU(inplace=inplace), nn.Conv3d(2, 4, 3, padding=1)),
+        Unit(nn.ELU(inplace=inplace), nn.Conv3d(4, 3, 3, padding=1)),
+    )
+    return SequentialNetwork(nn.Sequential(*parts), (2, 16, 16, 8)).double()
+
+
+@pytest.mark.parametrize(("cuts", "num_micro_batches"), [((), 1), ((), 3), ((2,), 1), ((2,), 3)])
+def test_modules_in_place_change_neither_the_image_nor_what_others_read(cuts, num_micro_batches):
+    devices = (CPU,) * (len(cuts) + 1)
+    layout = Layout(devices=devices, cuts=cuts, num_micro_batches=num_micro_batches)
+    model, plain = chain(inplace=True), chain(inplace=False)
+    executor = parallelize(model, layout)
+    image, target = make_batch(3)
+    before = image.clone()
+    executor.forward_backward(image, target, dice_cross_entropy)
+    logits = executor.predict(image)
+    assert torch.equal(image, before)
+    dice_cross_entropy(plain(image), target).total.backward()
+    assert_gradients(gradients_of(model), gradients_of(plain))
+    torch.testing.assert_close(logits, plain(image), rtol=1e-10, atol=1e-12)
+
+
+class InPlace(nn.Module):
+    """Changes its input without any module that says so."""
+
+    def forward(self, x):
+        return x.mul_(2) + 1
+
+
+@pytest.mark.parametrize(("place", "changed"), [(0, "image"), (1, "chain.0")])
+def test_a_network_that_changes_what_others_read_is_refused_by_name(place, changed):
+    parts = [nn.Conv3d(2, 2, 1), nn.Conv3d(2, 3, 1)]
+    parts.insert(place, InPlace())
+    network = SequentialNetwork(nn.Sequential(*parts), (2, 16, 16, 8)).double()
+    executor = parallelize(network, Layout(devices=(CPU, CPU), cuts=(1,)))
+    with pytest.raises(ConfigError, match=f"changes its tensor {changed} in place"):
+        executor.forward_backward(*make_batch(1), dice_cross_entropy)

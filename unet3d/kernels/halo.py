@@ -80,14 +80,13 @@ def put_halo(x: Tensor, halo: Halo) -> None:
 def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
     """Return the gradient of a slab's own planes, with what the neighbours' results add to it.
 
-    Args:
-        gradient: (N, C, X + 2, Y, Z), of the map with its halo; overwritten.
-        shard: The slab.
-
-    Returns:
-        (N, C, X, Y, Z), a view.
+    It is a view of the gradient of the map with its halo, (N, C, X + 2, Y, Z), which is overwritten
+    where nobody else holds it: autograd may hand one tensor to several inputs of an operation.
     """
+    is_shared = gradient._use_count() > 1  # type: ignore[attr-defined]
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
+    if is_shared:
+        gradient = gradient.clone()
     memory = _memory(gradient, False)
     before, behind = shard.exchange(memory[:, 0], memory[:, -1])
     if before is not None:

@@ -14,6 +14,7 @@ walked back as soon as its gradients exist, and is freed at once::
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unet3d.config import Recompute
+from unet3d.errors import ConfigError
 from unet3d.kernels import recomputed_in_backward
 from unet3d.model import Block, in_running_order, run_block, run_blocks
 from unet3d.model.parts import PartsOfPass, recomputed_parts
@@ -138,6 +140,7 @@ class EagerStage:
         self._alive: dict[int, _Alive] = {}
         self.autocast = lowered_on(stage.slot.device, autocast)
         self._dtype = place(stage, self.autocast)
+        self._copied = _copied_inputs(stage)
 
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
         """Run the blocks; see :class:`StageRunner`."""
@@ -213,7 +216,7 @@ class EagerStage:
             autocast = lowered_on(device, autocast_dtype(precision))
         received = {name: self._as_input(tensor, autocast) for name, tensor in inputs.items()}
         with lowering(device, autocast):
-            return run_blocks(blocks, received, outputs)
+            return run_blocks(blocks, received, outputs, run=self._run)
 
     def _as_input(self, received: Tensor, autocast: torch.dtype | None) -> Tensor:
         """Return an input in the precision that the stage needs."""
@@ -225,10 +228,25 @@ class EagerStage:
     def _compute(self, leaves: dict[str, Tensor], sending: "_Sending") -> dict[str, Tensor]:
         """Run the blocks forward, and keep all that backward will need."""
         sending.wanted = frozenset(self.stage.outputs)
-        run = PartsOfPass(self._parts, self._lowered).run if self._parts else run_block
+        run = PartsOfPass(self._parts, self._lowered).run if self._parts else self._run
         recomputing = nullcontext() if self.recompute == "off" else recomputed_in_backward()
+        versions = {name: leaf._version for name, leaf in leaves.items() if not leaf.is_inference()}
         with self._lowered(), recomputing:
-            return run_blocks(self._blocks, dict(leaves), self.stage.outputs, sending.after, run)
+            made = run_blocks(self._blocks, dict(leaves), self.stage.outputs, sending.after, run)
+        for name, version in versions.items():
+            if leaves[name]._version != version:
+                raise ConfigError(_OVERWRITTEN.format(name))
+        return made
+
+    def _run(self, block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run a block; one that may overwrite what others read too gets a copy of that."""
+        copies = {name: inputs[name].clone() for name in self._copied[block.name]}
+        try:
+            return run_block(block, {**inputs, **copies})
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise ConfigError(_OVERWRITTEN.format(" or ".join(block.inputs))) from error
 
     def _lowered(self) -> AbstractContextManager[None]:
         # Weights are lowered once per micro-batch and stage.
@@ -267,6 +285,31 @@ def _is_placed(module: nn.Module, device: torch.device, layout: torch.memory_for
         )
         for tensor in tensors
     )
+
+
+_OVERWRITTEN = (
+    "the network changes its tensor {} in place, which others read too; let it write into a copy, "
+    "x.clone()"
+)
+
+
+def _copied_inputs(stage: Stage) -> dict[str, list[str]]:
+    """Return which inputs each block would overwrite though others read them too."""
+    reads = Counter(name for block in stage.blocks for name in block.inputs)
+    shared = {name for name, number in reads.items() if number > 1}
+    shared.update(stage.inputs, stage.outputs)
+    return {
+        block.name: [
+            name for name in block.inputs if name in shared and _begins_in_place(block.module)
+        ]
+        for block in stage.blocks
+    }
+
+
+def _begins_in_place(module: nn.Module) -> bool:
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return bool(getattr(module, "inplace", False))
 
 
 class _Sending:

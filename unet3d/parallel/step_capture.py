@@ -60,8 +60,7 @@ class StepCapture:
         self._captured_key: Any = None
         self._last_key: Any = None
         self._num_in_a_row = 0
-        self._refused_key: Any = None
-        self._has_failed = False
+        self._refused_keys: list[Any] = []
 
     def step(
         self,
@@ -78,7 +77,7 @@ class StepCapture:
             targets: Target of each micro-batch.
             objectives: Objective of each micro-batch.
         """
-        if self._has_failed or not self._is_possible(images):
+        if not self._is_possible(images):
             return None
         tensors = (images[0], targets[0])
         layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -87,10 +86,10 @@ class StepCapture:
             return self._captured
         self._num_in_a_row = self._num_in_a_row + 1 if key == self._last_key else 1
         self._last_key = key
-        if self._num_in_a_row <= NUM_WARM_UP_STEPS or key == self._refused_key:
+        if self._num_in_a_row <= NUM_WARM_UP_STEPS or key in self._refused_keys:
             return None
         if not self._exchange.all_agree(self._has_room()):
-            self._refused_key = key
+            self._refused_keys.append(key)
             return None
         self._captured = None  # frees the memory of another shape
         captured = None
@@ -103,19 +102,18 @@ class StepCapture:
                 targets=targets,
             )
         except torch.OutOfMemoryError:
-            self._has_failed = True
             logger.debug("no memory to capture steps of %d voxels", images[0].numel())
         except RuntimeError as error:  # such as of a loss that reads a value back to the host
-            self._has_failed = True
             logger.warning(
-                "steps cannot be captured as CUDA graphs, so they are launched: %s; "
+                "steps of batches %s cannot be captured as CUDA graphs, so they are launched: %s; "
                 "parallel.cuda_graphs=off does not try",
+                "x".join(map(str, images[0].shape)),
                 " ".join(str(error).split())[:200],
             )
         if self._exchange.all_agree(captured is not None):
             self._captured, self._captured_key = captured, key
         else:
-            self._has_failed = True
+            self._refused_keys.append(key)
         return self._captured
 
     def _network_state(self) -> list[tuple[Any, ...]]:
