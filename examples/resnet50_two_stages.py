@@ -319,7 +319,7 @@ def main(
     )
     console = Console()
     network = make_network(work)
-    cuts = [network.blocks()[cut].name for cut in default_cuts(network, len(placed))]
+    cuts = [network.blocks()[cut].name for cut in default_cuts(network, Layout(devices=placed))]
     console.print(f"{len(network.blocks())} blocks, cut before {', '.join(cuts)}")
     count = len(placed)
     ways = [("one device", placed[:1], batch_size), (f"{count} stages in turn", placed, batch_size)]

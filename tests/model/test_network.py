@@ -180,7 +180,7 @@ def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed(
         assert torch.equal(actual, expected)
     # And cuts are found with such a norm.
     chain = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    assert default_cuts(SequentialNetwork(chain, (2, 2, 2)), 2) == (2,)
+    assert default_cuts(SequentialNetwork(chain, (2, 2, 2)), Layout(devices=(CPU, CPU))) == (2,)
 
 
 def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch):

@@ -1,4 +1,5 @@
 import itertools
+import math
 import random
 
 import pytest
@@ -6,8 +7,9 @@ import torch
 from torch import nn
 
 from tests.plain_network import make_topology
+from unet3d.config import ModelSettings
 from unet3d.errors import DeviceError
-from unet3d.model import Block, UNet3d
+from unet3d.model import Block, UNet3d, plan_topology
 from unet3d.parallel import Layout, parallelize
 from unet3d.parallel.partition import balanced_cuts, block_flops, default_cuts, make_stages
 
@@ -34,20 +36,26 @@ def test_balanced_cuts_are_as_good_as_the_best_of_all():
             assert dearest(costs, cuts) == min(dearest(costs, choice) for choice in choices)
 
 
+def on(num_stages, kind="cpu", autocast=None):
+    indices = range(num_stages) if kind == "cuda" else [None] * num_stages
+    devices = tuple(torch.device(kind, index) for index in indices)
+    return Layout(devices=devices, autocast=autocast)
+
+
 def test_the_default_is_encoder_and_decoder_and_for_more_balances_multiplications():
     model = make_model()
-    (cut,) = default_cuts(model, 2)
+    (cut,) = default_cuts(model, on(2))
     starts = [block.name.startswith("encoder.") for block in model.blocks()]
     assert starts == [index < cut for index in range(len(starts))]
-    assert default_cuts(model, 1) == ()
+    assert default_cuts(model, on(1)) == ()
     costs = block_flops(model, torch.empty(1, 2, 16, 16, 16, device="meta"))
-    assert default_cuts(model, 4) == balanced_cuts(costs, 4)
+    assert default_cuts(model, on(4)) == balanced_cuts(costs, 4)
 
 
 def test_more_stages_than_blocks_are_refused():
     model = make_model()
     num_blocks = len(model.blocks())
-    assert len(default_cuts(model, num_blocks)) == num_blocks - 1
+    assert len(default_cuts(model, on(num_blocks))) == num_blocks - 1
     with pytest.raises(DeviceError, match=rf"{num_blocks + 1} devices for a network of .* blocks"):
         parallelize(model, Layout(devices=(CPU,) * (num_blocks + 1)))
 
@@ -82,6 +90,53 @@ def test_stages_say_what_they_read_and_what_is_read_of_them():
     assert [stage.slot.blocks for stage in stages] == [("a", "b"), ("c", "d"), ("e",)]
     assert [stage.slot.index for stage in stages] == [0, 1, 2]
     assert [stage.slot.device for stage in stages] == devices
+
+
+def multiplications(topology, size, composes):
+    """Return the multiplications of the convolutions of each block, by arithmetic."""
+    channels, classes, counts = topology.channels, topology.num_classes, {}
+    voxels = [math.prod(size) // 8**level for level in range(len(channels))]
+    for level, width in enumerate(channels):
+        before = channels[level - 1] if level else topology.in_channels
+        counts[f"encoder.{level}.0"] = 27 * before * width * voxels[level]
+        counts[f"encoder.{level}.1"] = 27 * width * width * voxels[level]
+    for level, width in enumerate(channels[:-1]):
+        below, num_below = channels[level + 1], voxels[level + 1]
+        counts[f"decoder.{level}.skip"] = 27 * width * width * voxels[level]
+        if level in composes:  # a voxel below reaches 4 x 4 x 4; the kernel is made first
+            made = 64 * 27 * below * width * width
+            counts[f"decoder.{level}.0"] = 64 * below * width * num_below + made
+        else:
+            up = 8 * below * width * num_below
+            counts[f"decoder.{level}.0"] = up + 27 * width * width * voxels[level]
+        last = 27 * width * width * voxels[level]
+        counts[f"decoder.{level}.1" if level else "head"] = last
+    counts["head"] += channels[0] * classes * voxels[0]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "autocast", "composes"),
+    [
+        ("cuda", torch.bfloat16, {0, 1}),
+        ("cuda", torch.float16, {0, 1}),
+        ("cuda", None, set()),
+        ("cpu", torch.bfloat16, set()),
+    ],
+)
+def test_stages_share_the_multiplications_that_their_devices_do(kind, autocast, composes):
+    """On GPUs the upsampling of large maps is one convolution, of 64 taps and not 8 times 27."""
+    settings = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=False)
+    topology = plan_topology(settings, (128, 128, 128), (1.0, 1.0, 1.0), 1, 3)
+    with torch.device("meta"):
+        model = UNet3d(topology)
+    counts = multiplications(topology, (128, 128, 128), composes)
+    costs = [counts[block.name] for block in model.blocks()]
+    lowered = autocast if kind == "cuda" else None
+    assert list(block_flops(model, model.example_input(), lowered)) == [2 * one for one in costs]
+    cuts = default_cuts(model, on(3, kind, autocast))
+    choices = itertools.combinations(range(1, len(costs)), 2)
+    assert dearest(costs, cuts) == min(dearest(costs, choice) for choice in choices)
 
 
 def test_the_flops_are_those_of_the_convolutions_and_nothing_is_computed():

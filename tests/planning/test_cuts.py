@@ -95,7 +95,7 @@ def test_the_default_looks_at_neither_and_too_many_stages_are_refused():
     for num_devices in (1, 2, 3):
         step = make_step((CPU,) * num_devices)
         model = UNet3d(step.topology)
-        assert choose_cuts(step, "encoder-decoder") == default_cuts(model, num_devices)
+        assert choose_cuts(step, "encoder-decoder") == default_cuts(model, step.layout)
     too_many = make_step((torch.device("cpu"),) * 99)
     for balance in ("encoder-decoder", "time", "memory"):
         with pytest.raises(DeviceError, match="99 devices for a network of .* blocks"):

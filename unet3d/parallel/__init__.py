@@ -57,7 +57,7 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
         if not isinstance(network, UNet3d):
             raise ConfigError("parallel mode spatial knows slabs of a UNet3d only")
         return SpatialExecutor(network, layout, group)
-    cuts = default_cuts(network, len(layout.devices)) if layout.cuts is None else layout.cuts
+    cuts = default_cuts(network, layout) if layout.cuts is None else layout.cuts
     stages = make_stages(network.blocks(), layout.devices, cuts, network.outputs())
     has_others = group is not None and group.size > 1
     return PipelineExecutor(

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.errors import DeviceError
-from unet3d.model import Block, BlockNetwork
-from unet3d.parallel.placement import Slot
+from unet3d.memory.fake_devices import is_gpu
+from unet3d.model import Block, BlockNetwork, UNet3d
+from unet3d.parallel.placement import Layout, Slot
 
 StageCost = Callable[[int, int, int], float]
 """The cost of a stage, given its number, its first block and the block after its last."""
@@ -107,45 +108,45 @@ def check_num_stages(network: BlockNetwork, num_stages: int) -> None:
         )
 
 
-def default_cuts(network: BlockNetwork, num_stages: int) -> tuple[int, ...]:
+def default_cuts(network: BlockNetwork, layout: Layout) -> tuple[int, ...]:
     """Return the cuts that are used where none are asked for.
 
-    Args:
-        network: The network.
-        num_stages: How many devices share it.
-
-    Returns:
-        What the network prefers, such as encoder | decoder for two stages; else about equal
-        multiplications.
-
-    Raises:
-        DeviceError: There are more stages than blocks.
+    They are those that the network prefers, such as encoder | decoder for two stages; else the
+    stages do about equally many multiplications. More stages than blocks are a DeviceError.
     """
+    num_stages = len(layout.devices)
     check_num_stages(network, num_stages)
     if num_stages == 1:
         return ()
     preferred = network.preferred_cuts(num_stages)
     if preferred is not None:
         return preferred
-    return balanced_cuts(block_flops(network, network.example_input()), num_stages)
+    # A GPU composes the upsampling of the last levels in a lower type only. Other networks do the
+    # same operations in every type.
+    lowers = isinstance(network, UNet3d) and is_gpu(layout.devices[-1])
+    lowered = layout.autocast if lowers else None
+    return balanced_cuts(block_flops(network, network.example_input(), lowered), num_stages)
 
 
-def block_flops(network: BlockNetwork, image: Tensor) -> tuple[int, ...]:
+def block_flops(
+    network: BlockNetwork, image: Tensor, lowered: torch.dtype | None = None
+) -> tuple[int, ...]:
     """Count the floating-point operations of each block's forward pass.
 
     The blocks run on meta tensors, so nothing is computed and the count cannot drift from the
-    code.
-
-    Args:
-        network: The network, on any device.
-        image: An input (N, ...); only its shape counts.
+    code. Of the image only the shape (N, ...) counts. ``lowered`` is the type that a GPU would
+    compute in; None: that of the parameters.
     """
-    dtype = next(network.parameters()).dtype
+    dtype = lowered or next(network.parameters()).dtype
     tensors = {"image": torch.empty(image.shape, dtype=dtype, device="meta")}
     counts = []
     for block in network.blocks():
         parameters = {
-            name: torch.empty_like(value, device="meta")
+            name: torch.empty_like(
+                value,
+                dtype=lowered if value.is_floating_point() else None,
+                device="meta",
+            )
             for name, value in (*block.module.named_parameters(), *block.module.named_buffers())
         }
         counter = FlopCounterMode(display=False)

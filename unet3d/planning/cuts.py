@@ -40,7 +40,7 @@ def choose_cuts(step: Step, balance: Balance) -> Cuts:
     num_stages, names = len(step.layout.devices), [block.name for block in model.blocks()]
     check_num_stages(model, num_stages)
     if balance == "encoder-decoder" or num_stages == 1:
-        return default_cuts(model, num_stages)
+        return default_cuts(model, step.layout)
     if balance == "time":
         cost = time_cost(step)
         cuts = cheapest_cuts(cost, len(names), num_stages)

@@ -180,7 +180,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
     model.to_empty(device="cpu")
     to_parameter_dtype(model, step.precision)
     if layout.cuts is None:
-        layout = replace(layout, cuts=default_cuts(model, len(layout.devices)))
+        layout = replace(layout, cuts=default_cuts(model, layout))
     num_samples, num_micro_batches = _sample(layout, step.batch_size)
     with counted_allocations(layout.autocast is not None) as recorder:
         placed = replace(

@@ -242,11 +242,14 @@ def is_stem(x: Tensor, weight: Tensor) -> bool:
 
 
 def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
-    """Return whether upsampling and the convolution behind it should be one."""
+    """Return whether upsampling and the convolution behind it should be one.
+
+    On the meta device operations are counted: a lower type there stands for a GPU.
+    """
     stride, outputs = up.shape[2:], weight.shape[0]
     voxels = len(x) * math.prod(x.shape[2:]) * math.prod(stride)
     return (
-        is_gpu(x.device)
+        (is_gpu(x.device) or x.is_meta)
         and stride[2] == 2
         and outputs >= 8
         and slabs.lowered(x) in (torch.bfloat16, torch.float16)

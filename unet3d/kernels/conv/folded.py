@@ -159,7 +159,9 @@ def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
         (I, O, ...) with stride + 2 taps along each axis.
     """
     # Voxel s z + a of the upsampled map, read by tap t, reaches s z + a - t + 1: tap a - t + 2.
-    with torch.autocast(up.device.type, enabled=False):
+    # The meta device has no autocast.
+    kind = "cpu" if up.is_meta else up.device.type
+    with torch.autocast(kind, enabled=False):
         kernel: Tensor = F.conv3d(up, weight, padding=2)
     return kernel
 
