@@ -3,12 +3,13 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.steps import CPU, make_step, predicted
 from unet3d.config import ModelSettings
 from unet3d.planning import largest
-from unet3d.planning.largest import largest_size
+from unet3d.planning.largest import largest_fitting, largest_size
 
 FEW = ModelSettings(channels=(8, 16), deep_supervision=False)
 
@@ -66,3 +67,27 @@ def test_a_volume_has_planes_for_all_shards_and_parameters_have_room():
     assert largest_size(step, {CPU: 10_000}) is None
     found = largest_size(step, {CPU: 16 * 1024**2})
     assert found[0] >= 20
+
+
+def test_the_largest_that_fits_is_found_in_a_few_answers():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        weights = sorted(rng.uniform(1, 1000, rng.integers(1, 60)))
+        fixed, slope = rng.uniform(0, 0.95), rng.uniform(0.0001, 0.05)
+        loads = [fixed + slope * weight * rng.uniform(0.97, 1.03) for weight in weights]
+        loads = list(np.maximum.accumulate(loads))
+        asked: list[int] = []
+
+        def load(index):
+            asked.append(index)  # noqa: B023
+            return loads[index]  # noqa: B023
+
+        fitting = [index for index, one in enumerate(loads) if one <= 1]
+        assert largest_fitting(weights, load) == (max(fitting) if fitting else None)
+        assert len(set(asked)) == len(asked)
+        assert len(asked) <= (1 if loads[-1] <= 1 else 12)
+        first = int(rng.integers(len(weights)))
+        asked.clear()
+        assert largest_fitting(weights, load, first) == (max(fitting) if fitting else None)
+        assert asked[0] == first and len(asked) <= 13
+    assert largest_fitting([], lambda index: 0.0) is None

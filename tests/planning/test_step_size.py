@@ -18,7 +18,6 @@ from unet3d.planning.placements import make_option
 from unet3d.planning.step_size import (
     MIN_EDGE,
     cube_in_mm,
-    largest_fitting,
     shrinking_sizes,
     within_gpus,
 )
@@ -238,23 +237,3 @@ def test_patches_shrink_where_they_are_largest_and_always_suit_their_network():
                     padded = padded_shape((x, y, z), plan((x, y, z)).total_stride)
                     shrinks = padded[largest] < before[largest]
                     assert not (shrinks and math.prod(padded) < math.prod(before)), padded
-
-
-def test_the_largest_that_fits_is_found_in_a_few_answers():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        weights = sorted(rng.uniform(1, 1000, rng.integers(1, 60)))
-        fixed, slope = rng.uniform(0, 0.95), rng.uniform(0.0001, 0.05)
-        loads = [fixed + slope * weight * rng.uniform(0.97, 1.03) for weight in weights]
-        loads = list(np.maximum.accumulate(loads))
-        asked: list[int] = []
-
-        def load(index):
-            asked.append(index)  # noqa: B023
-            return loads[index]  # noqa: B023
-
-        fitting = [index for index, one in enumerate(loads) if one <= 1]
-        assert largest_fitting(weights, load) == (max(fitting) if fitting else None)
-        assert len(set(asked)) == len(asked)
-        assert len(asked) <= (1 if loads[-1] <= 1 else 12)
-    assert largest_fitting([], lambda index: 0.0) is None

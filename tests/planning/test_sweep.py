@@ -18,6 +18,7 @@ from unet3d.planning import placements, rank_step, sweep
 from unet3d.planning.choice import choose_mode
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.rank_step import StepTime
+from unet3d.planning.step_time import step_seconds
 from unet3d.planning.sweep import Sweep, measure, micro_batch_counts
 from unet3d.planning.tuning_cache import recall_tuned, resolve_auto
 
@@ -62,6 +63,7 @@ def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastes
     assert cuts[1:3] == [(4,), (2,)]  # encoder and decoder, and the cut that is set
     for row in found.rows:
         assert row.found.seconds > 0
+        assert row.option.seconds == step_seconds(row.option.step)
         memory = row.option.prediction.memory
         assert row.found.peak_bytes == tuple(memory[i].peak_bytes for i in sorted(memory))
     record = found.to_dict()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,18 +10,17 @@ import torch
 from unet3d.config import Config, ParallelSettings
 from unet3d.errors import DeviceError
 from unet3d.model.unet import refuse_beyond_memory
-from unet3d.parallel import Machine, ParallelDims, resolve_precision
+from unet3d.parallel import Machine, ParallelDims
 from unet3d.planning.choice import best_of, choice_line, settings_for, timed_options
 from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.placements import (
     PlacementOption,
+    divided,
     is_here,
-    make_option,
     memory_of,
     placed,
     possible_dims,
-    with_cuts,
 )
 from unet3d.planning.tuning_cache import resolve_auto
 
@@ -114,7 +113,6 @@ def compare(
     candidates = _candidates(config, network, asked)
     every = _beside(candidates, config, network, asked)
     several = tuple(dict.fromkeys(device for dims in every for device in dims.all_devices))
-    precision = resolve_precision(config.training.precision, several)
     memory = memory_of(several, memory_bytes)
     timed = {option.dims: option for option in timed_options(config, network, every, memory)}
     notes = list(_notes(config.parallel, memory_bytes))
@@ -135,20 +133,12 @@ def compare(
         for count in counts:
             watch(len(ways), len(every) * len(counts))
             way = timed[dims]
-            is_balanced = dims == chosen and dims.mode == "model" and _is_balanced(config)
-            if way.step.layout.num_micro_batches != count or is_balanced or config.parallel.cuts:
-                way = make_option(
-                    config,
-                    network,
-                    dims,
-                    precision=precision,
-                    num_micro_batches=count,
-                    memory=memory,
-                    cuts=config.parallel.cuts if dims == chosen else None,
-                    balance=config.parallel.balance if is_balanced else None,
-                )
-                if is_balanced:
-                    way = with_cuts(way, choose_cuts(way.step, config.parallel.wanted_balance))
+            cuts = config.parallel.cuts if dims == chosen else None
+            if way.step.layout.num_micro_batches != count or cuts is not None:
+                way = divided(way, count, cuts)
+            if dims == chosen and dims.mode == "model" and _is_balanced(config):
+                balance = config.parallel.wanted_balance
+                way = divided(replace(way, balance=balance), count, choose_cuts(way.step, balance))
             if dims == chosen and count == config.training.num_micro_batches:
                 asked_way = way
             _ = way.shards  # predicted while it is being watched

@@ -78,26 +78,14 @@ def make_option(
     precision: str,
     num_micro_batches: int,
     memory: Mapping[torch.device, int],
-    cuts: tuple[int, ...] | None = None,
-    balance: str | None = None,
 ) -> PlacementOption:
-    """Return one option, without predicting its memory yet.
-
-    Args:
-        config: The settings, of any mode.
-        network: What is trained.
-        dims: Mode and devices.
-        precision: A resolved one, such as ``bfloat16``.
-        num_micro_batches: Portions of a batch.
-        memory: Bytes of each device.
-        cuts: Where the network is cut in stages; None: at the default place.
-        balance: What these cuts balance, where that is not the default.
+    """Return one option, cut at the default place, without predicting its memory yet.
 
     Raises:
         DeviceError: The patch has too few planes for the shards.
     """
     layout = replace(
-        Layout.of(config, dims, precision), cuts=cuts, num_micro_batches=num_micro_batches
+        Layout.of(config, dims, precision), cuts=None, num_micro_batches=num_micro_batches
     )
     batch_size = dims.share_of(network.batch_size)
     step = Step(
@@ -115,13 +103,16 @@ def make_option(
         step=step,
         limits=_limits(dims, memory),
         seconds=step_seconds(step),
-        balance=balance,
     )
 
 
-def with_cuts(option: PlacementOption, cuts: tuple[int, ...]) -> PlacementOption:
-    """Return the same option with the network cut elsewhere."""
-    return replace(option, step=replace(option.step, layout=replace(option.step.layout, cuts=cuts)))
+def divided(
+    option: PlacementOption, num_micro_batches: int, cuts: tuple[int, ...] | None = None
+) -> PlacementOption:
+    """Return the same placement with other micro-batches and cuts; its time is the predicted."""
+    layout = replace(option.step.layout, num_micro_batches=num_micro_batches, cuts=cuts)
+    step = replace(option.step, layout=layout)
+    return replace(option, step=step, seconds=step_seconds(step), is_measured=False)
 
 
 def possible_dims(

@@ -9,8 +9,7 @@ the patch larger.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +23,7 @@ from unet3d.parallel import Layout
 from unet3d.parallel.precision import autocast_dtype
 from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
+from unet3d.planning.largest import largest_fitting
 from unet3d.planning.memory_estimate import Step, predict_memory
 
 GIB = 1024**3
@@ -313,27 +313,3 @@ def _next_smaller(plan: Callable[[Shape], Topology], size: Shape, shape: Shape) 
 
 def _padded(plan: Callable[[Shape], Topology], size: Shape) -> Shape:
     return padded_shape(size, plan(size).total_stride)
-
-
-def largest_fitting(weights: Sequence[float], load: Callable[[int], float]) -> int | None:
-    """Return the last of some rising sizes that fits, or None where not one does.
-
-    Memory grows nearly linearly with voxels and patches, so what is asked about next is where a
-    line through the last two answers says.
-
-    Args:
-        weights: What the sizes grow by, such as voxels; none is 0.
-        load: Returns the share of the allowed memory that the size with an index needs; up to 1 it
-            fits. The last is asked about first, because it often does.
-    """
-    fitting, too_large = -1, len(weights)
-    weight, found = 0.0, 0.0
-    asked = too_large - 1
-    while too_large - fitting > 1:
-        before = (weight, found)
-        weight, found = weights[asked], load(asked)
-        fitting, too_large = (asked, too_large) if found <= 1 else (fitting, asked)
-        slope = (found - before[1]) / (weight - before[0])
-        aim = weight + (1 - found) / slope if slope > 0 else 0.0
-        asked = min(max(bisect_right(weights, aim) - 1, fitting + 1), too_large - 1)
-    return fitting if fitting >= 0 else None

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.placements import (
     PlacementOption,
+    divided,
     make_option,
     memory_of,
     placed,
@@ -210,22 +211,12 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
             num_micro_batches=max(counts),
             memory=memory_of(dims.all_devices, None),
         )
-        ways = _cuts(config, option) if dims.mode == "model" else [()]
-        options += [
-            replace(
-                option,
-                step=replace(
-                    option.step,
-                    layout=replace(option.step.layout, cuts=cuts or None, num_micro_batches=count),
-                ),
-            )
-            for cuts in ways
-            for count in counts
-        ]
+        ways = _cuts(config, option) if dims.mode == "model" else [None]
+        options += [divided(option, count, cuts) for cuts in ways for count in counts]
     return options
 
 
-def _cuts(config: Config, option: PlacementOption) -> list[tuple[int, ...]]:
+def _cuts(config: Config, option: PlacementOption) -> list[tuple[int, ...] | None]:
     """Return the default cuts, those that are set, and balanced ones."""
     found = [choose_cuts(option.step, "encoder-decoder")]
     found += [config.parallel.cuts] if config.parallel.cuts else []
