@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.process_trees import assert_all_end
+from unet3d.distributed.command_process import import_variables
 from unet3d.distributed.commands import Command, in_words, run_commands
 from unet3d.distributed.launched import PARENT, SHARED_BY
-from unet3d.distributed.launcher import import_variables
 from unet3d.distributed.ranks import num_cores
 from unet3d.interruption import Interrupted
 

@@ -38,10 +38,6 @@ def aborted_with_others(store: Store, key: str) -> Iterator[None]:
 
     The rank may hang in a call of CUDA meanwhile, such as one that frees memory, which waits for
     all kernels. So a thread looks.
-
-    Args:
-        store: Where the other rank says so.
-        key: What it writes there.
     """
     done = threading.Event()
 

@@ -41,11 +41,7 @@ class Progress(Protocol):
     """How far a device is, as a number that grows."""
 
     def queue(self, number: int) -> None:
-        """Have the device note a number when it has done all that is queued by now.
-
-        Args:
-            number: Larger than all before; the first is 1.
-        """
+        """Have the device note a number when it has done all that is queued by now."""
         ...
 
     def reached(self) -> int:
@@ -57,14 +53,7 @@ class GpuProgress:
     """The number lies in host memory, to which a GPU copies it."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate the number.
-
-        Args:
-            device: A GPU.
-
-        Raises:
-            torch.OutOfMemoryError: There is no place for it.
-        """
+        """Allocate the number."""
         self._next = torch.zeros((), dtype=torch.int64, device=device)
         self._noted = torch.zeros((), dtype=torch.int64, pin_memory=True)
 
@@ -94,11 +83,7 @@ class _Device:
         self._seen = (0, False)
 
     def silence(self, seconds: float) -> float:
-        """Return for how many seconds too little has happened; negative: there is more time.
-
-        Args:
-            seconds: Time since the last call.
-        """
+        """Return for how many seconds too little has happened; negative: there is more time."""
         reached = self.progress.reached()
         is_waited_for = reached < self.num_queued
         before, self._seen = self._seen, (reached, is_waited_for)
@@ -114,12 +99,7 @@ class DeviceWatch:
     """Ends this rank when one of its devices gets no further."""
 
     def __init__(self, ranks: RankWatch, end: Callable[[RankError], object] = end_process) -> None:
-        """Watch nothing yet.
-
-        Args:
-            ranks: Says after what time a rank is lost, and names it.
-            end: Is called by the thread, with the error that names the rank.
-        """
+        """Watch nothing yet."""
         self._ranks = ranks
         self._end = end
         self._devices: dict[torch.device, _Device] = {}
@@ -135,9 +115,6 @@ class DeviceWatch:
 
         Nothing may be captured where the context ends. An error in it leaves what was queued alone:
         whoever gets it knows what the devices wait for.
-
-        Args:
-            devices: Of this rank; those whose type knows no :class:`Progress` are left out.
         """
         watched = [self._watched(device) for device in devices if device.type in PROGRESS]
         for one in watched:

@@ -66,13 +66,7 @@ class Group:
     def __init__(
         self, ranks: Ranks, stores: Stores | None = None, purpose: Purpose = TRAINING
     ) -> None:
-        """Take a place among the ranks.
-
-        Args:
-            ranks: The place.
-            stores: Where all ranks meet; None for a single rank.
-            purpose: What they do.
-        """
+        """Take a place among the ranks."""
         self.ranks = ranks
         self._channels: _Channels | None = None
         if stores is not None:
@@ -101,11 +95,7 @@ class Group:
         return None if self._channels is None else self._channels.stores.values
 
     def open(self, timeout_seconds: float) -> None:
-        """Connect the ranks; all of them call it.
-
-        Args:
-            timeout_seconds: Silence after which a rank is taken to hang.
-        """
+        """Connect the ranks; all of them call it. After such silence a rank is taken to hang."""
         if self._channels is None:
             return
         self._channels.watch.timeout = timedelta(seconds=timeout_seconds)
@@ -122,20 +112,12 @@ class Group:
         _set_pg_timeout(ENDLESS)
 
     def begin(self, run: str) -> None:
-        """Write down, for these ranks when they are restarted, that the run is theirs.
-
-        Args:
-            run: The run's folder.
-        """
+        """Write down, for these ranks when they are restarted, that the run is theirs."""
         if self._channels is not None:
             self._channels.stores.lasting.set(f"begun/{run}", "")
 
     def has_begun(self, run: str) -> bool:
-        """Return whether these ranks have begun a run before they were restarted.
-
-        Args:
-            run: The run's folder.
-        """
+        """Return whether these ranks have begun a run before they were restarted."""
         if self._channels is None:
             return self.ranks.restart_count > 0
         return self._channels.stores.lasting.check([f"begun/{run}"])
@@ -143,15 +125,7 @@ class Group:
     def new_group(
         self, device: torch.device, ranks: Sequence[int] | None = None
     ) -> dist.ProcessGroup:
-        """Return a group of ranks that moves tensors of a kind of device; all ranks call it.
-
-        Args:
-            device: Where this rank's tensors are.
-            ranks: Those in the group; None: all.
-
-        Raises:
-            RuntimeError: This is the only rank.
-        """
+        """Return a group of ranks that moves tensors of a kind of device; all ranks call it."""
         if self._channels is None:
             raise RuntimeError("a single rank has no other to form a group with")
         timeout = self._channels.watch.timeout
@@ -165,14 +139,9 @@ class Group:
         return dist.new_group(members, backend=backend, timeout=timeout)  # type: ignore[no-any-return]
 
     def new_subgroup(self, device: torch.device, size: int) -> dist.ProcessGroup:
-        """Return a group of this rank and its neighbours; all ranks call it.
+        """Return the group of ``size`` ranks in a row that this one is in; all ranks call it.
 
-        Args:
-            device: Where this rank's tensors are.
-            size: Ranks of a group, the first ones in the first; it divides the number of ranks.
-
-        Raises:
-            RuntimeError: This is the only rank.
+        The size divides the number of ranks.
         """
         groups = [
             self.new_group(device, range(first, first + size))
@@ -190,21 +159,12 @@ class Group:
         dist.destroy_process_group()
 
     def note(self, step: int, text: str) -> None:
-        """Say how far this rank is, in case it gets no further.
-
-        Args:
-            step: Steps since the beginning.
-            text: The same, for people.
-        """
+        """Say how far this rank is, in steps since the beginning and in words."""
         if self._channels is not None:
             self._channels.watch.note(step, text)
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Do work whose result is kept in files: the first rank, then the others.
-
-        Args:
-            work: Must be fast where it has been done already.
-        """
+        """Do work whose result is kept in files: the first rank, then the others, fast."""
         return work() if self._channels is None else self._channels.values.in_turn(work)
 
     def from_first(
@@ -216,10 +176,7 @@ class Group:
     ) -> Result:
         """Return what the first rank makes, however long it takes; a single rank's as it is.
 
-        Args:
-            make: Only called in the first rank.
-            to_plain: Turns the result into lists, numbers, strings; None: it is made of them.
-            from_plain: Turns them back into the result, in every rank.
+        ``to_plain`` turns it into lists, numbers and strings, ``from_plain`` back in every rank.
         """
         if self._channels is None:
             return make()
@@ -228,13 +185,7 @@ class Group:
         return result if from_plain is None else from_plain(result)
 
     def file_from_first(self, path: Path, read: Callable[[Path], Result]) -> Result:
-        """Return what a file holds that only the first rank needs to see.
-
-        Args:
-            path: The file, which nobody writes meanwhile.
-            read: Reads it: first in the first rank, whose errors so name it, and in the others a
-                copy.
-        """
+        """Return what a file holds that only the first rank needs to see; others read a copy."""
         if self._channels is None:
             return read(path)
         limit = self._channels.watch.timeout
@@ -260,14 +211,7 @@ class Group:
                 dist.broadcast(piece, 0, async_op=True).wait(limit)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order; all of them call it.
-
-        Args:
-            value: Plain values.
-
-        Raises:
-            RankError: For too long no rank got any further.
-        """
+        """Return the values of all ranks, in their order; all of them call it."""
         return [value] if self._channels is None else self._channels.values.exchange(value)
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -279,34 +223,19 @@ class Group:
 
         The answer to the flags of a step comes after the next step, so that no rank waits for
         another; a single rank has it at once.
-
-        Args:
-            stop: Number of the signal that asks to stop, or 0.
-            save: Whether a checkpoint is due.
-
-        Raises:
-            RankError: A rank died or hangs.
         """
         if self._channels is None:
             return stop, save
         return self._channels.steps.all_reduce_flags(stop, save)
 
     def watching(self, *devices: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which messages are queued on devices; see ``DeviceWatch.queueing``.
-
-        Args:
-            devices: Of this rank. The process ends where one of them waits too long.
-        """
+        """Return a context in which messages are queued; see ``DeviceWatch.queueing``."""
         own = self._channels
         return nullcontext() if own is None else own.devices.queueing(*devices)
 
     @contextmanager
     def translate_dist_errors(self) -> Iterator[None]:
-        """Turn an error of a process group into one that names the lost rank and its last step.
-
-        Raises:
-            RankError: A rank died or hangs.
-        """
+        """Turn an error of a process group into one that names the lost rank and its last step."""
         if self._channels is None:
             yield
             return

@@ -9,35 +9,27 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import unet3d
 from unet3d.atomic import temporary_folder
+from unet3d.distributed.command_process import POLL_SECONDS, CommandProcess, Say, end_all, stop
 from unet3d.distributed.launched import (
     LAUNCHED,
     MEETING_FOLDER,
     STORE_PORT,
     is_one_of_several,
 )
-from unet3d.distributed.processes import blocked, said_by
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
 from unet3d.errors import RankError, Unet3dError
 from unet3d.interruption import SIGNALS, Interrupted, InterruptionRequest, deferred_interruption
 
 logger = logging.getLogger(__name__)
-
-Say = Callable[[str], object]
-
-POLL_SECONDS = 0.05
 
 END_SECONDS = 10.0
 """Time for ranks that cannot go on without another, in which they say so."""
@@ -71,14 +63,12 @@ class Failure:
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
     number: int
-    process: subprocess.Popen[str]
+    process: CommandProcess
     error_file: Path
-    reader: Thread | None
-    """Passes on what it says; None: it says that to the terminal itself."""
 
     def failure(self) -> Failure | None:
         """Return how it failed; None: it runs or has come to its end."""
-        status = self.process.poll()
+        status = self.process.status()
         if not status:
             return None
         try:
@@ -105,21 +95,12 @@ def launch(
 ) -> None:
     """Run a ``unet3d`` command in several ranks on this machine, until all have ended.
 
-    Args:
-        arguments: Arguments of ``unet3d``, the same for every rank; ``--debug`` is added where this
-            process has it.
-        folder: For their files; see :func:`meeting_folder`.
-        num_ranks: Number of processes.
-        max_restarts: How often all ranks are started again when one dies or hangs; not when one
-            was asked to stop, nor after an explained error, which would come again.
-        on_gpus: Whether they compute on GPUs; on CPUs they share the cores.
-        purpose: What they do.
-        say: Takes the lines that they write to stderr, from threads, and nothing is left of their
-            results; None: both go to the terminal.
+    They have a folder for their files (:func:`meeting_folder`). If one dies or hangs, all are
+    started again, ``max_restarts`` times; not if one was asked to stop, nor after an explained
+    error, which would come again. With ``say``, it takes the lines that they write to stderr, from
+    threads, and nothing is left of their results; else both go to the terminal.
 
-    Raises:
-        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
-        Unet3dError: A rank failed; the reason of the first one that did.
+    Raises Interrupted after the ranks have ended, or Unet3dError for the first one that failed.
     """
     if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
         arguments = ["--debug", *arguments]
@@ -128,7 +109,6 @@ def launch(
     with deferred_interruption(is_rank=is_one_of_several()) as request, store_for_ranks() as port:
         for restart_count in range(max_restarts + 1):
             variables = {
-                **os.environ,
                 **_variables(num_ranks, on_gpus),
                 MEETING_FOLDER: str(folder),
                 STORE_PORT: str(port),
@@ -171,62 +151,40 @@ def _started(
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 ERROR_FILE: str(error_file),
             }
-            # A session of its own: Ctrl-C reaches the ranks once, from here. They receive signals
-            # when they can handle them.
-            with blocked(*SIGNALS):
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "unet3d", *arguments],
-                    env={**variables, **places},
-                    start_new_session=True,
-                    stdout=None if say is None else subprocess.DEVNULL,
-                    stderr=None if say is None else subprocess.PIPE,
-                    text=True,
-                    errors="backslashreplace",
-                )
-            reader = None
-            if say is not None and process.stderr is not None:
-                reader = said_by(process.stderr, say)
-            ranks.append(
-                _Rank(number=number, process=process, error_file=error_file, reader=reader)
-            )
+            process = CommandProcess(arguments, {**variables, **places}, say)
+            ranks.append(_Rank(number=number, process=process, error_file=error_file))
         yield ranks
     finally:
-        _kill(ranks)
+        end_all([rank.process for rank in ranks])
 
 
 def _wait(
     ranks: Sequence[_Rank], request: InterruptionRequest, stop_seconds: float
 ) -> list[Failure]:
-    """Wait until all ranks have ended; if one fails, or somebody asks to stop, they are asked to.
+    """Wait until all ranks have ended; if one fails, or somebody asks to stop, ask all of them.
 
-    Returns:
-        How those failed that did, but not those that only ended because they were asked to.
+    Ranks that only ended because they were asked to are no failures.
     """
-    leaving_since: dict[int, float] = {}
-    while any(rank.process.poll() is None for rank in ranks):
+    processes, leaving_since = [rank.process for rank in ranks], dict[int, float]()
+    while any(rank.process.status() is None for rank in ranks):
         if request.signal_number is not None:
-            _end(ranks, request.signal_number, stop_seconds)
+            stop(processes, request.signal_number, stop_seconds)
             return _failures(ranks)
         failures = _failures(ranks)
         if failures:
-            _end(ranks, signal.SIGTERM, END_SECONDS)
+            stop(processes, signal.SIGTERM, END_SECONDS)
             return failures
         if _is_stuck(ranks, leaving_since):
-            _end(ranks, signal.SIGTERM, END_SECONDS)
+            stop(processes, signal.SIGTERM, END_SECONDS)
             return _failures(ranks)
         time.sleep(POLL_SECONDS)
     return _failures(ranks)
 
 
 def _is_stuck(ranks: Sequence[_Rank], leaving_since: dict[int, float]) -> bool:
-    """Return whether a rank has said why it ends, and does not.
-
-    Args:
-        ranks: All of them.
-        leaving_since: When each was first seen to have said so; added to.
-    """
+    """Return whether a rank has said why it ends, and does not."""
     now = time.monotonic()
-    leaving = [rank for rank in ranks if rank.process.poll() is None and rank.error_file.exists()]
+    leaving = [rank for rank in ranks if rank.process.status() is None and rank.error_file.exists()]
     return any(
         now - leaving_since.setdefault(rank.number, now) > LEAVING_SECONDS for rank in leaving
     )
@@ -234,25 +192,6 @@ def _is_stuck(ranks: Sequence[_Rank], leaving_since: dict[int, float]) -> bool:
 
 def _failures(ranks: Sequence[_Rank]) -> list[Failure]:
     return [failure for rank in ranks if (failure := rank.failure()) is not None]
-
-
-def _end(ranks: Sequence[_Rank], signal_number: int, within_seconds: float) -> None:
-    """Ask ranks to stop, wait for them, and kill those that do not."""
-    for rank in ranks:
-        rank.process.send_signal(signal_number)
-    deadline = time.monotonic() + within_seconds
-    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    _kill(ranks)
-
-
-def _kill(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.process.kill()
-    for rank in ranks:
-        rank.process.wait()
-        if rank.reader is not None:  # a process of the rank may outlive it for a moment
-            rank.reader.join(END_SECONDS)
 
 
 def _reason_of_stop(
@@ -291,23 +230,9 @@ def _reason(failures: Sequence[Failure], purpose: Purpose = TRAINING) -> BaseExc
     return RankError(f"rank {first.rank} {reason}")
 
 
-def import_variables() -> dict[str, str]:
-    """Return the variables with which a Python process imports exactly what this one does.
-
-    ``PYTHONPATH`` alone is not enough: its relative entries mean something else after a change of
-    the current folder, and entries that the program added to ``sys.path`` are not in it. So the
-    whole of ``sys.path`` is handed on, with absolute paths, and nothing is put before it.
-    """
-    paths = [os.path.abspath(path) for path in sys.path]
-    package = str(Path(unet3d.__file__).parent.parent)
-    if package not in paths:  # its folder was taken off the path after the import
-        paths.insert(0, package)
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}
-
-
 def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
     """Return what the ranks find in their environment, besides their places."""
-    variables = import_variables() | {
+    variables = {
         LAUNCHED: str(os.getpid()),
         # What a user has set for several machines is not asked for here.
         "GLOO_SOCKET_IFNAME": "lo",

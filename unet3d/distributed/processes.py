@@ -8,10 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from threading import Thread
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -34,9 +33,6 @@ def die_with_parent(parent: int | None = None) -> None:
 
     To Linux the parent is the *thread* that started this process, so threads that end early must
     not start processes. What this process starts itself is not covered: it calls this, too.
-
-    Args:
-        parent: Process id of the parent; None: it is unknown, or multiprocessing knows it.
     """
     import multiprocessing  # not above: the command line would load it for every --help
 
@@ -51,11 +47,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Keep signals from this thread until the context ends, and from processes that it starts.
-
-    Args:
-        signals: The signals.
-    """
+    """Keep signals from this thread until the context ends, and from processes that it starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -70,9 +62,6 @@ def shielded_children(*signals: signal.Signals) -> Iterator[None]:
     Those are sent to all processes; this one receives them when the context ends, and acts. The
     resource tracker starts here too: it cleans up after a process that was killed, and its warnings
     about that are silenced.
-
-    Args:
-        signals: The signals.
     """
     from multiprocessing import resource_tracker
 
@@ -102,31 +91,8 @@ def without_main_module() -> Iterator[None]:
         main.update(origin)
 
 
-def said_by(stream: IO[str], say: Callable[[str], object]) -> Thread:
-    """Start a thread that passes on what a process writes, until it ends.
-
-    Args:
-        stream: The end of a pipe; it is closed.
-        say: Takes a line, from that thread.
-    """
-
-    def pass_on() -> None:
-        with stream:
-            for line in stream:
-                say(line.rstrip())
-
-    thread = Thread(target=pass_on, daemon=True)
-    thread.start()
-    return thread
-
-
 def end_children(children: Iterable[Child], within_seconds: float) -> None:
-    """Ask processes to end, and kill those that do not.
-
-    Args:
-        children: The processes.
-        within_seconds: How long they have to clean up.
-    """
+    """Ask processes to end, and kill those that do not."""
     children = list(children)
     for child in children:
         child.terminate()

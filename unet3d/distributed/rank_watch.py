@@ -33,14 +33,7 @@ class RankWatch:
     def __init__(
         self, store: Store, ranks: Ranks, timeout: timedelta, purpose: Purpose = TRAINING
     ) -> None:
-        """Start without any notes.
-
-        Args:
-            store: A store that all ranks reach.
-            ranks: The place of this process.
-            timeout: Silence after which a rank is taken to hang.
-            purpose: What the ranks do.
-        """
+        """Start without any notes."""
         self.timeout = timeout
         self._store = store
         self._ranks = ranks
@@ -48,12 +41,7 @@ class RankWatch:
         self._has_missed = False
 
     def note(self, step: int, text: str) -> None:
-        """Write down how far this rank is.
-
-        Args:
-            step: Steps since the beginning.
-            text: The same, for people.
-        """
+        """Write down how far this rank is."""
         if self._has_missed:  # but could go on: ranks may do so when memory has run out
             self._store.delete_key(f"missing/{self._ranks.rank}")
             self._has_missed = False
@@ -70,11 +58,7 @@ class RankWatch:
 
     @contextmanager
     def translate_dist_errors(self) -> Iterator[None]:
-        """Turn an error of a process group into one that names the lost rank and its last step.
-
-        Raises:
-            RankError: A rank died or hangs.
-        """
+        """Turn an error of a process group into one that names the lost rank and its last step."""
         try:
             yield
         except RuntimeError as error:  # gloo has no class of its own
@@ -86,11 +70,7 @@ class RankWatch:
             raise self.lost(hangs) from error
 
     def hanging(self, suspects: Sequence[int]) -> RankError:
-        """Return the error that names the ranks which hang.
-
-        Args:
-            suspects: The ranks that have not come; those of them that got least far are named.
-        """
+        """Return the error that names the ranks which hang."""
         return self._error(suspects, self.notes(), hangs=True)
 
     def is_missed(self) -> bool:
@@ -104,9 +84,6 @@ class RankWatch:
         """Return the error that names the missing rank: the one that does not miss another.
 
         Takes ``GRACE_SECONDS``; any thread may call it.
-
-        Args:
-            hangs: Whether the rank is silent; else its connection is broken.
         """
         others = self._others()
         try:

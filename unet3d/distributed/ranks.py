@@ -60,11 +60,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Return what torchrun's variables say; without them this is the only rank.
-
-        Raises:
-            ConfigError: The variables contradict one another.
-        """
+        """Return what torchrun's variables say; without them this is the only rank."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -126,9 +122,6 @@ def leave(status: int) -> NoReturn:
     """End this process; where it is one of several ranks, without cleaning up.
 
     What a rank shares with others that are gone, also on a GPU, cannot be taken down in order.
-
-    Args:
-        status: Exit status.
     """
     try:
         is_alone = Ranks.from_environment().world_size == 1
@@ -143,9 +136,6 @@ def end_process(error: Unet3dError) -> NoReturn:
     """Say why this rank ends, and end it, also where its main thread can do neither.
 
     Where the main thread says so at the same time, only one of them does.
-
-    Args:
-        error: The reason.
     """
     if not _ending.acquire(timeout=LEAVE_SECONDS):
         os._exit(1)  # the main thread has said it, and stops in what it cleans up
@@ -162,11 +152,7 @@ def _leave_at_once(status: int) -> NoReturn:
 
 
 def kind_of(error: Unet3dError) -> Kind:
-    """Return which kind of reason an explained error is.
-
-    Args:
-        error: What ended a rank.
-    """
+    """Return which kind of reason an explained error is."""
     if isinstance(error, LostRankError):
         return "consequence"
     return "hang" if isinstance(error, RankError) else "explained"
@@ -176,11 +162,6 @@ def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None
     """Write down why this rank ends, in the form and place that torch elastic expects.
 
     The thread that calls it must end the process: another one that calls it waits for that.
-
-    Args:
-        error: The reason.
-        kind: Kind of the reason.
-        signal_number: The signal that asked to stop; 0: there was none.
     """
     _ending.acquire()
     path = os.environ.get(ERROR_FILE)

@@ -30,15 +30,7 @@ LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def joined(ranks: Ranks, purpose: Purpose = TRAINING) -> Iterator[Group]:
-    """Join the ranks that were started with this one, and leave them when all is done.
-
-    Args:
-        ranks: The place of this process; a single rank joins nothing.
-        purpose: What the ranks do.
-
-    Raises:
-        RankError: The others cannot be joined.
-    """
+    """Join the ranks that were started with this one, and leave them when all is done."""
     if ranks.world_size == 1:
         yield Group(ranks)
         return
@@ -94,14 +86,6 @@ def name_of_start(store: Store, rank: int, num_ranks: int) -> str:
     The number of restarts is no such name, because torchrun counts on each machine only those that
     began there. So the first rank makes a name and answers the others; questions that are left
     from an earlier start are answered too, and no rank reads the answer.
-
-    Args:
-        store: A store that outlives restarts.
-        rank: Number of this process.
-        num_ranks: Number of all ranks.
-
-    Raises:
-        RankError: Some ranks do not come.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     question = uuid.uuid4().hex

@@ -14,26 +14,14 @@ class ShardSignals:
     """What the shards of a replica agree on; they are ranks that follow one another."""
 
     def __init__(self, group: Group, num_shards: int) -> None:
-        """Connect the shards of each replica; all ranks call it.
-
-        Args:
-            group: The ranks, connected where there are several shards.
-            num_shards: How many ranks have slabs of one volume; 1: nobody needs to be asked.
-        """
+        """Connect the shards of each replica; all ranks call it."""
         self._group = group
         self._shards: dist.ProcessGroup | None = None
         if num_shards > 1:
             self._shards = group.new_subgroup(torch.device("cpu"), num_shards)
 
     def agree(self, stop: int) -> int:
-        """Return the largest number that a shard of this replica has; all of them call it.
-
-        Args:
-            stop: Number of the signal that asked this rank to stop, or 0.
-
-        Raises:
-            RankError: A rank died or hangs.
-        """
+        """Return the largest number that a shard of this replica has; all of them call it."""
         if self._shards is None:
             return stop
         flag = torch.tensor([stop])

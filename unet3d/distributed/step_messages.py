@@ -21,25 +21,13 @@ class StepMessages:
     """Flags of all ranks, reduced over them while the next step runs."""
 
     def __init__(self, watch: RankWatch) -> None:
-        """Start without a message under way.
-
-        Args:
-            watch: Names a rank that is lost.
-        """
+        """Start without a message under way."""
         self._watch = watch
         self._flags: torch.Tensor | None = None
         self._work: Any = None
 
     def all_reduce_flags(self, stop: int, save: bool) -> tuple[int, bool]:
-        """Send the flags of this step, and return the largest ones of the step before.
-
-        Args:
-            stop: Number of the signal that asks to stop, or 0.
-            save: Whether a checkpoint is due.
-
-        Raises:
-            RankError: A rank died or hangs.
-        """
+        """Send the flags of this step, and return the largest ones of the step before."""
         reduced = [0, 0]
         if self._flags is not None:
             self.wait()
@@ -52,11 +40,7 @@ class StepMessages:
         return reduced[0], bool(reduced[1])
 
     def wait(self) -> None:
-        """Wait for the message that is under way, if there is one.
-
-        Raises:
-            RankError: A rank died or hangs.
-        """
+        """Wait for the message that is under way, if there is one."""
         if self._flags is not None:
             with self._watch.translate_dist_errors():
                 self._work.wait(self._watch.timeout)

@@ -27,13 +27,7 @@ class StoreExchange:
     """Plain values of every rank, or of the first one, in all of them."""
 
     def __init__(self, store: Store, ranks: Ranks, watch: RankWatch) -> None:
-        """Start with the first key.
-
-        Args:
-            store: A store that all ranks reach.
-            ranks: The place of this process.
-            watch: Names a rank that does not come.
-        """
+        """Start with the first key."""
         self._store = store
         self._ranks = ranks
         self._watch = watch
@@ -44,9 +38,6 @@ class StoreExchange:
         """Do work whose result is kept in files: the first rank, then the others.
 
         On each machine one rank comes next, because a machine may have a disk of its own.
-
-        Args:
-            work: Must be fast where it has been done already.
         """
         ranks = self._ranks
         key, machine = self._next_key(), ranks.rank - ranks.local_rank
@@ -58,11 +49,7 @@ class StoreExchange:
         return result
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """Return what the first rank makes, however long it takes.
-
-        Args:
-            make: Only called in the first rank; its result must be plain values.
-        """
+        """Return what the first rank makes, however long it takes."""
         key = self._next_key()
         if self._ranks.is_first:
             self._store.set(key, json.dumps(make()))
@@ -70,14 +57,7 @@ class StoreExchange:
         return json.loads(self._store.get(key))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order.
-
-        Args:
-            value: Plain values.
-
-        Raises:
-            RankError: For too long no rank got any further.
-        """
+        """Return the values of all ranks, in their order."""
         key = self._next_key()
         keys = [f"{key}/{rank}" for rank in range(self._ranks.world_size)]
         own = keys[self._ranks.rank]
@@ -99,13 +79,7 @@ class StoreExchange:
     def _await(
         self, keys: Sequence[str], limit_seconds: float | None = None, alive: Any = None
     ) -> None:
-        """Wait until all keys are there; a signal can interrupt it.
-
-        Args:
-            keys: The keys, one for each rank where there is a limit.
-            limit_seconds: How long to wait while no rank writes a new note; None: without limit.
-            alive: A message that fails when a rank has ended, or None.
-        """
+        """Wait until all keys are there; a signal can interrupt it."""
         notes, changed = None, time.monotonic()
         while not self._came(keys):
             if alive is not None and alive.is_completed():

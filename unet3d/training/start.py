@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from unet3d.config import Config, load_config
+from unet3d.distributed.command_process import Say
 from unet3d.distributed.group import Group
-from unet3d.distributed.launcher import Say, launch, meeting_folder
+from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
