@@ -14,7 +14,7 @@ from unet3d.distributed.broken_groups import aborted_with_others
 def groups(monkeypatch):
     found = [Mock(), Mock()]
     # Private, because groups can be aborted only where NCCL and GPUs are.
-    monkeypatch.setattr(broken_groups, "_others", lambda: found)
+    monkeypatch.setattr(broken_groups, "groups_besides_default", lambda: found)
     monkeypatch.setattr(broken_groups, "POLL_SECONDS", 0.01)
     return found
 

@@ -11,7 +11,8 @@ from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv.api import upsample
 from unet3d.kernels.padding import detached, is_padded, mark_folded, mark_padded, was_folded
 from unet3d.kernels.recompute import nothing_offered, offer, offer_result
-from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.memory.saved_tensors import handling
+from unet3d.torch_private import storage_key
 
 
 @pytest.fixture(autouse=True)

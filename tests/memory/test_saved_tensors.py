@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from tests.products import pairwise
-from unet3d.memory.saved_tensors import Saved, handling, save, storage_key
+from unet3d.memory.saved_tensors import Saved, handling, save
+from unet3d.torch_private import storage_key
 
 
 class Double:

@@ -13,9 +13,10 @@ from tests.model.shapes import topology_of
 from tests.products import pairwise
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels import recomputed_in_backward
-from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.memory.saved_tensors import handling
 from unet3d.model import Block, UNet3d, in_running_order, run_block, run_blocks, sequential_blocks
 from unet3d.model.parts import PartsOfPass, recomputed_parts
+from unet3d.torch_private import storage_key
 
 SIZE = (8, 12, 8)
 FULL, HALF, LOW = 8 * 12 * 8, 4 * 6 * 4, 2 * 3 * 2

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _abort_process_group, _world
+
+from unet3d.torch_private import Store, abort_group, groups_besides_default
 
 POLL_SECONDS = 0.2
 
@@ -25,9 +26,9 @@ def break_groups() -> None:
 
     Of gloo's, which cannot be aborted, no reference may be left elsewhere.
     """
-    for group in _others():
+    for group in groups_besides_default():
         if dist.get_backend(group) == "nccl":
-            _abort_process_group(group)
+            abort_group(group)
         else:
             dist.destroy_process_group(group)
 
@@ -44,7 +45,7 @@ def aborted_with_others(store: Store, key: str) -> Iterator[None]:
     def watch() -> None:
         while not done.wait(POLL_SECONDS):
             if store.check([key]):
-                for group in _others():
+                for group in groups_besides_default():
                     group.abort()
                 return
 
@@ -55,8 +56,3 @@ def aborted_with_others(store: Store, key: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _others() -> list[dist.ProcessGroup]:
-    """Return the groups of this process besides the default one."""
-    return [group for group in _world.pg_map if group is not dist.group.WORLD]

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 
 from unet3d.distributed.device_watch import DeviceWatch
 from unet3d.distributed.launched import MEETING_FOLDER
@@ -29,6 +28,7 @@ from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.step_messages import StepMessages
 from unet3d.distributed.store_exchange import StoreExchange
+from unet3d.torch_private import Store, set_timeout
 
 Result = TypeVar("Result")
 
@@ -109,7 +109,7 @@ class Group:
             timeout=timedelta(seconds=JOIN_SECONDS),
         )
         # From now on a rank may validate for long; the notes tell which one hangs.
-        _set_pg_timeout(ENDLESS)
+        set_timeout(ENDLESS)
 
     def begin(self, run: str) -> None:
         """Write down, for these ranks when they are restarted, that the run is theirs."""

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import LostRankError, RankError
+from unet3d.torch_private import Store
 
 GRACE_SECONDS = 2.0
 """How long a rank that misses another waits for the rest to say that they miss it too."""

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from unet3d.distributed.group import JOIN_SECONDS, Group, Stores
@@ -22,6 +21,7 @@ from unet3d.distributed.launched import STORE_PORT
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import RankError
+from unet3d.torch_private import PrefixStore, Store
 
 POLL_SECONDS = 0.02
 

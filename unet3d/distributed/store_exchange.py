@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import LostRankError
+from unet3d.torch_private import Store
 
 Result = TypeVar("Result")
 

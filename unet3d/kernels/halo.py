@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unet3d.kernels.padding import with_padding
 from unet3d.kernels.sharding import Halo, Shard, current_shard
+from unet3d.torch_private import is_held_elsewhere
 
 
 def with_halo(x: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
     It is a view of the gradient of the map with its halo, (N, C, X + 2, Y, Z), which is overwritten
     where nobody else holds it: autograd may hand one tensor to several inputs of an operation.
     """
-    is_shared = gradient._use_count() > 1  # type: ignore[attr-defined]
+    is_shared = is_held_elsewhere(gradient)
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
     if is_shared:
         gradient = gradient.clone()

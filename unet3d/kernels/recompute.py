@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.padding import is_padded
-from unet3d.memory.saved_tensors import Saved, handling, storage_key
+from unet3d.memory.saved_tensors import Saved, handling
+from unet3d.torch_private import storage_key
 
 Recompute = Callable[[], Tensor]
 """Computes a tensor once more, in the same memory layout."""

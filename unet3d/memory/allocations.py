@@ -14,14 +14,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unet3d.interruption import postponed_interruption
 from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.fake_results import FakeResults
+from unet3d.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    storage_key,
+    suggest_memory_format,
+    without_functions,
+)
 
 ROUNDING_BYTES = 512
 """CUDA's allocator rounds requests up to a multiple of this."""
@@ -62,7 +67,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].device
         # What is done here and below is no function of the step, so no mode of functions sees it.
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -96,7 +101,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, device = storage._cdata, tensor.device
+        key, device = storage_key(tensor), tensor.device
         if key in self._alive:
             return
         self._alive[key] = 0
@@ -111,7 +116,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         storage, device = tensor.untyped_storage(), tensor.device
         rounded = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
-        self._resize(storage._cdata, device, rounded)
+        self._resize(storage_key(tensor), device, rounded)
         self.peak[device] = max(self.peak[device], self.now[device])
 
     def _resize(self, key: int, device: torch.device, size: int) -> None:

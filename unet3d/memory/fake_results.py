@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from unet3d.memory.saved_tensors import storage_key
+from unet3d.torch_private import FakeTensor, FakeTensorMode, storage_key, without_dispatch
 
 _PLAIN = frozenset(
     (
@@ -153,7 +152,7 @@ class FakeResults:
     def _make(self, result: _Result, tensors: Sequence[Tensor]) -> Tensor:
         if result.source is not None and result.is_source:
             return tensors[result.source]
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             made = torch.empty_strided(
                 result.shape, result.stride, dtype=result.dtype, device="meta"
             )

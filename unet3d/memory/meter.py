@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.memory.saved_tensors import handling
 from unet3d.memory.timeline import GpuMemory, Mark, Timeline
+from unet3d.torch_private import storage_key
 
 
 class SlotLike(Protocol):

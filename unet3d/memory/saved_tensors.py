@@ -43,15 +43,6 @@ def handling(handler: Handler) -> Iterator[None]:
         _handlers.reset(token)
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Return a key that tensors with the same memory share while one of them lives.
-
-    It is not the address, because fake tensors have none.
-    """
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 class Kept:
     """A tensor that is kept as it is."""
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.config import TrainingSettings
+from unet3d.torch_private import zero_all
 
 POWER = 0.9
 
@@ -109,7 +110,7 @@ class Optimization:
         self.scaler.update()
         if self.keep_gradients:
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            torch._foreach_zero_(gradients)  # the optimizer would launch a kernel for each
+            zero_all(gradients)  # the optimizer would launch a kernel for each
         else:
             self.optimizer.zero_grad()
 

@@ -29,8 +29,9 @@ from unet3d.kernels.recompute import (
     recomputed,
     recomputing,
 )
-from unet3d.memory.saved_tensors import Handler, Kept, Saved, handling, save, storage_key
+from unet3d.memory.saved_tensors import Handler, Kept, Saved, handling, save
 from unet3d.model.blocks import AfterBlock, Block, run_block, run_blocks
+from unet3d.torch_private import storage_key
 
 Lowered = Callable[[], AbstractContextManager[None]]
 """Returns the context, such as autocast, that blocks run in."""

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unet3d.torch_private import free_cublas_workspaces
+
 ERROR_MODE = "thread_local"
 """Other threads, such as those that watch over NCCL, may call CUDA meanwhile."""
 
@@ -105,7 +107,7 @@ def release_streams() -> None:
     would.
     """
     _capture_stream.cache_clear()
-    torch._C._cuda_clearCublasWorkspaces()
+    free_cublas_workspaces()
 
 
 class _Bytes:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from unet3d.config import CudaGraphs, Recompute
 from unet3d.errors import ConfigError
@@ -34,6 +33,7 @@ from unet3d.parallel.whole_batch import (
     objectives_of_whole,
     refuse_dropout,
 )
+from unet3d.torch_private import has_dropout
 
 
 class PipelineExecutor:
@@ -75,7 +75,7 @@ class PipelineExecutor:
                 f"batch normalisation with {num_micro_batches} micro-batches would take its "
                 "statistics from portions of the batch; use model.norm=instance"
             )
-        if recompute == "level" and any(isinstance(m, _DropoutNd) for m in module.modules()):
+        if recompute == "level" and has_dropout(module.modules()):
             raise ConfigError(
                 "memory.recompute=level would draw other random numbers when it runs a level with "
                 "dropout again; use memory.recompute=norm or off"

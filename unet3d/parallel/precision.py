@@ -15,6 +15,7 @@ from torch import nn
 from unet3d.errors import DeviceError
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model.optimizer import HasParameters
+from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
 
 
 def resolve_precision(
@@ -107,8 +108,8 @@ def cpu_has_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if platform.machine().lower() in ("x86_64", "amd64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return x86_has_bfloat16()
+    return mkldnn_has_bfloat16()
 
 
 def cudnn_breaks_bfloat16() -> bool:

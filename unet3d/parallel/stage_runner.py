@@ -34,6 +34,7 @@ from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.offload import SkipOffload
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.precision import autocast_dtype, lowered_on, lowering
+from unet3d.torch_private import version
 
 Send = Callable[[str, Tensor], None]
 """Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
@@ -230,11 +231,11 @@ class EagerStage:
         sending.wanted = frozenset(self.stage.outputs)
         run = PartsOfPass(self._parts, self._lowered).run if self._parts else self._run
         recomputing = nullcontext() if self.recompute == "off" else recomputed_in_backward()
-        versions = {name: leaf._version for name, leaf in leaves.items() if not leaf.is_inference()}
+        versions = {name: version(leaf) for name, leaf in leaves.items()}
         with self._lowered(), recomputing:
             made = run_blocks(self._blocks, dict(leaves), self.stage.outputs, sending.after, run)
-        for name, version in versions.items():
-            if leaves[name]._version != version:
+        for name, before in versions.items():
+            if version(leaves[name]) != before:
                 raise ConfigError(_OVERWRITTEN.format(name))
         return made
 

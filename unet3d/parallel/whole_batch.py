@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
@@ -24,6 +23,7 @@ from unet3d.parallel.executor import Loss, LossFunction
 from unet3d.parallel.gradient_exchange import GradientExchange
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.stage_runner import EagerStage, Gradients, Objective, Send
+from unet3d.torch_private import has_dropout
 
 
 class LossOfSums(Protocol):
@@ -70,7 +70,7 @@ def refuse_dropout(module: BlockNetwork) -> None:
     Raises:
         ConfigError: It has dropout.
     """
-    if any(isinstance(part, _DropoutNd) for part in module.modules()):
+    if has_dropout(module.modules()):
         raise ConfigError(
             "a loss of the whole batch, such as batch Dice, runs micro-batches forward twice, and "
             "dropout would draw other random numbers; use training.batch_dice=false or one "

@@ -27,6 +27,7 @@ from unet3d.kernels.recompute import offer
 from unet3d.kernels.sharding import Halo, Shard, current_shard, number_of_largest, voxels_of_volume
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
+from unet3d.torch_private import is_view
 
 MIN_ELEMENTS = 2**14
 """Smaller maps take the reference. The statistics of 320 channels of 8^3, 2^17 elements, take
@@ -110,7 +111,7 @@ def sum_of(x: Tensor, added: Tensor) -> Tensor:
         added: Of the same shape.
     """
     # A view that an autograd function returned cannot become another tensor.
-    return x + added if x._is_view() else x.add_(added)
+    return x + added if is_view(x) else x.add_(added)
 
 
 def stages_for(x: Tensor, channels: int | None = None) -> Stages:

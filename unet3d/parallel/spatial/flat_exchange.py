@@ -17,6 +17,7 @@ from unet3d.distributed.group import Group
 from unet3d.model import BlockNetwork
 from unet3d.parallel.gradient_exchange import add_to_parameters
 from unet3d.parallel.partition import Stage
+from unet3d.torch_private import copy_all
 
 
 class FlatExchange:
@@ -119,7 +120,7 @@ class FlatExchange:
                 parts.append(part)
                 gradients.append(_with_strides_of(part, parameter.grad))
             parameter.grad = part
-        torch._foreach_copy_(parts, gradients)
+        copy_all(parts, gradients)
         return flat
 
 

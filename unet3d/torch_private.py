@@ -1,0 +1,101 @@
+"""What PyTorch keeps to itself and this package uses all the same, and what each name replaces.
+
+A new version of PyTorch may change any of it, so it is used here only.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.distributed_c10d import PrefixStore as PrefixStore
+from torch.distributed.distributed_c10d import Store as Store
+from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout, _world
+from torch.nn.modules.dropout import _DropoutNd
+
+# `FakeTensorMode` replaces meta tensors, which have no device; `suggest_memory_format` a comparison
+# of strides. `Store` and `PrefixStore` are public, but for mypy.
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a key that tensors with the same memory share while one of them lives.
+
+    In place of the address, which fake tensors do not have.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def is_held_elsewhere(gradient: Tensor) -> bool:
+    """Return whether autograd has handed a gradient to others too, in place of copying all."""
+    return gradient._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+
+
+def version(tensor: Tensor) -> int | None:
+    """Return a number that changes with the values, in place of a copy; None: it has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd takes a tensor for a view, in place of catching its error."""
+    return tensor._is_view()
+
+
+def zero_all(tensors: Sequence[Tensor]) -> None:
+    """Set tensors to zero in one launch, in place of one for each."""
+    torch._foreach_zero_(list(tensors))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors in one launch, in place of one for each."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def without_functions() -> AbstractContextManager[None]:
+    """Return a context that no mode of functions sees; there is no public one."""
+    return torch._C.DisableTorchFunction()
+
+
+def without_dispatch() -> AbstractContextManager[None]:
+    """Return a context that no mode of operations sees; there is no public one."""
+    return torch._C._DisableTorchDispatch()
+
+
+def has_dropout(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules is a dropout, in place of a list of its classes."""
+    return any(isinstance(module, _DropoutNd) for module in modules)
+
+
+def x86_has_bfloat16() -> bool:
+    """Return whether an x86 processor has AVX512-BF16 or AMX, in place of ``/proc/cpuinfo``."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def mkldnn_has_bfloat16() -> bool:
+    """Return what oneDNN says of the processor, in place of ``/proc/cpuinfo``."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def free_cublas_workspaces() -> None:
+    """Free what cuBLAS keeps for streams, in place of a new process."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def groups_besides_default() -> list[dist.ProcessGroup]:
+    """Return the groups of this process, in place of a list of our own."""
+    return [group for group in _world.pg_map if group is not dist.group.WORLD]
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Abort a group and forget it; ``destroy_process_group`` waits for its messages."""
+    _abort_process_group(group)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Change the time limit of the default group, in place of a second one."""
+    _set_pg_timeout(timeout)
