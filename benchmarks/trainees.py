@@ -179,10 +179,7 @@ class OurTrainee:
             if way.kind == "threads"
             else parallelize(model, layout, self.group if self.group.size > 1 else None)
         )
-        has_reducers = layout.num_replicas > 1 and layout.num_shards == 1
-        self.optimization = Optimization(
-            model, step.settings, step.precision, keep_gradients=has_reducers
-        )
+        self.optimization = Optimization(model, step.settings, step.precision)
         self._rate = step.settings.learning_rate
         self._planes = step.size[0] if layout.num_shards > 1 else None
         self._num_done = 0

@@ -36,7 +36,6 @@ _NUMBER_BYTES = 32
 
 PRELOADED = (
     "torch",
-    "torch._dynamo",  # DDP imports it
     "contourpy",
     "matplotlib.pyplot",
     "monai.metrics",

@@ -46,11 +46,6 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def zero_all(tensors: Sequence[Tensor]) -> None:
-    """Set tensors to zero in one launch, in place of one for each."""
-    torch._foreach_zero_(list(tensors))
-
-
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors in one launch, in place of one for each."""
     torch._foreach_copy_(list(targets), list(sources))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # which DDP imports, and the forks need not
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,7 +22,8 @@ from unet3d.config import ModelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.model import SegmentationLoss, UNet3d, plan_topology
-from unet3d.parallel import Layout, cuda_graphs, parallelize, replicas
+from unet3d.parallel import Layout, cuda_graphs, exchange, parallelize
+from unet3d.parallel.exchange import FlatExchange
 from unet3d.parallel.spatial import division
 from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 from unet3d.patches.loader import share_of
@@ -43,6 +43,8 @@ CASES = (
     (3, 1, 7, 2, 2, True, {}),
     (2, 1, 3, 2, 2, False, {"kernels": "anisotropic"}),
     (3, 1, 5, 2, 2, True, {"regions": NESTED}),
+    (2, 1, 5, 2, 2, False, {"overlaps": True}),
+    (3, 1, 2, 1, 1, True, {"overlaps": True, **RESIDUAL}),
     (2, 1, 5, 1, 1, True, {"captured": True}),
     (3, 1, 2, 2, 1, True, {"captured": True, **RESIDUAL}),
     (1, 2, 1, 1, 1, False, {}),
@@ -84,10 +86,22 @@ def sum_over_ranks(sums: Tensor) -> Tensor:
     return total
 
 
-def recorded_total(exchange, sums):
+def recorded_total(own, sums):
     """Stand for the exchange's own, which a GPU captures."""
-    GROUPS.append(exchange._wrapped[-1].process_group)
+    GROUPS.append(own._group_of_loss)
     return sum_over_ranks(sums)
+
+
+def watched_pieces(own):
+    """Return a list that gets, of each piece that is sent, how many gradients were missing then."""
+    send, sent = own._send, []
+
+    def watched(piece):
+        sent.append(sum(len(one.missing) for stage in own._pieces.values() for one in stage))
+        send(piece)
+
+    own._send = watched
+    return sent
 
 
 def take_steps(folder, group, number):
@@ -97,7 +111,8 @@ def take_steps(folder, group, number):
         if is_captured:
             patch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
             patch.setattr(CpuGraphPool, "num_captured", 0)
-            patch.setattr(replicas.ReducerExchange, "total", recorded_total)
+            patch.setattr(FlatExchange, "total", recorded_total)
+        patch.setattr(exchange, "PIECE_BYTES", 2000)
         take_steps_on_share(folder, group, number)
         assert bool(CpuGraphPool.num_captured) == is_captured
 
@@ -105,7 +120,7 @@ def take_steps(folder, group, number):
 def take_steps_on_share(folder, group, number):
     num_replicas, num_shards, num_samples, num_stages, num_micro_batches, joins, own = CASES[number]
     options = {**own}
-    is_captured = options.pop("captured", False)
+    is_captured, overlaps = options.pop("captured", False), options.pop("overlaps", False)
     loss_fn = SegmentationLoss(joins_samples=joins, regions=options.pop("regions", ()))
     rank, topology = group.ranks.rank, make_topology(**options)
     model = make_network(topology)
@@ -122,12 +137,14 @@ def take_steps_on_share(folder, group, number):
         shard=shard,
     )
     executor = parallelize(model, layout, group)
+    if overlaps:  # as between machines
+        executor.exchange._overlaps = True
+        sent = watched_pieces(executor.exchange)
     image, target = slab_of(layout, topology, *make_batch(num_samples, ignores=joins))
     mine = share_of(range(num_samples), replica, num_replicas)
     weight = len(mine) * num_replicas / num_samples
     rows, planes = list(mine or range(1)), 16 if num_shards > 1 else None
     steps = []
-    # DDP arranges its buckets anew after the first step.
     for step in range(CAPTURED_STEPS if is_captured else STEPS):
         model.zero_grad(set_to_none=step == 0)
         terms = executor.forward_backward(
@@ -136,10 +153,14 @@ def take_steps_on_share(folder, group, number):
         share = len(mine) / num_samples / num_shards
         (total,) = group.sum([terms.total.item() * share])
         steps.append((total, {name: p.clone() for name, p in gradients_of(model).items()}))
+    if overlaps:  # some while others were still missing, and the last when none was
+        assert len(sent) > 3 * STEPS and max(sent) > 0 and sent[-1] == 0
     model.zero_grad()
-    for stage in executor.stages if num_shards == 1 else ():  # as a step that a GPU has replayed
-        parameters = [p for block in stage.blocks for p in block.module.parameters()]
-        executor.exchange.add(stage, {p: torch.full_like(p, rank) for p in parameters})
+    if num_shards == 1:  # as a step that a GPU has replayed
+        with executor.exchange.step():
+            for stage in executor.stages:
+                parameters = [p for block in stage.blocks for p in block.module.parameters()]
+                executor.exchange.add(stage, {p: torch.full_like(p, rank) for p in parameters})
     replayed = list(gradients_of(model).values())
     torch.save((steps, replayed), folder / f"{number}-{rank}.pt")
 

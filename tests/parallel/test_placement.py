@@ -169,7 +169,7 @@ def test_threads_are_one_process_with_a_patch_for_each():
     options = {"engine": "dataparallel", "devices": "0,1,3", "output_device": "1"}
     dims = resolve(4, mode="data", **options)
     assert (dims.num_processes, dims.num_replicas, dims.devices) == (1, 3, (*GPUS[:2], GPUS[3]))
-    assert (dims.world_size, dims.num_stages, dims.has_reducers) == (1, 1, False)
+    assert (dims.world_size, dims.num_stages) == (1, 1)
     assert dims.gather_device == GPUS[1] and not dims.predicts_memory
     assert dims.check_batch(3) is None
     with pytest.raises(ConfigError, match="a batch of 2 gives 1 of the 3 devices no patch"):
@@ -178,7 +178,7 @@ def test_threads_are_one_process_with_a_patch_for_each():
 
 def test_replicas_in_processes_may_be_idle_and_say_so():
     dims = resolve(0, mode="data", devices="cpu,cpu,cpu")
-    assert (dims.num_processes, dims.num_replicas, dims.has_reducers) == (3, 3, True)
+    assert (dims.num_processes, dims.num_replicas) == (3, 3)
     assert (dims.share_of(7), dims.check_batch(3)) == (3, None)
     assert "a batch of 2 leaves 1 of 3 replicas without work" in (dims.check_batch(2) or "")
 

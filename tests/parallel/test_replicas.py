@@ -17,7 +17,6 @@ from tests.plain_network import (
 from unet3d.errors import ConfigError
 from unet3d.model import SegmentationLoss, UNet3d
 from unet3d.parallel import DataParallelExecutor, Layout, parallelize
-from unet3d.parallel.replicas import use_plain_strides
 
 GPUS = tuple(torch.device("cuda", index) for index in range(2))
 
@@ -43,7 +42,7 @@ def gpu_answers(tmp_path_factory):
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 def test_replicas_and_slabs_are_transparent_and_average_what_is_replayed(answers, case):
     num_replicas, num_shards, num_samples, _, _, joins_samples, own = CASES[case]
-    options = {name: value for name, value in own.items() if name != "captured"}
+    options = {name: own[name] for name in own if name not in ("captured", "overlaps")}
     loss = SegmentationLoss(joins_samples=joins_samples, regions=options.pop("regions", ()))
     expected = plain_gradients(make_topology(**options), num_samples, loss, joins_samples)[:2]
     num_ranks = num_replicas * num_shards
@@ -116,20 +115,6 @@ def test_nn_data_parallel_gives_the_gradients_of_one_gpu(output, lowered, joins_
     assert logits.device == output
     expected_logits = one.predict(image.to(GPUS[0]))
     assert (logits.cpu() - expected_logits.cpu()).norm() <= 5e-2 * expected_logits.cpu().norm()
-
-
-def test_kernels_of_one_voxel_or_channel_have_the_strides_of_their_gradients():
-    """For one channel those that the first convolution's own kernel gives its gradient."""
-    for own, strides in (((32, 3, 1), (32, 1, 1, 1, 1)), ((1, 32, 3), (27, 27, 9, 3, 1))):
-        conv = torch.nn.Conv3d(*own).to(memory_format=torch.channels_last_3d)
-        before, memory = conv.weight.detach().clone(), conv.weight.data_ptr()
-        use_plain_strides(conv)
-        assert conv.weight.stride() == strides
-        assert torch.equal(conv.weight, before)
-        if own[-1] == 1:
-            assert conv.weight.data_ptr() == memory
-            conv(torch.ones(1, 32, 4, 4, 4)).sum().backward()
-            assert conv.weight.grad.stride() == strides
 
 
 def test_nn_data_parallel_refuses_batch_norm():

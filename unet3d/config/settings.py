@@ -363,8 +363,8 @@ class ParallelSettings(Section):
     """Modes model and spatial: groups of devices with a network each, into which the devices are
     divided in their order."""
     engine: Literal["ddp", "dataparallel"] = "ddp"
-    """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
-    for each, which is slower."""
+    """Mode data: ddp, a process for each device; or dataparallel, nn.DataParallel with a thread for
+    each, which is slower."""
     output_device: Annotated[Name, AS_TEXT] | None = None
     """Engine dataparallel: where logits are gathered and targets sent; null: the first device."""
     timeout_seconds: Annotated[float, Field(gt=0, le=1e7), NUMBER] = 600.0

@@ -4,7 +4,7 @@ There are two channels. A *store* holds small values and outlives the ranks; it 
 waiting, so it never times out (`store_exchange`, `rank_watch`). A *gloo* group carries a message
 for every step, which is read one step after it was sent, so that no rank waits (`step_messages`),
 and the bytes of files. Gradients go through groups of their own; see
-:mod:`unet3d.parallel.replicas`. Where GPUs wait for their messages, nobody reads anything; so a
+:mod:`unet3d.parallel.exchange`. Where GPUs wait for their messages, nobody reads anything; so a
 thread watches them (`device_watch`). Nothing that one rank sends another is ever unpickled: values
 are JSON, everything else is tensors of numbers.
 """

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.config import TrainingSettings
-from unet3d.torch_private import zero_all
 
 POWER = 0.9
 
@@ -42,7 +41,6 @@ class Optimization:
         module: HasParameters,
         settings: TrainingSettings,
         precision: str,
-        keep_gradients: bool = False,
     ) -> None:
         """Create the optimizer of a placed network.
 
@@ -50,11 +48,7 @@ class Optimization:
             module: The network. Its parameters may be on several devices, and stay there.
             settings: Optimizer, rate, clipping.
             precision: ``float16`` needs its gradients scaled.
-            keep_gradients: Clear gradients in place. With ``DistributedDataParallel`` they are
-                views of the buckets that it exchanges, which exist anyway; new ones would take
-                additional memory.
         """
-        self.keep_gradients = keep_gradients
         self.module = module
         self.settings = settings
         parameters = list(module.parameters())
@@ -108,11 +102,7 @@ class Optimization:
         # With the scaler off, the first is a plain step and the second does nothing.
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.keep_gradients:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            zero_all(gradients)  # the optimizer would launch a kernel for each
-        else:
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def _begin_momentum(self) -> None:
         """Let the momentum of parameters that have none yet begin at zero.

@@ -5,7 +5,7 @@
 says when each micro-batch runs where, ``stage_runner`` runs a stage, ``mail`` and ``transfer``
 carry tensors between stages, ``offload`` keeps skips in host memory, and ``pipeline`` drives them.
 ``step_capture`` decides when a step is captured on GPUs, ``captured_step`` replays it, with
-``cuda_graphs`` and ``static_mail``. ``replicas`` keeps the copies of a network equal;
+``cuda_graphs`` and ``static_mail``. ``exchange`` averages gradients over ranks;
 ``data_parallel`` is ``nn.DataParallel``. ``spatial`` divides volumes instead of the network.
 """
 
@@ -15,13 +15,13 @@ from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork, UNet3d
 from unet3d.parallel.data_parallel import DataParallelExecutor
+from unet3d.parallel.exchange import FlatExchange
 from unet3d.parallel.executor import Executor, Loss, LossFunction
 from unet3d.parallel.machine import Machine
 from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision
-from unet3d.parallel.replicas import ReducerExchange
 from unet3d.parallel.spatial.executor import SpatialExecutor
 
 __all__ = [
@@ -59,7 +59,7 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
         return SpatialExecutor(network, layout, group)
     cuts = default_cuts(network, layout) if layout.cuts is None else layout.cuts
     stages = make_stages(network.blocks(), layout.devices, cuts, network.outputs())
-    has_others = group is not None and group.size > 1
+    has_others = layout.num_replicas > 1 if group is None else group.size > 1
     return PipelineExecutor(
         module=network,
         stages=stages,
@@ -68,5 +68,5 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
         recompute=layout.recompute,
         offloads_skips=layout.offload == "skips",
         cuda_graphs=layout.cuda_graphs,
-        exchange=partial(ReducerExchange, group=group) if group and has_others else None,
+        exchange=partial(FlatExchange.of_replicas, group=group) if has_others else None,
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 from unet3d.config import CudaGraphs, Recompute
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
+from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
-from unet3d.parallel.gradient_exchange import GradientExchange, NoExchange
 from unet3d.parallel.mail import DirectMail, Mail, Routes
 from unet3d.parallel.offload import SkipOffload, skip_names
 from unet3d.parallel.partition import Stage
@@ -50,7 +50,7 @@ class PipelineExecutor:
         offloads_skips: bool = False,
         cuda_graphs: CudaGraphs = "auto",
         max_captured: int | None = None,
-        exchange: Callable[[BlockNetwork, Sequence[Stage]], GradientExchange] | None = None,
+        exchange: Callable[[BlockNetwork, Sequence[Stage]], NoExchange] | None = None,
     ) -> None:
         """Move each stage's parameters to its device.
 

@@ -241,11 +241,6 @@ class ParallelDims:
         return 1 if self.uses_threads else self.num_replicas * self.num_shards
 
     @property
-    def has_reducers(self) -> bool:
-        """Whether those of ``DistributedDataParallel`` exchange gradients, in buckets that last."""
-        return self.world_size > 1 and self.num_shards == 1
-
-    @property
     def num_processes(self) -> int:
         """How many processes this machine runs: one for each replica, shard, or for all threads."""
         if self.uses_threads:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unet3d.parallel.captured_step import CapturedStep, Run
 from unet3d.parallel.cuda_graphs import POOLS
-from unet3d.parallel.gradient_exchange import GradientExchange
+from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.mail import Routes
 from unet3d.parallel.stage_runner import EagerStage, Objective
 
@@ -33,7 +33,7 @@ class StepCapture:
         self,
         stages: Sequence[EagerStage],
         routes: Routes,
-        exchange: GradientExchange,
+        exchange: NoExchange,
         max_elements: int | None = None,
     ) -> None:
         """Begin with nothing captured.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
+from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import Loss, LossFunction
-from unet3d.parallel.gradient_exchange import GradientExchange
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.stage_runner import EagerStage, Gradients, Objective, Send
 from unet3d.torch_private import has_dropout
@@ -82,7 +82,7 @@ def refuse_dropout(module: BlockNetwork) -> None:
 class TotalOfReplicas:
     """Adds up over replicas; equal where the exchange and the factor are, as captured steps ask."""
 
-    exchange: GradientExchange
+    exchange: NoExchange
     factor: float
     """Of this replica's sums: 0 where its samples are no part of the batch."""
 

@@ -192,8 +192,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
         make_parameters_fake(model)
         _move_counters(executor.slots, model)
         # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
-        keeps = layout.num_replicas > 1 and layout.num_shards == 1
-        optimization = Optimization(model, settings, "float32", keep_gradients=keeps)
+        optimization = Optimization(model, settings, "float32")
         image, target, *kept = _batch(step, executor)
         image, target = image[:num_samples], target[:num_samples]
         planes = step.size[0] if layout.num_shards > 1 else None

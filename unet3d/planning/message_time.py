@@ -69,9 +69,6 @@ LAUNCHED_LATENCY_SECONDS = 65e-6
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
 """Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
 cores, a message took 1 to 4 ms."""
-BUCKETS_SECONDS = 1.0e-3
-"""What the exchange of gradients by ``DistributedDataParallel`` takes longer than one sum of all:
-1.6 ms in all for 125 MB on two H200, where a step took 21.5 ms and one without replicas 19.9."""
 
 
 def links_between(on_cpu: bool, captured: bool) -> Links:
@@ -160,15 +157,12 @@ class Messages:
         )
 
 
-def gradient_seconds(num_parameters: int, num_ranks: int, links: Links, is_flat: bool) -> float:
+def gradient_seconds(num_parameters: int, num_ranks: int, links: Links) -> float:
     """Return what it takes to average the gradients over all ranks, after a step.
 
     Args:
         num_parameters: Of the network.
         num_ranks: Those that take part.
         links: Between the devices.
-        is_flat: Whether they are one message, as with shards, or the buckets of
-            ``DistributedDataParallel``.
     """
-    beside = 0.0 if is_flat or links is GLOO else BUCKETS_SECONDS
-    return links.sum(SUM_BYTES * num_parameters, num_ranks) + beside
+    return links.sum(SUM_BYTES * num_parameters, num_ranks)

@@ -95,8 +95,7 @@ def time_step(step: Step, group: Group) -> StepTime:
     model = UNet3d(topology)
     to_parameter_dtype(model, step.precision)
     executor = parallelize(model, layout, group)
-    has_reducers = layout.num_replicas > 1 and layout.num_shards == 1
-    optimization = Optimization(model, step.settings, step.precision, keep_gradients=has_reducers)
+    optimization = Optimization(model, step.settings, step.precision)
     shape = (step.batch_size, topology.in_channels, *step.own_size)
     image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
     classes = torch.uint8 if topology.num_classes <= 256 else torch.int64

@@ -239,7 +239,7 @@ def step_seconds(step: Step) -> float | None:
         total *= BATCH_DICE_FACTOR
     if num_ranks > 1:
         num_parameters = count_parameters(topology)
-        total += gradient_seconds(num_parameters, num_ranks, links, is_flat=division is not None)
+        total += gradient_seconds(num_parameters, num_ranks, links)
     return total
 
 

@@ -90,9 +90,7 @@ class TrainingLoop:
         self.folder = folder
         self.prediction = prediction
         self.state = TrainingState()
-        self.optimization = Optimization(
-            executor.module, self.config.training, precision, keep_gradients=dims.has_reducers
-        )
+        self.optimization = Optimization(executor.module, self.config.training, precision)
         regions = experiment.preprocessing.region_classes
         self._loss = SegmentationLoss.of(self.config.training, regions)
         # All shards of a replica return its loss.

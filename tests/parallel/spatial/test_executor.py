@@ -25,10 +25,10 @@ from unet3d.kernels.norm import api as norm
 from unet3d.kernels.sharding import sharded
 from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize, step_capture
+from unet3d.parallel.exchange import FlatExchange
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial import executor as executors
 from unet3d.parallel.spatial.executor import SpatialExecutor
-from unet3d.parallel.spatial.flat_exchange import FlatExchange
 from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
 
 TOLERANCE = 1e-10
@@ -355,6 +355,7 @@ def test_what_shards_agree_on_is_watched_and_a_rank_that_is_lost_meanwhile_is_na
         raise RuntimeError("gloo")
 
     group: Any = SimpleNamespace(size=1, translate_dist_errors=translated)
-    exchange = FlatExchange(torch.nn.Identity(), group, None, fails, 1)
+    nothing: Any = SimpleNamespace(blocks=())
+    exchange = FlatExchange((nothing,), group, (None,), shards=fails)
     with pytest.raises(RankError, match="rank 1 is gone"):
         exchange.all_agree(True)

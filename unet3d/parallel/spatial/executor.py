@@ -20,14 +20,13 @@ from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError
 from unet3d.kernels.sharding import sharded
 from unet3d.model import UNet3d
+from unet3d.parallel.exchange import FlatExchange, check_kinds
 from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer
 from unet3d.parallel.partition import make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import Layout, Slot
 from unet3d.parallel.precision import lowered_on
-from unet3d.parallel.replicas import check_kinds
 from unet3d.parallel.spatial.division import Division, SlabRule
-from unet3d.parallel.spatial.flat_exchange import FlatExchange
 from unet3d.parallel.spatial.network import SlabNetwork
 from unet3d.parallel.spatial.shard import (
     GroupMessages,
@@ -151,7 +150,7 @@ class SpatialExecutor:
         # No method of this executor: a circle would keep the groups after it is gone.
         agreed = partial(_all_shards, self._messages, layout.num_shards, device, self._watching)
         self._exchange = FlatExchange(
-            network, group, process_group, agreed, num_shards=layout.num_shards
+            (stage,), group, (process_group,), num_shards=layout.num_shards, shards=agreed
         )
         self._training: _Divided | None = None
         self._predicting: _Divided | None = None
