@@ -260,6 +260,40 @@ def test_the_file_may_be_read_by_whom_the_user_allows(tmp_path, umask, mode):
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o666, 0o400])
+def test_a_file_that_replaces_another_has_its_permissions(tmp_path, mode, monkeypatch):
+    path = tmp_path / "shared"
+    path.write_text("an old one")
+    path.chmod(mode)
+    given = []
+    monkeypatch.setattr(os, "chown", lambda *given_: given.append(given_))
+    write_atomically(path, lambda file: file.write(b"a new one"))
+    assert path.read_text() == "a new one" and path.stat().st_mode & 0o777 == mode
+    assert not given, "the owner is the same"
+
+
+def test_a_file_that_replaces_another_has_its_owner_if_that_is_allowed(tmp_path, monkeypatch):
+    path = tmp_path / "shared"
+    path.write_text("an old one")
+    path.chmod(0o640)
+    asked = []
+
+    def refuse(name, uid, gid):
+        asked.append((uid, gid))
+        raise PermissionError
+
+    real = Path.lstat
+    of_another = [*real(path)]
+    of_another[4:6] = 12345, 23456
+    monkeypatch.setattr(
+        Path, "lstat", lambda self: os.stat_result(of_another) if self == path else real(self)
+    )
+    monkeypatch.setattr(os, "chown", refuse)
+    write_atomically(path, lambda file: file.write(b"a new one"))
+    assert asked == [(12345, 23456)]
+    assert path.read_text() == "a new one" and path.stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("letter", ["a", "ä", "脳"])
 def test_the_longest_names_can_be_written(tmp_path, letter):
     name = letter * ((255 - len(".nii.gz")) // len(letter.encode())) + ".nii.gz"

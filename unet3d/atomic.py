@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -57,8 +58,9 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
     """Replace a file with the one that is written to the name that this yields, in the same folder.
 
-    A device or a pipe is never replaced. If no file may exist, FileExistsError is raised where one
-    has the name by then: of several writers at once, the first wins.
+    A device or a pipe is never replaced, and a file that replaces another has its permissions. If
+    no file may exist, FileExistsError is raised where one has the name by then: of several writers
+    at once, the first wins.
     """
     with _temporary(path, Path.touch) as unfinished:
         yield unfinished
@@ -68,6 +70,7 @@ def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
         else:
             if os.path.lexists(path) and not (path.is_symlink() or path.is_file() or path.is_dir()):
                 raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            _keep_permissions(unfinished, path)
             os.replace(unfinished, path)
     _flush(path.absolute().parent)
 
@@ -210,6 +213,17 @@ def _claim(unfinished: Path, path: Path) -> None:
         # name first: only a kill between these two lines leaves it there.
         path.open("xb").close()
         os.replace(unfinished, path)
+
+
+def _keep_permissions(unfinished: Path, path: Path) -> None:
+    """Give a file the mode and, where the system allows it, the owner of the one it replaces."""
+    with suppress(FileNotFoundError, PermissionError):
+        old, new = path.lstat(), unfinished.lstat()
+        if not stat.S_ISREG(old.st_mode):  # a link's own mode says nothing
+            return
+        os.chmod(unfinished, old.st_mode & 0o777)
+        if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            os.chown(unfinished, old.st_uid, old.st_gid)
 
 
 def _flush_all(folder: Path) -> None:

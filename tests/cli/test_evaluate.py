@@ -50,10 +50,10 @@ def test_scores_that_cannot_be_written_are_refused_before_they_are_computed(monk
             assert f"cannot write {name}: {reason}" in line
     assert Path("pipe").is_fifo() and Path("link").is_symlink()
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("encoder error -2")
 
-    monkeypatch.setattr("unet3d.cli.output.write_atomically", fail)
+    monkeypatch.setattr("unet3d.cli.output.replacing", fail)
     line = refusal(capsys, "check", write_msd(Path("data")), "--json", "findings.json")
     assert "cannot write findings.json: encoder error -2" in line
 
@@ -63,7 +63,7 @@ def test_evaluate_says_what_has_no_partner(capsys):
     for index in range(14):
         write_volume(Path(f"labels/case_{index:02d}.nii.gz"), label)
     write_volume(Path("segmentations/case_05_seg.nii.gz"), label)
-    command = ("evaluate", "segmentations", "labels", "--json", "scores.json")
+    command = ("evaluate", "segmentations", "labels", "--json", "scores.json", "--overwrite")
     assert run(*command) == 0
     *_, last = capsys.readouterr().out.splitlines()
     without_prediction = (
@@ -96,6 +96,42 @@ def test_results_are_not_written_over_what_they_are_made_from(capsys):
     assert contents(Path()) == before
 
 
+def test_existing_results_are_replaced_only_if_that_is_asked_for(capsys):
+    label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
+    write_msd(Path("data"))
+    path = Path("results.json")
+    for command, key in ((("evaluate", label, label), "cases"), (("check", "data"), "findings")):
+        path.write_text("of somebody else")
+        path.chmod(0o640)
+        line = refusal(capsys, *command, "--json", path)
+        assert line == "Error: results.json exists; add --overwrite to replace it"
+        assert path.read_text() == "of somebody else"
+        assert run(*command, "--json", path, "--overwrite") == 0
+        assert key in json.loads(path.read_text())
+        assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_result_that_appears_meanwhile_is_kept(monkeypatch, capsys):
+    write_msd(Path("data"))
+    path = Path("findings.json")
+
+    def examine(*_):
+        path.write_text("of somebody else")
+        return [], None, []
+
+    monkeypatch.setattr("unet3d.preparation.check.examine", examine)
+    monkeypatch.setattr("unet3d.datasets.contents.summary", lambda *_: {})
+    monkeypatch.setattr("unet3d.datasets.contents.lines", lambda _: [])
+    assert "add --overwrite" in refusal(capsys, "check", "data", "--json", path)
+    assert path.read_text() == "of somebody else"
+
+
+def test_a_tolerance_is_a_number(capsys):
+    for tolerance in ("nan", "inf", "-1"):
+        assert run("evaluate", "a", "b", "--tolerance-mm", tolerance) == 2
+        assert "Invalid value for '--tolerance-mm'" in capsys.readouterr().err
+
+
 def test_labels_are_named_by_the_data_set_that_they_lie_in(capsys):
     write_msd(Path("data"))
     for number in range(3):
@@ -110,9 +146,9 @@ def test_labels_are_named_by_the_data_set_that_they_lie_in(capsys):
     tree = {"labels": {"both": [1, 2], "ignore": 7}, "regions_class_order": [1]}
     Path("regions.json").write_text(json.dumps(tree))
     arguments = ("evaluate", "case_1_seg.nii.gz", "data/labelsTr", "--dataset", "regions.json")
-    assert run(*arguments, "--tolerance-mm", "2.5", "--json", "scores.json") == 0
+    assert run(*arguments, "--tolerance-mm", "2.5", "--json", "regional.json") == 0
     assert "both" in capsys.readouterr().out
-    scores = json.loads(Path("scores.json").read_text())
+    scores = json.loads(Path("regional.json").read_text())
     assert (scores["ignore"], scores["tolerance_mm"]) == (7, 2.5)
     assert {key: mean["name"] for key, mean in scores["mean"].items()} == {"1,2": "both"}
     assert "--ignore 2 is a label" in refusal(capsys, *arguments, "--ignore", "2")
@@ -136,6 +172,7 @@ def test_an_ignored_value_counts_nowhere(capsys):
     array[0, 0, 0] = 9
     label = write_volume(Path("l.nii.gz"), array)
     for options, keys in (((), {"1", "2", "9"}), (("--ignore", "9"), {"1", "2"})):
-        assert run("evaluate", prediction, label, *options, "--json", "scores.json") == 0
+        command = ("evaluate", prediction, label, *options, "--json", "scores.json")
+        assert run(*command, "--overwrite") == 0
         scores = json.loads(Path("scores.json").read_text())
         assert scores["mean"].keys() == keys and (scores["mean_dice"] == 1.0) == bool(options)

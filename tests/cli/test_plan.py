@@ -9,8 +9,8 @@ import pytest
 from tests.command_line import refusal, run
 from tests.images.samples import write_msd
 from tests.trainings import contents
-from unet3d.planning import comparison, placements
-from unet3d.reports import plan
+from unet3d.planning import comparison, placements, sweep
+from unet3d.reports import plan, tuning
 
 SMALL = (
     *("--shape", "16,16,16", "--set", "model.base_channels=4", "--set", "model.num_levels=2"),
@@ -91,8 +91,62 @@ def test_results_are_not_written_over_what_they_are_made_from(capsys):
         ("--predict", "data/imagesTr/case_0.nii.gz", "--json", "data/imagesTr/case_0.nii.gz"),
     ):
         assert "is no place for the results" in refusal(capsys, "plan", *options)
-    refusal(capsys, "plan", "--shape", "1,1,1", "--json", "plan.json")
+    refusal(capsys, "plan", "--shape", "1,1,1", "--json", "plan.json", "--overwrite")
     assert contents(Path()) == before
+
+
+def test_existing_files_are_replaced_only_if_that_is_asked_for(capsys, monkeypatch, asked):
+    write_msd(Path("data"))
+    scan = ("--predict", "data/imagesTr/case_0.nii.gz")
+    for name in ("plan.json", "tuning.png", "p.png"):
+        Path(name).write_text("of somebody else")
+    before = contents(Path())
+    monkeypatch.setattr(sweep, "measure", None)
+    for options, name in (
+        (("--shape", "16,16,16", "--json", "plan.json"), "plan.json"),
+        ((*scan, "--json", "plan.json"), "plan.json"),
+        (("--measure",), "tuning.png"),
+        (("--measure", "--picture", "p.png"), "p.png"),
+    ):
+        line = refusal(capsys, "plan", *options)
+        assert line == f"Error: {name} exists; add --overwrite to replace it"
+    assert contents(Path()) == before and not asked
+    Path("plan.json").chmod(0o640)
+    assert run("plan", "--shape", "16,16,16", "--json", "plan.json", "--overwrite") == 0
+    assert "ways" in json.loads(Path("plan.json").read_text())
+    assert Path("plan.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_tuning_picture_is_replaced_only_if_that_is_asked_for(capsys, monkeypatch):
+    picture = Path("tuning.png")
+    monkeypatch.setattr(
+        sweep,
+        "measure",
+        lambda *_: SimpleNamespace(
+            to_dict=lambda: {}, fastest=0, remember=lambda: Path("remembered")
+        ),
+    )
+    monkeypatch.setattr(tuning, "tuning_table", lambda record: "a table")
+    monkeypatch.setattr(tuning, "tuning_lines", lambda record: [])
+    monkeypatch.setattr(
+        tuning, "write_tuning_picture", lambda record, path: path.write_text("a new one")
+    )
+    command = ("plan", *SMALL[:-2], "--devices", "cpu", "--measure")
+    assert run(*command) == 0 and picture.read_text() == "a new one"
+    picture.write_text("an old one")
+    picture.chmod(0o604)
+    assert "add --overwrite" in refusal(capsys, *command)
+    assert picture.read_text() == "an old one"
+    assert run(*command, "--overwrite") == 0 and picture.read_text() == "a new one"
+    assert picture.stat().st_mode & 0o777 == 0o604
+
+
+@pytest.mark.parametrize("amount", ["nan", "inf", "-inf", "1e+300", "0.0"])
+def test_an_amount_of_memory_that_is_none_is_refused(amount, capsys):
+    for options in (SMALL[:-2], ("--predict", "scan.nii.gz")):
+        assert run("plan", *options, "--device-memory", amount) == 2
+        *_, line = capsys.readouterr().err.splitlines()
+        assert line.startswith("Error: Invalid value for '--device-memory': ") and amount in line
 
 
 def test_a_network_that_the_host_cannot_hold_is_refused(capsys):

@@ -214,7 +214,7 @@ def test_the_command_compares_modes(tmp_path, seconds, capsys, monkeypatch):
     record = json.loads((tmp_path / "times.json").read_text())
     assert [row["parallel"] for row in record["rows"]] == ["none", "none", "data", "spatial"]
     seconds |= {"none": None, "data": None, "spatial": None}
-    assert run("plan", "--measure", *shape, *options) == 1
+    assert run("plan", "--measure", *shape, *options, "--overwrite") == 1
     out, err = capsys.readouterr()
     assert out.count("out of memory") == 4
     assert "every setting ran out of memory" in err.splitlines()[-1]
@@ -254,7 +254,7 @@ def test_running_out_of_memory_is_a_row_and_a_plan_predicts_what_training_takes(
     (chosen,) = (row for row in record["rows"] if row["chosen"])
     assert f"{1000 * chosen['seconds']:.1f}" in table and "*" in table
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
-    assert run("plan", *shape, *options, "--json", path) == 0
+    assert run("plan", *shape, *options, "--json", path, "--overwrite") == 0
     ways = json.loads(path.read_text())["ways"]
     (asked,) = (way for way in ways if way["asked"])
     assert asked["num_micro_batches"] == chosen["num_micro_batches"]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.cli.options import FILE, config_options
-from unet3d.cli.output import check_writable, files_of, refuse_input, working, write_json
+from unet3d.cli.options import FILE, FiniteRange, config_options, overwrite_option
+from unet3d.cli.output import check_results, files_of, refuse_input, working, write_json
 from unet3d.errors import ConfigError, DatasetError, some
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 )
 @click.option(
     "--tolerance-mm",
-    type=click.FloatRange(min=0, max=1000),
+    type=FiniteRange(min=0, max=1000),
     help="How far a surface may lie from the other and count as right in NSD; default: 1.",
 )
 @click.option(
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
     "prediction are always left out, and named.",
 )
 @click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
+@overwrite_option
 def evaluate(
     *,
     predictions: Path,
@@ -59,6 +60,7 @@ def evaluate(
     tolerance_mm: float | None,
     leave_out: bool,
     json_path: Path | None,
+    overwrite: bool,
 ) -> None:
     """Compare PREDICTIONS with LABELS: Dice, HD95, NSD and volume. Files or folders.
 
@@ -71,7 +73,7 @@ def evaluate(
     if dataset is not None and checkpoint is not None:
         raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")
     refuse_input(json_path, predictions, labels, *(files_of(dataset) if dataset else ()))
-    check_writable(json_path)
+    check_results(json_path, overwrite=overwrite)
 
     from rich.console import Console
     from rich.progress import track
@@ -98,8 +100,7 @@ def evaluate(
     )
     Console().print(evaluation_table(result))
     _show_left_out(result, predictions, labels)
-    if json_path is not None:
-        write_json(json_path, result.to_dict())
+    write_json(json_path, result.to_dict(), overwrite)
 
 
 def _scored_labels(
@@ -154,19 +155,21 @@ def _show_left_out(result: "Evaluation", predictions: Path, labels: Path) -> Non
 @click.argument("dataset", type=FILE)
 @config_options
 @click.option("--json", "json_path", type=FILE, help="Also write contents and findings here.")
+@overwrite_option
 def check(
     dataset: Path,
     config_path: Path | None,
     presets: tuple[str, ...],
     overrides: tuple[str, ...],
     json_path: Path | None,
+    overwrite: bool,
 ) -> None:
     """Say what DATASET holds, and find what would break training on it, before it starts.
 
     Of the settings, data.labels and data.spacing_mm count.
     """
     refuse_input(json_path, *files_of(dataset), *([config_path] if config_path else ()))
-    check_writable(json_path)
+    check_results(json_path, overwrite=overwrite)
 
     from dataclasses import asdict
 
@@ -187,9 +190,8 @@ def check(
         click.echo(line)
     for finding in findings:
         click.echo(f"{finding.severity:7}  {finding.case}: {finding.message}")
-    if json_path is not None:
-        tree = {"contents": contents, "findings": [asdict(finding) for finding in findings]}
-        write_json(json_path, tree)
+    tree = {"contents": contents, "findings": [asdict(finding) for finding in findings]}
+    write_json(json_path, tree, overwrite)
     num_errors = sum(finding.severity == "error" for finding in findings)
     num_warnings = len(findings) - num_errors
     counts = f"{len(opened.cases)} cases, {num_errors} error(s), {num_warnings} warning(s)"

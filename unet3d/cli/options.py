@@ -1,5 +1,6 @@
 """Options that several commands share, and what they mean as settings."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -148,6 +149,24 @@ def _placement_options(modes: Sequence[str]) -> tuple[Callable[[Function], Funct
             help="; ".join(f"{mode}: {PARALLEL_HELP[mode]}" for mode in modes) + ".",
         ),
     )
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds; a bound says nothing of ``nan``, which is refused, too."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
+
+overwrite_option = click.option(
+    "--overwrite", is_flag=True, help="Replace existing files that options name."
+)
 
 
 balance_option = click.option(

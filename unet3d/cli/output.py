@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unet3d.atomic import write_atomically
-from unet3d.errors import ConfigError, Unet3dError, reason_of
+from unet3d.atomic import replacing
+from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, reason_of
 
 if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
@@ -116,6 +116,32 @@ def check_writable(*paths: Path | None) -> None:
             raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
 
 
+def check_results(*paths: Path | None, overwrite: bool) -> None:
+    """Refuse files of options that exist, unless they may be replaced, or cannot be written.
+
+    None stands for an option that was not given. Call it before the work.
+    """
+    check_writable(*paths)
+    for path in paths:
+        if path is not None and not overwrite and os.path.lexists(path):
+            raise ResultExistsError(f"{path} exists; add --overwrite to replace it")
+
+
+@contextmanager
+def writing_result(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield the name to write a file of an option to; it appears once it is whole."""
+    try:
+        with replacing(path, may_exist=overwrite) as unfinished:
+            yield unfinished
+    except FileExistsError as error:
+        raise ResultExistsError(
+            f"{path} was made by somebody else in the meantime, and is kept; add --overwrite to "
+            "replace it"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+
+
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is being done, as long as it takes; nothing is left of it.
@@ -133,21 +159,12 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda now: status.update(Text(now))
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the file that ``--json`` asks for.
-
-    Args:
-        path: The file; its folder exists.
-        content: Plain values.
-
-    Raises:
-        ConfigError: It cannot be written there.
-    """
-    text = json.dumps(content, indent=2) + os.linesep
-    try:
-        write_atomically(path, lambda file: file.write(text.encode()))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+def write_json(path: Path | None, content: dict[str, Any], overwrite: bool) -> None:
+    """Write the file that ``--json`` asks for, if it was given; its folder exists."""
+    if path is not None:
+        text = json.dumps(content, indent=2) + os.linesep
+        with writing_result(path, overwrite) as unfinished:
+            unfinished.write_bytes(text.encode())
 
 
 @contextmanager

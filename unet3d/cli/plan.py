@@ -9,17 +9,27 @@ import click
 
 from unet3d.cli.options import (
     FILE,
+    FiniteRange,
     balance_option,
     changes_of,
     checkpoint_option,
     config_options,
     offload_option,
+    overwrite_option,
     placement_options,
     replicas_option,
 )
-from unet3d.cli.output import check_writable, files_of, refuse_input, show_line, working, write_json
+from unet3d.cli.output import (
+    check_results,
+    files_of,
+    refuse_input,
+    show_line,
+    working,
+    write_json,
+    writing_result,
+)
 from unet3d.cli.planned_prediction import plan_prediction
-from unet3d.errors import ConfigError, DoesNotFitError, reason_of
+from unet3d.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from unet3d.config import Config
@@ -54,7 +64,7 @@ TOO_LARGE = (
 @replicas_option
 @click.option(
     "--device-memory",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, max=2**20, min_open=True),
     metavar="GIB",
     help="Memory of each GPU; default: as in this machine.",
 )
@@ -69,6 +79,7 @@ TOO_LARGE = (
 )
 @checkpoint_option("With --predict: as for unet3d predict.")
 @click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
+@overwrite_option
 @click.option("--step-record", type=FILE, hidden=True)  # in the ranks that --measure starts
 def plan(
     *,
@@ -90,6 +101,7 @@ def plan(
     scan: tuple[Path, ...],
     checkpoints: tuple[Path, ...],
     json_path: Path | None,
+    overwrite: bool,
     step_record: Path | None,
 ) -> None:
     """Predict the memory that training takes of each device, on DATASET or for --shape.
@@ -108,8 +120,9 @@ def plan(
         if dataset is not None or measure:
             raise click.UsageError("--predict plans one scan; drop DATASET and --measure")
         refuse_input(json_path, *scan, *checkpoints)
-        check_writable(json_path)
-        plan_prediction(scan, checkpoints, devices, device_memory, json_path)
+        check_results(json_path, overwrite=overwrite)
+        record = plan_prediction(scan, checkpoints, devices, device_memory)
+        write_json(json_path, record, overwrite)
         return
     if measure and device_memory is not None:
         raise click.UsageError("--measure takes the devices of this machine; drop --device-memory")
@@ -120,7 +133,7 @@ def plan(
     read = [*(files_of(dataset) if dataset else ()), *([config_path] if config_path else ())]
     refuse_input(json_path, *read, *([picture] if picture else ()))
     refuse_input(picture, *read)
-    check_writable(json_path, picture)
+    check_results(json_path, picture, overwrite=overwrite)
     changes = changes_of(
         {
             "data.dataset": dataset and dataset.absolute(),
@@ -168,9 +181,9 @@ def plan(
         config = network.settled(config)
         notes += [slow] if (slow := slow_on_cpu(network, dims.all_devices[0])) else []
     if picture is not None:
-        _measure(config, network, notes, picture, json_path)
+        _measure(config, network, notes, picture, json_path, overwrite)
     else:
-        _predict(config, network, notes, memory_bytes, json_path)
+        _predict(config, network, notes, memory_bytes, json_path, overwrite)
 
 
 def _predict(
@@ -179,6 +192,7 @@ def _predict(
     notes: Sequence[str],
     memory_bytes: int | None,
     json_path: Path | None,
+    overwrite: bool,
 ) -> None:
     """Show the memory of every way, and then the largest volumes as they are found."""
     from unet3d.planning.comparison import compare
@@ -202,8 +216,7 @@ def _predict(
         with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):
             row["largest_shape"] = way.largest()
         show_line(plan_line(row))
-    if json_path is not None:
-        write_json(json_path, record)
+    write_json(json_path, record, overwrite)
 
 
 def _measure(
@@ -212,6 +225,7 @@ def _measure(
     notes: Sequence[str],
     picture: Path,
     json_path: Path | None,
+    overwrite: bool,
 ) -> None:
     """Measure every setting, show the times, and store the best ones for training to find."""
     from unet3d.planning.sweep import measure
@@ -227,15 +241,12 @@ def _measure(
         )
     record = sweep.to_dict()
     show_line(tuning_table(record))
-    if json_path is not None:
-        write_json(json_path, record)
+    write_json(json_path, record, overwrite)
     if sweep.fastest is None:
         raise DoesNotFitError(TOO_LARGE)
     folder = sweep.remember()
-    try:
-        write_tuning_picture(record, picture)
-    except OSError as error:
-        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error
+    with writing_result(picture, overwrite) as unfinished:
+        write_tuning_picture(record, unfinished)
     for line in (
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",

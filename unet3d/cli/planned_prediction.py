@@ -1,9 +1,10 @@
 """``unet3d plan --predict``: what the prediction of a scan takes of each machine."""
 
 from pathlib import Path
+from typing import Any
 
 from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
-from unet3d.cli.output import show_line, working, write_json
+from unet3d.cli.output import show_line, working
 
 
 def plan_prediction(
@@ -11,16 +12,14 @@ def plan_prediction(
     checkpoints: tuple[Path, ...],
     devices: str | None,
     device_memory: float | None,
-    json_path: Path | None,
-) -> None:
-    """Show what a scan takes of the host and of a GPU.
+) -> dict[str, Any]:
+    """Show what a scan takes of the host and of a GPU, and return the numbers.
 
     Args:
         scan: Its file, or its files, or a folder of DICOM slices.
         checkpoints: The networks; none: those of the newest finished run.
         devices: Where it computes; None: the first GPU, or the CPU.
         device_memory: GiB of a GPU that need not be here; None: as in this machine.
-        json_path: Where the numbers are written, too.
 
     Raises:
         Unet3dError: The scan or a network cannot be used, or a device is not there.
@@ -68,5 +67,4 @@ def plan_prediction(
 
     for line in prediction_lines(record, scan[0].name):
         show_line(line)
-    if json_path is not None:
-        write_json(json_path, record)
+    return record

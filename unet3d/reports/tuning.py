@@ -15,9 +15,9 @@ from unet3d.reports.format import (
     NOTHING,
     PICTURE_WIDTH_INCHES,
     amount,
+    save_figure,
     size_text,
     unit_for,
-    write_figure,
 )
 from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
@@ -123,8 +123,8 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
 
 
 def write_tuning_picture(record: Mapping[str, Any], path: Path) -> None:
-    """Write :func:`tuning_figure` as a PNG, which replaces one of that name."""
-    write_figure(tuning_figure(record), path)
+    """Write :func:`tuning_figure` as a PNG, under the name that the caller publishes it from."""
+    save_figure(tuning_figure(record), path)
 
 
 def tuning_lines(record: Mapping[str, Any]) -> list[str]:
