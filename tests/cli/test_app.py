@@ -181,7 +181,9 @@ def test_outputs_that_cannot_be_written_are_explained(folder, scan, predicting, 
     line = refusal(capsys, "train", "data", *SMALL, "--output", "file/run")
     assert "cannot write to file/run: " in line
     assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
-    assert "cannot write to file: " in refusal(capsys, *predicting, scan, "-o", "file/out")
+    assert "file is no folder that you can write to" in refusal(
+        capsys, *predicting, scan, "-o", "file/out"
+    )
     line = refusal(capsys, "train", "data", *SMALL, "--set", "data.cache=file")
     assert "cannot write the cache folder" in line and "set data.cache" in line
 
