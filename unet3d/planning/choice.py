@@ -50,18 +50,8 @@ def choose_mode(
     """Choose how to place a training whose settings leave that open.
 
     Memory is predicted only until something fits, the fastest first, so it takes a second or so.
-    Nothing is random: the same settings on the same machine give the same.
-
-    Args:
-        config: The settings, with parallel mode ``auto``.
-        network: What is trained; from headers.
-        machine: The devices that exist; None: those of this machine.
-        ranks: The place of this process where several have been started, which all take part, each
-            with one device; None: it is the only one, or starts the others.
-
-    Raises:
-        DeviceError: A device is unknown or absent, or they suit no mode.
-        ConfigError: The memory of a device is not known, or no mode has so many replicas.
+    Nothing is random: the same settings on the same machine give the same. ``machine`` is this one
+    by default; ``ranks`` are the processes that have been started, with a device each, if any.
     """
     config = network.settled(config)
     devices = ParallelDims.resolve(config.parallel, machine, ranks).all_devices
@@ -92,12 +82,7 @@ def _numbered(device: torch.device, index: int) -> torch.device:
 
 
 def settings_for(settings: ParallelSettings, dims: ParallelDims) -> ParallelSettings:
-    """Return settings that name a mode, devices and replicas.
-
-    Args:
-        settings: The other settings.
-        dims: Mode and devices.
-    """
+    """Return settings that name a mode, devices and replicas."""
     return settings_of(settings, dims.mode, dims.all_devices, dims.num_replicas)
 
 
@@ -107,14 +92,7 @@ def timed_options(
     ways: Sequence[ParallelDims],
     memory: Mapping[torch.device, int],
 ) -> tuple[PlacementOption, ...]:
-    """Return options with the time of each, measured if all are on this machine and it was.
-
-    Args:
-        config: The settings, of any mode.
-        network: What is trained.
-        ways: Modes and devices.
-        memory: Bytes of each device.
-    """
+    """Return options with the time of each, measured if all are on this machine and it was."""
     devices = tuple(dict.fromkeys(device for dims in ways for device in dims.all_devices))
     precision = resolve_precision(config.training.precision, devices)
     knows = all(map(is_here, devices))
@@ -136,9 +114,6 @@ def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
     """Return the fastest option that fits, or the least loaded where none does.
 
     Stages are the last resort, so where they are among the options, they are taken.
-
-    Args:
-        options: At least one.
     """
     stages = [option for option in options if option.dims.mode == "model"]
     if stages:
@@ -150,21 +125,12 @@ def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
 
 
 def by_time(options: Sequence[PlacementOption]) -> list[PlacementOption]:
-    """Return options, the fastest first.
-
-    Args:
-        options: Any.
-    """
+    """Return options, the fastest first."""
     return sorted(options, key=lambda option: option.seconds or 0.0)
 
 
 def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> str:
-    """Say in one line what was chosen, and why.
-
-    Args:
-        options: All that was possible.
-        chosen: One of them.
-    """
+    """Say in one line what was chosen, and why."""
     name = f"parallel: {in_words(chosen.dims)}"
     if chosen.dims.mode == "model":
         return f"{name}, the only way to use these devices with this patch and batch"
@@ -192,11 +158,7 @@ def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> 
 
 
 def in_words(dims: ParallelDims) -> str:
-    """Return a way of placing a training in a few words.
-
-    Args:
-        dims: Mode and devices.
-    """
+    """Return a way of placing a training in a few words."""
     kind = "GPU" if dims.all_devices[0].type == "cuda" else "CPU process"
     if dims.mode == "none":
         return f"none, on {dims.all_devices[0]}"

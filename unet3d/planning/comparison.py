@@ -95,16 +95,8 @@ def compare(
 ) -> Comparison:
     """Predict one device and several, with one micro-batch and with the configured number.
 
-    Args:
-        config: The settings; devices that are not here are allowed.
-        network: What is trained.
-        memory_bytes: Memory of each GPU, or of the CPU without GPUs; None: that of this machine.
-        watch: Is told before each prediction how many there were and will be in all.
-
-    Raises:
-        DeviceError: A device's name is unknown, or the devices do not suit the mode.
-        ConfigError: The memory of a device that is not here is not given.
-        DoesNotFitError: The host cannot hold the weights.
+    ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
+    ``watch`` is told before each prediction how many there were and will be in all.
     """
     config = network.settled(config)
     asked = dims_of(config.parallel, memory_bytes)
@@ -149,15 +141,7 @@ def compare(
 
 
 def dims_of(settings: ParallelSettings, memory_bytes: int | None) -> ParallelDims:
-    """Return the devices that settings name or imply, whether or not they are here.
-
-    Args:
-        settings: Mode, engine, devices and replicas.
-        memory_bytes: Memory of each GPU; None: that of this machine's.
-
-    Raises:
-        DeviceError: A device's name is unknown, or the devices do not suit the mode.
-    """
+    """Return the devices that settings name or imply, whether or not they are here."""
     if settings.engine == "dataparallel":
         settings = settings.model_copy(update={"engine": "ddp"})
     num_gpus = 2 * settings.replicas if _has_gpu(memory_bytes) else 0

@@ -30,11 +30,7 @@ Cuts = tuple[int, ...]
 
 
 def choose_cuts(step: Step, balance: Balance) -> Cuts:
-    """Return where to cut the network of a step; its layout's own cuts are ignored.
-
-    Raises:
-        DeviceError: There are more devices than blocks.
-    """
+    """Return where to cut the network of a step; its layout's own cuts are ignored."""
     with torch.device("meta"):
         model = UNet3d(step.topology)
     num_stages, names = len(step.layout.devices), [block.name for block in model.blocks()]

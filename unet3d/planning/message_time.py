@@ -32,30 +32,16 @@ class Links:
     the share of one."""
 
     def exchange(self, num_bytes: float) -> float:
-        """Return the seconds in which neighbours exchange planes.
-
-        Args:
-            num_bytes: Of one plane.
-        """
+        """Return the seconds in which neighbours exchange a plane of so many bytes."""
         return self.latency_seconds + num_bytes / self.planes_per_second
 
     def gather(self, num_bytes: float, num_ranks: int) -> float:
-        """Return the seconds in which all get what each has a part of.
-
-        Args:
-            num_bytes: Of the whole.
-            num_ranks: Those that take part.
-        """
+        """Return the seconds in which all get what each has a part of."""
         others = (num_ranks - 1) / num_ranks
         return self.latency_seconds + others * num_bytes / self.planes_per_second
 
     def sum(self, num_bytes: float, num_ranks: int) -> float:
-        """Return the seconds in which all get the sum of what each has.
-
-        Args:
-            num_bytes: Of one summand.
-            num_ranks: Those that take part.
-        """
+        """Return the seconds in which all get the sum of what each has."""
         through = 2 * (num_ranks - 1) / num_ranks * num_bytes
         return self.latency_seconds + through / self.sums_per_second
 
@@ -72,12 +58,7 @@ cores, a message took 1 to 4 ms."""
 
 
 def links_between(on_cpu: bool, captured: bool) -> Links:
-    """Return how fast the devices of one machine tell one another something.
-
-    Args:
-        on_cpu: Whether they are processes on its CPU; else they are GPUs.
-        captured: Whether GPUs replay their messages from CUDA graphs.
-    """
+    """Return how fast the devices of one machine tell one another something."""
     if on_cpu:
         return GLOO
     if captured:
@@ -103,11 +84,7 @@ class Messages:
     """Of a number in a map."""
 
     def count(self, norm_levels: Iterable[int]) -> int:
-        """Return how many there are for each micro-batch.
-
-        Args:
-            norm_levels: The level of each normalisation.
-        """
+        """Return how many there are for each micro-batch; the levels are those of the norms."""
         divided = sum(level < self.division.num_divided for level in norm_levels)
         # The image's planes and the loss take the place of the last normalisation's planes.
         return 4 * divided + (2 if self._has_whole_levels() else 0)
@@ -119,11 +96,6 @@ class Messages:
         gradient in backward. Each time the planes beside the slab are exchanged, but not those of
         the last one, which the head reads. The map that enters the levels that are whole is
         gathered, and the gradient of what leaves them is averaged. The loss is one sum.
-
-        Args:
-            norm_levels: The level of each normalisation.
-            links: Between the devices.
-            num_samples: Of a micro-batch.
         """
         division, num_shards = self.division, self.division.num_shards
         divided = [level for level in norm_levels if level < division.num_divided]
@@ -158,11 +130,5 @@ class Messages:
 
 
 def gradient_seconds(num_parameters: int, num_ranks: int, links: Links) -> float:
-    """Return what it takes to average the gradients over all ranks, after a step.
-
-    Args:
-        num_parameters: Of the network.
-        num_ranks: Those that take part.
-        links: Between the devices.
-    """
+    """Return what it takes to average the gradients over all ranks, after a step."""
     return links.sum(SUM_BYTES * num_parameters, num_ranks)

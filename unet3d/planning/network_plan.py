@@ -12,10 +12,12 @@ from unet3d.datasets.dataset import Dataset, load_dataset
 from unet3d.datasets.phantom import LABEL_NAMES
 from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
+from unet3d.parallel import Layout, ParallelDims
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
+from unet3d.planning.memory_estimate import Step
 from unet3d.planning.step_size import (
     MIN_BATCH,
     PREPARED_BYTES,
@@ -85,6 +87,20 @@ class NetworkPlan:
                 "training.batch_size": self.batch_size,
                 "training.batch_dice": joins,
             }
+        )
+
+    def step(self, config: Config, dims: ParallelDims, layout: Layout, precision: str) -> Step:
+        """Return the step of a replica with the largest share of the batch."""
+        batch_size = dims.share_of(self.batch_size)
+        return Step(
+            topology=self.topology,
+            regions=self.regions,
+            layout=layout,
+            size=self.size_in(batch_size),
+            batch_size=batch_size,
+            settings=config.training,
+            precision=precision,
+            augmentation=self.augmentation(config.patches.augmentation, layout.devices[0]),
         )
 
     def augmentation(

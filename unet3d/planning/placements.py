@@ -19,8 +19,6 @@ from unet3d.planning.step_time import step_seconds
 CPU = torch.device("cpu")
 
 Devices = tuple[torch.device, ...]
-Replicas = tuple[Devices, ...]
-"""The devices of each copy of a network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +60,7 @@ class PlacementOption:
         return self.load <= 1
 
     def largest(self) -> Shape | None:
-        """Search for the largest patch of the same aspect that fits; it takes a while.
-
-        Returns:
-            Voxels of the whole patch; None where even the smallest does not fit.
-        """
+        """Search for the largest patch of the same aspect that fits, if any; it takes a while."""
         return largest_size(self.step, self.limits, self.prediction)
 
 
@@ -79,25 +73,11 @@ def make_option(
     num_micro_batches: int,
     memory: Mapping[torch.device, int],
 ) -> PlacementOption:
-    """Return one option, cut at the default place, without predicting its memory yet.
-
-    Raises:
-        DeviceError: The patch has too few planes for the shards.
-    """
+    """Return one option, cut at the default place, without predicting its memory yet."""
     layout = replace(
         Layout.of(config, dims, precision), cuts=None, num_micro_batches=num_micro_batches
     )
-    batch_size = dims.share_of(network.batch_size)
-    step = Step(
-        topology=network.topology,
-        regions=network.regions,
-        layout=layout,
-        size=network.size_in(batch_size),
-        batch_size=batch_size,
-        settings=config.training,
-        precision=precision,
-        augmentation=network.augmentation(config.patches.augmentation, layout.devices[0]),
-    ).fullest()
+    step = network.step(config, dims, layout, precision).fullest()
     return PlacementOption(
         dims=dims,
         step=step,
@@ -120,15 +100,9 @@ def possible_dims(
 ) -> tuple[ParallelDims, ...]:
     """Return the ways of placing a training on devices that suit its network, patch and batch.
 
-    Args:
-        config: The number of replicas, where it is above 1, and of micro-batches.
-        network: What is trained, and the batch.
-        devices: All of them; the first is also used alone.
-
-    Returns:
-        One device first, unless several replicas are asked for; then over all devices a replica
-        on each, shards of one volume, and replicas of fewer shards. Stages of the network only
-        where none of these can be.
+    One device first, unless several replicas are asked for; then over all devices a replica on
+    each, shards of one volume, and replicas of fewer shards. Stages of the network only where none
+    of these can be.
     """
     wanted = config.parallel.replicas
     one = placed(config.parallel, "none", devices[:1])
@@ -159,17 +133,7 @@ def possible_dims(
 def placed(
     settings: ParallelSettings, mode: str, devices: Devices, num_replicas: int = 1
 ) -> ParallelDims:
-    """Return a mode on devices, which need not be here.
-
-    Args:
-        settings: The other settings.
-        mode: The mode.
-        devices: All of them.
-        num_replicas: Groups of devices, in modes that have some.
-
-    Raises:
-        DeviceError: The devices do not suit the mode.
-    """
+    """Return a mode on devices, which need not be here, or raise DeviceError."""
     return ParallelDims.resolve(
         settings_of(settings, mode, devices, num_replicas), Machine(num_gpus=0, is_real=False)
     )
@@ -178,14 +142,7 @@ def placed(
 def settings_of(
     settings: ParallelSettings, mode: str, devices: Devices, num_replicas: int
 ) -> ParallelSettings:
-    """Return settings for a mode on devices.
-
-    Args:
-        settings: The other settings.
-        mode: The mode.
-        devices: All of them.
-        num_replicas: Groups of devices, in modes that have some.
-    """
+    """Return settings for a mode on devices."""
     return settings.model_copy(
         update={
             "mode": mode,
@@ -201,25 +158,16 @@ def _divisors(number: int) -> list[int]:
 
 
 def memory_of(devices: Iterable[torch.device], memory_bytes: int | None) -> dict[torch.device, int]:
-    """Return the bytes that each device has.
+    """Return the bytes that each device has, which need not be here.
 
-    Args:
-        devices: All that are used; they need not be here.
-        memory_bytes: Memory of each GPU, or of the CPU without GPUs; None: that of this machine.
-
-    Raises:
-        ConfigError: The memory of a device that is not here is not given.
+    ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
     """
     several = tuple(dict.fromkeys(devices))
     return {device: _device_bytes(device, several, memory_bytes) for device in several}
 
 
 def is_here(device: torch.device) -> bool:
-    """Return whether this machine has a device.
-
-    Args:
-        device: Any device.
-    """
+    """Return whether this machine has a device."""
     return device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
 
 

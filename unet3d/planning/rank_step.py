@@ -50,28 +50,17 @@ OUT_OF_MEMORY = StepTime(seconds=None, peak_bytes=())
 
 
 def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
-    """Take training steps with the other ranks; the first one writes a :class:`StepTime` as JSON.
+    """Take training steps with the other ranks, and write a :class:`StepTime` as JSON.
 
-    Raises:
-        DoesNotFitError: This rank ran out of memory; the file says so.
-        Unet3dError: For every other reason that can be explained.
+    The first rank writes it, or one that runs out of memory and then raises DoesNotFitError.
     """
     with joined(Ranks.from_environment()) as group:
         try:
             dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
             precision = resolve_precision(config.training.precision, dims.devices, group.exchange)
             group.open(config.parallel.timeout_seconds)
-            batch_size = dims.share_of(network.batch_size)
-            step = Step(
-                topology=network.topology,
-                regions=network.regions,
-                layout=Layout.of(config, dims, precision),
-                size=network.size_in(batch_size),
-                batch_size=batch_size,
-                settings=config.training,
-                precision=precision,
-            )
-            found = time_step(step, group)
+            layout = Layout.of(config, dims, precision)
+            found = time_step(network.step(config, dims, layout, precision), group)
         except torch.OutOfMemoryError as error:
             _write(path, OUT_OF_MEMORY)
             raise DoesNotFitError(f"rank {group.ranks.rank} ran out of memory") from error
@@ -84,11 +73,7 @@ def _write(path: Path, found: StepTime) -> None:
 
 
 def time_step(step: Step, group: Group) -> StepTime:
-    """Take training steps on random volumes with the ranks of a group.
-
-    Raises:
-        torch.OutOfMemoryError: A device has too little memory.
-    """
+    """Take training steps on random volumes with the ranks of a group."""
     layout, topology = step.layout, step.topology
     refuse_beyond_memory(topology)
     torch.manual_seed(0)

@@ -80,12 +80,7 @@ class StepLimits:
     """What it may take: ``patches.memory_gib``."""
 
     def describe(self, size: str, batch_size: int) -> str:
-        """Return one line for people.
-
-        Args:
-            size: The patch, in words.
-            batch_size: Patches of a batch.
-        """
+        """Return one line for people."""
         return (
             f"patches of {size} voxels ({_OF_PATCH[self.patch]}), {batch_size} in a batch "
             f"({_OF_BATCH[self.batch]}): {self.num_patches} on one GPU are predicted to take "
@@ -116,26 +111,11 @@ class ReferenceGpu:
         return int(self.config.patches.memory_gib * GIB)
 
     def load(self, topology: Topology, size: Shape, batch_size: int) -> float:
-        """Return the share of what is allowed that a step takes.
-
-        Args:
-            topology: The network.
-            size: Voxels of a patch, multiples of its total stride.
-            batch_size: Patches.
-        """
+        """Return the share of what is allowed that a step takes."""
         return self.needed_bytes(topology, size, batch_size) / self.allowed_bytes
 
     def needed_bytes(self, topology: Topology, size: Shape, batch_size: int) -> int:
-        """Return what a training step is predicted to take of the GPU.
-
-        Args:
-            topology: The network.
-            size: Voxels of a patch, multiples of its total stride.
-            batch_size: Patches.
-
-        Raises:
-            DoesNotFitError: The host cannot hold the weights.
-        """
+        """Return what a training step is predicted to take of the GPU."""
         key = (topology, size, batch_size)
         if key not in self._known:
             refuse_beyond_memory(topology)  # a prediction makes them, and does not touch them
@@ -175,10 +155,6 @@ def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:
     """Return settings whose ``patches.memory_gib`` is what the smallest GPU has, if that is less.
 
     Then 10 % of it stay free. Settings that leave neither patch nor batch open stay as they are.
-
-    Args:
-        config: The settings.
-        gpu_bytes: Memory of each GPU that is trained on; none on CPUs.
     """
     if not gpu_bytes or (config.patches.size != "auto" and config.training.batch_size != "auto"):
         return config
@@ -193,17 +169,8 @@ def plan_patch(
 ) -> tuple[Shape, PatchLimit]:
     """Return the largest patch of which the batch fits, a multiple of its network's strides.
 
-    Where not even the smallest fits that a network of the settings takes, it is that one.
-
-    Args:
-        gpu: What there is, and the batch; one that is open has two patches, or one for each
-            micro-batch.
-        plan: Returns the network for a patch.
-        shape: Median volume, in voxels.
-        spacing_mm: Its spacing.
-
-    Raises:
-        ConfigError: The median volume has too few voxels for the levels that are asked for.
+    The shape is that of the median volume. A batch that is open has two patches, or one for each
+    micro-batch. Where not even the smallest patch of the settings' networks fits, it is that one.
     """
     batch_size = _smallest_batch(gpu.config, MIN_BATCH)
     if gpu.config.training.batch_size != "auto":
@@ -233,12 +200,8 @@ def plan_batch(
 ) -> tuple[int, BatchLimit]:
     """Return how many patches of a given size fit, and may be in a batch.
 
-    Args:
-        gpu: What there is, and micro-batches, of which each has a patch.
-        topology: The network.
-        size_in: Returns the voxels of each patch in a batch of so many.
-        num_voxels: Of all cases of the data set together.
-        least: Patches that there are at least, whether or not they fit.
+    ``num_voxels`` are those of all cases together; ``least`` patches are taken even if they do not
+    fit.
     """
     least = _smallest_batch(gpu.config, least)
     share = round(MAX_SHARE * num_voxels / math.prod(size_in(1)))
@@ -260,13 +223,7 @@ def _smallest_batch(config: Config, least: int) -> int:
 
 
 def cube_in_mm(shape: Shape, spacing_mm: Spacing, num_voxels: int) -> Shape:
-    """Return the voxels along X, Y, Z of a cube in mm, clipped to a volume.
-
-    Args:
-        shape: The volume.
-        spacing_mm: Its spacing.
-        num_voxels: What the cube has before it is clipped.
-    """
+    """Return the voxels along X, Y, Z of a cube in mm, clipped to a volume."""
     edge_mm = (num_voxels * math.prod(spacing_mm)) ** (1 / 3)
     x, y, z = (
         max(1, min(voxels, round(edge_mm / mm)))
@@ -281,14 +238,6 @@ def shrinking_sizes(
     """Yield smaller and smaller patches, each a multiple of the strides of its own network.
 
     The axis that is largest relative to the volume shrinks to what its network can halve next.
-
-    Args:
-        plan: Returns the network for a patch.
-        start: Voxels of the first patch, which is padded to the strides.
-        shape: The volume.
-
-    Raises:
-        ConfigError: There is no network for the first one.
     """
     size: Shape | None = _padded(plan, start)
     while size is not None:

@@ -87,11 +87,7 @@ class BlockWork:
     """Of its largest map."""
 
     def part(self, share: float) -> "BlockWork":
-        """Return the work of a slab.
-
-        Args:
-            share: Its planes over those of the volume.
-        """
+        """Return the work of a slab with this share of the volume's planes."""
         return replace(
             self,
             num_operations=share * self.num_operations,
@@ -100,11 +96,7 @@ class BlockWork:
         )
 
     def seconds(self, rates: Rates) -> float:
-        """Return what it takes at these rates.
-
-        Args:
-            rates: Of the device.
-        """
+        """Return what it takes at these rates."""
         seconds = (
             self.num_operations / rates.operations_per_second
             + self.moved_bytes / rates.bytes_per_second
@@ -120,12 +112,6 @@ def count_work(
 
     Forward and for the gradients of input and weights, a convolution does the same operations, and
     reads or writes its input and its result once.
-
-    Args:
-        topology: The network.
-        size: Voxels of the volume along X, Y, Z; multiples of the total stride.
-        batch_size: Samples.
-        element_bytes: Of a number in a map.
     """
     with torch.device("meta"):
         model = UNet3d(topology)
@@ -154,12 +140,9 @@ def count_work(
 
 
 def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rates:
-    """Return the rates of a device, which need not be here.
+    """Return the rates of a GPU, which is taken for an H200, or of this machine's CPU.
 
-    Args:
-        device: A GPU, which is taken for an H200, or this machine's CPU.
-        precision: A resolved one, such as ``bfloat16``.
-        num_sharing: Processes that compute on it at the same time.
+    ``num_sharing`` processes compute on the CPU at the same time.
     """
     longer = element_bytes(precision) / 2
     if device.type != "cpu":
@@ -180,27 +163,12 @@ def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rate
 
 
 def element_bytes(precision: str) -> int:
-    """Return the bytes of a number in a map.
-
-    Args:
-        precision: A resolved one, such as ``bfloat16``.
-    """
+    """Return the bytes of a number in a map, in a resolved precision."""
     return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[precision]
 
 
 def step_seconds(step: Step) -> float | None:
-    """Predict how long a training step takes.
-
-    Args:
-        step: The step of one replica, with its share of the batch. Its layout says how many
-            replicas and shards there are.
-
-    Returns:
-        Seconds; None for a network that is cut in stages.
-
-    Raises:
-        DeviceError: The volume has too few planes for the shards.
-    """
+    """Predict how long the step of one replica takes; None for a network that is cut in stages."""
     layout, topology = step.layout, step.topology
     if len(layout.devices) > 1:
         return None
@@ -245,11 +213,7 @@ def step_seconds(step: Step) -> float | None:
 
 @lru_cache(maxsize=64)
 def count_parameters(topology: Topology) -> int:
-    """Return how many weights a network has.
-
-    Args:
-        topology: The network.
-    """
+    """Return how many weights a network has."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in UNet3d(topology).parameters())
 

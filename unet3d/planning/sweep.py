@@ -81,11 +81,7 @@ class Sweep:
         return _fastest([row for row in self.rows if row.option.dims == self.asked])
 
     def remember(self) -> Path:
-        """Leave the fastest of each placement where trainings find it, and return the folder.
-
-        Raises:
-            CacheError: The cache folder cannot be written to.
-        """
+        """Leave the fastest of each placement where trainings find it, and return the folder."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         paths = []
         for dims in dict.fromkeys(row.option.dims for row in self.rows):
@@ -149,10 +145,6 @@ def measure(
 
     No further setting is begun after :data:`LIMIT_SECONDS`, once each placement has one; ``watch``
     is told the number of each setting, how many there are, and its name.
-
-    Raises:
-        DeviceError: A device is unknown or absent, or the precision does not suit it.
-        Unet3dError: A rank failed for another reason than a lack of memory.
     """
     config = network.settled(config)
     dims = ParallelDims.resolve(config.parallel.model_copy(update={"engine": "ddp"}))

@@ -76,11 +76,7 @@ def _record(config: Config, step: Step) -> Path:
 
 
 def remember_tuned(config: Config, step: Step, choice: TunedConfig) -> Path:
-    """Write a choice to where trainings with such a step find it, and return the file.
-
-    Raises:
-        CacheError: The cache folder cannot be written to.
-    """
+    """Write a choice to where trainings with such a step find it, and return the file."""
     path = _record(config, step)
     remember(path, {**describe(step), "choice": asdict(choice)})
     return path
@@ -140,10 +136,6 @@ def without_stale_cuts(config: Config, recorded: Config) -> Config:
 
     A run records the cuts that it used, which may be measured ones. They do not suit other devices,
     and should not overrule a balance that is asked for now.
-
-    Args:
-        config: The settings that the run recorded, with the user's changes.
-        recorded: The settings that the run recorded.
     """
     cuts, now, before = config.parallel.cuts, config.parallel, recorded.parallel
     is_same = (now.mode, now.devices, now.balance) == (before.mode, before.devices, before.balance)
@@ -158,10 +150,6 @@ def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
 
     They would be refused with the other mode, such as replicas with mode none, although
     nothing asks for them any more.
-
-    Args:
-        recorded: The settings that the run recorded.
-        changes: ``section.key=value`` strings of the user, the mode among them.
     """
     modes = [change.partition("=")[2] for change in changes if change.startswith("parallel.mode=")]
     if not modes or modes[-1] == recorded.parallel.mode:
