@@ -47,7 +47,7 @@ from trainees import OurTrainee, PeerTrainee, Problem, Trainee, Variant, Way, va
 
 from unet3d.distributed.group import Group
 from unet3d.memory.allocations import UNCOUNTED_BYTES
-from unet3d.memory.measurement import measured_steps
+from unet3d.memory.meter import measured_steps
 from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import predict_memory
 

@@ -8,7 +8,7 @@ from tests.parallel.cpu_graphs import CpuGraphPool
 from tests.plain_network import gradients_of
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as recomputing
-from unet3d.memory.measurement import measured_steps
+from unet3d.memory.meter import measured_steps
 from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Layout, cuda_graphs, image_dtype, parallelize, static_mail, step_capture

@@ -109,11 +109,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._drop, key, device)
 
     def resized(self, tensor: Tensor) -> None:
-        """Note that the memory of a tensor grew or shrank, which no operation reports.
-
-        Args:
-            tensor: A tensor that was made while this was active.
-        """
+        """Note that memory of a tensor made in here grew or shrank, which no operation reports."""
         storage, device = tensor.untyped_storage(), tensor.device
         rounded = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
         self._resize(storage_key(tensor), device, rounded)
@@ -180,10 +176,8 @@ def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecord
     """Make every tensor in the context fake, and count them.
 
     Tensors on real CPU devices that come from outside may be read and moved in it. A signal that
-    interrupts does so at its end.
-
-    Args:
-        with_autocast: Whether autocast may be on in the context; without it, all is faster.
+    interrupts does so at its end. Without ``with_autocast`` all is faster, and autocast must
+    be off.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # two would only take longer, and memory
@@ -193,11 +187,7 @@ def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecord
 
 
 def make_parameters_fake(module: nn.Module) -> None:
-    """Replace the real parameters and buffers of a module by fake ones, for use in the context.
-
-    Args:
-        module: The module. Its parts on fake devices are already fake: they were moved there.
-    """
+    """Replace the parameters and buffers of a module that are still real, in the context."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and not isinstance(parameter, FakeTensor):

@@ -75,13 +75,7 @@ class FakeResults:
         self._mode = mode
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operation returns.
-
-        Args:
-            func: The operation.
-            args: Its arguments.
-            kwargs: Its named arguments.
-        """
+        """Return what an operation returns."""
         given: dict[int, Tensor] = {}
         key = self._key(func, args, kwargs, given)
         if key is None:
@@ -163,13 +157,7 @@ class FakeResults:
 
 
 def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results | None:
-    """Return what makes such results again; None: the arguments do not tell.
-
-    Args:
-        func: The operation.
-        results: What it returned.
-        tensors: The tensors among its arguments, each once.
-    """
+    """Return what makes such results again; None: the arguments do not tell."""
     container = type(results) if isinstance(results, (tuple, list)) else None
     several = (results,) if container is None else results
     made = [one for one in several if one is not None]

@@ -32,21 +32,13 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     That is the least of what the machine has available, what each control group of the process
     (a container, a job of a cluster) leaves, and what its limit of address space leaves. What the
     system does not say limits nothing.
-
-    Args:
-        proc: Where the system describes processes.
-        cgroups: Where it describes control groups.
     """
     rooms = [*_of_machine(proc), *_of_groups(proc, cgroups), *_of_address_space(proc)]
     return max(0, min(rooms, default=sys.maxsize))
 
 
 def shortage(needed_bytes: int) -> str | None:
-    """Return that something takes more memory than there is, as the middle of a message, or None.
-
-    Args:
-        needed_bytes: What will be allocated at the same time.
-    """
+    """Return that bytes needed at the same time are more than there are, as a part of a message."""
     available = available_bytes()
     if needed_bytes <= max(available, SMALL_BYTES):
         return None
@@ -57,43 +49,27 @@ def shortage(needed_bytes: int) -> str | None:
 
 
 def readable(num_bytes: int) -> str:
-    """Return an amount of memory in the unit that suits it.
-
-    Args:
-        num_bytes: The amount, however large.
-    """
+    """Return an amount of memory in the unit that suits it."""
     unit = min(max(0, num_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
     return f"{num_bytes / 1024**unit:.4g} {UNITS[unit]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed, on a GPU or on the host.
-
-    Args:
-        error: Any error; PyTorch has no class of its own for those of a CPU.
-    """
+    """Tell whether an allocation failed on a GPU, or on the host, which has no class of error."""
     if is_out_of_gpu_memory(error) or isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def is_out_of_gpu_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed on a GPU.
-
-    Args:
-        error: Any error; what cuBLAS takes for itself is not PyTorch's, nor is its error.
-    """
+    """Tell whether an allocation failed on a GPU, of PyTorch or of what cuBLAS takes for itself."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 def shortage_reason(error: BaseException) -> str:
-    """Return what PyTorch says of an allocation that failed, without where in its code it was.
-
-    Args:
-        error: One of which :func:`is_out_of_memory` is true.
-    """
+    """Return what PyTorch says of an allocation that failed, without where in its code it was."""
     return str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,23 @@ class NetworkLike(Protocol):
         ...
 
 
+class Observed(Protocol):
+    """What this module needs to know about an executor."""
+
+    observer: Any
+    """Receives every action; it is replaced while steps are measured."""
+
+    @property
+    def slots(self) -> Sequence[SlotLike]:
+        """The slots that the network's blocks are on."""
+        ...
+
+    @property
+    def module(self) -> NetworkLike:
+        """The network."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotMemory:
     """Bytes that one slot holds in training, predicted or measured."""
@@ -99,12 +116,7 @@ class MemoryMeter:
     """
 
     def __init__(self, slots: Sequence[SlotLike], module: NetworkLike) -> None:
-        """Prepare to measure.
-
-        Args:
-            slots: The slots that the network's blocks are on.
-            module: The network; the storages of its parameters and buffers are not activations.
-        """
+        """Prepare to measure."""
         self._slots = list(slots)
         self._module = module
         self._kept = {slot.index: _KeptBytes() for slot in slots}
@@ -126,13 +138,7 @@ class MemoryMeter:
 
     @contextmanager
     def during(self, slot: SlotLike, kind: str, micro_batch: int) -> Iterator[None]:
-        """Count what autograd saves in the context as kept by a slot, and mark its end.
-
-        Args:
-            slot: The slot that acts in the context.
-            kind: ``forward``, ``loss`` or ``backward``.
-            micro_batch: The number of the micro-batch.
-        """
+        """Count what autograd saves in the context as kept by a slot, and mark its end."""
         if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
             self._marks.clear()  # another step
         self._saw_action = True
@@ -141,11 +147,7 @@ class MemoryMeter:
         self._mark(slot.index, kind, micro_batch)
 
     def resized(self, tensor: Tensor) -> None:
-        """Count a tensor's memory as what it is now: offloaded elsewhere, or back.
-
-        Args:
-            tensor: The tensor that an :class:`~unet3d.parallel.executor.Observer` was given.
-        """
+        """Count a tensor's memory as what it is now: offloaded elsewhere, or back."""
         for kept in self._kept.values():
             kept.resize(storage_key(tensor), tensor.untyped_storage().nbytes())
 
@@ -174,21 +176,13 @@ class MemoryMeter:
             self._gradients_bytes[slot.index] = max(known, self._gradients_now(slot))
 
     def read(self, optimizer: torch.optim.Optimizer) -> dict[int, SlotMemory]:
-        """Return what each slot held at most since :meth:`start`, by slot index.
-
-        Args:
-            optimizer: The optimizer of the network's parameters, after a step.
-        """
+        """Return what each slot held at most since :meth:`start`, by slot index."""
         for gpu in self._gpus.values():
             gpu.take()
         return {slot.index: self._read_slot(slot, optimizer) for slot in self._slots}
 
     def timeline(self, measured: Mapping[int, SlotMemory]) -> tuple[Timeline, ...]:
-        """Return the marks of the last step: for each GPU, and for each slot on a CPU.
-
-        Args:
-            measured: What :meth:`read` returned.
-        """
+        """Return the marks of the last step: for each GPU, and for each slot on a CPU."""
         lines = []
         for device in self._gpus:
             slots = tuple(slot.index for slot in self._slots if slot.device == device)
@@ -252,6 +246,25 @@ class MemoryMeter:
                     slot=slot, kind=kind, micro_batch=micro_batch, bytes=now, peak_bytes=peak
                 )
                 self._marks[other.index].append(mark.plus(self._gradients_now(other)))
+
+
+@contextmanager
+def measured_steps(executor: Observed, optimizer: torch.optim.Optimizer) -> Iterator[MemoryMeter]:
+    """Measure all training steps in the context; read the meter after it."""
+    meter = MemoryMeter(executor.slots, executor.module)
+    before = executor.observer
+    meter.start()
+    executor.observer = meter
+    hooks = (
+        optimizer.register_step_pre_hook(lambda *_: meter.note_gradients()),
+        optimizer.register_step_post_hook(lambda *_: meter.end_step()),
+    )
+    try:
+        yield meter
+    finally:
+        for hook in hooks:
+            hook.remove()
+        executor.observer = before
 
 
 class _KeptBytes:

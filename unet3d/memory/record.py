@@ -11,11 +11,7 @@ from unet3d.memory.timeline import Timeline
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the memory of a device: a GPU's own, or the machine's.
-
-    Args:
-        device: A CPU or CUDA device.
-    """
+    """Return the memory of a device: a GPU's own, or the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -33,15 +29,7 @@ def memory_record(
     predicted: Mapping[int, SlotMemory] | None,
     timelines: Sequence[Timeline] = (),
 ) -> dict[str, Any]:
-    """Return what ``memory.json`` holds; call it right after the measurement.
-
-    Args:
-        parallel: The mode.
-        slots: The slots, in order.
-        measured: Per slot index.
-        predicted: The same, predicted before the training started; None: not predicted.
-        timelines: The marks of one step.
-    """
+    """Return what ``memory.json`` holds; call it right after the measurement."""
     return {
         "parallel": parallel,
         "slots": [
@@ -65,11 +53,7 @@ def memory_record(
 
 
 def merged_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one record of the slots of all ranks, numbered through.
-
-    Args:
-        records: Results of :func:`memory_record`, one for each rank.
-    """
+    """Return one record of the slots of all ranks, numbered through."""
     slots: list[dict[str, Any]] = []
     timelines: list[dict[str, Any]] = []
     for rank, record in enumerate(records):

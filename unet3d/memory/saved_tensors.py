@@ -30,11 +30,7 @@ _handlers: ContextVar[tuple[Handler, ...]] = ContextVar("handlers", default=())
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Ask a handler about every tensor that is saved in the context.
-
-    Args:
-        handler: The handler, which is asked before those of the enclosing contexts.
-    """
+    """Ask a handler about every tensor saved in the context, before those of enclosing contexts."""
     token = _handlers.set((handler, *_handlers.get()))
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
@@ -55,11 +51,7 @@ class Kept:
 
 
 def save(tensor: Tensor) -> Saved:
-    """Return what stands for a tensor that is kept for backward, but not by autograd.
-
-    Args:
-        tensor: The tensor; the handlers of the context are asked about it.
-    """
+    """Return what stands for a tensor that is kept for backward, but not by autograd."""
     saved = _pack(tensor)
     return Kept(saved) if isinstance(saved, Tensor) else saved
 

@@ -64,20 +64,11 @@ class NetworkPlan:
         return self.size_in(1)
 
     def size_in(self, num_patches: int) -> Shape:
-        """Return the size of the patches of the largest batch; see :func:`batch_shape`.
-
-        Args:
-            num_patches: Patches in a batch of one replica.
-        """
+        """Return the size of patches in the largest batch of a replica; see :func:`batch_shape`."""
         return batch_shape(self.sizes, num_patches)
 
     def settled(self, config: Config) -> Config:
-        """Return settings with what follows from the data written out.
-
-        Args:
-            config: What this was planned with: ``patches.size``, ``training.batch_size`` and
-                ``training.batch_dice`` may be ``auto``.
-        """
+        """Return settings with what follows from the data written out."""
         is_whole, joins = config.patches.size == "whole", config.training.batch_dice
         if joins == "auto":
             joins = math.prod(self.size) < BATCH_DICE_SHARE * math.prod(self.volume[0])
@@ -106,15 +97,7 @@ class NetworkPlan:
     def augmentation(
         self, settings: AugmentationSettings, device: torch.device
     ) -> DeviceAugmentation | None:
-        """Return what makes batches on a device; None where they are made on the host.
-
-        Args:
-            settings: Of augmentation.
-            device: Where the network begins.
-
-        Raises:
-            DeviceError: A GPU is asked for, and this is a CPU.
-        """
+        """Return what makes batches on a device; None where they are made on the host."""
         channels, classes = self.topology.in_channels, self.topology.num_classes
         return DeviceAugmentation.on(
             device, settings, (self.volume,), PREPARED_BYTES, channels, classes
@@ -126,19 +109,8 @@ def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
 
     Of a data set headers are read, and unless nothing is cropped, once, where images are not zero.
     Where only a shape is given, there are one channel, three classes, and the spacing of the
-    settings, else 1 mm.
-
-    Args:
-        config: The configuration as the user wrote it.
-        num_replicas: How many share a batch; one that is open has a patch for each micro-batch of
-            each of them.
-
-    Raises:
-        DatasetError: The data set cannot be understood.
-        VolumeError: A header or an image cannot be read.
-        CacheError: The cache cannot be written.
-        ConfigError: The settings do not suit the data.
-        DoesNotFitError: The host cannot hold the weights.
+    settings, else 1 mm. ``num_replicas`` share a batch; one that is open has a patch for each
+    micro-batch of each of them.
     """
     data = config.data
     if data.dataset is not None:
@@ -161,14 +133,7 @@ def network_of(
     planned: tuple[Preprocessing, Fingerprint] | None = None,
     num_replicas: int = 1,
 ) -> NetworkPlan:
-    """Return the network for a data set.
-
-    Args:
-        dataset: Its channels and labels.
-        config: The configuration as the user wrote it.
-        planned: How its images are prepared; None: it is looked at.
-        num_replicas: How many share a batch.
-    """
+    """Return the network for a data set, which is looked at where its preparation is not given."""
     if planned is None:
         # Statistics of intensities are not needed here.
         without = config.data.model_copy(update={"normalization": "none"})
@@ -185,16 +150,7 @@ def network_of(
 
 
 def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:
-    """Refuse cuts that the network does not have, and more stages than it has blocks.
-
-    Args:
-        config: The cuts.
-        network: What is cut.
-        num_stages: How many devices share it.
-
-    Raises:
-        DeviceError: It cannot be cut so.
-    """
+    """Refuse cuts that the network does not have, and more stages than it has blocks."""
     if num_stages == 1 and config.parallel.cuts is None:
         return
     with torch.device("meta"):
@@ -205,27 +161,14 @@ def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:
 
 
 def check_shards(network: NetworkPlan, num_shards: int) -> None:
-    """Refuse more shards than the smallest volume has planes for.
-
-    Args:
-        network: Its sizes.
-        num_shards: How many devices share each volume.
-
-    Raises:
-        DeviceError: A patch or volume has too few planes.
-    """
+    """Refuse more shards than the smallest volume has planes for."""
     rule = SlabRule(topology=network.topology, num_shards=num_shards)
     for size in network.sizes:
         rule.divide(size)
 
 
 def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
-    """Return lines on what was made of the patch and batch that the settings name or leave open.
-
-    Args:
-        config: The settings that the network was planned with.
-        network: What follows from them.
-    """
+    """Return lines on what was made of the patch and batch that the settings name or leave open."""
     asked, size, limits = config.patches.size, network.size, network.limits
     notes = []
     if not isinstance(asked, str) and asked != size:
@@ -239,12 +182,7 @@ def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
 
 
 def slow_on_cpu(network: NetworkPlan, first: torch.device) -> str | None:
-    """Return a line where a planned step is much work for a CPU, or None.
-
-    Args:
-        network: What was planned.
-        first: The device that the network begins on.
-    """
+    """Return a line where a planned step is much work for a CPU, or None."""
     num_voxels = network.batch_size * math.prod(network.size_in(network.batch_size))
     if network.limits is None or first.type != "cpu" or num_voxels <= CPU_VOXELS:
         return None
@@ -258,10 +196,6 @@ def batch_shape(sizes: Collection[Shape], num_patches: int) -> Shape:
     """Return the voxels of each patch in the largest batch, where whole volumes differ in size.
 
     All patches of a batch are padded to the largest of them, along each axis.
-
-    Args:
-        sizes: Sizes that patches have along X, Y, Z.
-        num_patches: Patches in a batch.
     """
 
     def padded(group: Iterable[Shape]) -> Shape:
@@ -287,16 +221,7 @@ def plan_fingerprint(
     num_replicas: int = 1,
     regions: Regions = (),
 ) -> NetworkPlan:
-    """Return the network for data of which only this is known.
-
-    Args:
-        config: The configuration as the user wrote it.
-        fingerprint: Shapes and spacing.
-        num_channels: Channels of the images.
-        num_outputs: Classes, the background included, or regions.
-        num_replicas: How many share a batch.
-        regions: What is segmented instead of classes.
-    """
+    """Return the network for data of which only this is known; classes include the background."""
 
     def plan(size: Shape) -> Topology:
         return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_outputs)

@@ -27,11 +27,7 @@ MAX_TRIED = 4
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:
-    """Log a warning for each GPU that has less than a training is predicted to need.
-
-    Args:
-        prediction: The prediction for that training, on devices of this machine.
-    """
+    """Log a warning for each GPU that has less than a training is predicted to need."""
     for device, needed in prediction.needed_bytes().items():
         if device.type == "cuda" and needed > available_bytes(device):
             logger.warning(
@@ -48,12 +44,6 @@ def refuse_beyond_host(prediction: MemoryEstimate) -> None:
 
     What is predicted of a CPU is a lower bound, so such a training cannot fit, and Linux would
     kill it without a word.
-
-    Args:
-        prediction: The prediction for that training.
-
-    Raises:
-        DoesNotFitError: It needs more.
     """
     lacking = host.shortage(prediction.needed_bytes().get(CPU, 0))
     if lacking is not None:
@@ -61,12 +51,7 @@ def refuse_beyond_host(prediction: MemoryEstimate) -> None:
 
 
 def explain_out_of_memory(error: BaseException, step: Step) -> str:
-    """Return one line: which slots' device, what was asked and free, and what would fit.
-
-    Args:
-        error: The allocator's error, of a GPU or of the host.
-        step: The step of the training that failed.
-    """
+    """Return one line: which slots' device, what was asked and free, and what would fit."""
     prediction = predict_memory(step)
     asked, index, free = _numbers(str(error))
     if not host.is_out_of_gpu_memory(error):

@@ -18,7 +18,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import DoesNotFitError
-from unet3d.memory.measurement import measured_steps
+from unet3d.memory.meter import measured_steps
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.model.unet import refuse_beyond_memory

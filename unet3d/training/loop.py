@@ -17,7 +17,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.launched import is_one_of_several
 from unet3d.errors import Unet3dError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
-from unet3d.memory.measurement import measured_steps
+from unet3d.memory.meter import measured_steps
 from unet3d.model import LossTerms, SegmentationLoss
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, ParallelDims
