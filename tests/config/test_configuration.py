@@ -73,6 +73,7 @@ def test_with_values_replaces_some_and_checks_all():
     [
         ("patches.size=1,2", "patches.size is [1, 2]; give auto, whole or three whole numbers abo"),
         ("patches.size=8,8,0", "is [8, 8, 0]; give auto, whole or three whole numbers"),
+        ("data.labels={}", "data.labels is {}; give a mapping of names to lists, a list of whole"),
         ("training.epochs=0", "training.epochs is 0; give a whole number above 0"),
         ("training.epochs=yes", "training.epochs is True; give a whole number above 0"),
         ("training.seed=-1", "training.seed is -1; give a whole number of at least 0"),

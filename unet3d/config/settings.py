@@ -139,7 +139,9 @@ class DataSettings(Section):
     fold: Fold = 0
     """Which fold validates, counted from 0; the others are trained on. none: every case is trained
     on, and none validates."""
-    labels: Annotated[dict[Name, LabelNames], at_most(2**16)] | LabelNames | None = None
+    labels: (
+        Annotated[dict[Name, LabelNames], Field(min_length=1), at_most(2**16)] | LabelNames | None
+    ) = None
     """Which labels are trained, by name or by value, such as [liver, tumour]; or what they are
     merged to, such as {lesion: [tumour, 3], liver: [1]}. The others become background. null: all,
     as the data set has them."""
