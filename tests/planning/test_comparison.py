@@ -20,7 +20,7 @@ def plan(
 ) -> tuple[dict[str, Any], str]:
     """Return the record that a command writes, and what it prints."""
     path = folder / "plan.json"
-    status = run("plan", *arguments, "--json", str(path))
+    status = run("plan", *arguments, "--json", str(path), "--overwrite")
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
     record: dict[str, Any] = json.loads(path.read_text())
