@@ -322,6 +322,25 @@ def test_a_damaged_record_of_the_voxels_is_made_again(tmp_path, settings, modali
     assert plan_preprocessing(dataset, settings) == before and caplog.records == []
 
 
+@pytest.mark.parametrize("modality", ["MRI", "CT"])
+def test_only_new_cases_are_examined(tmp_path, settings, modality, monkeypatch):
+    """Also where the first time was interrupted, or a record of a case is damaged."""
+    whole = load_dataset(write_msd(tmp_path / "data", num_cases=3, modality=modality))
+    expected = plan_preprocessing(whole, with_(settings, cache=tmp_path / "other"))
+    plan_preprocessing(replace(whole, cases=whole.cases[:2]), settings)
+    records = sorted((tmp_path / "cache" / "examined").iterdir())
+    records[0].write_text("{}")
+    examined, examine = [], preprocess._found_in_case
+
+    def noted(case, outside):
+        examined.append(case.name)
+        return examine(case, outside)
+
+    monkeypatch.setattr(preprocess, "_found_in_case", noted)
+    assert plan_preprocessing(whole, settings) == expected
+    assert len(records) == len(examined) == 2 and whole.cases[2].name in examined
+
+
 def test_what_another_process_has_prepared_by_now_is_not_read(tmp_path, settings, monkeypatch):
     dataset = load_dataset(write_msd(tmp_path / "data"))
     plan, _ = plan_preprocessing(dataset, settings)

@@ -3,6 +3,7 @@
 ::
 
     contents/<sha256 of the path>.json  the digest of a file when it was last hashed
+    examined/<key>.json                 what the voxels of a case say about that of its data set
     planned/<key>.json                  what the voxels of a data set say about its preparation
     prepared/<key>/                     an entry: a case, resampled and normalised
         image.npy                       float16 or float32 (C, X, Y, Z)
@@ -106,7 +107,7 @@ class Cache:
         """Make the folder where there is none; CacheError where it cannot be written to."""
         self.folder = (folder or _default_folder()).absolute()
         with writing_cache(self.folder):
-            for name in ("", "contents", "planned", "prepared"):
+            for name in ("", "contents", "examined", "planned", "prepared"):
                 make_folder(self.folder / name)
                 remove_leftovers(self.folder / name)
             # Refuse a folder that cannot be written before hours go into a case.

@@ -131,7 +131,7 @@ def _found_in_voxels(
 ) -> tuple[list[Shape], list[ChannelNormalization]]:
     """Return the shape of what is not zero of each case, and the normalisation of CT channels.
 
-    Every case is read for that, unless the cache has a record for just these cases.
+    The cache keeps what is found, of each case and of all, so that only new cases are read.
     """
     cases = dataset.cases
     outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
@@ -150,7 +150,11 @@ def _found_in_voxels(
     logger.info("reading %d cases", len(cases))
     with counting("reading", len(cases)) as watch:
         # To start processes would take longer than most data sets do.
-        found = _in_threads(lambda case: _examined(case, outside if of_ct else None), cases, watch)
+        found = _in_threads(
+            lambda task: _examined(*task, store, outside if of_ct else None),
+            list(zip(cases, digests, strict=True)),
+            watch,
+        )
     statistics = []
     if of_ct:
         collected = [voxels for _, voxels in found if voxels is not None]
@@ -166,13 +170,31 @@ def _found_in_voxels(
     return shapes, statistics
 
 
+_Examined = tuple[Shape, npt.NDArray[np.float32] | None]
+
+
 def _examined(
-    case: Case, outside: Sequence[int] | None
-) -> tuple[Shape, npt.NDArray[np.float32] | None]:
+    case: Case, digests: Sequence[str], store: Cache, outside: Sequence[int] | None
+) -> _Examined:
     """Return the shape of what is not zero, and with ``outside`` intensities (N, C) in the labels.
 
     ``outside`` are the values of voxels outside of all labels.
     """
+    record = store.folder / "examined" / f"{key_of([digests, outside], VERSION)}.json"
+
+    def read(tree: Any) -> _Examined:
+        (x, y, z), found = tree["shape"], tree["intensities"]
+        return (x, y, z), None if found is None else np.array(found, np.float32)
+
+    known = recall(record, read)
+    if known is None:
+        known = shape, intensities = _found_in_case(case, outside)
+        found = None if intensities is None else intensities.tolist()
+        remember(record, {"shape": shape, "intensities": found})
+    return known
+
+
+def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
     if outside is None:
         image, intensities = open_image(case.images), None
     else:
