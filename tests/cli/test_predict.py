@@ -64,7 +64,7 @@ def test_folds_are_averaged_and_named(scan, capsys):
     options = ("predict", scan, "--devices", "cpu", "--statistics", "--overwrite")
     for choice in (
         (),  # the newest finished run
-        ("--checkpoint", "runs/mine"),
+        ("-c", "runs/mine"),
         ("--checkpoint", names[0], "--checkpoint", "runs/mine/fold1", "--checkpoint", names[0]),
     ):
         assert run(*options, *choice) == 0

@@ -60,6 +60,7 @@ def checkpoint_option(what: str, *, for_ranks: bool = False) -> Callable[[Functi
             archive is unpacked once.
     """
     return click.option(
+        "-c",
         "--checkpoint",
         "checkpoints",
         type=FILE,
