@@ -50,6 +50,11 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     write_checkpoint(Path("runs/middle/checkpoint-best.pt"), patch_size=(8, 8, 8))
     assert run("predict", scan, "--devices", "cpu") == 0
     assert capsys.readouterr().out.startswith("using runs/middle/checkpoint-latest.pt\n")
+    for name in ("middle", "oldest"):
+        write_json(Path("runs", name, "data.json"), {"dataset": f"/data/{name}"})
+    line = refusal(capsys, "predict", scan)
+    assert "runs/middle and runs/oldest were trained on different data sets" in line
+    assert "--checkpoint" in line
     line = refusal(capsys, "predict", scan, "--checkpoint", "runs")
     assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt, no folds" in line
 

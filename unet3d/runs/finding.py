@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from unet3d.errors import CheckpointError, ConfigError, some
@@ -114,3 +115,11 @@ def newest_run(
             written.append((max(times), path.name, run))
     newest_first = (run for _, _, run in sorted(written, key=lambda one: one[:2], reverse=True))
     return next(filter(suits, newest_first), None)
+
+
+def dataset_of(run: RunFolder) -> str:
+    """Return where the data are that a run was trained on; empty where it does not say so."""
+    for one in (run, *folds_in(run.path).values()):
+        with suppress(OSError, ValueError, TypeError, LookupError):
+            return str(read_json(one.data)["dataset"])
+    return ""
