@@ -63,7 +63,7 @@ def unet3d(*words: object) -> float:
 def scores(predictions: Path, labels: Path, folder: Path) -> dict[str, Any]:
     """Return the mean Dice of segmentations, over labels and of each."""
     file = folder / "scores.json"
-    unet3d("evaluate", predictions, labels, "--json", file)
+    unet3d("evaluate", predictions, labels, "--json", file, "--overwrite")
     found = json.loads(file.read_text())
     return {
         "mean_dice": found["mean_dice"],

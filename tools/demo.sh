@@ -22,7 +22,7 @@ write_phantom_dataset(Path("demo/unseen"), 1, (64, 64, 64), (1.0, 1.0, 1.0), see
 unet3d predict demo/unseen/imagesTr/phantom_000.nii.gz --checkpoint demo/run \
     --parallel model --devices "$devices" -o demo/scan_seg.nii.gz --preview --overwrite
 unet3d evaluate demo/scan_seg.nii.gz demo/unseen/labelsTr/phantom_000.nii.gz \
-    --json demo/evaluation.json
+    --json demo/evaluation.json --overwrite
 
 echo "
 Labels: 1 brain, 2 ventricles, 3 lesion.

@@ -60,7 +60,8 @@ def test_uneven_slabs_and_groups_train_as_one_process(num_replicas, num_shards, 
     assert (summary["replicas"], summary["shards"]) == (num_replicas, num_shards)
     rows = json.loads((tmp_path / "run/memory.json").read_text())["slots"]
     assert [row["rank"] for row in rows] == list(range(num_replicas * num_shards))
-    assert num_replicas > 1 or all(row["measured"] == row["predicted"] for row in rows)
+    for row in rows if num_replicas == 1 else ():
+        assert row["measured"].items() >= row["predicted"].items() and row["predicted"]
     (whole,) = json.loads((alone / "memory.json").read_text())["slots"]
     largest = max(row["measured"]["activations_bytes"] for row in rows)
     assert largest < 0.6 * whole["measured"]["activations_bytes"]
