@@ -5,6 +5,8 @@ The message is one line: what is wrong, which value, what to do. The command lin
 """
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
 
 class Unet3dError(Exception):
@@ -17,6 +19,14 @@ class ConfigError(Unet3dError):
 
 class ResultExistsError(ConfigError):
     """A result is there already, and nobody has allowed to replace it."""
+
+    @classmethod
+    def meanwhile(cls, path: Path) -> Self:
+        """Return the error for a file that somebody else has made while ours was written."""
+        return cls(
+            f"{path} was made by somebody else in the meantime, and is kept; add --overwrite to "
+            "replace it"
+        )
 
 
 class DatasetError(Unet3dError):

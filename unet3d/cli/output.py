@@ -134,10 +134,7 @@ def writing_result(path: Path, overwrite: bool) -> Iterator[Path]:
         with replacing(path, may_exist=overwrite) as unfinished:
             yield unfinished
     except FileExistsError as error:
-        raise ResultExistsError(
-            f"{path} was made by somebody else in the meantime, and is kept; add --overwrite to "
-            "replace it"
-        ) from error
+        raise ResultExistsError.meanwhile(path) from error
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
 

@@ -217,10 +217,7 @@ def _explaining(path: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError as error:
-        raise ResultExistsError(
-            f"{path} was made by somebody else in the meantime, and is kept; add --overwrite to "
-            "replace it"
-        ) from error
+        raise ResultExistsError.meanwhile(path) from error
     except OSError as error:
         raise VolumeError(
             f"cannot write {path}: {reason_of(error)}; choose another --output"
