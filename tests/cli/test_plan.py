@@ -9,7 +9,7 @@ import pytest
 from tests.command_line import refusal, run
 from tests.images.samples import write_msd
 from tests.trainings import contents
-from unet3d.planning import comparison, placements, sweep
+from unet3d.planning import placements, sweep
 from unet3d.reports import plan, tuning
 
 SMALL = (
@@ -33,7 +33,7 @@ def asked(monkeypatch):
         found.append((config, network))
         return SimpleNamespace(to_dict=lambda: {"notes": [], "ways": []}, choice=None, ways=[])
 
-    monkeypatch.setattr(comparison, "compare", compare)
+    monkeypatch.setattr(placements, "compare", compare)
     monkeypatch.setattr(plan, "plan_table", lambda record: "a table")
     return found
 
@@ -70,7 +70,7 @@ def test_options_reach_the_prediction(capsys):
 
 
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_predicted(capsys, monkeypatch):
-    monkeypatch.setattr(comparison, "compare", None)
+    monkeypatch.setattr(placements, "compare", None)
     for name, reason in (("absent/p", "No such file or directory"), ("n" * 300, "File name too")):
         for options in (("--json", name), ("--measure", "--picture", name)):
             line = refusal(capsys, "plan", "--shape", "16,16,16", *options)
@@ -123,7 +123,7 @@ def test_a_tuning_picture_is_replaced_only_if_that_is_asked_for(capsys, monkeypa
         sweep,
         "measure",
         lambda *_: SimpleNamespace(
-            to_dict=lambda: {}, fastest=0, remember=lambda: Path("remembered")
+            to_dict=lambda: {}, best=lambda: 0, remember=lambda: Path("remembered")
         ),
     )
     monkeypatch.setattr(tuning, "tuning_table", lambda record: "a table")
@@ -168,8 +168,8 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(monkeypa
     assert run("plan", *rounded, "--devices", "0", "--json", "plan.json") == 0
     note = "patches.size 15x16x16 is rounded up to 16x16x16, multiples of 2x2x2"
     assert note in shown[0]
-    first, planned = json.loads(Path("plan.json").read_text())["notes"]
-    assert note in first
+    first, planned, link = json.loads(Path("plan.json").read_text())["notes"]
+    assert note in first and link == "link: not measured, NVLink is assumed."
     assert planned.startswith("patches of 16x16x16 voxels (as set), ")
     before_first, before_second, *_ = shown
     assert "Predicted memory" in before_first and "voxels\n" not in before_first

@@ -1,5 +1,7 @@
 """What mode auto takes on several devices, and what it says of it."""
 
+import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,15 @@ import torch
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
-from unet3d.planning import choice, placements
-from unet3d.planning.choice import Choice, choose_mode
+from unet3d.planning import placements
+from unet3d.planning.link_speed import LinkSpeed
 from unet3d.planning.network_plan import plan_without_data
-from unet3d.planning.placements import PlacementOption, possible_dims
+from unet3d.planning.placements import (
+    PlacementOption,
+    choose_mode,
+    possible_dims,
+    timed_options,
+)
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
 
 GIB = 1024**3
@@ -20,15 +27,21 @@ GIB = 1024**3
 @pytest.fixture
 def gpus(monkeypatch):
     """Pretend that there are eight GPUs of 80 GiB."""
-    has = {"gib": 80.0}
+    has = {"gib": 80.0, "link": math.inf}
     torch.backends.cudnn.version()  # which asks all GPUs when it is first called
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(placements, "device_bytes", lambda device: int(has["gib"] * GIB))
+
+    def measure_link(devices, are_here=True):
+        is_known = are_here and len(set(devices)) > 1
+        return LinkSpeed(copied_per_second=has["link"]) if is_known else None
+
+    monkeypatch.setattr(placements, "measure_link", measure_link)
     return has
 
 
-def chosen(cache: Path, *changes: str, ranks: Ranks | None = None) -> Choice:
+def chosen(cache: Path, *changes: str, ranks: Ranks | None = None) -> tuple[ParallelSettings, str]:
     config = settings(cache, *changes)
     return choose_mode(config, plan_without_data(config), ranks=ranks)
 
@@ -43,7 +56,7 @@ def options_of(config: Config, num_gpus: int) -> list[PlacementOption]:
     network = plan_without_data(config)
     devices = tuple(torch.device("cuda", index) for index in range(num_gpus))
     memory = placements.memory_of(devices, None)
-    return choice.timed_options(config, network, possible_dims(config, network, devices), memory)
+    return timed_options(config, network, possible_dims(config, network, devices), memory)
 
 
 def placed(found: ParallelSettings) -> tuple[str, int, int]:
@@ -75,15 +88,15 @@ SMALL = "patches.size=32,32,32"
     ids=str,
 )
 def test_the_fastest_is_taken(devices, changes, found, tmp_path):
-    choice = chosen(tmp_path, devices, *changes)
-    assert placed(choice.settings) == found
+    choice, line = chosen(tmp_path, devices, *changes)
+    assert placed(choice) == found
     words = {
         ("none", 1): "none, on cuda:0",
         ("data", 1): "data over 4 GPUs",
         ("spatial", 1): "spatial over 4 GPUs",
         ("spatial", 2): "2 replicas of spatial over 2 GPUs each",
-    }.get(found[:2], "model over " + ",".join(choice.settings.devices))
-    assert choice.line.startswith(f"parallel: {words}") and "\n" not in choice.line
+    }.get(found[:2], "model over " + ",".join(choice.devices))
+    assert line.startswith(f"parallel: {words}") and "\n" not in line
 
 
 @pytest.mark.usefixtures("gpus")
@@ -95,28 +108,28 @@ def test_what_does_not_fit_is_not_taken(tmp_path, monkeypatch):
         return loads[option.dims.mode, option.dims.num_replicas]
 
     monkeypatch.setattr(PlacementOption, "load", property(load))
-    found = chosen(tmp_path, *changes)
-    assert placed(found.settings) == ("spatial", 1, 4)
-    assert found.line.endswith("; data over 4 GPUs would be faster but does not fit")
+    found, line = chosen(tmp_path, *changes)
+    assert placed(found) == ("spatial", 1, 4)
+    assert line.endswith("; data over 4 GPUs would be faster but does not fit")
     loads["spatial", 1] = 1.02
-    found = chosen(tmp_path, *changes)
-    assert placed(found.settings) == ("data", 1, 4)
-    assert found.line.endswith(", which is too much, but the least of all")
+    found, line = chosen(tmp_path, *changes)
+    assert placed(found) == ("data", 1, 4)
+    assert line.endswith(", which is too much, but the least of all")
 
 
 def test_memory_decides_what_fits(gpus, tmp_path):
     changes = (FOUR, LARGE, "training.batch_size=1")
-    assert placed(chosen(tmp_path, *changes).settings) == ("spatial", 1, 4)
+    assert placed(chosen(tmp_path, *changes)[0]) == ("spatial", 1, 4)
     gpus["gib"] = 3.0
-    assert "which is too much" in chosen(tmp_path, *changes).line
+    assert "which is too much" in chosen(tmp_path, *changes)[1]
     gpus["gib"] = 4.0
-    assert "which is too much" not in chosen(tmp_path, *changes).line
+    assert "which is too much" not in chosen(tmp_path, *changes)[1]
 
 
 @pytest.mark.usefixtures("gpus")
 def test_measured_steps_replace_predicted_ones(tmp_path):
     changes = ("parallel.devices=0,1", LARGE, "training.batch_size=1")
-    assert placed(chosen(tmp_path, *changes).settings)[0] == "spatial"
+    assert placed(chosen(tmp_path, *changes)[0])[0] == "spatial"
     config = settings(tmp_path, *changes)
     one, spatial = options_of(config, 2)
 
@@ -126,23 +139,42 @@ def test_measured_steps_replace_predicted_ones(tmp_path):
         remember_tuned(config, option.step, tuned)
 
     remember(one, 2 * one.seconds)  # all others take twice as long then, too
-    line = chosen(tmp_path, *changes).line
+    _, line = chosen(tmp_path, *changes)
     assert line.startswith(
         f"parallel: spatial over 2 GPUs: predicted {2000 * spatial.seconds:.0f} ms a step against "
         f"{2000 * one.seconds:.0f} on one"
     )
     remember(spatial, one.seconds)
-    assert f"GPUs: measured {1000 * one.seconds:.0f} ms a step" in chosen(tmp_path, *changes).line
+    assert f"GPUs: measured {1000 * one.seconds:.0f} ms a step" in chosen(tmp_path, *changes)[1]
     remember(spatial, 3 * one.seconds)
-    found = chosen(tmp_path, *changes)
-    assert placed(found.settings) == ("none", 1, 1)
-    assert f"against {3000 * one.seconds:.0f} with spatial over 2 GPUs" in found.line
+    found, line = chosen(tmp_path, *changes)
+    assert placed(found) == ("none", 1, 1)
+    assert f"against {3000 * one.seconds:.0f} with spatial over 2 GPUs" in line
+
+
+def test_a_slow_link_is_measured_said_and_not_used(gpus, tmp_path, caplog):
+    two = ("parallel.devices=0,1", "patches.size=128,128,128", "training.batch_size=2")
+    large = (*two[:1], "patches.size=192,192,192", "training.batch_size=1")
+    for changes, mode in ((two, "data"), (large, "spatial")):
+        gpus["link"] = 400e9
+        fast, fast_line = chosen(tmp_path, *changes)
+        assert fast.mode == mode
+        gpus["link"] = 0.5e9
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found, line = chosen(tmp_path, *changes)
+        assert placed(found) == ("none", 1, 1)
+        assert "link: 0.5 GB/s measured between the GPUs" in caplog.messages
+        # The time of one GPU does not depend on it.
+        alone = fast_line.split(" against ")[1].split(" ")[0]
+        assert f"predicted {alone} ms a step against" in line
 
 
 def test_processes_on_one_cpu_are_no_gain(tmp_path):
-    found = chosen(tmp_path, "parallel.devices=cpu,cpu", SMALL, "training.precision=float32")
-    assert placed(found.settings) == ("none", 1, 1)
-    assert "against" in found.line and "CPU processes" in found.line
+    cpus = ("parallel.devices=cpu,cpu", SMALL, "training.precision=float32")
+    found, line = chosen(tmp_path, *cpus)
+    assert placed(found) == ("none", 1, 1)
+    assert "against" in line and "CPU processes" in line
 
 
 @pytest.mark.usefixtures("gpus")
@@ -168,6 +200,6 @@ def test_all_ranks_that_were_started_take_part(num_ranks, changes, found, tmp_pa
     few = ("training.precision=float32", "model.num_levels=2", "model.base_channels=4")
     for local_world_size in {num_ranks, num_ranks // 2}:  # of one machine, and of two
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=local_world_size)
-        choice = chosen(tmp_path, *few, *changes, ranks=ranks)
-        assert (choice.settings.mode, choice.settings.replicas) == found
-        assert choice.settings.devices is None  # as they were
+        choice, _ = chosen(tmp_path, *few, *changes, ranks=ranks)
+        assert (choice.mode, choice.replicas) == found
+        assert choice.devices is None  # as they were

@@ -78,9 +78,7 @@ def test_a_mode_that_does_not_suit_the_devices_is_refused():
 
 def option(dims: ParallelDims, memory: dict[torch.device, int]) -> PlacementOption:
     config, network = planned("training.batch_size=4")
-    return make_option(
-        config, network, dims, precision="bfloat16", num_micro_batches=1, memory=memory
-    )
+    return make_option(config, network, dims, precision="bfloat16", memory=memory)
 
 
 def test_the_smallest_device_decides():

@@ -51,7 +51,6 @@ def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
         NetworkPlan(**{**vars(network), **changes}),
         ALONE,
         precision="bfloat16",
-        num_micro_batches=config.training.num_micro_batches,
         memory={GPU: 80 * GIB},
     )
     return option.prediction.needed_bytes()[GPU] / GIB

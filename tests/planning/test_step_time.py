@@ -1,14 +1,30 @@
 """How long steps are predicted to take: against what was measured, and how it changes."""
 
-import pytest
+import math
 
+import pytest
+import torch
+
+from tests.shards import run_shards
 from tests.steps import CPU, GPUS, LARGE, WIDE, make_step
 from unet3d.config import ModelSettings
 from unet3d.errors import DeviceError
-from unet3d.model import UNet3d
+from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.parallel.spatial import division
+from unet3d.parallel.spatial.division import SlabRule
+from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning import step_time
 from unet3d.planning.memory_estimate import Step
-from unet3d.planning.step_time import count_parameters, count_work
+from unet3d.planning.step_time import (
+    BESIDE_SECONDS,
+    GLOO,
+    NVLINK,
+    Links,
+    count_parameters,
+    count_work,
+    links_between,
+    message_seconds,
+)
 from unet3d.planning.step_time import step_seconds as seconds
 
 
@@ -114,3 +130,68 @@ def test_stages_are_not_predicted_and_too_few_planes_are_refused():
     for size in ((16, 16, 16), (8, 64, 64)):
         with pytest.raises(DeviceError, match="too few"):
             seconds(make_step(GPUS[:1], size, num_shards=17))
+
+
+def test_messages_take_what_two_h200_took():
+    for num_bytes, microseconds in ((2**9, 12), (2**19, 18), (2**21, 25), (2**23, 60)):
+        assert 1e6 * NVLINK.exchange(num_bytes) == pytest.approx(microseconds, rel=0.2)
+    assert 1e6 * NVLINK.sum(640 * 4, 2) == pytest.approx(12, rel=0.03)
+    assert 1e3 * NVLINK.sum(125e6, 2) == pytest.approx(0.44, rel=0.01)
+    assert NVLINK.sum(125e6, 2) < NVLINK.sum(125e6, 8) < 2 * NVLINK.sum(125e6, 2)
+    assert NVLINK.gather(1e8, 2) < NVLINK.gather(1e8, 8) < 2 * NVLINK.gather(1e8, 2)
+    assert GLOO.sum(125e6, 4) > 100 * NVLINK.sum(125e6, 4)
+    # Launched ones take longer.
+    assert links_between(on_cpu=False, captured=True) == NVLINK
+    assert links_between(on_cpu=False, captured=False).exchange(1024) > 3 * NVLINK.exchange(1024)
+
+
+def test_messages_are_as_slow_as_the_link_that_was_measured():
+    assert links_between(False, True, 380e9) == NVLINK  # a copy over NVLink of two H200
+    pcie = links_between(False, True, 12e9)
+    assert pcie.sum(125e6, 2) == pytest.approx(125e6 / 12e9, rel=0.01)
+    assert pcie.exchange(12e6) == pytest.approx(1e-3, rel=0.02)
+    assert links_between(True, True, 12e9) == links_between(True, False) == GLOO
+    replicas, shards = on_gpu(128, 1, num_replicas=2), on_gpu(128, 2, num_shards=2)
+    for step in (replicas, shards):
+        assert seconds(step, 12e9) > seconds(step) + 0.009
+        assert seconds(step, 400e9) == seconds(step)
+    assert seconds(on_gpu(128), 12e9) == seconds(on_gpu(128))
+
+
+@pytest.mark.parametrize(
+    ("min_divided", "num_shards", "num_samples"), [(0, 2, 1), (8 * 8 * 8 * 8, 3, 2), (2**20, 2, 2)]
+)
+def test_as_many_messages_are_counted_as_are_sent(
+    min_divided, num_shards, num_samples, monkeypatch
+):
+    """With all levels divided, all but one, and only the first."""
+    monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", min_divided)
+    size = (24, 16, 16)
+
+    def work(shard, messages):
+        step = make_step((CPU,), size, num_samples, num_shards=num_shards, shard=shard)
+        executor = SpatialExecutor(UNet3d(step.topology), step.layout, messages=messages)
+        image = torch.randn(num_samples, 2, *step.own_size)
+        target = torch.zeros(num_samples, *step.own_size, dtype=torch.uint8)
+        executor.forward_backward(image, target, dice_cross_entropy, planes=size[0])
+        return messages.log
+
+    step = make_step((CPU,), size, num_samples, num_shards=num_shards)
+    slabs = SlabRule(topology=step.topology, num_shards=num_shards).divide(size)
+    logs = run_shards(num_shards, work)
+    assert {len(log) for log in logs} == {len(logs[0])}
+    amounts = {
+        one: [amount for kind, amount in logs[1] if kind == one]
+        for one in ("swap", "gather", "sum")
+    }
+    swapped, gathered, summed = sum(amounts["swap"]), max(amounts["gather"]), max(amounts["sum"])
+    if slabs.num_divided == step.topology.num_levels:
+        gathered = summed = 0  # but for moments, whose time is that of any message
+    for latency, planes, sums, expected in (
+        (1, math.inf, math.inf, len(logs[1])),
+        (0, 1, math.inf, swapped + (num_shards - 1) * gathered),
+        (0, math.inf, 1, 2 * (num_shards - 1) / num_shards * summed * 4),
+    ):
+        links = Links(latency_seconds=latency, planes_per_second=planes, sums_per_second=sums)
+        found = message_seconds(step, slabs, links, num_samples)
+        assert found == pytest.approx(expected, abs=100 * BESIDE_SECONDS)

@@ -11,15 +11,17 @@ import torch
 
 from tests.command_line import run
 from tests.images.samples import write_msd
+from tests.steps import CPU, make_step
 from unet3d.config import Config, load_config
-from unet3d.errors import DeviceError, Unet3dError
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import DeviceError, DoesNotFitError, Unet3dError
 from unet3d.parallel.pipeline import PipelineExecutor
-from unet3d.planning import placements, rank_step, sweep
-from unet3d.planning.choice import choose_mode
+from unet3d.planning import placements, sweep
 from unet3d.planning.network_plan import plan_without_data
-from unet3d.planning.rank_step import StepTime
+from unet3d.planning.placements import choose_mode, make_option, placed
 from unet3d.planning.step_time import step_seconds
-from unet3d.planning.sweep import Sweep, measure, micro_batch_counts
+from unet3d.planning.sweep import StepTime, Sweep, measure, measure_rank, micro_batch_counts
 from unet3d.planning.tuning_cache import recall_tuned, resolve_auto
 
 FLOAT32 = "training.precision=float32"
@@ -51,7 +53,7 @@ def words(cache: Path, *overrides: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def quick_steps(monkeypatch):
     """Take each time once."""
-    monkeypatch.setattr(rank_step, "NUM_TIMED_STEPS", 1)
+    monkeypatch.setattr(sweep, "NUM_TIMED_STEPS", 1)
 
 
 def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastest_kept(tmp_path):
@@ -80,10 +82,10 @@ def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastes
     found.remember()
     for step, best in (
         (found.rows[0].option.step, alone),
-        (found.chosen.option.step, spread["seconds"]),
+        (found.best(found.asked).option.step, spread["seconds"]),
     ):
         assert recall_tuned(found.config, step).step_seconds == best
-    taken = resolve_auto(settings(tmp_path), found.chosen.option.step)
+    taken = resolve_auto(settings(tmp_path), found.best(found.asked).option.step)
     assert list(taken.parallel.cuts) == spread["cuts"]
     assert taken.training.micro_batches == spread["num_micro_batches"]
 
@@ -166,30 +168,30 @@ def seconds(monkeypatch):
 def test_every_mode_is_measured_and_the_fastest_is_taken(tmp_path, seconds):
     config = settings(tmp_path, *ANY)
     network = plan_without_data(config)
-    assert choose_mode(config, network).settings.mode == "none"
+    assert choose_mode(config, network)[0].mode == "none"
     found = swept(config)
     modes = [(row.option.dims.mode, row.found.seconds, row.found.peak_bytes) for row in found.rows]
     expected = [("none", 0.3, (5,)), ("none", 0.6, (5,))]
     assert modes == [*expected, ("data", 0.2, (5, 5)), ("spatial", 0.1, (5, 5))]
-    assert found.fastest is found.chosen is found.rows[3]
+    assert found.best() is found.best(found.asked) is found.rows[3]
     assert len(list(found.remember().iterdir())) == 3
-    choice = choose_mode(config, network)
-    assert choice.settings.mode == "spatial"
-    assert "measured 100 ms a step against 300 on one" in choice.line
+    chosen, line = choose_mode(config, network)
+    assert chosen.mode == "spatial"
+    assert "measured 100 ms a step against 300 on one" in line
     seconds["spatial"] = None  # out of memory
     found = swept(config)
     assert [row.found.seconds for row in found.rows] == [0.3, 0.6, 0.2, None]
-    assert found.fastest is found.rows[2]
+    assert found.best() is found.rows[2]
     # Of another batch nothing is known.
     larger = settings(tmp_path, *ANY, "training.batch_size=4")
-    assert choose_mode(larger, plan_without_data(larger)).settings.mode == "none"
+    assert choose_mode(larger, plan_without_data(larger))[0].mode == "none"
 
 
 @pytest.mark.usefixtures("seconds")
 def test_one_device_is_measured_beside_the_mode_that_is_asked_for(tmp_path, monkeypatch):
     found = swept(settings(tmp_path, *ANY, "parallel.mode=data"))
     assert [row.option.dims.mode for row in found.rows] == ["none", "none", "data"]
-    assert found.chosen is found.rows[2]
+    assert found.best(found.asked) is found.rows[2]
 
     def fail(*_, **__):
         raise Unet3dError("rank 1 was killed by SIGKILL")
@@ -337,3 +339,62 @@ def test_a_gpu_that_is_too_small_is_a_row(tmp_path):
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
     fits = [row.found.seconds is not None for row in found.rows]
     assert fits[0] is False and fits[-1] is True
+
+
+@pytest.fixture
+def alone(tmp_path):
+    few = ["patches.size=16,16,16", "model.base_channels=4", "model.num_levels=2"]
+    here = ["parallel.mode=none", "parallel.devices=cpu", f"data.cache={tmp_path}"]
+    return load_config(None, [*few, *here, "training.precision=float32"])
+
+
+def test_a_step_takes_time_and_what_was_predicted(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # as the command sets it for good
+    network, path = plan_without_data(alone), tmp_path / "step.json"
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(alone.to_yaml())
+    assert run("plan", "--config", settings, "--step-record", path) == 0
+    record = json.loads(path.read_text())
+    assert 0 < record["seconds"] < 60
+    dims, memory = placed(alone.parallel, "none", (CPU,)), {CPU: 2**30}
+    settled = network.settled(alone)
+    option = make_option(settled, network, dims, precision="float32", memory=memory)
+    assert record["peak_bytes"] == [option.prediction.memory[0].peak_bytes]
+
+
+def test_a_rank_without_memory_says_so(alone, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sweep, "parallelize", fail)
+    path = tmp_path / "step.json"
+    with pytest.raises(DoesNotFitError, match="rank 0 ran out of memory"):
+        measure_rank(alone, plan_without_data(alone), path)
+    assert json.loads(path.read_text()) == {"seconds": None, "peak_bytes": []}
+
+
+def test_a_time_is_that_of_steps_that_do_all_the_work_and_change_nothing(monkeypatch):
+    calls: list[str] = []
+    models = []
+    forward_backward, take = PipelineExecutor.forward_backward, sweep.Optimization.step
+
+    def forward(self, image, target, *more, **others):
+        assert image.shape == (2, 2, 16, 16, 16) and target.shape == (2, 16, 16, 16)
+        if not models:
+            before = {name: value.clone() for name, value in self.module.state_dict().items()}
+            models.append((self.module, before))
+        calls.append("forward and backward")
+        return forward_backward(self, image, target, *more, **others)
+
+    def step(self, learning_rate):
+        calls.append("step")
+        take(self, learning_rate)
+
+    monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
+    monkeypatch.setattr(sweep.Optimization, "step", step)
+    found = sweep.time_step(make_step((CPU,)), Group(Ranks()))
+    num_steps = 2 + sweep.NUM_TIMED_STEPS  # one makes the state, one counts memory
+    assert calls == ["forward and backward", "step"] * num_steps
+    assert 0 < found.seconds < 60
+    ((model, before),) = models
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -10,7 +10,6 @@ from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
-from unet3d.planning.choice import Choice
 from unet3d.training import start
 from unet3d.training.start import RunRequest, choose_mode, choose_run
 
@@ -50,7 +49,7 @@ def planned(monkeypatch):
         told.append(ranks)
         mode, count = ("spatial", 2) if len(config.parallel.devices or ()) == 4 else ("data", 1)
         settings = config.parallel.model_copy(update={"mode": mode, "replicas": count})
-        return Choice(settings=settings, line="parallel: as planned")
+        return settings, "parallel: as planned"
 
     monkeypatch.setattr(start, "plan_without_data", lambda config, num_replicas: None)
     monkeypatch.setattr(start, "planned_mode", plan)

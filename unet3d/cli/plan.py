@@ -152,13 +152,8 @@ def plan(
         from unet3d.config import preset_changes
         from unet3d.parallel import ParallelDims
         from unet3d.planning.auto_settings import load_settings
-        from unet3d.planning.comparison import dims_of
-        from unet3d.planning.network_plan import (
-            plan_notes,
-            plan_without_data,
-            slow_on_cpu,
-        )
-        from unet3d.planning.placements import memory_of
+        from unet3d.planning.network_plan import plan_notes, plan_without_data, slow_on_cpu
+        from unet3d.planning.placements import dims_of, memory_of
         from unet3d.planning.step_size import within_gpus
         from unet3d.training.initialising import settings_of_init
 
@@ -195,7 +190,7 @@ def _predict(
     overwrite: bool,
 ) -> None:
     """Show the memory of every way, and then the largest volumes as they are found."""
-    from unet3d.planning.comparison import compare
+    from unet3d.planning.placements import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
 
     with working("predicting") as show:
@@ -242,7 +237,7 @@ def _measure(
     record = sweep.to_dict()
     show_line(tuning_table(record))
     write_json(json_path, record, overwrite)
-    if sweep.fastest is None:
+    if sweep.best() is None:
         raise DoesNotFitError(TOO_LARGE)
     folder = sweep.remember()
     with writing_result(picture, overwrite) as unfinished:
@@ -268,7 +263,7 @@ def _measure_rank(config_path: Path | None, step_record: Path) -> None:
 
     from unet3d.config import load_config
     from unet3d.planning.network_plan import plan_without_data
-    from unet3d.planning.rank_step import measure_rank
+    from unet3d.planning.sweep import measure_rank
 
     config = load_config(config_path)
     network = plan_without_data(config)

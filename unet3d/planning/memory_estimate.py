@@ -193,7 +193,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
         _move_counters(executor.slots, model)
         # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
         optimization = Optimization(model, settings, "float32")
-        image, target, *kept = _batch(step, executor)
+        image, target, *kept = empty_batch(step, executor)
         image, target = image[:num_samples], target[:num_samples]
         planes = step.size[0] if layout.num_shards > 1 else None
         # The first step creates the optimizer's state, which later steps use.
@@ -242,7 +242,7 @@ def _multiplies_beside(step: Step) -> bool:
     return step.augmentation is not None and step.augmentation.multiplies
 
 
-def _batch(step: Step, executor: Executor) -> list[Tensor]:
+def empty_batch(step: Step, executor: Executor) -> list[Tensor]:
     """Return image and target as the step takes them, and what else of batches is in memory.
 
     Where batches are made on a GPU, there are two places for them, which take turns.

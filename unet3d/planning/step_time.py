@@ -1,14 +1,15 @@
 """How long a training step will take: what is counted, over rates that were measured once.
 
 Every block's operations are counted on meta tensors, its traffic follows from the shapes of its
-maps. A shard has its share of both where its level is divided, and waits for messages besides
-(:mod:`unet3d.planning.message_time`). The rates are those of one GPU and one CPU, so on others the
-seconds are off, but nearly by the same factor in every way of placing a training: they serve to
-compare ways.
+maps. A shard has its share of both where its level is divided. Ranks wait besides for what they
+tell one another: planes, sums and gradients. The rates are those of one GPU and one CPU, so on
+others the seconds are off, but nearly by the same factor in every way of placing a training: they
+serve to compare ways. Links differ by more than that, so the one that is used is measured
+(:mod:`unet3d.planning.link_speed`).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -18,9 +19,8 @@ from unet3d.distributed.ranks import num_cores
 from unet3d.model import Topology, UNet3d
 from unet3d.model.norms import InstanceNorm, OtherNorm
 from unet3d.parallel.partition import block_flops
-from unet3d.parallel.spatial.division import SlabRule
+from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.planning.memory_estimate import Step
-from unet3d.planning.message_time import Messages, gradient_seconds, links_between
 
 NORM_PASSES = 8
 """How often a normalisation with its activation goes through its map: three times forward, five
@@ -41,6 +41,11 @@ OFFLOAD_FACTOR = 1.9
 which a link of 45 GB/s carries to the host and back in 64 ms, beside the 72.5 of a step."""
 BATCH_DICE_FACTOR = 4 / 3
 """What micro-batches take with ``training.batch_dice``: forward a second time."""
+BESIDE_SECONDS = 36e-6
+"""What a normalisation of a slab takes on a GPU besides its messages, in small kernels for the
+planes of its neighbours: four, three times, at 3 us each as in a captured step."""
+SUM_BYTES = 4
+"""Of a number that is summed over ranks: float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,59 @@ CPU_FLOAT32_OPERATIONS = 300e9
 
 
 @dataclass(frozen=True, kw_only=True)
+class Links:
+    """How fast the devices of one machine tell one another something."""
+
+    latency_seconds: float
+    """Of any message."""
+    planes_per_second: float
+    """Bytes a second to a neighbour, while as many come from there, and of maps that are
+    gathered."""
+    sums_per_second: float
+    """Bytes a second that go through a device in a sum over all: twice those that are summed, less
+    the share of one."""
+
+    def exchange(self, num_bytes: float) -> float:
+        """Return the seconds in which neighbours exchange a plane of so many bytes."""
+        return self.latency_seconds + num_bytes / self.planes_per_second
+
+    def gather(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which all get what each has a part of."""
+        return self.exchange((num_ranks - 1) / num_ranks * num_bytes)
+
+    def sum(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which all get the sum of what each has."""
+        through = 2 * (num_ranks - 1) / num_ranks * num_bytes
+        return self.latency_seconds + through / self.sums_per_second
+
+
+NVLINK = Links(latency_seconds=12e-6, planes_per_second=175e9, sums_per_second=291e9)
+"""NCCL inside a CUDA graph, measured on two H200 of one host: an exchange of half a KiB each way
+takes 11 us, of half a MiB 17, of 2 MiB 24 and of 8 MiB 57; a gather of 640 floats 8 to 13 us, a sum
+12; a sum of 125 MB 0.44 ms (``benchmarks/results/spatial-2026-11-23.json``)."""
+LAUNCHED_LATENCY_SECONDS = 65e-6
+"""Of a message that is launched and not replayed: 36 to 124 us on such GPUs."""
+GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
+"""Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
+cores, a message took 1 to 4 ms."""
+
+
+def links_between(on_cpu: bool, captured: bool, copied_per_second: float = math.inf) -> Links:
+    """Return how fast the devices of one machine tell one another something.
+
+    No message between GPUs is faster than a copy to a neighbour while another comes from there,
+    ``copied_per_second``; where that is not known, they are taken to have NVLink.
+    """
+    if on_cpu:
+        return GLOO
+    return Links(
+        latency_seconds=NVLINK.latency_seconds if captured else LAUNCHED_LATENCY_SECONDS,
+        planes_per_second=min(NVLINK.planes_per_second, copied_per_second),
+        sums_per_second=min(NVLINK.sums_per_second, copied_per_second),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockWork:
     """The work of a block in one step, on one device."""
 
@@ -86,22 +144,14 @@ class BlockWork:
     num_elements: float
     """Of its largest map."""
 
-    def part(self, share: float) -> "BlockWork":
-        """Return the work of a slab with this share of the volume's planes."""
-        return replace(
-            self,
-            num_operations=share * self.num_operations,
-            moved_bytes=share * self.moved_bytes,
-            num_elements=share * self.num_elements,
-        )
-
-    def seconds(self, rates: Rates) -> float:
-        """Return what it takes at these rates."""
-        seconds = (
+    def seconds(self, rates: Rates, share: float = 1.0) -> float:
+        """Return what a slab with this share of the volume's planes takes at these rates."""
+        seconds = share * (
             self.num_operations / rates.operations_per_second
             + self.moved_bytes / rates.bytes_per_second
         )
-        return seconds * (LARGE_FACTOR if self.num_elements > LARGE_ELEMENTS else 1.0)
+        is_large = share * self.num_elements > LARGE_ELEMENTS
+        return seconds * (LARGE_FACTOR if is_large else 1.0)
 
 
 @lru_cache(maxsize=64)
@@ -164,11 +214,15 @@ def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rate
 
 def element_bytes(precision: str) -> int:
     """Return the bytes of a number in a map, in a resolved precision."""
-    return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[precision]
+    dtype: torch.dtype = getattr(torch, precision)
+    return dtype.itemsize
 
 
-def step_seconds(step: Step) -> float | None:
-    """Predict how long the step of one replica takes; None for a network that is cut in stages."""
+def step_seconds(step: Step, copied_per_second: float = math.inf) -> float | None:
+    """Predict how long the step of one replica takes; None for a network that is cut in stages.
+
+    ``copied_per_second`` is the speed of the link between its GPUs, as in :func:`links_between`.
+    """
     layout, topology = step.layout, step.topology
     if len(layout.devices) > 1:
         return None
@@ -176,6 +230,7 @@ def step_seconds(step: Step) -> float | None:
     on_cpu = device.type == "cpu"
     num_ranks = layout.num_replicas * layout.num_shards
     rates = rates_of(device, step.precision, num_ranks if on_cpu else 1)
+    links = links_between(on_cpu, layout.cuda_graphs != "off", copied_per_second)
     number_bytes = element_bytes(step.precision)
     work = count_work(topology, step.size, step.batch_size, number_bytes)
     division = None
@@ -188,27 +243,56 @@ def step_seconds(step: Step) -> float | None:
         if division is None or block.level >= division.num_divided:
             return factor * block.seconds(rates)
         share = division.most_planes() / division.planes()
-        return SLAB_FACTOR * factor * block.part(share).seconds(rates)
+        return SLAB_FACTOR * factor * block.seconds(rates, share)
 
     total = sum(map(seconds, work))
     if layout.offload == "skips" and not on_cpu:
         total *= OFFLOAD_FACTOR
     num_portions = min(layout.num_micro_batches, step.batch_size)
     total += num_portions * rates.step_seconds
-    links = links_between(on_cpu, layout.cuda_graphs != "off")
     if division is not None:
-        messages = Messages(
-            division=division, topology=topology, size=step.size, element_bytes=number_bytes
-        )
-        levels = [block.level for block in work for _ in range(block.num_norms)]
         samples = math.ceil(step.batch_size / num_portions)
-        total += num_portions * messages.seconds(levels, links, samples)
+        total += num_portions * message_seconds(step, division, links, samples)
     if step.loss.joins_samples and num_portions > 1:
         total *= BATCH_DICE_FACTOR
-    if num_ranks > 1:
-        num_parameters = count_parameters(topology)
-        total += gradient_seconds(num_parameters, num_ranks, links)
+    if num_ranks > 1:  # the gradients are averaged
+        total += links.sum(SUM_BYTES * count_parameters(topology), num_ranks)
     return total
+
+
+def message_seconds(step: Step, division: Division, links: Links, num_samples: int) -> float:
+    """Return what the messages of the shards of one volume take, for one micro-batch.
+
+    Of each normalisation in a divided level, the moments are gathered forward, and sums of its
+    gradient in backward. Each time the planes beside the slab are exchanged, but not those of the
+    last one, which the head reads. The map that enters the levels that are whole is gathered, and
+    the gradient of what leaves them is averaged. The loss is one sum.
+    """
+    topology, size, num_shards = step.topology, step.size, division.num_shards
+    channels, number_bytes = topology.channels, element_bytes(step.precision)
+    num_neighbours = min(2, num_shards - 1)
+    levels = [
+        block.level
+        for block in count_work(topology, size, step.batch_size, number_bytes)
+        for _ in range(block.num_norms)
+        if block.level < division.num_divided
+    ]
+
+    def exchange(level: int, channels: int) -> float:
+        elements = channels * _voxels(topology, size, level) / division.planes(level)
+        return links.exchange(num_neighbours * num_samples * number_bytes * elements)
+
+    seconds = links.latency_seconds + exchange(0, topology.in_channels)
+    seconds += len(levels) * (2 * links.latency_seconds + BESIDE_SECONDS)
+    seconds += 2 * sum(exchange(level, channels[level]) for level in levels)
+    seconds -= 2 * exchange(0, channels[0])
+    if division.num_divided < topology.num_levels:
+        above, below = division.num_divided - 1, division.num_divided
+        gathered = number_bytes * channels[above] * _voxels(topology, size, above)
+        averaged = SUM_BYTES * channels[below] * _voxels(topology, size, below)
+        seconds += links.gather(num_samples * gathered, num_shards)
+        seconds += links.sum(num_samples * averaged, num_shards)
+    return seconds
 
 
 @lru_cache(maxsize=64)
@@ -219,6 +303,7 @@ def count_parameters(topology: Topology) -> int:
 
 
 def _voxels(topology: Topology, size: Shape, level: int) -> int:
+    """Return the voxels of a map of a whole volume."""
     strides = topology.strides[: level + 1]
     return math.prod(
         voxels // math.prod(stride[axis] for stride in strides) for axis, voxels in enumerate(size)

@@ -1,48 +1,74 @@
 """Which mode, cut and number of micro-batches are fastest on these devices: measured.
 
 Every setting takes real training steps: in this process where it needs one, else in as many ranks
-as a training would have, so that GPUs exchange messages as they would then.
+as a training would have, so that GPUs exchange messages as they would then. The ranks leave their
+time in a file.
 """
 
 import gc
 import json
 import logging
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unet3d.atomic import write_atomically
 from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import Unet3dError
+from unet3d.distributed.rendezvous import joined
+from unet3d.errors import DoesNotFitError, Unet3dError
 from unet3d.inputs.plain_data import validated
+from unet3d.memory.meter import measured_steps
 from unet3d.model import UNet3d
-from unet3d.parallel import ParallelDims, resolve_precision
+from unet3d.model.optimizer import Optimization
+from unet3d.model.unet import refuse_beyond_memory
+from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
 from unet3d.parallel.cuda_graphs import release_streams
-from unet3d.planning.choice import in_words, settings_for
+from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.cuts import choose_cuts
+from unet3d.planning.link_speed import measure_link
+from unet3d.planning.memory_estimate import Step, empty_batch
 from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.placements import (
     PlacementOption,
-    divided,
+    in_words,
     make_option,
     memory_of,
     placed,
     possible_dims,
+    settings_for,
 )
-from unet3d.planning.rank_step import OUT_OF_MEMORY, StepTime, time_step
 from unet3d.planning.tuning_cache import TunedConfig, hardware, remember_tuned
 
 logger = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 300.0
 """Time from which on no further setting is begun, once each placement has one."""
+NUM_WARM_UP_STEPS = 4
+"""Steps on GPUs before the timed ones; by then a small step has been captured. On CPUs the two
+steps that make the optimizer's state and count memory are enough."""
+NUM_TIMED_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """What a training step took."""
+
+    seconds: float | None
+    """Median time in the slowest rank; None: a device ran out of memory."""
+    peak_bytes: tuple[int, ...]
+    """Peak of each device, rank after rank; empty if one ran out of memory."""
+
+
+OUT_OF_MEMORY = StepTime(seconds=None, peak_bytes=())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +94,23 @@ class Sweep:
     num_left_out: int
     """Settings for which there was no time."""
 
-    @property
-    def fastest(self) -> Row | None:
-        """The fastest row of all; None: nothing fits."""
-        return _fastest(self.rows)
-
-    @property
-    def chosen(self) -> Row | None:
-        """The fastest row of the placement that was asked for; None: nothing fits there."""
-        if self.asked is None:
-            return self.fastest
-        return _fastest([row for row in self.rows if row.option.dims == self.asked])
+    def best(self, dims: ParallelDims | None = None) -> Row | None:
+        """Return the fastest row of a placement, or of all; None: nothing fits."""
+        timed = [row for row in self.rows if row.found.seconds and dims in (None, row.option.dims)]
+        return min(timed, key=lambda row: row.found.seconds or 0.0, default=None)
 
     def remember(self) -> Path:
         """Leave the fastest of each placement where trainings find it, and return the folder."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         paths = []
         for dims in dict.fromkeys(row.option.dims for row in self.rows):
-            best = _fastest([row for row in self.rows if row.option.dims == dims])
-            if best is not None:
+            best = self.best(dims)
+            if best is not None and best.found.seconds:
                 layout = best.option.step.layout
                 choice = TunedConfig(
                     cuts=layout.cuts or (),
                     num_micro_batches=layout.num_micro_batches,
-                    step_seconds=_seconds(best),
+                    step_seconds=best.found.seconds,
                     measured=now,
                 )
                 paths.append(remember_tuned(self.config, best.option.step, choice))
@@ -99,9 +118,9 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
-        step = self.rows[0].option.step
-        best = _fastest([row for row in self.rows if row.option.dims.mode == "none"])
-        one = None if best is None else best.found.seconds
+        first = self.rows[0].option  # which has one device
+        step, alone = first.step, self.best(first.dims)
+        one = None if alone is None else alone.found.seconds
         with torch.device("meta"):
             blocks = [block.name for block in UNet3d(step.topology).blocks()]
         devices = dict.fromkeys(gpu for row in self.rows for gpu in row.option.dims.all_devices)
@@ -131,8 +150,8 @@ class Sweep:
             "seconds": seconds,
             "ratio": one / seconds if one and seconds else None,
             "peak_bytes": list(row.found.peak_bytes),
-            "chosen": row is self.chosen,
-            "fastest": row is self.fastest,
+            "chosen": row is self.best(self.asked),
+            "fastest": row is self.best(),
         }
 
 
@@ -154,11 +173,9 @@ def measure(
     logger.info("measuring up to %d settings in about %.0f min", len(wanted), LIMIT_SECONDS / 60)
     rows: dict[int, Row] = {}
     # With few micro-batches first, so that each placement has its first row early.
-    by_count = sorted(
-        range(len(wanted)), key=lambda index: wanted[index].step.layout.num_micro_batches
-    )
-    for index in by_count:
-        option = wanted[index]
+    for index, option in sorted(
+        enumerate(wanted), key=lambda numbered: numbered[1].step.layout.num_micro_batches
+    ):
         is_new = all(row.option.dims != option.dims for row in rows.values())
         if time.monotonic() - began > LIMIT_SECONDS and not is_new:
             continue
@@ -186,33 +203,28 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
     else:
         found.append(asked)
     precision = resolve_precision(config.training.precision, devices)
+    memory, link = memory_of((one, *devices), None), measure_link(devices)
+    if link is not None:
+        logger.info("%s", link.line)
     options = []
     for dims in dict.fromkeys(found):
-        # Several processes start anew for each setting, which takes long.
-        is_pipeline = dims.mode in ("none", "model")
-        counts = (
-            micro_batch_counts(config, dims.share_of(network.batch_size))
-            if is_pipeline
-            else [config.training.num_micro_batches]
-        )
-        option = make_option(
-            config,
-            network,
-            dims,
-            precision=precision,
-            num_micro_batches=max(counts),
-            memory=memory_of(dims.all_devices, None),
-        )
-        ways = _cuts(config, option) if dims.mode == "model" else [None]
-        options += [divided(option, count, cuts) for cuts in ways for count in counts]
+        option = make_option(config, network, dims, precision=precision, memory=memory, link=link)
+        counts = [config.training.num_micro_batches]
+        # Several processes start anew for each, which takes long.
+        if dims.mode in ("none", "model"):
+            counts = micro_batch_counts(config, dims.share_of(network.batch_size))
+        ways: list[tuple[int, ...] | None] = [None]
+        if dims.mode == "model":
+            ways = _cuts(config, option.divided(max(counts)).step)
+        options += [option.divided(count, cuts) for cuts in ways for count in counts]
     return options
 
 
-def _cuts(config: Config, option: PlacementOption) -> list[tuple[int, ...] | None]:
+def _cuts(config: Config, step: Step) -> list[tuple[int, ...] | None]:
     """Return the default cuts, those that are set, and balanced ones."""
-    found = [choose_cuts(option.step, "encoder-decoder")]
+    found = [choose_cuts(step, "encoder-decoder")]
     found += [config.parallel.cuts] if config.parallel.cuts else []
-    found += [choose_cuts(option.step, "time"), choose_cuts(option.step, "memory")]
+    found += [choose_cuts(step, "time"), choose_cuts(step, "memory")]
     return list(dict.fromkeys(found))
 
 
@@ -263,10 +275,70 @@ def _in_words(option: PlacementOption) -> str:
     return f"{in_words(option.dims)}{cut}, {layout.num_micro_batches} micro-batch(es)"
 
 
-def _seconds(row: Row) -> float:
-    return row.found.seconds or 0.0
+def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
+    """Take training steps with the other ranks, and write a :class:`StepTime` as JSON.
+
+    The first rank writes it, or one that runs out of memory and then raises DoesNotFitError.
+    """
+
+    def write(found: StepTime) -> None:
+        write_atomically(path, lambda file: file.write(json.dumps(asdict(found)).encode()))
+
+    with joined(Ranks.from_environment()) as group:
+        try:
+            dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
+            precision = resolve_precision(config.training.precision, dims.devices, group.exchange)
+            group.open(config.parallel.timeout_seconds)
+            layout = Layout.of(config, dims, precision)
+            found = time_step(network.step(config, dims, layout, precision), group)
+        except torch.OutOfMemoryError as error:
+            write(OUT_OF_MEMORY)
+            raise DoesNotFitError(f"rank {group.ranks.rank} ran out of memory") from error
+        if group.is_first:
+            write(found)
 
 
-def _fastest(rows: tuple[Row, ...] | list[Row]) -> Row | None:
-    timed = [row for row in rows if row.found.seconds is not None]
-    return min(timed, key=_seconds, default=None)
+def time_step(step: Step, group: Group) -> StepTime:
+    """Take training steps on random volumes with the ranks of a group."""
+    layout, topology = step.layout, step.topology
+    refuse_beyond_memory(topology)
+    torch.manual_seed(0)
+    model = UNet3d(topology)
+    to_parameter_dtype(model, step.precision)
+    executor = parallelize(model, layout, group)
+    optimization = Optimization(model, step.settings, step.precision)
+    image, target = empty_batch(replace(step, augmentation=None), executor)
+    image.normal_()
+    target.random_(topology.num_classes)
+    planes = step.size[0] if layout.num_shards > 1 else None
+
+    def run() -> None:
+        executor.forward_backward(image, target, step.loss, optimization.scale, planes=planes)
+        optimization.step(0.0)  # the work is the same at any rate
+
+    def timed() -> float:
+        _wait_for(layout.devices)
+        began = time.perf_counter()
+        run()
+        _wait_for(layout.devices)
+        return time.perf_counter() - began
+
+    run()  # creates the optimizer's state
+    with measured_steps(executor, optimization.optimizer) as meter:
+        run()
+    measured = meter.read(optimization.optimizer)
+    peaks = [measured[slot.index].peak_bytes for slot in executor.slots]
+    on_gpu = any(device.type == "cuda" for device in layout.devices)
+    for _ in range(NUM_WARM_UP_STEPS if on_gpu else 0):
+        run()
+    median = statistics.median(timed() for _ in range(NUM_TIMED_STEPS))
+    return StepTime(
+        seconds=max(group.exchange(median)),
+        peak_bytes=tuple(peak for of_rank in group.exchange(peaks) for peak in of_rank),
+    )
+
+
+def _wait_for(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -22,8 +22,8 @@ from unet3d.interruption import Interrupted
 from unet3d.memory.record import device_bytes
 from unet3d.parallel import ParallelDims
 from unet3d.planning.auto_settings import load_settings
-from unet3d.planning.choice import choose_mode as planned_mode
 from unet3d.planning.network_plan import plan_without_data
+from unet3d.planning.placements import choose_mode as planned_mode
 from unet3d.planning.step_size import within_gpus
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
@@ -234,9 +234,8 @@ def choose_mode(config: Config, ranks: Ranks) -> Config:
     if not has_ranks and len(ParallelDims.resolve(parallel).all_devices) == 1:
         return config.with_values({"parallel.mode": "none"})
     network = plan_without_data(config, parallel.replicas)
-    choice = planned_mode(config, network, ranks=ranks if has_ranks else None)
-    logger.info("%s", choice.line)
-    chosen = choice.settings
+    chosen, line = planned_mode(config, network, ranks if has_ranks else None)
+    logger.info("%s", line)
     return config.with_values(
         {
             "parallel.mode": chosen.mode,

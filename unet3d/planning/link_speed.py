@@ -1,0 +1,96 @@
+"""How fast the GPUs of this machine copy to one another: timed at the start, in milliseconds.
+
+A process of its own does it, because one that touches a GPU keeps half a gibibyte of its memory
+until it ends, and a process that starts ranks lives as long as they do.
+"""
+
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unet3d.distributed.command_process import import_variables
+
+logger = logging.getLogger(__name__)
+
+COPY_BYTES = 2**25
+"""So long that 400 GB/s take 80 us, and 10 GB/s take 3 ms."""
+NUM_COPIES = 5
+LIMIT_SECONDS = 60.0
+"""Time for the process, of which loading PyTorch takes nearly all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpeed:
+    """The link between GPUs."""
+
+    copied_per_second: float = math.inf
+    """Bytes that each sends to its neighbour while as many come; infinite: not known, and taken for
+    NVLink."""
+
+    @property
+    def line(self) -> str:
+        """What is known of it, in one line."""
+        if math.isinf(self.copied_per_second):
+            return "link: not measured, NVLink is assumed"
+        return f"link: {self.copied_per_second / 1e9:.3g} GB/s measured between the GPUs"
+
+
+def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> LinkSpeed | None:
+    """Measure the link between the GPUs among these devices; None: there are not two.
+
+    It is only assumed where one of them is not here, or where no time can be taken.
+    """
+    gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    if len(gpus) < 2:
+        return None
+    if not are_here or gpus[-1] >= torch.cuda.device_count():
+        return LinkSpeed()
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", __name__, *map(str, gpus)],
+            env={**os.environ, **import_variables()},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_SECONDS,
+            check=True,
+        )
+        return LinkSpeed(copied_per_second=float(process.stdout))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.debug("the link between the GPUs cannot be measured: %s", error)
+        return LinkSpeed()
+
+
+def copied_per_second(gpus: Sequence[int]) -> float:
+    """Return the bytes a second that each GPU sends to the next, all of them at once."""
+    sent = [torch.zeros(COPY_BYTES, dtype=torch.uint8, device=_device(gpu)) for gpu in gpus]
+    received = [torch.empty_like(one) for one in sent]
+    streams = [torch.cuda.Stream(one.device) for one in sent]  # type: ignore[no-untyped-call]
+    times = []
+    for _ in range(1 + NUM_COPIES):  # the first one prepares the way
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+        began = time.perf_counter()
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                received[(index + 1) % len(gpus)].copy_(sent[index], non_blocking=True)
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+        times.append(time.perf_counter() - began)
+    return COPY_BYTES / min(times[1:])
+
+
+def _device(gpu: int) -> torch.device:
+    return torch.device("cuda", gpu)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(repr(copied_per_second([int(word) for word in sys.argv[1:]])))
