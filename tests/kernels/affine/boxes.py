@@ -15,7 +15,6 @@ MATRICES = {
     "turned and larger": TURNED * 0.7,
     "turned and smaller": TURNED @ np.diag([1.4, -1.4, 1.4]),
     "turned in a plane of thick slices": THICK,
-    "scaled": np.diag([0.8, 1.25, 1.1]),
     "scaled and mirrored": np.diag([-0.8, 1.25, -1.1]),
     "spacing that differs": np.array([[0.9, 0.3, 1.5], [-0.3, 0.95, 0.2], [-0.1, 0.05, 0.9]]),
     "axes exchanged": np.array([[0.0, 1.0, 0.0], [0.0, 0.0, -1.0], [1.0, 0.0, 0.0]]),
@@ -40,8 +39,7 @@ def case(shape, channels=1, num_classes=4, dtype=torch.float32, label_dtype=torc
 
 def centred(matrix, box, size):
     """Return the offset with which the centres of box and output meet."""
-    offset = (np.array(box) - 1) / 2 - matrix @ ((np.array(size) - 1) / 2)
-    return offset
+    return (np.array(box) - 1) / 2 - matrix @ ((np.array(size) - 1) / 2)
 
 
 def sampled(image, label, matrix, offset, size, function=sample_affine):

@@ -56,13 +56,12 @@ def test_every_type_is_sampled(dtype, label_dtype):
     check(image, label, TURNED, centred(TURNED, box, size), size)
 
 
-@pytest.mark.parametrize("matrix", [TURNED, np.diag([0.7, 0.9, 1.2])], ids=["turned", "scaled"])
-def test_any_number_of_classes_votes(matrix):
+def test_any_number_of_classes_votes():
     box, size = (24, 22, 21), (20, 21, 22)
     image, label = case(box, 1, 700, label_dtype=torch.int64)
     label += 2**40 * (label > 0)  # more than a float or an int32 tells apart
     assert len(label.unique()) > 400
-    check(image, label, matrix, centred(matrix, box, size) + SHIFT, size)
+    check(image, label, TURNED, centred(TURNED, box, size) + SHIFT, size)
 
 
 def test_positions_of_a_large_volume_are_exact():
@@ -81,7 +80,7 @@ def test_float64_is_interpolated_as_such():
     np.testing.assert_allclose(image_out[0].numpy(), expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("matrix", [TURNED, np.diag([0.8, 1.1, 1.0]), np.eye(3)])
+@pytest.mark.parametrize("matrix", [TURNED, np.eye(3)], ids=["turned", "copied"])
 def test_all_around_the_box_is_zero(matrix):
     image, label = case((4, 3, 5))
     found = sampled(image[:, :0], label[:0], matrix, np.zeros(3), (5, 4, 3))
@@ -130,11 +129,9 @@ def test_of_equal_shares_the_smallest_class_wins():
     image, _ = case((2, 3, 2))
     label = torch.tensor([5, 2, 9, 2, 5, 9, 9, 5, 2, 5, 2, 9], dtype=torch.uint8).view(2, 3, 2)
     corners = label[:2, :2, :2].flatten().tolist()
-    for angle in (0.0, 0.3):  # through a lattice and through any positions
-        matrix = Rotation.from_euler("z", angle).as_matrix()
-        _, label_out = sampled(image, label, matrix, np.full(3, 0.5), (1, 1, 1))
-        tied = [k for k in corners if corners.count(k) == max(map(corners.count, corners))]
-        assert len(set(tied)) > 1 and label_out.item() == min(tied)
+    _, label_out = sampled(image, label, TURNED, np.full(3, 0.5), (1, 1, 1))
+    tied = [k for k in corners if corners.count(k) == max(map(corners.count, corners))]
+    assert len(set(tied)) > 1 and label_out.item() == min(tied)
 
 
 def test_outputs_may_be_samples_of_a_batch():

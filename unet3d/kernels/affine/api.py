@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from unet3d.kernels.affine import flips, plain
-from unet3d.kernels.affine.geometry import Matrix, Offset, Voxel
+from unet3d.kernels.affine import plain
+from unet3d.kernels.affine.cells import Matrix, Offset, Voxel
 from unet3d.kernels.triton_support import triton_available
 
 IMAGE_TYPES = (torch.float16, torch.float32, torch.float64)
@@ -39,19 +39,12 @@ def sample_affine(
 
     With Triton nothing waits for a GPU. Its results differ from a CPU's by rounding only.
 
-    Args:
-        image: (C, X, Y, Z), contiguous; float16, float32 or float64.
-        label: (X, Y, Z) of the same device, contiguous; uint8 or int64, any number of classes.
-        matrix: 3 rows of 3 numbers.
-        offset: 3 numbers, in voxels.
-        image_out: (C, *size), contiguous, of any size; float64 if the image is, else float32.
-        label_out: (*size), contiguous, of the label's type: of the eight voxels around the position
-            the class with the largest sum of linear weights, of equal ones the smallest.
-        start: The first voxel of the outputs, where they are a part of larger ones; the part is as
-            it would be in these.
-
-    Raises:
-        ValueError: Shapes, types, devices or layouts are not as stated.
+    ``image`` is (C, X, Y, Z) of float16, float32 or float64, ``label`` (X, Y, Z) of uint8 or int64,
+    with any number of classes; ``image_out`` (C, *size) is float64 if the image is, else float32,
+    and ``label_out`` (*size) of the label's type: of the eight voxels around the position the class
+    with the largest sum of linear weights, of equal ones the smallest. All are contiguous and on
+    one device. Where the outputs are a part of larger ones that begins at voxel ``start``, they are
+    as they would be in these.
     """
     _check(image, label, image_out, label_out)
     if label_out.numel() == 0:
@@ -61,10 +54,9 @@ def sample_affine(
         from unet3d.kernels.affine import kernel
 
         kernel.sample(image, label, matrix, first, image_out=image_out, label_out=label_out)
-    elif (signs := flips.signs_of(matrix, first)) is not None:
-        whole = (round(first[0]), round(first[1]), round(first[2]))
+    elif (signs := _signs_of(matrix, first)) is not None:
         for box, out in ((image, image_out), (label, label_out)):
-            flips.copy(box, signs, whole, out)
+            _copy(box, signs, tuple(map(round, first)), out)
     else:
         outputs = {"image_out": image_out, "label_out": label_out}
         plain.sample(image, label, matrix, offset, **outputs, start=start)
@@ -77,6 +69,41 @@ def _position(matrix: Matrix, offset: Offset, voxel: Voxel) -> Offset:
         for row, first in zip(matrix, offset, strict=True)
     )
     return (x, y, z)
+
+
+def _signs_of(matrix: Matrix, offset: Offset) -> tuple[int, ...] | None:
+    """Return 1 or -1 for each axis if voxels are only mirrored and moved by whole steps."""
+    signs = tuple(int(row[axis]) for axis, row in enumerate(matrix))
+    mirrors = [
+        [float(sign) if other == axis else 0.0 for other in range(3)]
+        for axis, sign in enumerate(signs)
+    ]
+    copies = set(signs) <= {1, -1} and [list(row) for row in matrix] == mirrors
+    return signs if copies and all(float(step).is_integer() for step in offset) else None
+
+
+def _copy(box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], out: Tensor) -> None:
+    """Copy voxel ``sign * o + offset`` of a box (..., X, Y, Z) to voxel o, 0 where there is none.
+
+    So mirrored patches are exact to the bit.
+    """
+    part, inside = box, out
+    flipped = []
+    for axis, (sign, first) in enumerate(zip(signs, offset, strict=True), start=-3):
+        voxels, size = box.shape[axis], out.shape[axis]
+        last = first + sign * (size - 1)
+        low, high = max(0, min(first, last)), min(voxels - 1, max(first, last))
+        if low > high:
+            out.zero_()
+            return
+        begin = low - first if sign > 0 else first - high
+        part = part.narrow(axis, low, high + 1 - low)
+        inside = inside.narrow(axis, begin, high + 1 - low)
+        if sign < 0:
+            flipped.append(axis)
+    if inside.numel() < out.numel():
+        out.zero_()
+    inside.copy_(torch.flip(part, flipped) if flipped else part)
 
 
 def _check(image: Tensor, label: Tensor, image_out: Tensor, label_out: Tensor) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.affine.geometry import EQUAL_SHARES, Matrix, Offset
+from unet3d.kernels.affine.cells import EQUAL_SHARES, Matrix, Offset
 
 BLOCK_VOXELS = 128
 
