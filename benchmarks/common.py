@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from unet3d.config import Shape
-from unet3d.distributed.launched import STORE_PORT
+from unet3d.distributed import STORE_PORT
 from unet3d.distributed.processes import die_with_parent
 from unet3d.distributed.ranks import Ranks, num_cores
 from unet3d.distributed.rendezvous import joined, store_for_ranks

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from unet3d.cli.app import main
-from unet3d.distributed.command_process import import_variables
+from unet3d.distributed.commands import import_variables
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unet3d.distributed.group import Group, Stores
+from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 
 LIMIT_SECONDS = 30
@@ -49,8 +49,7 @@ class _StoreUntilError:
 def in_threads(num_ranks, work, per_machine=None):
     """Return what work returns in each rank; the error of the first rank that fails is raised."""
     store: Any = _StoreUntilError()
-    stores = Stores(values=store, lasting=store)
-    groups = [Group(place(rank, num_ranks, per_machine), stores) for rank in range(num_ranks)]
+    groups = [Group(place(rank, num_ranks, per_machine), store, store) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as threads:
         ranks = [threads.submit(work, group) for group in groups]
         done, late = wait(ranks, LIMIT_SECONDS, FIRST_EXCEPTION)

@@ -5,7 +5,7 @@ import socket
 import sys
 import traceback
 
-from unet3d.distributed.command_process import import_variables
+from unet3d.distributed.commands import import_variables
 
 
 def free_port():

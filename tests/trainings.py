@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor
 
 from tests import warm
 from unet3d.config import load_config
-from unet3d.distributed.command_process import import_variables
+from unet3d.distributed.commands import import_variables
 from unet3d.images.labels import read_label
 from unet3d.model.optimizer import Optimization
 from unet3d.reports import format as report_format

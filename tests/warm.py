@@ -28,8 +28,8 @@ import torch
 
 from unet3d import interruption
 from unet3d.__main__ import main
-from unet3d.distributed import command_process
-from unet3d.distributed.command_process import import_variables
+from unet3d.distributed import commands
+from unet3d.distributed.commands import import_variables
 
 _NUMBER_BYTES = 32
 """Of a message: a process id, or at most so many of an exit status."""
@@ -252,7 +252,7 @@ def _as_process(work: Callable[[], object], environment: Mapping[str, str]) -> N
 
 def run_command(words: list[str]) -> None:
     """Do what ``unet3d WORDS`` does; ranks and the trainings of folds that it starts are forks."""
-    vars(command_process)["subprocess"] = SimpleNamespace(
+    vars(commands)["subprocess"] = SimpleNamespace(
         Popen=_Rank, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
     )
     sys.argv = ["unet3d", *words]

@@ -3,7 +3,7 @@
 Signals are handled before anything is loaded that takes time, so nothing heavy is imported above.
 """
 
-from unet3d.distributed.launched import is_launched, is_one_of_several
+from unet3d.distributed import is_launched, is_one_of_several
 from unet3d.interruption import stop_on_signals
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.process_trees import assert_all_end
-from unet3d.distributed.command_process import import_variables
-from unet3d.distributed.commands import Command, in_words, run_commands
-from unet3d.distributed.launched import PARENT, SHARED_BY
+from unet3d.distributed import PARENT, SHARED_BY
+from unet3d.distributed.commands import import_variables, in_words, run_commands
 from unet3d.distributed.ranks import num_cores
 from unet3d.interruption import Interrupted
 
@@ -23,10 +22,10 @@ BAD = ("config", "--set", "nonsense=1")
 
 def run(*arguments, slots, goes_on=True, on_cpu=True):
     """Return the status of each command, and what they say."""
-    commands = [Command(name=f"c{index}", arguments=one) for index, one in enumerate(arguments)]
+    commands = {f"c{index}": one for index, one in enumerate(arguments)}
     said = []
     statuses = run_commands(
-        commands, slots, on_cpu=on_cpu, say=said.append, goes_on_after=lambda command: goes_on
+        commands, slots, on_cpu=on_cpu, say=said.append, goes_on_after=lambda name: goes_on
     )
     return statuses, said
 
@@ -105,7 +104,7 @@ def test_a_signal_ends_all_and_nothing_new_begins(begun, num_slots):
 def test_killing_the_first_process_leaves_no_other(begun):
     code = (
         "from unet3d.distributed.commands import *; "
-        "run_commands([Command(name='a', arguments=('config',))], [()], on_cpu=True, "
+        "run_commands({'a': ('config',)}, [()], on_cpu=True, "
         "say=print, goes_on_after=lambda _: True)"
     )
     process = subprocess.Popen(

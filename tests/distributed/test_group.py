@@ -11,9 +11,8 @@ import torch
 
 from tests.rank_threads import in_threads, place, store_of_all
 from unet3d.distributed.group import Group
-from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
-from unet3d.distributed.store_exchange import StoreExchange
+from unet3d.distributed.watch import Watch
 from unet3d.errors import LostRankError, RankError
 
 ALONE = Group(Ranks())
@@ -85,18 +84,19 @@ def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine():
 
 
 def test_the_rank_that_got_least_far_hangs():
-    store, ranks = store_of_all(), place(0, 3)
-    watches = [RankWatch(store, place(rank, 3), timedelta(seconds=0.5)) for rank in range(3)]
-    watches[1].note(4, "epoch 1, step 5")
-    watches[2].note(7, "epoch 1, step 8")
+    store = store_of_all()
+    groups = [Group(place(rank, 3), store) for rank in range(3)]
+    groups[0]._watch.timeout = timedelta(seconds=0.5)  # which open would set
+    groups[1].note(4, "epoch 1, step 5")
+    groups[2].note(7, "epoch 1, step 8")
     with pytest.raises(RankError, match=r"^rank 1 \(in epoch 1, step 5\) hangs: nothing for 0.5 s"):
-        StoreExchange(store, ranks, watches[0]).exchange(None)
+        groups[0].exchange(None)
 
 
 def test_an_error_of_a_process_group_names_the_rank_that_misses_nobody(monkeypatch):
-    monkeypatch.setattr("unet3d.distributed.rank_watch.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("unet3d.distributed.watch.GRACE_SECONDS", 0.0)
     store = store_of_all()
-    watch = RankWatch(store, place(0, 3), timedelta(seconds=1))
+    watch = Watch(store, place(0, 3))
     store.set("missing/1", "")
     with pytest.raises(LostRankError, match=r"^rank 2 \(in the start\) is gone; --resume"):
         with watch.translate_dist_errors():

@@ -18,9 +18,8 @@ from tests import warm
 from tests.ranks import environment, free_port
 from tests.trainings import SMALL, run, settings, weights, without_drawing, words
 from unet3d.distributed import launcher
-from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
-from unet3d.distributed.purpose import TRAINING
-from unet3d.distributed.ranks import report_end
+from unet3d.distributed.launcher import Failure, _reason, launch, meeting_folder
+from unet3d.distributed.ranks import TRAINING, report_end
 from unet3d.errors import Unet3dError
 from unet3d.interruption import Interrupted
 
@@ -254,11 +253,11 @@ def test_the_first_reason_counts(failures, reason):
 def test_a_rank_that_could_not_save_when_it_was_stopped_says_so(kind):
     stopped = failure(0, 143, 5, kind="interrupted", signal=15)
     full = told(1, kind, 5.1, "cannot write the checkpoint")
-    reason = _reason_of_stop([stopped, full], signal.SIGTERM)
+    reason = _reason([stopped, full], TRAINING, signal.SIGTERM)
     assert isinstance(reason, Unet3dError) and "cannot write the checkpoint" in str(reason)
-    lost = told(1, "consequence", 5.1, "rank 0 is gone")
-    assert str(_reason_of_stop([lost, stopped], signal.SIGTERM)) == "SIGTERM"
-    assert str(_reason_of_stop([stopped, failure(1, -9, 5)], signal.SIGTERM)) == "SIGTERM"
+    lost, killed = told(1, "consequence", 5.1, "rank 0 is gone"), failure(1, -9, 5)
+    assert str(_reason([lost, stopped], TRAINING, signal.SIGTERM)) == "SIGTERM"
+    assert str(_reason([stopped, killed], TRAINING, signal.SIGTERM)) == "SIGTERM"
 
 
 def test_the_meeting_folder_is_private(tmp_path, monkeypatch):

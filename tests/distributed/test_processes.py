@@ -1,16 +1,14 @@
 """Children that end with their parent, and that only the parent's signals reach."""
 
-import multiprocessing
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.process_trees import assert_all_end
 from tests.ranks import environment
-from unet3d.distributed.processes import blocked, die_with_parent, end_children
+from unet3d.distributed.processes import blocked
 
 CHILD = """
 import time
@@ -61,21 +59,3 @@ def test_blocked_signals_come_when_the_context_ends():
         assert came == [signal.SIGHUP]
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def be_deaf(ready):
-    die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ready.set()
-    time.sleep(60)
-
-
-def test_children_that_do_not_listen_are_killed():
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    child = context.Process(target=be_deaf, args=(ready,))
-    child.start()
-    assert ready.wait(30)
-    end_children([child], 0.1)
-    child.join(5)
-    assert child.exitcode == -signal.SIGKILL

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from unet3d.distributed import rendezvous as joining
-from unet3d.distributed.group import Group, Stores
+from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import name_of_start
 from unet3d.errors import RankError
@@ -45,7 +45,8 @@ def test_restarted_ranks_continue_their_own_run_only(tmp_path, restart_count):
     store.set_timeout(timedelta(seconds=5))
     group = Group(
         Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, restart_count=restart_count),
-        Stores(values=dist.PrefixStore("start", store), lasting=store),
+        dist.PrefixStore("start", store),
+        store,
     )
     (tmp_path / "checkpoint-latest.pt").touch()  # of a run of somebody else
     request = RunRequest(config_path=None, changes=(), output=tmp_path, resume=False)

@@ -1,5 +1,6 @@
 """Worker processes: what they give back, and that they end with the process that started them."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -9,7 +10,9 @@ import pytest
 from tests import warm
 from tests.distributed.unfinished_work import work_in_workers
 from tests.process_trees import assert_all_end, family_of
-from unet3d.distributed.workers import map_items
+from unet3d.distributed import workers
+from unet3d.distributed.processes import die_with_parent
+from unet3d.distributed.workers import end_workers, map_items
 from unet3d.errors import DatasetError
 
 
@@ -52,3 +55,22 @@ def test_workers_end_with_their_parent(number, whole_group, start, tmp_path):
     else:
         assert parent.returncode == 128 + number
         assert list(tmp_path.iterdir()) == []  # they have cleaned up
+
+
+def be_deaf(ready):
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(60)
+
+
+def test_workers_that_do_not_listen_are_killed(monkeypatch):
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    child = context.Process(target=be_deaf, args=(ready,))
+    child.start()
+    assert ready.wait(30)
+    monkeypatch.setattr(workers, "CLEANING_SECONDS", 0.1)
+    end_workers([child])
+    child.join(5)
+    assert child.exitcode == -signal.SIGKILL

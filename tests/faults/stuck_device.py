@@ -6,7 +6,7 @@ from functools import partial
 
 import unet3d.config
 from tests.trainings import without_drawing
-from unet3d.distributed import device_watch
+from unet3d.distributed import watch
 
 
 class StuckProgress:
@@ -41,5 +41,5 @@ def run(words, stuck, limit=None):
     if limit is not None:
         unet3d.config.load_config = with_limit
     if stuck is not None:
-        device_watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
+        watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
     without_drawing(words)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from tests.networks import place, random_checkpoint
 from tests.ranks import ends_of, start_ranks
 from unet3d.config import ParallelSettings
-from unet3d.distributed.purpose import PREDICTION
-from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import Unet3dError
 from unet3d.inference.networks import Networks

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Arguments without the program's name; None: those of the process.
     """
-    from unet3d.distributed.launched import is_launched, is_one_of_several
+    from unet3d.distributed import is_launched, is_one_of_several
     from unet3d.distributed.ranks import die_with_launcher, kind_of, leave, report_end
     from unet3d.interruption import Interrupted, interruptible
 

@@ -181,7 +181,7 @@ def predict(
             f"{scratch} is no folder; name one on a disk with space", param_hint="'--scratch'"
         )
     from unet3d.config import load_config
-    from unet3d.distributed.launched import is_launched
+    from unet3d.distributed import is_launched
 
     ranks = begin_as_rank()
     if not checkpoints and ranks.is_first:
@@ -191,7 +191,7 @@ def predict(
         click.echo(f"using {_in_words(_known(checkpoints))}")
 
     with imports_at_once():
-        from unet3d.distributed.purpose import PREDICTION
+        from unet3d.distributed.ranks import PREDICTION
         from unet3d.distributed.rendezvous import joined
         from unet3d.images.scratch import Scratch
         from unet3d.inference.mode_choice import choose_mode
@@ -314,7 +314,7 @@ def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "Parall
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
     """
     from unet3d.distributed.launcher import launch, meeting_folder
-    from unet3d.distributed.purpose import PREDICTION
+    from unet3d.distributed.ranks import PREDICTION
 
     placement = {
         "--parallel": dims.mode,

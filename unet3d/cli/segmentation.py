@@ -12,7 +12,7 @@ import click
 
 from unet3d.cli.dealing import show_left
 from unet3d.cli.output import show_error
-from unet3d.distributed.launched import is_launched
+from unet3d.distributed import is_launched
 from unet3d.errors import (
     CheckpointError,
     DatasetError,

@@ -1,4 +1,4 @@
-"""Running several ``unet3d`` commands, one after another or some of them at the same time.
+"""Running ``unet3d`` commands: ranks, or one after another, or some of them at the same time.
 
 Each is a process of its own, so that what one leaves in memory, or how it ends, is nothing to the
 next. None outlives this process: Linux kills them when it dies (``die_with_launcher``).
@@ -6,98 +6,155 @@ next. None outlives this process: Linux kills them when it dies (``die_with_laun
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import IO
 
-from unet3d.distributed.command_process import POLL_SECONDS, CommandProcess, Say, end_all, stop
-from unet3d.distributed.launched import PARENT, SHARED_BY
-from unet3d.distributed.purpose import TRAINING
-from unet3d.distributed.ranks import num_cores
+import unet3d
+from unet3d.distributed import PARENT, SHARED_BY
+from unet3d.distributed.processes import blocked
+from unet3d.distributed.ranks import TRAINING, num_cores
 from unet3d.interruption import SIGNALS, Interrupted, deferred_interruption
+
+Say = Callable[[str], object]
+"""Shows a line."""
+
+POLL_SECONDS = 0.05
+
+LAST_WORDS_SECONDS = 10.0
+"""How long a process that a command has started may outlive it, and hold its output open."""
 
 STOP_SECONDS = TRAINING.stop_seconds + 15
 """Time for commands that are asked to stop; each may itself be waiting for ranks that save."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """One command."""
+class CommandProcess:
+    """A command whose stderr goes to ``say``, from a thread, and its results nowhere.
 
-    name: str
-    """What its lines begin with, where several run at the same time."""
-    arguments: tuple[str, ...]
-    """Arguments of ``unet3d``."""
+    Where ``say`` is None, both go to the terminal.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], variables: Mapping[str, str], say: Say | None
+    ) -> None:
+        # A session of its own: Ctrl-C reaches it once, from here. It receives signals when it can
+        # handle them.
+        with blocked(*SIGNALS):
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "unet3d", *arguments],
+                env={**os.environ, **import_variables(), **variables},
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=None if say is None else subprocess.DEVNULL,
+                stderr=None if say is None else subprocess.PIPE,
+                text=True,
+                errors="backslashreplace",
+            )
+        self._reader = None
+        if say is not None and self._process.stderr is not None:
+            self._reader = Thread(target=_pass_on, args=(self._process.stderr, say), daemon=True)
+            self._reader.start()
+
+    def status(self) -> int | None:
+        """Return the exit status, or the signal that killed it, negative; None: it runs."""
+        return self._process.poll()
+
+    def send(self, signal_number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(signal_number)
+
+    def end(self) -> None:
+        """Kill the process if it runs, and see that all it said is shown."""
+        self._process.kill()
+        self._process.wait()
+        if self._reader is not None:
+            self._reader.join(LAST_WORDS_SECONDS)
+
+
+def stop(processes: Sequence[CommandProcess], signal_number: int, within_seconds: float) -> None:
+    """Ask commands to stop, wait for them, and kill those that do not."""
+    for process in processes:
+        process.send(signal_number)
+    deadline = time.monotonic() + within_seconds
+    while any(p.status() is None for p in processes) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    end_all(processes)
+
+
+def end_all(processes: Sequence[CommandProcess]) -> None:
+    """Kill the commands that run, all at once, and show what they said."""
+    for process in processes:
+        process.send(signal.SIGKILL)
+    for process in processes:
+        process.end()
+
+
+def import_variables() -> dict[str, str]:
+    """Return the variables with which a Python process imports exactly what this one does.
+
+    ``PYTHONPATH`` alone is not enough: its relative entries mean something else after a change of
+    the current folder, and entries that the program added to ``sys.path`` are not in it. So the
+    whole of ``sys.path`` is handed on, with absolute paths, and nothing is put before it.
+    """
+    paths = [os.path.abspath(path) for path in sys.path]
+    package = str(Path(unet3d.__file__).parent.parent)
+    if package not in paths:  # its folder was taken off the path after the import
+        paths.insert(0, package)
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}
 
 
 def run_commands(
-    commands: Sequence[Command],
+    commands: Mapping[str, Sequence[str]],
     slots: Sequence[Sequence[str]],
     *,
     on_cpu: bool,
     say: Say,
-    goes_on_after: Callable[[Command], bool],
+    goes_on_after: Callable[[str], bool],
 ) -> dict[str, int]:
     """Run commands in their order, as many at a time as there are slots, and wait for all of them.
 
-    With one slot a command writes to the terminal itself. With several, what they write to stderr
-    is shown line by line, each with the name of its command, and their results are not.
-
-    Each slot has words that are added to the arguments of the commands which run there. On CPUs,
-    commands that run at the same time share the cores. Those that run always go on to their end;
-    ``goes_on_after`` says whether others still begin after one that failed.
+    Each has a name and its arguments of ``unet3d``, to which the words of the slot where it runs
+    are added. With one slot a command writes to the terminal itself. With several, what they write
+    to stderr is shown line by line, each with the name of its command, and their results are not.
+    On CPUs, commands that run at the same time share the cores. Those that run always go on to
+    their end; ``goes_on_after`` says whether others still begin after one that failed.
 
     Returns the exit status of each command that was run, by its name; negative: the signal that
     killed it. Raises Interrupted after all commands have ended.
     """
-    waiting = deque(commands)
+    waiting = list(commands)
     statuses: dict[str, int] = {}
     variables = _variables(len(slots), on_cpu)
-    running: dict[int, tuple[Command, CommandProcess]] = {}
-    with deferred_interruption() as request, _ended_at_last(running):
-        while waiting or running:
-            for number, slot in enumerate(slots):
-                if number not in running and waiting:
-                    command = waiting.popleft()
-                    own_say = None if len(slots) == 1 else _named(command, say)
-                    process = CommandProcess([*command.arguments, *slot], variables, own_say)
-                    running[number] = command, process
-            if request.signal_number is not None:
-                processes = [process for _, process in running.values()]
-                stop(processes, request.signal_number, STOP_SECONDS)
-                raise Interrupted(request.signal_number)
-            for number, (command, process) in list(running.items()):
-                status = process.status()
-                if status is not None:
-                    del running[number]
-                    process.end()
-                    statuses[command.name] = status
-                    if status and not goes_on_after(command):
-                        waiting.clear()
-            time.sleep(POLL_SECONDS)
+    running: dict[int, tuple[str, CommandProcess]] = {}
+    with deferred_interruption() as request:
+        try:
+            while waiting or running:
+                for number, slot in enumerate(slots):
+                    if number not in running and waiting:
+                        name = waiting.pop(0)
+                        own_say = None if len(slots) == 1 else _named(name, say)
+                        process = CommandProcess([*commands[name], *slot], variables, own_say)
+                        running[number] = name, process
+                if request.signal_number is not None:
+                    processes = [process for _, process in running.values()]
+                    stop(processes, request.signal_number, STOP_SECONDS)
+                    raise Interrupted(request.signal_number)
+                for number, (name, process) in list(running.items()):
+                    status = process.status()
+                    if status is not None:
+                        del running[number]
+                        process.end()
+                        statuses[name] = status
+                        if status and not goes_on_after(name):
+                            waiting.clear()
+                time.sleep(POLL_SECONDS)
+        finally:  # whatever happens, none is left running
+            end_all([process for _, process in running.values()])
     return statuses
-
-
-def _named(command: Command, say: Say) -> Say:
-    return lambda line: say(f"{command.name}: {line}")
-
-
-@contextmanager
-def _ended_at_last(running: dict[int, tuple[Command, CommandProcess]]) -> Iterator[None]:
-    """Leave no command running, whatever happens in the context."""
-    try:
-        yield
-    finally:
-        end_all([process for _, process in running.values()])
-
-
-def _variables(num_slots: int, on_cpu: bool) -> dict[str, str]:
-    variables = {PARENT: str(os.getpid()), SHARED_BY: str(num_slots)}
-    if on_cpu and num_slots > 1 and "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_slots))
-    return variables
 
 
 def in_words(status: int) -> str:
@@ -107,3 +164,20 @@ def in_words(status: int) -> str:
     if status - 128 in SIGNALS:
         return f"was stopped by {signal.Signals(status - 128).name}"
     return "failed"
+
+
+def _named(name: str, say: Say) -> Say:
+    return lambda line: say(f"{name}: {line}")
+
+
+def _pass_on(stream: IO[str], say: Say) -> None:
+    with stream:
+        for line in stream:
+            say(line.rstrip())
+
+
+def _variables(num_slots: int, on_cpu: bool) -> dict[str, str]:
+    variables = {PARENT: str(os.getpid()), SHARED_BY: str(num_slots)}
+    if on_cpu and num_slots > 1 and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_slots))
+    return variables

@@ -1,18 +1,26 @@
 """The ranks of one training or prediction, and what they tell one another beside gradients.
 
 There are two channels. A *store* holds small values and outlives the ranks; it can be asked without
-waiting, so it never times out (`store_exchange`, `rank_watch`). A *gloo* group carries a message
-for every step, which is read one step after it was sent, so that no rank waits (`step_messages`),
-and the bytes of files. Gradients go through groups of their own; see
-:mod:`unet3d.parallel.exchange`. Where GPUs wait for their messages, nobody reads anything; so a
-thread watches them (`device_watch`). Nothing that one rank sends another is ever unpickled: values
-are JSON, everything else is tensors of numbers.
+waiting, so it never times out. Each thing that all ranks do together has a key there, numbered in
+the order in which they do it. A *gloo* group carries the bytes of files, and a message for every
+step, which is read one step after it was sent: so no rank waits for another, and a rank that is
+lost is noticed within a step::
+
+    step        1          2          3
+    send        flags 1    flags 2    flags 3
+    read                   flags 1    flags 2
+
+Gradients go through groups of their own; see :mod:`unet3d.parallel.exchange`. Where GPUs wait for
+their messages, nobody reads anything; so a thread watches them (`watch`). Nothing that one rank
+sends another is ever unpickled: values are JSON, everything else is tensors of numbers.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -21,63 +29,47 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unet3d.distributed.device_watch import DeviceWatch
-from unet3d.distributed.launched import MEETING_FOLDER
-from unet3d.distributed.purpose import TRAINING, Purpose
-from unet3d.distributed.rank_watch import RankWatch
-from unet3d.distributed.ranks import Ranks
-from unet3d.distributed.step_messages import StepMessages
-from unet3d.distributed.store_exchange import StoreExchange
+from unet3d.distributed import MEETING_FOLDER
+from unet3d.distributed.ranks import TRAINING, Purpose, Ranks
+from unet3d.distributed.watch import JOIN_SECONDS, Watch
+from unet3d.errors import LostRankError
 from unet3d.torch_private import Store, set_timeout
 
 Result = TypeVar("Result")
 
-JOIN_SECONDS = 600
 ENDLESS = timedelta(days=365)
+
+POLL = timedelta(seconds=0.3)
 
 PIECE_BYTES = 16 * 1024**2
 """What is sent of a file at a time; it must get through before a rank counts as hanging."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stores:
-    """Where the ranks meet."""
-
-    values: Store
-    """What they and PyTorch's process groups tell one another; empty when they start."""
-    lasting: Store
-    """What outlives a restart."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Channels:
-    """What connects a rank with the others."""
-
-    stores: Stores
-    watch: RankWatch
-    values: StoreExchange
-    steps: StepMessages
-    devices: DeviceWatch
 
 
 class Group:
     """The ranks of one job, of which this process is one; it may be the only one."""
 
     def __init__(
-        self, ranks: Ranks, stores: Stores | None = None, purpose: Purpose = TRAINING
+        self,
+        ranks: Ranks,
+        store: Store | None = None,
+        lasting: Store | None = None,
+        purpose: Purpose = TRAINING,
     ) -> None:
-        """Take a place among the ranks."""
+        """Take a place among the ranks.
+
+        The store holds what they and PyTorch's process groups tell one another, and is empty when
+        they start; the lasting one outlives a restart. A single rank needs neither.
+        """
         self.ranks = ranks
-        self._channels: _Channels | None = None
-        if stores is not None:
-            watch = RankWatch(stores.values, ranks, timedelta(seconds=JOIN_SECONDS), purpose)
-            self._channels = _Channels(
-                stores=stores,
-                watch=watch,
-                values=StoreExchange(stores.values, ranks, watch),
-                steps=StepMessages(watch),
-                devices=DeviceWatch(watch),
-            )
+        self.values = store
+        """Where ranks can read what others have written, also while those wait."""
+        self._lasting = lasting
+        self._watch = None if store is None else Watch(store, ranks, purpose)
+        self._num_keys = 0
+        self._stale_keys: deque[str] = deque()
+        self._flags: torch.Tensor | None = None
+        self._work: Any = None
+        """The message of the last step, which is under way if there are flags."""
 
     @property
     def is_first(self) -> bool:
@@ -89,21 +81,16 @@ class Group:
         """How many ranks there are."""
         return self.ranks.world_size
 
-    @property
-    def values(self) -> Store | None:
-        """Where ranks can read what others have written, also while those wait; None for one."""
-        return None if self._channels is None else self._channels.stores.values
-
     def open(self, timeout_seconds: float) -> None:
         """Connect the ranks; all of them call it. After such silence a rank is taken to hang."""
-        if self._channels is None:
+        if self._watch is None:
             return
-        self._channels.watch.timeout = timedelta(seconds=timeout_seconds)
+        self._watch.timeout = timedelta(seconds=timeout_seconds)
         self.note(-1, "the start")
         self.exchange(None)
         dist.init_process_group(
             "gloo",
-            store=self._channels.stores.values,
+            store=self._watch.store,
             rank=self.ranks.rank,
             world_size=self.size,
             timeout=timedelta(seconds=JOIN_SECONDS),
@@ -111,108 +98,117 @@ class Group:
         # From now on a rank may validate for long; the notes tell which one hangs.
         set_timeout(ENDLESS)
 
+    def close(self) -> None:
+        """Leave the others, after the last message has come."""
+        if self._watch is None or not dist.is_initialized():
+            return
+        self._wait_for_flags()
+        self.exchange(None)  # the rank that keeps the store or listens must leave last
+        self._watch.close()
+        dist.destroy_process_group()
+
     def begin(self, run: str) -> None:
         """Write down, for these ranks when they are restarted, that the run is theirs."""
-        if self._channels is not None:
-            self._channels.stores.lasting.set(f"begun/{run}", "")
+        if self._lasting is not None:
+            self._lasting.set(f"begun/{run}", "")
 
     def has_begun(self, run: str) -> bool:
         """Return whether these ranks have begun a run before they were restarted."""
-        if self._channels is None:
+        if self._lasting is None:
             return self.ranks.restart_count > 0
-        return self._channels.stores.lasting.check([f"begun/{run}"])
+        return self._lasting.check([f"begun/{run}"])
 
-    def new_group(
-        self, device: torch.device, ranks: Sequence[int] | None = None
-    ) -> dist.ProcessGroup:
-        """Return a group of ranks that moves tensors of a kind of device; all ranks call it."""
-        if self._channels is None:
+    def new_group(self, device: torch.device, size: int | None = None) -> dist.ProcessGroup:
+        """Return a group that moves tensors of a kind of device; all ranks call it.
+
+        It connects all ranks, or the ``size`` ranks in a row that this one is in; the size divides
+        the number of ranks.
+        """
+        if self._watch is None:
             raise RuntimeError("a single rank has no other to form a group with")
-        timeout = self._channels.watch.timeout
-        members = None if ranks is None else list(ranks)
-        backend = "gloo"
+        backend, timeout = "gloo", self._watch.timeout
         if device.type == "cuda":
             # Else NCCL 2.28 registers the memory of captured messages, and replays wait for ever.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             # A second net: NCCL names no rank, and does not see messages that were captured.
             backend, timeout = "nccl", 2 * timeout + timedelta(minutes=1)
-        return dist.new_group(members, backend=backend, timeout=timeout)  # type: ignore[no-any-return]
-
-    def new_subgroup(self, device: torch.device, size: int) -> dist.ProcessGroup:
-        """Return the group of ``size`` ranks in a row that this one is in; all ranks call it.
-
-        The size divides the number of ranks.
-        """
-        groups = [
-            self.new_group(device, range(first, first + size))
-            for first in range(0, self.size, size)
-        ]
-        return groups[self.ranks.rank // size]
-
-    def close(self) -> None:
-        """Leave the others, after the last message has come."""
-        if self._channels is None or not dist.is_initialized():
-            return
-        self._channels.steps.wait()
-        self.exchange(None)  # the rank that keeps the store or listens must leave last
-        self._channels.devices.close()
-        dist.destroy_process_group()
+        if size is None:
+            return dist.new_group(backend=backend, timeout=timeout)  # type: ignore[no-any-return]
+        own: dist.ProcessGroup
+        own, _ = dist.new_subgroups(size, backend=backend, timeout=timeout)  # type: ignore[no-untyped-call]
+        return own
 
     def note(self, step: int, text: str) -> None:
         """Say how far this rank is, in steps since the beginning and in words."""
-        if self._channels is not None:
-            self._channels.watch.note(step, text)
+        if self._watch is not None:
+            self._watch.note(step, text)
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Do work whose result is kept in files: the first rank, then the others, fast."""
-        return work() if self._channels is None else self._channels.values.in_turn(work)
+        """Do work whose result is kept in files: the first rank, then the others, fast.
+
+        On each machine one rank comes next, because a machine may have a disk of its own.
+        """
+        if self._watch is None:
+            return work()
+        ranks = self.ranks
+        key, machine = self._next_key(), ranks.rank - ranks.local_rank
+        if not ranks.is_first:
+            _await(self._watch.store, f"{key}/{machine if ranks.local_rank else 0}")
+        result = work()
+        if ranks.local_rank == 0:
+            self._watch.store.set(f"{key}/{machine}", "done")
+        return result
 
     def from_first(
         self,
         make: Callable[[], Result],
         *,
-        to_plain: Callable[[Result], Any] | None = None,
-        from_plain: Callable[[Any], Result] | None = None,
+        to_plain: Callable[[Result], Any] = lambda made: made,
+        from_plain: Callable[[Any], Result] = lambda plain: plain,
     ) -> Result:
         """Return what the first rank makes, however long it takes; a single rank's as it is.
 
         ``to_plain`` turns it into lists, numbers and strings, ``from_plain`` back in every rank.
         """
-        if self._channels is None:
+        if self._watch is None:
             return make()
-        to_plain = to_plain or (lambda made: made)
-        result: Result = self._channels.values.from_first(lambda: to_plain(make()))
-        return result if from_plain is None else from_plain(result)
+        key = self._next_key()
+        if self.is_first:
+            self._watch.store.set(key, json.dumps(to_plain(make())))
+        _await(self._watch.store, key)
+        return from_plain(json.loads(self._watch.store.get(key)))
 
     def file_from_first(self, path: Path, read: Callable[[Path], Result]) -> Result:
         """Return what a file holds that only the first rank needs to see; others read a copy."""
-        if self._channels is None:
+        if self._watch is None:
             return read(path)
-        limit = self._channels.watch.timeout
         if self.is_first:
             found = read(path)
-            self._broadcast_file(path, limit)
+            self._broadcast_file(path, self._watch)
             return found
         # Where `unet3d train` has started the ranks, it deletes the copy of one that is killed.
         meeting_folder = os.environ.get(MEETING_FOLDER)
         with NamedTemporaryFile(prefix="unet3d-", dir=meeting_folder) as copy:
-            self._broadcast_file(Path(copy.name), limit)
+            self._broadcast_file(Path(copy.name), self._watch)
             return read(Path(copy.name))
-
-    def _broadcast_file(self, path: Path, limit: timedelta) -> None:
-        """Send the bytes of the first rank's file to all others, which write them."""
-        num_bytes = self.from_first(lambda: path.stat().st_size)
-        content = torch.from_file(
-            str(path), shared=not self.is_first, size=num_bytes, dtype=torch.uint8
-        )
-        self.exchange(None)  # now all of them wait for it
-        with self.translate_dist_errors():
-            for piece in torch.split(content, PIECE_BYTES):
-                dist.broadcast(piece, 0, async_op=True).wait(limit)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order; all of them call it."""
-        return [value] if self._channels is None else self._channels.values.exchange(value)
+        if self._watch is None:
+            return [value]
+        store, key = self._watch.store, self._next_key()
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        own = keys[self.ranks.rank]
+        # Nobody reads this message: a rank that ends before it has sent it breaks its connections.
+        alive = dist.all_reduce(torch.zeros(1), async_op=True) if dist.is_initialized() else None
+        store.set(own, json.dumps(value))
+        _await_all(self._watch, keys, alive)
+        values = [json.loads(store.get(key)) for key in keys]
+        # A rank that comes to an exchange has read all of the one before.
+        self._stale_keys.append(own)
+        if len(self._stale_keys) > 2:
+            store.delete_key(self._stale_keys.popleft())
+        return values
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sums over all ranks, the same in each of them to the bit."""
@@ -221,23 +217,92 @@ class Group:
     def all_reduce_flags(self, stop: int, save: bool) -> tuple[int, bool]:
         """Say what this rank asks for after a step, and return what all of them do now.
 
-        The answer to the flags of a step comes after the next step, so that no rank waits for
-        another; a single rank has it at once.
+        The answer to the flags of a step comes after the next step; a single rank has it at once.
         """
-        if self._channels is None:
+        if self._watch is None:
             return stop, save
-        return self._channels.steps.all_reduce_flags(stop, save)
+        reduced = self._wait_for_flags()
+        if not reduced[0]:
+            self._flags = torch.tensor([stop, int(save and not reduced[1])])
+            with self._watch.translate_dist_errors():
+                self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
+        return reduced[0], bool(reduced[1])
+
+    def agree(self, stop: int, shards: dist.ProcessGroup | None) -> int:
+        """Return the largest number that a shard of this replica has; all of them call it.
+
+        Ranks with the slabs of one volume compute it together. A signal reaches each of them at
+        another moment; so they ask one another before each volume, and either all of them compute
+        it or none does. None: the replica is one rank.
+        """
+        if shards is None:
+            return stop
+        flag = torch.tensor([stop])
+        with self.translate_dist_errors():
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=shards)
+        return int(flag.item())
 
     def watching(self, *devices: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which messages are queued; see ``DeviceWatch.queueing``."""
-        own = self._channels
-        return nullcontext() if own is None else own.devices.queueing(*devices)
+        """Return a context in which messages are queued; see ``Watch.queueing``."""
+        return nullcontext() if self._watch is None else self._watch.queueing(*devices)
 
-    @contextmanager
-    def translate_dist_errors(self) -> Iterator[None]:
+    def translate_dist_errors(self) -> AbstractContextManager[None]:
         """Turn an error of a process group into one that names the lost rank and its last step."""
-        if self._channels is None:
-            yield
-            return
-        with self._channels.watch.translate_dist_errors():
-            yield
+        return nullcontext() if self._watch is None else self._watch.translate_dist_errors()
+
+    def _wait_for_flags(self) -> list[int]:
+        """Return the largest flags of the last step, if they are under way."""
+        flags, self._flags = self._flags, None
+        if flags is None or self._watch is None:
+            return [0, 0]
+        with self._watch.translate_dist_errors():
+            self._work.wait(self._watch.timeout)
+        return flags.tolist()
+
+    def _broadcast_file(self, path: Path, watch: Watch) -> None:
+        """Send the bytes of the first rank's file to all others, which write them."""
+        num_bytes = self.from_first(lambda: path.stat().st_size)
+        content = torch.from_file(
+            str(path), shared=not self.is_first, size=num_bytes, dtype=torch.uint8
+        )
+        self.exchange(None)  # now all of them wait for it
+        with watch.translate_dist_errors():
+            for piece in torch.split(content, PIECE_BYTES):
+                dist.broadcast(piece, 0, async_op=True).wait(watch.timeout)
+
+    def _next_key(self) -> str:
+        self._num_keys += 1
+        return f"exchange/{self._num_keys}"
+
+
+def _await(store: Store, key: str) -> None:
+    """Wait for a key, however long; a signal can interrupt it."""
+    while not _came(store, [key]):
+        pass
+
+
+def _await_all(watch: Watch, keys: Sequence[str], alive: Any) -> None:
+    """Wait until all ranks have written a key, as long as none dies and one gets further."""
+    notes, changed = None, time.monotonic()
+    while not _came(watch.store, keys):
+        if alive is not None and alive.is_completed():
+            with watch.translate_dist_errors():
+                alive.wait()
+        before, notes = notes, watch.notes()
+        if notes != before:
+            changed = time.monotonic()
+        elif time.monotonic() - changed > watch.timeout.total_seconds():
+            missing = [rank for rank, key in enumerate(keys) if not watch.store.check([key])]
+            if missing:
+                raise watch.error(missing, hangs=True)
+
+
+def _came(store: Store, keys: Sequence[str]) -> bool:
+    """Wait for keys, but not so long that a signal would have to wait, too."""
+    try:
+        store.wait(list(keys), POLL)
+    except dist.DistStoreError:
+        return False
+    except dist.DistError as error:
+        raise LostRankError("the process that started the ranks is gone") from error
+    return True

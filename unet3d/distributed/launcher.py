@@ -10,22 +10,23 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unet3d.atomic import temporary_folder
-from unet3d.distributed.command_process import POLL_SECONDS, CommandProcess, Say, end_all, stop
-from unet3d.distributed.launched import (
-    LAUNCHED,
-    MEETING_FOLDER,
-    STORE_PORT,
-    is_one_of_several,
+from unet3d.distributed import LAUNCHED, MEETING_FOLDER, STORE_PORT, is_one_of_several
+from unet3d.distributed.commands import POLL_SECONDS, CommandProcess, Say, end_all, stop
+from unet3d.distributed.ranks import (
+    ERROR_FILE,
+    RESTART_COUNT,
+    TRAINING,
+    Kind,
+    Purpose,
+    num_cores,
 )
-from unet3d.distributed.purpose import TRAINING, Purpose
-from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
 from unet3d.errors import RankError, Unet3dError
 from unet3d.interruption import SIGNALS, Interrupted, InterruptionRequest, deferred_interruption
 
@@ -60,22 +61,40 @@ class Failure:
         return self.report.get("kind")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    number: int
-    process: CommandProcess
-    error_file: Path
+class _Rank(CommandProcess):
+    """A rank that was started, and where it writes down why it ends."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        say: Say | None,
+        number: int,
+        error_file: Path,
+    ) -> None:
+        places = {"RANK": str(number), "LOCAL_RANK": str(number), ERROR_FILE: str(error_file)}
+        super().__init__(arguments, {**variables, **places}, say)
+        self.number = number
+        self._error_file = error_file
+        self._leaving_since: float | None = None
 
     def failure(self) -> Failure | None:
         """Return how it failed; None: it runs or has come to its end."""
-        status = self.process.status()
+        status = self.status()
         if not status:
             return None
         try:
-            report = json.loads(self.error_file.read_text())
+            report = json.loads(self._error_file.read_text())
         except (FileNotFoundError, ValueError):  # none, or it was killed while it wrote
             report = {}
         return Failure(rank=self.number, exit_status=status, noticed_at=time.time(), report=report)
+
+    def is_stuck(self) -> bool:
+        """Return whether it has said why it ends, and does not."""
+        if self.status() is not None or not self._error_file.exists():
+            return False
+        self._leaving_since = self._leaving_since or time.monotonic()
+        return time.monotonic() - self._leaving_since > LEAVING_SECONDS
 
 
 def meeting_folder() -> AbstractContextManager[Path]:
@@ -114,48 +133,25 @@ def launch(
                 STORE_PORT: str(port),
                 RESTART_COUNT: str(restart_count),
             }
-            with _started(arguments, num_ranks, variables, folder, say) as ranks:
+            ranks: list[_Rank] = []
+            try:
+                for number in range(num_ranks):
+                    error_file = folder / f"error-{restart_count}-{number}.json"
+                    ranks.append(_Rank(arguments, variables, say, number, error_file))
                 failures = _wait(ranks, request, purpose.stop_seconds)
+            finally:  # whatever happens, none is left running
+                end_all(ranks)
             if not failures:
                 return
-            if request.signal_number is not None:
-                raise _reason_of_stop(failures, request.signal_number, purpose)
-            reason = _reason(failures, purpose)
+            reason = _reason(failures, purpose, request.signal_number)
             is_final = isinstance(reason, Interrupted) or any(
                 one.kind == "explained" for one in failures
             )
-            if is_final or restart_count == max_restarts:
+            if is_final or request.signal_number is not None or restart_count == max_restarts:
                 raise reason
             what = str(reason).partition(";")[0]
-            number = f"{restart_count + 1} of {max_restarts}"
-            logger.warning("%s; all ranks are started again (%s)", what, number)
-
-
-@contextmanager
-def _started(
-    arguments: Sequence[str],
-    num_ranks: int,
-    variables: dict[str, str],
-    folder: Path,
-    say: Say | None,
-) -> Iterator[list[_Rank]]:
-    """Start the ranks, and leave none of them running."""
-    ranks: list[_Rank] = []
-    try:
-        for number in range(num_ranks):
-            error_file = folder / f"error-{variables[RESTART_COUNT]}-{number}.json"
-            places = {
-                "RANK": str(number),
-                "LOCAL_RANK": str(number),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                ERROR_FILE: str(error_file),
-            }
-            process = CommandProcess(arguments, {**variables, **places}, say)
-            ranks.append(_Rank(number=number, process=process, error_file=error_file))
-        yield ranks
-    finally:
-        end_all([rank.process for rank in ranks])
+            number = restart_count + 1
+            logger.warning("%s; all ranks are started again (%d of %d)", what, number, max_restarts)
 
 
 def _wait(
@@ -163,50 +159,32 @@ def _wait(
 ) -> list[Failure]:
     """Wait until all ranks have ended; if one fails, or somebody asks to stop, ask all of them.
 
-    Ranks that only ended because they were asked to are no failures.
+    Ranks that only ended because another one failed are no failures.
     """
-    processes, leaving_since = [rank.process for rank in ranks], dict[int, float]()
-    while any(rank.process.status() is None for rank in ranks):
+    while any(rank.status() is None for rank in ranks):
         if request.signal_number is not None:
-            stop(processes, request.signal_number, stop_seconds)
-            return _failures(ranks)
+            stop(ranks, request.signal_number, stop_seconds)
+            break
         failures = _failures(ranks)
-        if failures:
-            stop(processes, signal.SIGTERM, END_SECONDS)
-            return failures
-        if _is_stuck(ranks, leaving_since):
-            stop(processes, signal.SIGTERM, END_SECONDS)
-            return _failures(ranks)
+        if failures or any([rank.is_stuck() for rank in ranks]):
+            stop(ranks, signal.SIGTERM, END_SECONDS)
+            return failures or _failures(ranks)
         time.sleep(POLL_SECONDS)
     return _failures(ranks)
-
-
-def _is_stuck(ranks: Sequence[_Rank], leaving_since: dict[int, float]) -> bool:
-    """Return whether a rank has said why it ends, and does not."""
-    now = time.monotonic()
-    leaving = [rank for rank in ranks if rank.process.status() is None and rank.error_file.exists()]
-    return any(
-        now - leaving_since.setdefault(rank.number, now) > LEAVING_SECONDS for rank in leaving
-    )
 
 
 def _failures(ranks: Sequence[_Rank]) -> list[Failure]:
     return [failure for rank in ranks if (failure := rank.failure()) is not None]
 
 
-def _reason_of_stop(
-    failures: Sequence[Failure], signal_number: int, purpose: Purpose = TRAINING
+def _reason(
+    failures: Sequence[Failure], purpose: Purpose = TRAINING, stop_signal: int | None = None
 ) -> BaseException:
-    """Return that the ranks were asked to stop, or why one of them could not save."""
-    for failure in failures:
-        if failure.kind in ("explained", "unexpected", "hang"):
-            return _reason([failure], purpose)
-    return Interrupted(signal_number)
+    """Return why the first rank failed; the errors of ranks that only lost it do not count.
 
-
-def _reason(failures: Sequence[Failure], purpose: Purpose = TRAINING) -> BaseException:
-    """Return why the first rank failed; the errors of ranks that only lost it do not count."""
-    later: dict[Kind | None, int] = {None: 1, "consequence": 2}
+    Where all were asked to stop, that is the reason, unless one of them could not save.
+    """
+    later: dict[Kind | None, int] = {"interrupted": 1, None: 2, "consequence": 3}
 
     def priority(failure: Failure) -> tuple[int, float]:
         noted_at = float(failure.report.get("time", failure.noticed_at))
@@ -214,6 +192,8 @@ def _reason(failures: Sequence[Failure], purpose: Purpose = TRAINING) -> BaseExc
 
     first = min(failures, key=priority)
     kind, status = first.kind, first.exit_status
+    if stop_signal is not None and kind in later:
+        return Interrupted(stop_signal)
     if kind == "interrupted":
         return Interrupted(first.report["signal"])
     if kind in ("explained", "hang", "consequence"):
@@ -231,8 +211,10 @@ def _reason(failures: Sequence[Failure], purpose: Purpose = TRAINING) -> BaseExc
 
 
 def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
-    """Return what the ranks find in their environment, besides their places."""
+    """Return what all ranks find in their environment."""
     variables = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         LAUNCHED: str(os.getpid()),
         # What a user has set for several machines is not asked for here.
         "GLOO_SOCKET_IFNAME": "lo",

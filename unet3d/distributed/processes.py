@@ -7,25 +7,11 @@ import ctypes
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class Child(Protocol):
-    """A process of multiprocessing."""
-
-    def is_alive(self) -> bool:
-        """Return whether it has not ended."""
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -89,15 +75,3 @@ def without_main_module() -> Iterator[None]:
         yield
     finally:
         main.update(origin)
-
-
-def end_children(children: Iterable[Child], within_seconds: float) -> None:
-    """Ask processes to end, and kill those that do not."""
-    children = list(children)
-    for child in children:
-        child.terminate()
-    deadline = time.monotonic() + within_seconds
-    while any(child.is_alive() for child in children) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for child in children:
-        child.kill()

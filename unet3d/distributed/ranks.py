@@ -1,4 +1,4 @@
-"""The place of a process among those of one training, and what it reports to its launcher.
+"""The place of a process among the ranks of one job, and what it reports to its launcher.
 
 The environment variables are those of torchrun, PyTorch's way of starting a process for each
 device on one machine or many; ``unet3d train`` sets the same for the ranks that it starts.
@@ -14,13 +14,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from unet3d.distributed.launched import (
-    LAUNCHED,
-    PARENT,
-    SHARED_BY,
-    is_launched,
-    is_one_of_several,
-)
+from unet3d.distributed import LAUNCHED, PARENT, SHARED_BY, is_launched, is_one_of_several
 from unet3d.distributed.processes import die_with_parent
 from unet3d.errors import ConfigError, LostRankError, RankError, Unet3dError
 from unet3d.interruption import end_at_once
@@ -64,22 +58,15 @@ class Ranks:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        values = [os.environ.get(name, "") for name in names]
-        missing = [name for name, value in zip(names, values, strict=True) if not value.isdigit()]
+        values = {name: os.environ.get(name, "") for name in names}
+        missing = [name for name, value in values.items() if not value.isdigit()]
         if missing:
             raise ConfigError(
                 f"RANK and WORLD_SIZE are set but {', '.join(missing)} is no number; start the "
                 "ranks with torchrun, or unset RANK"
             )
-        restart_count = os.environ.get(RESTART_COUNT, "0")
-        rank, world_size, local_rank, local_world_size = map(int, values)
-        ranks = cls(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            restart_count=int(restart_count),
-        )
+        numbers = {name.lower(): int(value) for name, value in values.items()}
+        ranks = cls(**numbers, restart_count=int(os.environ.get(RESTART_COUNT, "0")))
         if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
             raise ConfigError(
                 f"RANK is {ranks.rank} of {ranks.world_size}, LOCAL_RANK {ranks.local_rank} of "
@@ -91,6 +78,31 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the rank that writes and shows."""
         return self.rank == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purpose:
+    """What ranks were started for, which decides what a user can do when one of them is lost."""
+
+    after_loss: str
+    """What to do when a rank was killed."""
+    after_silence: str
+    """What to do when a rank hangs."""
+    stop_seconds: float
+    """Time for ranks that are asked to stop, before they are killed."""
+
+
+TRAINING = Purpose(
+    after_loss="--resume continues the run",
+    after_silence="--resume continues the run, parallel.timeout_seconds waits longer",
+    stop_seconds=120.0,  # in which they end their step and save
+)
+
+PREDICTION = Purpose(
+    after_loss="give the same command again",
+    after_silence="give the same command again",
+    stop_seconds=10.0,  # nothing needs to be saved
+)
 
 
 def num_cores() -> int:

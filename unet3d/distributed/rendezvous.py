@@ -16,10 +16,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from unet3d.distributed.group import JOIN_SECONDS, Group, Stores
-from unet3d.distributed.launched import STORE_PORT
-from unet3d.distributed.purpose import TRAINING, Purpose
-from unet3d.distributed.ranks import Ranks
+from unet3d.distributed import STORE_PORT
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import TRAINING, Purpose, Ranks
+from unet3d.distributed.watch import JOIN_SECONDS
 from unet3d.errors import RankError
 from unet3d.torch_private import PrefixStore, Store
 
@@ -34,7 +34,7 @@ def joined(ranks: Ranks, purpose: Purpose = TRAINING) -> Iterator[Group]:
     if ranks.world_size == 1:
         yield Group(ranks)
         return
-    group = Group(ranks, _stores(ranks), purpose)
+    group = Group(ranks, *_stores(ranks), purpose)
     yield group
     group.close()  # not after an error: it would wait for ranks that may be gone
 
@@ -60,7 +60,8 @@ def store_for_ranks() -> Iterator[int]:
         del store  # which closes its socket
 
 
-def _stores(ranks: Ranks) -> Stores:
+def _stores(ranks: Ranks) -> tuple[Store, Store]:
+    """Return the store of this start of the ranks, and the one that outlives them."""
     limit, port = timedelta(seconds=JOIN_SECONDS), os.environ.get(STORE_PORT)
     try:
         if port is None:
@@ -77,7 +78,7 @@ def _stores(ranks: Ranks) -> Stores:
         raise RankError(f"rank {ranks.rank} cannot join the others: {reason}") from error
     # The store outlives the ranks, so each start has keys of its own: it must not read what an
     # earlier one has left.
-    return Stores(values=PrefixStore(start, lasting), lasting=lasting)
+    return PrefixStore(start, lasting), lasting
 
 
 def name_of_start(store: Store, rank: int, num_ranks: int) -> str:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-from unet3d.distributed.processes import die_with_parent, end_children, shielded_children
+from unet3d.distributed.processes import die_with_parent, shielded_children
 from unet3d.errors import DatasetError
 from unet3d.interruption import end_at_once
 
@@ -63,7 +64,7 @@ def map_items(
             pool.shutdown(cancel_futures=True)  # what is under way is kept
             raise
         except BaseException:  # somebody asked to stop
-            end_children(set(multiprocessing.active_children()) - others, CLEANING_SECONDS)
+            end_workers(set(multiprocessing.active_children()) - others)
             raise
 
 
@@ -73,6 +74,17 @@ def _counted(results: Iterable[Result], watch: Callable[[int], object]) -> list[
         done.append(result)
         watch(len(done))
     return done
+
+
+def end_workers(workers: Iterable[BaseProcess]) -> None:
+    """Ask processes to end, and kill those that do not."""
+    workers = list(workers)
+    for worker in workers:
+        worker.terminate()
+    deadline = time.monotonic() + CLEANING_SECONDS
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        worker.kill()
 
 
 def _start_worker() -> None:

@@ -9,12 +9,20 @@ networks::
     rank 1   shape, image ┴ forward pass ┴ outcome   waits for the next shape
 
 Ranks agree on the outcome of each window: where it does not fit into the memory of one of them, all
-of them leave it, and the first gets the error.
+of them leave it, and the first gets the error. But the others wait in the next exchange of the pass
+then. So the rank breaks the groups that move tensors, which gives the others an error, and all
+agree in the default group, which stays. New groups are made for what comes next.
+
+How a group breaks depends on its backend::
+
+    gloo    its connections close once nobody refers to the group, which the others notice
+    NCCL    each rank aborts its own communicators; the kernels of another would wait on
 """
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,13 +32,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unet3d.distributed.broken_groups import aborted_with_others, break_groups
 from unet3d.distributed.group import Group
 from unet3d.errors import DoesNotFitError, RankError, Unet3dError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.host import is_out_of_memory, shortage_reason
 from unet3d.model import BlockNetwork
 from unet3d.parallel import Executor, Slot, image_dtype
+from unet3d.torch_private import Store, abort_group, groups_besides_default
+
+POLL_SECONDS = 0.2
 
 NO_SHAPE = (0,) * 5
 """In place of the shape of a batch of windows: there is none, but perhaps another network."""
@@ -292,3 +302,40 @@ class SharedExecutor:
         gc.collect()
         break_groups()
         gc.collect()
+
+
+def break_groups() -> None:
+    """Abort and forget all groups but the default one.
+
+    Of gloo's, which cannot be aborted, no reference may be left elsewhere.
+    """
+    for group in groups_besides_default():
+        if dist.get_backend(group) == "nccl":
+            abort_group(group)
+        else:
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def aborted_with_others(store: Store, key: str) -> Iterator[None]:
+    """Abort the groups of NCCL in this context as soon as another rank says that it will not come.
+
+    The rank may hang in a call of CUDA meanwhile, such as one that frees memory, which waits for
+    all kernels. So a thread looks.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(POLL_SECONDS):
+            if store.check([key]):
+                for group in groups_besides_default():
+                    group.abort()
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -16,7 +16,7 @@ from typing import Any
 
 from unet3d.config import Config
 from unet3d.datasets.dataset import folds_of
-from unet3d.distributed.commands import Command, in_words, run_commands
+from unet3d.distributed.commands import in_words, run_commands
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, some
 from unet3d.inputs.reading import read_json
@@ -258,17 +258,14 @@ def _train(plan: _Plan, left: Sequence[int], quiet: bool, say: Say) -> None:
         Interrupted: They were asked to stop.
     """
     runs = {f"fold{fold}": plan.run_of(fold) for fold in left}
-    commands = [
-        Command(name=f"fold{fold}", arguments=(*_arguments(plan, fold), *(["--quiet"] * quiet)))
-        for fold in left
-    ]
+    commands = {f"fold{fold}": (*_arguments(plan, fold), *["--quiet"] * quiet) for fold in left}
     try:
         statuses = run_commands(
             commands,
             plan.slots[: len(left)],
             on_cpu=plan.on_cpu,
             say=say,
-            goes_on_after=lambda command: runs[command.name].latest.exists(),
+            goes_on_after=lambda name: runs[name].latest.exists(),
         )
     except Interrupted as interruption:
         can_resume = any(run.latest.exists() for run in runs.values())

@@ -22,11 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from unet3d.atomic import unfinished_folder
 from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import Label, ScoredLabels, label_of, values_of
 from unet3d.distributed.group import Group
-from unet3d.distributed.shard_signals import ShardSignals
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.inference.computing_precision import wanted_precision
@@ -97,7 +99,9 @@ class FinalValidation:
         self._num_shards = dims.num_shards
         self._replica, self._shard = divmod(group.ranks.rank, dims.num_shards)
         self._num_replicas = dims.num_replicas
-        self._signals = ShardSignals(group, dims.num_shards)
+        self._shards: dist.ProcessGroup | None = None
+        if dims.num_shards > 1:
+            self._shards = group.new_group(torch.device("cpu"), dims.num_shards)
         self._scored = ScoredLabels.of(experiment.preprocessing)
         values, names = experiment.preprocessing.label_values, experiment.preprocessing.label_names
         self._names = dict(list(zip(values, names, strict=True))[1:])
@@ -205,7 +209,7 @@ class FinalValidation:
             TrainedNetwork(executor=self._executor, precision=self._precision),
         )
         for number, index in enumerate(share):
-            if self._signals.agree(interruption.signal_number or 0):
+            if self._group.agree(interruption.signal_number or 0, self._shards):
                 return
             case = self._experiment.validation_files[index]
             what = f"the prediction of validation case {case.name}"

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from unet3d.distributed import is_one_of_several
 from unet3d.distributed.group import Group
-from unet3d.distributed.launched import is_one_of_several
 from unet3d.errors import Unet3dError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.meter import measured_steps

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from unet3d.config import Config, load_config
-from unet3d.distributed.command_process import Say
+from unet3d.distributed.commands import Say
 from unet3d.distributed.group import Group
 from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks

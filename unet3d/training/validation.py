@@ -10,11 +10,11 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.distributed.group import Group
-from unet3d.distributed.shard_signals import ShardSignals
 from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.label_scores import dice_per_class
 from unet3d.inference.sliding_window import (
@@ -83,8 +83,10 @@ class Validator:
         self._loss = SegmentationLoss.of(experiment.config.training, regions)
         self._replica, self._shard = divmod(group.ranks.rank, num_shards)
         self._num_replicas = group.size // num_shards
-        self._signals = ShardSignals(group, num_shards)
-        if num_shards > 1:  # it would be found out after an epoch
+        self._shards: dist.ProcessGroup | None = None
+        if num_shards > 1:
+            self._shards = group.new_group(torch.device("cpu"), num_shards)
+            # It would be found out after an epoch.
             rule = SlabRule(topology=experiment.topology, num_shards=num_shards)
             for size in self._window_sizes():
                 rule.divide(size)
@@ -114,7 +116,7 @@ class Validator:
         own: dict[int, tuple[float, list[float | None]]] = {}
         share = range(self._replica, len(cases), self._num_replicas)
         for number, index in enumerate(share):
-            if self._signals.agree(interruption.signal_number or 0):
+            if self._group.agree(interruption.signal_number or 0, self._shards):
                 break
             name = cases[index].name
             self._group.note(num_steps, f"validation of epoch {epoch}, case {name}")

@@ -141,7 +141,7 @@ class SpatialExecutor:
                 torch.cuda.set_device(device)
             process_group = group.new_group(device)
             if layout.num_shards < group.size:
-                own = group.new_subgroup(device, layout.num_shards)
+                own = group.new_group(device, layout.num_shards)
                 messages = messages or GroupMessages(own)
             messages = messages or GroupMessages(process_group)
         self._messages = messages or NoMessages()

@@ -6,16 +6,16 @@ from unittest.mock import Mock
 import pytest
 
 from tests.rank_threads import store_of_all
-from unet3d.distributed import broken_groups
-from unet3d.distributed.broken_groups import aborted_with_others
+from unet3d.inference import shared_executor
+from unet3d.inference.shared_executor import aborted_with_others
 
 
 @pytest.fixture
 def groups(monkeypatch):
     found = [Mock(), Mock()]
     # Private, because groups can be aborted only where NCCL and GPUs are.
-    monkeypatch.setattr(broken_groups, "groups_besides_default", lambda: found)
-    monkeypatch.setattr(broken_groups, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(shared_executor, "groups_besides_default", lambda: found)
+    monkeypatch.setattr(shared_executor, "POLL_SECONDS", 0.01)
     return found
 
 

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from tests.rank_threads import place, store_of_all
-from unet3d.distributed import device_watch, rank_watch
-from unet3d.distributed.device_watch import DeviceWatch, GpuProgress
+from unet3d.distributed import watch
 from unet3d.distributed.group import Group
-from unet3d.distributed.purpose import PREDICTION, TRAINING
-from unet3d.distributed.rank_watch import RankWatch
-from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.ranks import PREDICTION, TRAINING, Ranks
+from unet3d.distributed.watch import GpuProgress, Watch
 from unet3d.errors import LostRankError, RankError
 
 CPU = torch.device("cpu")
@@ -65,11 +63,10 @@ class Rank:
     """The watch of one rank, its only device, and the errors that it ends with."""
 
     def __init__(self, store, number=0, num_ranks=2, purpose=TRAINING):
-        limit = timedelta(seconds=LIMIT)
-        self.ranks = RankWatch(store, place(number, num_ranks), limit, purpose)
         self.errors: list[RankError] = []
         self.ended = threading.Event()
-        self.watch = DeviceWatch(self.ranks, self._end)
+        self.watch = Watch(store, place(number, num_ranks), purpose, self._end)
+        self.watch.timeout = timedelta(seconds=LIMIT)
 
     def _end(self, error):
         self.errors.append(error)
@@ -107,8 +104,8 @@ class Rank:
 @pytest.fixture
 def fake_devices(monkeypatch):
     monkeypatch.setattr(FakeProgress, "made", [])
-    monkeypatch.setitem(device_watch.PROGRESS, "cpu", FakeProgress)
-    monkeypatch.setattr(rank_watch, "GRACE_SECONDS", 0.01)
+    monkeypatch.setitem(watch.PROGRESS, "cpu", FakeProgress)
+    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -130,7 +127,7 @@ def rank(fake_devices, store):
 )
 def test_a_device_that_gets_no_further_names_the_lost_rank(fake_devices, store, purpose, advice):
     rank = Rank(store, purpose=purpose)
-    RankWatch(store, place(1, 2), timedelta(seconds=LIMIT)).note(4, "epoch 1, step 5")
+    Watch(store, place(1, 2)).note(4, "epoch 1, step 5")
     rank.stop_at(0)
     rank.assert_is_lost_after(LOOKS)
     rank.close()
@@ -149,7 +146,7 @@ def test_work_that_is_waited_for_before_all_is_queued_has_no_longer_limit(rank):
 
 def test_the_rest_of_a_step_is_queueing_too(rank, monkeypatch):
     """Of which there may be as much more as kernels take to compile."""
-    monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", LIMIT)
+    monkeypatch.setattr(watch, "QUEUEING_SECONDS", LIMIT)
     with rank.watch.queueing(CPU):
         rank.queue()
         rank.assert_is_lost_after(LOOKS + 4)
@@ -166,7 +163,7 @@ def test_progress_is_enough_however_far_the_main_thread_is_ahead(rank):
 
 
 def test_a_device_that_has_done_all_may_wait_for_its_next_work(rank, monkeypatch):
-    monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "QUEUEING_SECONDS", 0.0)
     rank.queue()
     rank.assert_goes_on(3 * LOOKS)
     rank.queue()
@@ -179,7 +176,7 @@ def test_a_device_that_has_done_all_may_wait_for_its_next_work(rank, monkeypatch
 
 
 def test_an_error_while_work_is_queued_leaves_nothing_to_wait_for(rank, monkeypatch):
-    monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "QUEUEING_SECONDS", 0.0)
     with pytest.raises(torch.OutOfMemoryError), rank.watch.queueing(CPU):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert rank.device.number == 0
@@ -204,14 +201,14 @@ def test_nothing_happens_after_the_end_of_the_watch(rank):
 
 
 def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(rank, monkeypatch):
-    is_naming, lost = threading.Event(), rank.ranks.lost
+    is_naming, lost = threading.Event(), rank.watch.lost
 
     def named(hangs):
         rank.watch._closed.set()  # as close does before it waits for the thread
         is_naming.set()
         return lost(hangs)
 
-    monkeypatch.setattr(rank.ranks, "lost", named)
+    monkeypatch.setattr(rank.watch, "lost", named)
     rank.stop_at(0)
     rank.device.let_look(LOOKS)
     assert is_naming.wait(10)
@@ -221,11 +218,11 @@ def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(rank, monkeypat
 
 def test_ranks_that_miss_one_say_so_together(fake_devices, store, monkeypatch):
     """Else they would name each other, because one looks or notices later."""
-    monkeypatch.setattr(rank_watch, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(watch, "GRACE_SECONDS", 2.0)
     late = Rank(store, 0, num_ranks=3)
     late.stop_at(0)
     late.assert_goes_on(3)  # a quarter of the time has passed
-    early, named = RankWatch(store, place(2, 3), timedelta(seconds=LIMIT)), list[RankError]()
+    early, named = Watch(store, place(2, 3)), list[RankError]()
     thread = threading.Thread(target=lambda: named.append(early.lost(hangs=True)))
     thread.start()
     store.wait(["missing/2"], timedelta(seconds=10))
@@ -239,7 +236,7 @@ def test_ranks_that_miss_one_say_so_together(fake_devices, store, monkeypatch):
 
 
 def test_a_rank_that_could_go_on_misses_nobody(fake_devices, store):
-    first, second = (RankWatch(store, place(r, 2), timedelta(seconds=LIMIT)) for r in range(2))
+    first, second = (Watch(store, place(rank, 2)) for rank in range(2))
     with pytest.raises(LostRankError), first.translate_dist_errors():
         raise RuntimeError("[gloo/transport/tcp] Connection closed by peer")
     assert second.is_missed() and not first.is_missed()

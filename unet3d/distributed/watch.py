@@ -1,0 +1,237 @@
+"""How far each rank is, and which one is lost where the others, or their GPUs, wait in vain.
+
+Every rank leaves notes in a store that can be asked without waiting, so they can be read when every
+other connection is broken. A rank that misses another says so there, too: the one that is lost is
+the one that misses nobody.
+
+Where main threads wait for one another, gloo's time limit tells that a rank hangs. But messages of
+GPUs are queued, and it is the GPU that waits for them: without any limit, if they are captured in a
+CUDA graph. The main thread then stops in the next call that waits for the GPU, where no exception
+and no signal reaches it. So a thread looks how far the GPU is::
+
+    main thread   queue 6, 7 ── read a loss ................................ (for ever)
+    GPU           6 ── 7, which waits for rank 1 ........................... (for ever)
+    thread        5    6    6    6    6    6    6   rank 1 is named, the process ends
+
+The thread makes no call of CUDA, which might wait for the main thread's: the GPU itself writes into
+host memory how far it is. Only time in which the thread looks is counted, so ranks that were all
+suspended and go on do not take one another for lost.
+
+To end a process there is as safe as to kill it, which tests do at random moments. Files are written
+beside their names and then renamed; of ``metrics.jsonl`` a line that was not finished is dropped by
+whoever reads it, and its epoch runs again; what this process has started ends with it.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unet3d.distributed.ranks import TRAINING, Purpose, Ranks, end_process
+from unet3d.errors import LostRankError, RankError
+from unet3d.torch_private import Store
+
+JOIN_SECONDS = 600
+
+GRACE_SECONDS = 2.0
+"""How long a rank that misses another waits for the rest to say that they miss it too."""
+
+POLL_SECONDS = 1.0
+"""How often the thread looks, at least; it takes a rank four looks to be lost."""
+
+QUEUEING_SECONDS = 300.0
+"""What the main thread may take longer to queue work than a GPU may take for it: the first time,
+kernels are compiled. It stops there only if so much is queued that the driver takes no more."""
+
+START = (-1, "the start")
+"""How far a rank is that has not written a note."""
+
+Notes = dict[int, tuple[int, str]]
+"""Steps since the beginning by rank, and the same for people."""
+
+
+class GpuProgress:
+    """How far a GPU is, as a number in host memory to which the GPU copies it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._next = torch.zeros((), dtype=torch.int64, device=device)
+        self._noted = torch.zeros((), dtype=torch.int64, pin_memory=True)
+
+    def queue(self, number: int) -> None:
+        """Have the GPU note a number when it has done all that its current stream has by now."""
+        self._next.fill_(number)
+        self._noted.copy_(self._next, non_blocking=True)
+
+    def reached(self) -> int:
+        """Return the last number that it has noted, or 0, without asking the GPU."""
+        return int(self._noted)
+
+
+PROGRESS: dict[str, Callable[[torch.device], GpuProgress]] = {"cuda": GpuProgress}
+"""What tells how far a device is, by its type; on others, gloo waits, which has its own limit."""
+
+
+class _Device:
+    """What the main thread queues on a device; all else is the watching thread's."""
+
+    def __init__(self, progress: GpuProgress) -> None:
+        self.progress = progress
+        self.num_queued = 0
+        self.depth = 0
+        """Contexts in which the main thread is queueing, one in another."""
+        self._silent_seconds = 0.0
+        self._seen = (0, False)
+
+    def silence(self, seconds: float) -> float:
+        """Return for how many seconds too little has happened; negative: there is more time."""
+        reached = self.progress.reached()
+        is_waited_for = reached < self.num_queued
+        before, self._seen = self._seen, (reached, is_waited_for)
+        is_idle = not is_waited_for and self.depth == 0
+        self._silent_seconds += seconds
+        if is_idle or self._seen != before:
+            self._silent_seconds = 0.0
+        return self._silent_seconds - (0.0 if is_waited_for else QUEUEING_SECONDS)
+
+
+class Watch:
+    """Keeps the notes of all ranks, names the one that is lost, and ends this one if it must."""
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Ranks,
+        purpose: Purpose = TRAINING,
+        end: Callable[[RankError], object] = end_process,
+    ) -> None:
+        """Start without any notes, and without a device to watch."""
+        self.store = store
+        self.timeout = timedelta(seconds=JOIN_SECONDS)
+        self._ranks = ranks
+        self._others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self._purpose = purpose
+        self._has_missed = False
+        self._end = end
+        self._devices: dict[torch.device, _Device] = {}
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def note(self, step: int, text: str) -> None:
+        """Write down how far this rank is."""
+        if self._has_missed:  # but could go on: ranks may do so when memory has run out
+            self.store.delete_key(f"missing/{self._ranks.rank}")
+            self._has_missed = False
+        self.store.set(f"note/{self._ranks.rank}", json.dumps([step, text]))
+
+    def notes(self) -> Notes:
+        """Return what the ranks have written down last."""
+        notes = {}
+        for rank in range(self._ranks.world_size):
+            if self.store.check([f"note/{rank}"]):
+                step, text = json.loads(self.store.get(f"note/{rank}"))
+                notes[rank] = (step, text)
+        return notes
+
+    @contextmanager
+    def translate_dist_errors(self) -> Iterator[None]:
+        """Turn an error of a process group into one that names the lost rank and its last step."""
+        try:
+            yield
+        except RuntimeError as error:  # gloo has no class of its own
+            text = str(error).lower()
+            hangs = "timed out" in text
+            if not (isinstance(error, dist.DistError) or "gloo" in text or hangs):
+                raise
+            self._has_missed = True
+            raise self.lost(hangs) from error
+
+    def is_missed(self) -> bool:
+        """Return whether another rank says now that it misses one."""
+        try:
+            return any(self.store.check([f"missing/{rank}"]) for rank in self._others)
+        except (RuntimeError, RankError):  # the store is gone
+            return False
+
+    def lost(self, hangs: bool) -> RankError:
+        """Return the error that names the missing rank: the one that does not miss another.
+
+        Takes ``GRACE_SECONDS``; any thread may call it.
+        """
+        try:
+            self.store.set(f"missing/{self._ranks.rank}", "")
+            time.sleep(GRACE_SECONDS)
+            silent = [one for one in self._others if not self.store.check([f"missing/{one}"])]
+            return self.error(silent or self._others, hangs)
+        except (RuntimeError, RankError):  # the store is gone too
+            return LostRankError("the other ranks are gone")
+
+    def error(self, suspects: Sequence[int], hangs: bool) -> RankError:
+        """Return the error that names those of the suspects which have got least far."""
+        notes = self.notes()
+        last = min(notes.get(rank, START)[0] for rank in suspects)
+        names = ", ".join(
+            f"rank {rank} (in {notes.get(rank, START)[1]})"
+            for rank in suspects
+            if notes.get(rank, START)[0] == last
+        )
+        if not hangs:
+            return LostRankError(f"{names} is gone; {self._purpose.after_loss}")
+        return RankError(
+            f"{names} hangs: nothing for {self.timeout.total_seconds():g} s; "
+            f"{self._purpose.after_silence}"
+        )
+
+    @contextmanager
+    def queueing(self, *devices: torch.device) -> Iterator[None]:
+        """Watch over devices from this context on, until they have done what is queued in it.
+
+        Where work is waited for before all is queued, it needs a context of its own inside, which
+        ends before the wait: else that counts as time to queue, of which there is more.
+
+        Nothing may be captured where the context ends. An error in it leaves what was queued alone:
+        whoever gets it knows what the devices wait for.
+        """
+        watched = [self._watched(device) for device in devices if device.type in PROGRESS]
+        for one in watched:
+            one.depth += 1
+        try:
+            yield
+        finally:
+            for one in watched:
+                one.depth -= 1
+        for one in watched:
+            one.num_queued += 1
+            one.progress.queue(one.num_queued)
+
+    def close(self) -> None:
+        """End the watch: all that was queued will be done."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watched(self, device: torch.device) -> _Device:
+        if device not in self._devices:
+            self._devices[device] = _Device(PROGRESS[device.type](device))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread.start()
+        return self._devices[device]
+
+    def _look(self) -> None:
+        """Look at the devices until the end of the watch, or of the process."""
+        limit = self.timeout.total_seconds()
+        poll_seconds = min(POLL_SECONDS, limit / 4)
+        while not self._closed.wait(poll_seconds):
+            silence = max(one.silence(poll_seconds) for one in list(self._devices.values()))
+            # All ranks that miss one must say so at the same time, or they name one another; some
+            # notice it on their CPUs, or later.
+            if silence >= limit or (silence >= limit / 4 and self.is_missed()):
+                error = self.lost(hangs=True)
+                if not self._closed.is_set():
+                    self._end(error)
+                return
