@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,14 +11,15 @@ from unet3d.memory.fake_devices import is_fake_device
 
 logger = logging.getLogger(__name__)
 
+_other_ranks_can = True
+
 
 def triton_available(x: Tensor) -> bool:
-    """Return whether Triton can compile for the device of a tensor.
+    """Return whether Triton can compile for the device of a tensor, in all ranks that have agreed.
 
-    Args:
-        x: Any tensor; a fake device is taken to have what its GPU needs.
+    A fake device is taken to have what its GPU needs.
     """
-    return is_fake_device(x.device) or (x.is_cuda and works())
+    return is_fake_device(x.device) or (x.is_cuda and _other_ranks_can and works())
 
 
 @functools.cache
@@ -34,3 +36,24 @@ def works() -> bool:
         )
         return False
     return True
+
+
+def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
+    """Let all ranks use the kernels, or none; all of them call it, each with its own devices.
+
+    A kernel sends other sums than the plain operations that stand for it, so ranks which differ
+    would gather unequal shapes. ``exchange`` maps this rank's answer to those of all ranks.
+    """
+    global _other_ranks_can
+    own = True
+    gpus = [device for device in devices if device.type == "cuda"]
+    if gpus:
+        with torch.cuda.device(gpus[0]):
+            own = works()
+    answers = exchange(own)
+    _other_ranks_can = all(answers)
+    if own and not _other_ranks_can:
+        logger.warning(
+            "Triton cannot compile in rank %d, so training is several times slower in all ranks",
+            list(answers).index(False),
+        )

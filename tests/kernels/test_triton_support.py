@@ -1,0 +1,55 @@
+"""Where one rank cannot compile Triton's kernels, no rank uses them."""
+
+from contextlib import nullcontext
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tests.plain_network import make_network, make_topology
+from tests.rank_threads import place
+from unet3d import parallel
+from unet3d.distributed.group import Group
+from unet3d.kernels import triton_support
+from unet3d.parallel import Layout, parallelize
+
+GPU = torch.device("cuda", 0)
+ON_GPU = Mock(device=GPU, is_cuda=True)
+
+
+@pytest.fixture(autouse=True)
+def working_gpu(monkeypatch):
+    """A GPU for which Triton compiles in this process."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(triton_support, "works", lambda: True)
+    monkeypatch.setattr(triton_support, "_other_ranks_can", True)
+
+
+@pytest.mark.parametrize("others_can", [True, False])
+@pytest.mark.parametrize("mode", ["FlatExchange", "SpatialExecutor"])
+def test_ranks_agree_when_a_network_is_placed(others_can, mode, monkeypatch, caplog):
+    asked = []
+
+    def exchange(own):
+        asked.append(own)
+        return [own, others_can]
+
+    group = Group(place(0, 2))
+    monkeypatch.setattr(group, "exchange", exchange)
+    monkeypatch.setattr(parallel, "PipelineExecutor", Mock())
+    monkeypatch.setattr(parallel, "SpatialExecutor", Mock())
+    monkeypatch.setattr(parallel, "make_stages", Mock())
+    layout = Layout(devices=(GPU,), num_shards=2 if mode == "SpatialExecutor" else 1)
+    assert triton_support.triton_available(ON_GPU)
+    parallelize(make_network(make_topology()), layout, group)
+    assert asked == [True]
+    assert triton_support.triton_available(ON_GPU) == others_can
+    said = ["Triton cannot compile in rank 1, so training is several times slower in all ranks"]
+    assert caplog.messages == ([] if others_can else said)
+
+
+def test_a_rank_on_a_cpu_takes_part_and_asks_nobody(monkeypatch):
+    monkeypatch.setattr(triton_support, "works", Mock(side_effect=AssertionError))
+    answers = []
+    triton_support.agree([torch.device("cpu")], lambda own: answers.append(own) or [own, True])
+    assert answers == [True]
