@@ -3,13 +3,13 @@
 Signals are handled before anything is loaded that takes time, so nothing heavy is imported above.
 """
 
-from unet3d.distributed import is_launched, is_one_of_several
+from unet3d.distributed import is_started
 from unet3d.interruption import stop_on_signals
 
 
 def main() -> None:
     """Run the command line and exit."""
-    stop_on_signals(is_rank=is_launched() or is_one_of_several())
+    stop_on_signals(is_rank=is_started())
 
     from unet3d.cli.app import main as run
     from unet3d.distributed.ranks import leave

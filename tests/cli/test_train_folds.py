@@ -140,7 +140,7 @@ def test_folds_that_fail_are_named_and_there_is_no_summary(monkeypatch, capsys):
     def fail(commands, slots, *, goes_on_after, **more):
         Path("folds/fold0").mkdir()
         Path("folds/fold0/checkpoint-latest.pt").touch()
-        asked.update({command.name: goes_on_after(command) for command in commands})
+        asked.update({name: goes_on_after(name) for name in commands})
         return {"fold0": 1, "fold1": -signal.SIGKILL}
 
     monkeypatch.setattr(cross_validation, "run_commands", fail)

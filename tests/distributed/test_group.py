@@ -35,7 +35,8 @@ def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
 ):
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "meeting").mkdir()
-    monkeypatch.setenv("UNET3D_MEETING_FOLDER", str(tmp_path / "meeting"))
+    monkeypatch.setenv("UNET3D_STORE_PORT", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "meeting" / "error.json"))
     monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: Mock())
     folders = in_threads(
         2, lambda one: one.file_from_first(tmp_path / "file", lambda at: at.parent)

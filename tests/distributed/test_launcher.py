@@ -35,11 +35,10 @@ def test_a_rank_that_cannot_end_is_ended(tmp_path, monkeypatch):
         "    if os.environ['RANK'] == '0':\n"
         "        from unet3d.distributed.ranks import report_end\n"
         "        from unet3d.errors import RankError\n"
-        "        report_end(RankError('rank 1 (in epoch 3) hangs'), 'hang')\n"
+        "        report_end(RankError('rank 1 (in epoch 3) hangs'))\n"
         "    time.sleep(1000)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(launcher, "LEAVING_SECONDS", 1.0)
     monkeypatch.setattr(launcher, "END_SECONDS", 1.0)
     with pytest.raises(Unet3dError, match=r"^rank 1 \(in epoch 3\) hangs$"):
         launch(["--version"], tmp_path, num_ranks=2, max_restarts=0, on_gpus=False)
@@ -221,27 +220,27 @@ def make_networks(names, ends):
 # in such an order, within milliseconds.
 
 
-def failure(rank, exit_status, seconds, **report):
-    return Failure(rank=rank, exit_status=exit_status, noticed_at=seconds, report=report)
+def failure(rank, exit_status, **report):
+    return Failure(rank, exit_status, report)
 
 
 def told(rank, kind, seconds, text):
     report = {"kind": kind, "time": seconds, "message": {"message": text}}
-    return failure(rank, 1, seconds + 1, **report)
+    return failure(rank, 1, **report)
 
 
 @pytest.mark.parametrize(
     ("failures", "reason"),
     [
-        ([told(0, "consequence", 5.1, "gone"), failure(1, -9, 5)], "rank 1 was killed by SIGKILL"),
+        ([told(0, "consequence", 5.1, "gone"), failure(1, -9)], "rank 1 was killed by SIGKILL"),
         ([told(0, "explained", 5.2, "late"), told(1, "explained", 5.1, "first")], "first"),
         (
-            [failure(0, -15, 4), told(1, "unexpected", 5.1, "KeyError: 3")],
+            [failure(0, -15), told(1, "unexpected", 5.1, "KeyError: 3")],
             "rank 1 stopped with",
         ),
         ([told(0, "consequence", 5.1, "rank 1 is gone")], "rank 1 is gone"),
-        ([failure(2, 7, 5)], "rank 2 ended with status 7"),
-        ([failure(2, 143, 5)], "SIGTERM"),
+        ([failure(2, 7)], "rank 2 ended with status 7"),
+        ([failure(2, 143)], "SIGTERM"),
     ],
     ids=("killed", "earliest", "not its own", "consequence", "status", "while loading"),
 )
@@ -251,11 +250,11 @@ def test_the_first_reason_counts(failures, reason):
 
 @pytest.mark.parametrize("kind", ["explained", "unexpected", "hang"])
 def test_a_rank_that_could_not_save_when_it_was_stopped_says_so(kind):
-    stopped = failure(0, 143, 5, kind="interrupted", signal=15)
+    stopped = failure(0, 143, kind="interrupted", signal=15)
     full = told(1, kind, 5.1, "cannot write the checkpoint")
     reason = _reason([stopped, full], TRAINING, signal.SIGTERM)
     assert isinstance(reason, Unet3dError) and "cannot write the checkpoint" in str(reason)
-    lost, killed = told(1, "consequence", 5.1, "rank 0 is gone"), failure(1, -9, 5)
+    lost, killed = told(1, "consequence", 5.1, "rank 0 is gone"), failure(1, -9)
     assert str(_reason([lost, stopped], TRAINING, signal.SIGTERM)) == "SIGTERM"
     assert str(_reason([stopped, killed], TRAINING, signal.SIGTERM)) == "SIGTERM"
 
@@ -267,16 +266,16 @@ def test_the_meeting_folder_is_private(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("kind", "has_traceback"), [("explained", False), ("unexpected", True)])
+@pytest.mark.parametrize(("kind", "has_traceback"), [(Unet3dError, False), (KeyError, True)])
 def test_torchrun_is_shown_a_traceback_only_of_what_we_do_not_explain(
     tmp_path, monkeypatch, kind, has_traceback
 ):
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     try:
-        raise KeyError("which")
-    except KeyError as error:
-        report_end(error, kind)
+        raise kind("which")
+    except kind as error:
+        report_end(error)
     shown = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
     assert "which" in shown
     assert ("Traceback" in shown) == has_traceback

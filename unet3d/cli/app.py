@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Arguments without the program's name; None: those of the process.
     """
-    from unet3d.distributed import is_launched, is_one_of_several
-    from unet3d.distributed.ranks import die_with_launcher, kind_of, leave, report_end
+    from unet3d.distributed import is_launched, is_started
+    from unet3d.distributed.ranks import die_with_launcher, leave, report_end
     from unet3d.interruption import Interrupted, interruptible
 
     for stream in (sys.stdout, sys.stderr):
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except Unet3dError as error:
         error.args = (named_as_typed(str(error), arguments),)
-        report_end(error, kind_of(error))
+        report_end(error)
         if debug:
             raise
         if not is_launched():  # else the process that started the ranks shows it, once
@@ -71,26 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:  # such as a full disk, in the middle of a run
         place = f"{error.filename}: " if error.filename else ""
         explained = Unet3dError(f"{place}{reason_of(error)}; --debug shows where")
-        report_end(explained, "explained")
+        report_end(explained)
         if debug:
             raise
         if not is_launched():
             show_error(explained)
         leave(1)
     except Interrupted as interruption:
-        report_end(interruption, "interrupted", interruption.signal_number)
-        if not is_launched() and not is_one_of_several():
+        report_end(interruption)
+        if not is_started():
             advice = "; continue with --resume" if interruption.can_resume else ""
             click.echo(f"Stopped by {interruption}{advice}", err=True)
         leave(interruption.exit_status)
     except (click.Abort, KeyboardInterrupt):
         stopped = Interrupted(signal.SIGINT)
-        report_end(stopped, "interrupted", stopped.signal_number)
+        report_end(stopped)
         if not is_launched():
             click.echo("Stopped", err=True)
         leave(stopped.exit_status)
     except Exception as error:
-        report_end(error, "unexpected")
+        report_end(error)
         if debug or not is_launched():
             raise
         leave(1)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import IO
@@ -75,7 +75,7 @@ class CommandProcess:
             self._reader.join(LAST_WORDS_SECONDS)
 
 
-def stop(processes: Sequence[CommandProcess], signal_number: int, within_seconds: float) -> None:
+def stop(processes: Collection[CommandProcess], signal_number: int, within_seconds: float) -> None:
     """Ask commands to stop, wait for them, and kill those that do not."""
     for process in processes:
         process.send(signal_number)
@@ -85,7 +85,7 @@ def stop(processes: Sequence[CommandProcess], signal_number: int, within_seconds
     end_all(processes)
 
 
-def end_all(processes: Sequence[CommandProcess]) -> None:
+def end_all(processes: Collection[CommandProcess]) -> None:
     """Kill the commands that run, all at once, and show what they said."""
     for process in processes:
         process.send(signal.SIGKILL)

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unet3d.distributed import MEETING_FOLDER
-from unet3d.distributed.ranks import TRAINING, Purpose, Ranks
+from unet3d.distributed import is_launched
+from unet3d.distributed.ranks import ERROR_FILE, TRAINING, Purpose, Ranks
 from unet3d.distributed.watch import JOIN_SECONDS, Watch
 from unet3d.errors import LostRankError
 from unet3d.torch_private import Store, set_timeout
@@ -186,9 +186,9 @@ class Group:
             found = read(path)
             self._broadcast_file(path, self._watch)
             return found
-        # Where `unet3d train` has started the ranks, it deletes the copy of one that is killed.
-        meeting_folder = os.environ.get(MEETING_FOLDER)
-        with NamedTemporaryFile(prefix="unet3d-", dir=meeting_folder) as copy:
+        # The command that has started the ranks deletes the copy of one that is killed.
+        error_file = os.environ.get(ERROR_FILE, "") if is_launched() else ""
+        with NamedTemporaryFile(prefix="unet3d-", dir=os.path.dirname(error_file) or None) as copy:
             self._broadcast_file(Path(copy.name), self._watch)
             return read(Path(copy.name))
 

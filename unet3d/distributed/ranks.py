@@ -12,12 +12,12 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import NoReturn
 
-from unet3d.distributed import LAUNCHED, PARENT, SHARED_BY, is_launched, is_one_of_several
+from unet3d.distributed import PARENT, SHARED_BY, is_launched, is_started
 from unet3d.distributed.processes import die_with_parent
 from unet3d.errors import ConfigError, LostRankError, RankError, Unet3dError
-from unet3d.interruption import end_at_once
+from unet3d.interruption import Interrupted, end_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,13 @@ LEAVE_SECONDS = 10.0
 _ending = threading.RLock()
 """Taken, and never given back, by the thread that says why this process ends."""
 
-Kind = Literal["explained", "unexpected", "interrupted", "hang", "consequence"]
-"""What ended a rank: an explained error, an unexpected one, a signal, another rank that hangs, or
-one that has ended."""
+KINDS: dict[type[BaseException], str] = {
+    LostRankError: "consequence",
+    RankError: "hang",
+    Unet3dError: "explained",
+    Interrupted: "interrupted",
+}
+"""What ends a rank: the end of another, one that hangs, an explained error or a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +118,7 @@ def num_cores() -> int:
 
 def die_with_launcher() -> None:
     """Have Linux kill this process, if another command has started it, when that one dies."""
-    if is_launched():
-        die_with_parent(int(os.environ[LAUNCHED]))
-    elif is_one_of_several():
+    if is_started():
         die_with_parent(int(os.environ[PARENT]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
@@ -135,42 +137,28 @@ def leave(status: int) -> NoReturn:
 
     What a rank shares with others that are gone, also on a GPU, cannot be taken down in order.
     """
-    try:
-        is_alone = Ranks.from_environment().world_size == 1
-    except ConfigError:  # so it has joined nobody
-        is_alone = True
-    if not is_alone:
-        _leave_at_once(status)
+    places = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    if all(map(str.isdigit, places)) and places[1] != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end_at_once(status)
     sys.exit(status)
 
 
-def end_process(error: Unet3dError) -> NoReturn:
+def end_process(error: RankError) -> NoReturn:
     """Say why this rank ends, and end it, also where its main thread can do neither.
 
     Where the main thread says so at the same time, only one of them does.
     """
     if not _ending.acquire(timeout=LEAVE_SECONDS):
         os._exit(1)  # the main thread has said it, and stops in what it cleans up
-    report_end(error, kind_of(error))
+    report_end(error)
     if not is_launched():  # else the process that started the ranks shows it, once
         logger.error("Error: %s", " ".join(str(error).split()))
-    _leave_at_once(1)
+    leave(1)
 
 
-def _leave_at_once(status: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    end_at_once(status)
-
-
-def kind_of(error: Unet3dError) -> Kind:
-    """Return which kind of reason an explained error is."""
-    if isinstance(error, LostRankError):
-        return "consequence"
-    return "hang" if isinstance(error, RankError) else "explained"
-
-
-def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None:
+def report_end(error: BaseException) -> None:
     """Write down why this rank ends, in the form and place that torch elastic expects.
 
     The thread that calls it must end the process: another one that calls it waits for that.
@@ -179,6 +167,7 @@ def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return
+    kind = next((KINDS[one] for one in type(error).__mro__ if one in KINDS), "unexpected")
     now = time.time()
     message = " ".join(str(error).split())
     if kind == "unexpected":
@@ -191,7 +180,7 @@ def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None
             "extraInfo": {"py_callstack": shown, "timestamp": str(int(now))},
         },
         "kind": kind,
-        "signal": signal_number,
+        "signal": error.signal_number if isinstance(error, Interrupted) else 0,
         "time": now,
     }
     with open(path, "w") as file:

@@ -17,9 +17,8 @@ The thread makes no call of CUDA, which might wait for the main thread's: the GP
 host memory how far it is. Only time in which the thread looks is counted, so ranks that were all
 suspended and go on do not take one another for lost.
 
-To end a process there is as safe as to kill it, which tests do at random moments. Files are written
-beside their names and then renamed; of ``metrics.jsonl`` a line that was not finished is dropped by
-whoever reads it, and its epoch runs again; what this process has started ends with it.
+To end a process there is as safe as to kill it, which tests do at random moments: files are renamed
+when they are whole, and what the process has started ends with it.
 """
 
 import json
@@ -47,12 +46,6 @@ POLL_SECONDS = 1.0
 QUEUEING_SECONDS = 300.0
 """What the main thread may take longer to queue work than a GPU may take for it: the first time,
 kernels are compiled. It stops there only if so much is queued that the driver takes no more."""
-
-START = (-1, "the start")
-"""How far a rank is that has not written a note."""
-
-Notes = dict[int, tuple[int, str]]
-"""Steps since the beginning by rank, and the same for people."""
 
 
 class GpuProgress:
@@ -128,10 +121,10 @@ class Watch:
             self._has_missed = False
         self.store.set(f"note/{self._ranks.rank}", json.dumps([step, text]))
 
-    def notes(self) -> Notes:
-        """Return what the ranks have written down last."""
-        notes = {}
-        for rank in range(self._ranks.world_size):
+    def notes(self) -> list[tuple[int, str]]:
+        """Return what each rank has written down last: steps since the beginning, and in words."""
+        notes = [(-1, "the start")] * self._ranks.world_size
+        for rank in range(len(notes)):
             if self.store.check([f"note/{rank}"]):
                 step, text = json.loads(self.store.get(f"note/{rank}"))
                 notes[rank] = (step, text)
@@ -173,11 +166,9 @@ class Watch:
     def error(self, suspects: Sequence[int], hangs: bool) -> RankError:
         """Return the error that names those of the suspects which have got least far."""
         notes = self.notes()
-        last = min(notes.get(rank, START)[0] for rank in suspects)
+        last = min(notes[rank][0] for rank in suspects)
         names = ", ".join(
-            f"rank {rank} (in {notes.get(rank, START)[1]})"
-            for rank in suspects
-            if notes.get(rank, START)[0] == last
+            f"rank {rank} (in {notes[rank][1]})" for rank in suspects if notes[rank][0] == last
         )
         if not hangs:
             return LostRankError(f"{names} is gone; {self._purpose.after_loss}")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from unet3d.distributed import is_one_of_several
+from unet3d.distributed import is_started
 from unet3d.distributed.group import Group
 from unet3d.errors import Unet3dError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
@@ -157,7 +157,7 @@ class TrainingLoop:
         )
         with (
             closing(self.loader),
-            deferred_interruption(self.group.size > 1 or is_one_of_several()) as interruption,
+            deferred_interruption(self.group.size > 1 or is_started()) as interruption,
             line.shown(),
         ):
             if self.recorder.resumed_epoch is None:
