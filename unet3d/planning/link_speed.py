@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unet3d.distributed.command_process import import_variables
+from unet3d.distributed.commands import import_variables
 
 logger = logging.getLogger(__name__)
 
