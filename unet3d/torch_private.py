@@ -6,6 +6,7 @@ A new version of PyTorch may change any of it, so it is used here only.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,11 @@ def without_functions() -> AbstractContextManager[None]:
 def without_dispatch() -> AbstractContextManager[None]:
     """Return a context that no mode of operations sees; there is no public one."""
     return torch._C._DisableTorchDispatch()
+
+
+def schema_of(operation: Any) -> Any:
+    """Return what an operation says of its arguments and results, in place of parsing its name."""
+    return operation._schema
 
 
 def has_dropout(modules: Iterable[nn.Module]) -> bool:

@@ -10,9 +10,8 @@ from torch import Tensor
 from tests.steps import CPU, SMALL, make_step
 from unet3d.config import TrainingSettings
 from unet3d.kernels import recompute as remake
-from unet3d.memory.meter import MemoryMeter, SlotMemory, measured_steps
+from unet3d.memory.meter import Mark, MemoryMeter, SlotMemory, Timeline, measured_steps
 from unet3d.memory.record import device_bytes, memory_record, merged_records, reserved_bytes
-from unet3d.memory.timeline import Mark, Timeline
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, parallelize

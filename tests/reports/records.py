@@ -1,6 +1,6 @@
 """Records to make reports of, and what the reports show."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib.image
@@ -8,9 +8,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unet3d.memory.meter import SlotMemory
+from unet3d.memory.meter import Mark, SlotMemory, Timeline
 from unet3d.memory.record import memory_record
-from unet3d.memory.timeline import Mark, Timeline
 from unet3d.parallel import Slot
 
 MIB = 1024**2
@@ -79,7 +78,7 @@ def timeline(num_micro_batches, device="cuda:0", slots=(0,)):
     names = ("slot", "kind", "micro_batch", "bytes", "peak_bytes")
     values = ((*one, (50 + at) * MIB, (100 - at) * MIB) for at, one in enumerate(actions))
     marks = tuple(Mark(**dict(zip(names, one, strict=True))) for one in values)
-    return Timeline(device=device, slots=slots, marks=marks).to_dict()
+    return asdict(Timeline(device=device, slots=slots, marks=marks))
 
 
 def legend(axes):

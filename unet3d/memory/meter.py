@@ -5,87 +5,39 @@
 same on a CPU and on a GPU, and per slot even where two slots share a device. ``peak`` comes from
 the CUDA allocator. A CPU has no such allocator, so there the peak is the sum of the other four, and
 so a lower bound.
+
+Over a step there is a mark after each action of the schedule. Python queues work and GPUs do it
+later, but a GPU's allocator hands out memory while the work is queued. So marks are in the order in
+which actions are queued, and no time passes between them.
 """
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unet3d.memory.saved_tensors import handling
-from unet3d.memory.timeline import GpuMemory, Mark, Timeline
 from unet3d.torch_private import storage_key
 
 
-class SlotLike(Protocol):
-    """What this module needs to know about a slot."""
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A place for one stage or replica.
 
-    @property
-    def index(self) -> int:
-        """Its number, from 0."""
-        ...
+    Two slots may name one device, as in ``cpu,cpu``.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """The device it computes on."""
-        ...
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """Names of the blocks that it runs."""
-        ...
-
-
-class BlockLike(Protocol):
-    """What this module needs to know about a block."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that owns its parameters."""
-        ...
-
-
-class NetworkLike(Protocol):
-    """What this module needs to know about a network."""
-
-    def blocks(self) -> Sequence[BlockLike]:
-        """Return the blocks."""
-        ...
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters."""
-        ...
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Return the buffers."""
-        ...
-
-
-class Observed(Protocol):
-    """What this module needs to know about an executor."""
-
-    observer: Any
-    """Receives every action; it is replaced while steps are measured."""
-
-    @property
-    def slots(self) -> Sequence[SlotLike]:
-        """The slots that the network's blocks are on."""
-        ...
-
-    @property
-    def module(self) -> NetworkLike:
-        """The network."""
-        ...
+    index: int
+    """Its number, from 0."""
+    device: torch.device
+    """The device it computes on."""
+    blocks: tuple[str, ...]
+    """Names of the blocks that it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +60,52 @@ class SlotMemory:
         return asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """The memory in use around one action."""
+
+    slot: int | None
+    """The slot that acted; None: the optimizer, on all slots."""
+    kind: str
+    """``forward``, ``loss``, ``backward`` or ``optimizer``."""
+    micro_batch: int | None
+    """Number of the micro-batch, from 0; None for the optimizer."""
+    bytes: int
+    """Bytes in use at the end of the action."""
+    peak_bytes: int
+    """The most bytes in use since the previous action."""
+
+    def plus(self, constant: int) -> "Mark":
+        """Return the mark with as many more bytes in use."""
+        return replace(self, bytes=self.bytes + constant, peak_bytes=self.peak_bytes + constant)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The marks of one step on one GPU, or of one slot on a CPU."""
+
+    device: str
+    """Its name."""
+    slots: tuple[int, ...]
+    """Numbers of the slots whose memory this is."""
+    marks: tuple[Mark, ...]
+    """One mark for each action of the step, including those of other slots."""
+
+
 class MemoryMeter:
     """Measures the slots of one executor during training steps.
 
     Use it as ``executor.observer = meter`` for the steps to be measured, between :meth:`start`
-    and :meth:`read`.
+    and :meth:`read`. The network has ``blocks()``; its class is above this layer.
     """
 
-    def __init__(self, slots: Sequence[SlotLike], module: NetworkLike) -> None:
-        """Prepare to measure."""
+    def __init__(self, slots: Sequence[Slot], network: Any) -> None:
         self._slots = list(slots)
-        self._module = module
+        self._modules = {block.name: block.module for block in network.blocks()}
         self._kept = {slot.index: _KeptBytes() for slot in slots}
         self._gradients_bytes = {slot.index: 0 for slot in slots}
         devices = dict.fromkeys(slot.device for slot in slots)
-        self._gpus = {device: GpuMemory(device) for device in devices if device.type == "cuda"}
+        self._gpus = {device: _GpuMemory(device) for device in devices if device.type == "cuda"}
         self._marks: dict[torch.device | int, list[Mark]] = defaultdict(list)
         """Marks of the latest step, per GPU, or on a CPU per slot."""
         self._saw_action = False
@@ -137,7 +120,7 @@ class MemoryMeter:
         self._marks.clear()
 
     @contextmanager
-    def during(self, slot: SlotLike, kind: str, micro_batch: int) -> Iterator[None]:
+    def during(self, slot: Slot, kind: str, micro_batch: int) -> Iterator[None]:
         """Count what autograd saves in the context as kept by a slot, and mark its end."""
         if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
             self._marks.clear()  # another step
@@ -161,11 +144,9 @@ class MemoryMeter:
         self._saw_action = False
 
     @contextmanager
-    def _counting(self, slot: SlotLike) -> Iterator[None]:
+    def _counting(self, slot: Slot) -> Iterator[None]:
         kept = self._kept[slot.index]
-        own = [*self._module.parameters(), *self._module.buffers()]
-        owned = {storage_key(value) for value in own}
-
+        owned = {storage_key(value) for value in _tensors(self._modules.values())}
         with handling(lambda tensor: _Saved(tensor, kept, storage_key(tensor) not in owned)):
             yield
 
@@ -197,41 +178,33 @@ class MemoryMeter:
                 lines.append(Timeline(device=str(slot.device), slots=(slot.index,), marks=marks))
         return tuple(sorted(lines, key=lambda line: line.slots))
 
-    def _read_slot(self, slot: SlotLike, optimizer: torch.optim.Optimizer) -> SlotMemory:
-        modules = self._block_modules(slot)
-        # The copies that nn.DataParallel makes of the first slot's are not master weights.
-        own = slot.device
-        parameters = [p for module in modules for p in module.parameters() if p.device == own]
-        buffers = [value for module in modules for value in module.buffers() if value.device == own]
+    def _read_slot(self, slot: Slot, optimizer: torch.optim.Optimizer) -> SlotMemory:
         states = [
             value
-            for parameter in parameters
+            for parameter in self._parameters(slot)
             for value in optimizer.state.get(parameter, {}).values()
             if isinstance(value, Tensor)
         ]
-        parameters_bytes = _num_bytes([*parameters, *buffers])
-        gradients_bytes = self._gradients_bytes[slot.index]
-        optimizer_bytes = _num_bytes(states)
-        activations_bytes = self._kept[slot.index].peak
-        if slot.device.type == "cuda":
-            peak_bytes = self._gpus[slot.device].peak_bytes
-        else:
-            peak_bytes = parameters_bytes + gradients_bytes + optimizer_bytes + activations_bytes
-        return SlotMemory(
-            parameters_bytes=parameters_bytes,
-            gradients_bytes=gradients_bytes,
-            optimizer_bytes=optimizer_bytes,
-            activations_bytes=activations_bytes,
-            peak_bytes=peak_bytes,
-        )
+        owned = _tensors(self._modules[name] for name in slot.blocks)
+        parts = {
+            "parameters_bytes": _num_bytes([one for one in owned if one.device == slot.device]),
+            "gradients_bytes": self._gradients_bytes[slot.index],
+            "optimizer_bytes": _num_bytes(states),
+            "activations_bytes": self._kept[slot.index].peak,
+        }
+        is_gpu = slot.device.type == "cuda"
+        peak = self._gpus[slot.device].peak_bytes if is_gpu else sum(parts.values())
+        return SlotMemory(**parts, peak_bytes=peak)
 
-    def _block_modules(self, slot: SlotLike) -> list[nn.Module]:
-        return [block.module for block in self._module.blocks() if block.name in slot.blocks]
+    def _gradients_now(self, slot: Slot) -> int:
+        gradients = [parameter.grad for parameter in self._parameters(slot)]
+        return _num_bytes([gradient for gradient in gradients if gradient is not None])
 
-    def _gradients_now(self, slot: SlotLike) -> int:
-        parameters = [value for m in self._block_modules(slot) for value in m.parameters()]
-        own = [value for value in parameters if value.device == slot.device]
-        return _num_bytes([value.grad for value in own if value.grad is not None])
+    def _parameters(self, slot: Slot) -> list[nn.Parameter]:
+        """Return those on its device: the copies that nn.DataParallel makes are not its own."""
+        modules = [self._modules[name] for name in slot.blocks]
+        parameters = [one for module in modules for one in module.parameters()]
+        return [one for one in parameters if one.device == slot.device]
 
     def _mark(self, slot: int | None, kind: str, micro_batch: int | None) -> None:
         for device, gpu in self._gpus.items():
@@ -249,8 +222,8 @@ class MemoryMeter:
 
 
 @contextmanager
-def measured_steps(executor: Observed, optimizer: torch.optim.Optimizer) -> Iterator[MemoryMeter]:
-    """Measure all training steps in the context; read the meter after it."""
+def measured_steps(executor: Any, optimizer: torch.optim.Optimizer) -> Iterator[MemoryMeter]:
+    """Measure all training steps of an executor in the context; read the meter after it."""
     meter = MemoryMeter(executor.slots, executor.module)
     before = executor.observer
     meter.start()
@@ -265,6 +238,27 @@ def measured_steps(executor: Observed, optimizer: torch.optim.Optimizer) -> Iter
         for hook in hooks:
             hook.remove()
         executor.observer = before
+
+
+class _GpuMemory:
+    """What the allocator of one GPU reports, with the peak since the last call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_bytes = 0
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.peak_bytes = 0
+
+    def take(self) -> tuple[int, int]:
+        """Return the bytes in use now, and the most that there were since the last call."""
+        stats = torch.cuda.memory_stats(self.device)
+        peak: int = stats["allocated_bytes.all.peak"]
+        self.peak_bytes = max(self.peak_bytes, peak)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return stats["allocated_bytes.all.current"], peak
 
 
 class _KeptBytes:
@@ -313,6 +307,10 @@ class _Saved:
 
     def restore(self) -> Tensor:
         return self.tensor
+
+
+def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [one for module in modules for one in (*module.parameters(), *module.buffers())]
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from unet3d.memory.meter import SlotLike, SlotMemory
-from unet3d.memory.timeline import Timeline
+from unet3d.memory.meter import Slot, SlotMemory, Timeline
 
 
 def device_bytes(device: torch.device) -> int:
@@ -24,7 +24,7 @@ def reserved_bytes(device: torch.device) -> int:
 
 def memory_record(
     parallel: str,
-    slots: Sequence[SlotLike],
+    slots: Sequence[Slot],
     measured: Mapping[int, SlotMemory],
     predicted: Mapping[int, SlotMemory] | None,
     timelines: Sequence[Timeline] = (),
@@ -48,7 +48,7 @@ def memory_record(
             }
             for slot in slots
         ],
-        "timeline": [line.to_dict() for line in timelines],
+        "timeline": [asdict(line) for line in timelines],
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from unet3d.config import Config, CudaGraphs, Offload, ParallelSettings, Recompute
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
+from unet3d.memory.meter import Slot as Slot
 from unet3d.parallel.device_groups import (
     Devices,
     check_count,
@@ -21,21 +22,6 @@ from unet3d.parallel.device_groups import (
 )
 from unet3d.parallel.machine import Machine
 from unet3d.parallel.precision import autocast_dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """A place for one stage or replica.
-
-    Two slots may name one device, as in ``cpu,cpu``.
-    """
-
-    index: int
-    """Its number, from 0."""
-    device: torch.device
-    """The device it computes on."""
-    blocks: tuple[str, ...]
-    """Names of the blocks that it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

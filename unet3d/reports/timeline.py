@@ -25,7 +25,7 @@ def draw_timeline(
 
     Args:
         axes: Where to draw.
-        timeline: What :meth:`unet3d.memory.timeline.Timeline.to_dict` returns.
+        timeline: A :class:`unet3d.memory.meter.Timeline` as a dictionary.
         device_bytes: Memory of the device.
         unit: Name of the unit.
         unit_bytes: Bytes in the unit.
