@@ -2,8 +2,7 @@
 
 import torch
 
-from unet3d.kernels.pad import padded_copy
-from unet3d.kernels.padding import detached, mark_padded
+from unet3d.kernels.padding import detached, mark_padded, padded_copy
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 SIDES = [(1, 0), (0, 1), (0, 0), (1, 1), (2, 0), (2, 1)]

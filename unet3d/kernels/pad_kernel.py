@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unet3d.kernels.padding import empty_with_planes
+
 BLOCK_ELEMENTS = 4096
 
 
@@ -24,8 +26,9 @@ def _pad(x, y, V, C, BEFORE, Z: tl.constexpr, P: tl.constexpr, BV: tl.constexpr,
     tl.store(y + first * C + row[:, None] * C + channel[None, :], value, mask=known)
 
 
-def pad_z(x: Tensor, y: Tensor, before: int) -> None:
-    """Copy a channels-last map (N, C, X, Y, Z) into the longer lines of another, with zeros."""
+def pad_z(x: Tensor, before: int, after: int) -> Tensor:
+    """Return a copy (N, C, X, Y, before + Z + after) of a channels-last map, zeros around Z."""
+    y = empty_with_planes(x, before, after)
     channels, padded = y.shape[1], y.shape[-1]
     block_channels = min(64, triton.next_power_of_2(channels))
     block = BLOCK_ELEMENTS // block_channels
@@ -34,3 +37,4 @@ def pad_z(x: Tensor, y: Tensor, before: int) -> None:
     sizes = {"Z": x.shape[-1], "P": padded, "BV": block, "BC": block_channels}
     with torch.cuda.device(x.device):
         _pad[grid](x, y, voxels, channels, before, **sizes)
+    return y

@@ -5,11 +5,14 @@ before the first: what a 3x3x3 convolution of two neighbours along Z needs is th
 not half of three (:mod:`unet3d.kernels.conv.api`). Kernels that write a map anyway write it with
 zeros; a map shows its own voxels only, so code that does not know of the zeros reads it like any
 other. What a convolution of such pairs writes has room for the zeros, but other values there.
+
+Maps are (N, C, X, Y, Z) throughout.
 """
 
 import torch
 from torch import Tensor
 
+from unet3d.kernels.triton_support import operation, triton_available
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_CHANNELS = 32
@@ -24,10 +27,8 @@ _FOLDED = "_was_folded"
 def can_fold(x: Tensor, channels: int, elements: int | None = None) -> bool:
     """Return whether two neighbours along Z should be computed as one voxel.
 
-    Args:
-        x: The map, (N, C, X, Y, Z).
-        channels: The smaller number of a convolution's inputs and outputs.
-        elements: Of the map, where another size than its own must decide; None: its own.
+    ``channels`` are the fewer of a convolution's inputs and outputs. ``elements`` are those of the
+    map, where another size than its own must decide.
     """
     return (
         is_gpu(x.device)
@@ -40,26 +41,14 @@ def can_fold(x: Tensor, channels: int, elements: int | None = None) -> bool:
 
 
 def empty_padded(like: Tensor) -> Tensor:
-    """Return memory for a map with zeros around; neither map nor zeros are written yet.
-
-    Args:
-        like: (N, C, X, Y, Z), a tensor of the same shape, type and device.
-
-    Returns:
-        (N, C, X, Y, Z), the inner part of (N, C, X, Y, Z + 2).
-    """
+    """Return memory for a map like another with zeros around; neither is written yet."""
     n, c, i, j, k = like.shape
     whole = torch.empty((n, i, j, k + 2, c), dtype=like.dtype, device=like.device)
     return whole[:, :, :, 1:-1].permute(0, 4, 1, 2, 3)
 
 
 def empty_map(like: Tensor, pads: bool) -> Tensor:
-    """Return channels-last memory for a map.
-
-    Args:
-        like: (N, C, X, Y, Z), a tensor of the same shape, type and device.
-        pads: Whether there is room for zeros around it.
-    """
+    """Return channels-last memory for a map like another, with room around Z or not."""
     if pads:
         return empty_padded(like)
     return torch.empty_like(like, memory_format=torch.channels_last_3d)
@@ -92,14 +81,7 @@ def has_room(x: Tensor) -> bool:
 
 
 def with_padding(x: Tensor) -> Tensor:
-    """Return a padded map with its zeros.
-
-    Args:
-        x: (N, C, X, Y, Z).
-
-    Returns:
-        (N, C, X, Y, Z + 2), channels-last, of the same memory.
-    """
+    """Return a view (N, C, X, Y, Z + 2) of a padded map with its zeros, channels-last."""
     n, c, i, j, k = x.shape
     return x.as_strided((n, c, i, j, k + 2), x.stride(), x.storage_offset() - c)
 
@@ -128,10 +110,41 @@ def was_folded(x: Tensor) -> bool:
     return getattr(x, _FOLDED, False)
 
 
-def is_channels_last(x: Tensor) -> bool:
-    """Return whether a map is in channels-last memory, and not also channels-first.
+def channels_last(x: Tensor) -> Tensor:
+    """Return a map in channels-last memory: itself where it is."""
+    return x.contiguous(memory_format=torch.channels_last_3d)
 
-    Args:
-        x: (N, C, X, Y, Z).
-    """
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether a map is in channels-last memory, and not also channels-first."""
     return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+
+
+def pad_z(x: Tensor, before: int, after: int) -> Tensor:
+    """Return a copy of a map with planes of zeros before and behind Z, channels-last."""
+    if triton_available(x):
+        padded: Tensor = _pad_z(channels_last(x), before, after)
+        return padded
+    y = empty_with_planes(x, before, after)
+    y.zero_()[..., before : before + x.shape[-1]].copy_(x)
+    return y
+
+
+def padded_copy(x: Tensor) -> Tensor:
+    """Return a copy of a map that is stored with zeros around; it has no mark."""
+    return pad_z(x, 1, 1)[..., 1:-1]
+
+
+def empty_with_planes(like: Tensor, before: int, after: int) -> Tensor:
+    """Return channels-last memory (N, C, X, Y, before + Z + after) for a map like another."""
+    shape = (*like.shape[:-1], before + like.shape[-1] + after)
+    layout = torch.channels_last_3d
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+
+
+_pad_z = operation(
+    "pad_z",
+    "(Tensor x, int before, int after) -> Tensor",
+    "pad_kernel.pad_z",
+    empty_with_planes,
+)

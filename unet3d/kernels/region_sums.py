@@ -12,20 +12,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from unet3d.kernels.dice_ce.api import rows_of
+
 
 def region_sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]) -> Tensor:
     """Return the sums over voxels from which Dice and binary cross-entropy of regions follow.
 
-    Args:
-        logits: (N, R, X, Y, Z), one for each region; the probability p is their sigmoid.
-        target: Class indices (N, X, Y, Z) of any integer type. Voxels whose index is above that of
-            every region's classes are left out, and the gradient of their logits is 0.
-        regions: Indices of the classes that each region is made of.
-
-    Returns:
-        (5, N, R) in float32 at least, over the voxels that are not left out: the sum of the binary
-        cross-entropy, that of p over the region, that of p over all voxels, the number of the
-        region's voxels, and the number of all.
+    Logits are (N, R, X, Y, Z), one for each region; the probability p is their sigmoid. The target
+    is (N, X, Y, Z), class indices of any integer type, and a region those of its classes. Voxels
+    whose index is above that of every region's classes are left out, and the gradient of their
+    logits is 0. The sums are (5, N, R) in float32 at least, over the voxels that are not: of the
+    binary cross-entropy, of p over the region, of p over all voxels, the number of the region's
+    voxels, and the number of all.
     """
     made: Tensor = _Sums.apply(logits, target, regions)  # type: ignore[no-untyped-call]
     return made
@@ -38,7 +36,7 @@ class _Sums(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(logits, target)
         ctx.regions = regions
-        values = _rows(logits)
+        values = rows_of(logits)
         is_counted, is_truth = _masks(target, regions, values.dtype)
         surprise = functional.softplus(values).addcmul_(values, is_truth, value=-1)
         surprise = surprise.mul_(is_counted).sum(2)
@@ -51,7 +49,7 @@ class _Sums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, target = ctx.saved_tensors
-        chance = torch.sigmoid(_rows(logits))
+        chance = torch.sigmoid(rows_of(logits))
         is_counted, is_truth = _masks(target, ctx.regions, chance.dtype)
         surprise, common, predicted, *_ = gradient.unsqueeze(-1).unbind(0)
         # The derivative of the chance c by its logit is c * (1 - c), that of the binary
@@ -60,12 +58,6 @@ class _Sums(torch.autograd.Function):
         wanted.addcmul_(chance.sub_(is_truth), surprise).mul_(is_counted)
         # One copy brings them to the type and layout of the logits.
         return torch.empty_like(logits).copy_(wanted.view(logits.shape)), None, None
-
-
-def _rows(logits: Tensor) -> Tensor:
-    """Return (N, R, V) in float32 at least."""
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(exact, memory_format=torch.contiguous_format).flatten(2)
 
 
 def _masks(

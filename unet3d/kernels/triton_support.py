@@ -1,8 +1,13 @@
-"""Whether Triton's kernels can be used for a tensor."""
+"""Triton's kernels as PyTorch operations, and whether they can be used for a tensor.
+
+Nothing here imports Triton, so the memory of a network can be predicted where there is none.
+"""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +16,33 @@ from unet3d.memory.fake_devices import is_fake_device
 
 logger = logging.getLogger(__name__)
 
+FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that the kernels compute in float32."""
+
 _other_ranks_can = True
+
+
+def operation(name: str, signature: str, launch: str, fake: Callable[..., Any]) -> Any:
+    """Define the operation ``unet3d::name``, without a gradient, and return it.
+
+    On a GPU it calls ``launch``, a function's name from this folder on, whose module is imported
+    then; ``fake`` takes the same arguments and returns the memory of the results. PyTorch's
+    ``custom_op`` adds checks to every call that take longer than a small kernel.
+    """
+    module, _, function = f"unet3d.kernels.{launch}".rpartition(".")
+
+    @functools.cache
+    def launching() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return found
+
+    def on_gpu(*tensors: Any, **options: Any) -> Any:
+        return launching()(*tensors, **options)
+
+    torch.library.define(f"unet3d::{name}", signature)
+    torch.library.impl(f"unet3d::{name}", "cuda")(on_gpu)
+    torch.library.register_fake(f"unet3d::{name}")(fake)
+    return getattr(torch.ops.unet3d, name).default
 
 
 def triton_available(x: Tensor) -> bool:
@@ -26,9 +57,12 @@ def triton_available(x: Tensor) -> bool:
 def works() -> bool:
     """Return whether Triton can compile here; if not, warn once that training is slower."""
     try:
-        from unet3d.kernels.triton_probe import probe
+        from unet3d.kernels.pad_kernel import pad_z
 
-        probe(torch.device("cuda", torch.cuda.current_device()))
+        ones = torch.ones(1, 1, 1, 1, 1, device="cuda")
+        padded = pad_z(ones, 1, 1).flatten().tolist()
+        if padded != [0.0, 1.0, 0.0]:
+            raise RuntimeError(f"a Triton kernel ran but returned {padded}")
     except Exception as error:  # a missing compiler, driver or package: Triton raises anything
         logger.warning(
             "Triton cannot compile here, so training is several times slower: %s",

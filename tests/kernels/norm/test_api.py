@@ -5,7 +5,7 @@ from tests.kernels.comparison import LAYOUTS, assert_same, results
 from tests.kernels.norm.closed_form import EPS, arguments, closed_form, compare, in_float64, normed
 from tests.products import pairwise
 from unet3d.kernels import instance_norm, triton_support
-from unet3d.kernels.norm import api as norm
+from unet3d.kernels.norm import volume
 from unet3d.kernels.padding import empty_padded, with_padding
 from unet3d.memory.saved_tensors import handling
 
@@ -64,7 +64,7 @@ def test_only_the_input_and_numbers_of_each_channel_are_kept():
     layout=LAYOUTS,
 )
 def test_on_a_gpu_against_float64(shape, kind, slope, layout, monkeypatch):
-    monkeypatch.setattr(norm, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(volume, "MIN_ELEMENTS", 0)
     dtype, mean, tolerance = kind
     inputs = arguments(shape, mean, dtype, "cuda", layout)
     actual = normed(inputs, slope)
@@ -81,7 +81,7 @@ def test_on_a_gpu_against_float64(shape, kind, slope, layout, monkeypatch):
     has_room=[False, True],
 )
 def test_what_is_added_on_a_gpu_against_float64(shape, kind, has_room, monkeypatch):
-    monkeypatch.setattr(norm, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(volume, "MIN_ELEMENTS", 0)
     dtype, tolerance = kind
     x, weight, bias, dy = arguments(shape, 1.0, dtype, "cuda")
     added = arguments(shape, 3.0, dtype, "cuda")[3]

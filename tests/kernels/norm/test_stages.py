@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.comparison import assert_near, channels_last
 from tests.kernels.norm.closed_form import EPS, arguments, called, in_float64
 from unet3d.kernels.norm import op, reference
-from unet3d.kernels.norm.grid import WANTED_PROGRAMS, grid_of
+from unet3d.kernels.norm.op import WANTED_PROGRAMS, grid_of
 from unet3d.kernels.padding import with_padding
 
 SHAPE, ON_GPU = (2, 3, 7, 4, 5), (1, 32, 7, 56, 64)

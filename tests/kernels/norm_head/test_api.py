@@ -10,9 +10,8 @@ from tests.kernels.comparison import results as results_of
 from tests.kernels.norm.closed_form import EPS, arguments, called, closed_form
 from tests.products import pairwise
 from unet3d.kernels import instance_norm, instance_norm_head
-from unet3d.kernels.norm import api as norm_api
-from unet3d.kernels.norm import op as norm
-from unet3d.kernels.norm_head import op
+from unet3d.kernels.norm import op, volume
+from unet3d.kernels.norm_head import api as head_api
 from unet3d.kernels.padding import MAX_CHANNELS, mark_folded, with_padding
 from unet3d.memory.saved_tensors import handling
 
@@ -99,7 +98,7 @@ def test_few_channels_and_classes_are_joined_and_of_maps_only_the_input_is_kept(
     ],
 )
 def test_on_a_gpu_against_float64(case, kind, monkeypatch):
-    monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(volume, "MIN_ELEMENTS", 0)
     (shape, classes), (dtype, mean, tolerance) = case, kind
     inputs = inputs_of(shape, classes, dtype, "cuda", adds=False, mean=mean)
     inputs[3] = inputs[3].to(dtype).float()
@@ -160,9 +159,9 @@ def test_the_gradient_for_a_folded_convolution_has_zeros_around():
 def test_the_operations_are_registered_as_pytorch_wants_it():
     inputs = inputs_of((2, 5, 4, 5, 6), 3, torch.float32, "cuda", adds=True)
     x, weight, bias, head, head_bias, added, dy = inputs
-    mean, rstd, _ = norm.merge(called(norm.sum_moments, x, added), 120, EPS)
+    mean, rstd, _ = op.merge(called(op.sum_moments, x, added), 120, EPS)
     affine = (weight, bias, mean, rstd, head.flatten(1))
-    called(op.logits, x, *affine, head_bias, slope=SLOPE)
-    sums, _ = called(op.sums, dy, x, *affine, slope=SLOPE)
-    total = called(norm.total, sums)
-    called(op.gradient, dy, x, *affine, total=total, voxels=120, slope=SLOPE, pads=False)
+    called(head_api.logits, x, *affine, head_bias, slope=SLOPE)
+    sums, _ = called(head_api.sums, dy, x, *affine, slope=SLOPE)
+    total = called(op.total, sums)
+    called(head_api.gradient, dy, x, *affine, total=total, voxels=120, slope=SLOPE, pads=False)

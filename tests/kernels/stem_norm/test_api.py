@@ -11,10 +11,9 @@ from tests.kernels.comparison import assert_near, channels_last, tensor
 from tests.kernels.comparison import results as results_of
 from tests.kernels.norm.closed_form import EPS, called, closed_form
 from unet3d.kernels import conv3x3x3_instance_norm, recomputed_in_backward
-from unet3d.kernels.norm import api as norm_api
-from unet3d.kernels.norm import op as norm
+from unet3d.kernels.norm import op, volume
 from unet3d.kernels.sharding import sharded
-from unet3d.kernels.stem_norm import op
+from unet3d.kernels.stem_norm.api import weight_gradient
 from unet3d.memory.saved_tensors import handling
 from unet3d.parallel.spatial.division import divide
 from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
@@ -64,7 +63,7 @@ def test_of_large_maps_one_is_kept():
 
 def test_slabs_of_any_size_gather_the_same_moments(monkeypatch):
     # With their halos 16 planes have fewer elements, and 8 stand for more.
-    monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 2**20)
+    monkeypatch.setattr(volume, "MIN_ELEMENTS", 2**20)
     uneven = divide(24, 2, (1, 2, 4, 8), 4)
     sizes = ([], [])
     for index, planes in enumerate((16, 8)):
@@ -105,7 +104,7 @@ def test_what_is_not_kept_is_recomputed_the_same():
     "size", [(1, 1, 32, (20, 24, 28)), (2, 3, 20, (7, 9, 11)), (1, 4, 64, (6, 6, 6))], ids=str
 )
 def test_it_is_the_convolution_and_the_normalisation(size, device, dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(volume, "MIN_ELEMENTS", 0)
     image, kernel, *affine, dy = (value.to(device) for value in inputs_of(*size))
     affine = [value.to(torch.promote_types(dtype, torch.float32)) for value in affine]
     inputs = [image.to(dtype), kernel.to(dtype), *affine, dy.to(dtype)]
@@ -119,8 +118,8 @@ def test_it_is_the_convolution_and_the_normalisation(size, device, dtype, tolera
 def test_the_operation_is_registered_as_pytorch_wants_it():
     image, kernel, weight, bias, dy = (v.cuda() for v in inputs_of(2, 1, 8, (5, 7, 9)))
     image, kernel, y, dy = (channels_last(v.bfloat16()) for v in (image, kernel, dy + 1, dy))
-    mean, rstd, _ = norm.merge(norm.moments(y), 5 * 7 * 9, EPS)
+    mean, rstd, _ = op.merge(op.moments(y), 5 * 7 * 9, EPS)
     affine = (weight.float(), bias.float(), mean, rstd)
-    total = norm.total(norm.sums(dy, y, *affine, slope=SLOPE))
+    total = op.total(op.sums(dy, y, *affine, slope=SLOPE))
     options = {"total": total, "voxels": 5 * 7 * 9, "kernel": kernel, "before": 1, "slope": SLOPE}
-    called(op.weight_gradient, dy, image, y, *affine, **options)
+    called(weight_gradient, dy, image, y, *affine, **options)

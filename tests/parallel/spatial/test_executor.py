@@ -21,7 +21,7 @@ from tests.products import pairwise
 from tests.shards import run_shards
 from unet3d.errors import ConfigError, DeviceError, RankError
 from unet3d.kernels import recompute
-from unet3d.kernels.norm import api as norm
+from unet3d.kernels.norm import volume as norm
 from unet3d.kernels.sharding import sharded
 from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize, step_capture

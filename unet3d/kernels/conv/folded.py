@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
-from unet3d.kernels.pad import pad_z
-from unet3d.kernels.padding import MAX_CHANNELS, is_padded, with_padding
+from unet3d.kernels.padding import MAX_CHANNELS, is_padded, pad_z, with_padding
 
 _PLAIN = (1, 1, 1)
 _BOTH_SIDES = (1, 1)

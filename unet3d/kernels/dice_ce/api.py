@@ -1,35 +1,101 @@
 """The sums over voxels that the Dice and the cross-entropy of a prediction are made of.
 
 Autograd would keep several float32 tensors of the logits' size for backward; here only the logits
-are kept. The Triton version reads them once each way and stores no probabilities.
+and the target are kept. The Triton version reads them once each way and stores no probabilities;
+PyTorch's own operations take a few passes over the probabilities each way, as rows of voxels.
+``torch.where`` is not used, because on a CPU it is not vectorised.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-import unet3d.kernels.dice_ce.op  # noqa: F401 - registers the operation
-from unet3d.kernels.dice_ce import reference
-from unet3d.kernels.triton_support import triton_available
+from unet3d.kernels.triton_support import FAST_TYPES, operation, triton_available
 
 MAX_CLASSES = 256
 """More classes do not fit into one program's registers."""
-
-_FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
     """Return the sums over voxels from which Dice and cross-entropy follow.
 
-    Args:
-        logits: (N, K, X, Y, Z).
-        target: Class indices (N, X, Y, Z) of any integer type. Voxels whose index is K or more are
-            left out, and the gradient of their logits is 0.
-
-    Returns:
-        (4, N, K) in float32 at least. With p the softmax of the logits: the sum of -log p over the
-        voxels of each class, that of p over them, that of p over all voxels, and their number.
+    Logits are (N, K, X, Y, Z), the target (N, X, Y, Z) class indices of any integer type. Voxels
+    whose index is K or more are left out, and the gradient of their logits is 0. The sums are
+    (4, N, K) in float32 at least. With p the softmax of the logits: of -log p over the voxels of
+    each class, of p over them, of p over all voxels, and their number.
     """
-    if logits.dtype in _FAST_TYPES and logits.shape[1] <= MAX_CLASSES and triton_available(logits):
-        sums: Tensor = torch.ops.unet3d.dice_ce_sums(logits, target)
-        return sums
-    return reference.sums(logits, target)
+    is_fast = (
+        logits.dtype in FAST_TYPES and logits.shape[1] <= MAX_CLASSES and triton_available(logits)
+    )
+    made: Tensor = _Sums.apply(logits, target, is_fast)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, is_fast: bool) -> Tensor:
+        ctx.save_for_backward(logits, target)
+        ctx.is_fast = is_fast
+        made: Tensor = (sums if is_fast else _plain_sums)(logits, target)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        differentiate = gradient_of if ctx.is_fast else _plain_gradient
+        return differentiate(gradient, *ctx.saved_tensors), None, None
+
+
+def _plain_sums(logits: Tensor, target: Tensor) -> Tensor:
+    logs = torch.log_softmax(rows_of(logits), 1)
+    is_truth = _is_truth(target, logs)
+    surprise = -(is_truth * logs).sum(2)
+    chance = logs.exp_().mul_(_is_counted(target, logs))
+    common = (is_truth * chance).sum(2)
+    return torch.stack((surprise, common, chance.sum(2), is_truth.sum(2)))
+
+
+def _plain_gradient(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    chance = torch.softmax(rows_of(logits), 1)
+    chance.mul_(_is_counted(target, chance))  # so that nothing below is left of the others
+    surprise, common, predicted, _ = gradient.unsqueeze(-1).unbind(0)
+    # With c the chances and t = 1 at the true class, the derivative by logit j is
+    # u_j - c_j * (sum of u), where u = predicted * c + t * (common * c - surprise).
+    u = torch.addcmul(-surprise, chance, common).mul_(_is_truth(target, chance))
+    u.addcmul_(chance, predicted)
+    u.addcmul_(chance, u.sum(1, keepdim=True), value=-1)
+    # One copy brings them to the type and layout of the logits.
+    return torch.empty_like(logits).copy_(u.view(logits.shape))
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    """Return (N, K, V) in float32 at least."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(exact, memory_format=torch.contiguous_format).flatten(2)
+
+
+def _is_counted(target: Tensor, like: Tensor) -> Tensor:
+    """Return 1 at each voxel that has a class, else 0: (N, 1, V)."""
+    return (target.flatten(1).unsqueeze(1) < like.shape[1]).to(like.dtype)
+
+
+def _is_truth(target: Tensor, like: Tensor) -> Tensor:
+    """Return 1 at the true class of each voxel, else 0: (N, K, V)."""
+    labels = torch.arange(like.shape[1], dtype=target.dtype, device=target.device).view(1, -1, 1)
+    return (target.flatten(1).unsqueeze(1) == labels).to(like.dtype)
+
+
+sums = operation(
+    "dice_ce_sums",
+    "(Tensor logits, Tensor target) -> Tensor",
+    "dice_ce.kernel.forward",
+    lambda logits, target: logits.new_empty((4, *logits.shape[:2]), dtype=torch.float32),
+)
+gradient_of = operation(
+    "dice_ce_gradient",
+    "(Tensor gradient, Tensor logits, Tensor target) -> Tensor",
+    "dice_ce.kernel.backward",
+    lambda gradient, logits, target: torch.empty_like(logits, memory_format=torch.channels_last_3d),
+)

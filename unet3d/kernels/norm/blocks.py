@@ -8,14 +8,8 @@ import triton.language as tl
 def place_of(first, row, Z: tl.constexpr, PADS: tl.constexpr):
     """Return where voxels are in a map, with or without room around Z.
 
-    Args:
-        first: The first voxel.
-        row: The others, counted from the first.
-        Z: Voxels along Z, where there is room around.
-        PADS: Whether there is.
-
-    Returns:
-        The first one's place, the places of all counted from that, and where each is along Z.
+    ``first`` is the first voxel, and ``row`` the others, counted from it. Returns the first one's
+    place, the places of all counted from that, and where each is along Z.
     """
     if PADS:
         z = (first % Z).to(tl.int32) + row

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unet3d.kernels.norm.reference import exact_type
+
 MAX_COLUMNS = 1024
 """The most columns that a matrix is folded to."""
 
@@ -31,44 +33,26 @@ torch.library.define(
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the three stages of forward.
-
-    Returns:
-        The result, the mean (N, C, 1) and 1 / deviation (N, C).
-    """
+    """Return the normalised map, the mean (N, C, 1) and 1 / deviation (N, C)."""
     mean, rstd = torch.ops.unet3d.column_statistics.default(x, eps)
     mean = mean.unsqueeze(-1)
     return normalize(x, weight, bias, mean, rstd, slope=slope), mean, rstd
 
 
-def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, *, slope: float
-) -> Tensor:
-    """Do the last stage of forward."""
-    y = _before_activation(x, weight, bias, mean, rstd)
+def normalize(x: Tensor, *affine: Tensor, slope: float) -> Tensor:
+    """Return the normalised map from its statistics."""
+    y = _before_activation(x, *affine)
     return y if slope == 1 else F.leaky_relu_(y, slope)
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    slope: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the three stages of backward.
-
-    Returns:
-        The gradients of x, weight and bias.
-    """
+def backward(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias."""
+    weight, _, mean, rstd = affine
     g = dy.contiguous(memory_format=torch.channels_last_3d)
     if slope == 1:
         dx = torch.empty_like(x)
     else:
-        before = _before_activation(x, weight, bias, mean, rstd)
+        before = _before_activation(x, *affine)
         # Into the memory of what is not needed any more, as is the result.
         g = dx = torch.ops.aten.leaky_relu_backward.grad_input(
             g, before, slope, False, grad_input=before
@@ -86,7 +70,7 @@ def backward(
 @torch.library.impl("unet3d::column_statistics", "cpu")
 def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     n, c = x.shape[:2]
-    k, exact = _fold(x), _exact(x)
+    k, exact = _fold(x), exact_type(x)
     # Running statistics that nobody reads make PyTorch return a low type's in float32.
     unused = torch.empty(k * c, dtype=exact)
     parts = [torch.batch_norm_update_stats(view, unused, unused, 0.0) for view in _views(x, k)]
@@ -101,7 +85,7 @@ def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("unet3d::column_statistics")  # type: ignore[untyped-decorator]
 def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    mean, rstd = (x.new_empty(x.shape[:2], dtype=_exact(x)) for _ in range(2))
+    mean, rstd = (x.new_empty(x.shape[:2], dtype=exact_type(x)) for _ in range(2))
     return mean, rstd
 
 
@@ -147,7 +131,7 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Ten
             g_one, x_one, None, None, None, mean_one, rstd_one, True, 0.0, (False, True, True)
         )
         sums += [sum_g, sum_gx]
-    together = torch.cat(sums).view(n, 2, k, c).sum(2, dtype=torch.float64).to(_exact(x))
+    together = torch.cat(sums).view(n, 2, k, c).sum(2, dtype=torch.float64).to(exact_type(x))
     return together[:, 0], together[:, 1]
 
 
@@ -183,7 +167,3 @@ def _constants(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     """Return nothing and one for each column, and memory that nobody reads."""
     nothing = torch.zeros(columns, dtype=dtype)
     return nothing, torch.ones_like(nothing), nothing.new_empty(0)
-
-
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

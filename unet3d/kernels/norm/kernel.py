@@ -1,4 +1,4 @@
-"""The stages (:mod:`unet3d.kernels.norm.stages`) in Triton, for channels-last volumes.
+"""The stages (:mod:`unet3d.kernels.norm.op`) in Triton, for channels-last volumes.
 
 A volume is a matrix of V voxels by C channels. Forward::
 

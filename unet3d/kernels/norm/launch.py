@@ -1,11 +1,11 @@
-"""The stages (:mod:`unet3d.kernels.norm.stages`) on a GPU: memory and grids for the kernels."""
+"""The stages (:mod:`unet3d.kernels.norm.op`) on a GPU: memory and grids for the kernels."""
 
 import torch
 import triton
 from torch import Tensor
 
 from unet3d.kernels.norm import kernel
-from unet3d.kernels.norm.grid import Grid, grid_of
+from unet3d.kernels.norm.op import Grid, grid_of, merged_memory, per_run
 from unet3d.kernels.padding import empty_map, has_room, with_padding
 
 SUMMING_WARPS = 8
@@ -15,53 +15,35 @@ MERGED_PARTS = 512
 MERGED_CHANNELS = 8
 """Channels that one program merges."""
 
-
-def moments(x: Tensor) -> Tensor:
-    """Return the moments (P, 4, N, C) of the runs of a map."""
-    return _moments(x, None)
+_MERGING = {"BP": MERGED_PARTS, "BC": MERGED_CHANNELS, "num_warps": 8}
 
 
-def sum_moments(x: Tensor, added: Tensor) -> Tensor:
-    """Add a map to x, in its memory, and return the moments (P, 4, N, C) of the sum."""
-    return _moments(x, added)
-
-
-def _moments(x: Tensor, added: Tensor | None) -> Tensor:
+def moments(x: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return the moments of a map, or of the sum with another, in its memory."""
     grid, *size = matrix_of(x)
+    out = per_run(x, 4)
+    start, room, z = start_of_memory(x)
     adds = added is not None
-    out = torch.empty((grid.runs, 4, *x.shape[:2]), dtype=torch.float32, device=x.device)
-    start, room = start_of_memory(x)
-    given = (start, added if adds else start, out, *size, grid.run, row_of(x, room), adds, room)
+    given = (start, added if adds else start, out, *size, grid.run, z, adds, room)
     with torch.cuda.device(x.device):
         kernel.moments[grid.over_runs](*given, **block_of(grid), num_warps=SUMMING_WARPS)
     return out
 
 
 def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean (N, C, 2), 1 / deviation (N, C) and the merged moments (1, 4, N, C)."""
+    """Return mean, 1 / deviation and the moments of all parts as one."""
     parts, _, n, c = moments.shape
-    mean, rstd, merged = (
-        moments.new_empty(shape) for shape in ((n, c, 2), (n, c), (1, *moments.shape[1:]))
-    )
+    made = merged_memory(moments)
     grid = (triton.cdiv(c, MERGED_CHANNELS), n)
     with torch.cuda.device(moments.device):
-        kernel.merge[grid](moments, mean, rstd, merged, voxels, c, parts, eps, **_parts())
-    return mean, rstd, merged
+        kernel.merge[grid](moments, *made, voxels, c, parts, eps, **_MERGING)
+    return made
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    slope: float,
-    pads: bool,
-) -> Tensor:
-    """Return the normalised map, with zeros around Z or not."""
+def normalize(x: Tensor, *affine: Tensor, slope: float, pads: bool) -> Tensor:
+    """Return the normalised map."""
     y = empty_map(x, pads)
-    _normalize(y, x, weight, bias, mean, rstd, slope=slope, pads=pads)
+    _normalize(y, x, *affine, slope=slope, pads=pads)
     return y
 
 
@@ -76,81 +58,52 @@ def normalize_into(
     slope: float,
     pads: bool,
 ) -> None:
-    """Write the normalised map to planes of a larger one, with zeros around Z or not."""
+    """Write the normalised map to planes of a larger one."""
     for at in range(len(x)):  # between two samples lie planes that are not written
         own_y, own_x, own_mean, own_rstd = (v.narrow(0, at, 1) for v in (y, x, mean, rstd))
         _normalize(own_y, own_x, weight, bias, own_mean, own_rstd, slope=slope, pads=pads)
 
 
-def _normalize(
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    slope: float,
-    pads: bool,
-) -> None:
+def _normalize(y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: bool) -> None:
     grid, *size = matrix_of(x)
-    start, room = start_of_memory(x)
-    given = (weight, bias, mean, rstd, *size, slope, row_of(x, room or pads), room, pads)
+    start, room, z = start_of_memory(x, pads)
+    given = (with_padding(y) if pads else y, *affine, *size, slope, z, room, pads)
     with torch.cuda.device(x.device):
-        kernel.normalize[grid.over_blocks](start, memory_of(y, pads), *given, **block_of(grid))
+        kernel.normalize[grid.over_blocks](start, *given, **block_of(grid))
 
 
-def sums(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    slope: float,
-) -> Tensor:
-    """Return the sums (P, 2, N, C) over the runs of a map."""
+def sums(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
+    """Return the sums over the runs of a map."""
     grid, *size = matrix_of(x)
-    out = torch.empty((grid.runs, 2, *x.shape[:2]), dtype=torch.float32, device=x.device)
-    start, room = start_of_memory(x)
-    given = (weight, bias, mean, rstd, out, *size, grid.run, slope, row_of(x, room), room)
+    out = per_run(x, 2)
+    start, room, z = start_of_memory(x)
+    given = (start, dy, *affine, out, *size, grid.run, slope, z, room)
     with torch.cuda.device(x.device):
-        kernel.sums[grid.over_runs](start, dy, *given, **block_of(grid), num_warps=SUMMING_WARPS)
+        kernel.sums[grid.over_runs](*given, **block_of(grid), num_warps=SUMMING_WARPS)
     return out
 
 
 def total(sums: Tensor) -> Tensor:
-    """Return the sums (R, N, C) of all parts (P, R, N, C)."""
+    """Return the sums of all parts."""
     parts, rows, n, c = sums.shape
     out = sums.new_empty(sums.shape[1:])
     grid = (triton.cdiv(c, MERGED_CHANNELS), n, rows)
     with torch.cuda.device(sums.device):
-        kernel.total[grid](sums, out, c, parts, rows, **_parts())
+        kernel.total[grid](sums, out, c, parts, rows, **_MERGING)
     return out
 
 
 def gradient(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    total: Tensor,
-    voxels: int,
-    slope: float,
-    pads: bool,
+    dy: Tensor, x: Tensor, *affine: Tensor, total: Tensor, voxels: int, slope: float, pads: bool
 ) -> Tensor:
-    """Return the gradient of a map, with zeros around Z or not."""
+    """Return the gradient of a map."""
     grid, *size = matrix_of(x)
     dx = empty_map(x, pads)
-    start, room = start_of_memory(x)
-    z = row_of(x, room or pads)
-    given = (weight, bias, mean, rstd, total, voxels, *size, slope, z, room, pads)
+    start, room, z = start_of_memory(x, pads)
+    out = with_padding(dx) if pads else dx
+    given = (start, dy, out, *affine, total, voxels, *size, slope, z, room, pads)
     with torch.cuda.device(x.device):
-        kernel.gradient[grid.over_blocks](start, dy, memory_of(dx, pads), *given, **block_of(grid))
+        kernel.gradient[grid.over_blocks](*given, **block_of(grid))
     return dx
 
 
@@ -166,21 +119,11 @@ def block_of(grid: Grid) -> dict[str, int]:
     return {"BV": grid.block_voxels, "BC": grid.block_channels}
 
 
-def row_of(x: Tensor, counts: bool) -> int:
-    """Return the voxels along Z where a kernel must know them; each number is another kernel."""
-    return x.shape[-1] if counts else 1
+def start_of_memory(x: Tensor, pads: bool = False) -> tuple[Tensor, bool, int]:
+    """Return a tensor that begins where a map's memory does, whether it has room around Z, and Z.
 
-
-def memory_of(x: Tensor, has_padding: bool) -> Tensor:
-    """Return a tensor that begins where a map's memory does."""
-    return with_padding(x) if has_padding else x
-
-
-def start_of_memory(x: Tensor) -> tuple[Tensor, bool]:
-    """Return a tensor that begins where a map's memory does, and whether it has room around Z."""
+    Z is 1 where no kernel must know it, neither for the room nor for what it pads: each number is
+    another kernel.
+    """
     room = has_room(x)
-    return memory_of(x, room), room
-
-
-def _parts() -> dict[str, int]:
-    return {"BP": MERGED_PARTS, "BC": MERGED_CHANNELS, "num_warps": 8}
+    return with_padding(x) if room else x, room, x.shape[-1] if room or pads else 1

@@ -1,15 +1,15 @@
-"""The stages (:mod:`unet3d.kernels.norm.stages`) in PyTorch's own operations, for any device.
+"""The stages (:mod:`unet3d.kernels.norm.op`) in PyTorch's own operations, for any device.
 
 A sample's channel is treated as a channel of a batch normalisation: a map (N, C, X, Y, Z) is rows
-(1, N * C, X, Y, Z). The mean is one number: M is 1.
+(1, N * C, X, Y, Z). The mean is one number: M is 1. Where a volume is whole nothing is exchanged
+between the stages, and one operation does several of them (:func:`forward`, :func:`backward`).
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels.pad import padded_copy
-from unet3d.kernels.padding import with_padding
+from unet3d.kernels.padding import padded_copy, with_padding
 
 _ALONG_CHANNELS = (1, -1, 1, 1, 1)
 
@@ -21,14 +21,14 @@ torch.library.define("unet3d::channel_statistics", "(Tensor rows) -> (Tensor, Te
 @torch.library.impl("unet3d::channel_statistics", ("cpu", "cuda"))
 def _(rows: Tensor) -> tuple[Tensor, Tensor]:
     # Running statistics that nobody reads make PyTorch return a low type's in float32.
-    unused = torch.zeros(2, rows.shape[1], dtype=_exact(rows), device=rows.device)
+    unused = torch.zeros(2, rows.shape[1], dtype=exact_type(rows), device=rows.device)
     mean, variance = torch.batch_norm_update_stats(rows, unused[0], unused[1], 0.0)
     return mean, variance
 
 
 @torch.library.register_fake("unet3d::channel_statistics")  # type: ignore[untyped-decorator]
 def _(rows: Tensor) -> tuple[Tensor, Tensor]:
-    mean, variance = (rows.new_empty(rows.shape[1], dtype=_exact(rows)) for _ in range(2))
+    mean, variance = (rows.new_empty(rows.shape[1], dtype=exact_type(rows)) for _ in range(2))
     return mean, variance
 
 
@@ -38,11 +38,6 @@ def moments(x: Tensor) -> Tensor:
     mean, variance = torch.ops.unet3d.channel_statistics.default(_rows(x))
     count = torch.full_like(mean, space[0] * space[1] * space[2])
     return torch.stack((count, variance, mean)).view(1, 3, n, c)
-
-
-def sum_moments(x: Tensor, added: Tensor) -> Tensor:
-    """Add a map to x, in its memory, and return the moments (1, 3, N, C) of the sum."""
-    return moments(x.add_(added))
 
 
 def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,23 +53,9 @@ def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Ten
     return mean.to(dtype).unsqueeze(-1), rstd.to(dtype), merged.to(dtype)
 
 
-def normalize(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    slope: float,
-    pads: bool = False,
-) -> Tensor:
+def normalize(x: Tensor, *affine: Tensor, slope: float, pads: bool = False) -> Tensor:
     """Return the normalised map, in one pass."""
-    n = len(x)
-    scale = rstd.flatten() * weight.repeat(n)
-    shift = torch.addcmul(bias.repeat(n), mean.flatten(), scale, value=-1)
-    nothing, one = torch.zeros_like(scale), torch.ones_like(scale)
-    given = (scale, shift, nothing, one, False, 0.0, 0.0)
-    y = _activated(torch.native_batch_norm(_rows(x), *given)[0], slope).reshape(x.shape)
+    y = _activated(_before_activation(x, *affine), slope).reshape(x.shape)
     return padded_copy(y) if pads else y
 
 
@@ -85,19 +66,10 @@ def normalize_into(y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: bo
     y.copy_(normalize(x, *affine, slope=slope))
 
 
-def sums(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    slope: float,
-) -> Tensor:
+def sums(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
     """Return the sums (1, 2, N, C) of a map, which is one part."""
-    g = _before_activation(dy, x, weight, bias, mean, rstd, slope=slope)
-    _, sum_gx, sum_g = _batch_norm_backward(g, x, weight, mean, rstd, [False, True, True])
+    g = _gradient_before_activation(dy, x, *affine, slope=slope)
+    _, sum_gx, sum_g = _backward(g, x, *affine, wanted=(False, True, True))
     return torch.stack((sum_g, sum_gx)).view(1, 2, *x.shape[:2])
 
 
@@ -109,27 +81,43 @@ def total(sums: Tensor) -> Tensor:
 def gradient(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
+    *affine: Tensor,
     total: Tensor,
     voxels: int,
     slope: float,
     pads: bool = False,
 ) -> Tensor:
     """Return the gradient of a map, from the sums over the volume."""
-    g = _before_activation(dy, x, weight, bias, mean, rstd, slope=slope)
+    weight, _, mean, rstd = affine
+    g = _gradient_before_activation(dy, x, *affine, slope=slope)
     mean_g, mean_gx = (value.view(_ALONG_CHANNELS) for value in (total / voxels).unbind(0))
-    scale = (rstd.flatten() * weight.repeat(len(x))).view(_ALONG_CHANNELS)
+    scale = (rstd * weight).view(_ALONG_CHANNELS)
     normal = (_rows(x) - mean.view(_ALONG_CHANNELS)) * rstd.view(_ALONG_CHANNELS)
     dx = (g - mean_g).addcmul_(normal, mean_gx, value=-1).mul_(scale)
     dx = dx.to(x.dtype).reshape(x.shape)
     return padded_copy(dx) if pads else dx
 
 
-def _exact(x: Tensor) -> torch.dtype:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised map, the mean (N, C, 1) and 1 / deviation (N, C) of a whole volume."""
+    n, c = x.shape[:2]
+    given = (weight.repeat(n), bias.repeat(n), None, None, True, 0.0, eps)
+    y, mean, rstd = torch.native_batch_norm(_rows(x), *given)
+    return _activated(y.reshape(x.shape), slope), mean.view(n, c, 1), rstd.view(n, c)
+
+
+def backward(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias of a whole volume."""
+    n, c = x.shape[:2]
+    g = _gradient_before_activation(dy, x, *affine, slope=slope)
+    dx, sum_gx, sum_g = _backward(g, x, *affine, wanted=(True, True, True))
+    return dx.reshape(x.shape), sum_gx.view(n, c).sum(0), sum_g.view(n, c).sum(0)
+
+
+def exact_type(x: Tensor) -> torch.dtype:
+    """Return the type of sums and statistics: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -139,39 +127,47 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(1, n * c, *space)
 
 
+def _before_activation(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
+) -> Tensor:
+    """Return the rows of the normalised map before LeakyReLU."""
+    scale = (rstd * weight).flatten()
+    shift = torch.addcmul(bias.repeat(len(x)), mean.flatten(), scale, value=-1)
+    # A normalisation by a mean of nothing and a variance of one, which scales and shifts in a pass.
+    nothing, one = torch.zeros_like(scale), torch.ones_like(scale)
+    return torch.native_batch_norm(_rows(x), scale, shift, nothing, one, False, 0.0, 0.0)[0]
+
+
 def _activated(y: Tensor, slope: float) -> Tensor:
     return y if slope == 1 else F.leaky_relu_(y, slope)
 
 
-def _before_activation(
-    dy: Tensor,
+def _gradient_before_activation(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
+    """Return the rows of the gradient before LeakyReLU."""
+    g = _rows(dy)
+    if slope == 1:
+        return g
+    before = _before_activation(x, *affine)
+    # Into the memory of what is not needed any more.
+    made: Tensor = torch.ops.aten.leaky_relu_backward.grad_input(
+        g, before, slope, False, grad_input=before
+    )
+    return made
+
+
+def _backward(
+    g: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
     mean: Tensor,
     rstd: Tensor,
     *,
-    slope: float,
-) -> Tensor:
-    """Return the gradient before LeakyReLU, (1, N * C, X, Y, Z)."""
-    rows = _rows(x)
-    g = dy.reshape(rows.shape)
-    if slope == 1:
-        return g
-    n = len(x)
-    scale = rstd.flatten() * weight.repeat(n)
-    before = (rows - mean.view(_ALONG_CHANNELS)) * scale.view(_ALONG_CHANNELS)
-    before += bias.repeat(n).view(_ALONG_CHANNELS)
-    gradient: Tensor = torch.ops.aten.leaky_relu_backward(g.to(before.dtype), before, slope, False)
-    return gradient
-
-
-def _batch_norm_backward(
-    g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, wanted: list[bool]
+    wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of rows, and the sums of g * normalised and g for each row."""
     rows = _rows(x)
-    if g.dtype != rows.dtype or g.stride() != rows.stride():
-        # On a CPU PyTorch adds up the wrong voxels where their memory layouts differ.
+    if g.stride() != rows.stride():  # of two layouts PyTorch adds up the wrong voxels on a CPU
         g = torch.empty_like(rows).copy_(g)
     statistics = (None, None, mean.flatten(), rstd.flatten())
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(

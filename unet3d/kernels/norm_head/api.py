@@ -7,26 +7,19 @@ of the logits takes the place of the map's. At 256^3 with 32 channels that is a 
 seven passes over one.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.api import conv1x1x1
-from unet3d.kernels.norm import op as norm
-from unet3d.kernels.norm.api import (
-    channels_last,
-    instance_norm,
-    laid_out,
-    merged,
-    num_voxels,
-    stages_for,
-)
-from unet3d.kernels.norm.grid import MAX_BLOCK_CHANNELS
-from unet3d.kernels.norm_head import op
-from unet3d.kernels.padding import can_fold, mark_padded, was_folded
-from unet3d.kernels.sharding import Shard, current_shard
+from unet3d.kernels.norm import op as norm_op
+from unet3d.kernels.norm.api import instance_norm
+from unet3d.kernels.norm.volume import VolumeNorm, laid_out, stages_for
+from unet3d.kernels.padding import can_fold, channels_last, empty_map, mark_padded, was_folded
+from unet3d.kernels.sharding import current_shard
+from unet3d.kernels.triton_support import operation
 
 MAX_CLASSES = 16
 """With more classes the sums leave a program too few registers."""
@@ -45,41 +38,21 @@ def instance_norm_head(
 ) -> Tensor:
     """Normalise as :func:`unet3d.kernels.instance_norm` does, then mix the channels of each voxel.
 
-    Args:
-        x: (N, C, X, Y, Z) of any floating type.
-        weight: (C,).
-        bias: (C,).
-        eps: Added to the variance.
-        negative_slope: Negative slope of LeakyReLU; 1 leaves the activation out.
-        added: A map of the same shape and type that is added to x first, or None. Where there is
-            one, x must be a convolution's result that nobody else reads: it may be overwritten.
-        head_weight: (K, C, 1, 1, 1); autocast may lower it.
-        head_bias: (K,).
-
-    Returns:
-        Logits (N, K, X, Y, Z).
+    The head's weight is (K, C, 1, 1, 1), which autocast may lower, its bias (K,). Returns logits
+    (N, K, X, Y, Z).
     """
     channels, classes = x.shape[1], len(head_weight)
-    is_fast = stages_for(x) is norm and channels <= MAX_BLOCK_CHANNELS and classes <= MAX_CLASSES
-    if not is_fast:
+    fits = channels <= norm_op.MAX_BLOCK_CHANNELS and classes <= MAX_CLASSES
+    if not (fits and stages_for(x) is norm_op):
         y = instance_norm(x, weight, bias, eps, negative_slope, added=added)
         return conv1x1x1(y, head_weight, head_bias)
     pads_gradient = can_fold(x, channels) and was_folded(x)
-    shard = current_shard()
-    options = _Options(eps=eps, slope=negative_slope, pads_gradient=pads_gradient, shard=shard)
+    norm = VolumeNorm(stages=norm_op, eps=eps, slope=negative_slope, shard=current_shard())
     x, added = laid_out(x), None if added is None else channels_last(added)
-    given = (x, added, weight, bias, head_weight.flatten(1), head_bias, options)
-    logits: Tensor = _InstanceNormHead.apply(*given)  # type: ignore[no-untyped-call]
-    return logits
-
-
-class _Options(NamedTuple):
-    """How a map is normalised."""
-
-    eps: float
-    slope: float
-    pads_gradient: bool
-    shard: Shard | None
+    head = (head_weight.flatten(1), head_bias)
+    given = (x, added, weight, bias, *head, norm, pads_gradient)
+    result: Tensor = _InstanceNormHead.apply(*given)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _InstanceNormHead(torch.autograd.Function):
@@ -94,37 +67,37 @@ class _InstanceNormHead(torch.autograd.Function):
         bias: Tensor,
         head: Tensor,
         head_bias: Tensor,
-        options: _Options,
+        norm: VolumeNorm,
+        pads_gradient: bool,
     ) -> Tensor:
-        parts = norm.moments(x) if added is None else norm.sum_moments(x, added)
-        mean, rstd = merged(norm, parts, x, options.eps, options.shard)
-        affine = (weight, bias, mean, rstd, head)
-        y: Tensor = op.logits(x, *affine, head_bias, slope=options.slope)
+        parts = norm_op.moments(x) if added is None else norm_op.sum_moments(x, added)
+        affine = (weight, bias, *norm.statistics(parts, x), head)
+        y: Tensor = logits(x, *affine, head_bias, slope=norm.slope)
         ctx.save_for_backward(x, *affine)
-        ctx.options, ctx.adds, ctx.bias_dtype = options, added is not None, head_bias.dtype
+        ctx.norm, ctx.pads_gradient, ctx.adds = norm, pads_gradient, added is not None
+        ctx.bias_dtype = head_bias.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, rstd, head = ctx.saved_tensors
-        options: _Options = ctx.options
-        shard = options.shard
-        affine = (weight, bias, mean, rstd, head)
+        x, *affine = ctx.saved_tensors
+        weight, bias, _, _, head = affine
+        norm: VolumeNorm = ctx.norm
         dy = channels_last(dy.to(x.dtype))
-        sums, ends = op.sums(dy, x, *affine, slope=options.slope)
-        total = norm.total(sums)
-        dx = op.gradient(
+        parts, ends = sums(dy, x, *affine, slope=norm.slope)
+        own = norm_op.total(parts)
+        dx = gradient(
             dy,
             x,
             *affine,
-            total=total if shard is None else norm.total(shard.gather(total[:2])),
-            voxels=num_voxels(x, shard),
-            slope=options.slope,
-            pads=options.pads_gradient,
+            total=own if norm.shard is None else norm.total(own[:2]),
+            voxels=norm.voxels(x),
+            slope=norm.slope,
+            pads=ctx.pads_gradient,
         )
-        dx = mark_padded(dx) if options.pads_gradient else dx
-        dbias, dweight, *dhead = total.sum(1)
+        dx = mark_padded(dx) if ctx.pads_gradient else dx
+        dbias, dweight, *dhead = own.sum(1)
         return (
             dx,
             dx if ctx.adds else None,
@@ -133,4 +106,43 @@ class _InstanceNormHead(torch.autograd.Function):
             torch.stack(dhead).to(head.dtype),
             ends.double().sum((0, 1)).to(ctx.bias_dtype),
             None,
+            None,
         )
+
+
+def empty_logits(x: Tensor, head: Tensor) -> Tensor:
+    """Return memory for the logits (N, K, X, Y, Z) of a map."""
+    shape = (len(x), len(head), *x.shape[2:])
+    layout = torch.channels_last_3d
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def empty_sums(x: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the sums (P, 2 + K, N, C) and (P, N, K) over the runs of a map."""
+    sums = norm_op.per_run(x, 2 + len(head))
+    return sums, sums.new_empty((len(sums), len(x), len(head)))
+
+
+_AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd, Tensor head"
+
+# As the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), with the head behind it; the
+# sums are also those of the gradients of the head's weight, and apart of its bias.
+logits = operation(
+    "norm_head_logits",
+    f"(Tensor x, {_AFFINE}, Tensor head_bias, *, float slope) -> Tensor",
+    "norm_head.kernel.write_logits",
+    lambda x, weight, bias, mean, rstd, head, head_bias, slope: empty_logits(x, head),
+)
+sums = operation(
+    "norm_head_sums",
+    f"(Tensor dy, Tensor x, {_AFFINE}, *, float slope) -> (Tensor, Tensor)",
+    "norm_head.kernel.write_sums",
+    lambda dy, x, weight, bias, mean, rstd, head, slope: empty_sums(x, head),
+)
+gradient = operation(
+    "norm_head_gradient",
+    f"(Tensor dy, Tensor x, {_AFFINE}, *, Tensor total, int voxels, float slope, bool pads)"
+    " -> Tensor",
+    "norm_head.kernel.write_gradient",
+    lambda dy, x, *affine, total, voxels, slope, pads: empty_map(x, pads),
+)

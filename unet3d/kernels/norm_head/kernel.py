@@ -14,8 +14,10 @@ mostly zeros. Between the passes come the stages of the normalisation (:mod:`une
 which explains ROOM, PADS and Z.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from unet3d.kernels.norm.blocks import (
     gradient_factors,
@@ -24,6 +26,16 @@ from unet3d.kernels.norm.blocks import (
     start_of,
     store_block,
 )
+from unet3d.kernels.norm.launch import matrix_of, start_of_memory
+from unet3d.kernels.norm_head.api import empty_logits, empty_sums
+from unet3d.kernels.padding import empty_map, with_padding
+
+LOGITS_ELEMENTS = 8192
+"""Elements of a block that logits are made from."""
+GRADIENT_ELEMENTS = 4096
+"""Elements of a block that a gradient is made for."""
+SUMMED_NUMBERS = 5 * 4096
+"""Most numbers that a program adds up at a time: 160 a thread."""
 
 
 @triton.jit
@@ -145,3 +157,46 @@ def gradient(
     value = g * scale[None, :] + (value * slant[None, :] + level[None, :])
     dx += start_of(sample, V, Z, PADS) * C
     store_block(dx, first, row, value, channel, inside, C, Z, PADS)
+
+
+def write_logits(x: Tensor, *given: Tensor, slope: float) -> Tensor:
+    """Return the logits of a map."""
+    classes = len(given[-1])
+    y = empty_logits(x, given[-1])
+    grid, *size = matrix_of(x)
+    start, room, z = start_of_memory(x)
+    block = LOGITS_ELEMENTS // grid.block_channels
+    sizes = {"ROOM": room, "K": classes, "BV": block, "BC": grid.block_channels}
+    with torch.cuda.device(x.device):
+        logits[(triton.cdiv(size[0], block), len(x))](start, y, *given, *size, slope, z, **sizes)
+    return y
+
+
+def write_sums(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> tuple[Tensor, Tensor]:
+    """Return the sums over the runs of a map."""
+    classes = len(affine[-1])
+    made = empty_sums(x, affine[-1])
+    grid, *size = matrix_of(x)
+    start, room, z = start_of_memory(x)
+    most = SUMMED_NUMBERS // (2 + classes) // grid.block_channels
+    block = 1 << (most.bit_length() - 1)
+    sizes = {"ROOM": room, "K": classes, "BV": block, "BC": grid.block_channels}
+    given = (start, dy, *affine, *made, *size, grid.run, slope, z)
+    with torch.cuda.device(x.device):
+        sums[(grid.runs, len(x))](*given, **sizes)
+    return made
+
+
+def write_gradient(
+    dy: Tensor, x: Tensor, *affine: Tensor, total: Tensor, voxels: int, slope: float, pads: bool
+) -> Tensor:
+    """Return the gradient of a map, with zeros around Z or not."""
+    dx = empty_map(x, pads)
+    grid, *size = matrix_of(x)
+    start, room, z = start_of_memory(x, pads)
+    block = GRADIENT_ELEMENTS // grid.block_channels
+    given = (start, dy, with_padding(dx) if pads else dx, *affine, total, voxels, *size, slope, z)
+    sizes = {"K": len(affine[-1]), "BV": block, "BC": grid.block_channels}
+    with torch.cuda.device(x.device):
+        gradient[(triton.cdiv(size[0], block), len(x))](*given, ROOM=room, PADS=pads, **sizes)
+    return dx

@@ -4,7 +4,7 @@ For the first convolution of a network backward is one operation: the gradient b
 no reader but the gradient of the weights. Everything else is the two operations.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
-from unet3d.kernels.halo import gradient_of_own, own_planes
-from unet3d.kernels.norm import op as norm
-from unet3d.kernels.norm.api import (
-    channels_last,
-    instance_norm,
-    merged,
-    normalized,
-    normalized_again,
-    num_voxels,
-    stages_for,
-)
-from unet3d.kernels.padding import can_fold, mark_padded
+from unet3d.kernels.halo import own_planes
+from unet3d.kernels.norm import op
+from unet3d.kernels.norm.api import instance_norm
+from unet3d.kernels.norm.volume import VolumeNorm, stages_for
+from unet3d.kernels.padding import can_fold, channels_last, mark_padded
 from unet3d.kernels.recompute import offer
-from unet3d.kernels.sharding import Shard, current_shard, number_of_largest, x_padding
-from unet3d.kernels.stem_norm import op
+from unet3d.kernels.sharding import current_shard, number_of_largest, x_padding
+from unet3d.kernels.triton_support import operation
 
 
 def conv3x3x3_instance_norm(
@@ -40,56 +33,34 @@ def conv3x3x3_instance_norm(
     pads_output: bool = False,
     has_halo: bool = False,
 ) -> Tensor:
-    """Convolve with stride 1 and zero padding, normalise each channel, and apply LeakyReLU.
+    """Convolve x (N, I, X, Y, Z) with stride 1 and zero padding, then normalise it.
 
-    Args:
-        x: (N, I, X, Y, Z); a slab with its halo.
-        kernel: (O, I, 3, 3, 3); autocast may lower it.
-        weight: (O,).
-        bias: (O,).
-        eps: Added to the variance.
-        negative_slope: Negative slope of LeakyReLU; 1 leaves the activation out.
-        pads_output: Store the result with zeros around Z, for a folded convolution that reads it.
-        has_halo: Return the halo too where x is a slab.
-
-    Returns:
-        (N, O, X, Y, Z), of a slab its own planes, or those with their halo.
+    The kernel is (O, I, 3, 3, 3), which autocast may lower; a slab comes with its halo. The rest is
+    as in :func:`unet3d.kernels.instance_norm`, and so is the result.
     """
     # The halo would make other slabs choose other stages, which wait for one another for ever.
-    if not (is_stem(x, kernel) and stages_for(own_planes(x), kernel.shape[0]) is norm):
+    if not (is_stem(x, kernel) and stages_for(own_planes(x), kernel.shape[0]) is op):
         y = conv3x3x3(x, kernel)
         return instance_norm(
             *(y, weight, bias, eps, negative_slope), pads_output=pads_output, has_halo=has_halo
         )
     x = channels_last(x.to(slabs.lowered(x)))
     shard = current_shard()
-    options = _Options(
+    norm = VolumeNorm(
+        stages=op,
         eps=eps,
         slope=negative_slope,
-        pads=pads_output,
-        x_padding=x_padding(),
         shard=shard,
-        has_halo=has_halo and shard is not None,
+        halo_of=shard if has_halo else None,
+        pads=pads_output,
     )
-    given = (x, kernel.to(x.dtype), weight, bias, options)
+    given = (x, kernel.to(x.dtype), weight, bias, norm, x_padding())
     made, padded, y, mean, rstd, *planes = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
     if padded:
         mark_padded(made)
     again = (y, weight.detach(), bias.detach(), mean, rstd)
-    halo = (planes[0], planes[1]) if options.has_halo else None
-    offer(made, lambda: normalized_again(*again, stages=norm, slope=negative_slope, halo=halo), y)
+    offer(made, lambda: norm.again(*again, halo=(planes[0], planes[1])), y)
     return made  # type: ignore[no-any-return]
-
-
-class _Options(NamedTuple):
-    """How a map is normalised."""
-
-    eps: float
-    slope: float
-    pads: bool
-    x_padding: tuple[int, int]
-    shard: Shard | None
-    has_halo: bool
 
 
 class _StemNorm(torch.autograd.Function):
@@ -97,50 +68,56 @@ class _StemNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, options: _Options
+        ctx: Any,
+        x: Tensor,
+        kernel: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        norm: VolumeNorm,
+        padding: tuple[int, int],
     ) -> tuple[Tensor | bool | None, ...]:
-        y = torch.ops.unet3d.stem.default(x, kernel, *options.x_padding)
-        mean, rstd = merged(norm, norm.moments(y), y, options.eps, options.shard)
-        largest = number_of_largest(y.numel(), options.shard)
-        pads = options.pads and can_fold(y, y.shape[1], largest)
-        affine = (weight, bias, mean, rstd)
-        made, halo = normalized(
-            *(y, *affine),
-            stages=norm,
-            slope=options.slope,
-            pads=pads,
-            shard=options.shard if options.has_halo else None,
-        )
+        y = torch.ops.unet3d.stem.default(x, kernel, *padding)
+        affine = (weight, bias, *norm.statistics(op.moments(y), y))
+        pads = norm.pads and can_fold(y, y.shape[1], number_of_largest(y.numel(), norm.shard))
+        made, halo = norm._replace(pads=pads).normalized(y, *affine)
         ctx.save_for_backward(x, kernel, y, *affine)
-        ctx.options = options
+        ctx.norm, ctx.before = norm, padding[0]
         planes = (plane for plane in halo if plane is not None)
-        ctx.mark_non_differentiable(y, mean, rstd, *planes)
+        ctx.mark_non_differentiable(y, *affine[2:], *planes)
         ctx.set_materialize_grads(False)  # those have none, and zeros would be launches
-        return made, pads, y, mean, rstd, *halo
+        return made, pads, y, *affine[2:], *halo
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         x, kernel, y, *affine = ctx.saved_tensors
-        options: _Options = ctx.options
-        slope, shard = options.slope, options.shard
-        if options.has_halo and shard is not None:
-            dy = gradient_of_own(dy, shard)
-        dy = channels_last(dy)
-        own = norm.total(norm.sums(dy, y, *affine, slope=slope))
-        dkernel = op.weight_gradient(
+        norm: VolumeNorm = ctx.norm
+        dy = norm.gradient_of_own(dy)
+        own = op.total(op.sums(dy, y, *affine, slope=norm.slope))
+        dkernel = weight_gradient(
             dy,
             x,
             y,
             *affine,
-            total=own if shard is None else norm.total(shard.gather(own)),
-            voxels=num_voxels(y, shard),
+            total=norm.total(own),
+            voxels=norm.voxels(y),
             kernel=kernel,
-            before=options.x_padding[0],
-            slope=slope,
+            before=ctx.before,
+            slope=norm.slope,
         )
-        weight, bias = affine[:2]
         dbias, dweight = own.sum(1)
-        return None, dkernel, dweight.to(weight.dtype), dbias.to(bias.dtype), None
+        dweight, dbias = dweight.to(affine[0].dtype), dbias.to(affine[1].dtype)
+        return None, dkernel, dweight, dbias, None, None
+
+
+weight_gradient = operation(
+    "stem_norm_weights",
+    "(Tensor dy, Tensor x, Tensor y, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, *,"
+    " Tensor total, int voxels, Tensor kernel, int before, float slope) -> Tensor",
+    "stem_norm.kernel.weight_gradient",
+    lambda *maps, kernel, **options: torch.empty_like(
+        kernel, memory_format=torch.contiguous_format
+    ),
+)

@@ -55,11 +55,7 @@ def weight_gradient(
     dy: Tensor,
     x: Tensor,
     y: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
+    *affine: Tensor,
     total: Tensor,
     voxels: int,
     kernel: Tensor,
@@ -68,7 +64,7 @@ def weight_gradient(
 ) -> Tensor:
     """Return the gradient of the convolution's weights; all maps are channels-last."""
     runs, partial, sizes = parts_of_weights(dy, x)
-    given = (weight, bias, mean, rstd, total, voxels, before, *x.shape[2:], *runs, slope)
+    given = (*affine, total, voxels, before, *x.shape[2:], *runs, slope)
     with torch.cuda.device(x.device):
         _weights[(runs[-1], len(x))](x, y, dy, partial, *given, **sizes)
     return sum_of_parts(partial, kernel)

@@ -1,0 +1,99 @@
+"""A normalised volume that is whole, or of which a map is a slab: what its stages tell each other.
+
+Whoever makes the moments of a map can hand them to :meth:`VolumeNorm.statistics`, and whoever reads
+the map can normalise what it loads with the statistics: the stages
+(:mod:`unet3d.kernels.norm.op`) need not be operations of their own.
+"""
+
+from types import ModuleType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from unet3d.kernels.halo import empty_with_halo, fill_halo, gradient_of_own, inner, put_halo
+from unet3d.kernels.norm import op, reference
+from unet3d.kernels.padding import channels_last, has_room
+from unet3d.kernels.sharding import Halo, Shard, current_shard, number_of_largest
+from unet3d.kernels.triton_support import FAST_TYPES, triton_available
+
+MIN_ELEMENTS = 2**14
+"""Smaller maps take the reference. The statistics of 320 channels of 8^3, 2^17 elements, take
+PyTorch 36 us on an H200, and Triton's two kernels 8."""
+
+
+def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
+    """Return the version of the stages that suits a map, the same for all slabs of a volume.
+
+    For Triton's it must be channels-last where a stage takes it. ``channels`` are those of the map
+    where x is only of its size.
+    """
+    elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
+    # What the two versions exchange differs in size.
+    elements = number_of_largest(elements, current_shard())
+    if elements >= MIN_ELEMENTS and x.dtype in FAST_TYPES and triton_available(x):
+        return op
+    return reference
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """Return a map as Triton's stages take it: channels-last, or with room around Z."""
+    return x if has_room(x) else channels_last(x)
+
+
+class VolumeNorm(NamedTuple):
+    """How a map (N, C, X, Y, Z) is normalised; ``affine`` is what its stages take."""
+
+    stages: ModuleType
+    eps: float
+    slope: float
+    """Negative slope of LeakyReLU; 1 leaves the activation out."""
+    shard: Shard | None
+    """The slab that the map is; None: it is whole."""
+    halo_of: Shard | None = None
+    """The slab whose halo belongs to the result; None: it has none."""
+    pads: bool = False
+    """Whether the result is stored with zeros around Z."""
+
+    def statistics(self, parts: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the volume's mean (N, C, M) and 1 / deviation (N, C), from a map's moments."""
+        mean, rstd, own = self.stages.merge(parts, _num_voxels(x), self.eps)
+        if self.shard is not None:
+            of_all = self.shard.gather(own.squeeze(0))
+            mean, rstd, _ = self.stages.merge(of_all, self.voxels(x), self.eps)
+        return mean, rstd
+
+    def normalized(
+        self, x: Tensor, *affine: Tensor, halo: Halo | None = None
+    ) -> tuple[Tensor, Halo]:
+        """Return a normalised map, and its halo where it has one: exchanged, if it is not given."""
+        given = {"slope": self.slope, "pads": self.pads}
+        if self.halo_of is None:
+            return self.stages.normalize(x, *affine, **given), (None, None)
+        y = empty_with_halo(x, self.pads)
+        self.stages.normalize_into(inner(y), x, *affine, **given)
+        if halo is None:
+            return y, fill_halo(y, self.halo_of, self.pads)
+        put_halo(y, halo)
+        return y, halo
+
+    def again(self, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
+        """Return what :meth:`normalized` did, without zeros around Z, and without asking anyone."""
+        return self._replace(pads=False).normalized(x, *affine, halo=halo)[0]
+
+    def gradient_of_own(self, dy: Tensor) -> Tensor:
+        """Return the gradient of the result's own planes, channels-last, from that of all."""
+        return channels_last(dy if self.halo_of is None else gradient_of_own(dy, self.halo_of))
+
+    def total(self, own: Tensor) -> Tensor:
+        """Return the sums (2, N, C) over the volume, from those over the map."""
+        total: Tensor = own if self.shard is None else self.stages.total(self.shard.gather(own))
+        return total
+
+    def voxels(self, x: Tensor) -> int:
+        """Return the voxels of a sample of the volume."""
+        voxels = _num_voxels(x)
+        return voxels if self.shard is None else self.shard.of_volume(voxels)
+
+
+def _num_voxels(x: Tensor) -> int:
+    return x.shape[2] * x.shape[3] * x.shape[4]
