@@ -15,7 +15,7 @@ from unet3d.images.image import open_image
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
 from unet3d.inference.replicated import ReplicatedNetwork
-from unet3d.parallel import Slot, cuda_graphs
+from unet3d.parallel import Slot, graph
 
 CPU = torch.device("cpu")
 SHAPE = (20, 12, 16)
@@ -143,7 +143,7 @@ def test_every_replica_gets_the_weights_of_the_next_network(image, kinds):
 @pytest.mark.parametrize("num_networks", [1, 3])
 @pytest.mark.parametrize("averaging", ["logits", "probabilities"])
 def test_a_graph_of_each_replica_serves_all_networks(image, num_networks, averaging, monkeypatch):
-    monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
+    monkeypatch.setitem(graph.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
     given = {"batch_size": 2, "averaging": averaging, "tta": True}

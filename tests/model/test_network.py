@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from unet3d.errors import ConfigError, DeviceError, VolumeError
 from unet3d.model import SequentialNetwork, sequential_blocks
-from unet3d.parallel import Layout, cuda_graphs, parallelize
+from unet3d.parallel import Layout, graph, parallelize
+from unet3d.parallel.graph import NUM_WARM_UP_STEPS
 from unet3d.parallel.partition import default_cuts
-from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 
 from ..parallel.cpu_graphs import CpuGraphPool
 from ..plain_network import assert_close
@@ -184,7 +184,7 @@ def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed(
 
 
 def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch):
-    monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
+    monkeypatch.setitem(graph.POOLS, "cpu", CpuGraphPool)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
     losses, predictions = [], []
     image, labels = make_batch(2)

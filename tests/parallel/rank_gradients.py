@@ -23,10 +23,10 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.kernels import triton_support
 from unet3d.model import SegmentationLoss, UNet3d, plan_topology
-from unet3d.parallel import Layout, cuda_graphs, exchange, parallelize
+from unet3d.parallel import Layout, exchange, graph, parallelize
 from unet3d.parallel.exchange import FlatExchange
+from unet3d.parallel.graph import NUM_WARM_UP_STEPS
 from unet3d.parallel.spatial import division
-from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 from unet3d.patches.loader import share_of
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
@@ -111,7 +111,7 @@ def take_steps(folder, group, number):
     is_captured = CASES[number][-1].get("captured", False)
     with pytest.MonkeyPatch.context() as patch:
         if is_captured:
-            patch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
+            patch.setitem(graph.POOLS, "cpu", CpuGraphPool)
             patch.setattr(CpuGraphPool, "num_captured", 0)
             patch.setattr(FlatExchange, "total", recorded_total)
         patch.setattr(exchange, "PIECE_BYTES", 2000)

@@ -17,9 +17,9 @@ from unet3d.kernels.padding import mark_padded, padded_copy, with_padding
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, offload, parallelize
+from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.parallel.offload import SkipOffload, skip_names
 from unet3d.parallel.partition import make_stages
-from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning.memory_estimate import predict_memory
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
 @pytest.mark.usefixtures("parking_cpu")
 def test_skips_are_away_while_the_decoder_works_at_full_resolution():
     executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
-    assert isinstance(executor, PipelineExecutor)
+    assert isinstance(executor, NetworkExecutor)
     order: list[str] = []
 
     class Noted(Sizes):

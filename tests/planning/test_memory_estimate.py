@@ -15,7 +15,7 @@ from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations
 from unet3d.memory.fake_devices import fake_device
 from unet3d.model import UNet3d
 from unet3d.parallel import precision
-from unet3d.parallel.cuda_graphs import release_streams
+from unet3d.parallel.graph import release_streams
 from unet3d.parallel.spatial import division
 from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.planning import memory_estimate

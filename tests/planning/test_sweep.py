@@ -16,7 +16,7 @@ from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError, DoesNotFitError, Unet3dError
-from unet3d.parallel.pipeline import PipelineExecutor
+from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.planning import placements, sweep
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import choose_mode, make_option, placed
@@ -224,15 +224,15 @@ def test_the_command_compares_modes(tmp_path, seconds, capsys, monkeypatch):
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches: int) -> None:
     """Let steps run out of memory that have at most so many stages and micro-batches."""
-    forward_backward = PipelineExecutor.forward_backward
+    forward_backward = NetworkExecutor.forward_backward
 
-    def failing(self: PipelineExecutor, *arguments: Any, **more: Any) -> Any:
+    def failing(self: NetworkExecutor, *arguments: Any, **more: Any) -> Any:
         terms = forward_backward(self, *arguments, **more)
         if len(self.stages) <= num_stages and self.num_micro_batches <= num_micro_batches:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB.")
         return terms
 
-    monkeypatch.setattr(PipelineExecutor, "forward_backward", failing)
+    monkeypatch.setattr(NetworkExecutor, "forward_backward", failing)
 
 
 def test_running_out_of_memory_is_a_row_and_a_plan_predicts_what_training_takes(
@@ -376,7 +376,7 @@ def test_a_rank_without_memory_says_so(alone, tmp_path, monkeypatch):
 def test_a_time_is_that_of_steps_that_do_all_the_work_and_change_nothing(monkeypatch):
     calls: list[str] = []
     models = []
-    forward_backward, take = PipelineExecutor.forward_backward, sweep.Optimization.step
+    forward_backward, take = NetworkExecutor.forward_backward, sweep.Optimization.step
 
     def forward(self, image, target, *more, **others):
         assert image.shape == (2, 2, 16, 16, 16) and target.shape == (2, 16, 16, 16)
@@ -390,7 +390,7 @@ def test_a_time_is_that_of_steps_that_do_all_the_work_and_change_nothing(monkeyp
         calls.append("step")
         take(self, learning_rate)
 
-    monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
+    monkeypatch.setattr(NetworkExecutor, "forward_backward", forward)
     monkeypatch.setattr(sweep.Optimization, "step", step)
     found = sweep.time_step(make_step((CPU,)), Group(Ranks()))
     num_steps = 2 + sweep.NUM_TIMED_STEPS  # one makes the state, one counts memory

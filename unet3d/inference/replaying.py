@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unet3d.inference.sliding_window import Predicting
 from unet3d.parallel import Slot
-from unet3d.parallel.cuda_graphs import Graph, pool_of_kind
+from unet3d.parallel.graph import Graph, pool_of_kind
 
 logger = logging.getLogger(__name__)
 

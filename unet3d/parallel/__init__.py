@@ -1,12 +1,11 @@
 """Spreading one network over devices.
 
 ``placement`` names devices and slots, ``device_groups`` divides devices over processes,
-``precision`` gives their number type. ``partition`` cuts the block list into stages, ``schedule``
-says when each micro-batch runs where, ``stage_runner`` runs a stage, ``mail`` and ``transfer``
-carry tensors between stages, ``offload`` keeps skips in host memory, and ``pipeline`` drives them.
-``step_capture`` decides when a step is captured on GPUs, ``captured_step`` replays it, with
-``cuda_graphs`` and ``static_mail``. ``exchange`` averages gradients over ranks;
-``data_parallel`` is ``nn.DataParallel``. ``spatial`` divides volumes instead of the network.
+``precision`` gives their number type. ``step`` trains on one device; ``pipeline`` drives the stages
+that ``partition`` makes, as ``schedule`` says, and ``mail`` carries tensors between them.
+``network_executor`` gives either its micro-batches, ``exchange`` averages the gradients of ranks,
+and ``graph`` decides when a step is captured. ``spatial`` divides volumes instead of the network;
+``data_parallel`` is ``nn.DataParallel``.
 """
 
 from functools import partial
@@ -19,8 +18,7 @@ from unet3d.parallel.data_parallel import DataParallelExecutor
 from unet3d.parallel.exchange import FlatExchange
 from unet3d.parallel.executor import Executor, Loss, LossFunction
 from unet3d.parallel.machine import Machine
-from unet3d.parallel.partition import default_cuts, make_stages
-from unet3d.parallel.pipeline import PipelineExecutor
+from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision
 from unet3d.parallel.spatial.executor import SpatialExecutor
@@ -60,16 +58,6 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
         if not isinstance(network, UNet3d):
             raise ConfigError("parallel mode spatial knows slabs of a UNet3d only")
         return SpatialExecutor(network, layout, group)
-    cuts = default_cuts(network, layout) if layout.cuts is None else layout.cuts
-    stages = make_stages(network.blocks(), layout.devices, cuts, network.outputs())
     has_others = layout.num_replicas > 1 if group is None else group.size > 1
-    return PipelineExecutor(
-        module=network,
-        stages=stages,
-        num_micro_batches=layout.num_micro_batches,
-        autocast=layout.autocast,
-        recompute=layout.recompute,
-        offloads_skips=layout.offload == "skips",
-        cuda_graphs=layout.cuda_graphs,
-        exchange=partial(FlatExchange.of_replicas, group=group) if has_others else None,
-    )
+    exchange = partial(FlatExchange.of_replicas, network, group=group) if has_others else None
+    return NetworkExecutor(network, layout, exchange)

@@ -18,15 +18,7 @@ NEEDS = {
 
 
 def default_names(settings: ParallelSettings, machine: Machine) -> tuple[str, ...]:
-    """Return the devices that settings imply where they name none.
-
-    Args:
-        settings: Mode and replicas.
-        machine: What there is.
-
-    Raises:
-        DeviceError: The mode needs several, and there is no telling which.
-    """
+    """Return the devices that settings imply where they name none."""
     count, mode = machine.num_gpus, settings.mode
     if mode in ("auto", "none"):
         return ("0",) if count else ("cpu",)
@@ -43,28 +35,14 @@ def default_names(settings: ParallelSettings, machine: Machine) -> tuple[str, ..
 
 
 def names_of_ranks(mode: str, machine: Machine, num_ranks: int) -> tuple[str, ...]:
-    """Return the devices that the ranks of a machine have where none are named.
-
-    Args:
-        mode: The parallel mode.
-        machine: What there is.
-        num_ranks: Ranks of this machine.
-    """
+    """Return the devices that the ranks of a machine have where none are named."""
     per_rank = max(2, machine.num_gpus // num_ranks) if mode == "model" else 1
     count = num_ranks * per_rank
     return tuple(map(str, range(count))) if machine.num_gpus else ("cpu",) * count
 
 
 def check_count(mode: str, names: Sequence[str]) -> None:
-    """Refuse a number of devices that does not suit the mode, whatever they are.
-
-    Args:
-        mode: The parallel mode.
-        names: Of the devices.
-
-    Raises:
-        DeviceError: There are too many, or too few.
-    """
+    """Refuse a number of devices that does not suit the mode, whatever they are."""
     listed = ",".join(names)
     if mode == "none" and len(names) != 1:
         raise DeviceError(
@@ -79,16 +57,7 @@ def check_count(mode: str, names: Sequence[str]) -> None:
 
 
 def check_groups(mode: str, devices: Devices, num_groups: int) -> None:
-    """Refuse groups of one device in a mode that spreads a network over those of a group.
-
-    Args:
-        mode: The parallel mode.
-        devices: All of them.
-        num_groups: Groups into which they are divided.
-
-    Raises:
-        DeviceError: They have one device each.
-    """
+    """Refuse groups of one device in a mode that spreads a network over those of a group."""
     if mode in NEEDS and len(devices) // num_groups < 2:
         raise DeviceError(
             f"devices {listed(devices)} give each of {num_groups} replicas one, but parallel mode "
@@ -97,16 +66,7 @@ def check_groups(mode: str, devices: Devices, num_groups: int) -> None:
 
 
 def divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]:
-    """Divide devices in their order over processes; no GPU may be of two, which NCCL refuses.
-
-    Args:
-        devices: All of them.
-        num_groups: Number of the processes.
-        what: What a process has, in plural.
-
-    Raises:
-        DeviceError: They do not divide, or the processes would not be alike.
-    """
+    """Divide devices in their order over processes; no GPU may be of two, which NCCL refuses."""
     size, rest = divmod(len(devices), num_groups)
     named = listed(devices)
     if rest or not size:
@@ -127,14 +87,7 @@ def divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]
 
 
 def check_shards(devices: Devices) -> None:
-    """Refuse devices that cannot each hold a slab of a volume.
-
-    Args:
-        devices: One for each slab, of this machine.
-
-    Raises:
-        DeviceError: They are of several kinds, or a GPU is named twice.
-    """
+    """Refuse devices that cannot each hold a slab of a volume."""
     if len({device.type for device in devices}) > 1:
         raise DeviceError(
             f"devices {listed(devices)} are of different kinds, which cannot share a volume with "
@@ -144,15 +97,7 @@ def check_shards(devices: Devices) -> None:
 
 
 def check_thread_devices(devices: Sequence[torch.device], gather: torch.device | None) -> None:
-    """Refuse devices that ``nn.DataParallel`` cannot use.
-
-    Args:
-        devices: The devices of the replicas.
-        gather: The device where logits are gathered; None: the first.
-
-    Raises:
-        DeviceError: The devices are not different GPUs, or ``gather`` is not one of them.
-    """
+    """Refuse devices that ``nn.DataParallel`` cannot use."""
     named = listed(devices)
     if any(device.type != "cuda" for device in devices) or len(set(devices)) != len(devices):
         raise DeviceError(

@@ -42,8 +42,7 @@ class NoExchange:
     def total(self, sums: Tensor) -> Tensor:
         """Return sums over all replicas, without a graph; each of them calls it in a step.
 
-        Args:
-            sums: Of this replica, on the device of the loss; of one shape everywhere.
+        The sums have one shape everywhere, and are on the device of the loss.
         """
         return sums
 
@@ -140,17 +139,7 @@ class FlatExchange(NoExchange):
     def of_replicas(
         cls, module: BlockNetwork, stages: Sequence[Stage], group: Group | None
     ) -> "FlatExchange":
-        """Return the exchange of replicas, each of which is in one rank; all of them call it.
-
-        Args:
-            module: The network.
-            stages: As there.
-            group: As there.
-
-        Raises:
-            ConfigError: The network's samples are not independent.
-            DeviceError: The ranks' devices are of different kinds.
-        """
+        """Return the exchange of replicas, each of which is in one rank; all of them call it."""
         if group is None:
             return cls(stages, None, [None] * len(stages))
         if not module.samples_are_independent:
@@ -178,11 +167,7 @@ class FlatExchange(NoExchange):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Exchange what a step has added to the gradients.
-
-        Raises:
-            RankError: Another rank died or hangs.
-        """
+        """Exchange what a step has added to the gradients."""
         with self._errors(), self._watching():
             self._pieces = {
                 stage.slot.index: self._divide(stage, own) for stage, own in self._stages
@@ -232,9 +217,6 @@ class FlatExchange(NoExchange):
 
         Other replicas may have other numbers of samples, and so capture other steps; the same
         messages go out, whether a step is captured or not.
-
-        Raises:
-            RankError: Another rank died or hangs.
         """
         if self._shards is None:
             return wish
@@ -280,15 +262,7 @@ class FlatExchange(NoExchange):
 
 
 def check_kinds(stages: Sequence[Stage], group: Group) -> None:
-    """Refuse ranks that could not exchange gradients; all of them call it.
-
-    Args:
-        stages: Of this rank.
-        group: The ranks.
-
-    Raises:
-        DeviceError: The ranks' devices are of different kinds.
-    """
+    """Refuse ranks that could not exchange gradients; all of them call it."""
     kinds = group.exchange([stage.slot.device.type for stage in stages])
     if any(kind != kinds[0] for kind in kinds):
         described = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))

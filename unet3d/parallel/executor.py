@@ -90,21 +90,11 @@ class Observer(Protocol):
     def during(
         self, slot: Slot, kind: ActionKind, micro_batch: int
     ) -> AbstractContextManager[None]:
-        """Return a context for one action.
-
-        Args:
-            slot: The slot that acts.
-            kind: What it does.
-            micro_batch: The number of the micro-batch.
-        """
+        """Return a context for one action of a slot on a micro-batch."""
         ...
 
     def resized(self, tensor: Tensor) -> None:
-        """Note that a tensor's memory was freed, or allocated again.
-
-        Args:
-            tensor: The tensor; others may share its memory.
-        """
+        """Note that a tensor's memory was freed, or allocated again; others may share it."""
         ...
 
 

@@ -17,12 +17,7 @@ from unet3d.memory.fake_devices import is_gpu
 
 
 def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_format:
-    """Return the format that is fastest on a device.
-
-    Args:
-        device: A stage's device.
-        dtype: The type in which the stage convolves.
-    """
+    """Return the format that is fastest for convolutions of a type on a device."""
     if is_gpu(device):
         is_last = dtype in (torch.bfloat16, torch.float16)
     else:
@@ -31,10 +26,5 @@ def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_form
 
 
 def laid_out(tensor: Tensor, format_: torch.memory_format) -> Tensor:
-    """Return a map or a kernel in a format, and anything else as it is.
-
-    Args:
-        tensor: Of any shape.
-        format_: Its memory format.
-    """
+    """Return a map or a kernel in a format, and anything else as it is."""
     return tensor.contiguous(memory_format=format_) if tensor.dim() == 5 else tensor

@@ -37,17 +37,7 @@ def make_stages(
     cuts: Sequence[int],
     results: Sequence[str],
 ) -> tuple[Stage, ...]:
-    """Divide a block list into one stage per device.
-
-    Args:
-        blocks: The blocks, in an order in which they can run.
-        devices: One device for each stage.
-        cuts: Index of the first block of each stage but the first.
-        results: Names of the tensors that the network returns.
-
-    Raises:
-        DeviceError: The cuts do not give one non-empty stage per device.
-    """
+    """Divide a block list into one stage per device; the loss reads ``results``, by name."""
     check_cuts(cuts, len(blocks), len(devices))
     bounds = [0, *cuts, len(blocks)]
     runs = [tuple(blocks[a:b]) for a, b in pairwise(bounds)]
@@ -70,16 +60,7 @@ def make_stages(
 
 
 def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
-    """Refuse cuts that do not give one non-empty stage for each device.
-
-    Args:
-        cuts: Index of the first block of each stage but the first.
-        num_blocks: Blocks of the network.
-        num_stages: How many devices share it.
-
-    Raises:
-        DeviceError: They do not.
-    """
+    """Refuse cuts that do not give one non-empty stage for each device."""
     bounds = [0, *cuts, num_blocks]
     if len(bounds) == num_stages + 1 and all(a < b for a, b in pairwise(bounds)):
         return
@@ -91,15 +72,7 @@ def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
 
 
 def check_num_stages(network: BlockNetwork, num_stages: int) -> None:
-    """Refuse to divide a network into more stages than it has blocks.
-
-    Args:
-        network: The network.
-        num_stages: How many devices share it.
-
-    Raises:
-        DeviceError: There are more stages than blocks.
-    """
+    """Refuse to divide a network into more stages than it has blocks."""
     num_blocks = len(network.blocks())
     if num_stages > num_blocks:
         raise DeviceError(
@@ -161,9 +134,7 @@ def block_flops(
 def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Return the cuts whose most expensive stage costs least, where the costs of blocks add up.
 
-    Args:
-        costs: Cost of each block, in any unit.
-        num_stages: At most the number of blocks.
+    Costs are in any unit; there are at most as many stages as blocks.
     """
     sums = [0.0]
     for cost in costs:
@@ -175,11 +146,6 @@ def cheapest_cuts(cost: StageCost, num_blocks: int, num_stages: int) -> tuple[in
     """Return the cuts whose most expensive stage costs least.
 
     The classic linear-partition problem, solved by dynamic programming over (blocks, stages).
-
-    Args:
-        cost: Cost of each possible stage, in any unit; it may depend on the stage's number.
-        num_blocks: Number of blocks to divide.
-        num_stages: At most the number of blocks.
     """
     # best[end] = (cost of the worst stage, cuts) of the first `end` blocks, in the stages so far
     best: dict[int, tuple[float, tuple[int, ...]]] = {

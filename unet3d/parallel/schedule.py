@@ -47,21 +47,6 @@ def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterato
     return _as_queued(per_stage)
 
 
-def all_forward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
-    """Yield a schedule without backward, for what has to be known before a step.
-
-    ::
-
-        stage 0   F0 F1 F2 F3
-        stage 1   .. F0 F1 F2 F3
-    """
-    order = [
-        [Action(kind="forward", micro_batch=i, stage=stage) for i in range(num_micro_batches)]
-        for stage in range(num_stages)
-    ]
-    return _as_queued(order)
-
-
 def most_alive(num_micro_batches: int, num_stages: int) -> list[list[int]]:
     """Return the largest number of micro-batches in flight between two stages at a time.
 

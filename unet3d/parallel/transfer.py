@@ -22,13 +22,7 @@ class Transfer:
     """One tensor on its way to a device."""
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
-        """Start the copy.
-
-        Args:
-            tensor: The tensor, sent without its graph. If it is on the device already, nothing is
-                copied.
-            device: The target device.
-        """
+        """Start the copy of a tensor without its graph; nothing is copied on its own device."""
         self._arrived: torch.cuda.Event | None = None
         source = tensor.detach()
         if source.device == device:
@@ -63,12 +57,7 @@ class Buffer:
     """A place of fixed memory that tensors of one shape are sent to, one after another."""
 
     def __init__(self, like: Tensor, device: torch.device) -> None:
-        """Allocate it.
-
-        Args:
-            like: A tensor with the shape, type and strides of what is sent.
-            device: The target device.
-        """
+        """Allocate it on a device, with the shape, type and strides of what is sent."""
         self.tensor = torch.empty_like(like, device=device)
         self._arrived: torch.cuda.Event | None = None
         self._released: torch.cuda.Event | None = None
@@ -77,12 +66,8 @@ class Buffer:
     def fill(self, source: Tensor) -> torch.cuda.Event | None:
         """Start a copy, once work that is queued now has computed the source.
 
-        Args:
-            source: On any device.
-
-        Returns:
-            An event after the source has been read; None where work that is queued later on its
-            device's current stream comes after the copy anyway.
+        Returns an event after the source has been read; None where work that is queued later on its
+        device's current stream comes after the copy anyway.
         """
         target = self.tensor
         if not (source.is_cuda and target.is_cuda and source.device != target.device):

@@ -11,8 +11,8 @@ micro-batches pass forward once before, without gradients: their activations are
 takes no more memory, but the time of the forward pass, and such a step is launched.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
@@ -21,8 +21,7 @@ from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
 from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import Loss, LossFunction
-from unet3d.parallel.partition import Stage
-from unet3d.parallel.stage_runner import EagerStage, Gradients, Objective, Send
+from unet3d.parallel.step import MicroBatch
 from unet3d.torch_private import has_dropout
 
 
@@ -37,18 +36,12 @@ class LossOfSums(Protocol):
     def sums(self, logits: Any, target: Tensor) -> Tensor:
         """Return sums over the samples, which may be differentiated.
 
-        Args:
-            logits: The network's results, as for a :data:`~unet3d.parallel.executor.LossFunction`.
-            target: The target of the same samples.
+        Logits and target are those of a :data:`~unet3d.parallel.executor.LossFunction`.
         """
         ...
 
     def from_sums(self, sums: Tensor) -> Loss:
-        """Return the loss.
-
-        Args:
-            sums: Over the whole batch.
-        """
+        """Return the loss of sums over the whole batch."""
         ...
 
     def __call__(self, logits: Any, target: Tensor) -> Loss:
@@ -62,14 +55,7 @@ def joins_samples(loss_fn: LossFunction | LossOfSums) -> TypeGuard[LossOfSums]:
 
 
 def refuse_dropout(module: BlockNetwork) -> None:
-    """Refuse networks whose forward pass is another one when it is run again.
-
-    Args:
-        module: The network.
-
-    Raises:
-        ConfigError: It has dropout.
-    """
+    """Refuse networks whose forward pass is another one when it is run again."""
     if has_dropout(module.modules()):
         raise ConfigError(
             "a loss of the whole batch, such as batch Dice, runs micro-batches forward twice, and "
@@ -91,73 +77,31 @@ class TotalOfReplicas:
         return self.exchange.total(own * self.factor)
 
 
-def objectives_of_whole(
-    loss: LossOfSums, total: Callable[[Tensor], Tensor], images: Sequence[Tensor], scale: float
-) -> list[Objective]:
-    """Return objectives of micro-batches whose gradients add up to those of the whole batch.
+def parts_of_whole(
+    batch: Sequence[MicroBatch], total: Callable[[Tensor], Tensor], scale: float
+) -> list[MicroBatch]:
+    """Return micro-batches of a loss of sums, whose gradients add up to those of the whole batch.
 
-    Args:
-        loss: The loss of the batch as one.
-        total: Returns the sums over the batch; it is given those of a micro-batch.
-        images: Image of each micro-batch.
-        scale: Factor of the loss before backward.
+    ``total`` returns the sums over the batch; it is given those of a micro-batch. ``scale`` is the
+    factor of the loss before backward.
     """
-    part = _PartOfBatch(loss=loss, total=total)
-    num_samples = sum(map(len, images))
     # Each micro-batch has the value of the whole, so their weighted values add up to that. Of its
     # gradient each has its own part, without a weight.
-    weights = [len(image) / num_samples for image in images]
-    return [Objective(loss_fn=part, weight=weight, scale=scale / weight) for weight in weights]
+    return [
+        replace(one, loss_fn=_PartOfBatch(loss=one.loss_fn, total=total), scale=scale / one.weight)
+        for one in batch
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PartOfBatch:
     """The loss of the batch as a function of what one part contributes."""
 
-    loss: LossOfSums
+    loss: Any
     total: Callable[[Tensor], Tensor]
 
     def __call__(self, logits: Any, target: Tensor) -> Loss:
         own = self.loss.sums(logits, target)
         others = self.total(own.detach()) - own.detach()
-        return self.loss.from_sums(own + others)
-
-
-class SumsStage:
-    """A stage that goes forward only, for sums; see :class:`StageRunner`."""
-
-    def __init__(self, eager: EagerStage) -> None:
-        """Take a stage.
-
-        Args:
-            eager: Runs its blocks.
-        """
-        self._eager = eager
-
-    @property
-    def stage(self) -> Stage:
-        """The stage."""
-        return self._eager.stage
-
-    def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
-        """Run the blocks, and keep nothing."""
-        made = self._eager.predict(inputs, self.stage.blocks, self.stage.outputs)
-        for name, tensor in made.items():
-            send(name, tensor)
-
-    def loss(
-        self,
-        micro_batch: int,
-        logits: Mapping[str, Tensor],
-        target: Tensor,
-        objective: Objective,
-        send: Send,
-    ) -> Any:
-        """Return the sums; nothing goes back."""
-        values = list(logits.values())
-        sums: Any = objective.loss_fn(values if len(values) > 1 else values[0], target)
-        return sums
-
-    def backward(self, micro_batch: int, gradients: Gradients, send: Send) -> None:
-        """Refuse: no schedule that goes forward only asks for it."""
-        raise NotImplementedError("sums are taken without gradients")
+        whole: Loss = self.loss.from_sums(own + others)
+        return whole

@@ -31,7 +31,7 @@ from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
-from unet3d.parallel.cuda_graphs import release_streams
+from unet3d.parallel.graph import release_streams
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.link_speed import measure_link

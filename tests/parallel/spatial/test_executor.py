@@ -24,7 +24,7 @@ from unet3d.kernels import recompute
 from unet3d.kernels.norm import volume as norm
 from unet3d.kernels.sharding import sharded
 from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy
-from unet3d.parallel import Layout, parallelize, step_capture
+from unet3d.parallel import Layout, graph, parallelize, step
 from unet3d.parallel.exchange import FlatExchange
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial import executor as executors
@@ -265,15 +265,15 @@ def test_a_step_is_captured_by_all_shards_or_none(fitting, monkeypatch):
     class Captured:
         gradients = ()
 
-        def __init__(self, **_):
+        def __init__(self, *_):
             if shards[threading.get_ident()] not in fitting:
                 raise torch.OutOfMemoryError("no room")
 
         def replay(self, *_):
             return "replayed"
 
-    monkeypatch.setattr(step_capture, "CapturedStep", Captured)
-    monkeypatch.setattr(step_capture, "POOLS", {"cpu": None})
+    monkeypatch.setattr(step, "CapturedDeviceStep", Captured)
+    monkeypatch.setattr(graph, "POOLS", {"cpu": None})
     topology = topology_of(**SHALLOW)
     networks = [network_of(topology) for _ in range(3)]
     image, target = batch_of(topology, (24, 8, 8), 1)
@@ -310,7 +310,7 @@ class Alone:
 
 def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch):
     """Also where a run resumes with the last, smaller batch of an epoch."""
-    monkeypatch.setattr(step_capture, "POOLS", {"cpu": None})
+    monkeypatch.setattr(graph, "POOLS", {"cpu": None})
     topology = topology_of()
     image, target = batch_of(topology, (24, 8, 8), 2)
     # Slabs of 16 and 8 planes: of two samples the first exceeds it, of one sample neither does.

@@ -8,7 +8,7 @@ in them.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,20 +22,19 @@ from unet3d.kernels.sharding import sharded
 from unet3d.model import UNet3d
 from unet3d.parallel.exchange import FlatExchange, check_kinds
 from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer
+from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.parallel.partition import make_stages
-from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import Layout, Slot
 from unet3d.parallel.precision import lowered_on
 from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.parallel.spatial.network import SlabNetwork
 from unet3d.parallel.spatial.shard import (
     GroupMessages,
-    Messages,
     NoMessages,
     VolumeShard,
     gathered,
 )
-from unet3d.parallel.stage_runner import place
+from unet3d.parallel.step import place
 from unet3d.parallel.whole_batch import joins_samples
 
 MAX_CAPTURED = 2**27
@@ -69,14 +68,14 @@ class _LossOfVolume:
 
 
 def _all_shards(
-    messages: Messages,
+    messages: NoMessages,
     num_shards: int,
     device: torch.device,
     watching: Callable[[], AbstractContextManager[None]],
     wish: bool,
 ) -> bool:
     """Return whether all shards of the replica have a wish; waits for them."""
-    if isinstance(messages, NoMessages):
+    if type(messages) is NoMessages:
         return wish
     with watching():  # not in the next line, which waits for the others
         number = torch.tensor([float(wish)], device=device)
@@ -89,7 +88,7 @@ class _Divided:
     """The network for one division of a volume."""
 
     shard: VolumeShard
-    pipeline: PipelineExecutor
+    executor: NetworkExecutor
 
 
 class SpatialExecutor:
@@ -105,7 +104,7 @@ class SpatialExecutor:
         network: UNet3d,
         layout: Layout,
         group: Group | None = None,
-        messages: Messages | None = None,
+        messages: NoMessages | None = None,
     ) -> None:
         """Move the network to the device; all ranks do it.
 
@@ -174,10 +173,10 @@ class SpatialExecutor:
             RankError: Another rank died or hangs.
         """
         divided = self._for_training(image, planes)
-        divided.pipeline.observer = self.observer
+        divided.executor.observer = self.observer
         loss = _LossOfVolume(loss_fn=loss_fn, shard=divided.shard)
         with self._watching():
-            return divided.pipeline.forward_backward(image, target, loss, scale, weight=weight)
+            return divided.executor.forward_backward(image, target, loss, scale, weight=weight)
 
     @torch.no_grad()
     def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
@@ -200,7 +199,7 @@ class SpatialExecutor:
         slab = division.slab(shard.index)
         own = image.narrow(2, slab.start, len(slab))
         with self._errors(), self._watching():
-            return shard.gather_map(self._predicting.pipeline.predict(own, precision), 0)
+            return shard.gather_map(self._predicting.executor.predict(own, precision), 0)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return numbers of all shards of the replica, (num_shards, ...); each of them calls it.
@@ -231,15 +230,6 @@ class SpatialExecutor:
         # All agree on a step, whatever its batch, though a smaller slab alone would be worth it.
         own_planes = len(division.slab(layout.shard))
         max_captured = MAX_CAPTURED * own_planes // division.most_planes()
-        pipeline = PipelineExecutor(
-            module=network,
-            stages=make_stages(network.blocks(), layout.devices, (), network.outputs()),
-            num_micro_batches=layout.num_micro_batches,
-            autocast=layout.autocast,
-            recompute=layout.recompute,
-            offloads_skips=layout.offload == "skips",
-            cuda_graphs=layout.cuda_graphs if may_capture else "off",
-            max_captured=max_captured,
-            exchange=lambda module, stages: self._exchange,
-        )
-        return _Divided(shard=shard, pipeline=pipeline)
+        own = replace(layout, cuts=(), cuda_graphs=layout.cuda_graphs if may_capture else "off")
+        executor = NetworkExecutor(network, own, lambda stages: self._exchange, max_captured)
+        return _Divided(shard=shard, executor=executor)

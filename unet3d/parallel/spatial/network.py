@@ -32,12 +32,7 @@ class SlabNetwork(nn.Module):
     """A network for one slab; it shares all modules with the plain one."""
 
     def __init__(self, network: UNet3d, shard: VolumeShard) -> None:
-        """Wrap the blocks.
-
-        Args:
-            network: The plain network.
-            shard: The slab.
-        """
+        """Wrap the blocks."""
         super().__init__()
         self.network = network
         self._shard = shard
@@ -64,15 +59,7 @@ class SlabNetwork(nn.Module):
         return self.network.example_input()
 
     def check_shape(self, image: Tensor) -> None:
-        """Refuse what is no slab of a volume that the network can take.
-
-        Args:
-            image: (N, C, X, Y, Z), the slab's own planes.
-
-        Raises:
-            VolumeError: The volume does not suit the network.
-            ValueError: The image has other planes than the slab.
-        """
+        """Refuse what is no slab of a volume that the network can take."""
         division = self._shard.division
         wanted = len(division.slab(self._shard.index))
         n, c, planes, y, z = image.shape

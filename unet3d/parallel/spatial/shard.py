@@ -1,7 +1,7 @@
 """A device's slab of a volume, and the messages between the devices that share one."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,49 +25,32 @@ class Swap(NamedTuple):
     """Read."""
 
 
-class Messages(Protocol):
-    """What a device tells the others that share a volume with it; all of them call each method."""
+class NoMessages:
+    """What a device tells the others that share a volume with it: here there are none.
+
+    So memory is predicted without them. All of them call each method.
+    """
 
     def swap(self, neighbours: Mapping[int, Swap]) -> None:
-        """Give something to neighbours, and take as much from them.
-
-        Args:
-            neighbours: What goes to each of them, by its number.
-        """
-        ...
+        """Give something to neighbours, by their numbers, and take as much from them."""
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
-        """Give everyone the bytes of all.
-
-        Args:
-            received: uint8, written; in the order of the devices.
-            sent: uint8, as many as all others send.
-        """
-        ...
+        """Give everyone the bytes of all, in the order of the devices; of all as many."""
 
     def sum(self, values: Tensor) -> None:
-        """Replace values by their sums over the devices.
-
-        Args:
-            values: float32 or float64, contiguous.
-        """
-        ...
+        """Replace contiguous values, float32 or float64, by their sums over the devices."""
 
 
-class GroupMessages:
+class GroupMessages(NoMessages):
     """Messages of a process group, a process for each device."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Take a group.
-
-        Args:
-            group: The processes whose devices share a volume, in the order of their slabs.
-        """
+        """Take the processes whose devices share a volume, in the order of their slabs."""
         self._group = group
         self._takes_lists = group.name() == "nccl"
 
     def swap(self, neighbours: Mapping[int, Swap]) -> None:
-        """Give to neighbours and take from them; see :class:`Messages`."""
+        """Give to neighbours and take from them."""
         swaps = [neighbours[rank] for rank in sorted(neighbours)]
         size = self._group.size()
         if self._takes_lists:  # from where the planes are
@@ -85,38 +68,19 @@ class GroupMessages:
             as_bytes(swap.received).copy_(part)
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
-        """Give everyone all; see :class:`Messages`."""
+        """Give everyone all."""
         _gather(received, sent, group=self._group)
 
     def sum(self, values: Tensor) -> None:
-        """Add up; see :class:`Messages`."""
+        """Add up."""
         dist.all_reduce(values, group=self._group)
-
-
-class NoMessages:
-    """Says nothing to anyone: memory is predicted without the others."""
-
-    def swap(self, neighbours: Mapping[int, Swap]) -> None:
-        """Do nothing."""
-
-    def gather(self, received: Tensor, sent: Tensor) -> None:
-        """Do nothing."""
-
-    def sum(self, values: Tensor) -> None:
-        """Do nothing."""
 
 
 class VolumeShard:
     """A slab of one volume; see :class:`unet3d.kernels.sharding.Shard`."""
 
-    def __init__(self, index: int, division: Division, messages: Messages) -> None:
-        """Take a slab.
-
-        Args:
-            index: Its number.
-            division: The volume in slabs.
-            messages: To the devices that have the others.
-        """
+    def __init__(self, index: int, division: Division, messages: NoMessages) -> None:
+        """Take a slab."""
         self.index = index
         self.count = division.num_shards
         self.division = division
@@ -149,12 +113,7 @@ class VolumeShard:
         return gathered(values, self.count, self._messages)
 
     def gather_map(self, x: Tensor, level: int) -> Tensor:
-        """Return a whole map from the slabs of all.
-
-        Args:
-            x: (N, C, X, Y, Z), this slab's planes.
-            level: Its level.
-        """
+        """Return a whole map from the slabs of all."""
         slabs = [self.division.slab(shard, level) for shard in range(self.count)]
         most = max(map(len, slabs))
         n, c, own, y, z = x.shape
@@ -172,14 +131,8 @@ class VolumeShard:
         return total.to(values.dtype)
 
 
-def gathered(values: Tensor, num_shards: int, messages: Messages) -> Tensor:
-    """Return the values of all devices that share a volume, (num_shards, ...); all of them call it.
-
-    Args:
-        values: Of this one, of one shape and type on all of them.
-        num_shards: How many there are.
-        messages: To the others.
-    """
+def gathered(values: Tensor, num_shards: int, messages: NoMessages) -> Tensor:
+    """Return the values of all devices of a volume, (num_shards, ...); all of them call it."""
     values = values.contiguous()
     received = values.new_empty((num_shards, *values.shape))
     messages.gather(as_bytes(received), as_bytes(values))

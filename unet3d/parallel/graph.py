@@ -1,0 +1,282 @@
+"""CUDA graphs: what a device launches for a step, captured once and replayed in one call.
+
+For small volumes Python takes longer to launch the thousands of kernels of a step than a GPU takes
+to run them. All graphs of a step on a GPU share one pool of memory: while one is captured, memory
+that earlier ones no longer need is reused. They are replayed in the order in which they were
+captured, so a captured step takes as much memory as one that is launched.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.parallel.partition import Stage
+from unet3d.torch_private import free_cublas_workspaces
+
+logger = logging.getLogger(__name__)
+
+ERROR_MODE = "thread_local"
+"""Other threads, such as those that watch over NCCL, may call CUDA meanwhile."""
+
+NUM_WARM_UP_STEPS = 3
+"""Steps of one shape in a row before a capture; they compile kernels and choose algorithms."""
+MAX_ELEMENTS = 2**23
+"""Most elements of a micro-batch's image; above, the GPUs are slower than Python."""
+MAX_MICRO_BATCHES = 64
+"""Most micro-batches; those of a pipeline have graphs of their own, which take time to capture."""
+MAX_SHARE = 0.45
+"""Share of the memory that this process can have on a GPU that launched steps may have reserved: a
+captured step takes as much, and a smaller last batch is launched beside it."""
+
+Gradients = dict[Tensor, Tensor]
+"""The gradient of each parameter that has one."""
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Launch the work again on the current stream, on the same memory."""
+        ...
+
+
+class GraphPool:
+    """The graphs of one GPU, which share memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _capture_stream(device)
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Capture the work that is queued in the context."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode=ERROR_MODE)
+            try:
+                yield graph
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is lost and raises an error
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+    def place_of(self, tensor: Tensor) -> Tensor:
+        """Return a view of a tensor that does not keep its memory from being reused."""
+        storage = tensor.untyped_storage()
+        view = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        whole = view.view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Make work that is queued from now on wait for an event."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which the GPU is the current one."""
+        return torch.cuda.device(self._device)
+
+
+POOLS: dict[str, Callable[[torch.device], GraphPool]] = {"cuda": GraphPool}
+"""Pools by device type; steps that use any other type are launched."""
+
+
+def pool_of_kind(device: torch.device) -> GraphPool:
+    """Return a new pool for graphs of a device, whose type must have graphs."""
+    return POOLS[device.type](device)
+
+
+class _Bytes:
+    """Memory by its address, in the form that libraries for GPUs exchange."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a GPU captures; forward and backward must share one.
+
+    There is one for each GPU, because cuBLAS keeps a workspace for each stream that it was ever
+    used on, in each thread. It takes them here, so that they do not lie in the pool of a graph.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        one = torch.ones(1, 1, device=device, requires_grad=True)
+        # The thread that goes backward needs CUDA's context, which cuBLAS alone would not make.
+        torch.autograd.backward(((one @ one) * one).sum())
+    return stream
+
+
+def release_streams() -> None:
+    """Release the streams of captures and cuBLAS's workspaces for them; no captured step is left.
+
+    What is measured next then finds the GPUs as a new process would.
+    """
+    _capture_stream.cache_clear()
+    free_cublas_workspaces()
+
+
+def give_cached_memory_back(devices: Iterable[torch.device]) -> None:
+    """Return to the devices what launched steps have left in the allocator's cache."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    for device in gpus:
+        torch.cuda.synchronize(device)
+    if gpus:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def aliased(stage: Stage) -> Iterator[Gradients]:
+    """Replace a stage's parameters by aliases in the context; collect the gradients of these.
+
+    So a capture calls no hook of the parameters, nor any that autograd keeps for them in another
+    stream. An alias takes the first gradient that reaches it as its own, so nothing has to be
+    cleared first, nor added. The gradients are there when the context ends.
+    """
+    gradients: Gradients = {}
+    owned = [
+        (module, name, parameter)
+        for block in stage.blocks
+        for module in block.module.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    aliases: dict[Tensor, nn.Parameter] = {}  # one for each, though modules may share it
+    for module, name, parameter in owned:
+        if parameter not in aliases:
+            aliases[parameter] = nn.Parameter(
+                parameter.detach(), requires_grad=parameter.requires_grad
+            )
+        setattr(module, name, aliases[parameter])
+    try:
+        yield gradients
+        gradients |= {owner: own.grad for owner, own in aliases.items() if own.grad is not None}
+    finally:
+        for module, name, parameter in owned:
+            setattr(module, name, parameter)
+
+
+class Captured(Protocol):
+    """A captured step of one shape."""
+
+    gradients: list[tuple[Stage, Gradients]]
+    """Of the parameters of each stage; replays overwrite them."""
+
+    def replay(self, batch: Any) -> Any:
+        """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""
+        ...
+
+
+class StepCapture:
+    """Decides when a step is captured, and keeps the one that was captured last."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        capture: Callable[[Any], Captured],
+        all_agree: Callable[[bool], bool],
+        max_elements: int | None = None,
+    ) -> None:
+        """Begin with nothing captured.
+
+        Args:
+            stages: The stages whose work is captured.
+            capture: Captures the step of a batch.
+            all_agree: Returns whether all processes whose messages are part of a step have a wish.
+            max_elements: Most elements of a micro-batch's image; None: ``MAX_ELEMENTS``.
+        """
+        self._max_elements = MAX_ELEMENTS if max_elements is None else max_elements
+        self._capture = capture
+        self._all_agree = all_agree
+        self._devices = dict.fromkeys(stage.slot.device for stage in stages)
+        self._modules = [
+            module
+            for stage in stages
+            for block in stage.blocks
+            for module in block.module.modules()
+        ]
+        self._captured: Captured | None = None
+        self._captured_key: Any = None
+        self._last_key: Any = None
+        self._num_in_a_row = 0
+        self._refused_keys: list[Any] = []
+
+    def of(self, batch: Sequence[Any]) -> Captured | None:
+        """Return a captured step for a batch, or None if its step is to be launched.
+
+        The batch is a sequence of :class:`~unet3d.parallel.step.MicroBatch`.
+        """
+        if not self._is_possible(batch):
+            return None
+        layouts = [(one.shape, one.dtype) for one in (batch[0].image, batch[0].target)]
+        objectives = [(one.loss_fn, one.weight, one.scale) for one in batch]
+        key = (layouts, objectives, self._network_state())
+        if self._captured is not None and key == self._captured_key:
+            return self._captured
+        self._num_in_a_row = self._num_in_a_row + 1 if key == self._last_key else 1
+        self._last_key = key
+        if self._num_in_a_row <= NUM_WARM_UP_STEPS or key in self._refused_keys:
+            return None
+        if self._all_agree(self._has_room()):
+            self._captured = None  # frees the memory of another shape
+            self._captured, self._captured_key = self._captured_now(batch), key
+            if self._captured is not None:
+                return self._captured
+        self._refused_keys.append(key)
+        return None
+
+    def _captured_now(self, batch: Sequence[Any]) -> Captured | None:
+        captured = None
+        shape = "x".join(map(str, batch[0].image.shape))
+        try:
+            captured = self._capture(batch)
+            logger.debug("captured steps of %d micro-batches %s", len(batch), shape)
+        except torch.OutOfMemoryError:
+            logger.debug("no memory to capture steps of %d micro-batches %s", len(batch), shape)
+        except RuntimeError as error:  # such as of a loss that reads a value back to the host
+            logger.warning(
+                "steps of batches %s cannot be captured as CUDA graphs, so they are launched: %s; "
+                "parallel.cuda_graphs=off does not try",
+                shape,
+                " ".join(str(error).split())[:200],
+            )
+        return captured if self._all_agree(captured is not None) else None
+
+    def _network_state(self) -> list[tuple[Any, ...]]:
+        """Return what a graph takes from the network as it was when it was captured."""
+        return [
+            (module.training, *((p.data_ptr(), p.requires_grad) for p in module.parameters(False)))
+            for module in self._modules
+        ]
+
+    def _is_possible(self, batch: Sequence[Any]) -> bool:
+        first = batch[0].image
+        return (
+            len(batch) <= MAX_MICRO_BATCHES
+            and first.numel() <= self._max_elements
+            and all(one.image.shape == first.shape for one in batch)
+            and all(device.type in POOLS for device in self._devices)
+        )
+
+    def _has_room(self) -> bool:
+        for device in self._devices:
+            if device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(device)
+                reserved = torch.cuda.memory_reserved(device)
+                allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+                if reserved > MAX_SHARE * min(free + reserved, allowed):
+                    return False
+        return True

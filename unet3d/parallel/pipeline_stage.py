@@ -1,0 +1,160 @@
+"""The stages of a pipeline, and the walk through its schedule.
+
+Between two stages there is no autograd graph: a stage's inputs are leaves, and what backward leaves
+in them is sent to the stage that made them. So the graph of one micro-batch in one stage can be
+walked back as soon as its gradients exist, and is freed at once::
+
+    stage 0   image ──[blocks]── encoder.3.1 ─┬─ skip ...       gradients ──► backward
+                                        send  │                            ▲ send
+    stage 1                        leaf ◄─────┘──[blocks]── head ── loss ── leaf.grad
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from unet3d.model import Block
+from unet3d.parallel.executor import NoObserver, Observer
+from unet3d.parallel.mail import Mail
+from unet3d.parallel.partition import Stage
+from unet3d.parallel.schedule import one_forward_one_backward
+from unet3d.parallel.step import MicroBatch, PlacedBlocks, total_of
+
+Send = Callable[[str, Tensor], None]
+"""Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
+
+
+@dataclass(kw_only=True)
+class _Alive:
+    """What is kept of one micro-batch between forward and backward."""
+
+    leaves: dict[str, Tensor]
+    """The stage's inputs."""
+    roots: dict[str, GradientEdge]
+    """The node of the graph at each output, which outlives the output."""
+
+
+class PipelineStage:
+    """Runs the actions of one stage, for one micro-batch at a time."""
+
+    def __init__(self, blocks: PlacedBlocks) -> None:
+        """Take the blocks of the stage."""
+        self.stage = blocks.stage
+        self.blocks = blocks
+        self._alive: dict[int, _Alive] = {}
+
+    def forward(self, number: int, received: Mapping[str, Tensor], send: Send) -> None:
+        """Run the blocks, send each output, and keep what backward will need.
+
+        Inputs and outputs are on the stage's device, without a graph.
+        """
+        leaves = self.blocks.as_inputs(received)
+        for name, leaf in leaves.items():
+            if name != "image":
+                leaf.requires_grad_()
+        sent = set()
+
+        def after(block: Block, made: Tensor) -> None:
+            if block.name in self.stage.outputs:
+                send(block.name, made.detach())
+                sent.add(block.name)
+
+        made = self.blocks.forward(leaves, after)
+        for name in self.stage.outputs:
+            if name not in sent:
+                send(name, made[name].detach())
+        roots = {
+            name: get_gradient_edge(tensor) for name, tensor in made.items() if tensor.requires_grad
+        }
+        self._alive[number] = _Alive(leaves=leaves, roots=roots)
+
+    def loss(
+        self, number: int, logits: Mapping[str, Tensor], target: Tensor, own: MicroBatch, send: Send
+    ) -> Any:
+        """Return the weighted loss of a micro-batch, and send the gradient of each of its logits.
+
+        Only the last stage does. Logits and target are on its device.
+        """
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in logits.items()}
+        scaled, loss = own.loss(list(leaves.values()), target)
+        torch.autograd.backward(scaled)
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                gradient, leaf.grad = leaf.grad, None
+                send(name, gradient)
+        return loss
+
+    def backward(self, number: int, gradients: Mapping[str, Sequence[Tensor]], send: Send) -> None:
+        """Add to the gradients of the parameters, send those of the inputs, and free the graph.
+
+        Of each output there is a gradient from each of its readers.
+        """
+        alive = self._alive.pop(number)
+        for name, leaf in alive.leaves.items():
+            if leaf.requires_grad:
+                # Sent as soon as it exists, while the rest of the stage still goes backward.
+                leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
+        # A loss may leave out a result, and frozen blocks in front have no graph.
+        names = [name for name in alive.roots if gradients[name]]
+        # They are added in the order in which they came, so that a run can be repeated.
+        values = [functools.reduce(torch.add, gradients[name]) for name in names]
+        del gradients
+        if names:
+            torch.autograd.backward([alive.roots[name] for name in names], values)
+
+    def forget(self) -> None:
+        """Free micro-batches that will not go backward, because their step was given up."""
+        self._alive.clear()
+
+
+def _sender(name: str, send: Send) -> Callable[[Tensor], None]:
+    """Return a hook that sends a leaf's gradient and removes it from the leaf."""
+
+    def hook(leaf: Tensor) -> None:
+        if leaf.grad is not None:
+            gradient, leaf.grad = leaf.grad, None
+            send(name, gradient)
+
+    return hook
+
+
+def walk(
+    runners: Sequence[PipelineStage],
+    mail: Mail,
+    batch: Sequence[MicroBatch],
+    observer: Observer | None = None,
+    before_last_backward: Callable[[Stage], None] = lambda stage: None,
+) -> Any:
+    """Run the schedule of a step, and return its weighted loss.
+
+    The one place where micro-batches meet stages, launched or captured. ``before_last_backward`` is
+    called where the gradients of a stage are about to be complete.
+    """
+    watch = observer or NoObserver()
+    losses: list[Any] = []
+    num_left = [len(batch)] * len(runners)
+    for action in one_forward_one_backward(len(batch), len(runners)):
+        runner, number = runners[action.stage], action.micro_batch
+        stage = runner.stage
+        send_back = partial(mail.send_back, stage, number)
+        if action.kind == "forward":
+            with watch.during(stage.slot, "forward", number):
+                send_on = partial(mail.send_on, stage, number)
+                runner.forward(number, mail.inputs(stage, number), send_on)
+            if runner is runners[-1]:
+                with watch.during(stage.slot, "loss", number):
+                    logits, target = mail.logits(number), mail.target(number)
+                    losses.append(runner.loss(number, logits, target, batch[number], send_back))
+        else:
+            num_left[action.stage] -= 1
+            with watch.during(stage.slot, "backward", number):
+                if not num_left[action.stage]:
+                    before_last_backward(stage)
+                runner.backward(number, mail.gradients(stage, number), send_back)
+    return total_of(losses)
