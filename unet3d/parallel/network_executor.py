@@ -68,7 +68,7 @@ class NetworkExecutor:
         self.input_device = self.slots[0].device
         self.output_device = self.slots[-1].device
         self.observer: Observer = NoObserver()
-        self._num_micro_batches = layout.num_micro_batches
+        self.num_micro_batches = layout.num_micro_batches
         offloads = layout.offload == "skips"
         alive = most_alive(layout.num_micro_batches, len(self.stages))
         placed = [
@@ -148,7 +148,7 @@ class NetworkExecutor:
     def _divided(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float
     ) -> list[MicroBatch]:
-        count = min(self._num_micro_batches, len(image))
+        count = min(self.num_micro_batches, len(image))
         return [
             MicroBatch(
                 image=own,
