@@ -18,6 +18,7 @@ from unet3d.config import load_config
 from unet3d.distributed.commands import import_variables
 from unet3d.images.labels import read_label
 from unet3d.model.optimizer import Optimization
+from unet3d.parallel import ParallelDims
 from unet3d.reports import format as report_format
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
@@ -139,11 +140,18 @@ def without_drawing(arguments):
         warm.run_command(arguments)
 
 
+def bare(arguments):
+    """Run ``unet3d ARGUMENTS`` without drawing and without predicting memory, its longest part."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelDims, "predicts_memory", False)
+        without_drawing(arguments)
+
+
 def start_warm(folder, cache, *overrides):
-    """Do as :func:`start`, without drawing and in a process that is forked."""
+    """Do as :func:`start`, in a process that is forked and does nothing else; see :func:`bare`."""
     resume = ["--resume"] if (folder / "checkpoint-latest.pt").exists() else []
     changes = ("training.save_every_seconds=0", *overrides)
-    return warm.call(without_drawing, [*words(folder, cache, *changes), *resume])
+    return warm.call(bare, [*words(folder, cache, *changes), *resume])
 
 
 def start(folder, cache, *overrides):

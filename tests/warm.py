@@ -36,6 +36,7 @@ _NUMBER_BYTES = 32
 
 PRELOADED = (
     "torch",
+    "torch._dynamo",  # which every optimizer of PyTorch imports, in a second
     "contourpy",
     "matplotlib.pyplot",
     "monai.metrics",

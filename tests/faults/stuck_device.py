@@ -5,7 +5,7 @@ import time
 from functools import partial
 
 import unet3d.config
-from tests.trainings import without_drawing
+from tests.trainings import bare
 from unet3d.distributed import watch
 
 
@@ -42,4 +42,4 @@ def run(words, stuck, limit=None):
         unet3d.config.load_config = with_limit
     if stuck is not None:
         watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
-    without_drawing(words)
+    bare(words)

@@ -21,14 +21,17 @@ from tests.trainings import losses, words
 from unet3d.runs.checkpoint import load_checkpoint
 
 MODES = {
-    "data": ("parallel.mode=data", "training.batch_size=3"),
+    "data": ("parallel.mode=data",),
     "spatial": ("parallel.mode=spatial",),
 }
 CPUS, GPUS = "cpu,cpu", "0,1"
-LIMITS = {CPUS: 4, GPUS: 20}
+LIMITS = {CPUS: 6, GPUS: 20}
 """Seconds after which a rank is lost; on GPUs ranks compile kernels, one longer than another."""
 
-SMALL = ("patches.size=8,8,8", "training.steps_per_epoch=2", "data.phantom.num_cases=3")
+SMALL = (
+    *("patches.size=8,8,8", "training.batch_size=3"),
+    *("training.steps_per_epoch=2", "data.phantom.num_cases=3"),
+)
 LONG = (*SMALL, "training.epochs=1000", "training.validate_every=1000")
 SECONDS = 100
 """More than any of these takes."""
@@ -118,7 +121,7 @@ def test_a_lost_rank_is_named(mode, loss, devices, cache, tmp_path):
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(mode, cache, tmp_path):
     folder = tmp_path / "run"
     changes = (*SMALL, "training.epochs=5", "training.precision=float64")
-    trainings.run(trainings.settings(cache, *MODES[mode][1:], *changes), tmp_path / "undisturbed")
+    trainings.run(trainings.settings(cache, *changes), tmp_path / "undisturbed")
     process = start(folder, cache, mode, CPUS, *changes, "parallel.max_restarts=1")
     wait_until((folder / "metrics.jsonl").exists, process)
     family = family_of(process.pid)
