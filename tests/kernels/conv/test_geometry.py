@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from unet3d.kernels.conv.geometry import Axis, divide, halves
+from unet3d.kernels.conv.geometry import Axis, divide
 
 
 def axes(kernel, stride):
@@ -92,11 +92,3 @@ def test_slabs_are_the_fewest_that_fit(most, expected):
     assert [len(slab.wanted) for slab in slabs] == expected
     assert [plane for slab in slabs for plane in slab.wanted] == list(range(12))
     assert divide(axis.exact, range(3, 3), lambda slab: True) == []
-
-
-@pytest.mark.parametrize("planes", [1, 2, 3, 8, 9])
-def test_halves_are_of_equal_length(planes):
-    first, second = halves(planes)
-    assert len(first) == len(second)
-    assert set(first) | set(second) == set(range(planes))
-    assert len(set(first) & set(second)) == planes % 2

@@ -1,5 +1,7 @@
 """Upsampling and the convolution behind it, computed as one."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,9 +26,9 @@ def plain(x, up, weight):
     return F.conv3d(F.conv_transpose3d(x, up, stride=stride), weight, padding=1)
 
 
-def composed(x, up, weight):
+def composed(x, up, weight, in_pairs=True):
     kernel = composed_kernel(up, weight)
-    return ComposedUpsampling.apply(x, kernel, tuple(up.shape[2:]), (1, 1))
+    return ComposedUpsampling.apply(x, kernel, tuple(up.shape[2:]), (1, 1), in_pairs)
 
 
 @pytest.mark.parametrize("stride", [*STRIDES, (2, 2, 1), (3, 1, 1)], ids=str)
@@ -41,16 +43,20 @@ def test_the_kernel_of_both_is_exact(stride):
     size=[(1, 3, 4, 2), (2, 2, 1, 5), (1, 7, 2, 3)],
     stride=STRIDES,
     outputs=[8, 40],
+    in_pairs=[False, True],
     pads_dy=[False, True],
     limit=[900, slabs.MAX_ELEMENTS],
 )
-def test_both_are_one_transposed_convolution(size, stride, outputs, pads_dy, limit, monkeypatch):
+def test_both_are_one_transposed_convolution(
+    size, stride, outputs, in_pairs, pads_dy, limit, monkeypatch
+):
     n, *space = size
     values = [tensor(n, 6, *space), *weights(6, outputs, stride)]
     expected = results(plain, values)
     dy = tensor(*expected[0].shape, seed=9)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
-    assert_same(results(composed, values, padded(dy) if pads_dy else dy), expected)
+    made = results(partial(composed, in_pairs=in_pairs), values, padded(dy) if pads_dy else dy)
+    assert_same(made, expected)
 
 
 def test_second_derivatives_are_refused():
@@ -73,28 +79,33 @@ def test_second_derivatives_are_refused():
         ((1, 8, 16, 32, 31), (2, 2, 2), 8, "cpu:0", False),
         ((1, 8, 64, 32, 32), (2, 2, 2), 7, "cpu:0", False),
         ((1, 8, 64, 32, 32), (2, 2, 1), 8, "cpu:0", False),
-        ((1, 8, 64, 32, 32), (2, 2, 2), 8, "cpu", False),
+        # On a CPU in every type: half as many voxels, and a kernel that oneDNN always takes.
+        ((1, 256, 8, 32, 32), (2, 2, 2), 4, "cpu", True),
+        ((2, 256, 8, 32, 32), (1, 2, 2), 32, "cpu", True),
+        ((1, 257, 8, 32, 32), (2, 2, 2), 4, "cpu", False),
+        ((1, 8, 64, 32, 32), (2, 1, 2), 8, "cpu", False),
     ],
 )
 def test_what_is_worth_composing(shape, stride, outputs, device, is_composed):
-    """Large maps on GPUs; and few channels leave room around."""
+    """Large maps; and few channels on a GPU, which stands on index 0 here, leave room around."""
     for dtype in (torch.bfloat16, torch.float32):
         with FakeTensorMode():
             x = torch.empty(shape, device=device, dtype=dtype)
             up = torch.empty(shape[1], 3, *stride, device=device, dtype=dtype)
             weight = torch.empty(outputs, 3, 3, 3, 3, device=device, dtype=dtype)
             y = upsampled_conv3x3x3(x, up.requires_grad_(), weight, stride)
-        is_one = is_composed and dtype == torch.bfloat16
+        on_gpu = device != "cpu"
+        is_one = is_composed and (dtype == torch.bfloat16 or not on_gpu)
         assert y.grad_fn is not None and ("Composed" in y.grad_fn.name()) == is_one
         if is_one:
-            assert has_room(y) == was_folded(y) == (outputs <= 32)
+            assert has_room(y) == was_folded(y) == (on_gpu and outputs <= 32)
 
 
 @pytest.mark.parametrize("stride", STRIDES, ids=str)
 @pytest.mark.parametrize("is_composed", [False, True])
 def test_shards_with_a_plane_of_their_neighbours_are_the_whole(is_composed, stride, monkeypatch):
     """Three slabs of the coarse map, each with one plane of its neighbours'."""
-    # A private name: only maps of low precision on a GPU are composed, none in float64.
+    # A private name: maps of this size are not composed.
     monkeypatch.setattr(api, "_composes", lambda *_: is_composed)
     values = [tensor(1, 6, 9, 2, 3), *weights(6, 8, stride)]
 

@@ -63,8 +63,23 @@ def test_fakes_are_laid_out_as_the_real_ones(dtype):
 
 
 def test_operations_are_registered_as_pytorch_wants():
-    x = arguments((2, 3, 4, 4, 4), 0.0, torch.float32, layout=LAST)[0]
-    torch.library.opcheck(torch.ops.unet3d.column_statistics.default, (x, EPS))
-    scale, shift = torch.ones(2, 3), torch.zeros(2, 3)
-    given = (torch.empty_like(x), x, scale, shift)
-    torch.library.opcheck(torch.ops.unet3d.scale_columns.default, given)
+    x, *affine, dy = arguments((2, 3, 4, 4, 4), 0.0, torch.float32, layout=LAST)
+    mean, rstd = torch.ops.unet3d.column_statistics(x, EPS)
+    operations = torch.ops.unet3d
+    torch.library.opcheck(operations.column_statistics.default, (x, EPS))
+    torch.library.opcheck(operations.scale_columns.default, (x, rstd, mean, 0.01))
+    given = (dy, x, *affine, mean, rstd, 0.01)
+    torch.library.opcheck(operations.column_gradients.default, given)
+
+
+@pytest.mark.parametrize("slope", [0.01, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_parts_of_a_map_are_the_whole(dtype, slope, monkeypatch):
+    """Of 432 rows, which divide by 16, parts are as small as a cache is large."""
+    inputs = arguments((2, 5, 12, 12, 6), 0.5, dtype, layout=LAST)
+    monkeypatch.setattr(columns, "MAX_COLUMNS", 12)
+    whole = normed(inputs, slope)
+    monkeypatch.setattr(columns, "PART_ELEMENTS", 2 * 5 * 27)
+    tolerance = {torch.bfloat16: 4e-3, torch.float32: 2e-6, torch.float64: 1e-10}[dtype]
+    assert_near(normed(inputs, slope), in_float64(inputs, slope), tolerance)
+    assert_near(whole, in_float64(inputs, slope), tolerance)

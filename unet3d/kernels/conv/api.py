@@ -40,6 +40,8 @@ MIN_COMPOSED_ELEMENTS = 2**20
 MIN_COMPOSED_VOXELS = 512
 """Voxels of the result for each channel of the input: of fewer, making the kernel takes longer than
 is gained."""
+MIN_COMPOSED_VOXELS_CPU = 256
+"""The same on a CPU, where making the kernel takes the time of 130 voxels for each channel."""
 
 MAX_STEM_ROWS = 128
 """Neighbours of a voxel times channels of the image."""
@@ -136,8 +138,9 @@ def upsampled_conv3x3x3(
         kernel = composed_kernel(up, weight).to(x.dtype)
         # Of a neighbour's plane all that it reaches by itself is left out.
         left_out = tuple(1 + (1 - side) * stride[0] for side in x_padding)
-        y: Tensor = ComposedUpsampling.apply(x, kernel, tuple(stride), left_out)  # type: ignore[no-untyped-call]
-        return mark_folded(y) if weight.shape[0] <= MAX_CHANNELS else y
+        in_pairs = not _is_cpu(x)
+        y: Tensor = ComposedUpsampling.apply(x, kernel, tuple(stride), left_out, in_pairs)  # type: ignore[no-untyped-call]
+        return mark_folded(y) if in_pairs and weight.shape[0] <= MAX_CHANNELS else y
     full = upsample_with_halo(x, up, stride, x_padding=x_padding)
     return conv3x3x3(full, weight, x_padding=x_padding)
 
@@ -244,10 +247,13 @@ def is_stem(x: Tensor, weight: Tensor) -> bool:
 def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
     """Return whether upsampling and the convolution behind it should be one.
 
-    On the meta device operations are counted: a lower type there stands for a GPU.
+    On the meta device operations are counted: a lower type there stands for a GPU. On a CPU the
+    kernel has four voxels along Y and Z, for which PyTorch always takes oneDNN.
     """
     stride, outputs = up.shape[2:], weight.shape[0]
     voxels = len(x) * math.prod(x.shape[2:]) * math.prod(stride)
+    if _is_cpu(x):
+        return tuple(stride[1:]) == (2, 2) and voxels >= MIN_COMPOSED_VOXELS_CPU * x.shape[1]
     return (
         (is_gpu(x.device) or x.is_meta)
         and stride[2] == 2
@@ -256,3 +262,8 @@ def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
         and voxels >= MIN_COMPOSED_VOXELS * x.shape[1]
         and voxels * outputs >= MIN_COMPOSED_ELEMENTS
     )
+
+
+def _is_cpu(x: Tensor) -> bool:
+    """Return whether a map is on a CPU, and does not stand for one on a GPU."""
+    return not is_gpu(x.device) and not x.is_meta

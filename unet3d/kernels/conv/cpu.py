@@ -4,7 +4,8 @@ PyTorch leaves a float32 convolution to oneDNN only where N > 1 or N * C * X * Y
 the kernel is larger than 3 along Y and Z, a rule that was made for 2-D images; of kernels 1x1x1
 only with several threads. Everything else it unfolds in memory (``slow_conv3d``), forward and
 backward: from 4 to 4 channels at 60^3 that takes 39.9 ms instead of 2.4. A batch of one that is cut
-into two overlapping slabs along X *is* a batch of two, with the same values and gradients; and a
+into two slabs along X *is* a batch of two, with the same values and gradients. In channels-last
+memory the result of both is that of one, so only the input, whose slabs overlap, is copied. And a
 1x1x1 convolution is a matrix product.
 """
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels.conv.geometry import Axis, halves
+from unet3d.kernels.conv.geometry import Axis
 from unet3d.kernels.conv.planes import (
     Padding,
     axis_of,
@@ -59,7 +60,7 @@ def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding)
     if _is_point(weight, stride):
         return _product(weight.flatten(1), x)
     axis = axis_of(x.shape[2], weight, stride, padding)
-    both = _two_slabs(x, axis)
+    both = torch.cat([some_planes(x, planes) for planes in _read(axis)])
     y = F.conv3d(both, weight, None, tuple(stride), (0, *padding_in_plane(padding)))
     return _joined(y, axis.result)
 
@@ -84,15 +85,15 @@ def convolve_backward(
             dweight = torch.empty_like(weight).copy_(products.sum(0).view(weight.shape))
         return dx, dweight
     axis = axis_of(x.shape[2], weight, stride, padding)
-    both = _two_slabs(x, axis)
-    given = (_divided_gradient(dy), both, weight, stride, (0, *padding_in_plane(padding)))
+    both = torch.cat([some_planes(x, planes) for planes in _read(axis)])
+    given = (_halves(dy), both, weight, stride, (0, *padding_in_plane(padding)))
     dboth, dweight = gradients(*given, wanted=wanted)
     if wanted[0]:
         dx = torch.zeros_like(x)
-        for part, run in zip(samples(dboth), halves(axis.result), strict=True):
-            planes = axis.read_by(run)
+        for part, planes in zip(samples(dboth), _read(axis), strict=True):
             first, stop = max(planes.start, 0), min(planes.stop, axis.size)
-            dx[:, :, first:stop] += part.narrow(2, first - planes.start, stop - first)
+            if first < stop:
+                dx[:, :, first:stop] += part.narrow(2, first - planes.start, stop - first)
     return dx, dweight if wanted[1] else None
 
 
@@ -100,8 +101,7 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     """Convolve (1, I, X, Y, Z) transposed with (I, O, *stride); points also where N is not 1."""
     if _is_point(weight, stride):
         return _product(weight.flatten(1).t(), x)
-    both = torch.cat([some_planes(x, run) for run in halves(x.shape[2])])
-    y = F.conv_transpose3d(both, weight, stride=tuple(stride))
+    y = F.conv_transpose3d(_halves(x), weight, stride=tuple(stride))
     return _joined(y, x.shape[2] * stride[0])
 
 
@@ -113,8 +113,7 @@ def upsample_backward(
         turned = weight.transpose(0, 1)
         dx, dturned = convolve_backward(dy, x, turned, stride, (0, 0, 0), wanted=wanted)
         return dx, None if dturned is None else dturned.transpose(0, 1)
-    both = torch.cat([some_planes(x, run) for run in halves(x.shape[2])])
-    given = (_divided_gradient(dy, stride[0]), both, weight, stride, (0, 0, 0))
+    given = (_halves(dy, stride[0]), _halves(x), weight, stride, (0, 0, 0))
     dboth, dweight = gradients(*given, wanted=wanted, transposed=True)
     dx = _joined(dboth, x.shape[2]) if wanted[0] else None
     return dx, dweight if wanted[1] else None
@@ -124,29 +123,24 @@ def _is_point(weight: Tensor, stride: Sequence[int]) -> bool:
     return tuple(weight.shape[2:]) == _POINT and tuple(stride) == _POINT
 
 
-def _two_slabs(x: Tensor, axis: Axis) -> Tensor:
-    """Return what each half of the result's planes reads, as a batch of two."""
-    return torch.cat([some_planes(x, axis.read_by(run)) for run in halves(axis.result)])
+def _read(axis: Axis) -> tuple[range, range]:
+    """Return the planes that each half of the result reads; an odd one gets a plane more."""
+    half = (axis.result + 1) // 2
+    return axis.read_by(range(half)), axis.read_by(range(half, 2 * half))
 
 
-def _divided_gradient(dy: Tensor, step: int = 1) -> Tensor:
-    """Return both halves of a gradient as a batch of two; what they share is zero in the second.
-
-    Args:
-        dy: (1, O, X', Y', Z').
-        step: X' is divided at a multiple of this.
-    """
-    first, second = (range(r.start * step, r.stop * step) for r in halves(dy.shape[2] // step))
-    rest = some_planes(dy, range(first.stop, second.stop))
-    return torch.cat(
-        (some_planes(dy, first), F.pad(rest, (0, 0, 0, 0, len(first) - rest.shape[2], 0)))
-    )
+def _halves(x: Tensor, step: int = 1) -> Tensor:
+    """Return (1, C, X, Y, Z) as a batch of two; zeros follow where X is odd, counted in steps."""
+    half = (x.shape[2] // step + 1) // 2 * step
+    whole = some_planes(x, range(2 * half))
+    return whole.view(whole.shape[1], 2, half, *whole.shape[3:]).transpose(0, 1)
 
 
 def _joined(both: Tensor, planes: int) -> Tensor:
-    """Return so many planes of one map from its first and second half; inverse of the division."""
-    shared = 2 * both.shape[2] - planes
-    return torch.cat((both[:1], both[1:, :, shared:]), 2)
+    """Return so many planes of one map from its halves; what :func:`_halves` is to it."""
+    whole = both.transpose(0, 1).flatten(1, 2).narrow(1, 0, planes)
+    # A sample more than there is would begin behind this one, as PyTorch's formats want it.
+    return whole.as_strided((1, *whole.shape), (both.numel(), *whole.stride()))
 
 
 def _product(matrix: Tensor, x: Tensor) -> Tensor:

@@ -113,19 +113,25 @@ class ComposedUpsampling(torch.autograd.Function):
     (:mod:`unet3d.kernels.padding`), and the result is one, with other values there. Measured on an
     H200 from 64 to 32 channels, 128^3 to 256^3: forward 1.27 ms, gradient of x 1.04, of the weights
     1.56; both convolutions apart 4.64, 4.13 and 7.24. With more channels forward is faster as it
-    is, the gradients are not.
+    is, the gradients are not. On a CPU pairs gain nothing, and their result would be copied.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, ...], x_padding: XPadding
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        stride: tuple[int, ...],
+        x_padding: XPadding,
+        in_pairs: bool = True,
     ) -> Tensor:
         """Map (N, I, X, Y, Z) to (N, O, X', Y', 2 Z) with a kernel (I, O, ..., 4)."""
         ctx.save_for_backward(x, weight)
-        ctx.steps, ctx.x_padding = (*stride[:2], 1), x_padding
-        if weight.shape[1] > MAX_CHANNELS:
+        ctx.stride, ctx.x_padding, ctx.in_pairs = stride, x_padding, in_pairs
+        if not in_pairs or weight.shape[1] > MAX_CHANNELS:
             return slabs.transposed(x, weight, stride, (x_padding, 1, 1))
-        made = slabs.transposed(x, _transposed_pairs(weight), ctx.steps, (x_padding, 1, 0))
+        steps = (*stride[:2], 1)
+        made = slabs.transposed(x, _transposed_pairs(weight), steps, (x_padding, 1, 0))
         return _unfold(made)[..., 1:-1]
 
     @staticmethod
@@ -133,18 +139,21 @@ class ComposedUpsampling(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the kernel."""
         x, weight = ctx.saved_tensors
-        pairs = _fold(with_padding(dy) if is_padded(dy) else pad_z(dy, 1, 1))
-        kernel, padding = _transposed_pairs(weight), (ctx.x_padding, 1, 0)
+        kernel, stride, padding = weight, ctx.stride, (ctx.x_padding, 1, 1)
+        if ctx.in_pairs:
+            dy = _fold(with_padding(dy) if is_padded(dy) else pad_z(dy, 1, 1))
+            kernel, stride, padding = _transposed_pairs(weight), (*stride[:2], 1), (*padding[:2], 0)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            folded = slabs.weight_gradient(x, pairs, kernel, ctx.steps, padding)
-            inputs, outputs, i, j, _ = weight.shape
-            folded = folded.reshape(inputs, 2, outputs, i, j, 2).permute(0, 2, 3, 4, 5, 1)
-            dweight = folded.flatten(4)
+            dweight = slabs.weight_gradient(x, dy, kernel, stride, padding)
+            if ctx.in_pairs:
+                inputs, outputs, i, j, _ = weight.shape
+                folded = dweight.reshape(inputs, 2, outputs, i, j, 2).permute(0, 2, 3, 4, 5, 1)
+                dweight = folded.flatten(4)
         del x  # it may have been recomputed, only for that
         if ctx.needs_input_grad[0]:
-            dx = slabs.convolve(pairs, kernel, ctx.steps, padding)
-        return dx, dweight, None, None
+            dx = slabs.convolve(dy, kernel, stride, padding)
+        return dx, dweight, None, None, None
 
 
 def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:

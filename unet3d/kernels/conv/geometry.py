@@ -139,13 +139,3 @@ def divide(
         if all(fits(one) for one in slabs):
             break
     return slabs
-
-
-def halves(planes: int) -> tuple[range, range]:
-    """Return two runs of as many planes, which share the middle one of an odd number.
-
-    Args:
-        planes: How many there are.
-    """
-    half = (planes + 1) // 2
-    return range(half), range(planes - half, planes)

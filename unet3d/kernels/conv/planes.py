@@ -94,9 +94,9 @@ def plane_elements(x: Tensor) -> int:
 
 def some_planes(x: Tensor, planes: range) -> Tensor:
     """Return some planes of a map: a view, or a copy where some are outside and so are zeros."""
-    first, stop = max(planes.start, 0), min(planes.stop, x.shape[2])
-    inside = x.narrow(2, first, stop - first)
-    missing = (first - planes.start, planes.stop - stop)
+    first, stop = (min(max(end, 0), x.shape[2]) for end in (planes.start, planes.stop))
+    inside, before = x.narrow(2, first, stop - first), max(0, -planes.start)
+    missing = (before, len(planes) - before - len(range(first, stop)))
     return F.pad(inside, (0, 0, 0, 0, *missing)) if any(missing) else inside
 
 
