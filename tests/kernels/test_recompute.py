@@ -10,7 +10,7 @@ from unet3d.kernels import conv3x3x3, recomputed_in_backward
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv.api import upsample
 from unet3d.kernels.padding import detached, is_padded, mark_folded, mark_padded, was_folded
-from unet3d.kernels.recompute import nothing_offered, offer, offer_result
+from unet3d.kernels.recompute import nothing_offered, offer
 from unet3d.memory.saved_tensors import handling
 from unet3d.torch_private import storage_key
 
@@ -95,7 +95,7 @@ def test_what_is_offered_in_the_context_and_outside_of_parts_is_not_kept(monkeyp
         monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 10**9)
         offer(small, small.clone, leaf)
         leaf * small
-        offer_result(result, lambda: torch.full((3,), 5.0))  # of a part, however small
+        offer(result, lambda: torch.full((3,), 5.0))  # of a part, however small
         made = leaf * result
     with handling(reading.append):
         offer(behind, behind.clone, leaf)

@@ -9,14 +9,7 @@ from unet3d.memory.fake_devices import is_gpu
 
 
 def strongest_class(logits: Tensor) -> Tensor:
-    """Return the class of the largest logit of each voxel, the first of equal ones.
-
-    Args:
-        logits: Shape (K, X, Y, Z).
-
-    Returns:
-        Shape (X, Y, Z) of an integer type, on the device of the logits.
-    """
+    """Return the class (X, Y, Z) of the largest logit (K, X, Y, Z), the first of equal ones."""
     if is_gpu(logits.device):
         return logits.argmax(0)
     # On a CPU argmax goes through the classes of one voxel after the other, 20 times as slowly.
@@ -31,16 +24,10 @@ def strongest_class(logits: Tensor) -> Tensor:
 
 
 def written_regions(logits: Tensor, classes: Sequence[int]) -> Tensor:
-    """Return a class for each voxel where regions may overlap: that of the last one that it is in.
+    """Return a class (X, Y, Z) where regions may overlap: that of the last one that a voxel is in.
 
-    A voxel is in a region where the sigmoid of its logit is above one half.
-
-    Args:
-        logits: Shape (R, X, Y, Z), one for each region.
-        classes: What is written for each region, one over the other; 0 is what is in none.
-
-    Returns:
-        Shape (X, Y, Z), uint8 or for classes above 255 int64, on the device of the logits.
+    It is in a region where the sigmoid of its logit, (R, X, Y, Z), is above one half. ``classes``
+    are written for the regions, one over the other, and 0 where there is none.
     """
     dtype = torch.uint8 if max(classes) <= 255 else torch.int64
     written = torch.zeros(logits.shape[1:], dtype=dtype, device=logits.device)

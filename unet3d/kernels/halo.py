@@ -11,13 +11,9 @@ from unet3d.torch_private import is_held_elsewhere
 
 
 def with_halo(x: Tensor) -> Tensor:
-    """Return a copy of a map with its halo where it is a slab, else the map; differentiable.
+    """Return a copy of a slab (N, C, X, Y, Z) with its halo, (N, C, X + 2, Y, Z), or a whole map.
 
-    Args:
-        x: (N, C, X, Y, Z), the slab's own planes.
-
-    Returns:
-        (N, C, X + 2, Y, Z).
+    It may be differentiated.
     """
     shard = current_shard()
     if shard is None:
@@ -27,11 +23,7 @@ def with_halo(x: Tensor) -> Tensor:
 
 
 def own_planes(x: Tensor) -> Tensor:
-    """Return a view of a slab's own planes, or the map where it is whole.
-
-    Args:
-        x: (N, C, X + 2, Y, Z), with its halo.
-    """
+    """Return a view of the own planes of a slab with its halo, or the map where it is whole."""
     return x if current_shard() is None else inner(x)
 
 
@@ -41,14 +33,9 @@ def inner(x: Tensor) -> Tensor:
 
 
 def empty_with_halo(like: Tensor, pads: bool = False) -> Tensor:
-    """Return channels-last memory for a map with its halo.
+    """Return channels-last memory for a map with its halo, (N, C, X + 2, Y, Z).
 
-    Args:
-        like: (N, C, X, Y, Z), the slab's own planes, of the same type and device.
-        pads: Whether there is room for zeros around Z (:mod:`unet3d.kernels.padding`).
-
-    Returns:
-        (N, C, X + 2, Y, Z).
+    ``like`` has the slab's own planes; with ``pads`` there is room for zeros around Z.
     """
     n, c, i, j, k = like.shape
     shape = (n, i + 2, j, k + 2 * pads, c)
@@ -57,25 +44,25 @@ def empty_with_halo(like: Tensor, pads: bool = False) -> Tensor:
 
 
 def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
-    """Write the halo of a map, and return it.
+    """Write the halo of a map with room for it, channels-last, and return it.
 
-    Args:
-        x: (N, C, X + 2, Y, Z), channels-last, whose own planes are there.
-        shard: The slab.
-        pads: Whether the map is stored with zeros around Z. It must be the same for all slabs.
+    Whether it is stored with zeros around Z must be the same for all slabs.
     """
     memory = _memory(x, pads)
     halo = shard.exchange(memory[:, 1], memory[:, -2])
-    _put(memory, halo)
+    put_halo(x, halo, pads)
     return halo
 
 
-def put_halo(x: Tensor, halo: Halo) -> None:
-    """Write the halo that :func:`fill_halo` returned to a map that is stored without zeros."""
-    memory = _memory(x, False)
-    z = memory.shape[3]
-    # What was received with zeros around Z is put without them.
-    _put(memory, tuple(p if p is None or p.shape[2] == z else p[:, :, 1:-1] for p in halo))  # type: ignore[arg-type]
+def put_halo(x: Tensor, halo: Halo, pads: bool = False) -> None:
+    """Write the halo that :func:`fill_halo` returned, to a map that may be stored without zeros."""
+    memory = _memory(x, pads)
+    for at, plane in zip((0, -1), halo, strict=True):
+        if plane is None:
+            memory[:, at].zero_()
+        else:  # if it was received with zeros around Z, without them
+            zeros = (plane.shape[2] - memory.shape[3]) // 2
+            memory[:, at].copy_(plane.narrow(2, zeros, memory.shape[3]))
 
 
 def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
@@ -114,11 +101,3 @@ class _WithHalo(torch.autograd.Function):
 def _memory(x: Tensor, pads: bool) -> Tensor:
     """View a channels-last map as (N, X, Y, Z, C), with the zeros around Z if it has them."""
     return (with_padding(x) if pads else x).permute(0, 2, 3, 4, 1)
-
-
-def _put(memory: Tensor, halo: Halo) -> None:
-    for at, plane in zip((0, -1), halo, strict=True):
-        if plane is None:
-            memory[:, at].zero_()
-        else:
-            memory[:, at].copy_(plane)

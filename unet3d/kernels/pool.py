@@ -10,17 +10,10 @@ from unet3d.memory.fake_devices import is_gpu
 
 
 def average_pool(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """Average the voxels of each block; a rest at the end of an axis is dropped.
+    """Average the voxels of each block of a map (N, C, X, Y, Z), but for a rest at an axis' end.
 
     PyTorch's operation returns channels-first memory; on a CPU a map that is channels-last stays
     so, and keeps its type under autocast.
-
-    Args:
-        x: (N, C, X, Y, Z).
-        stride: Voxels of a block along X, Y, Z.
-
-    Returns:
-        (N, C, X // stride, ...).
     """
     if is_gpu(x.device) or not is_channels_last(x):
         return F.avg_pool3d(x, tuple(stride), tuple(stride))

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ MIN_ELEMENTS = 2**21
 """Smaller tensors are kept: a launch takes longer than their memory is worth."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Offer:
+class _Offer(NamedTuple):
     """A tensor that can be recomputed."""
 
     recompute: Recompute
@@ -65,101 +64,19 @@ def nothing_offered() -> Iterator[None]:
 
 
 def recomputed(tensor: Tensor) -> Saved | None:
-    """Return what stands for a tensor that was offered in this context, or None.
-
-    Args:
-        tensor: A tensor that is about to be saved, or a view of one.
-    """
+    """Return what stands for a tensor that is about to be saved, if it or its base was offered."""
     offered = (_known.get() or {}).get(storage_key(tensor))
     if offered is None:
         return None
     if tensor.shape == offered.shape:
-        return _Recomputed(recompute=offered.recompute, view=None)
+        return _Recomputed(offered.recompute, None)
     if not offered.is_dense:  # the recomputed tensor has no zeros around
         return None
     view = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    return _Recomputed(recompute=offered.recompute, view=view)
+    return _Recomputed(offered.recompute, view)
 
 
-def offer(tensor: Tensor, recompute: Recompute, source: Tensor) -> None:
-    """Let a tensor be recomputed, where a context asks for it and the tensor is large.
-
-    Args:
-        tensor: A tensor that was just computed.
-        recompute: Computes it once more, in the same layout but for zeros around (see
-            :mod:`unet3d.kernels.padding`); holds nothing that is not kept for backward anyway.
-        source: The large tensor that ``recompute`` holds.
-    """
-    if tensor.numel() >= MIN_ELEMENTS:
-        _offer(tensor, recompute, source)
-
-
-def offer_result(tensor: Tensor, recompute: Recompute) -> None:
-    """Let the result of a part of the network be recomputed with that part, of whatever size.
-
-    Args:
-        tensor: The result.
-        recompute: Computes it once more, as in :func:`offer`; holds nothing large.
-    """
-    _offer(tensor, recompute, None)
-
-
-def _offer(tensor: Tensor, recompute: Recompute, source: Tensor | None) -> None:
-    known = _known.get()
-    if known is None:
-        return
-    key = storage_key(tensor)
-    known[key] = _Offer(
-        recompute=recompute, source=source, shape=tensor.shape, is_dense=not is_padded(tensor)
-    )
-    # Another tensor may get the same key once this one is gone.
-    weakref.finalize(tensor, known.pop, key, None)
-
-
-def recomputing(tensor: Tensor) -> Recompute:
-    """Return what gives a tensor in backward: recomputed where it was offered, or kept.
-
-    Args:
-        tensor: A tensor that another one is recomputed from.
-    """
-    offered = _offer_of_whole(tensor)
-    held = tensor.detach()
-    return offered.recompute if offered is not None else lambda: held
-
-
-def kept_for(tensor: Tensor) -> Tensor:
-    """Return what is kept for backward in place of a tensor: its source, or the tensor itself.
-
-    Args:
-        tensor: A tensor that was computed in this context.
-    """
-    offered = _offer_of_whole(tensor)
-    return tensor if offered is None or offered.source is None else offered.source
-
-
-def _offer_of_whole(tensor: Tensor) -> _Offer | None:
-    """Return the offer of a tensor that is not a part of another."""
-    offered = (_known.get() or {}).get(storage_key(tensor))
-    return None if offered is None or tensor.shape != offered.shape else offered
-
-
-def forget_source(tensor: Tensor) -> None:
-    """Let a tensor be recomputed from nothing, where only shapes matter: on fake tensors.
-
-    Args:
-        tensor: A tensor that was computed in this context.
-    """
-    known = _known.get() or {}
-    offered = known.get(storage_key(tensor))
-    if offered is not None:
-        like = tensor.detach()
-        known[storage_key(tensor)] = replace(
-            offered, recompute=lambda: torch.empty_like(like), source=like
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recomputed:
+class _Recomputed(NamedTuple):
     """Stands for a tensor, or a view of one, until backward asks for it."""
 
     recompute: Recompute
@@ -168,3 +85,39 @@ class _Recomputed:
     def restore(self) -> Tensor:
         tensor = self.recompute()
         return tensor if self.view is None else tensor.as_strided(*self.view)
+
+
+def offer(tensor: Tensor, recompute: Recompute, source: Tensor | None = None) -> None:
+    """Let a tensor that was just computed be recomputed, where a context asks for it.
+
+    ``recompute`` does it in the same layout but for zeros around (:mod:`unet3d.kernels.padding`),
+    and holds nothing that is not kept for backward anyway, of large tensors only the ``source``.
+    With a source a tensor is recomputed only if it is large; without one, as the result of a part
+    of the network that runs again, of whatever size.
+    """
+    known = _known.get()
+    if known is None or (source is not None and tensor.numel() < MIN_ELEMENTS):
+        return
+    key = storage_key(tensor)
+    known[key] = _Offer(recompute, source, tensor.shape, not is_padded(tensor))
+    # Another tensor may get the same key once this one is gone.
+    weakref.finalize(tensor, known.pop, key, None)
+
+
+def recomputing(tensor: Tensor) -> Recompute:
+    """Return what gives a tensor in backward: recomputed where it was offered, or kept."""
+    offered = _offer_of_whole(tensor)
+    held = tensor.detach()
+    return offered.recompute if offered is not None else lambda: held
+
+
+def kept_for(tensor: Tensor) -> Tensor:
+    """Return what is kept for backward in place of a tensor: its source, or the tensor itself."""
+    offered = _offer_of_whole(tensor)
+    return tensor if offered is None or offered.source is None else offered.source
+
+
+def _offer_of_whole(tensor: Tensor) -> _Offer | None:
+    """Return the offer of a tensor that is not a part of another."""
+    offered = (_known.get() or {}).get(storage_key(tensor))
+    return None if offered is None or tensor.shape != offered.shape else offered

@@ -33,46 +33,23 @@ class Shard(Protocol):
     """Number of slabs."""
 
     def of_volume(self, number: int) -> int:
-        """Return how many there are in the whole volume of what this slab has so many of.
-
-        Args:
-            number: Of planes or voxels, at any divided level.
-        """
+        """Return how many planes or voxels the whole volume has, of which this slab has so many."""
         ...
 
     def of_largest(self, number: int) -> int:
-        """Return how many there are in the largest slab of what this one has so many of."""
+        """Return how many the largest slab has, of which this one has so many."""
         ...
 
     def exchange(self, first: Tensor, last: Tensor) -> Halo:
-        """Give planes to the neighbours and return theirs.
-
-        Args:
-            first: (N, Y, Z, C), for the slab before this one.
-            last: (N, Y, Z, C), for the one behind.
-
-        Returns:
-            (N, Y, Z, C) each.
-        """
+        """Give planes (N, Y, Z, C) to the neighbours before and behind, and return theirs."""
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the values of all slabs, in their order.
-
-        Args:
-            values: A tensor of the same shape everywhere.
-
-        Returns:
-            (count, *shape).
-        """
+        """Return values, of the same shape everywhere, of all slabs in order, (count, *shape)."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all slabs.
-
-        Args:
-            values: A tensor of the same shape everywhere.
-        """
+        """Return the sum over all slabs of values of the same shape everywhere."""
         ...
 
 
@@ -86,11 +63,7 @@ def current_shard() -> Shard | None:
 
 @contextmanager
 def sharded(shard: Shard | None) -> Iterator[None]:
-    """Take maps as slabs in the context.
-
-    Args:
-        shard: The slab; None: maps are whole.
-    """
+    """Take maps as slabs in the context, or as whole."""
     token = _current.set(shard)
     try:
         yield
@@ -103,23 +76,8 @@ def x_padding() -> tuple[int, int]:
     return (1, 1) if current_shard() is None else (0, 0)
 
 
-def voxels_of_volume(number: int, shard: Shard | None) -> int:
-    """Return the voxels of a volume.
-
-    Args:
-        number: Voxels of a map.
-        shard: The slab that it is; None: it is whole.
-    """
-    return number if shard is None else shard.of_volume(number)
-
-
 def number_of_largest(number: int, shard: Shard | None) -> int:
-    """Return how many the largest slab has of what a map has so many of.
-
-    Args:
-        number: Of voxels or elements of a map.
-        shard: The slab that it is; None: it is whole.
-    """
+    """Return how many voxels or elements the largest slab has, of which a map has so many."""
     return number if shard is None else shard.of_largest(number)
 
 
@@ -135,38 +93,26 @@ def sum_of_losses(values: Tensor) -> Tensor:
     shard = current_shard()
     if shard is None:
         return values
-    total: Tensor = _SumOfLosses.apply(values, shard)  # type: ignore[no-untyped-call]
+    total: Tensor = _Sum.apply(values, shard, True)  # type: ignore[no-untyped-call]
     return total
 
 
 def sum_over_shards(values: Tensor, shard: Shard) -> Tensor:
-    """Return the sums over all slabs, of which each device makes its own; may be differentiated.
-
-    Args:
-        values: Sums over this slab.
-        shard: The slab.
-    """
-    total: Tensor = _Sum.apply(values, shard)  # type: ignore[no-untyped-call]
+    """Return the sums over all slabs, of which each device makes its own; may be differentiated."""
+    total: Tensor = _Sum.apply(values, shard, False)  # type: ignore[no-untyped-call]
     return total
 
 
-class _SumOfLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, shard: Shard) -> Tensor:
-        ctx.count = shard.count
-        return shard.sum(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.count, None
-
-
 class _Sum(torch.autograd.Function):
+    """A sum over slabs, whose gradient every device has, or only its own part of it."""
+
     @staticmethod
-    def forward(ctx: Any, values: Tensor, shard: Shard) -> Tensor:
-        ctx.shard = shard
+    def forward(ctx: Any, values: Tensor, shard: Shard, all_have_gradient: bool) -> Tensor:
+        ctx.shard, ctx.all_have_gradient = shard, all_have_gradient
         return shard.sum(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.shard.sum(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        shard: Shard = ctx.shard
+        total = gradient * shard.count if ctx.all_have_gradient else shard.sum(gradient)
+        return total, None, None

@@ -25,7 +25,7 @@ from unet3d.kernels.padding import detached, with_marks
 from unet3d.kernels.recompute import (
     Recompute,
     nothing_offered,
-    offer_result,
+    offer,
     recomputed,
     recomputing,
 )
@@ -98,7 +98,7 @@ class PartsOfPass:
                 part.inputs[name] = known if known and is_quick else _Given(tensor)
         made = part.run(block, inputs)
         result = self._results[block.name] = _Result(part, block.name, made.requires_grad)
-        offer_result(made, result)
+        offer(made, result)
         return made
 
 
@@ -264,7 +264,7 @@ class _Result:
         tensor = self._part.run_for(self._name) if self.again is None else self.again()
         if self._requires_grad:
             tensor = _at_start_of_graph(tensor)
-        offer_result(tensor, self)
+        offer(tensor, self)
         return tensor
 
 
