@@ -137,6 +137,24 @@ def test_a_device_that_gets_no_further_names_the_lost_rank(fake_devices, store, 
     assert advice in str(error)
 
 
+def test_a_rank_without_a_sign_of_life_is_lost_though_kernels_may_still_be_compiled(rank, store):
+    store.set("alive/1", "7")
+    with rank.watch.queueing(CPU):
+        rank.assert_is_lost_after(LOOKS)
+    (error,) = rank.errors
+    assert str(error).startswith("rank 1 (in the start) hangs")
+
+
+def test_a_rank_that_lives_or_has_ended_may_keep_the_others_waiting(rank, store):
+    other = Watch(store, place(1, 2))
+    with rank.watch.queueing(CPU):
+        for number in range(2 * LOOKS):
+            other._give_sign(number)
+            rank.assert_goes_on(1)
+        store.delete_key("alive/1")
+        rank.assert_goes_on(2 * LOOKS)
+
+
 def test_work_that_is_waited_for_before_all_is_queued_has_no_longer_limit(rank):
     """As where ranks agree on something on their GPUs in the middle of a step."""
     with rank.watch.queueing(CPU):

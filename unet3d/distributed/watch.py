@@ -13,6 +13,10 @@ and no signal reaches it. So a thread looks how far the GPU is::
     GPU           6 ── 7, which waits for rank 1 ........................... (for ever)
     thread        5    6    6    6    6    6    6   rank 1 is named, the process ends
 
+The main thread may also stop while it queues: a driver that allocates memory or loads a kernel
+waits for messages that are under way. There it may take long, because kernels are compiled the
+first time. So each thread leaves a sign of life too, and a rank that gives none is lost.
+
 The thread makes no call of CUDA, which might wait for the main thread's: the GPU itself writes into
 host memory how far it is. Only time in which the thread looks is counted, so ranks that were all
 suspended and go on do not take one another for lost.
@@ -21,11 +25,12 @@ To end a process there is as safe as to kill it, which tests do at random moment
 when they are whole, and what the process has started ends with it.
 """
 
+import itertools
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -77,7 +82,8 @@ class _Device:
         self.num_queued = 0
         self.depth = 0
         """Contexts in which the main thread is queueing, one in another."""
-        self._silent_seconds = 0.0
+        self.silent_seconds = 0.0
+        """For how long nothing has happened, though something should."""
         self._seen = (0, False)
 
     def silence(self, seconds: float) -> float:
@@ -86,10 +92,10 @@ class _Device:
         is_waited_for = reached < self.num_queued
         before, self._seen = self._seen, (reached, is_waited_for)
         is_idle = not is_waited_for and self.depth == 0
-        self._silent_seconds += seconds
+        self.silent_seconds += seconds
         if is_idle or self._seen != before:
-            self._silent_seconds = 0.0
-        return self._silent_seconds - (0.0 if is_waited_for else QUEUEING_SECONDS)
+            self.silent_seconds = 0.0
+        return self.silent_seconds - (0.0 if is_waited_for else QUEUEING_SECONDS)
 
 
 class Watch:
@@ -111,6 +117,8 @@ class Watch:
         self._has_missed = False
         self._end = end
         self._devices: dict[torch.device, _Device] = {}
+        self._signs: dict[int, tuple[bytes, float]] = {}
+        """The last sign of life of other ranks, and for how many seconds it has been the last."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -204,6 +212,8 @@ class Watch:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+            with suppress(RuntimeError, RankError):
+                self.store.delete_key(f"alive/{self._ranks.rank}")
 
     def _watched(self, device: torch.device) -> _Device:
         if device not in self._devices:
@@ -217,8 +227,16 @@ class Watch:
         """Look at the devices until the end of the watch, or of the process."""
         limit = self.timeout.total_seconds()
         poll_seconds = min(POLL_SECONDS, limit / 4)
-        while not self._closed.wait(poll_seconds):
-            silence = max(one.silence(poll_seconds) for one in list(self._devices.values()))
+        for number in itertools.count():
+            if self._closed.wait(poll_seconds):
+                break
+            self._give_sign(number)
+            devices = list(self._devices.values())
+            silence = max(one.silence(poll_seconds) for one in devices)
+            if max(one.silent_seconds for one in devices) >= limit / 4 and self._is_still(
+                poll_seconds, limit
+            ):
+                silence = limit
             # All ranks that miss one must say so at the same time, or they name one another; some
             # notice it on their CPUs, or later.
             if silence >= limit or (silence >= limit / 4 and self.is_missed()):
@@ -226,3 +244,18 @@ class Watch:
                 if not self._closed.is_set():
                     self._end(error)
                 return
+
+    def _give_sign(self, number: int) -> None:
+        """Say that this rank lives; whoever asks notices itself that the store is gone."""
+        with suppress(RuntimeError, RankError):
+            self.store.set(f"alive/{self._ranks.rank}", str(number))
+
+    def _is_still(self, seconds: float, limit: float) -> bool:
+        """Return whether another rank has given no sign of life for as long as the limit."""
+        with suppress(RuntimeError, RankError):
+            for rank in self._others:
+                key = f"alive/{rank}"
+                sign = self.store.get(key) if self.store.check([key]) else b""
+                last, since = self._signs.get(rank, (b"", 0.0))
+                self._signs[rank] = sign, since + seconds if sign == last and sign else 0.0
+        return any(since >= limit for _, since in self._signs.values())
