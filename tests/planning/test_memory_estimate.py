@@ -265,8 +265,9 @@ def test_memory_of_a_gpu_does_not_depend_on_what_this_cpu_convolves_with(
 STILL = DeviceAugmentation(
     settings=AugmentationSettings(rotation_probability=0, scaling_probability=0),
     cases=(((80, 80, 80), (1.0, 1.0, 1.0)),),
-    voxel_bytes=5,
-    made_voxel_bytes=9,
+    num_channels=2,
+    voxel_bytes=2,
+    label_bytes=1,
 )
 
 
@@ -274,11 +275,11 @@ def test_a_slab_is_made_of_what_its_filters_reach():
     step = make_step(GPUS[:1], size=(64, 64, 64), num_shards=2)
     # Blur reaches 4 voxels and coarsening 3; what is made is not made in its place.
     made = (32 + 4 + 3) * 64**2
-    assert replace(step, augmentation=STILL).staging_bytes() == (9 + 2 * 4) * made
+    assert replace(step, augmentation=STILL).staging_bytes() == (9 + 2 * 3 * 4) * made
 
 
 @pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]])
-def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(devices):
+def test_augmentation_on_a_gpu_takes_a_second_batch_and_cuts(devices):
     step = make_step(devices, (64, 64, 64), precision="bfloat16", cuda_graphs="off")
     alone, beside = predict_memory(step), predict_memory(replace(step, augmentation=STILL))
     voxels = 2 * 64**3
@@ -287,7 +288,7 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(devices):
     targets = target if len(devices) == 1 else 2 * target
     more = beside.memory[0].peak_bytes - alone.memory[0].peak_bytes
     assert more == image + targets + workspace
-    staging = max(5, 2 * 4) * 64**3
+    staging = 2 * max(5, 2 * 3 * 4) * 64**3  # both patches are made together
     needed = [one.needed_bytes()[devices[0]] for one in (alone, beside)]
     assert needed[1] - needed[0] == more + staging
     if len(devices) == 2:

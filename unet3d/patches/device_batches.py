@@ -11,7 +11,6 @@ steps, because those of two streams might run in another order on another GPU, a
 for ever. So the part of the augmentation behind the first message runs between two steps.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unet3d.patches.augment.intensity import Gather
-from unet3d.patches.patches import Batch, CutBatch
+from unet3d.patches.patches import Batch, PackedBatch
 
 
 class DeviceBatches:
@@ -37,7 +36,7 @@ class DeviceBatches:
         self._buffers = (_Buffer(), _Buffer())
         self._number = 0
 
-    def made(self, batches: Iterable[CutBatch]) -> Iterator[Batch]:
+    def made(self, batches: Iterable[PackedBatch]) -> Iterator[Batch]:
         """Yield a batch for each one that is cut, in page-locked memory.
 
         What uses a batch must be queued when the next one is asked for.
@@ -50,19 +49,17 @@ class DeviceBatches:
             finally:
                 buffer.is_read = torch.cuda.current_stream(self._device).record_event()
 
-    def _made(self, batch: CutBatch, buffer: "_Buffer") -> Batch:
+    def _made(self, batch: PackedBatch, buffer: "_Buffer") -> Batch:
         steps = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if buffer.is_read is None:  # its memory may be that of an earlier training's batch
                 self._stream.wait_stream(steps)
             else:
                 self._stream.wait_event(buffer.is_read)
-            dtype, device = batch.cuts[0].label.dtype, self._device
-            image = buffer.tensor("image", batch.image_shape, torch.float32, device)
-            target = buffer.tensor("target", batch.target_shape, dtype, device)
-            # One cut at a time, so that only one is on the GPU.
-            cuts = (cut.to(self._device) for cut in batch.cuts)
-            made = batch.made(cuts, image, target, self._gather and self._between(steps))
+            outline = batch.outline
+            image = buffer.tensor("image", outline.image, self._device)
+            target = buffer.tensor("target", outline.target, self._device)
+            made = batch.made(image, target, self._gather and self._between(steps))
             is_made = self._stream.record_event()
         steps.wait_event(is_made)
         return made
@@ -100,10 +97,10 @@ class _Buffer:
         """Completes when the last batch in it has been used."""
         self._memory: dict[str, Tensor] = {}
 
-    def tensor(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        size, memory = math.prod(shape), self._memory.get(name)
-        if memory is None or len(memory) < size or memory.dtype != dtype:
-            self._memory[name] = memory = torch.empty(size, dtype=dtype, device=device)
-        return memory[:size].view(shape)
+    def tensor(self, name: str, outline: Tensor, device: torch.device) -> Tensor:
+        """Return memory of the shape and type of an outline."""
+        size, memory = outline.numel(), self._memory.get(name)
+        if memory is None or len(memory) < size or memory.dtype != outline.dtype:
+            memory = torch.empty(size, dtype=outline.dtype, device=device)
+            self._memory[name] = memory
+        return memory[:size].view(outline.shape)

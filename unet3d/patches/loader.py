@@ -23,11 +23,11 @@ from unet3d.errors import DatasetError, Unet3dError
 from unet3d.patches.augment.cut import Slab
 from unet3d.patches.augment.intensity import Gather
 from unet3d.patches.device_batches import DeviceBatches
-from unet3d.patches.patches import Batch, CutBatch, PatchSampler
+from unet3d.patches.patches import Batch, CutBatch, PackedBatch, PatchSampler
 
 _FIRST_IN_SERVER = "unet3d.patches.loading_server"
 
-_Loaded = Batch | CutBatch | Unet3dError
+_Loaded = Batch | CutBatch | PackedBatch | Unet3dError
 
 
 class PatchLoader:
@@ -198,7 +198,7 @@ class _Batches(Dataset["_Loaded"]):
         x, y, z = (max(of_axis) for of_axis in zip(*sizes, strict=True))
         slab = self.slab and Slab(planes=self.slab((x, y, z)), num_planes=x)
         cuts = tuple(self.sampler.cut(epoch, index, slab, gathers=self.gathers) for index in mine)
-        return CutBatch(cuts=cuts, shape=(x, y, z), slab=slab, weight=weight)
+        return CutBatch(cuts=cuts, shape=(x, y, z), slab=slab, weight=weight, gathers=self.gathers)
 
 
 def share_of(items: range, rank: int, num_ranks: int) -> range:

@@ -12,7 +12,7 @@ The position of a patch along one axis::
                      last that can be drawn                 centred, zeros around it
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,13 +26,11 @@ from unet3d.images.files import times
 from unet3d.patches.augment.apply import augment
 from unet3d.patches.augment.cut import Cut, Placement, Slab, shape_of, start_of, with_margin
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.patches.augment.filters import ChannelFilters
 from unet3d.patches.augment.intensity import Gather
+from unet3d.patches.augment.recipe import together
+from unet3d.patches.packing import Packed, Packer
 from unet3d.preparation.cache import PreparedCase
 from unet3d.preparation.prepared_image import whole_box
-
-ALIGNMENT = 16
-"""Bytes; that of the largest type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class CutBatch:
-    """What a batch, or a slab of it, will be made from."""
+    """What a batch, or a slab of it, will be made from; other processes receive it packed."""
 
     cuts: tuple[Cut, ...]
     """One for each patch."""
@@ -75,97 +73,77 @@ class CutBatch:
     """What will be made of it; None: all."""
     weight: float = 1.0
     """As that of a :class:`Batch`."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The case of each patch."""
-        return tuple(cut.name for cut in self.cuts)
-
-    def pin_memory(self) -> "CutBatch":
-        """Return the cuts in page-locked memory, from which copies to a GPU are asynchronous."""
-        return self._laid(torch.empty(self._num_bytes(), dtype=torch.uint8, pin_memory=True))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Hand all tensors over in one piece of memory, which is one open file.
-
-        Each tensor costs the receiver several messages, about 0.5 ms: with one for each of a batch
-        of small patches, receiving takes longer than the training step.
-        """
-        storage = torch.UntypedStorage._new_shared(self._num_bytes())  # type: ignore[no-untyped-call]
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self._laid(memory)
-        return {**vars(self._each(lambda tensor: tensor.to("meta"))), "memory": memory}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`__getstate__` has handed over."""
-        memory = state.pop("memory")
-        vars(self).update(state)
-        vars(self).update(vars(self._laid(memory, copies=False)))
-
-    def _laid(self, memory: Tensor, *, copies: bool = True) -> "CutBatch":
-        """Return the batch with its tensors one after another in memory, which gets their values.
-
-        Without copies it has them already.
-        """
-        end = 0
-
-        def laid(tensor: Tensor) -> Tensor:
-            nonlocal end
-            begin, end = end, end + _aligned(tensor.nbytes)
-            own = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            return own.copy_(tensor) if copies else own
-
-        return self._each(laid)
-
-    def _num_bytes(self) -> int:
-        sizes: list[int] = []
-
-        def counted(tensor: Tensor) -> Tensor:
-            sizes.append(_aligned(tensor.nbytes))
-            return tensor
-
-        self._each(counted)
-        return sum(sizes)
-
-    def _each(self, move: Callable[[Tensor], Tensor]) -> "CutBatch":
-        return replace(self, cuts=tuple(cut.each(move) for cut in self.cuts))
-
-    @property
-    def image_shape(self) -> tuple[int, ...]:
-        """(N, C, X, Y, Z) of what will be made."""
-        first, (x, y, z) = self.cuts[0], self.shape
-        planes = x if self.slab is None else len(self.slab.planes)
-        return (len(self.cuts), len(first.image), planes, y, z)
-
-    @property
-    def target_shape(self) -> tuple[int, ...]:
-        """(N, X, Y, Z) of what will be made."""
-        number, _, *voxels = self.image_shape
-        return (number, *voxels)
+    gathers: bool = False
+    """Whether the holders of the slabs of a patch gather its statistics."""
 
     def augmented(self) -> Batch:
         """Return the batch, made where the cuts are."""
-        first = self.cuts[0]
-        image = first.image.new_empty(self.image_shape, dtype=torch.float32)
-        target = first.label.new_empty(self.target_shape)
-        return self.made(self.cuts, image, target)
+        made = self._outline(torch.device("cpu"))
+        augment(together(self.cuts, stacks=False), made.image, made.target, self.slab)
+        return made
 
-    def made(
-        self, cuts: Iterable[Cut], image: Tensor, target: Tensor, gather: Gather | None = None
-    ) -> Batch:
-        """Return the batch, made of its cuts in memory of its shapes; see :func:`augment`."""
-        augment(cuts, image, target, self.slab, gather)
+    def pin_memory(self) -> "PackedBatch":
+        """Return it in page-locked memory, from which copies to a GPU are asynchronous."""
+        return self._packed(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Hand it over packed, in memory that is shared already."""
+        return replace, (self._packed(_shared),)
+
+    def _packed(self, empty: Callable[[int], Tensor]) -> "PackedBatch":
+        packer = Packer()
+        given = together(self.cuts, stacks=not self.gathers)
+        parts = tuple((packer.packed(boxes), packer.packed(recipe)) for boxes, recipe in given)
+        return PackedBatch(
+            memory=packer.fill(empty(packer.num_bytes)),
+            parts=parts,
+            slab=self.slab,
+            outline=self._outline(torch.device("meta")),
+        )
+
+    def _outline(self, device: torch.device) -> Batch:
+        """Return the batch without its values."""
+        first, (x, y, z) = self.cuts[0], self.shape
+        shape = (x if self.slab is None else len(self.slab.planes), y, z)
+        number, channels = len(self.cuts), len(first.image)
         return Batch(
-            image=image,
-            target=target,
-            names=self.names,
+            image=torch.empty(number, channels, *shape, device=device),
+            target=torch.empty(number, *shape, dtype=first.label.dtype, device=device),
+            names=tuple(cut.name for cut in self.cuts),
             weight=self.weight,
             planes=None if self.slab is None else self.slab.num_planes,
         )
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """What a batch is made from on a GPU, in one piece of memory."""
+
+    memory: Tensor
+    parts: tuple[tuple[Packed, Packed], ...]
+    """Boxes and recipes of the patches that are made together, in their order."""
+    slab: Slab | None
+    outline: Batch
+    """The batch, on the device meta."""
+
+    def pin_memory(self) -> "PackedBatch":
+        """Return it in page-locked memory, from which copies to a GPU are asynchronous."""
+        return replace(self, memory=self.memory.pin_memory())
+
+    def made(self, image: Tensor, target: Tensor, gather: Gather | None = None) -> Batch:
+        """Return the batch in memory of the outline's shapes; see :func:`augment`.
+
+        What is needed for it is copied to the device part by part.
+        """
+        device = image.device
+        given = (tuple(one.on(self.memory, device) for one in part) for part in self.parts)
+        augment(given, image, target, self.slab, gather)
+        return replace(self.outline, image=image, target=target)
+
+
+def _shared(num_bytes: int) -> Tensor:
+    storage = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 class PatchSampler:
@@ -234,9 +212,8 @@ class PatchSampler:
             matrix = self.augmentation.matrix(rng, size, case.spacing_mm)
             channels = self.augmentation.channels(rng, len(image), case.spacing_mm)
         placement = Placement.centred(matrix, start, size)
-        filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
         part = whole_box(size) if slab is None else slab.part(size)
-        made = with_margin(part, filters, size)
+        made = with_margin(part, channels, size)
         if not gathers and any(channel.is_measured for channel in channels):
             made = whole_box(size)
         if min(shape_of(part)) == 0:
@@ -248,7 +225,6 @@ class PatchSampler:
             label=torch.from_numpy(classes.astype(np.uint8 if label.itemsize == 1 else np.int64)),
             placement=placement.moved(start_of(box)),
             channels=channels,
-            filters=filters,
             size=size,
             part=part,
             made=made,

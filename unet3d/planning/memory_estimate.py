@@ -115,13 +115,13 @@ class Step:
         return SlabRule(topology=self.topology, num_shards=self.layout.num_shards)
 
     def staging_bytes(self) -> int:
-        """Return what a GPU takes to make a patch, on the stream beside the step."""
+        """Return what a GPU takes to make patches, on the stream beside the step."""
         if self.augmentation is None:
             return 0
         slab = None
         if self.layout.num_shards > 1:
             slab = self._slabs().slab(self.layout.shard, self.size)
-        return self.augmentation.staging_bytes(self.size, slab)
+        return self.augmentation.staging_bytes(self.size, self.batch_size, slab)
 
 
 @dataclass(frozen=True, kw_only=True)

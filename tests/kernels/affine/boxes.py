@@ -1,12 +1,15 @@
 """Boxes of a case, matrices, and sampling into new memory."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 from scipy.spatial.transform import Rotation
 
 from unet3d.kernels import sample_affine
+from unet3d.kernels.affine import plain
+from unet3d.kernels.affine.boxes import Boxes, Intensity, Sample
 
 TURNED = Rotation.from_euler("xyz", [20, -15, 25], degrees=True).as_matrix()
 THICK = np.array([[0.9, 0.4, 0.0], [-0.35, 1.1, 0.0], [0.0, 0.0, 1.0]])
@@ -50,7 +53,22 @@ def sampled(image, label, matrix, offset, size, function=sample_affine):
     return image_out, label_out
 
 
-def call(function, image, label, matrix, offset, *outputs):
-    rows = tuple(tuple(row) for row in matrix.tolist())
-    given = {"matrix": rows, "offset": tuple(offset.tolist())}
-    function(image, label, **given, image_out=outputs[0], label_out=outputs[1])
+def call(function, image, label, matrix, offset, *outputs, start=(0, 0, 0), channels=None):
+    """Sample one box, by a function of many boxes or by that of one."""
+    rows = tuple(map(tuple, matrix.tolist()))
+    channels = channels or (Intensity(),) * len(image)
+    sample = Sample(tuple(label.shape), rows, tuple(offset.tolist()), channels)
+    if function is plain.sample:
+        image_out, label_out = outputs
+        function(image, label, sample, image_out=image_out, label_out=label_out, start=start)
+        return
+    boxes = boxes_of([(image, label, sample)], start, (50, 60, 70))
+    image_out, label_out = (out[None] for out in outputs)
+    function(boxes, image_out=image_out, label_out=label_out)
+
+
+def boxes_of(given, start, size):
+    """Return boxes of images, labels and samples, on the device of the images."""
+    images, labels, samples = zip(*given, strict=True)
+    boxes = Boxes.of(images, labels, samples, start, size)
+    return replace(boxes, table=boxes.table.to(boxes.images.device))

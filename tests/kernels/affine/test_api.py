@@ -156,8 +156,7 @@ def test_a_part_is_as_in_the_whole(matrix):
     for start, stop in [((0, 0, 0), (30, 33, 38)), ((30, 3, 0), (131, 30, 38)), ((7, 7, 7),) * 2]:
         shape = tuple(last - first for first, last in zip(start, stop, strict=True))
         outputs = torch.full((2, *shape), 7.0), torch.full(shape, 7, dtype=torch.uint8)
-        given = {"matrix": matrix.tolist(), "offset": tuple(offset), "start": start}
-        sample_affine(image, label, **given, image_out=outputs[0], label_out=outputs[1])
+        call(sample_affine, image, label, matrix, offset, *outputs, start=start)
         x, y, z = (slice(first, last) for first, last in zip(start, stop, strict=True))
         assert torch.equal(outputs[0], whole[0][:, x, y, z])
         assert torch.equal(outputs[1], whole[1][x, y, z])
@@ -173,7 +172,7 @@ def test_wrong_arguments_are_refused():
         (image, label[1:], image_out, label_out),
         (image[:1], label, image_out, label_out),
         (image, label, image_out[:, 1:], label_out),
-        (image.transpose(1, 2), label.transpose(0, 1), image_out, label_out),
+        (image, label, image_out, label_out.transpose(0, 1)),
     ]:
         with pytest.raises(ValueError):
             call(sample_affine, *given[:2], np.eye(3), np.zeros(3), *given[2:])

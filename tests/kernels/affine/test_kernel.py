@@ -1,13 +1,24 @@
 """Sampling on a GPU against a CPU, which is tested against SciPy."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from tests.gpu_waits import refused_waits
-from tests.kernels.affine.boxes import MATRICES, SHIFT, SIZES, TURNED, call, case, centred, sampled
+from tests.kernels.affine.boxes import (
+    MATRICES,
+    SHIFT,
+    SIZES,
+    TURNED,
+    boxes_of,
+    case,
+    centred,
+    sampled,
+)
 from tests.products import pairwise
-from unet3d.kernels import sample_affine
+from unet3d.kernels import Intensity, Sample, sample_affine
 from unet3d.kernels.affine import plain
 
 
@@ -22,14 +33,13 @@ from unet3d.kernels.affine import plain
     ],
 )
 def test_a_gpu_samples_the_same(matrix, sizes, types):
-    from unet3d.kernels.affine import kernel
 
     (box, size), (dtype, label_dtype), turn = sizes, types, MATRICES[matrix]
     classes = 4 if label_dtype == torch.uint8 else 700
     image, label = case(box, 2, classes, dtype, label_dtype)
     offset = centred(turn, box, size) + SHIFT
     expected = sampled(image, label, turn, offset, size)
-    for function in (sample_affine, kernel.sample, plain.sample):
+    for function in (sample_affine, plain.sample):
         found = sampled(image.cuda(), label.cuda(), turn, offset, size, function)
         torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
         # Between two shares that are equal but for rounding, either may win.
@@ -49,13 +59,40 @@ def test_a_gpu_compiles_once_and_does_not_wait():
         images = torch.zeros(2, channels, *size, device="cuda")
         labels = torch.zeros(2, *size, dtype=torch.uint8, device="cuda")
         for matrix in (np.eye(3), TURNED, np.diag(generator.uniform(-1, 1, 3))):
-            for sample in range(2):
-                offset = generator.integers(0, 3, 3).astype(float)
-                given = (image, label, matrix, offset, images[sample], labels[sample])
+            for number in (1, 2):
+                offset = tuple(generator.integers(0, 3, 3).astype(float).tolist())
+                rows = tuple(map(tuple, matrix.tolist()))
+                channel = Intensity(0.1 * (number - 1), (1, number), number)
+                how = Sample(box, rows, offset, (channel,) * channels)
+                boxes = boxes_of([(image, label, how)] * number, (0, 0, 0), size)
                 with refused_waits():
-                    call(sample_affine, *given)
+                    sample_affine(boxes, image_out=images[:number], label_out=labels[:number])
     (compiled, *_) = kernel._sample.device_caches[torch.cuda.current_device()]
     assert len(compiled) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [(0, 0, 0), (7, 1, 3)])
+def test_a_gpu_samples_many_boxes_at_once_and_adds_the_same_noise(start):
+    size, given = (20, 17, 22), []
+    boxes = [(13, 11, 17), (20, 30, 25), (5, 9, 8)]
+    for number, (box, turn) in enumerate(zip(boxes, MATRICES.values(), strict=False)):
+        image, label = case(box, 2, dtype=torch.float16)
+        offset = tuple((centred(turn, box, size) + SHIFT).tolist())
+        loud = Intensity(0.1 * number, (2**32 - 1 - number, 77 + number), 1 + 0.1 * number)
+        channels = (loud, Intensity(0.05, (5, 2**31 + number)))
+        how = Sample(box, tuple(map(tuple, turn.tolist())), offset, channels)
+        given.append((image, label, how))
+    found = []
+    for device in ("cpu", "cuda"):
+        moved = [(image.to(device), label.to(device), how) for image, label, how in given]
+        image_out = torch.full((3, 2, *size), math.nan, device=device)
+        label_out = torch.full((3, *size), 77, dtype=torch.uint8, device=device)
+        some = boxes_of(moved, start, (50, 60, 70))
+        sample_affine(some, image_out=image_out, label_out=label_out)
+        found.append((image_out.cpu(), label_out.cpu()))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-5)
+    assert (found[0][1] == found[1][1]).double().mean() > 0.9995
 
 
 @pytest.mark.gpu

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu_waits import refused_waits
 from tests.patches.known_cases import probable
 from tests.shards import run_shards
+from unet3d.kernels.affine.noise import add_noise
+from unet3d.patches.augment import apply
 from unet3d.patches.augment.apply import augment
 from unet3d.patches.augment.cut import Cut, Placement, Slab, start_of, with_margin
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.patches.augment.filters import ChannelFilters, blur_filter, coarsening_filter
-from unet3d.patches.augment.intensity import Statistics, change_contrast, change_gamma
-from unet3d.patches.augment.noise import add_noise
+from unet3d.patches.augment.filters import blur_matrices, coarsening_matrices, filtered
+from unet3d.patches.augment.intensity import Part, change_contrast, change_gamma
+from unet3d.patches.augment.recipe import together
 from unet3d.patches.patches import CutBatch
 from unet3d.preparation.prepared_image import whole_box
 
@@ -34,14 +37,12 @@ def cut_of(image, label, size, start, seed, part=None):
     placement = Placement.centred(ALWAYS.matrix(rng, size, SPACING), start, size)
     channels = ALWAYS.channels(rng, len(image), SPACING)
     part = part or whole_box(size)
-    filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
-    box = placement.box(made := with_margin(part, filters, size), label.shape)
+    box = placement.box(made := with_margin(part, channels, size), label.shape)
     return Cut(
         image=image[:, *box].contiguous(),
         label=label[box].contiguous(),
         placement=placement.moved(start_of(box)),
         channels=channels,
-        filters=filters,
         size=size,
         part=part,
         made=made,
@@ -52,9 +53,7 @@ def cut_of(image, label, size, start, seed, part=None):
 def made(cuts, shape, slab=None, gather=None):
     image = torch.full((len(cuts), len(cuts[0].image), *shape), torch.nan)
     target = cuts[0].label.new_full((len(cuts), *shape), 77)
-    if cuts[0].image.is_cuda:
-        image = image.cuda()
-    augment(cuts, image, target, slab, gather)
+    augment(together(cuts, stacks=False), image, target, slab, gather)
     return image, target
 
 
@@ -79,15 +78,6 @@ def test_a_sample_depends_on_its_cut_alone_and_lies_in_the_middle_of_zeros():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_cuts_are_copied_with_what_was_drawn():
-    cut = cut_of(*volume(1, (9, 9, 9)), (5, 5, 5), (1, 1, 1), seed=0)
-    moved = cut.to(torch.device("meta"))
-    assert moved.image.is_meta and moved.label.is_meta
-    assert all(matrix.is_meta for matrix in moved.filters[0].blur.matrices.values())
-    assert not moved.filters[0].coarsening.matrices
-    assert (moved.placement, moved.channels, moved.name) == (cut.placement, cut.channels, "case")
-
-
 @pytest.mark.parametrize("size", [(61, 67, 71), (1, 300, 301), (300, 301, 1)], ids=str)
 def test_the_number_of_threads_changes_no_bit(size):
     x, y, z = size
@@ -110,7 +100,8 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
     """With one for each tensor, receiving a batch of small patches took longer than a step."""
     image, label = volume(8, (30, 28, 26))
     cuts = tuple(cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4))
-    batch = CutBatch(cuts=cuts, shape=(16, 12, 14), weight=0.5)
+    small = cut_of(image, label, (12, 12, 12), (5, 6, 7), 4)
+    batch = CutBatch(cuts=(*cuts, small), shape=(16, 12, 14), weight=0.5)
     tensors = []
 
     class Counting(pickle.Pickler):
@@ -124,9 +115,11 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file():
     (memory,) = tensors
     assert memory.is_shared()  # so that it is not copied once more
     received = pickle.loads(file.getvalue())
-    assert torch.equal(received.augmented().image, batch.augmented().image)
-    assert torch.equal(received.augmented().target, batch.augmented().target)
-    assert (received.shape, received.weight) == (batch.shape, batch.weight)
+    expected = batch.augmented()
+    found = received.made(torch.full_like(expected.image, 7.0), torch.full_like(expected.target, 7))
+    torch.testing.assert_close(found.image, expected.image, rtol=0, atol=2e-5)
+    assert torch.equal(found.target, expected.target)
+    assert (found.names, found.weight) == (("case",) * 5, 0.5)
 
 
 @pytest.mark.parametrize("brightness", [0.8, 1.2])
@@ -144,20 +137,21 @@ def test_what_was_drawn_is_done_in_its_order(brightness):
         inverted_gamma=1.3,
         gamma=0.8,
     )
-    filters = ChannelFilters.of(drawn, size)
     cut = replace(cut_of(image, label, size, (0, 0, 0), 0), image=image, label=label, made=whole)
     still = Placement.centred(None, (0, 0, 0), size)
-    cut = replace(cut, placement=still, channels=(drawn,), filters=(filters,))
-    expected = image[0].float()
-    statistics = Statistics(None, expected.numel(), None)
-    add_noise(expected, 0.1, (0, 0, 0), size, (3, 4))
-    expected = blur_filter((0.6, 0.7, 0.8), size).applied(expected, (0, 0, 0)) * brightness
-    change_contrast(expected, 1.2, statistics)
-    expected = coarsening_filter((0.5, 0.5, 1.0), size).applied(expected, (0, 0, 0))
-    change_gamma(expected, 1.3, True, statistics)
-    change_gamma(expected, 0.8, False, statistics)
+    cut = replace(cut, placement=still, channels=(drawn,))
+    expected = image.float()
+    part = Part(start=(0, 0, 0), num_voxels=expected.numel())
+    add_noise(expected[0], 0.1, (0, 0, 0), size, (3, 4))
+    blur, reach = blur_matrices([(0.6, 0.7, 0.8)], size), (4, 4, 4)
+    expected = filtered(expected, part, blur, reach) * brightness
+    expected = change_contrast(expected, part, torch.tensor([[1.2]]))
+    coarsening = coarsening_matrices([(0.5, 0.5, 1.0)], size)
+    expected = filtered(expected, part, coarsening, reach).contiguous()
+    expected = change_gamma(expected, part, torch.tensor([[1.3]]), torch.tensor([[-1.0]]))
+    expected = change_gamma(expected, part, torch.tensor([[0.8]]), torch.tensor([[1.0]]))
     images, targets = made([cut], size)
-    torch.testing.assert_close(images[0, 0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(images[0], expected, rtol=0, atol=1e-5)
     assert torch.equal(targets[0], label)
 
 
@@ -192,8 +186,31 @@ def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(size, shape, 
     # A power of almost nothing tells rounding apart, so the darkest voxels differ more.
     assert difference.max() <= 2e-5 and difference.quantile(0.999) <= 2e-6
     assert torch.equal(torch.cat(targets, dim=1), whole[1])
-    # For each channel one before contrast, two for each gamma curve.
-    assert list(logs) == [[("gather", 5)] * (1 + 2 + 2) * 2] * count
+    # Of both channels one before contrast, two for each gamma curve.
+    assert list(logs) == [[("gather", 2 * 5)] * (1 + 2 + 2)] * count
+
+
+def test_more_patches_are_no_more_operations(monkeypatch):
+    """On a GPU, where each is a launch, which takes the host longer than a small patch the GPU."""
+    monkeypatch.setattr(apply, "sample_affine", lambda boxes, image_out, label_out: None)
+    image, label = volume(2, (30, 28, 26))
+
+    class Counted(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += 1
+            return func(*args, **(kwargs or {}))
+
+    numbers = []
+    for count in (2, 9):
+        cuts = tuple(cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(count))
+        (given,) = together(cuts, stacks=True)
+        with Counted() as counted:
+            images = torch.ones(count, 2, 16, 12, 14)
+            augment([given], images, torch.zeros(count, 16, 12, 14, dtype=torch.uint8))
+        numbers.append(counted.number)
+    assert numbers[0] == numbers[1] < 150
 
 
 @pytest.mark.parametrize("shape", [(9, 1, 7), (1, 1, 1), (3, 2, 5)])
@@ -211,10 +228,9 @@ def test_the_host_does_not_wait_for_a_gpu():
     image, label = volume(2, (80, 80, 80))
     cuts = [cut_of(image, label, (64, 64, 64), (8, 8, 8), seed) for seed in range(4)]
     batch = CutBatch(cuts=tuple(cuts), shape=(64, 64, 64)).pin_memory()
-    on_gpu = [cut.to(torch.device("cuda", 0)) for cut in batch.cuts]
     images = torch.empty(4, 2, 64, 64, 64, device="cuda:0")
     targets = torch.empty(4, 64, 64, 64, dtype=torch.uint8, device="cuda:0")
-    augment(on_gpu, images, targets)  # compiles
+    batch.made(images, targets)  # compiles
     torch.cuda.synchronize()
     with refused_waits():
-        augment(on_gpu, images, targets)
+        batch.made(images, targets)

@@ -6,7 +6,7 @@ from tests.patches.known_cases import probable
 from unet3d.config import AugmentationSettings
 from unet3d.patches.augment.cut import Placement, inside, start_of, with_margin
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.patches.augment.filters import ChannelFilters, farthest_reach
+from unet3d.patches.augment.filters import farthest_reach, reach_of
 from unet3d.preparation.prepared_image import whole_box
 
 ZERO = (0, 0, 0)
@@ -64,8 +64,7 @@ def test_margins_hold_what_blur_and_coarsening_reach():
     size = (40, 9, 14)
 
     def margin(*channels):
-        filters = [ChannelFilters.of(channel, size) for channel in channels]
-        return with_margin(inner, filters, size)
+        return with_margin(inner, channels, size)
 
     plain = DrawnChannel(gamma=1.2, noise_std=0.1)
     assert margin() == margin(plain) == inner
@@ -80,5 +79,5 @@ def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for():
     for voxels in (5, 21, 33):
         rngs = (np.random.default_rng(seed) for seed in range(50))
         drawn = [channel for rng in rngs for channel in drawing.channels(rng, 2, (1, 1, 1))]
-        most = max(ChannelFilters.of(channel, (voxels, 8, 8)).reach(0) for channel in drawn)
+        most = max(reach_of(channel, (voxels, 8, 8))[0] for channel in drawn)
         assert most <= farthest_reach(voxels, blurs=True, coarsens=True) <= most + 2

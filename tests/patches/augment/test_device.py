@@ -38,16 +38,19 @@ def test_no_cut_is_larger(size, spacing, changes):
             assert all(most <= 1.25 * seen + 4 for seen, most in zip(largest, bound, strict=True))
 
 
-def staging(settings, slab=None, *, gathers=True, voxel_bytes=3, cases=((64, 64, 64),)):
+def staging(
+    settings, slab=None, *, gathers=True, voxel_bytes=2, cases=((64, 64, 64),), num=1, channels=1
+):
     size = (32, 32, 32)
     plan = DeviceAugmentation(
         settings=settings,
         cases=tuple((shape, (1.0, 1.0, 1.0)) for shape in cases),
+        num_channels=channels,
         voxel_bytes=voxel_bytes,
-        made_voxel_bytes=5,
+        label_bytes=1,
     )
-    assert plan.staging_bytes(size, range(size[0])) == plan.staging_bytes(size)
-    return plan.staging_bytes(size, slab, gathers=gathers)
+    assert plan.staging_bytes(size, 1, range(size[0])) == plan.staging_bytes(size, 1)
+    return plan.staging_bytes(size, num, slab, gathers=gathers)
 
 
 def test_staging_is_the_largest_cut_or_what_filters_take():
@@ -55,8 +58,13 @@ def test_staging_is_the_largest_cut_or_what_filters_take():
     still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
     for settings in (off, still):
         assert largest_reach(settings, (32, 30, 28), (1, 1, 1), 7) == (7, 30, 28)
-    assert staging(still, voxel_bytes=13) == 13 * 32**3
+    assert staging(still, voxel_bytes=12) == 13 * 32**3
     assert staging(still) == 2 * 4 * 32**3
+    # More channels at a time are taken out of the others: one more array for each, up to 2^20.
+    assert staging(still, channels=2) == 2 * 3 * 4 * 32**3
+    assert staging(still, channels=2, num=7) == 14 * 3 * 4 * 32**3
+    assert staging(still, channels=2, num=40) == max(32 * 3 * 4, 32 * 5) * 32**3
+    assert staging(off, num=40) == 32 * 3 * 32**3
     moving = AugmentationSettings()
     assert staging(moving, cases=((20, 64, 64), (64, 64, 40))) == 3 * math.prod((64, 64, 40))
 

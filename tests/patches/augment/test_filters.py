@@ -4,17 +4,34 @@ import torch
 import torch.nn.functional as F
 from scipy import ndimage
 
-from unet3d.patches.augment.filters import blur_filter, coarsening_filter
+from unet3d.patches.augment.filters import (
+    blur_matrices,
+    blur_reach,
+    coarsening_matrices,
+    coarsening_reach,
+    filtered,
+)
+from unet3d.patches.augment.intensity import Part
 
 ZERO = (0, 0, 0)
 
 
-def blur(channel, sigma):
-    return blur_filter(sigma, channel.shape).applied(channel, ZERO)
+def applied(channels, matrices, reach, start=ZERO):
+    return filtered(channels, Part(start=start, num_voxels=channels[0].numel()), matrices, reach)
 
 
-def coarsen(channel, resolution):
-    return coarsening_filter(resolution, channel.shape).applied(channel, ZERO)
+def blur(channel, *sigmas):
+    """Return a channel blurred in several ways."""
+    size, reach = channel.shape, blur_reach(tuple(map(max, zip(*sigmas, strict=True))))
+    channels = channel.expand(len(sigmas), *size)
+    return applied(channels, blur_matrices(sigmas, size), reach).squeeze(0)
+
+
+def coarsen(channel, *factors):
+    size = channel.shape
+    reach = coarsening_reach(tuple(map(min, zip(*factors, strict=True))), size)
+    channels = channel.expand(len(factors), *size)
+    return applied(channels, coarsening_matrices(factors, size), reach).squeeze(0)
 
 
 def noise(*shape):
@@ -37,7 +54,7 @@ def test_a_constant_stays_that_constant(shape):
     blurred = blur(three, (1.0, 0.7, 0.5))
     for result in (blurred, coarsen(three, (0.5, 0.63, 0.9))):
         torch.testing.assert_close(result, three, rtol=1e-6, atol=0)
-    assert coarsen(three, (1.0, 1.0, 0.99)) is three
+    assert coarsening_matrices([(1.0, 1.0, 0.99)], shape) == (None, None, None)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.25])
@@ -71,10 +88,25 @@ def test_a_box_is_the_same_box_of_the_whole(start):
     channel = noise(*size)
     stop = tuple(min(n, first + 60) for n, first in zip(size, start, strict=True))
     box = tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
-    for how in (blur_filter((1.0, 0.6, 0.8), size), coarsening_filter((0.7, 0.5, 0.9), size)):
-        whole, part = how.applied(channel, ZERO), how.applied(channel[box], start)
+    sigma, factor = (1.0, 0.6, 0.8), (0.7, 0.5, 0.9)
+    for matrices, reach in (
+        (blur_matrices([sigma], size), blur_reach(sigma)),
+        (coarsening_matrices([factor], size), coarsening_reach(factor, size)),
+    ):
+        whole = applied(channel[None], matrices, reach)[0]
+        part = applied(channel[box][None], matrices, reach, start)[0]
         right = tuple(
-            slice(0 if first == 0 else reach, last - first - (0 if last == voxels else reach))
-            for first, last, voxels, reach in zip(start, stop, size, how.reach, strict=True)
+            slice(0 if first == 0 else far, last - first - (0 if last == voxels else far))
+            for first, last, voxels, far in zip(start, stop, size, reach, strict=True)
         )
         torch.testing.assert_close(part[right], whole[box][right], rtol=0, atol=1e-5)
+
+
+def test_each_channel_has_its_own_filter():
+    """Also where one keeps an axis that another one coarsens."""
+    channel, sigmas = noise(70, 9, 12), [(0.5, 1.0, 0.7), (1.0, 0.6, 0.9)]
+    factors = [(1.0, 0.5, 0.8), (0.6, 1.0, 1.0), (1.0, 1.0, 1.0)]
+    for change, numbers in ((blur, sigmas), (coarsen, factors)):
+        for one, result in zip(numbers, change(channel, *numbers), strict=True):
+            torch.testing.assert_close(result, change(channel, one), rtol=0, atol=1e-6)
+    torch.testing.assert_close(coarsen(channel, *factors)[2], channel, rtol=0, atol=0)

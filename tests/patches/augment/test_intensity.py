@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.patches.augment import intensity
-from unet3d.patches.augment.intensity import Statistics, change_contrast, change_gamma
+from unet3d.patches.augment.intensity import Part, change_contrast, change_gamma
 
 SHAPE = (12, 15, 9)
 
@@ -15,15 +14,29 @@ def channel(scale=1.0, offset=0.0):
     return torch.from_numpy(values.astype(np.float32))
 
 
-def statistics(of):
-    return Statistics(None, of.numel(), None)
+def bend(image, *curves):
+    """Bend a channel in several ways: by exponents, inverted or not."""
+    exponents, inverted = zip(*curves, strict=True)
+    signs = [-1.0 if one else 1.0 for one in inverted]
+    channels = image.repeat(len(curves), 1, 1, 1)
+    numbers = torch.tensor(exponents)[:, None], torch.tensor(signs)[:, None]
+    return change_gamma(channels, whole(image), *numbers)
+
+
+def scale_contrast(image, *factors):
+    channels = image.repeat(len(factors), 1, 1, 1)
+    return change_contrast(channels, whole(image), torch.tensor(factors)[:, None])
+
+
+def whole(image, **given):
+    return Part(start=(0, 0, 0), num_voxels=image.numel(), **given)
 
 
 @pytest.mark.parametrize("bounds", [(0, 5, 12), (0, 1, 11, 12), (0, 0, 12)])
-def test_levels_of_slabs_are_gathered(bounds, monkeypatch):
+def test_levels_of_slabs_are_gathered(bounds):
     """Also for a mean far from zero, and where a slab has margins, or no voxel."""
-    monkeypatch.setattr(intensity, "CHUNK_VOXELS", 3 * 15 * 9)
     image = channel(2.0, 500.0)
+    channels = torch.stack((image, 3 - image))
     own = []
 
     def noted(numbers):
@@ -31,17 +44,18 @@ def test_levels_of_slabs_are_gathered(bounds, monkeypatch):
         return numbers[None]
 
     slabs = list(itertools.pairwise(bounds))
-    boxes = [image[max(0, first - 1) : last + 1] for first, last in slabs]
+    boxes = [channels[:, max(0, first - 1) : last + 1] for first, last in slabs]
     inner = [(slice(min(first, 1), min(first, 1) + last - first),) for first, last in slabs]
     for box, part in zip(boxes, inner, strict=True):
-        Statistics(part, image.numel(), noted).levels(box)
-    values = image.numpy().astype(np.float64)
+        whole(image, inner=part, gather=noted).levels(box)
     for box, part in zip(boxes, inner, strict=True):
-        levels = Statistics(part, image.numel(), lambda _: torch.stack(own)).levels(box)
-        assert levels.mean.dtype == levels.deviation.dtype == torch.float32
-        np.testing.assert_allclose(levels.mean, values.mean(), rtol=1e-7)
-        np.testing.assert_allclose(levels.deviation, values.std(ddof=1), rtol=1e-6)
-        assert (levels.low, levels.high) == (values.min(), values.max())
+        levels = whole(image, inner=part, gather=lambda _: torch.stack(own)).levels(box)
+        assert levels.mean.dtype == levels.variance.dtype == torch.float32
+        for one, *found in zip(channels, *levels, strict=True):
+            values = one.numpy().astype(np.float64)
+            np.testing.assert_allclose(found[0], [values.mean()], rtol=1e-7)
+            np.testing.assert_allclose(found[1], [values.var(ddof=1)], rtol=2e-6)
+            assert (found[2], found[3]) == (values.min(), values.max())
 
 
 def nnunet_gamma(values, exponent, is_inverted):
@@ -60,9 +74,10 @@ def nnunet_gamma(values, exponent, is_inverted):
 @pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (3.0, -2.0), (0.5, 100.0)])
 def test_gamma_is_nnunets(exponent, is_inverted, scale, offset):
     image = channel(scale, offset)
-    expected = nnunet_gamma(image.numpy().astype(np.float64), exponent, is_inverted)
-    change_gamma(image, exponent, is_inverted, statistics(image))
-    np.testing.assert_allclose(image, expected, rtol=1e-6, atol=2e-5 * scale)
+    curves = [(exponent, is_inverted), (1.2, False), (0.8, True)]
+    for curve, found in zip(curves, bend(image, *curves), strict=True):
+        expected = nnunet_gamma(image.numpy().astype(np.float64), *curve)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-5 * scale)
 
 
 @pytest.mark.parametrize("factor", [0.75, 1.25])
@@ -70,16 +85,13 @@ def test_contrast_keeps_mean_and_range(factor):
     image = channel()
     values = image.numpy().astype(np.float64)
     expected = ((values - values.mean()) * factor + values.mean()).clip(values.min(), values.max())
-    change_contrast(image, factor, statistics(image))
-    np.testing.assert_allclose(image, expected, atol=1e-6)
+    np.testing.assert_allclose(scale_contrast(image, 1.1, factor)[1], expected, atol=1e-6)
 
 
 def test_a_constant_channel_stays_as_it_is():
     for value, is_inverted in itertools.product((0.0, -3.0, 1e6), (False, True)):
         image = torch.full(SHAPE, value)
-        change_gamma(image, 0.7, is_inverted, statistics(image))
-        change_contrast(image, 1.25, statistics(image))
-        torch.testing.assert_close(image, torch.full(SHAPE, value))
-    image = torch.tensor([[[2.0]]])
-    change_gamma(image, 0.7, False, statistics(image))
-    assert image.item() == 2.0
+        (bent,) = bend(image, (0.7, is_inverted))
+        (found,) = scale_contrast(bent, 1.25)
+        torch.testing.assert_close(found, torch.full(SHAPE, value))
+    assert bend(torch.tensor([[[2.0]]]), (0.7, False)).item() == 2.0

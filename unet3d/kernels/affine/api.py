@@ -1,4 +1,4 @@
-"""Sampling of an image and its label map through an affine map of voxels.
+"""Sampling of images and their label maps through affine maps of voxels.
 
 PyTorch's ``grid_sample`` wants a grid of three floats for each voxel, rounds positions to 1e-5
 voxels of a large box, and knows no labels. Here they are exact to 5e-7, and a label is what
@@ -12,63 +12,53 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.affine import plain
-from unet3d.kernels.affine.cells import Matrix, Offset, Voxel
+from unet3d.kernels.affine.boxes import Boxes, first_position
+from unet3d.kernels.affine.cells import Matrix, Offset
+from unet3d.kernels.affine.noise import add_noise, independent_of_threads
 from unet3d.kernels.triton_support import triton_available
 
 IMAGE_TYPES = (torch.float16, torch.float32, torch.float64)
 LABEL_TYPES = (torch.uint8, torch.int64)
 
 
-def sample_affine(
-    image: Tensor,
-    label: Tensor,
-    *,
-    matrix: Matrix,
-    offset: Offset,
-    image_out: Tensor,
-    label_out: Tensor,
-    start: Voxel = (0, 0, 0),
-) -> None:
-    """Sample an image linearly, and its labels by the largest share, into given memory.
+def sample_affine(boxes: Boxes, *, image_out: Tensor, label_out: Tensor) -> None:
+    """Sample images linearly, and labels by the largest share, into given memory of one device.
 
-    Voxel o of the outputs, counted from ``start`` along X, Y and Z, is sampled at ``matrix @ o +
-    offset`` in voxels of the box, whose centres are at integers. Around the box the image is 0 and
-    the class is 0; between a voxel at its border and the outside is interpolated as between two
-    voxels. Where the matrix mirrors or changes nothing and the offset is whole, voxels are copied
-    as they are.
+    ``image_out`` is (N, C, *size), float64 if the images are, else float32; ``label_out`` is
+    (N, *size), of the labels' type. Both are contiguous. Around a box the image is 0 and the class
+    is 0; between a voxel at its border and the outside is interpolated as between two voxels. Where
+    a matrix mirrors or changes nothing and the offset is whole, voxels are copied as they are. The
+    label is, of the eight voxels around the position, the class with the largest sum of linear
+    weights, of equal ones the smallest.
 
-    With Triton nothing waits for a GPU. Its results differ from a CPU's by rounding only.
-
-    ``image`` is (C, X, Y, Z) of float16, float32 or float64, ``label`` (X, Y, Z) of uint8 or int64,
-    with any number of classes; ``image_out`` (C, *size) is float64 if the image is, else float32,
-    and ``label_out`` (*size) of the label's type: of the eight voxels around the position the class
-    with the largest sum of linear weights, of equal ones the smallest. All are contiguous and on
-    one device. Where the outputs are a part of larger ones that begins at voxel ``start``, they are
-    as they would be in these.
+    With Triton that is one launch, and nothing waits for a GPU. Its results differ from a CPU's by
+    rounding only. ValueError where shapes, types, devices or layouts are not as stated.
     """
-    _check(image, label, image_out, label_out)
+    _check(boxes, image_out, label_out)
     if label_out.numel() == 0:
         return
-    first = _position(matrix, offset, start)
-    if triton_available(image):
+    if triton_available(image_out):
         from unet3d.kernels.affine import kernel
 
-        kernel.sample(image, label, matrix, first, image_out=image_out, label_out=label_out)
-    elif (signs := _signs_of(matrix, first)) is not None:
-        for box, out in ((image, image_out), (label, label_out)):
-            _copy(box, signs, tuple(map(round, first)), out)
-    else:
-        outputs = {"image_out": image_out, "label_out": label_out}
-        plain.sample(image, label, matrix, offset, **outputs, start=start)
-
-
-def _position(matrix: Matrix, offset: Offset, voxel: Voxel) -> Offset:
-    """Return where a voxel of the outputs lies in the box."""
-    x, y, z = (
-        math.fsum([first, *(factor * at for factor, at in zip(row, voxel, strict=True))])
-        for row, first in zip(matrix, offset, strict=True)
-    )
-    return (x, y, z)
+        kernel.sample(boxes, image_out, label_out)
+        return
+    volumes = [math.prod(sample.shape) for sample in boxes.samples]
+    images = torch.split(boxes.images, [volume * image_out.shape[1] for volume in volumes])
+    given = zip(boxes.samples, images, torch.split(boxes.labels, volumes), strict=True)
+    for (sample, image, label), out, labels in zip(given, image_out, label_out, strict=True):
+        box = image.view(len(out), *sample.shape), label.view(sample.shape)
+        first = first_position(sample, boxes.start)
+        if (signs := _signs_of(sample.matrix, first)) is not None:
+            _copy(box[0], signs, tuple(map(round, first)), out)
+            _copy(box[1], signs, tuple(map(round, first)), labels)
+        else:
+            plain.sample(*box, sample, image_out=out, label_out=labels, start=boxes.start)
+        with independent_of_threads(out.device):
+            for channel, (std, seed, factor) in zip(out, sample.channels, strict=True):
+                if std > 0:
+                    add_noise(channel, std, boxes.start, boxes.size, seed)
+                if factor != 1:
+                    channel.mul_(factor)
 
 
 def _signs_of(matrix: Matrix, offset: Offset) -> tuple[int, ...] | None:
@@ -106,16 +96,23 @@ def _copy(box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], out: Ten
     inside.copy_(torch.flip(part, flipped) if flipped else part)
 
 
-def _check(image: Tensor, label: Tensor, image_out: Tensor, label_out: Tensor) -> None:
-    if image.dtype not in IMAGE_TYPES or label.dtype not in LABEL_TYPES:
-        raise ValueError(f"cannot sample {image.dtype} with labels of {label.dtype}")
-    wide = torch.float64 if image.dtype == torch.float64 else torch.float32
-    if (image_out.dtype, label_out.dtype) != (wide, label.dtype):
+def _check(boxes: Boxes, image_out: Tensor, label_out: Tensor) -> None:
+    images, labels = boxes.images, boxes.labels
+    if images.dtype not in IMAGE_TYPES or labels.dtype not in LABEL_TYPES:
+        raise ValueError(f"cannot sample {images.dtype} with labels of {labels.dtype}")
+    wide = torch.float64 if images.dtype == torch.float64 else torch.float32
+    if (image_out.dtype, label_out.dtype) != (wide, labels.dtype):
         raise ValueError(f"cannot sample into {image_out.dtype} and {label_out.dtype}")
-    if image.shape[1:] != label.shape or label.dim() != 3:
-        raise ValueError(f"an image {tuple(image.shape)} has no labels {tuple(label.shape)}")
-    if image_out.shape != (len(image), *label_out.shape) or label_out.dim() != 3:
-        raise ValueError(f"cannot sample {len(image)} channels into {tuple(image_out.shape)}")
-    given = (image, label, image_out, label_out)
+    num_channels = len(boxes.samples[0].channels)
+    if images.numel() != num_channels * labels.numel():
+        raise ValueError(f"{images.numel()} voxels have no labels {labels.numel()}")
+    number, *size = label_out.shape
+    if (number, len(size)) != (len(boxes.samples), 3) or image_out.shape != (
+        number,
+        num_channels,
+        *size,
+    ):
+        raise ValueError(f"cannot sample {num_channels} channels into {tuple(image_out.shape)}")
+    given = (images, labels, image_out, label_out)
     if len({x.device for x in given}) > 1 or not all(x.is_contiguous() for x in given):
         raise ValueError("image, labels and outputs are contiguous and on one device")

@@ -1,6 +1,8 @@
-"""Sampling of a patch in one Triton kernel: a position's image and label in one thread.
+"""Sampling of outputs in one Triton kernel: a position's image and label in one thread.
 
-Positions are computed in float64; that is little beside reading eight voxels of each channel.
+What differs between outputs is in a table, so that all are sampled in one launch, and noise and a
+factor of the intensities come with it. Positions are computed in float64; that is little beside
+reading eight voxels of each channel.
 """
 
 import torch
@@ -8,14 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.affine.cells import EQUAL_SHARES, Matrix, Offset
+from unet3d.kernels.affine.boxes import TABLE_BOX, TABLE_CHANNELS, Boxes
+from unet3d.kernels.affine.cells import EQUAL_SHARES
 
 BLOCK_VOXELS = 128
 
 
 @triton.jit
-def _cell(x, y, z, MX, MY, MZ, START, SIZE):
+def _cell(x, y, z, row, SIZE):
     """Return the cell of a position along one axis, and how much it takes of the next."""
+    MX = tl.load(row)
+    MY = tl.load(row + 1)
+    MZ = tl.load(row + 2)
+    START = tl.load(row + 3)
     position = x.to(tl.float64) * MX + y.to(tl.float64) * MY + z.to(tl.float64) * MZ + START
     cell = tl.floor(position)
     # Far outside is the same as just outside, which an int32 can tell.
@@ -44,15 +51,43 @@ def _largest_share(classes, weights, EQUAL: tl.constexpr):
     return winner
 
 
-# Nothing is specialised, neither on a number nor on where a sample begins in its batch: every
-# sample of a training is drawn differently, and each kernel would be compiled while it waits.
-@triton.jit(do_not_specialize=list(range(23)))
+@triton.jit
+def _hash(bits):
+    """Mix the bits of uint32; see :mod:`unet3d.kernels.affine.noise`."""
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _uniform(bits):
+    return ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608)
+
+
+@triton.jit
+def _gaussian(voxel, seeds):
+    """Return a normally distributed number for the index of a voxel."""
+    first = _hash(voxel ^ tl.load(seeds).to(tl.int64).to(tl.uint32))
+    second = _hash(first + tl.load(seeds + 1).to(tl.int64).to(tl.uint32))
+    uniform = _uniform(first)
+    rest = 1 - uniform
+    # Close to 1, where it is almost 0, a GPU's logarithm is not as exact as its first terms.
+    terms = rest * (1 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4))))
+    radius = tl.sqrt(2 * tl.where(rest < 0.01, terms, -tl.log(uniform)))
+    # The cosine is the sine of an angle between two right angles, of which a series is exact.
+    angle = (tl.abs(_uniform(second) - 0.5) - 0.25) * 6.283185307179586
+    square = angle * angle
+    series = 1 - square / 42 * (1 - square / 72 * (1 - square / 110))
+    return radius * angle * (1 - square / 6 * (1 - square / 20 * series))
+
+
+# No number is specialised, nor where a batch begins: a kernel would be compiled for each kind.
+@triton.jit(do_not_specialize=list(range(14)))
 def _sample(
-    image, label, image_out, label_out,
-    C: tl.int32, X: tl.int32, Y: tl.int32, Z: tl.int32, NX: tl.int32, NY: tl.int32, NZ: tl.int32,
-    XX: tl.float64, XY: tl.float64, XZ: tl.float64, XS: tl.float64,
-    YX: tl.float64, YY: tl.float64, YZ: tl.float64, YS: tl.float64,
-    ZX: tl.float64, ZY: tl.float64, ZZ: tl.float64, ZS: tl.float64,
+    images, labels, table, image_out, label_out,
+    C: tl.int32, NX: tl.int32, NY: tl.int32, NZ: tl.int32,
+    FX: tl.int32, FY: tl.int32, FZ: tl.int32, PY: tl.int32, PZ: tl.int32,
+    BOX: tl.constexpr, CHANNELS: tl.constexpr,
     EQUAL: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     index = tl.int64 if WIDE else tl.int32
@@ -64,9 +99,19 @@ def _sample(
     x = line // NY
     y = line - x * NY
     z = at - line * NZ
-    i, u = _cell(x, y, z, XX, XY, XZ, XS, X)
-    j, v = _cell(x, y, z, YX, YY, YZ, YS, Y)
-    k, w = _cell(x, y, z, ZX, ZY, ZZ, ZS, Z)
+    output = tl.program_id(1).to(tl.int64)
+    row = table + output * (CHANNELS + 4 * C)
+    X = tl.load(row + BOX).to(tl.int32)
+    Y = tl.load(row + BOX + 1).to(tl.int32)
+    Z = tl.load(row + BOX + 2).to(tl.int32)
+    before = tl.load(row + BOX + 3).to(tl.int64)
+    image = images + before * C
+    label = labels + before
+    image_out += output * C * size
+    label_out += output * size
+    i, u = _cell(x, y, z, row, X)
+    j, v = _cell(x, y, z, row + 4, Y)
+    k, w = _cell(x, y, z, row + 8, Z)
     u = u.to(number)
     v = v.to(number)
     w = w.to(number)
@@ -90,32 +135,34 @@ def _sample(
         classes = classes + (own,)
     tl.store(label_out + at, _largest_share(classes, weights, EQUAL), mask=is_voxel)
     box = X.to(tl.int64) * plane
+    # The index of a voxel in the whole output, of which noise takes 32 bits.
+    voxel = ((x + FX).to(tl.uint32) * PY + (y + FY).to(tl.uint32)) * PZ + (z + FZ).to(tl.uint32)
+    given = row + CHANNELS
     for _ in range(C):
         value = tl.zeros((BV,), number)
         for corner in tl.static_range(8):
-            voxel = tl.load(image + places[corner], mask=are_read[corner], other=0.0)
-            value += voxel.to(number) * weights[corner]
+            stored = tl.load(image + places[corner], mask=are_read[corner], other=0.0)
+            value += stored.to(number) * weights[corner]
+        std = tl.load(given)
+        if std > 0:
+            value += (_gaussian(voxel, given + 1) * std.to(tl.float32)).to(number)
+        value *= tl.load(given + 3).to(number)
         tl.store(image_out + at, value, mask=is_voxel)
         image += box
         image_out += size
+        given += 4
 
 
-def sample(
-    image: Tensor,
-    label: Tensor,
-    matrix: Matrix,
-    offset: Offset,
-    *,
-    image_out: Tensor,
-    label_out: Tensor,
-) -> None:
-    """Sample a box into memory; see :func:`unet3d.kernels.affine.api.sample_affine`."""
-    rows = [
-        float(number) for row, start in zip(matrix, offset, strict=True) for number in (*row, start)
-    ]
-    sizes = (len(image), *label.shape, *label_out.shape)
-    voxels = max(label.numel(), label_out.numel() + BLOCK_VOXELS)
+def sample(boxes: Boxes, image_out: Tensor, label_out: Tensor) -> None:
+    """Sample boxes into memory; see :func:`unet3d.kernels.affine.api.sample_affine`."""
+    number, *size = label_out.shape
+    sizes = (image_out.shape[1], *size, *boxes.start, *boxes.size[1:])
+    voxels = max(boxes.labels.numel(), label_out[0].numel() + BLOCK_VOXELS)
     shape = {"EQUAL": EQUAL_SHARES, "WIDE": voxels >= 2**31, "BV": BLOCK_VOXELS}
-    grid = (triton.cdiv(label_out.numel(), BLOCK_VOXELS),)
-    with torch.cuda.device(image.device):
-        _sample[grid](image, label, image_out, label_out, *sizes, *rows, **shape)
+    columns = {"BOX": TABLE_BOX, "CHANNELS": TABLE_CHANNELS}
+    grid = (triton.cdiv(label_out[0].numel(), BLOCK_VOXELS), number)
+    with torch.cuda.device(image_out.device):
+        _sample[grid](
+            boxes.images, boxes.labels, boxes.table, image_out, label_out,
+            *sizes, **columns, **shape,
+        )  # fmt: skip

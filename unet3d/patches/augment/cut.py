@@ -1,16 +1,15 @@
 """What is cut out of a case for one patch, and where the patch's voxels lie in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.images.image import Box
 from unet3d.patches.augment.draw import Axes, DrawnChannel, Matrix
-from unet3d.patches.augment.filters import ChannelFilters
+from unet3d.patches.augment.filters import reach_of
 
 Rows = tuple[Axes, Axes, Axes]
 """A matrix (3, 3)."""
@@ -35,13 +34,13 @@ class Slab:
         )
         return slice(first, last), slice(0, size[1]), slice(0, size[2])
 
-    def place(self, cut: "Cut", shape: Sequence[int]) -> Box:
-        """Return where what is made of a cut lies in a slab of this shape."""
-        first_x = middle(self.num_planes, cut.size[0]) + cut.part[0].start - self.planes.start
-        starts = (first_x, middle(shape[1], cut.size[1]), middle(shape[2], cut.size[2]))
+    def place(self, size: Shape, part: Box, shape: Sequence[int]) -> Box:
+        """Return where a part of a patch of a size lies in a slab of this shape."""
+        first_x = middle(self.num_planes, size[0]) + part[0].start - self.planes.start
+        starts = (first_x, middle(shape[1], size[1]), middle(shape[2], size[2]))
         x, y, z = (
             slice(first, first + voxels)
-            for first, voxels in zip(starts, shape_of(cut.part), strict=True)
+            for first, voxels in zip(starts, shape_of(part), strict=True)
         )
         return x, y, z
 
@@ -130,8 +129,6 @@ class Cut:
     """Where the patch's voxels lie in the box."""
     channels: tuple[DrawnChannel, ...]
     """What happens to the intensities of each channel; empty: nothing."""
-    filters: tuple[ChannelFilters, ...]
-    """What blurs each channel and takes its resolution."""
     size: Shape
     """Voxels of the whole patch along X, Y, Z."""
     part: Box
@@ -141,25 +138,12 @@ class Cut:
     name: str
     """The case."""
 
-    def to(self, device: torch.device) -> "Cut":
-        """Return a copy on a device; from page-locked memory nobody waits for it."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def each(self, move: Callable[[Tensor], Tensor]) -> "Cut":
-        """Return it with its tensors elsewhere; equal cuts move theirs in the same order."""
-        return replace(
-            self,
-            image=move(self.image),
-            label=move(self.label),
-            filters=tuple(filters.each(move) for filters in self.filters),
-        )
-
-
-def with_margin(part: Box, filters: Sequence[ChannelFilters], size: Shape) -> Box:
+def with_margin(part: Box, channels: Sequence[DrawnChannel], size: Shape) -> Box:
     """Return a part of a patch with the voxels around it that its intensities depend on."""
-    margins = [max((channel.reach(axis) for channel in filters), default=0) for axis in range(3)]
+    margins = np.max([(0, 0, 0), *(reach_of(channel, size) for channel in channels)], axis=0)
     x, y, z = (
         slice(max(0, one.start - margin), min(voxels, one.stop + margin))
-        for one, margin, voxels in zip(part, margins, size, strict=True)
+        for one, margin, voxels in zip(part, margins.tolist(), size, strict=True)
     )
     return x, y, z

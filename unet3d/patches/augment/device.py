@@ -10,9 +10,11 @@ from unet3d.errors import DeviceError
 from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.patches.augment.draw import SCALING_RANGE, free_axes, largest_angle
 from unet3d.patches.augment.filters import farthest_reach
+from unet3d.patches.augment.recipe import number_together
 
 WORK_ARRAYS = 2
-"""Channels in float32 that a filter keeps beside the one that it changes."""
+"""Channels in float32 that a filter keeps beside the one that it changes; one more where several
+are changed at a time, which are taken out of the others."""
 
 
 def augments_on_device(settings: AugmentationSettings, device: torch.device) -> bool:
@@ -36,10 +38,11 @@ class DeviceAugmentation:
     """What can be drawn."""
     cases: tuple[tuple[Shape, Spacing], ...]
     """Shape and spacing of the cases that patches are cut from."""
+    num_channels: int
     voxel_bytes: int
-    """What one voxel of a cut takes: its channels as they are stored, and its label."""
-    made_voxel_bytes: int
-    """What one voxel of a batch takes: its channels in float32, and its label."""
+    """What one voxel of a channel takes in a cut."""
+    label_bytes: int
+    """What one voxel of the labels takes."""
 
     @staticmethod
     def on(
@@ -52,16 +55,16 @@ class DeviceAugmentation:
     ) -> "DeviceAugmentation | None":
         """Return what makes batches on a device; None where they are made on the host.
 
-        ``voxel_bytes`` are those of one channel. DeviceError as by :func:`augments_on_device`.
+        DeviceError as by :func:`augments_on_device`.
         """
         if not augments_on_device(settings, device):
             return None
-        label_bytes = 1 if num_classes <= 256 else 8
         return DeviceAugmentation(
             settings=settings,
             cases=cases,
-            voxel_bytes=num_channels * voxel_bytes + label_bytes,
-            made_voxel_bytes=FLOAT32_BYTES * num_channels + label_bytes,
+            num_channels=num_channels,
+            voxel_bytes=voxel_bytes,
+            label_bytes=1 if num_classes <= 256 else 8,
         )
 
     @property
@@ -71,11 +74,13 @@ class DeviceAugmentation:
         filters = (settings.blur_probability, settings.low_resolution_probability)
         return settings.enabled and max(filters) > 0
 
-    def staging_bytes(self, size: Shape, slab: range | None = None, *, gathers: bool = True) -> int:
-        """Return what making a patch of a size, or a slab of it, takes at most, beside the patch.
+    def staging_bytes(
+        self, size: Shape, num_patches: int, slab: range | None = None, *, gathers: bool = True
+    ) -> int:
+        """Return what making patches of a size, or slabs of them, takes at most, beside these.
 
-        The box that it is cut from is freed before filters take memory of their own. Where the
-        slabs do not gather statistics of the patch, it is made whole if it needs them.
+        The boxes that they are cut from are freed before filters take memory of their own. Where
+        the slabs do not gather statistics of the patch, it is made whole if it needs them.
         """
         made = size if slab is None else (self._made_planes(size[0], slab, gathers), *size[1:])
         largest = max(
@@ -87,10 +92,14 @@ class DeviceAugmentation:
             )
             for shape, spacing_mm in self.cases
         )
-        work = WORK_ARRAYS * FLOAT32_BYTES * math.prod(made) if self.settings.enabled else 0
+        most = number_together(size)
+        together = min(num_patches, most) if slab is None else 1
+        cuts = together * largest * (self.num_channels * self.voxel_bytes + self.label_bytes)
+        changed = min(together * self.num_channels, most) if self.settings.enabled else 0
+        arrays = changed * (WORK_ARRAYS + (changed > 1)) * FLOAT32_BYTES
         in_place = slab is None or made[0] == len(slab)
-        around = 0 if in_place else self.made_voxel_bytes * math.prod(made)
-        return around + max(largest * self.voxel_bytes, work)
+        around = 0 if in_place else self.num_channels * FLOAT32_BYTES + self.label_bytes
+        return around * math.prod(made) + max(cuts, arrays * math.prod(made))
 
     def _made_planes(self, planes: int, slab: range, gathers: bool) -> int:
         """Return how many planes of a patch are made at most where a slab is wanted."""

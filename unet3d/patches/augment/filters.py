@@ -4,130 +4,78 @@ The matrices are worked out where a patch is cut: on a GPU that takes more launc
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.patches.augment.draw import (
-    BLUR_SIGMA_VOXELS,
-    LOW_RESOLUTION_RANGE,
-    Axes,
-    DrawnChannel,
-)
+from unet3d.kernels.affine.noise import independent_of_threads
+from unet3d.patches.augment.draw import BLUR_SIGMA_VOXELS, LOW_RESOLUTION_RANGE, Axes, DrawnChannel
+from unet3d.patches.augment.intensity import Part
 
 BLUR_DEVIATIONS = 4.0
 """Where a Gaussian ends."""
 
 CHUNK = 64
-"""Rows of a matrix that a CPU multiplies at a time: only few columns beside them are not zero."""
+"""Voxels of an axis that a CPU makes at a time: only few of a matrix's other entries are not 0."""
 GPU_CHUNK = 256
 """The same for a GPU, where a launch costs more than zeros."""
 
 CPU = torch.device("cpu")
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Filter:
-    """A linear filter of some axes."""
-
-    matrices: dict[int, Tensor]
-    """float32 (voxels, voxels), by which an axis of a patch is multiplied."""
-    reach: tuple[int, ...] = (0, 0, 0)
-    """From how many voxels away each axis takes; the matrices are zero beyond."""
-
-    def each(self, move: Callable[[Tensor], Tensor]) -> "Filter":
-        """Return the filter with its matrices elsewhere."""
-        matrices = {axis: move(matrix) for axis, matrix in self.matrices.items()}
-        return Filter(matrices=matrices, reach=self.reach)
-
-    def applied(self, channel: Tensor, start: Shape) -> Tensor:
-        """Return a box of a channel (X, Y, Z) that begins at a voxel of the patch, filtered.
-
-        Where the box ends within the patch, what lies closer to that face than :attr:`reach` is
-        wrong.
-        """
-        for axis, matrix in self.matrices.items():
-            inside = slice(start[axis], start[axis] + channel.shape[axis])
-            channel = _multiplied(channel, matrix[inside, inside], axis, self.reach[axis])
-        return channel
+Matrices = tuple[Tensor | None, ...]
+"""For X, Y and Z, float32 (channels, voxels, voxels) by which the axis of each channel is
+multiplied; None: the axis stays."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ChannelFilters:
-    """The filters of one channel, which may have no axes."""
-
-    blur: Filter
-    coarsening: Filter
-
-    @staticmethod
-    def of(drawn: DrawnChannel, size: Shape) -> "ChannelFilters":
-        """Return the filters that were drawn for a channel of a patch of a size."""
-        sigma = drawn.blur_sigma
-        return ChannelFilters(
-            blur=Filter(matrices={}) if sigma is None else blur_filter(sigma, size),
-            coarsening=coarsening_filter(drawn.resolution, size),
-        )
-
-    def each(self, move: Callable[[Tensor], Tensor]) -> "ChannelFilters":
-        """Return the filters with their matrices elsewhere."""
-        return ChannelFilters(blur=self.blur.each(move), coarsening=self.coarsening.each(move))
-
-    def reach(self, axis: int) -> int:
-        """Return from how many voxels away the channel takes along an axis."""
-        return self.blur.reach[axis] + self.coarsening.reach[axis]
+def blur_matrices(sigmas: Sequence[Axes], size: Shape) -> Matrices:
+    """Return convolutions with Gaussians of deviations in voxels, mirrored at the faces."""
+    return tuple(
+        torch.stack([_blur_matrix(voxels, sigma[axis]) for sigma in sigmas]) if voxels > 1 else None
+        for axis, voxels in enumerate(size)
+    )
 
 
-def blur_filter(sigma: Axes, size: Shape) -> Filter:
-    """Return the convolution with a Gaussian of deviations in voxels, mirrored at the faces."""
-    matrices = {
-        axis: _blur_matrix(voxels, sigma[axis]) for axis, voxels in enumerate(size) if voxels > 1
-    }
-    reach = tuple(math.ceil(BLUR_DEVIATIONS * deviation) for deviation in sigma)
-    return Filter(matrices=matrices, reach=reach)
-
-
-def coarsening_filter(resolution: Axes, size: Shape) -> Filter:
-    """Return the view through fewer, larger voxels: their number is that of the patch by a factor.
+def coarsening_matrices(resolutions: Sequence[Axes], size: Shape) -> Matrices:
+    """Return views through fewer, larger voxels: their number is that of the patch by a factor.
 
     Each large voxel is the mean over its box, as in a scanner, which moves nothing; taking the
     nearest voxel instead moves the image by up to half of a large one. Between large voxels the
     result is linear.
     """
-    matrices = {
-        axis: _coarsening_matrix(voxels, fewer)
-        for axis, voxels in enumerate(size)
-        if (fewer := _fewer(voxels, resolution[axis])) < voxels
-    }
-    return Filter(matrices=matrices, reach=tuple(map(_coarsening_reach, size, resolution)))
+    matrices: list[Tensor | None] = []
+    for axis, voxels in enumerate(size):
+        fewer = [_fewer(voxels, factor[axis]) for factor in resolutions]
+        changes = min(fewer) < voxels
+        each = [_coarsening_matrix(voxels, number) for number in fewer] if changes else []
+        matrices.append(torch.stack(each) if changes else None)
+    return tuple(matrices)
+
+
+def blur_reach(sigma: Axes | None) -> Shape:
+    """Return from how many voxels away a blurred voxel takes along each axis."""
+    x, y, z = (math.ceil(BLUR_DEVIATIONS * deviation) for deviation in sigma or (0, 0, 0))
+    return x, y, z
+
+
+def coarsening_reach(resolution: Axes, size: Shape) -> Shape:
+    """Return from how many voxels away a voxel takes that has lost resolution."""
+    x, y, z = map(_coarsening_reach, size, resolution)
+    return x, y, z
+
+
+def reach_of(drawn: DrawnChannel, size: Shape) -> Shape:
+    """Return from how many voxels away a channel of a patch takes along each axis."""
+    both = blur_reach(drawn.blur_sigma), coarsening_reach(drawn.resolution, size)
+    x, y, z = map(sum, zip(*both, strict=True))
+    return x, y, z
 
 
 def farthest_reach(voxels: int, blurs: bool, coarsens: bool) -> int:
     """Return from how many voxels away a channel takes at most, along an axis of a patch."""
     blur = math.ceil(BLUR_DEVIATIONS * BLUR_SIGMA_VOXELS[1])
     return blur * blurs + _coarsening_reach(voxels, LOW_RESOLUTION_RANGE[0]) * coarsens
-
-
-@contextmanager
-def independent_of_threads(device: torch.device) -> Iterator[None]:
-    """Compute in one thread on a CPU, so that the bits do not depend on how many there are.
-
-    How work is divided over threads changes the bits of matrix products, of sums to one number and
-    of powers, whose last voxels in each thread go through other code than the rest. A loading
-    process has one thread, the training process several, and both make the same batches.
-    """
-    before = torch.get_num_threads()
-    if device.type != "cpu" or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _blur_matrix(voxels: int, sigma: float) -> Tensor:
@@ -170,23 +118,32 @@ def _coarsening_matrix(voxels: int, fewer: int) -> Tensor:
         return (interpolation @ means).float()
 
 
-def _multiplied(channel: Tensor, matrix: Tensor, axis: int, reach: int) -> Tensor:
-    """Multiply one axis of (X, Y, Z) by a matrix whose entries are zero beyond a distance."""
-    voxels = channel.shape[axis]
-    chunk = CHUNK if channel.device.type == "cpu" else GPU_CHUNK
+def filtered(channels: Tensor, part: Part, matrices: Matrices, reach: Shape) -> Tensor:
+    """Return a part (R, X, Y, Z) of channels, filtered.
+
+    Matrices are zero beyond a reach. Where the part ends within a patch, what lies closer to that
+    face than the reach is wrong.
+    """
+    for matrix, first, farthest in zip(matrices, part.start, reach, strict=True):
+        number, voxels, *others = channels.shape
+        lines = channels.flatten(2).transpose(1, 2)
+        if matrix is not None:
+            inside = slice(first, first + voxels)
+            lines = _multiplied(lines, matrix[:, inside, inside].transpose(1, 2), farthest)
+        # The axis is the last one now: after three turns all are where they were.
+        channels = lines.reshape(number, *others, voxels)
+    return channels
+
+
+def _multiplied(lines: Tensor, matrices: Tensor, reach: int) -> Tensor:
+    """Multiply (R, V, voxels) by (R, voxels, voxels) that are zero beyond a distance."""
+    voxels = lines.shape[2]
+    chunk = CHUNK if lines.device.type == "cpu" else GPU_CHUNK
     if voxels <= chunk:
-        return _product(matrix, channel, axis)
-    result = torch.empty_like(channel)
+        return torch.bmm(lines, matrices)
+    result = lines.new_empty(lines.shape)
     for first in range(0, voxels, chunk):
         last = min(first + chunk, voxels)
-        begin, end = max(0, first - reach), min(voxels, last + reach)
-        part = channel.narrow(axis, begin, end - begin)
-        product = _product(matrix[first:last, begin:end], part, axis)
-        result.narrow(axis, first, last - first).copy_(product)
+        near = slice(max(0, first - reach), min(voxels, last + reach))
+        result[:, :, first:last] = torch.bmm(lines[:, :, near], matrices[:, near, first:last])
     return result
-
-
-def _product(matrix: Tensor, channel: Tensor, axis: int) -> Tensor:
-    if axis == 0:
-        return torch.mm(matrix, channel.flatten(1)).view(-1, *channel.shape[1:])
-    return torch.matmul(matrix, channel) if axis == 1 else torch.matmul(channel, matrix.T)

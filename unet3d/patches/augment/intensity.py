@@ -1,4 +1,4 @@
-"""Changes of the intensities of one channel, in place, each as in nnU-Net.
+"""Changes of the intensities of channels, in place, each as in nnU-Net.
 
 Whatever depends on the whole patch, such as its mean, is a sum or an extreme over its voxels, taken
 on the device and never read by the host. Where several devices make slabs of one patch, they gather
@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unet3d.config import Shape
 from unet3d.images.image import Box
-
-CHUNK_VOXELS = 2**21
-"""Voxels whose squares are in memory at a time."""
 
 SMALL = 1e-7
 """Spans and deviations below this count as it, so that a constant channel stays finite."""
@@ -27,82 +25,82 @@ everywhere. The holders of all slabs call it equally often, whatever they hold."
 
 
 class Levels(NamedTuple):
-    """Numbers over all voxels of a channel of a patch, tensors without axes."""
+    """Numbers over all voxels of each channel of patches (R, 1)."""
 
     mean: Tensor
-    deviation: Tensor
+    variance: Tensor
     low: Tensor
     high: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Statistics:
-    """Measures channels, of which boxes may be elsewhere."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A box of patches of one size; their other boxes may be elsewhere."""
 
-    inner: Box | None
-    """What counts of a box; the rest is counted in other ones. None: all."""
+    start: Shape
+    """Its first voxel."""
+    inner: Box | None = None
+    """What of the box counts; the rest is counted in other ones. None: all."""
     num_voxels: int
-    """Of the whole patch."""
-    gather: Gather | None
+    """Of a whole patch."""
+    gather: Gather | None = None
     """Gathers the numbers of all boxes; None: the box is the whole patch."""
 
-    def levels(self, channel: Tensor) -> Levels:
-        """Measure a channel of a box (X, Y, Z), which may have no voxels."""
-        counted = channel if self.inner is None else channel[self.inner]
-        if counted.numel() == 0:
-            mean, squares = channel.new_zeros(2).unbind()
+    def levels(self, channels: Tensor, *, has_range: bool = True) -> Levels:
+        """Measure channels of a box (R, X, Y, Z), which may have no voxels."""
+        counted = (channels if self.inner is None else channels[:, *self.inner]).flatten(1)
+        # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
+        number, divisor = counted.shape[1], max(1, counted.shape[1] - 1)
+        if number == 0:
+            mean = variance = counted.new_zeros(len(counted), 1)
             low, high = mean + math.inf, mean - math.inf
         else:
-            mean = counted.sum() / counted.numel()
-            squares = _sum_of_squares(counted, mean)
-            low, high = torch.aminmax(counted)
+            if counted.is_cuda:  # in one launch, which a CPU is slow at
+                correction = number - divisor
+                variance, mean = torch.var_mean(counted, 1, correction=correction, keepdim=True)
+            else:
+                mean = counted.mean(1, keepdim=True)
+                variance = (counted - mean).square_().sum(1, keepdim=True) / divisor
+            low, high = mean, mean
+            if has_range:
+                low, high = counted.amin(1, keepdim=True), counted.amax(1, keepdim=True)
         if self.gather is not None:
-            own = torch.stack((torch.full_like(mean, counted.numel()), mean, squares, low, high))
-            counts, means, parts, lows, highs = self.gather(own.double()).unbind(1)
+            counts = torch.full_like(mean, number)
+            own = torch.stack((counts, mean, variance * divisor, low, high))
+            gathered = self.gather(own.double().flatten()).view(-1, *own.shape)
+            counts, means, parts, lows, highs = gathered.unbind(1)
             # Merged as by Chan, Golub and LeVeque (The American Statistician 1983).
-            total = (counts * means).sum() / self.num_voxels
-            squares = (parts + counts * (means - total).square()).sum().float()
-            mean, low, high = total.float(), lows.amin().float(), highs.amax().float()
-        # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
-        deviation = (squares / max(1, self.num_voxels - 1)).sqrt()
-        return Levels(mean=mean, deviation=deviation, low=low, high=high)
+            total = (counts * means).sum(0) / self.num_voxels
+            squares = (parts + counts * (means - total).square()).sum(0)
+            variance = squares.float() / max(1, self.num_voxels - 1)
+            mean, low, high = total.float(), lows.amin(0).float(), highs.amax(0).float()
+        return Levels(mean, variance, low, high)
 
 
-def _sum_of_squares(channel: Tensor, mean: Tensor) -> Tensor:
-    """Return the sum of squared distances from the mean."""
-    planes = max(1, CHUNK_VOXELS // channel[0].numel())
-    squares = [
-        (channel[first : first + planes] - mean).square_().sum()
-        for first in range(0, len(channel), planes)
-    ]
-    return sum(squares[1:], squares[0])
+def change_contrast(channels: Tensor, part: Part, factors: Tensor) -> Tensor:
+    """Multiply distances of intensities (R, X, Y, Z) from their mean; none leaves the range.
 
-
-def change_contrast(channel: Tensor, factor: float, statistics: Statistics) -> None:
-    """Multiply distances of intensities (X, Y, Z) from their mean; none leaves the range."""
-    levels = statistics.levels(channel)
-    channel.sub_(levels.mean).mul_(factor).add_(levels.mean)
-    torch.clamp(channel, levels.low, levels.high, out=channel)
-
-
-def change_gamma(
-    channel: Tensor, exponent: float, is_inverted: bool, statistics: Statistics
-) -> None:
-    """Bend intensities (X, Y, Z), or inverted ones, between their extremes by a power.
-
-    Mean and deviation are restored.
+    Factors are (R, 1). The intensities are changed in place, so they are contiguous.
     """
-    levels = statistics.levels(channel)
-    span = (levels.high - levels.low).clamp(min=SMALL)
-    if is_inverted:
-        torch.sub(levels.high, channel, out=channel)
-    else:
-        channel.sub_(levels.low)
-    # Where parts are made of several boxes, voxels that count elsewhere may lie outside.
-    channel.div_(span).clamp_(min=0).pow_(exponent)
+    levels, values = part.levels(channels), channels.flatten(1)
+    values.sub_(levels.mean).mul_(factors).add_(levels.mean)
+    torch.clamp(values, levels.low, levels.high, out=values)
+    return channels
+
+
+def change_gamma(channels: Tensor, part: Part, exponents: Tensor, signs: Tensor) -> Tensor:
+    """Bend intensities (R, X, Y, Z) between their extremes by a power; with -1 inverted ones.
+
+    Exponents and signs are (R, 1). Mean and deviation are restored. The intensities are changed in
+    place, so they are contiguous.
+    """
+    levels, values = part.levels(channels), channels.flatten(1)
+    span = (levels.high - levels.low).clamp_(min=SMALL)
+    # Where parts are made of several boxes, voxels that count elsewhere may lie beyond the end.
+    end = torch.where(signs > 0, levels.low, levels.high)
+    values.sub_(end).div_(span).abs_().pow_(exponents)
     # Mean and deviation are restored, so that scale and offset of the curve make no difference.
-    if is_inverted:
-        channel.neg_()
-    bent = statistics.levels(channel)
-    factor = levels.deviation / bent.deviation.clamp(min=SMALL)
-    channel.sub_(bent.mean).mul_(factor).add_(levels.mean)
+    bent = part.levels(channels, has_range=False)
+    factors = (levels.variance / bent.variance.clamp_(min=SMALL**2)).sqrt_().mul_(signs)
+    values.sub_(bent.mean).mul_(factors).add_(levels.mean)
+    return channels

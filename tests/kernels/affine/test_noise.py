@@ -3,8 +3,8 @@ import pytest
 import torch
 from scipy import stats
 
-from unet3d.patches.augment import noise
-from unet3d.patches.augment.noise import add_noise, gaussian_noise
+from unet3d.kernels.affine import noise
+from unet3d.kernels.affine.noise import add_noise, gaussian_noise
 
 CPU = torch.device("cpu")
 SIZE = (40, 50, 60)

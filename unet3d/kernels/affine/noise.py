@@ -1,21 +1,43 @@
 """Gaussian noise without a generator: each voxel's number follows from its place and a seed.
 
-So any part of a patch can be made alone, on any device, with the same noise.
+So any part of a patch can be made alone, on any device, with the same noise; ``kernel`` has it as
+it is here.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from unet3d.config import Shape
+from unet3d.kernels.affine.cells import Voxel
 
 CHUNK_VOXELS = 2**21
 """Voxels whose noise is made at a time: several numbers are in memory for each."""
 
 
+@contextmanager
+def independent_of_threads(device: torch.device) -> Iterator[None]:
+    """Compute in one thread on a CPU, so that the bits do not depend on how many there are.
+
+    How work is divided over threads changes the bits of matrix products, of sums to one number and
+    of powers, whose last voxels in each thread go through other code than the rest. A loading
+    process has one thread, the training process several, and both make the same batches.
+    """
+    before = torch.get_num_threads()
+    if device.type != "cpu" or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def add_noise(
-    channel: Tensor, std: float, start: Shape, size: Shape, seed: tuple[int, int]
+    channel: Tensor, std: float, start: Voxel, size: Voxel, seed: tuple[int, int]
 ) -> None:
     """Add Gaussian noise to a box (X, Y, Z) of a channel, which begins at a voxel of the patch."""
     x, y, z = channel.shape
@@ -28,7 +50,7 @@ def add_noise(
 
 
 def gaussian_noise(
-    start: Shape, shape: Shape, size: Shape, seed: tuple[int, int], device: torch.device
+    start: Voxel, shape: Voxel, size: Voxel, seed: tuple[int, int], device: torch.device
 ) -> Tensor:
     """Return independent normally distributed numbers with deviation 1 for a box of a patch.
 
