@@ -82,7 +82,12 @@ def test_what_is_predicted_is_what_is_measured_to_the_byte(options, monkeypatch)
 def test_batch_dice_takes_no_more_memory():
     """Micro-batches that pass forward a second time keep nothing of the first."""
     plain, joined = (
-        make_step(GPUS[:2], (32, 32, 32), 4, 4, model=WIDE, batch_dice=batch_dice)
+        make_step(
+            *(GPUS[:2], (32, 32, 32), 4, 4),
+            model=WIDE,
+            batch_dice=batch_dice,
+            cuda_graphs="off",
+        )
         for batch_dice in (False, True)
     )
     assert activations(joined) == activations(plain)
@@ -183,7 +188,7 @@ def test_the_first_product_on_a_gpu_takes_workspaces():
 
 
 def test_gpus_are_predicted_without_gpus():
-    step = make_step(GPUS[:2], (128, 128, 128), 2, 2, "bfloat16", WIDE)
+    step = make_step(GPUS[:2], (128, 128, 128), 2, 2, "bfloat16", WIDE, cuda_graphs="off")
     prediction = predicted(step)
     assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
     for memory in prediction.memory.values():
@@ -293,6 +298,29 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_cuts(devices):
     assert needed[1] - needed[0] == more + staging
     if len(devices) == 2:
         assert beside.memory[1] == alone.memory[1]
+
+
+MEASURED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "captured": ({"size": (128, 128, 128)}, [2206735360]),
+    "launched": ({"size": (256, 256, 256), "batch_size": 1}, [7521369600]),
+    "accumulated": ({"batch_size": 8, "num_micro_batches": 8}, [3830236160]),
+    "two stages": (
+        {"batch_size": 8, "num_micro_batches": 8, "num_gpus": 2},
+        [4809032192, 3965297664],
+    ),
+    "two slabs": ({"size": (256, 256, 256), "batch_size": 1, "num_shards": 2}, [4098195456]),
+}
+"""Steps on H100 and H200 and the peaks of their allocators (``benchmarks/results``)."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_gpus_took_is_predicted_without_them(name):
+    options, measured = MEASURED[name]
+    changes = {"num_gpus": 1, "size": (192, 192, 192), "precision": "bfloat16", **options}
+    step = step_of(GPUS[: changes.pop("num_gpus")], changes, LARGE)
+    one_channel = replace(step.topology, in_channels=1)
+    found = peaks(replace(step, topology=one_channel))
+    assert found == pytest.approx(measured, rel=0.02)
 
 
 def test_two_slots_on_one_gpu_share_its_peak():

@@ -45,7 +45,8 @@ def planned(
 
 
 def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
-    """Return what ``unet3d plan`` predicts of one GPU for this patch and batch."""
+    """Return what ``unet3d plan`` predicts of one GPU for this patch and batch, launched."""
+    config = config.with_values({"parallel.cuda_graphs": "off"})
     option = make_option(
         config,
         NetworkPlan(**{**vars(network), **changes}),

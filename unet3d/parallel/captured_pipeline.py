@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unet3d.parallel.executor import Observer
 from unet3d.parallel.graph import (
     Gradients,
     Graph,
@@ -40,7 +41,11 @@ class CapturedPipeline:
     """A step of one shape that can be replayed."""
 
     def __init__(
-        self, stages: Sequence[PipelineStage], routes: Routes, batch: Sequence[MicroBatch]
+        self,
+        stages: Sequence[PipelineStage],
+        routes: Routes,
+        batch: Sequence[MicroBatch],
+        observer: Observer,
     ) -> None:
         """Capture the step; nothing is computed, and only the shapes of the batch matter.
 
@@ -58,7 +63,8 @@ class CapturedPipeline:
                 for runner in stages:
                     own = aliases.enter_context(aliased(runner.stage))
                     self.gradients.append((runner.stage, own))
-                walk([_NotedStage(runner, mail, self._notes) for runner in stages], mail, batch)
+                noted = [_NotedStage(runner, mail, self._notes) for runner in stages]
+                walk(noted, mail, batch, observer)
         finally:
             for runner in stages:
                 runner.forget()  # in case the capture ended too early

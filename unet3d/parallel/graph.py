@@ -9,13 +9,15 @@ captured, so a captured step takes as much memory as one that is launched.
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from unet3d.memory.fake_devices import is_fake_device
+from unet3d.parallel.executor import NoObserver, Observer
 from unet3d.parallel.partition import Stage
 from unet3d.torch_private import free_cublas_workspaces
 
@@ -84,13 +86,46 @@ class GraphPool:
         return torch.cuda.device(self._device)
 
 
+class FakePool(GraphPool):
+    """Stands for the graphs of a GPU that is not here, to count the memory that a capture takes."""
+
+    def __init__(self, device: torch.device) -> None:
+        one = torch.ones(1, 1, device=device)
+        torch.mm(one, one)  # cuBLAS takes its workspaces, as it does in `_capture_stream`
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Run the work once."""
+        yield _Nothing()
+
+    def place_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same shape, in other memory of a single element."""
+        return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Do nothing around what a GPU does."""
+        return nullcontext()
+
+
+class _Nothing:
+    """Replays nothing."""
+
+    def replay(self) -> None:
+        pass
+
+
 POOLS: dict[str, Callable[[torch.device], GraphPool]] = {"cuda": GraphPool}
 """Pools by device type; steps that use any other type are launched."""
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Return whether the work of a device can be captured."""
+    return device.type in POOLS or is_fake_device(device)
+
+
 def pool_of_kind(device: torch.device) -> GraphPool:
-    """Return a new pool for graphs of a device, whose type must have graphs."""
-    return POOLS[device.type](device)
+    """Return a new pool for graphs of a device that has graphs."""
+    return FakePool(device) if is_fake_device(device) else POOLS[device.type](device)
 
 
 class _Bytes:
@@ -186,7 +221,7 @@ class StepCapture:
     def __init__(
         self,
         stages: Sequence[Stage],
-        capture: Callable[[Any], Captured],
+        capture: Callable[[Any, Observer], Captured],
         all_agree: Callable[[bool], bool],
         max_elements: int | None = None,
     ) -> None:
@@ -194,7 +229,7 @@ class StepCapture:
 
         Args:
             stages: The stages whose work is captured.
-            capture: Captures the step of a batch.
+            capture: Captures the step of a batch; its actions are reported.
             all_agree: Returns whether all processes whose messages are part of a step have a wish.
             max_elements: Most elements of a micro-batch's image; None: ``MAX_ELEMENTS``.
         """
@@ -202,6 +237,8 @@ class StepCapture:
         self._capture = capture
         self._all_agree = all_agree
         self._devices = dict.fromkeys(stage.slot.device for stage in stages)
+        # A prediction counts one step, so it does not wait for steps in a row.
+        self._is_prediction = any(map(is_fake_device, self._devices))
         self._modules = [
             module
             for stage in stages
@@ -214,7 +251,7 @@ class StepCapture:
         self._num_in_a_row = 0
         self._refused_keys: list[Any] = []
 
-    def of(self, batch: Sequence[Any]) -> Captured | None:
+    def of(self, batch: Sequence[Any], observer: Observer) -> Captured | None:
         """Return a captured step for a batch, or None if its step is to be launched.
 
         The batch is a sequence of :class:`~unet3d.parallel.step.MicroBatch`.
@@ -228,21 +265,22 @@ class StepCapture:
             return self._captured
         self._num_in_a_row = self._num_in_a_row + 1 if key == self._last_key else 1
         self._last_key = key
-        if self._num_in_a_row <= NUM_WARM_UP_STEPS or key in self._refused_keys:
+        num_launched = 0 if self._is_prediction else NUM_WARM_UP_STEPS
+        if self._num_in_a_row <= num_launched or key in self._refused_keys:
             return None
         if self._all_agree(self._has_room()):
             self._captured = None  # frees the memory of another shape
-            self._captured, self._captured_key = self._captured_now(batch), key
+            self._captured, self._captured_key = self._captured_now(batch, observer), key
             if self._captured is not None:
                 return self._captured
         self._refused_keys.append(key)
         return None
 
-    def _captured_now(self, batch: Sequence[Any]) -> Captured | None:
+    def _captured_now(self, batch: Sequence[Any], observer: Observer) -> Captured | None:
         captured = None
         shape = "x".join(map(str, batch[0].image.shape))
         try:
-            captured = self._capture(batch)
+            captured = self._capture(batch, observer if self._is_prediction else NoObserver())
             logger.debug("captured steps of %d micro-batches %s", len(batch), shape)
         except torch.OutOfMemoryError:
             logger.debug("no memory to capture steps of %d micro-batches %s", len(batch), shape)
@@ -257,6 +295,8 @@ class StepCapture:
 
     def _network_state(self) -> list[tuple[Any, ...]]:
         """Return what a graph takes from the network as it was when it was captured."""
+        if self._is_prediction:
+            return []
         return [
             (module.training, *((p.data_ptr(), p.requires_grad) for p in module.parameters(False)))
             for module in self._modules
@@ -268,7 +308,7 @@ class StepCapture:
             len(batch) <= MAX_MICRO_BATCHES
             and first.numel() <= self._max_elements
             and all(one.image.shape == first.shape for one in batch)
-            and all(device.type in POOLS for device in self._devices)
+            and all(map(has_graphs, self._devices))
         )
 
     def _has_room(self) -> bool:

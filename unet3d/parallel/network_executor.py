@@ -120,7 +120,9 @@ class NetworkExecutor:
         total = TotalOfReplicas(exchange=self.exchange, factor=own_share)
         if joins and not needs_sums and self.exchange.num_replicas > 1:
             batch = parts_of_whole(batch, total, scale_of_whole)
-        captured = None if self._capture is None or needs_sums else self._capture.of(batch)
+        captured = None
+        if self._capture is not None and not needs_sums:
+            captured = self._capture.of(batch, self.observer)
         with self.exchange.step():
             if captured is None:
                 if needs_sums:

@@ -69,9 +69,9 @@ class Pipeline:
                 self._predictions.popleft().synchronize()
         return logits
 
-    def capture(self, batch: Sequence[MicroBatch]) -> CapturedPipeline:
+    def capture(self, batch: Sequence[MicroBatch], observer: Observer) -> CapturedPipeline:
         """Capture the step of a batch whose micro-batches have one shape; nothing is computed."""
-        return CapturedPipeline(self._runners, self._routes, batch)
+        return CapturedPipeline(self._runners, self._routes, batch, observer)
 
     def _forward(
         self, image: Tensor, left_out: Sequence[str] = (), precision: str | None = None

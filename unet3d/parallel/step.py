@@ -201,9 +201,9 @@ class DeviceStep:
         """Return the logits of the full resolution."""
         return self._blocks.predict({"image": image}, self._coarse, precision)[self._result]
 
-    def capture(self, batch: Sequence[MicroBatch]) -> "CapturedDeviceStep":
+    def capture(self, batch: Sequence[MicroBatch], observer: Observer) -> "CapturedDeviceStep":
         """Capture the step of a batch whose micro-batches have one shape; nothing is computed."""
-        return CapturedDeviceStep(self, batch)
+        return CapturedDeviceStep(self, batch, observer)
 
 
 class CapturedDeviceStep:
@@ -213,7 +213,7 @@ class CapturedDeviceStep:
     replayed for all of them, and a step takes as much memory as one that is launched.
     """
 
-    def __init__(self, step: DeviceStep, batch: Sequence[MicroBatch]) -> None:
+    def __init__(self, step: DeviceStep, batch: Sequence[MicroBatch], observer: Observer) -> None:
         """Capture; only the shapes and the loss of a batch matter."""
         (stage,) = step.stages
         give_cached_memory_back((stage.slot.device,))
@@ -223,7 +223,7 @@ class CapturedDeviceStep:
             self._read = batch[0].emptied()
             for _ in batch[:2]:
                 with self._pool.capture() as graph:
-                    loss = step.run([self._read])
+                    loss = step.run([self._read], observer)
                 self._graphs.append((graph, loss))
         self.gradients: list[tuple[Stage, Gradients]] = [(stage, gradients)]
         """Gradients of the stage's parameters, which replays overwrite."""
