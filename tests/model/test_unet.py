@@ -103,7 +103,6 @@ def test_a_module_that_takes_the_place_of_another_is_the_one_that_runs(encoder):
     model.decoder.heads[0] = Head(model.topology.channels[0], 7)
     assert model(make_image()).shape == (2, 7, 16, 16, 8)
     assert in_blocks(model) == sorted(map(id, model.parameters()))
-    assert all(a.module is b.module for a, b in zip(model.blocks(), model.blocks(), strict=True))
 
 
 @pytest.mark.parametrize(("num_levels", "sizes"), [(2, [16]), (3, [16]), (4, [16, 8])])

@@ -7,11 +7,10 @@ from unet3d.model.blocks import (
     run_block,
     run_blocks,
 )
-from unet3d.model.encoder import Encoder
 from unet3d.model.loss import LossTerms, Regions, SegmentationLoss, dice_cross_entropy
 from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
 from unet3d.model.topology import Topology, plan_topology
-from unet3d.model.unet import Decoder, UNet3d
+from unet3d.model.unet import Decoder, Encoder, UNet3d
 
 __all__ = [
     "Block",

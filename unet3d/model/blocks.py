@@ -35,12 +35,7 @@ RunBlock = Callable[[Block, Mapping[str, Tensor]], Tensor]
 
 
 def run_block(block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return what a block makes of its inputs.
-
-    Args:
-        block: The block.
-        inputs: Its inputs by name.
-    """
+    """Return what a block makes of its inputs, which it gets by name."""
     made: Tensor = block.module(*(inputs[name] for name in block.inputs))
     return made
 
@@ -52,18 +47,10 @@ def run_blocks(
     after: AfterBlock | None = None,
     run: RunBlock = run_block,
 ) -> dict[str, Tensor]:
-    """Run blocks in order, letting go of each tensor after its last reader.
+    """Run blocks in order, and return the tensors that are to be kept, by name.
 
-    Args:
-        blocks: A run of a network's blocks.
-        tensors: What they need from outside, by name. It is emptied, so that no tensor is kept that
-            no block reads any more.
-        keep: Names of the tensors to return.
-        after: Is called after each block.
-        run: Runs each block.
-
-    Returns:
-        The kept tensors by name.
+    ``tensors`` holds what they need from outside. It is emptied: each tensor goes after its last
+    reader.
     """
     kept = set(keep)
     last_reader = {name: block.name for block in blocks for name in block.inputs}
@@ -82,14 +69,8 @@ def in_running_order(blocks: Sequence[Block]) -> tuple[Block, ...]:
 
     The convolution of a skip can run long before the decoder needs its result. Then backward, which
     goes the other way, comes to it late, right before the encoder's level that computed the skip:
-    so the skip is needed once in backward, not at two times far from each other.
-
-    Args:
-        blocks: A run of a network's blocks, in an order in which they can run.
-
-    Returns:
-        The same blocks. One that reads a single tensor follows the first reader of that tensor, if
-        both are made and read among these blocks.
+    so the skip is needed once in backward, not at two times far from each other. For that, a block
+    that reads a single tensor follows the first reader of the tensor, if these blocks have both.
     """
     ordered: list[Block] = []
     for block in blocks:

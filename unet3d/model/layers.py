@@ -37,14 +37,7 @@ class Convolution(nn.Conv3d):
     def __init__(
         self, in_channels: int, channels: int, stride: Shape = (1, 1, 1), kernel: Shape = _CUBE
     ) -> None:
-        """Start with PyTorch's weights.
-
-        Args:
-            in_channels: Channels of the input.
-            channels: Channels of the result.
-            stride: Along X, Y, Z; 1 where the kernel has one voxel.
-            kernel: Voxels along X, Y, Z.
-        """
+        """Start with PyTorch's weights; the stride is 1 where the kernel has one voxel."""
         i, j, k = (taps // 2 for taps in kernel)
         super().__init__(in_channels, channels, kernel, stride, (i, j, k), bias=False)
 
@@ -86,16 +79,7 @@ class ConvUnit(nn.Module):
         kernel: Shape = _CUBE,
         feeds_convolution: bool = False,
     ) -> None:
-        """Start as its layers do.
-
-        Args:
-            in_channels: Channels of the input.
-            channels: Channels of the result.
-            stride: Of the convolution along X, Y, Z.
-            norm: The normalisation, and the activation behind it.
-            kernel: Voxels of the kernel along X, Y, Z.
-            feeds_convolution: Whether a convolution with such a kernel reads the result.
-        """
+        """Start as its layers do; ``feeds_convolution``: a cube reads the result."""
         super().__init__()
         self.conv = Convolution(in_channels, channels, stride, kernel)
         self.norm = make_norm(norm, channels, True, feeds_convolution and self.conv.is_cube)
@@ -196,12 +180,7 @@ class UpsampledUnit(nn.Module):
     """A unit that reads upsampled features, with the other half of its convolution's sum."""
 
     def __init__(self, up: Upsample, unit: ConvUnit) -> None:
-        """Join two modules.
-
-        Args:
-            up: Upsamples what the unit reads.
-            unit: The unit; its stride is 1.
-        """
+        """Join two modules; the stride of the unit is 1."""
         super().__init__()
         self.up = up
         self.unit = unit
@@ -221,21 +200,15 @@ class UpsampledUnit(nn.Module):
         return self.with_bias(made), added
 
     def with_bias(self, convolved: Tensor) -> Tensor:
-        """Return a convolution with what a bias of the upsampling before it adds to it.
-
-        Args:
-            convolved: Without that, (N, channels, X', Y', Z'); it may be overwritten.
-        """
+        """Return a convolution, which is lost, with what the bias of the upsampling adds to it."""
         bias = self.up.bias
         # The normalisation removes all but the border.
         return convolved if bias is None else add_border(convolved, self.unit.conv.weight, bias)
 
     def forward(self, x: Tensor, added: Tensor) -> Tensor:
-        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+        """Map features of the level below (N, C, X, Y, Z) to (N, channels, X', Y', Z').
 
-        Args:
-            x: The features of the level below.
-            added: The convolution of the skip, (N, channels, X', Y', Z').
+        The convolution of the skip, of that shape, is added before the normalisation.
         """
         out: Tensor = self.unit.norm(*self.convolved(x, added))
         return out
@@ -257,12 +230,7 @@ class HeadUnit(nn.Module):
     """The last unit and its head: nobody else reads the unit's features."""
 
     def __init__(self, unit: ConvUnit | UpsampledUnit, head: Head) -> None:
-        """Join two modules.
-
-        Args:
-            unit: Computes the features of full resolution.
-            head: Computes logits from them.
-        """
+        """Join two modules."""
         super().__init__()
         self.unit = unit
         self.head = head

@@ -31,26 +31,14 @@ class LossTerms:
 
     def weighted(self, weight: float) -> "LossTerms":
         """Return every term times a weight."""
-        return LossTerms(
-            total=self.total * weight,
-            dice=self.dice * weight,
-            cross_entropy=self.cross_entropy * weight,
-        )
+        return LossTerms(**{name: term * weight for name, term in vars(self).items()})
 
     def detached(self) -> "LossTerms":
         """Return the values without their graph."""
-        return LossTerms(
-            total=self.total.detach(),
-            dice=self.dice.detach(),
-            cross_entropy=self.cross_entropy.detach(),
-        )
+        return LossTerms(**{name: term.detach() for name, term in vars(self).items()})
 
     def __add__(self, other: "LossTerms") -> "LossTerms":
-        return LossTerms(
-            total=self.total + other.total,
-            dice=self.dice + other.dice,
-            cross_entropy=self.cross_entropy + other.cross_entropy,
-        )
+        return LossTerms(**{name: term + vars(other)[name] for name, term in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Networks that are lists of blocks, and how any chain of modules becomes one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,25 @@ _OVER_THE_BATCH = (nn.modules.batchnorm._BatchNorm,)
 """Modules whose result for one sample depends on the others of its batch."""
 
 
-class BlockNetwork(Protocol):
+class BlockNetwork(nn.Module, ABC):
     """A module that can be cut between its blocks: all that executors need from a network.
 
     :class:`~unet3d.model.UNet3d` is one; :class:`SequentialNetwork` turns a chain into one.
     """
 
-    training: bool
-    """Whether it is in training mode."""
-
+    @abstractmethod
     def blocks(self) -> Sequence[Block]:
         """Return every block in an order in which they can run; the input is ``image``."""
-        ...
 
+    @abstractmethod
     def outputs(self) -> Sequence[str]:
         """Return the names of the blocks that write results, the main one first."""
-        ...
 
+    @abstractmethod
+    def example_input(self) -> Tensor:
+        """Return a small input (N, ...) on the meta device, for counting operations."""
+
+    @abstractmethod
     def check_shape(self, image: Tensor) -> None:
         """Refuse an input that the network cannot take.
 
@@ -40,7 +42,6 @@ class BlockNetwork(Protocol):
         Raises:
             VolumeError: The input does not suit the network; the message says why.
         """
-        ...
 
     @property
     def samples_are_independent(self) -> bool:
@@ -48,7 +49,7 @@ class BlockNetwork(Protocol):
 
         Where it is not, as with batch normalisation, a batch cannot be divided.
         """
-        ...
+        return not any(isinstance(module, _OVER_THE_BATCH) for module in self.modules())
 
     def preferred_cuts(self, num_stages: int) -> tuple[int, ...] | None:
         """Return the preferred cuts of the network, for when no others are asked for.
@@ -60,55 +61,7 @@ class BlockNetwork(Protocol):
             Index of the first block of each stage but the first; None: cuts into stages of about
             equal work, counted on :meth:`example_input`.
         """
-        ...
-
-    def example_input(self) -> Tensor:
-        """Return a small input (N, ...) on the meta device, for counting operations."""
-        ...
-
-    def __call__(self, image: Tensor) -> Any:
-        """Map a batch to its result, on one device, without any executor."""
-        ...
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move the parameters and buffers; see :class:`torch.nn.Module`."""
-        ...
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters; see :class:`torch.nn.Module`."""
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters with their names."""
-        ...
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Return the buffers."""
-        ...
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return the network and every module in it."""
-        ...
-
-    def train(self, mode: bool = True) -> Any:
-        """Set training mode."""
-        ...
-
-    def eval(self) -> Any:
-        """Leave training mode."""
-        ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return parameters and buffers by name."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """Load parameters and buffers."""
-        ...
+        return None
 
 
 def sequential_blocks(
@@ -155,7 +108,7 @@ def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _parts(part, f"{name}.{child}")
 
 
-class SequentialNetwork(nn.Module):
+class SequentialNetwork(BlockNetwork):
     """A chain of modules as a network that executors can place, such as a ResNet."""
 
     def __init__(self, chain: nn.Sequential, sample_shape: Sequence[int]) -> None:
@@ -202,19 +155,6 @@ class SequentialNetwork(nn.Module):
                 f"a batch of shape {tuple(image.shape)} was given to a network for samples of "
                 f"shape {wanted}; give (N, {wanted[0]}, ...)"
             )
-
-    @property
-    def samples_are_independent(self) -> bool:
-        """Whether no module of the chain normalises over the batch."""
-        return not any(isinstance(module, _OVER_THE_BATCH) for module in self.modules())
-
-    def preferred_cuts(self, num_stages: int) -> None:
-        """Leave the cut to the count of operations.
-
-        Args:
-            num_stages: How many devices share the network.
-        """
-        return None
 
     def example_input(self) -> Tensor:
         """Return two samples on the meta device: batch normalisation may refuse a single one."""

@@ -40,12 +40,7 @@ class InstanceNorm(nn.Module):
         self.negative_slope = norm.negative_slope if activated else 1.0
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Map (N, C, X, Y, Z) to the same shape.
-
-        Args:
-            x: The features; where something is added, they are lost.
-            added: A tensor of the same shape to add to them first, or None.
-        """
+        """Map features (N, C, X, Y, Z) to the same shape; where some are added first, x is lost."""
         return instance_norm(
             x,
             self.weight,
@@ -98,11 +93,8 @@ def make_norm(
 ) -> OtherNorm | InstanceNorm:
     """Return the normalisation that follows a convolution.
 
-    Args:
-        norm: Which one.
-        channels: Channels of the feature map.
-        activated: Whether LeakyReLU follows and then the unit ends.
-        feeds_convolution: Whether a 3x3x3 convolution reads the result.
+    ``activated``: LeakyReLU follows, and the unit ends; ``feeds_convolution``: one of 3x3x3 reads
+    the result.
     """
     if norm.kind == "instance":
         return InstanceNorm(norm, channels, activated, feeds_convolution)

@@ -1,7 +1,7 @@
 """The optimizer, its learning rate, and the scaler of float16."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,6 @@ STATES = {
 """What each optimizer keeps of a parameter."""
 
 
-class HasParameters(Protocol):
-    """A module, or anything that has parameters like one."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters."""
-        ...
-
-
 class Optimization:
     """Turns gradients into steps.
 
@@ -36,18 +28,10 @@ class Optimization:
     state of them needs to be saved.
     """
 
-    def __init__(
-        self,
-        module: HasParameters,
-        settings: TrainingSettings,
-        precision: str,
-    ) -> None:
-        """Create the optimizer of a placed network.
+    def __init__(self, module: nn.Module, settings: TrainingSettings, precision: str) -> None:
+        """Create the optimizer of a placed network, whose parameters stay on their devices.
 
-        Args:
-            module: The network. Its parameters may be on several devices, and stay there.
-            settings: Optimizer, rate, clipping.
-            precision: ``float16`` needs its gradients scaled.
+        In the precision ``float16`` gradients are scaled.
         """
         self.module = module
         self.settings = settings
@@ -81,12 +65,7 @@ class Optimization:
         return scale
 
     def learning_rate(self, step: int, num_steps: int) -> float:
-        """Return the rate of one step.
-
-        Args:
-            step: From 0 to below ``num_steps``.
-            num_steps: Number of steps of the whole training.
-        """
+        """Return the rate of one step of a training, from 0 to below ``num_steps``."""
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
         warmup_steps = min(self.settings.warmup_steps, num_steps // MIN_TRAININGS_OF_WARMUP)
         return rate * min(1.0, (step + 1) / (warmup_steps + 1))
@@ -125,10 +104,7 @@ class Optimization:
         """Load what :meth:`state_dict` returned, onto the parameters' devices.
 
         Momentum, weight decay and the like stay as the settings say: of the state only what was
-        gathered in training is taken.
-
-        Raises:
-            ValueError: The state belongs to another optimizer or network.
+        gathered in training is taken. ValueError: it belongs to another optimizer or network.
         """
         own, stored = self.optimizer.state_dict()["param_groups"], state["optimizer"]
         if [group["params"] for group in own] != [
@@ -157,10 +133,5 @@ class Optimization:
 
 
 def num_states(settings: TrainingSettings) -> int:
-    """Return how many numbers the optimizer keeps for each parameter.
-
-    Args:
-        settings: Which optimizer: SGD keeps the momentum, AdamW the means of the gradient and of
-            its square.
-    """
+    """Return how many numbers the optimizer keeps for each parameter."""
     return 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -46,11 +46,8 @@ def recomputed_parts(blocks: Sequence[Block], num_alive: int) -> tuple[tuple[Blo
 
     The decoder is not recomputed where backward follows at once: all that it keeps would be there
     again when backward begins, which is when memory is at its peak. Elsewhere it is recomputed
-    level by level, and so is a network without an encoder and a decoder.
-
-    Args:
-        blocks: A stage's blocks.
-        num_alive: How many micro-batches the stage keeps at a time.
+    level by level, and so is a network without an encoder and a decoder. ``num_alive`` says how
+    many micro-batches are kept at a time.
     """
     level_of = {block.name: block.level for block in blocks}
     parts: dict[tuple[object, ...], list[Block]] = {}
@@ -71,23 +68,13 @@ class PartsOfPass:
     """The parts of one forward pass; keeps nothing itself once the pass has ended."""
 
     def __init__(self, parts: Sequence[Sequence[Block]], lowered: Lowered) -> None:
-        """Prepare a pass.
-
-        Args:
-            parts: The blocks of each part, in the order in which they run.
-            lowered: Gives the context that they run in.
-        """
+        """Prepare a pass; the blocks of each part are in the order in which they run."""
         made = [_Part(blocks, lowered) for blocks in parts]
         self._part_of = {block.name: part for part in made for block in part.blocks}
         self._results: dict[str, _Result] = {}
 
     def run(self, block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one block; see :func:`~unet3d.model.run_blocks`.
-
-        Args:
-            block: The block, of a part or of none.
-            inputs: Its inputs by name.
-        """
+        """Run one block, of a part or of none; see :func:`~unet3d.model.run_blocks`."""
         part = self._part_of.get(block.name)
         if part is None:
             return run_block(block, inputs)
@@ -107,7 +94,7 @@ class _Part:
 
     def __init__(self, blocks: Sequence[Block], lowered: Lowered) -> None:
         self.blocks = blocks
-        self.inputs: dict[str, _Input] = {}
+        self.inputs: dict[str, _Given | _Result] = {}
         """What enters the part, until it has run again."""
         self.results: WeakValueDictionary[str, _Result] = WeakValueDictionary()
         """Results that someone may ask for in backward."""
@@ -213,14 +200,6 @@ _CHANGED = (
 )
 
 
-class _Input(Protocol):
-    """What enters a part when it runs again."""
-
-    def enter(self) -> Tensor:
-        """Return the tensor, at the end of no graph; offer it to be recomputed, if it can be."""
-        ...
-
-
 class _Given:
     """An input that is kept."""
 
@@ -230,6 +209,7 @@ class _Given:
         self._requires_grad = tensor.requires_grad
 
     def enter(self) -> Tensor:
+        """Return the tensor, at the end of no graph; offer it to be recomputed, if it can be."""
         tensor = self._saved.restore()
         return _at_start_of_graph(tensor) if self._requires_grad else tensor
 

@@ -4,7 +4,7 @@ They follow from spacing and patch size.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -76,22 +76,20 @@ class Topology:
                 f"names channels of {len(self.channels)} levels but {len(self.strides)} strides, "
                 f"of which the first must be (1, 1, 1)"
             )
-        if len(self.kernels) not in (0, len(self.channels)):
-            raise ValueError(
-                f"names channels of {len(self.channels)} levels but {len(self.kernels)} kernels"
-            )
+        num_levels = len(self.channels)
+        for name, number in (
+            ("kernels", num_levels),
+            ("units", num_levels),
+            ("decoder_units", num_levels - 1),
+        ):
+            found = len(getattr(self, name))
+            if found not in (0, number):
+                raise ValueError(
+                    f"names channels of {num_levels} levels but {found} {name}, not {number}"
+                )
         for kernel, stride in zip(self.kernels, self.strides, strict=False):
             if any(step > taps for taps, step in zip(kernel, stride, strict=True)):
                 raise ValueError(f"has strides {stride} that skip voxels of kernels {kernel}")
-        if len(self.units) not in (0, len(self.channels)):
-            raise ValueError(
-                f"names channels of {len(self.channels)} levels but {len(self.units)} units"
-            )
-        if len(self.decoder_units) not in (0, len(self.channels) - 1):
-            raise ValueError(
-                f"names channels of {len(self.channels)} levels but {len(self.decoder_units)} "
-                f"decoder_units, not {len(self.channels) - 1}"
-            )
         if self.upsampling_bias and self.norm != "instance":
             raise ValueError(
                 f"has an upsampling_bias with norm {self.norm}; it is known with instance only"
@@ -99,29 +97,17 @@ class Topology:
         return self
 
     def kernel(self, level: int) -> Kernel:
-        """Return the voxels of the kernels of a level along X, Y, Z.
-
-        Args:
-            level: From 0, the full resolution.
-        """
+        """Return the voxels of the kernels of a level along X, Y, Z."""
         return self.kernels[level] if self.kernels else _CUBE
 
     def num_units(self, level: int) -> int:
-        """Return the convolutions or residual units of a level of the encoder, without a stem.
-
-        Args:
-            level: From 0, the full resolution.
-        """
+        """Return the convolutions or residual units of a level of the encoder, without a stem."""
         if self.units:
             return self.units[level]
         return 2 if self.encoder == "plain" else RESIDUAL_UNITS[min(level, len(RESIDUAL_UNITS) - 1)]
 
     def num_decoder_units(self, level: int) -> int:
-        """Return the convolutions of a level of the decoder.
-
-        Args:
-            level: From 0, the full resolution, to the last but one.
-        """
+        """Return the convolutions of a level of the decoder, which the lowest level has not."""
         if self.decoder_units:
             return self.decoder_units[level]
         return 2 if self.encoder == "plain" else 1
@@ -194,35 +180,17 @@ def plan_topology(
     channels = settings.channels or tuple(
         min(settings.base_channels * 2**level, settings.max_channels) for level in range(num_levels)
     )
+    own = {field.name: getattr(settings, field.name, None) for field in fields(Topology)}
+    own |= {"in_channels": in_channels, "num_classes": num_classes}
+    own |= {"channels": channels, "strides": strides, "kernels": kernels}
     try:
-        return validated(
-            Topology,
-            {
-                "in_channels": in_channels,
-                "num_classes": num_classes,
-                "channels": channels,
-                "strides": strides,
-                "kernels": kernels,
-                "encoder": settings.encoder,
-                "norm": settings.norm,
-                "deep_supervision": settings.deep_supervision,
-                "units": settings.units or (),
-                "decoder_units": settings.decoder_units or (),
-                "upsampling_bias": settings.upsampling_bias,
-                "norm_eps": settings.norm_eps,
-                "negative_slope": settings.negative_slope,
-            },
-        )
+        return validated(Topology, {name: own[name] for name in own if own[name] is not None})
     except ValueError as error:
         raise ConfigError(f"model: {error}; change these settings") from error
 
 
 def stated_kernels(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """Return kernels of levels as a topology states them: none where all are cubes.
-
-    Args:
-        kernels: Of each level, along X, Y, Z.
-    """
+    """Return kernels of levels as a topology states them: none where all are cubes."""
     return () if set(kernels) == {_CUBE} else kernels
 
 

@@ -21,8 +21,8 @@ This module never names a device. Which block runs where is decided by :mod:`une
 from :meth:`UNet3d.blocks`.
 """
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,38 +31,79 @@ from torch import Tensor, nn
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.host import shortage
 from unet3d.model.blocks import Block, run_blocks
-from unet3d.model.encoder import Encoder, norm_of, units_of
 from unet3d.model.layers import (
     Convolution,
     ConvUnit,
     Head,
     HeadUnit,
+    ResidualUnit,
     Upsample,
     UpsampledUnit,
 )
+from unet3d.model.network import BlockNetwork
+from unet3d.model.norms import Norm
 from unet3d.model.topology import Topology
 
+Kind = Callable[..., nn.Module]
+"""Makes a unit."""
 
-@dataclass(frozen=True, kw_only=True)
-class _Joined:
-    """Modules of a level that run together."""
 
-    joins: list[nn.Module]
-    """The modules that are joined."""
-    units: dict[str, nn.Module]
-    """What they are joined to, by the name of its block."""
+class Encoder(nn.Module):
+    """The contracting path; its result at each level is that level's last unit."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList()
+        in_channels = topology.in_channels
+        for level, (channels, stride) in enumerate(
+            zip(topology.channels, topology.strides, strict=True)
+        ):
+            units: list[nn.Module] = []
+            num_units = topology.num_units(level)
+            kinds: list[Kind] = [partial(ConvUnit, feeds_convolution=True)] * num_units
+            if topology.encoder == "residual":  # the first level needs a stem
+                stem: list[Kind] = [ConvUnit] if level == 0 else []
+                kinds = [*stem, *[ResidualUnit] * num_units]
+            for kind in kinds:
+                unit = kind(
+                    in_channels=in_channels,
+                    channels=channels,
+                    stride=stride,
+                    norm=_norm_of(topology),
+                    kernel=topology.kernel(level),
+                )
+                units.append(unit)
+                stride, in_channels = (1, 1, 1), channels
+            self.levels.append(nn.ModuleList(units))
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return one block for each unit, from level 0 down."""
+        blocks: list[Block] = []
+        source = "image"
+        for level, units in enumerate(self.levels):
+            for index, unit in enumerate(_units_of(units)):
+                name = f"encoder.{level}.{index}"
+                blocks.append(
+                    Block(name=name, module=unit, inputs=(source,), path="encoder", level=level)
+                )
+                source = blocks[-1].name
+        return tuple(blocks)
+
+    def outputs(self) -> tuple[str, ...]:
+        """Return the name of each level's result, level 0 first."""
+        return tuple(f"encoder.{i}.{len(_units_of(u)) - 1}" for i, u in enumerate(self.levels))
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        """Map an image (N, C, X, Y, Z) to the features of each level, level 0 first."""
+        features = run_blocks(self.blocks(), {"image": image}, self.outputs())
+        return tuple(features[name] for name in self.outputs())
 
 
 class Decoder(nn.Module):
     """The expanding path and the heads; it knows the encoder's outputs by name only."""
 
     def __init__(self, topology: Topology, skips: tuple[str, ...]) -> None:
-        """Build the decoder.
-
-        Args:
-            topology: Channels, strides and units.
-            skips: Name of the encoder's result at each level, level 0 first.
-        """
+        """Build the decoder; ``skips`` names the encoder's result at each level, level 0 first."""
         super().__init__()
         self.skips = skips
         self.levels = nn.ModuleDict()
@@ -83,7 +124,7 @@ class Decoder(nn.Module):
                             in_channels=channels,
                             channels=channels,
                             stride=(1, 1, 1),
-                            norm=norm_of(topology),
+                            norm=_norm_of(topology),
                             kernel=kernel,
                             feeds_convolution=i < num_units - 1,
                         )
@@ -95,27 +136,15 @@ class Decoder(nn.Module):
             Head(topology.channels[level], topology.num_classes)
             for level in range(topology.num_heads)
         )
-        # Not registered: their parameters are those of the modules above, under those names.
-        self._joined: dict[int, _Joined] = {}
 
     def _units_of(self, level: int) -> dict[str, nn.Module]:
         """Return the units of a level by the names of their blocks, with what belongs to them.
 
-        They are the same modules each time, as long as those that they join are the same: in a
-        replica of nn.DataParallel, which has this dictionary, or after one was replaced, they are
-        not.
+        What joins two modules is made anew each time: it has no parameters but theirs, which keep
+        their names, also in a replica of nn.DataParallel and where one takes the place of another.
         """
         parts: Any = self.levels[str(level)]
-        joins = [parts["up"], *units_of(parts["units"]), *([self.heads[0]] if level == 0 else [])]
-        joined = self._joined.get(level)
-        if joined is None or joined.joins != joins:
-            joined = _Joined(joins=joins, units=self._join(level))
-            self._joined = self._joined | {level: joined}
-        return joined.units
-
-    def _join(self, level: int) -> dict[str, nn.Module]:
-        parts: Any = self.levels[str(level)]
-        units: list[Any] = units_of(parts["units"])
+        units: list[Any] = _units_of(parts["units"])
         units[0] = UpsampledUnit(parts["up"], units[0])
         names = [f"decoder.{level}.{index}" for index in range(len(units))]
         if level == 0:
@@ -129,7 +158,7 @@ class Decoder(nn.Module):
         source = self.skips[-1]
         for name, parts in self.levels.items():
             level = int(name)
-            here = functools.partial(Block, path="decoder", level=level)
+            here = partial(Block, path="decoder", level=level)
             skip = f"decoder.{level}.skip"
             blocks.append(here(name=skip, module=parts["skip"], inputs=(self.skips[level],)))  # type: ignore[index]
             inputs: tuple[str, ...] = (source, skip)
@@ -138,14 +167,9 @@ class Decoder(nn.Module):
                 inputs = (block_name,)
             source = blocks[-1].name
             if 0 < level < len(self.heads):
+                head, name = self.heads[level], _head_name(level)
                 blocks.append(
-                    Block(
-                        name=_head_name(level),
-                        module=self.heads[level],
-                        inputs=(source,),
-                        path="head",
-                        level=level,
-                    )
+                    Block(name=name, module=head, inputs=(source,), path="head", level=level)
                 )
         return tuple(blocks)
 
@@ -167,7 +191,7 @@ class Decoder(nn.Module):
         return tuple(logits[name] for name in self.outputs())
 
 
-class UNet3d(nn.Module):
+class UNet3d(BlockNetwork):
     """The whole network."""
 
     def __init__(self, topology: Topology) -> None:
@@ -196,17 +220,8 @@ class UNet3d(nn.Module):
         """Return the names of the blocks that write logits, full resolution first."""
         return self.decoder.outputs()
 
-    @property
-    def samples_are_independent(self) -> bool:
-        """Whether a sample's logits are the same alone and in a batch."""
-        return self.topology.norm != "batch"
-
     def preferred_cuts(self, num_stages: int) -> tuple[int, ...] | None:
-        """Return the cut between encoder and decoder for two stages, None for more.
-
-        Args:
-            num_stages: How many devices share the network.
-        """
+        """Return the cut between encoder and decoder for two stages, None for more."""
         return (len(self.encoder.blocks()),) if num_stages == 2 else None
 
     def example_input(self) -> Tensor:
@@ -215,15 +230,7 @@ class UNet3d(nn.Module):
         return torch.empty(1, self.topology.in_channels, *size, device="meta")
 
     def check_shape(self, image: Tensor) -> None:
-        """Refuse an image that the strides do not divide.
-
-        Args:
-            image: (N, C, X, Y, Z).
-
-        Raises:
-            VolumeError: The channels are not the network's, an axis is no multiple of its total
-                stride, or the lowest level would be a single voxel.
-        """
+        """Refuse an image of other channels, that the strides do not divide, or leave one voxel."""
         channels, *size = image.shape[1:]
         if channels != self.topology.in_channels:
             raise VolumeError(
@@ -257,14 +264,7 @@ class UNet3d(nn.Module):
 
 
 def refuse_beyond_memory(topology: Topology) -> None:
-    """Refuse a network whose weights the host cannot hold, before any are made.
-
-    Args:
-        topology: Of the network.
-
-    Raises:
-        DoesNotFitError: They take more memory than is available.
-    """
+    """Refuse a network whose weights the host cannot hold, before any are made."""
     with torch.device("meta"):
         needed = sum(weight.nbytes for weight in UNet3d(topology).parameters())
     lacking = shortage(needed)
@@ -277,3 +277,13 @@ def refuse_beyond_memory(topology: Topology) -> None:
 
 def _head_name(level: int) -> str:
     return "head" if level == 0 else f"head.{level}"
+
+
+def _norm_of(topology: Topology) -> Norm:
+    """Return what follows the convolutions of a network."""
+    return Norm(kind=topology.norm, eps=topology.norm_eps, negative_slope=topology.negative_slope)
+
+
+def _units_of(level: nn.Module) -> list[nn.Module]:
+    """Return the units of a level in order; replicas of nn.DataParallel have them as children."""
+    return list(level.children())

@@ -40,7 +40,8 @@ class DataParallelExecutor:
         # cuDNN remembers its fastest algorithms per thread, and these are new in every step.
         torch.backends.cudnn.benchmark = False
         computed_in = autocast or next(iter(module.parameters())).dtype
-        self.module = module.to(devices[0], memory_format=memory_format(devices[0], computed_in))
+        layout = memory_format(devices[0], computed_in)
+        self.module = module.to(devices[0], memory_format=layout)  # type: ignore[call-overload]
         self.input_device = devices[0]
         self.output_device = output_device or devices[0]
         names = tuple(block.name for block in module.blocks())

@@ -14,7 +14,6 @@ from torch import nn
 
 from unet3d.errors import DeviceError
 from unet3d.memory.fake_devices import is_gpu
-from unet3d.model.optimizer import HasParameters
 from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
 
 
@@ -167,7 +166,7 @@ def lowering(device: torch.device, autocast: torch.dtype | None) -> AbstractCont
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def image_dtype(network: HasParameters) -> torch.dtype:
+def image_dtype(network: nn.Module) -> torch.dtype:
     """Return the type that a network expects of its images.
 
     Args:

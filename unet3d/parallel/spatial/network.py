@@ -23,12 +23,12 @@ from unet3d.kernels import upsample, with_halo
 from unet3d.kernels.conv.planes import channels_last, some_planes
 from unet3d.kernels.halo import empty_with_halo, inner
 from unet3d.kernels.sharding import sharded
-from unet3d.model import Block, UNet3d
+from unet3d.model import Block, BlockNetwork, UNet3d
 from unet3d.model.layers import HeadUnit, UpsampledUnit
 from unet3d.parallel.spatial.shard import VolumeShard
 
 
-class SlabNetwork(nn.Module):
+class SlabNetwork(BlockNetwork):
     """A network for one slab; it shares all modules with the plain one."""
 
     def __init__(self, network: UNet3d, shard: VolumeShard) -> None:
@@ -45,14 +45,6 @@ class SlabNetwork(nn.Module):
     def outputs(self) -> tuple[str, ...]:
         """Return the names of the blocks that write logits, full resolution first."""
         return self.network.outputs()
-
-    @property
-    def samples_are_independent(self) -> bool:
-        """Whether a sample's logits are the same alone and in a batch."""
-        return self.network.samples_are_independent
-
-    def preferred_cuts(self, num_stages: int) -> None:
-        """Return none: a slab is run by one device."""
 
     def example_input(self) -> Tensor:
         """Return an image of the plain network."""
