@@ -2,7 +2,7 @@
 
 import torch
 
-from unet3d.kernels.padding import detached, mark_padded, padded_copy
+from unet3d.kernels.padding import detached, mark_padded, pad_z
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 SIDES = [(1, 0), (0, 1), (0, 0), (1, 1), (2, 0), (2, 1)]
@@ -22,7 +22,7 @@ def channels_last(x):
 
 def padded(x):
     """Return a copy of a map that is stored with zeros around Z."""
-    return mark_padded(padded_copy(x))
+    return mark_padded(pad_z(x, 1, 1)[..., 1:-1])
 
 
 def results(function, values, dy=None):

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.comparison import padded
 from tests.plain_network import gradients_of, make_batch, make_network, make_topology
 from tests.products import pairwise
 from tests.steps import make_step, measure
 from unet3d.kernels import recompute as remake
-from unet3d.kernels.padding import mark_padded, padded_copy, with_padding
+from unet3d.kernels.padding import with_padding
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, offload, parallelize
@@ -107,7 +108,7 @@ def test_a_skip_is_parked_with_the_zeros_around_it():
     (stage,) = make_stages(model.blocks(), (CPU,), (), model.outputs())
     blocks = {block.name: block for block in stage.blocks}
     parking = SkipOffload(stage, skip_names(stage.blocks), lambda tensor: None)
-    skip = mark_padded(padded_copy(torch.randn(1, 4, 6, 6, 6)))
+    skip = padded(torch.randn(1, 4, 6, 6, 6))
     expected = with_padding(skip).clone()
     read = torch.ones(1, requires_grad=True) * 2
     parking.after(blocks["encoder.0.1"], skip)

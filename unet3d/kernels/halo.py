@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet3d.kernels.padding import with_padding
+from unet3d.kernels.padding import empty_map, with_padding
 from unet3d.kernels.sharding import Halo, Shard, current_shard
 from unet3d.torch_private import is_held_elsewhere
 
@@ -30,17 +30,6 @@ def own_planes(x: Tensor) -> Tensor:
 def inner(x: Tensor) -> Tensor:
     """Return a view of all planes but the first and the last."""
     return x.narrow(2, 1, x.shape[2] - 2)
-
-
-def empty_with_halo(like: Tensor, pads: bool = False) -> Tensor:
-    """Return channels-last memory for a map with its halo, (N, C, X + 2, Y, Z).
-
-    ``like`` has the slab's own planes; with ``pads`` there is room for zeros around Z.
-    """
-    n, c, i, j, k = like.shape
-    shape = (n, i + 2, j, k + 2 * pads, c)
-    whole = torch.empty(shape, dtype=like.dtype, device=like.device)
-    return (whole[:, :, :, 1:-1] if pads else whole).permute(0, 4, 1, 2, 3)
 
 
 def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
@@ -88,7 +77,7 @@ class _WithHalo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: Shard) -> Tensor:
         ctx.shard = shard
-        extended = empty_with_halo(x)
+        extended = empty_map(x, has_halo=True)
         inner(extended).copy_(x)
         fill_halo(extended, shard)
         return extended

@@ -40,22 +40,22 @@ def can_fold(x: Tensor, channels: int, elements: int | None = None) -> bool:
     )
 
 
-def empty_padded(like: Tensor) -> Tensor:
-    """Return memory for a map like another with zeros around; neither is written yet."""
+def empty_map(like: Tensor, pads: bool = False, has_halo: bool = False) -> Tensor:
+    """Return channels-last memory for a map like another.
+
+    With ``pads`` there is room for zeros around Z, with a halo the map is (N, C, X + 2, Y, Z);
+    neither is written yet.
+    """
+    if not (pads or has_halo):
+        return torch.empty_like(like, memory_format=torch.channels_last_3d)
     n, c, i, j, k = like.shape
-    whole = torch.empty((n, i, j, k + 2, c), dtype=like.dtype, device=like.device)
-    return whole[:, :, :, 1:-1].permute(0, 4, 1, 2, 3)
-
-
-def empty_map(like: Tensor, pads: bool) -> Tensor:
-    """Return channels-last memory for a map like another, with room around Z or not."""
-    if pads:
-        return empty_padded(like)
-    return torch.empty_like(like, memory_format=torch.channels_last_3d)
+    shape = (n, i + 2 * has_halo, j, k + 2 * pads, c)
+    whole = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return (whole[:, :, :, 1:-1] if pads else whole).permute(0, 4, 1, 2, 3)
 
 
 def mark_padded(x: Tensor) -> Tensor:
-    """Mark a tensor from :func:`empty_padded`, whose zeros are written, and return it.
+    """Mark a tensor from :func:`empty_map`, whose zeros are written, and return it.
 
     The mark is on this one tensor: a tensor made from it, even by ``detach``, has none.
     """
@@ -128,11 +128,6 @@ def pad_z(x: Tensor, before: int, after: int) -> Tensor:
     y = empty_with_planes(x, before, after)
     y.zero_()[..., before : before + x.shape[-1]].copy_(x)
     return y
-
-
-def padded_copy(x: Tensor) -> Tensor:
-    """Return a copy of a map that is stored with zeros around; it has no mark."""
-    return pad_z(x, 1, 1)[..., 1:-1]
 
 
 def empty_with_planes(like: Tensor, before: int, after: int) -> Tensor:

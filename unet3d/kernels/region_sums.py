@@ -5,14 +5,13 @@ and the target are kept, and the probabilities are computed again, in PyTorch's 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from unet3d.kernels.dice_ce.api import rows_of
+from unet3d.kernels.dice_ce.api import rows_of, summed
 
 
 def region_sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]) -> Tensor:
@@ -25,39 +24,34 @@ def region_sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]
     binary cross-entropy, of p over the region, of p over all voxels, the number of the region's
     voxels, and the number of all.
     """
-    made: Tensor = _Sums.apply(logits, target, regions)  # type: ignore[no-untyped-call]
-    return made
+    return summed(
+        logits, target, partial(_sums, regions=regions), partial(_gradient, regions=regions)
+    )
 
 
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]
-    ) -> Tensor:
-        ctx.save_for_backward(logits, target)
-        ctx.regions = regions
-        values = rows_of(logits)
-        is_counted, is_truth = _masks(target, regions, values.dtype)
-        surprise = functional.softplus(values).addcmul_(values, is_truth, value=-1)
-        surprise = surprise.mul_(is_counted).sum(2)
-        chance = torch.sigmoid(values).mul_(is_counted)
-        common = (chance * is_truth).sum(2)
-        num_voxels = is_counted.sum(2).expand_as(common)
-        return torch.stack((surprise, common, chance.sum(2), is_truth.sum(2), num_voxels))
+def _sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]) -> Tensor:
+    values = rows_of(logits)
+    is_counted, is_truth = _masks(target, regions, values.dtype)
+    surprise = functional.softplus(values).addcmul_(values, is_truth, value=-1)
+    surprise = surprise.mul_(is_counted).sum(2)
+    chance = torch.sigmoid(values).mul_(is_counted)
+    common = (chance * is_truth).sum(2)
+    num_voxels = is_counted.sum(2).expand_as(common)
+    return torch.stack((surprise, common, chance.sum(2), is_truth.sum(2), num_voxels))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        logits, target = ctx.saved_tensors
-        chance = torch.sigmoid(rows_of(logits))
-        is_counted, is_truth = _masks(target, ctx.regions, chance.dtype)
-        surprise, common, predicted, *_ = gradient.unsqueeze(-1).unbind(0)
-        # The derivative of the chance c by its logit is c * (1 - c), that of the binary
-        # cross-entropy c - t.
-        wanted = torch.addcmul(predicted, is_truth, common).mul_(chance).mul_(1 - chance)
-        wanted.addcmul_(chance.sub_(is_truth), surprise).mul_(is_counted)
-        # One copy brings them to the type and layout of the logits.
-        return torch.empty_like(logits).copy_(wanted.view(logits.shape)), None, None
+
+def _gradient(
+    gradient: Tensor, logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]
+) -> Tensor:
+    chance = torch.sigmoid(rows_of(logits))
+    is_counted, is_truth = _masks(target, regions, chance.dtype)
+    surprise, common, predicted, *_ = gradient.unsqueeze(-1).unbind(0)
+    # The derivative of the chance c by its logit is c * (1 - c), that of the binary cross-entropy
+    # c - t.
+    wanted = torch.addcmul(predicted, is_truth, common).mul_(chance).mul_(1 - chance)
+    wanted.addcmul_(chance.sub_(is_truth), surprise).mul_(is_counted)
+    # One copy brings them to the type and layout of the logits.
+    return torch.empty_like(logits).copy_(wanted.view(logits.shape))
 
 
 def _masks(

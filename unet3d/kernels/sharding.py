@@ -76,8 +76,9 @@ def x_padding() -> tuple[int, int]:
     return (1, 1) if current_shard() is None else (0, 0)
 
 
-def number_of_largest(number: int, shard: Shard | None) -> int:
+def number_of_largest(number: int) -> int:
     """Return how many voxels or elements the largest slab has, of which a map has so many."""
+    shard = current_shard()
     return number if shard is None else shard.of_largest(number)
 
 

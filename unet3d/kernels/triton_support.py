@@ -1,4 +1,4 @@
-"""Triton's kernels as PyTorch operations, and whether they can be used for a tensor.
+"""Kernels as PyTorch operations, and whether Triton's can be used for a tensor.
 
 Nothing here imports Triton, so the memory of a network can be predicted where there is none.
 """
@@ -22,25 +22,32 @@ FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _other_ranks_can = True
 
 
-def operation(name: str, signature: str, launch: str, fake: Callable[..., Any]) -> Any:
+def operation(
+    name: str,
+    signature: str,
+    run: str | Callable[..., Any],
+    fake: Callable[..., Any],
+    devices: str | Sequence[str] = "cuda",
+) -> Any:
     """Define the operation ``unet3d::name``, without a gradient, and return it.
 
-    On a GPU it calls ``launch``, a function's name from this folder on, whose module is imported
-    then; ``fake`` takes the same arguments and returns the memory of the results. PyTorch's
-    ``custom_op`` adds checks to every call that take longer than a small kernel.
+    On the devices it runs a function: one that launches kernels is named, from this folder on, so
+    that its module is imported when it first runs. ``fake`` takes the same arguments and returns
+    the memory of the results. PyTorch's ``custom_op`` adds checks to every call that take longer
+    than a small kernel.
     """
-    module, _, function = f"unet3d.kernels.{launch}".rpartition(".")
 
     @functools.cache
     def launching() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-        return found
+        module, _, function = f"unet3d.kernels.{run}".rpartition(".")
+        launch: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return launch
 
-    def on_gpu(*tensors: Any, **options: Any) -> Any:
+    def launched(*tensors: Any, **options: Any) -> Any:
         return launching()(*tensors, **options)
 
     torch.library.define(f"unet3d::{name}", signature)
-    torch.library.impl(f"unet3d::{name}", "cuda")(on_gpu)
+    torch.library.impl(f"unet3d::{name}", devices)(run if callable(run) else launched)
     torch.library.register_fake(f"unet3d::{name}")(fake)
     return getattr(torch.ops.unet3d, name).default
 

@@ -6,7 +6,7 @@ from tests.kernels.norm.closed_form import EPS, arguments, closed_form, compare,
 from tests.products import pairwise
 from unet3d.kernels import instance_norm, triton_support
 from unet3d.kernels.norm import volume
-from unet3d.kernels.padding import empty_padded, with_padding
+from unet3d.kernels.padding import empty_map, with_padding
 from unet3d.memory.saved_tensors import handling
 
 
@@ -89,7 +89,7 @@ def test_what_is_added_on_a_gpu_against_float64(shape, kind, has_room, monkeypat
     total = (x.float() + added.float()).to(dtype)
     expected, of_total, *others = in_float64([total, weight, bias, dy], 0.01)
     if has_room:  # and any values around
-        made = empty_padded(x)
+        made = empty_map(x, pads=True)
         with_padding(made).fill_(1e4)
         x = made.copy_(x)
     leaves = [value.requires_grad_() for value in (x, added, weight, bias)]

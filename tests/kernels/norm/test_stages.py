@@ -4,14 +4,12 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import assert_near, channels_last
 from tests.kernels.norm.closed_form import EPS, arguments, called, in_float64
 from unet3d.kernels.norm import op, reference
 from unet3d.kernels.norm.op import WANTED_PROGRAMS, grid_of
-from unet3d.kernels.padding import with_padding
 
 SHAPE, ON_GPU = (2, 3, 7, 4, 5), (1, 32, 7, 56, 64)
 SLOPE = 0.01
@@ -61,20 +59,6 @@ def test_parts_give_what_the_whole_gives(stages, given, slope, tolerance, sizes,
     assert_near(actual, in_float64(inputs, slope), tolerance)
 
 
-def test_the_reference_stores_zeros_around_too():
-    x, *affine, dy = arguments((2, 8, 3, 4, 6))
-    affine += reference.merge(reference.moments(x), 72, EPS)[:2]
-    total = reference.total(reference.sums(dy, x, *affine, slope=SLOPE))
-    options = {"total": total, "voxels": 72, "slope": SLOPE}
-    for stage, given in (
-        (reference.normalize, {"slope": SLOPE}),
-        (lambda *values, **named: reference.gradient(dy, *values, **named), options),
-    ):
-        plain, padded = (stage(x, *affine, **given, pads=pads) for pads in (False, True))
-        assert torch.equal(padded, plain)
-        assert torch.equal(with_padding(padded), F.pad(plain, (1, 1)))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_statistics_have_32_bits_at_least(dtype):
     exact = torch.promote_types(dtype, torch.float32)
@@ -104,27 +88,6 @@ def test_a_grid_covers_every_voxel_and_channel():
         assert grid.runs * grid.run >= voxels > (grid.runs - 1) * grid.run
         assert grid.run % grid.block_voxels == 0
         assert grid.runs * samples * channel_blocks <= WANTED_PROGRAMS + samples * channel_blocks
-
-
-def test_fake_stages_pass_on_what_the_next_one_takes():
-    shape, dtype, gpu = (2, 32, 16, 16, 16), torch.bfloat16, torch.device("cpu", 0)
-    with FakeTensorMode():
-        x, dy = (channels_last(torch.empty(shape, dtype=dtype, device=gpu)) for _ in range(2))
-        moments = op.moments(x)
-        mean, rstd, merged = op.merge(moments, 10, EPS)
-        affine = (*torch.empty(2, 32, device=gpu), mean, rstd)
-        sums = op.sums(dy, x, *affine, slope=SLOPE)
-        total = op.total(sums)
-        options = {"total": total, "voxels": 10, "slope": SLOPE}
-        maps = [op.normalize(x, *affine, slope=SLOPE, pads=pads) for pads in (False, True)]
-        maps += [op.gradient(dy, x, *affine, **options, pads=pads) for pads in (False, True)]
-    runs = grid_of(2, 32, 16**3).runs
-    assert moments.shape == (runs, 4, 2, 32) and merged.shape == (1, 4, 2, 32)
-    assert (mean.shape, rstd.shape) == ((2, 32, 2), (2, 32))
-    assert (sums.shape, total.shape) == ((runs, 2, 2, 32), (2, 2, 32))
-    assert {value.dtype for value in (moments, mean, rstd, merged, sums, total)} == {torch.float32}
-    assert {(y.shape, y.dtype, y.device) for y in maps} == {(shape, dtype, gpu)}
-    assert [y.untyped_storage().nbytes() // 2**10 for y in maps] == [512, 576, 512, 576]
 
 
 @pytest.mark.gpu

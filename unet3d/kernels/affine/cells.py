@@ -91,19 +91,16 @@ def _places(factor: float, start: int, count: int) -> Tensor:
 def _edges(matrix: Matrix, size: torch.Size) -> list[int]:
     """Return the sides of a block, smaller along the axes along which it reaches far."""
     edges = [min(BLOCK_EDGE, voxels) for voxels in size]
-    while _reaches_too_far([_reach(row, edges) for row in matrix]) and max(edges) > 1:
+    while max(edges) > 1:
+        reach = [  # about what a block reads along each axis, never too few
+            math.ceil(sum(abs(a) * (edge - 1) for a, edge in zip(row, edges, strict=True))) + 3
+            for row in matrix
+        ]
+        if max(reach) <= MAX_REACH_ALONG_AXIS and math.prod(reach) <= MAX_REACH:
+            break
         lengths = [
             (edge - 1) * max(abs(row[axis]) for row in matrix) for axis, edge in enumerate(edges)
         ]
         longest = lengths.index(max(lengths))
         edges[longest] = (edges[longest] + 1) // 2
     return edges
-
-
-def _reaches_too_far(reach: list[int]) -> bool:
-    return max(reach) > MAX_REACH_ALONG_AXIS or math.prod(reach) > MAX_REACH
-
-
-def _reach(row: tuple[float, float, float], edges: list[int]) -> int:
-    """Return about how many voxels of the box a block reads along an axis, never too few."""
-    return math.ceil(sum(abs(a) * (edge - 1) for a, edge in zip(row, edges, strict=True))) + 3

@@ -6,6 +6,7 @@ PyTorch's own operations take a few passes over the probabilities each way, as r
 ``torch.where`` is not used, because on a CPU it is not vectorised.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,26 +27,38 @@ def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
     (4, N, K) in float32 at least. With p the softmax of the logits: of -log p over the voxels of
     each class, of p over them, of p over all voxels, and their number.
     """
-    is_fast = (
-        logits.dtype in FAST_TYPES and logits.shape[1] <= MAX_CLASSES and triton_available(logits)
-    )
-    made: Tensor = _Sums.apply(logits, target, is_fast)  # type: ignore[no-untyped-call]
+    fits = logits.dtype in FAST_TYPES and logits.shape[1] <= MAX_CLASSES
+    if fits and triton_available(logits):
+        return summed(logits, target, sums, gradient_of)
+    return summed(logits, target, _plain_sums, _plain_gradient)
+
+
+def summed(
+    logits: Tensor, target: Tensor, sums: Callable[..., Any], gradient_of: Callable[..., Any]
+) -> Tensor:
+    """Return sums over voxels; backward makes the gradient of the logits from that of the sums."""
+    made: Tensor = _Sums.apply(logits, target, sums, gradient_of)  # type: ignore[no-untyped-call]
     return made
 
 
 class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, is_fast: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        sums: Callable[..., Any],
+        gradient_of: Callable[..., Any],
+    ) -> Tensor:
         ctx.save_for_backward(logits, target)
-        ctx.is_fast = is_fast
-        made: Tensor = (sums if is_fast else _plain_sums)(logits, target)
+        ctx.gradient_of = gradient_of
+        made: Tensor = sums(logits, target)
         return made
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        differentiate = gradient_of if ctx.is_fast else _plain_gradient
-        return differentiate(gradient, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.gradient_of(gradient, *ctx.saved_tensors), None, None, None
 
 
 def _plain_sums(logits: Tensor, target: Tensor) -> Tensor:

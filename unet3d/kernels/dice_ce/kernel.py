@@ -164,22 +164,19 @@ def forward(logits: Tensor, target: Tensor) -> Tensor:
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
-    if k <= MAX_UNROLLED:
-        blocks = triton.cdiv(voxels, UNROLLED_VOXELS)
-        partial = torch.empty((n, blocks, 4, k), device=logits.device)
-        with torch.cuda.device(logits.device):
-            _sums_unrolled[(blocks, n)](
-                logits, target, partial, voxels, K=k, BV=UNROLLED_VOXELS, num_warps=8
-            )
-        return _joined(partial, k)
-    block = _block(k)
-    run = triton.cdiv(triton.cdiv(voxels, triton.cdiv(WANTED_PROGRAMS, n)), block["BV"])
-    run *= block["BV"]
+    sizes = _sizes(k)
+    run = sizes["BV"]
+    if k > MAX_UNROLLED:
+        run *= triton.cdiv(triton.cdiv(voxels, triton.cdiv(WANTED_PROGRAMS, n)), run)
     runs = triton.cdiv(voxels, run)
-    partial = torch.empty((n, runs, 4, block["BK"]), device=logits.device)
+    partial = torch.empty((n, runs, 4, sizes.get("BK", k)), device=logits.device)
+    given = (logits, target, partial, voxels)
     with torch.cuda.device(logits.device):
-        _sums[(runs, n)](logits, target, partial, voxels, k, run, runs, **block)
-    return _joined(partial, k)
+        if k <= MAX_UNROLLED:
+            _sums_unrolled[(runs, n)](*given, **sizes)
+        else:
+            _sums[(runs, n)](*given, k, run, runs, **sizes)
+    return partial.double().sum(1).float()[..., :k].transpose(0, 1).contiguous()
 
 
 def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
@@ -187,31 +184,25 @@ def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
-    block = _block(k)
+    sizes = _sizes(k)
     out = torch.empty_like(logits, memory_format=torch.channels_last_3d)
-    surprise, common, predicted, _ = gradient.float().contiguous().unbind(0)
-    if k <= MAX_UNROLLED:
-        blocks = triton.cdiv(voxels, UNROLLED_VOXELS)
-        given = (logits, target, out, surprise, common, predicted, voxels)
-        with torch.cuda.device(logits.device):
-            _gradient_unrolled[(blocks, n)](*given, K=k, BV=UNROLLED_VOXELS, num_warps=8)
-        return out
+    given = (logits, target, out, *gradient.float().contiguous().unbind(0)[:3], voxels)
+    grid = (triton.cdiv(voxels, sizes["BV"]), n)
     with torch.cuda.device(logits.device):
-        _gradient[(triton.cdiv(voxels, block["BV"]), n)](
-            logits, target, out, surprise, common, predicted, voxels, k, **block
-        )
+        if k <= MAX_UNROLLED:
+            _gradient_unrolled[grid](*given, **sizes)
+        else:
+            _gradient[grid](*given, k, **sizes)
     return out
-
-
-def _joined(partial: Tensor, num_classes: int) -> Tensor:
-    """Return the sums (4, N, K) of parts (N, P, 4, K or more)."""
-    return partial.double().sum(1).float()[..., :num_classes].transpose(0, 1).contiguous()
 
 
 def _laid_out(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return logits.contiguous(memory_format=torch.channels_last_3d), target.contiguous()
 
 
-def _block(num_classes: int) -> dict[str, int]:
+def _sizes(num_classes: int) -> dict[str, int]:
+    """Return the sizes of a block, as the kernels for so many classes take them."""
+    if num_classes <= MAX_UNROLLED:
+        return {"K": num_classes, "BV": UNROLLED_VOXELS, "num_warps": 8}
     columns = triton.next_power_of_2(num_classes)
     return {"BV": max(1, BLOCK_ELEMENTS // columns), "BK": columns}

@@ -61,7 +61,7 @@ def instance_norm(
         x, added = sum_of(x, added), None
     if stages is reference and shard is None:
         return _of_whole(x, weight, bias, eps, negative_slope)
-    folds = stages is not reference and can_fold(x, x.shape[1], number_of_largest(x.numel(), shard))
+    folds = stages is not reference and can_fold(x, x.shape[1], number_of_largest(x.numel()))
     norm = VolumeNorm(
         stages=stages,
         eps=eps,

@@ -21,29 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels.norm.reference import exact_type
+from unet3d.kernels.triton_support import operation
 
 MAX_COLUMNS = 1024
 """The most columns that a matrix is folded to."""
 PART_ELEMENTS = 2**17
 """The most elements of a part for each thread, where the rows divide by so many parts."""
 
-# PyTorch's operations on given memory have no fake versions, and of a large map there are many.
-torch.library.define("unet3d::column_statistics", "(Tensor x, float eps) -> (Tensor, Tensor)")
-torch.library.define(
-    "unet3d::scale_columns", "(Tensor x, Tensor scale, Tensor shift, float slope) -> Tensor"
-)
-torch.library.define(
-    "unet3d::column_gradients",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, float slope)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised map, the mean (N, C, 1) and 1 / deviation (N, C)."""
-    mean, rstd = torch.ops.unet3d.column_statistics.default(x, eps)
+    mean, rstd = _statistics(x, eps)
     mean = mean.unsqueeze(-1)
     return normalize(x, weight, bias, mean, rstd, slope=slope), mean, rstd
 
@@ -52,7 +42,7 @@ def normalize(x: Tensor, *affine: Tensor, slope: float) -> Tensor:
     """Return the normalised map from its statistics."""
     weight, bias, mean, rstd = affine
     scale_and_shift = _affine(weight, bias, mean.squeeze(-1), rstd)
-    y: Tensor = torch.ops.unet3d.scale_columns.default(x, *scale_and_shift, slope)
+    y: Tensor = _scaled(x, *scale_and_shift, slope)
     return y
 
 
@@ -61,12 +51,11 @@ def backward(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> tuple[Tens
     weight, bias, mean, rstd = affine
     dy = dy.contiguous(memory_format=torch.channels_last_3d)
     given = (dy, x, weight, bias, mean.squeeze(-1), rstd, slope)
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.unet3d.column_gradients.default(*given)
+    gradients: tuple[Tensor, Tensor, Tensor] = _gradients(*given)
     return gradients
 
 
-@torch.library.impl("unet3d::column_statistics", "cpu")
-def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     n, c = x.shape[:2]
     k, num_parts = _divided(x)
     exact = exact_type(x)
@@ -86,14 +75,7 @@ def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return mean.to(exact), rstd.to(exact)
 
 
-@torch.library.register_fake("unet3d::column_statistics")  # type: ignore[untyped-decorator]
-def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    mean, rstd = (x.new_empty(x.shape[:2], dtype=exact_type(x)) for _ in range(2))
-    return mean, rstd
-
-
-@torch.library.impl("unet3d::scale_columns", "cpu")
-def _(x: Tensor, scale: Tensor, shift: Tensor, slope: float) -> Tensor:
+def _scaled_of(x: Tensor, scale: Tensor, shift: Tensor, slope: float) -> Tensor:
     y = torch.empty_like(x)
     k, num_parts = _divided(x)
     maps = (_parts(x, k, num_parts), _parts(y, k, num_parts))
@@ -105,13 +87,7 @@ def _(x: Tensor, scale: Tensor, shift: Tensor, slope: float) -> Tensor:
     return y
 
 
-@torch.library.register_fake("unet3d::scale_columns")  # type: ignore[untyped-decorator]
-def _(x: Tensor, scale: Tensor, shift: Tensor, slope: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.impl("unet3d::column_gradients", "cpu")
-def _(
+def _gradients_of(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -154,19 +130,6 @@ def _(
             _scale(room, part, *affine)
             torch.addcmul(room, g, scales, out=made)
     return dx, sum_gx.sum(0), sum_g.sum(0)
-
-
-@torch.library.register_fake("unet3d::column_gradients")  # type: ignore[untyped-decorator]
-def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    slope: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
 
 
 def _affine(weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,3 +192,28 @@ def _constants(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     """Return nothing and one for each column, and memory that nobody reads."""
     nothing = torch.zeros(columns, dtype=dtype)
     return nothing, torch.ones_like(nothing), nothing.new_empty(0)
+
+
+# PyTorch's operations on given memory have no fake versions, and of a large map there are many.
+_statistics = operation(
+    "column_statistics",
+    "(Tensor x, float eps) -> (Tensor, Tensor)",
+    _statistics_of,
+    lambda x, eps: tuple(x.new_empty(x.shape[:2], dtype=exact_type(x)) for _ in range(2)),
+    "cpu",
+)
+_scaled = operation(
+    "scale_columns",
+    "(Tensor x, Tensor scale, Tensor shift, float slope) -> Tensor",
+    _scaled_of,
+    lambda x, *given: torch.empty_like(x),
+    "cpu",
+)
+_gradients = operation(
+    "column_gradients",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, float slope)"
+    " -> (Tensor, Tensor, Tensor)",
+    _gradients_of,
+    lambda dy, x, weight, bias, *given: tuple(map(torch.empty_like, (x, weight, bias))),
+    "cpu",
+)

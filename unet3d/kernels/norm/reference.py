@@ -1,41 +1,26 @@
 """The stages (:mod:`unet3d.kernels.norm.op`) in PyTorch's own operations, for any device.
 
 A sample's channel is treated as a channel of a batch normalisation: a map (N, C, X, Y, Z) is rows
-(1, N * C, X, Y, Z). The mean is one number: M is 1. Where a volume is whole nothing is exchanged
-between the stages, and one operation does several of them (:func:`forward`, :func:`backward`).
+(1, N * C, X, Y, Z). The mean is one number: M is 1; no map is stored with zeros around Z. Where a
+volume is whole nothing is exchanged between the stages, and one operation does several of them
+(:func:`forward`, :func:`backward`).
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels.padding import padded_copy, with_padding
+from unet3d.kernels.triton_support import operation
 
 _ALONG_CHANNELS = (1, -1, 1, 1, 1)
-
-
-# PyTorch's own operation has no fake version; without one, memory would be taken to predict memory.
-torch.library.define("unet3d::channel_statistics", "(Tensor rows) -> (Tensor, Tensor)")
-
-
-@torch.library.impl("unet3d::channel_statistics", ("cpu", "cuda"))
-def _(rows: Tensor) -> tuple[Tensor, Tensor]:
-    # Running statistics that nobody reads make PyTorch return a low type's in float32.
-    unused = torch.zeros(2, rows.shape[1], dtype=exact_type(rows), device=rows.device)
-    mean, variance = torch.batch_norm_update_stats(rows, unused[0], unused[1], 0.0)
-    return mean, variance
-
-
-@torch.library.register_fake("unet3d::channel_statistics")  # type: ignore[untyped-decorator]
-def _(rows: Tensor) -> tuple[Tensor, Tensor]:
-    mean, variance = (rows.new_empty(rows.shape[1], dtype=exact_type(rows)) for _ in range(2))
-    return mean, variance
 
 
 def moments(x: Tensor) -> Tensor:
     """Return the moments (1, 3, N, C) of a map, which is one part."""
     n, c, *space = x.shape
-    mean, variance = torch.ops.unet3d.channel_statistics.default(_rows(x))
+    mean, variance = _statistics(_rows(x))
     count = torch.full_like(mean, space[0] * space[1] * space[2])
     return torch.stack((count, variance, mean)).view(1, 3, n, c)
 
@@ -53,16 +38,15 @@ def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Ten
     return mean.to(dtype).unsqueeze(-1), rstd.to(dtype), merged.to(dtype)
 
 
-def normalize(x: Tensor, *affine: Tensor, slope: float, pads: bool = False) -> Tensor:
+def normalize(x: Tensor, *affine: Tensor, slope: float, pads: Literal[False] = False) -> Tensor:
     """Return the normalised map, in one pass."""
-    y = _activated(_before_activation(x, *affine), slope).reshape(x.shape)
-    return padded_copy(y) if pads else y
+    return _activated(_before_activation(x, *affine), slope).reshape(x.shape)
 
 
-def normalize_into(y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: bool) -> None:
+def normalize_into(
+    y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: Literal[False] = False
+) -> None:
     """Write the normalised map to memory that is there."""
-    if pads:
-        with_padding(y).zero_()
     y.copy_(normalize(x, *affine, slope=slope))
 
 
@@ -85,7 +69,7 @@ def gradient(
     total: Tensor,
     voxels: int,
     slope: float,
-    pads: bool = False,
+    pads: Literal[False] = False,
 ) -> Tensor:
     """Return the gradient of a map, from the sums over the volume."""
     weight, _, mean, rstd = affine
@@ -94,8 +78,7 @@ def gradient(
     scale = (rstd * weight).view(_ALONG_CHANNELS)
     normal = (_rows(x) - mean.view(_ALONG_CHANNELS)) * rstd.view(_ALONG_CHANNELS)
     dx = (g - mean_g).addcmul_(normal, mean_gx, value=-1).mul_(scale)
-    dx = dx.to(x.dtype).reshape(x.shape)
-    return padded_copy(dx) if pads else dx
+    return dx.to(x.dtype).reshape(x.shape)
 
 
 def forward(
@@ -174,3 +157,20 @@ def _backward(
         g, rows, weight.repeat(len(x)), *statistics, True, 0.0, wanted
     )
     return gradients
+
+
+def _statistics_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    # Running statistics that nobody reads make PyTorch return a low type's in float32.
+    unused = torch.zeros(2, rows.shape[1], dtype=exact_type(rows), device=rows.device)
+    mean, variance = torch.batch_norm_update_stats(rows, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+# PyTorch's own operation has no fake version; without one, memory would be taken to predict memory.
+_statistics = operation(
+    "channel_statistics",
+    "(Tensor rows) -> (Tensor, Tensor)",
+    _statistics_of,
+    lambda rows: tuple(rows.new_empty(rows.shape[1], dtype=exact_type(rows)) for _ in range(2)),
+    ("cpu", "cuda"),
+)

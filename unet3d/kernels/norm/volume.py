@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from unet3d.kernels.halo import empty_with_halo, fill_halo, gradient_of_own, inner, put_halo
+from unet3d.kernels.halo import fill_halo, gradient_of_own, inner, put_halo
 from unet3d.kernels.norm import op, reference
-from unet3d.kernels.padding import channels_last, has_room
-from unet3d.kernels.sharding import Halo, Shard, current_shard, number_of_largest
+from unet3d.kernels.padding import channels_last, empty_map, has_room
+from unet3d.kernels.sharding import Halo, Shard, number_of_largest
 from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
 MIN_ELEMENTS = 2**14
@@ -29,7 +29,7 @@ def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
     """
     elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
     # What the two versions exchange differs in size.
-    elements = number_of_largest(elements, current_shard())
+    elements = number_of_largest(elements)
     if elements >= MIN_ELEMENTS and x.dtype in FAST_TYPES and triton_available(x):
         return op
     return reference
@@ -69,7 +69,7 @@ class VolumeNorm(NamedTuple):
         given = {"slope": self.slope, "pads": self.pads}
         if self.halo_of is None:
             return self.stages.normalize(x, *affine, **given), (None, None)
-        y = empty_with_halo(x, self.pads)
+        y = empty_map(x, self.pads, has_halo=True)
         self.stages.normalize_into(inner(y), x, *affine, **given)
         if halo is None:
             return y, fill_halo(y, self.halo_of, self.pads)

@@ -91,7 +91,7 @@ class _InstanceNormHead(torch.autograd.Function):
             dy,
             x,
             *affine,
-            total=own if norm.shard is None else norm.total(own[:2]),
+            total=norm.total(own[:2]),
             voxels=norm.voxels(x),
             slope=norm.slope,
             pads=ctx.pads_gradient,

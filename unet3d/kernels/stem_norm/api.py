@@ -78,7 +78,7 @@ class _StemNorm(torch.autograd.Function):
     ) -> tuple[Tensor | bool | None, ...]:
         y = torch.ops.unet3d.stem.default(x, kernel, *padding)
         affine = (weight, bias, *norm.statistics(op.moments(y), y))
-        pads = norm.pads and can_fold(y, y.shape[1], number_of_largest(y.numel(), norm.shard))
+        pads = norm.pads and can_fold(y, y.shape[1], number_of_largest(y.numel()))
         made, halo = norm._replace(pads=pads).normalized(y, *affine)
         ctx.save_for_backward(x, kernel, y, *affine)
         ctx.norm, ctx.before = norm, padding[0]

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from unet3d.kernels import upsample, with_halo
 from unet3d.kernels.conv.planes import channels_last, some_planes
-from unet3d.kernels.halo import empty_with_halo, inner
+from unet3d.kernels.halo import inner
+from unet3d.kernels.padding import empty_map
 from unet3d.kernels.sharding import sharded
 from unet3d.model import Block, BlockNetwork, UNet3d
 from unet3d.model.layers import HeadUnit, UpsampledUnit
@@ -189,7 +190,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         own = gradient.narrow(2, ctx.slab.start, len(ctx.slab))
-        with_halo = empty_with_halo(own)
+        with_halo = empty_map(own, has_halo=True)
         for halo in (with_halo[:, :, 0], with_halo[:, :, -1]):
             halo.zero_()
         torch.mul(own, ctx.count, out=inner(with_halo))
