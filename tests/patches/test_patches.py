@@ -28,7 +28,7 @@ def make_sampler(cases, size, **settings):
 def patch_of(sampler, epoch, index):
     """Return image and target of a patch."""
     cut = sampler.cut(epoch, index)
-    batch = CutBatch(cuts=(cut,), shape=cut.size).augmented()
+    batch = CutBatch(cuts=(cut,), shape=cut.extent.size).augmented()
     return batch.image[0], batch.target[0]
 
 

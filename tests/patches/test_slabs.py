@@ -142,8 +142,8 @@ def test_only_what_a_slab_needs_is_read(tmp_path):
             cases=cases, settings=settings, size=size, stride=(1, 1, 1), batch_size=1, seed=0
         )
         cut = sampler.cut(0, 0, slab, gathers=gathers)
-        assert shape_of(cut.part) == (10, 20, 20) and cut.label.shape == cut.image.shape[1:]
-        return len(cut.label), shape_of(cut.made)[0]
+        assert shape_of(cut.extent.part) == (10, 20, 20) and cut.label.shape == cut.image.shape[1:]
+        return len(cut.label), shape_of(cut.extent.made)[0]
 
     assert planes("off", False) == planes("mirrored", False) == (10, 10)
     assert 10 < planes("linear", False)[1] <= 10 + 4 + 4

@@ -1,7 +1,7 @@
 """Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
 from unet3d.kernels.affine.api import sample_affine
-from unet3d.kernels.affine.boxes import Boxes, Intensity, Sample
+from unet3d.kernels.affine.boxes import Boxes
 from unet3d.kernels.classes import strongest_class, written_regions
 from unet3d.kernels.conv.api import (
     conv1x1x1,
@@ -25,8 +25,6 @@ from unet3d.kernels.stem_norm.api import conv3x3x3_instance_norm
 
 __all__ = [
     "Boxes",
-    "Intensity",
-    "Sample",
     "add_border",
     "average_pool",
     "conv1x1x1",

@@ -15,6 +15,9 @@ from torch import Tensor
 ALIGNMENT = 16
 """Bytes; that of the largest type."""
 
+Place = tuple[int, torch.dtype, tuple[int, ...]]
+"""First byte, type and shape of a tensor in memory."""
+
 
 class Packed(NamedTuple):
     """An object without the bytes of its tensors, which begin and end in memory somewhere."""
@@ -28,26 +31,27 @@ class Packed(NamedTuple):
 
         From page-locked memory nobody waits for it.
         """
-        own = memory[self.begin : self.end].to(device, non_blocking=True)
-        return _Unpickler(io.BytesIO(self.pickled), own).load()
+        unpickler = _Unpickler(io.BytesIO(self.pickled))
+        unpickler.begin = self.begin
+        unpickler.memory = memory[self.begin : self.end].to(device, non_blocking=True)
+        return unpickler.load()
 
 
-class Packer:
-    """Packs objects one after another."""
+class Packer(pickle.Pickler):
+    """Packs objects one after another; their tensors keep their memory until :meth:`fill`."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._tensors: list[tuple[int, Tensor]] = []
+        self._file = io.BytesIO()
+        super().__init__(self._file, pickle.HIGHEST_PROTOCOL)
 
     def packed(self, thing: Any) -> Packed:
-        """Pack an object; its tensors keep their memory until :meth:`fill`."""
-        file, begin = io.BytesIO(), self.num_bytes
-        pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
-        pickler.dump(thing)
-        for first, tensor in pickler.tensors:
-            self._tensors.append((begin + first, tensor))
-        self.num_bytes += pickler.num_bytes
-        return Packed(file.getvalue(), begin, self.num_bytes)
+        """Pack an object."""
+        first, begin = self._file.tell(), self.num_bytes
+        self.clear_memo()
+        self.dump(thing)
+        return Packed(self._file.getvalue()[first:], begin, self.num_bytes)
 
     def fill(self, memory: Tensor) -> Tensor:
         """Write the bytes of all tensors into memory (num_bytes), and return it."""
@@ -56,28 +60,22 @@ class Packer:
             own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return memory
 
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol)
-        self.num_bytes = 0
-        self.tensors: list[tuple[int, Tensor]] = []
-
-    def persistent_id(self, thing: Any) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
+    def persistent_id(self, thing: Any) -> Place | None:
+        """Keep a tensor, of which only the place is pickled."""
         if not isinstance(thing, Tensor):
             return None
         first = self.num_bytes
-        self.tensors.append((first, thing))
+        self._tensors.append((first, thing))
         self.num_bytes += -(-thing.nbytes // ALIGNMENT) * ALIGNMENT
         return first, thing.dtype, tuple(thing.shape)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: Tensor) -> None:
-        super().__init__(file)
-        self._memory = memory
+    memory: Tensor
+    begin: int
+    """The byte that memory begins with."""
 
-    def persistent_load(self, place: tuple[int, torch.dtype, tuple[int, ...]]) -> Tensor:
-        first, dtype, shape = place
-        own = self._memory[first : first + math.prod(shape) * dtype.itemsize]
+    def persistent_load(self, place: Place) -> Tensor:
+        first, dtype, shape = place[0] - self.begin, *place[1:]
+        own = self.memory[first : first + math.prod(shape) * dtype.itemsize]
         return own.view(dtype).view(shape)

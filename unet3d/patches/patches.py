@@ -24,8 +24,9 @@ from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.images.files import times
 from unet3d.patches.augment.apply import augment
-from unet3d.patches.augment.cut import Cut, Placement, Slab, shape_of, start_of, with_margin
+from unet3d.patches.augment.cut import Cut, Extent, Placement, Slab, shape_of, start_of
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
+from unet3d.patches.augment.filters import with_margin
 from unet3d.patches.augment.intensity import Gather
 from unet3d.patches.augment.recipe import together
 from unet3d.patches.packing import Packed, Packer
@@ -225,9 +226,7 @@ class PatchSampler:
             label=torch.from_numpy(classes.astype(np.uint8 if label.itemsize == 1 else np.int64)),
             placement=placement.moved(start_of(box)),
             channels=channels,
-            size=size,
-            part=part,
-            made=made,
+            extent=Extent(size, part, made),
             name=case.name,
         )
 

@@ -1,7 +1,6 @@
 """Boxes of a case, matrices, and sampling into new memory."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,8 +8,9 @@ from scipy.spatial.transform import Rotation
 
 from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
-from unet3d.kernels.affine.boxes import Boxes, Intensity, Sample
+from unet3d.kernels.affine.boxes import Boxes
 
+UNCHANGED = (0, 0, 0, 1)
 TURNED = Rotation.from_euler("xyz", [20, -15, 25], degrees=True).as_matrix()
 THICK = np.array([[0.9, 0.4, 0.0], [-0.35, 1.1, 0.0], [0.0, 0.0, 1.0]])
 MATRICES = {
@@ -53,22 +53,24 @@ def sampled(image, label, matrix, offset, size, function=sample_affine):
     return image_out, label_out
 
 
-def call(function, image, label, matrix, offset, *outputs, start=(0, 0, 0), channels=None):
-    """Sample one box, by a function of many boxes or by that of one."""
-    rows = tuple(map(tuple, matrix.tolist()))
-    channels = channels or (Intensity(),) * len(image)
-    sample = Sample(tuple(label.shape), rows, tuple(offset.tolist()), channels)
+def call(function, image, label, matrix, offset, *outputs, start=(0, 0, 0)):
+    """Sample one box, by the function of many boxes or by that of one."""
+    image_out, label_out = outputs
     if function is plain.sample:
-        image_out, label_out = outputs
-        function(image, label, sample, image_out=image_out, label_out=label_out, start=start)
+        given = rows_of(matrix), tuple(offset.tolist())
+        function(image, label, *given, image_out=image_out, label_out=label_out, start=start)
         return
-    boxes = boxes_of([(image, label, sample)], start, (50, 60, 70))
-    image_out, label_out = (out[None] for out in outputs)
-    function(boxes, image_out=image_out, label_out=label_out)
+    boxes = boxes_of([(image, label, matrix, offset, [UNCHANGED] * len(image))], start)
+    function(boxes, image_out=image_out[None], label_out=label_out[None])
 
 
-def boxes_of(given, start, size):
-    """Return boxes of images, labels and samples, on the device of the images."""
-    images, labels, samples = zip(*given, strict=True)
-    boxes = Boxes.of(images, labels, samples, start, size)
-    return replace(boxes, table=boxes.table.to(boxes.images.device))
+def boxes_of(given, start=(0, 0, 0)):
+    """Return boxes of images, labels, matrices, offsets and channels, on the images' device."""
+    images, labels, matrices, offsets, channels = zip(*given, strict=True)
+    maps = [(rows_of(m), tuple(at.tolist())) for m, at in zip(matrices, offsets, strict=True)]
+    boxes = Boxes.of(images, labels, maps, channels, start, (50, 60, 70))
+    return boxes._replace(table=boxes.table.to(boxes.images.device))
+
+
+def rows_of(matrix):
+    return tuple(map(tuple, matrix.tolist()))

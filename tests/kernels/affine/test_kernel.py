@@ -18,7 +18,7 @@ from tests.kernels.affine.boxes import (
     sampled,
 )
 from tests.products import pairwise
-from unet3d.kernels import Intensity, Sample, sample_affine
+from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
 
 
@@ -60,11 +60,10 @@ def test_a_gpu_compiles_once_and_does_not_wait():
         labels = torch.zeros(2, *size, dtype=torch.uint8, device="cuda")
         for matrix in (np.eye(3), TURNED, np.diag(generator.uniform(-1, 1, 3))):
             for number in (1, 2):
-                offset = tuple(generator.integers(0, 3, 3).astype(float).tolist())
-                rows = tuple(map(tuple, matrix.tolist()))
-                channel = Intensity(0.1 * (number - 1), (1, number), number)
-                how = Sample(box, rows, offset, (channel,) * channels)
-                boxes = boxes_of([(image, label, how)] * number, (0, 0, 0), size)
+                offset = generator.integers(0, 3, 3).astype(float)
+                intensity = (0.1 * (number - 1), 1, number, number)
+                given = (image, label, matrix, offset, [intensity] * channels)
+                boxes = boxes_of([given] * number)
                 with refused_waits():
                     sample_affine(boxes, image_out=images[:number], label_out=labels[:number])
     (compiled, *_) = kernel._sample.device_caches[torch.cuda.current_device()]
@@ -78,18 +77,15 @@ def test_a_gpu_samples_many_boxes_at_once_and_adds_the_same_noise(start):
     boxes = [(13, 11, 17), (20, 30, 25), (5, 9, 8)]
     for number, (box, turn) in enumerate(zip(boxes, MATRICES.values(), strict=False)):
         image, label = case(box, 2, dtype=torch.float16)
-        offset = tuple((centred(turn, box, size) + SHIFT).tolist())
-        loud = Intensity(0.1 * number, (2**32 - 1 - number, 77 + number), 1 + 0.1 * number)
-        channels = (loud, Intensity(0.05, (5, 2**31 + number)))
-        how = Sample(box, tuple(map(tuple, turn.tolist())), offset, channels)
-        given.append((image, label, how))
+        loud = (0.1 * number, 2**32 - 1 - number, 77 + number, 1 + 0.1 * number)
+        offset = centred(turn, box, size) + SHIFT
+        given.append((image, label, turn, offset, [loud, (0.05, 5, 2**31 + number, 1)]))
     found = []
     for device in ("cpu", "cuda"):
-        moved = [(image.to(device), label.to(device), how) for image, label, how in given]
+        moved = [(image.to(device), label.to(device), *how) for image, label, *how in given]
         image_out = torch.full((3, 2, *size), math.nan, device=device)
         label_out = torch.full((3, *size), 77, dtype=torch.uint8, device=device)
-        some = boxes_of(moved, start, (50, 60, 70))
-        sample_affine(some, image_out=image_out, label_out=label_out)
+        sample_affine(boxes_of(moved, start), image_out=image_out, label_out=label_out)
         found.append((image_out.cpu(), label_out.cpu()))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-5)
     assert (found[0][1] == found[1][1]).double().mean() > 0.9995

@@ -14,9 +14,9 @@ from tests.shards import run_shards
 from unet3d.kernels.affine.noise import add_noise
 from unet3d.patches.augment import apply
 from unet3d.patches.augment.apply import augment
-from unet3d.patches.augment.cut import Cut, Placement, Slab, start_of, with_margin
+from unet3d.patches.augment.cut import Cut, Extent, Placement, Slab, start_of
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.patches.augment.filters import blur_matrices, coarsening_matrices, filtered
+from unet3d.patches.augment.filters import blur_matrices, coarsening_matrices, filtered, with_margin
 from unet3d.patches.augment.intensity import Part, change_contrast, change_gamma
 from unet3d.patches.augment.recipe import together
 from unet3d.patches.patches import CutBatch
@@ -43,9 +43,7 @@ def cut_of(image, label, size, start, seed, part=None):
         label=label[box].contiguous(),
         placement=placement.moved(start_of(box)),
         channels=channels,
-        size=size,
-        part=part,
-        made=made,
+        extent=Extent(size, part, made),
         name="case",
     )
 
@@ -68,9 +66,11 @@ def test_a_sample_depends_on_its_cut_alone_and_lies_in_the_middle_of_zeros():
     assert not torch.equal(images[0], images[2])
     for cut, own, some, target in zip(cuts, before, images, targets, strict=True):
         assert torch.equal(cut.image, own[0]) and torch.equal(cut.label, own[1])
-        firsts = [(n - voxels) // 2 for n, voxels in zip((19, 12, 14), cut.size, strict=True)]
-        x, y, z = (slice(a, a + voxels) for a, voxels in zip(firsts, cut.size, strict=True))
-        alone = made([cut], cut.size)
+        firsts = [
+            (n - voxels) // 2 for n, voxels in zip((19, 12, 14), cut.extent.size, strict=True)
+        ]
+        x, y, z = (slice(a, a + voxels) for a, voxels in zip(firsts, cut.extent.size, strict=True))
+        alone = made([cut], cut.extent.size)
         assert torch.equal(alone[0][0], some[:, x, y, z])
         assert torch.equal(alone[1][0], target[x, y, z])
         some[:, x, y, z], target[x, y, z] = 0, 0
@@ -137,17 +137,17 @@ def test_what_was_drawn_is_done_in_its_order(brightness):
         inverted_gamma=1.3,
         gamma=0.8,
     )
-    cut = replace(cut_of(image, label, size, (0, 0, 0), 0), image=image, label=label, made=whole)
+    extent = Extent(size, whole, whole)
+    cut = replace(cut_of(image, label, size, (0, 0, 0), 0), image=image, label=label, extent=extent)
     still = Placement.centred(None, (0, 0, 0), size)
     cut = replace(cut, placement=still, channels=(drawn,))
     expected = image.float()
-    part = Part(start=(0, 0, 0), num_voxels=expected.numel())
+    part = Part(extent)
     add_noise(expected[0], 0.1, (0, 0, 0), size, (3, 4))
-    blur, reach = blur_matrices([(0.6, 0.7, 0.8)], size), (4, 4, 4)
-    expected = filtered(expected, part, blur, reach) * brightness
+    expected = filtered(expected, part, blur_matrices([(0.6, 0.7, 0.8)], size)) * brightness
     expected = change_contrast(expected, part, torch.tensor([[1.2]]))
     coarsening = coarsening_matrices([(0.5, 0.5, 1.0)], size)
-    expected = filtered(expected, part, coarsening, reach).contiguous()
+    expected = filtered(expected, part, coarsening).contiguous()
     expected = change_gamma(expected, part, torch.tensor([[1.3]]), torch.tensor([[-1.0]]))
     expected = change_gamma(expected, part, torch.tensor([[0.8]]), torch.tensor([[1.0]]))
     images, targets = made([cut], size)

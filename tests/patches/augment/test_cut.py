@@ -4,9 +4,9 @@ import numpy as np
 
 from tests.patches.known_cases import probable
 from unet3d.config import AugmentationSettings
-from unet3d.patches.augment.cut import Placement, inside, start_of, with_margin
+from unet3d.patches.augment.cut import Placement, inside, start_of
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.patches.augment.filters import farthest_reach, reach_of
+from unet3d.patches.augment.filters import farthest_reach, reach_of, with_margin
 from unet3d.preparation.prepared_image import whole_box
 
 ZERO = (0, 0, 0)

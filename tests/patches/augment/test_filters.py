@@ -4,34 +4,32 @@ import torch
 import torch.nn.functional as F
 from scipy import ndimage
 
+from unet3d.patches.augment.cut import Extent
+from unet3d.patches.augment.draw import DrawnChannel
 from unet3d.patches.augment.filters import (
     blur_matrices,
-    blur_reach,
     coarsening_matrices,
-    coarsening_reach,
     filtered,
+    reach_of,
 )
 from unet3d.patches.augment.intensity import Part
-
-ZERO = (0, 0, 0)
-
-
-def applied(channels, matrices, reach, start=ZERO):
-    return filtered(channels, Part(start=start, num_voxels=channels[0].numel()), matrices, reach)
+from unet3d.preparation.prepared_image import whole_box
 
 
-def blur(channel, *sigmas):
-    """Return a channel blurred in several ways."""
-    size, reach = channel.shape, blur_reach(tuple(map(max, zip(*sigmas, strict=True))))
-    channels = channel.expand(len(sigmas), *size)
-    return applied(channels, blur_matrices(sigmas, size), reach).squeeze(0)
+def blur(channel, *sigmas, box=None):
+    """Return a channel, or a box of it, blurred in several ways."""
+    return applied(channel, blur_matrices(sigmas, channel.shape), len(sigmas), box)
 
 
-def coarsen(channel, *factors):
-    size = channel.shape
-    reach = coarsening_reach(tuple(map(min, zip(*factors, strict=True))), size)
-    channels = channel.expand(len(factors), *size)
-    return applied(channels, coarsening_matrices(factors, size), reach).squeeze(0)
+def coarsen(channel, *factors, box=None):
+    return applied(channel, coarsening_matrices(factors, channel.shape), len(factors), box)
+
+
+def applied(channel, matrices, number, box):
+    box = box or whole_box(channel.shape)
+    part = Part(Extent(channel.shape, box, box))
+    own = channel[box]
+    return filtered(own.expand(number, *own.shape), part, matrices).squeeze(0)
 
 
 def noise(*shape):
@@ -82,22 +80,21 @@ def test_coarsening_moves_nothing(voxels, factor):
     assert abs(centre[0] - centre[1]) < 0.05
 
 
-@pytest.mark.parametrize("start", [ZERO, (10, 0, 30), (64, 5, 7)])
+@pytest.mark.parametrize("start", [(0, 0, 0), (10, 0, 30), (64, 5, 7)])
 def test_a_box_is_the_same_box_of_the_whole(start):
     size = (130, 20, 70)
     channel = noise(*size)
     stop = tuple(min(n, first + 60) for n, first in zip(size, start, strict=True))
     box = tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
-    sigma, factor = (1.0, 0.6, 0.8), (0.7, 0.5, 0.9)
-    for matrices, reach in (
-        (blur_matrices([sigma], size), blur_reach(sigma)),
-        (coarsening_matrices([factor], size), coarsening_reach(factor, size)),
+    for change, how in (
+        (blur, {"blur_sigma": (1.0, 0.6, 0.8)}),
+        (coarsen, {"resolution": (0.7, 0.5, 0.9)}),
     ):
-        whole = applied(channel[None], matrices, reach)[0]
-        part = applied(channel[box][None], matrices, reach, start)[0]
+        whole, part = (change(channel, *how.values(), box=some) for some in (None, box))
+        far = reach_of(DrawnChannel(**how), size)
         right = tuple(
-            slice(0 if first == 0 else far, last - first - (0 if last == voxels else far))
-            for first, last, voxels, far in zip(start, stop, size, reach, strict=True)
+            slice(0 if first == 0 else reach, last - first - (0 if last == voxels else reach))
+            for first, last, voxels, reach in zip(start, stop, size, far, strict=True)
         )
         torch.testing.assert_close(part[right], whole[box][right], rtol=0, atol=1e-5)
 

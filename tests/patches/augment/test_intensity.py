@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from unet3d.patches.augment.cut import Extent
 from unet3d.patches.augment.intensity import Part, change_contrast, change_gamma
+from unet3d.preparation.prepared_image import whole_box
 
 SHAPE = (12, 15, 9)
 
@@ -28,8 +30,9 @@ def scale_contrast(image, *factors):
     return change_contrast(channels, whole(image), torch.tensor(factors)[:, None])
 
 
-def whole(image, **given):
-    return Part(start=(0, 0, 0), num_voxels=image.numel(), **given)
+def whole(image):
+    box = whole_box(image.shape)
+    return Part(Extent(image.shape, box, box))
 
 
 @pytest.mark.parametrize("bounds", [(0, 5, 12), (0, 1, 11, 12), (0, 0, 12)])
@@ -43,13 +46,16 @@ def test_levels_of_slabs_are_gathered(bounds):
         own.append(numbers)
         return numbers[None]
 
-    slabs = list(itertools.pairwise(bounds))
-    boxes = [channels[:, max(0, first - 1) : last + 1] for first, last in slabs]
-    inner = [(slice(min(first, 1), min(first, 1) + last - first),) for first, last in slabs]
-    for box, part in zip(boxes, inner, strict=True):
-        whole(image, inner=part, gather=noted).levels(box)
-    for box, part in zip(boxes, inner, strict=True):
-        levels = whole(image, inner=part, gather=lambda _: torch.stack(own)).levels(box)
+    all_y_and_z = (slice(0, 15), slice(0, 9))
+    parts = []
+    for first, last in itertools.pairwise(bounds):
+        part, made = slice(first, last), slice(max(0, first - 1), min(12, last + 1))
+        extent = Extent(SHAPE, (part, *all_y_and_z), (made, *all_y_and_z))
+        parts.append((channels[:, made], extent))
+    for box, extent in parts:
+        Part(extent, noted).levels(box)
+    for box, extent in parts:
+        levels = Part(extent, lambda _: torch.stack(own)).levels(box)
         assert levels.mean.dtype == levels.variance.dtype == torch.float32
         for one, *found in zip(channels, *levels, strict=True):
             values = one.numpy().astype(np.float64)

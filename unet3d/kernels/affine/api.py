@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.affine import plain
-from unet3d.kernels.affine.boxes import Boxes, first_position
-from unet3d.kernels.affine.cells import Matrix, Offset
+from unet3d.kernels.affine.boxes import TABLE_CHANNELS, Boxes
+from unet3d.kernels.affine.cells import Matrix, Offset, Voxel
 from unet3d.kernels.affine.noise import add_noise, independent_of_threads
 from unet3d.kernels.triton_support import triton_available
 
@@ -42,23 +42,30 @@ def sample_affine(boxes: Boxes, *, image_out: Tensor, label_out: Tensor) -> None
 
         kernel.sample(boxes, image_out, label_out)
         return
-    volumes = [math.prod(sample.shape) for sample in boxes.samples]
-    images = torch.split(boxes.images, [volume * image_out.shape[1] for volume in volumes])
-    given = zip(boxes.samples, images, torch.split(boxes.labels, volumes), strict=True)
-    for (sample, image, label), out, labels in zip(given, image_out, label_out, strict=True):
-        box = image.view(len(out), *sample.shape), label.view(sample.shape)
-        first = first_position(sample, boxes.start)
-        if (signs := _signs_of(sample.matrix, first)) is not None:
-            _copy(box[0], signs, tuple(map(round, first)), out)
-            _copy(box[1], signs, tuple(map(round, first)), labels)
+    outputs = zip(boxes.each(image_out.shape[1]), image_out, label_out, strict=True)
+    for (image, label, matrix, offset, intensities), out, labels in outputs:
+        first = _position(matrix, offset, boxes.start)
+        if (signs := _signs_of(matrix, first)) is not None:
+            for box, copied in ((image, out), (label, labels)):
+                _copy(box, signs, tuple(map(round, first)), copied)
         else:
-            plain.sample(*box, sample, image_out=out, label_out=labels, start=boxes.start)
+            given = {"image_out": out, "label_out": labels, "start": boxes.start}
+            plain.sample(image, label, matrix, offset, **given)
         with independent_of_threads(out.device):
-            for channel, (std, seed, factor) in zip(out, sample.channels, strict=True):
+            for channel, (std, *seed, factor) in zip(out, intensities, strict=True):
                 if std > 0:
-                    add_noise(channel, std, boxes.start, boxes.size, seed)
+                    add_noise(channel, std, boxes.start, boxes.size, (int(seed[0]), int(seed[1])))
                 if factor != 1:
                     channel.mul_(factor)
+
+
+def _position(matrix: Matrix, offset: Offset, voxel: Voxel) -> Offset:
+    """Return where a voxel of the outputs lies in the box."""
+    x, y, z = (
+        math.fsum([first, *(factor * at for factor, at in zip(row, voxel, strict=True))])
+        for row, first in zip(matrix, offset, strict=True)
+    )
+    return (x, y, z)
 
 
 def _signs_of(matrix: Matrix, offset: Offset) -> tuple[int, ...] | None:
@@ -97,22 +104,18 @@ def _copy(box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], out: Ten
 
 
 def _check(boxes: Boxes, image_out: Tensor, label_out: Tensor) -> None:
-    images, labels = boxes.images, boxes.labels
+    images, labels, table, *_ = boxes
     if images.dtype not in IMAGE_TYPES or labels.dtype not in LABEL_TYPES:
         raise ValueError(f"cannot sample {images.dtype} with labels of {labels.dtype}")
     wide = torch.float64 if images.dtype == torch.float64 else torch.float32
     if (image_out.dtype, label_out.dtype) != (wide, labels.dtype):
         raise ValueError(f"cannot sample into {image_out.dtype} and {label_out.dtype}")
-    num_channels = len(boxes.samples[0].channels)
+    num_channels = (table.shape[1] - TABLE_CHANNELS) // 4
     if images.numel() != num_channels * labels.numel():
-        raise ValueError(f"{images.numel()} voxels have no labels {labels.numel()}")
-    number, *size = label_out.shape
-    if (number, len(size)) != (len(boxes.samples), 3) or image_out.shape != (
-        number,
-        num_channels,
-        *size,
-    ):
+        raise ValueError(f"{images.numel()} voxels of an image have {labels.numel()} labels")
+    shape = (len(table), num_channels, *label_out.shape[1:])
+    if image_out.shape != shape or label_out.dim() != 4:
         raise ValueError(f"cannot sample {num_channels} channels into {tuple(image_out.shape)}")
-    given = (images, labels, image_out, label_out)
+    given = (images, labels, table, image_out, label_out)
     if len({x.device for x in given}) > 1 or not all(x.is_contiguous() for x in given):
         raise ValueError("image, labels and outputs are contiguous and on one device")

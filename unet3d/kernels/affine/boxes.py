@@ -1,94 +1,72 @@
-"""What outputs are sampled from, and how, in few tensors."""
+"""What outputs are sampled from, and how, in three tensors."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unet3d.kernels.affine.cells import Matrix, Offset, Voxel
 
+TABLE_CHANNELS = 16
+"""Column of a table where the numbers of the channels begin."""
 
-class Intensity(NamedTuple):
-    """What is done to the sampled intensities of a channel."""
-
-    noise_std: float = 0.0
-    """Standard deviation of Gaussian noise that is added; 0: none."""
-    noise_seed: tuple[int, int] = (0, 0)
-    """Two numbers below 2^32 that the noise is made from."""
-    factor: float = 1.0
-    """What the sum is multiplied by."""
+Intensity = tuple[float, float, float, float]
+"""Deviation of the noise that is added to a channel, two numbers below 2^32 that it is made from,
+and what the sum is multiplied by."""
 
 
-class Sample(NamedTuple):
-    """How one output is sampled from its box: voxel o lies at ``matrix @ o + offset`` of it."""
-
-    shape: Voxel
-    """Voxels of the box along X, Y, Z."""
-    matrix: Matrix
-    offset: Offset
-    channels: tuple[Intensity, ...]
-    """One for each channel of the box."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Boxes:
-    """Boxes that outputs of one size are sampled from, in few tensors, which are copied as one."""
+class Boxes(NamedTuple):
+    """Boxes that outputs of one size are sampled from: voxel o at ``matrix @ o + offset``."""
 
     images: Tensor
     """float16, float32 or float64: (C, X, Y, Z) of each box, one after another, without axes."""
     labels: Tensor
     """uint8 or int64: (X, Y, Z) of each box, likewise; any number of classes."""
-    samples: tuple[Sample, ...]
     table: Tensor
-    """float64, a row for each output: all that a kernel has to know of it."""
+    """float64, a row for each output: three rows of the matrix, each with its offset; shape of the
+    box, and how many voxels come before it; the four numbers of each channel."""
     start: Voxel
     """The first voxel of the outputs, where they are parts of larger ones; a part is as in the
     whole."""
     size: Voxel
-    """Voxels of whole outputs; those of the parts are their own."""
+    """Voxels of whole outputs."""
 
     @staticmethod
     def of(
         images: Sequence[Tensor],
         labels: Sequence[Tensor],
-        samples: tuple[Sample, ...],
+        maps: Sequence[tuple[Matrix, Offset]],
+        channels: Sequence[Sequence[Intensity]],
         start: Voxel,
         size: Voxel,
     ) -> "Boxes":
         """Lay boxes one after another, all of one type and with as many channels."""
-        rows, first = [], 0
-        for sample in samples:
-            position = first_position(sample, start)
-            placed = [(*row, at) for row, at in zip(sample.matrix, position, strict=True)]
-            intensities = [(std, *seed, factor) for std, seed, factor in sample.channels]
-            rows.append(sum(placed, ()) + (*sample.shape, first) + sum(intensities, ()))
-            first += math.prod(sample.shape)
-        return Boxes(
-            images=_joined(images),
-            labels=_joined(labels),
-            samples=samples,
-            table=torch.tensor(rows, dtype=torch.float64),
-            start=start,
-            size=size,
-        )
+        table, before = list[list[float]](), 0
+        for label, (matrix, offset), intensities in zip(labels, maps, channels, strict=True):
+            rows = [(*row, at) for row, at in zip(matrix, offset, strict=True)]
+            parts = [*rows, (*label.shape, before), *intensities]
+            table.append([number for part in parts for number in part])
+            before += math.prod(label.shape)
+        joined = (_joined(images), _joined(labels), torch.tensor(table, dtype=torch.float64))
+        return Boxes(*joined, start, size)
 
-
-TABLE_BOX = 12
-"""Column of a table where shape and first voxel of the box are, behind matrix and offset."""
-TABLE_CHANNELS = 16
-"""First column of the four numbers of each channel."""
-
-
-def first_position(sample: Sample, voxel: Voxel) -> Offset:
-    """Return where a voxel of the outputs lies in the box."""
-    x, y, z = (
-        math.fsum([first, *(factor * at for factor, at in zip(row, voxel, strict=True))])
-        for row, first in zip(sample.matrix, sample.offset, strict=True)
-    )
-    return (x, y, z)
+    def each(self, num_channels: int) -> Iterator[tuple[Tensor, Tensor, Matrix, Offset, list[Any]]]:
+        """Yield image, label, matrix, offset and the numbers of channels of each output."""
+        end = 0
+        for row in self.table.tolist():
+            (a, b, c, x), (d, e, f, y), (g, h, i, z) = row[:4], row[4:8], row[8:12]
+            shape = [int(voxels) for voxels in row[12:15]]
+            begin, end = end, end + math.prod(shape)
+            image = self.images[begin * num_channels : end * num_channels]
+            yield (
+                image.view(num_channels, *shape),
+                self.labels[begin:end].view(shape),
+                ((a, b, c), (d, e, f), (g, h, i)),
+                (x, y, z),
+                [row[first : first + 4] for first in range(TABLE_CHANNELS, len(row), 4)],
+            )
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

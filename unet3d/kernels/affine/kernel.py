@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.affine.boxes import TABLE_BOX, TABLE_CHANNELS, Boxes
+from unet3d.kernels.affine.boxes import TABLE_CHANNELS, Boxes
 from unet3d.kernels.affine.cells import EQUAL_SHARES
 
 BLOCK_VOXELS = 128
@@ -87,8 +87,7 @@ def _sample(
     images, labels, table, image_out, label_out,
     C: tl.int32, NX: tl.int32, NY: tl.int32, NZ: tl.int32,
     FX: tl.int32, FY: tl.int32, FZ: tl.int32, PY: tl.int32, PZ: tl.int32,
-    BOX: tl.constexpr, CHANNELS: tl.constexpr,
-    EQUAL: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr,
+    CHANNELS: tl.constexpr, EQUAL: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     index = tl.int64 if WIDE else tl.int32
     number = image_out.dtype.element_ty
@@ -96,15 +95,16 @@ def _sample(
     at = tl.program_id(0).to(index) * BV + tl.arange(0, BV)
     is_voxel = at < size
     line = at // NZ
-    x = line // NY
-    y = line - x * NY
-    z = at - line * NZ
+    sheet = line // NY
+    x = sheet + FX
+    y = line - sheet * NY + FY
+    z = at - line * NZ + FZ
     output = tl.program_id(1).to(tl.int64)
     row = table + output * (CHANNELS + 4 * C)
-    X = tl.load(row + BOX).to(tl.int32)
-    Y = tl.load(row + BOX + 1).to(tl.int32)
-    Z = tl.load(row + BOX + 2).to(tl.int32)
-    before = tl.load(row + BOX + 3).to(tl.int64)
+    X = tl.load(row + 12).to(tl.int32)
+    Y = tl.load(row + 13).to(tl.int32)
+    Z = tl.load(row + 14).to(tl.int32)
+    before = tl.load(row + 15).to(tl.int64)
     image = images + before * C
     label = labels + before
     image_out += output * C * size
@@ -136,7 +136,7 @@ def _sample(
     tl.store(label_out + at, _largest_share(classes, weights, EQUAL), mask=is_voxel)
     box = X.to(tl.int64) * plane
     # The index of a voxel in the whole output, of which noise takes 32 bits.
-    voxel = ((x + FX).to(tl.uint32) * PY + (y + FY).to(tl.uint32)) * PZ + (z + FZ).to(tl.uint32)
+    voxel = (x.to(tl.uint32) * PY + y.to(tl.uint32)) * PZ + z.to(tl.uint32)
     given = row + CHANNELS
     for _ in range(C):
         value = tl.zeros((BV,), number)
@@ -158,11 +158,8 @@ def sample(boxes: Boxes, image_out: Tensor, label_out: Tensor) -> None:
     number, *size = label_out.shape
     sizes = (image_out.shape[1], *size, *boxes.start, *boxes.size[1:])
     voxels = max(boxes.labels.numel(), label_out[0].numel() + BLOCK_VOXELS)
-    shape = {"EQUAL": EQUAL_SHARES, "WIDE": voxels >= 2**31, "BV": BLOCK_VOXELS}
-    columns = {"BOX": TABLE_BOX, "CHANNELS": TABLE_CHANNELS}
+    constants = {"CHANNELS": TABLE_CHANNELS, "EQUAL": EQUAL_SHARES, "WIDE": voxels >= 2**31}
     grid = (triton.cdiv(label_out[0].numel(), BLOCK_VOXELS), number)
     with torch.cuda.device(image_out.device):
-        _sample[grid](
-            boxes.images, boxes.labels, boxes.table, image_out, label_out,
-            *sizes, **columns, **shape,
-        )  # fmt: skip
+        given = (*boxes[:3], image_out, label_out, *sizes)
+        _sample[grid](*given, **constants, BV=BLOCK_VOXELS)

@@ -9,11 +9,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from unet3d.kernels.affine.boxes import Sample
 from unet3d.kernels.affine.cells import (
     CORNERS,
     EQUAL_SHARES,
     Block,
+    Matrix,
+    Offset,
     Region,
     Voxel,
     blocks,
@@ -23,14 +24,15 @@ from unet3d.kernels.affine.cells import (
 def sample(
     image: Tensor,
     label: Tensor,
-    how: Sample,
+    matrix: Matrix,
+    offset: Offset,
     *,
     image_out: Tensor,
     label_out: Tensor,
     start: Voxel = (0, 0, 0),
 ) -> None:
-    """Sample one box (C, X, Y, Z) into memory of one output, without what is done afterwards."""
-    for block in blocks(how.matrix, how.offset, start, image_out):
+    """Sample a box into memory; see :func:`unet3d.kernels.affine.api.sample_affine`."""
+    for block in blocks(matrix, offset, start, image_out):
         inside = _inside(block, label.shape)
         if inside is None:
             image_out[:, *block.region] = 0

@@ -8,14 +8,13 @@ A slab of a batch is made alone, from what it depends on. Only contrast and gamm
 whole patch: where the slabs' holders cannot gather its mean and range, such a patch is made whole.
 """
 
-import math
 from collections.abc import Iterable
 
 from torch import Tensor
 
 from unet3d.kernels import Boxes, sample_affine
 from unet3d.kernels.affine.noise import independent_of_threads
-from unet3d.patches.augment.cut import Slab, inside, shape_of, start_of
+from unet3d.patches.augment.cut import Slab, inside, shape_of
 from unet3d.patches.augment.intensity import Gather, Part
 from unet3d.patches.augment.recipe import Recipe
 
@@ -39,32 +38,25 @@ def augment(
     remaining, first = iter(given), 0
     while first < len(image):
         boxes, recipe = next(remaining)
-        of_batch = slice(first, first := first + recipe.number)
+        of_batch = slice(first, first := first + len(boxes.table))
         own_image, own_target = image[of_batch], target[of_batch]
-        shape = shape_of(recipe.made)
-        place = slab.place(recipe.size, recipe.part, own_target.shape[1:])
+        _, part, made = recipe.extent
+        place = slab.place(recipe.extent, own_target.shape[1:])
         place_image, place_target = own_image[:, :, *place], own_target[:, *place]
         # What is made is made in place, unless it is larger or lies between zeros.
-        in_place = recipe.made == recipe.part and place_target.shape == own_target.shape
+        in_place = made == part and place_target.shape == own_target.shape
+        shape = shape_of(made)
         made_image = own_image if in_place else image.new_empty((*own_image.shape[:2], *shape))
-        made_target = own_target if in_place else target.new_empty((recipe.number, *shape))
+        made_target = own_target if in_place else target.new_empty((len(own_target), *shape))
         sample_affine(boxes, image_out=made_image, label_out=made_target)
         del boxes  # its memory serves what follows
         if gather is not None or made_target.numel() > 0:
-            inner = inside(recipe.part, recipe.made)
-            part = Part(
-                start=start_of(recipe.made),
-                inner=None if gather is None else inner,
-                num_voxels=math.prod(recipe.size),
-                gather=gather,
-            )
-            channels = made_image.flatten(0, 1)
             with independent_of_threads(image.device):
                 for change in recipe.changes:
-                    change.apply(channels, part)
+                    change.apply(made_image.flatten(0, 1), Part(recipe.extent, gather))
         if not in_place:
             own_image.zero_()
             own_target.zero_()
-            inner = inside(recipe.part, recipe.made)
+            inner = inside(part, made)
             place_image.copy_(made_image[:, :, *inner])
             place_target.copy_(made_target[:, *inner])

@@ -1,7 +1,8 @@
 """What is cut out of a case for one patch, and where the patch's voxels lie in it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.images.image import Box
 from unet3d.patches.augment.draw import Axes, DrawnChannel, Matrix
-from unet3d.patches.augment.filters import reach_of
 
 Rows = tuple[Axes, Axes, Axes]
 """A matrix (3, 3)."""
@@ -34,8 +34,9 @@ class Slab:
         )
         return slice(first, last), slice(0, size[1]), slice(0, size[2])
 
-    def place(self, size: Shape, part: Box, shape: Sequence[int]) -> Box:
-        """Return where a part of a patch of a size lies in a slab of this shape."""
+    def place(self, extent: "Extent", shape: Sequence[int]) -> Box:
+        """Return where what is wanted of a patch lies in a slab of this shape."""
+        size, part = extent.size, extent.part
         first_x = middle(self.num_planes, size[0]) + part[0].start - self.planes.start
         starts = (first_x, middle(shape[1], size[1]), middle(shape[2], size[2]))
         x, y, z = (
@@ -71,8 +72,18 @@ def middle(available: int, voxels: int) -> int:
     return (available - voxels) // 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
+class Extent(NamedTuple):
+    """A part of a patch."""
+
+    size: Shape
+    """Voxels of the whole patch along X, Y, Z."""
+    part: Box
+    """The voxels of the patch that are wanted."""
+    made: Box
+    """The voxels that are made for that: :attr:`part` and what it depends on."""
+
+
+class Placement(NamedTuple):
     """Where the voxels of a patch lie in a case, or in a box of it: ``matrix @ voxel + offset``."""
 
     matrix: Rows
@@ -95,7 +106,7 @@ class Placement:
     def moved(self, by: Sequence[int]) -> "Placement":
         """Return the placement in a box of the case that begins at a voxel."""
         x, y, z = (at - first for at, first in zip(self.offset, by, strict=True))
-        return replace(self, offset=(x, y, z))
+        return self._replace(offset=(x, y, z))
 
     def box(self, part: Box, available: Shape) -> Box:
         """Return the voxels of a case of a shape that a part of the patch is interpolated from.
@@ -129,21 +140,7 @@ class Cut:
     """Where the patch's voxels lie in the box."""
     channels: tuple[DrawnChannel, ...]
     """What happens to the intensities of each channel; empty: nothing."""
-    size: Shape
-    """Voxels of the whole patch along X, Y, Z."""
-    part: Box
-    """The voxels of the patch that are wanted."""
-    made: Box
-    """The voxels that are made for that: :attr:`part` and what it depends on."""
+    extent: Extent
+    """What is made of the patch."""
     name: str
     """The case."""
-
-
-def with_margin(part: Box, channels: Sequence[DrawnChannel], size: Shape) -> Box:
-    """Return a part of a patch with the voxels around it that its intensities depend on."""
-    margins = np.max([(0, 0, 0), *(reach_of(channel, size) for channel in channels)], axis=0)
-    x, y, z = (
-        slice(max(0, one.start - margin), min(voxels, one.stop + margin))
-        for one, margin, voxels in zip(part, margins.tolist(), size, strict=True)
-    )
-    return x, y, z

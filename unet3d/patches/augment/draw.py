@@ -55,6 +55,11 @@ class DrawnChannel:
     """Exponent of a gamma curve over the intensities."""
 
     @property
+    def sampled(self) -> tuple[float, float, float, float]:
+        """What is done while a patch is sampled; brightness commutes with the blur before it."""
+        return (self.noise_std, *self.noise_seed, self.brightness)
+
+    @property
     def is_measured(self) -> bool:
         """Whether what happens depends on the intensities of the whole patch."""
         return (self.contrast, self.inverted_gamma, self.gamma) != (1, 1, 1)

@@ -6,11 +6,14 @@ The matrices are worked out where a patch is cut: on a GPU that takes more launc
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.images.image import Box
 from unet3d.kernels.affine.noise import independent_of_threads
+from unet3d.patches.augment.cut import start_of
 from unet3d.patches.augment.draw import BLUR_SIGMA_VOXELS, LOW_RESOLUTION_RANGE, Axes, DrawnChannel
 from unet3d.patches.augment.intensity import Part
 
@@ -53,22 +56,24 @@ def coarsening_matrices(resolutions: Sequence[Axes], size: Shape) -> Matrices:
     return tuple(matrices)
 
 
-def blur_reach(sigma: Axes | None) -> Shape:
-    """Return from how many voxels away a blurred voxel takes along each axis."""
-    x, y, z = (math.ceil(BLUR_DEVIATIONS * deviation) for deviation in sigma or (0, 0, 0))
-    return x, y, z
-
-
-def coarsening_reach(resolution: Axes, size: Shape) -> Shape:
-    """Return from how many voxels away a voxel takes that has lost resolution."""
-    x, y, z = map(_coarsening_reach, size, resolution)
-    return x, y, z
-
-
 def reach_of(drawn: DrawnChannel, size: Shape) -> Shape:
     """Return from how many voxels away a channel of a patch takes along each axis."""
-    both = blur_reach(drawn.blur_sigma), coarsening_reach(drawn.resolution, size)
-    x, y, z = map(sum, zip(*both, strict=True))
+    x, y, z = (
+        math.ceil(BLUR_DEVIATIONS * sigma) + _coarsening_reach(voxels, factor)
+        for sigma, factor, voxels in zip(
+            drawn.blur_sigma or (0, 0, 0), drawn.resolution, size, strict=True
+        )
+    )
+    return x, y, z
+
+
+def with_margin(part: Box, channels: Sequence[DrawnChannel], size: Shape) -> Box:
+    """Return a part of a patch with the voxels around it that its intensities depend on."""
+    margins = np.max([(0, 0, 0), *(reach_of(channel, size) for channel in channels)], axis=0)
+    x, y, z = (
+        slice(max(0, one.start - margin), min(voxels, one.stop + margin))
+        for one, margin, voxels in zip(part, margins.tolist(), size, strict=True)
+    )
     return x, y, z
 
 
@@ -118,30 +123,31 @@ def _coarsening_matrix(voxels: int, fewer: int) -> Tensor:
         return (interpolation @ means).float()
 
 
-def filtered(channels: Tensor, part: Part, matrices: Matrices, reach: Shape) -> Tensor:
+def filtered(channels: Tensor, part: Part, matrices: Matrices) -> Tensor:
     """Return a part (R, X, Y, Z) of channels, filtered.
 
-    Matrices are zero beyond a reach. Where the part ends within a patch, what lies closer to that
-    face than the reach is wrong.
+    Where the part ends within a patch, what lies closer to that face than a filter reaches is
+    wrong.
     """
-    for matrix, first, farthest in zip(matrices, part.start, reach, strict=True):
+    for matrix, first in zip(matrices, start_of(part.extent.made), strict=True):
         number, voxels, *others = channels.shape
         lines = channels.flatten(2).transpose(1, 2)
         if matrix is not None:
             inside = slice(first, first + voxels)
-            lines = _multiplied(lines, matrix[:, inside, inside].transpose(1, 2), farthest)
+            lines = _multiplied(lines, matrix[:, inside, inside].transpose(1, 2))
         # The axis is the last one now: after three turns all are where they were.
         channels = lines.reshape(number, *others, voxels)
     return channels
 
 
-def _multiplied(lines: Tensor, matrices: Tensor, reach: int) -> Tensor:
-    """Multiply (R, V, voxels) by (R, voxels, voxels) that are zero beyond a distance."""
+def _multiplied(lines: Tensor, matrices: Tensor) -> Tensor:
+    """Multiply (R, V, voxels) by (R, voxels, voxels), which are zero beyond a filter's reach."""
     voxels = lines.shape[2]
     chunk = CHUNK if lines.device.type == "cpu" else GPU_CHUNK
     if voxels <= chunk:
         return torch.bmm(lines, matrices)
     result = lines.new_empty(lines.shape)
+    reach = max(farthest_reach(voxels, True, False), farthest_reach(voxels, False, True))
     for first in range(0, voxels, chunk):
         last = min(first + chunk, voxels)
         near = slice(max(0, first - reach), min(voxels, last + reach))

@@ -7,14 +7,12 @@ these numbers.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unet3d.config import Shape
-from unet3d.images.image import Box
+from unet3d.patches.augment.cut import Extent, inside
 
 SMALL = 1e-7
 """Spans and deviations below this count as it, so that a constant channel stays finite."""
@@ -33,22 +31,17 @@ class Levels(NamedTuple):
     high: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """A box of patches of one size; their other boxes may be elsewhere."""
+class Part(NamedTuple):
+    """A part of patches of one size, whose other parts may be elsewhere."""
 
-    start: Shape
-    """Its first voxel."""
-    inner: Box | None = None
-    """What of the box counts; the rest is counted in other ones. None: all."""
-    num_voxels: int
-    """Of a whole patch."""
+    extent: Extent
     gather: Gather | None = None
-    """Gathers the numbers of all boxes; None: the box is the whole patch."""
+    """Gathers the numbers of what is wanted of all parts; None: what is made is the whole patch."""
 
     def levels(self, channels: Tensor, *, has_range: bool = True) -> Levels:
-        """Measure channels of a box (R, X, Y, Z), which may have no voxels."""
-        counted = (channels if self.inner is None else channels[:, *self.inner]).flatten(1)
+        """Measure channels (R, X, Y, Z) of what is made, which may have no voxels."""
+        size, part, made = self.extent
+        counted = (channels if self.gather is None else channels[:, *inside(part, made)]).flatten(1)
         # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
         number, divisor = counted.shape[1], max(1, counted.shape[1] - 1)
         if number == 0:
@@ -70,9 +63,10 @@ class Part:
             gathered = self.gather(own.double().flatten()).view(-1, *own.shape)
             counts, means, parts, lows, highs = gathered.unbind(1)
             # Merged as by Chan, Golub and LeVeque (The American Statistician 1983).
-            total = (counts * means).sum(0) / self.num_voxels
+            num_voxels = math.prod(size)
+            total = (counts * means).sum(0) / num_voxels
             squares = (parts + counts * (means - total).square()).sum(0)
-            variance = squares.float() / max(1, self.num_voxels - 1)
+            variance = squares.float() / max(1, num_voxels - 1)
             mean, low, high = total.float(), lows.amin(0).float(), highs.amax(0).float()
         return Levels(mean, variance, low, high)
 

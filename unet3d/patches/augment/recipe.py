@@ -7,25 +7,17 @@ CPU each patch is made alone: how many rows a sum or a product has may change it
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.images.image import Box
-from unet3d.kernels import Boxes, Intensity, Sample
-from unet3d.patches.augment.cut import Cut, start_of
+from unet3d.kernels import Boxes
+from unet3d.patches.augment.cut import Cut, Extent, start_of
 from unet3d.patches.augment.draw import STILL, DrawnChannel
-from unet3d.patches.augment.filters import (
-    blur_matrices,
-    blur_reach,
-    coarsening_matrices,
-    coarsening_reach,
-    filtered,
-)
+from unet3d.patches.augment.filters import blur_matrices, coarsening_matrices, filtered
 from unet3d.patches.augment.intensity import Part, change_contrast, change_gamma
 
 T = TypeVar("T")
@@ -55,20 +47,12 @@ class Change(NamedTuple):
             own.copy_(changed)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Recipe:
+class Recipe(NamedTuple):
     """What is made of sampled patches, which all have one size."""
 
-    number: int
-    """Of the patches."""
+    extent: Extent
     changes: tuple[Change, ...]
     """In their order."""
-    size: Shape
-    """Voxels of a whole patch along X, Y, Z."""
-    part: Box
-    """The voxels of a patch that are wanted."""
-    made: Box
-    """The voxels that are made for that."""
 
 
 def together(cuts: Iterable[Cut], *, stacks: bool) -> Iterator[tuple[Boxes, Recipe]]:
@@ -77,11 +61,11 @@ def together(cuts: Iterable[Cut], *, stacks: bool) -> Iterator[tuple[Boxes, Reci
     Patches are only made together if ``stacks``. Where slabs of them are elsewhere they are not:
     who makes which together differs, and the numbers that are gathered would.
     """
-    for (size, _, _), same in groupby(cuts, lambda cut: (cut.size, cut.part, cut.made)):
+    for extent, same in groupby(cuts, lambda cut: cut.extent):
         own = list(same)
-        most = number_together(size) if stacks else 1
+        most = number_together(extent.size) if stacks else 1
         for first in range(0, len(own), most):
-            yield _recipe(own[first : first + most])
+            yield _recipe(own[first : first + most], extent)
 
 
 def number_together(size: Shape) -> int:
@@ -89,36 +73,28 @@ def number_together(size: Shape) -> int:
     return max(1, TOGETHER_VOXELS // math.prod(size))
 
 
-def _recipe(cuts: Sequence[Cut]) -> tuple[Boxes, Recipe]:
-    first, size = cuts[0], cuts[0].size
+def _recipe(cuts: Sequence[Cut], extent: Extent) -> tuple[Boxes, Recipe]:
     drawn = [cut.channels or (DrawnChannel(),) * len(cut.image) for cut in cuts]
-    samples = tuple(
-        Sample(
-            (cut.label.shape[0], cut.label.shape[1], cut.label.shape[2]),
-            cut.placement.matrix,
-            cut.placement.offset,
-            # A factor commutes with blur, which comes between the two.
-            tuple(Intensity(one.noise_std, one.noise_seed, one.brightness) for one in channels),
-        )
-        for cut, channels in zip(cuts, drawn, strict=True)
+    boxes = Boxes.of(
+        [cut.image for cut in cuts],
+        [cut.label for cut in cuts],
+        [cut.placement for cut in cuts],
+        [[channel.sampled for channel in channels] for channels in drawn],
+        start_of(extent.made),
+        extent.size,
     )
-    images, labels = [cut.image for cut in cuts], [cut.label for cut in cuts]
-    boxes = Boxes.of(images, labels, samples, start_of(first.made), size)
-    changes = tuple(_changes([one for channels in drawn for one in channels], size))
-    recipe = Recipe(number=len(cuts), changes=changes, size=size, part=first.part, made=first.made)
-    return boxes, recipe
+    changes = _changes(list(chain.from_iterable(drawn)), extent.size)
+    return boxes, Recipe(extent, tuple(changes))
 
 
 def _changes(drawn: Sequence[DrawnChannel], size: Shape) -> Iterator[Change]:
     """Yield what is done to channels."""
-    for rows, sigmas in _chosen([one.blur_sigma for one in drawn], size):
-        reach = _farthest(blur_reach(sigma) for sigma in sigmas)
-        yield Change(filtered, rows, (blur_matrices(sigmas, size), reach))
-    for rows, factors in _chosen([_unless(one.contrast, 1) for one in drawn], size):
+    for rows, sigmas in _chosen([one.blur_sigma for one in drawn], None, size):
+        yield Change(filtered, rows, (blur_matrices(sigmas, size),))
+    for rows, factors in _chosen([one.contrast for one in drawn], 1.0, size):
         yield Change(change_contrast, rows, (_column(factors),))
-    for rows, coarse in _chosen([_unless(one.resolution, STILL) for one in drawn], size):
-        reach = _farthest(coarsening_reach(resolution, size) for resolution in coarse)
-        yield Change(filtered, rows, (coarsening_matrices(coarse, size), reach))
+    for rows, coarse in _chosen([one.resolution for one in drawn], STILL, size):
+        yield Change(filtered, rows, (coarsening_matrices(coarse, size),))
     # Inverted before the other, but most channels have only one of the two.
     curves = [
         [curve for curve in ((one.inverted_gamma, -1.0), (one.gamma, 1.0)) if curve[0] != 1]
@@ -126,29 +102,22 @@ def _changes(drawn: Sequence[DrawnChannel], size: Shape) -> Iterator[Change]:
     ]
     for turn in range(2):
         own = [both[turn] if turn < len(both) else None for both in curves]
-        for rows, chosen in _chosen(own, size):
+        for rows, chosen in _chosen(own, None, size):
             exponents, signs = zip(*chosen, strict=True)
             yield Change(change_gamma, rows, (_column(exponents), _column(signs)))
 
 
-def _chosen(values: Sequence[T | None], size: Shape) -> Iterator[tuple[slice | Tensor, list[T]]]:
+def _chosen(
+    values: Sequence[T | None], nothing: T | None, size: Shape
+) -> Iterator[tuple[slice | Tensor, list[T]]]:
     """Yield the rows that have a value, and their values, as many as are changed at a time."""
-    rows = [(row, value) for row, value in enumerate(values) if value is not None]
+    rows = [row for row, value in enumerate(values) if value != nothing]
     most = number_together(size)
     for begin in range(0, len(rows), most):
-        numbers, own = map(list, zip(*rows[begin : begin + most], strict=True))
-        first, last = numbers[0], numbers[-1]
-        is_run = last - first < len(numbers)
-        yield slice(first, last + 1) if is_run else torch.tensor(numbers), own
-
-
-def _unless(value: T, nothing: T) -> T | None:
-    return None if value == nothing else value
-
-
-def _farthest(reaches: Iterable[Shape]) -> Shape:
-    x, y, z = map(max, zip(*reaches, strict=True))
-    return x, y, z
+        own = rows[begin : begin + most]
+        first, end = own[0], own[-1] + 1
+        chosen = [value for value in (values[row] for row in own) if value is not None]
+        yield slice(first, end) if end - first == len(own) else torch.tensor(own), chosen
 
 
 def _column(values: Sequence[float]) -> Tensor:
