@@ -65,9 +65,9 @@ def _predicted(step, here):
     return predict_memory(step)
 
 
-def measure(step):
-    """Take two steps as training does, and measure the second."""
-    return _measure(step, parallelize(_network(step), step.layout))
+def measure(step, num_steps=1):
+    """Take a step as training does, and measure those that follow."""
+    return _measure(step, parallelize(_network(step), step.layout), num_steps)
 
 
 def measure_shards(step):
@@ -85,7 +85,7 @@ def _network(step):
     return model.double() if step.precision == "float64" else model
 
 
-def _measure(step, executor):
+def _measure(step, executor, num_steps=1):
     model, size, num_shards = executor.module, step.own_size, step.layout.num_shards
     optimization = Optimization(model, step.settings, step.precision)
     image = torch.randn(step.batch_size, step.topology.in_channels, *size)
@@ -94,7 +94,7 @@ def _measure(step, executor):
     target = torch.zeros(batch, dtype=torch.uint8, device=executor.output_device)
     planes = step.size[0] if num_shards > 1 else None
     meter = MemoryMeter(executor.slots, model)
-    for number in range(2):
+    for number in range(1 + num_steps):
         if number == 1:
             meter.start()
             executor.observer = meter
