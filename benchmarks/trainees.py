@@ -11,7 +11,7 @@ so what differs is the network and how it is run:
   gradient scaler, ``cudnn.benchmark``; nnU-Net compiles it by default;
 * ``dynunet``: MONAI's ``DynUNet``, bfloat16, ``cudnn.benchmark``.
 
-On a CPU ours runs in bfloat16 where the processor has it in hardware, and ``nnunet`` in float32, as
+On a CPU ours runs in bfloat16 where the processor is faster in it, and ``nnunet`` in float32, as
 nnU-Net itself does: it lowers the precision on GPUs only.
 """
 

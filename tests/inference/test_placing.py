@@ -37,6 +37,7 @@ def test_slabs_in_one_process_are_refused():
 )
 def test_what_is_computed_in(device, trained, asked, computed, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(precision, "bfloat16_is_faster", lambda: True)
     network = random_checkpoint(changes=(f"training.precision={trained}",))
     parallel = ParallelSettings(devices=(device,))
     placed = PlacedNetworks(Networks.of(network), parallel, Group(Ranks()), [asked])

@@ -8,6 +8,7 @@ from tests.networks import random_checkpoint
 from unet3d.errors import DeviceError
 from unet3d.parallel import Layout, parallelize, precision
 from unet3d.parallel.precision import (
+    bfloat16_is_faster,
     check_precision,
     cpu_has_bfloat16,
     default_precision,
@@ -22,6 +23,7 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
 
 def pretend(monkeypatch, num_gpus, capability=(9, 0), cudnn=91900, cpu_bfloat16=False):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: cpu_bfloat16)
+    monkeypatch.setattr(precision, "bfloat16_is_faster", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
@@ -116,6 +118,54 @@ def test_emulation_is_no_hardware(monkeypatch, flags, expected):
 def test_the_hardware_is_what_the_kernel_reports():
     flags = Path("/proc/cpuinfo").read_text().split()
     assert cpu_has_bfloat16() == bool({"avx512_bf16", "amx_bf16"} & set(flags))
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """Seconds that a convolution is said to take, and the types that were timed."""
+    seconds, asked = {torch.float32: 0.0138, torch.bfloat16: 0.0294}, []
+
+    def time(dtype):
+        asked.append(dtype)
+        return seconds[dtype]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(precision, "bfloat16_is_faster", bfloat16_is_faster.__wrapped__)
+    monkeypatch.setattr(precision, "convolution_seconds", time)
+    return seconds, asked
+
+
+def test_a_cpu_computes_in_what_it_convolves_faster_in(timed, caplog, tmp_path):
+    caplog.set_level("INFO")
+    seconds, asked = timed
+    assert resolve_precision("auto", [CPU]) == "float32"
+    (line,) = caplog.messages
+    assert line.startswith("this CPU computes in float32") and "13.8" in line and "29.4" in line
+    seconds[torch.bfloat16] = 0.001
+    assert resolve_precision("auto", [CPU]) == "float32"  # measured once for a processor
+    assert asked == [torch.float32, torch.bfloat16]
+    (record,) = tmp_path.glob("unet3d/processors/*.json")
+    record.write_text("{}")  # damaged
+    assert resolve_precision("auto", [CPU]) == "bfloat16"
+    # What is asked for needs no measurement, nor does a CPU without it.
+    assert resolve_precision("bfloat16", [CPU]) == "bfloat16"
+    assert len(asked) == 4
+
+
+def test_a_cpu_is_measured_where_nothing_can_be_kept(timed, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/folder")
+    for _ in range(2):
+        assert resolve_precision("auto", [CPU]) == "float32"
+    assert len(timed[1]) == 4
+
+
+def test_a_convolution_is_timed_in_both_types_without_drawing_numbers():
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            assert 0 < precision.convolution_seconds(dtype) < 60
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("cuts", [(), (3,)])

@@ -20,8 +20,10 @@ from tests.trainings import (
 from unet3d.config import load_config
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.interruption import Interrupted
+from unet3d.parallel import precision
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training import job
 from unet3d.training.validation import Validator
 
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
@@ -111,6 +113,23 @@ def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on
     expected = weights(plain)
     for name, value in weights(folder).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_resumed_run_keeps_the_precision_that_a_cpu_was_measured_for(
+    is_faster, cache, tmp_path, monkeypatch
+):
+    """On the other one of two machines, say, or when another measurement came out differently."""
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr(job, "cpu_has_bfloat16", lambda: True)
+    config = settings(cache, *BRIEF, "training.precision=auto", "training.save_every_seconds=0")
+    folder = tmp_path / "run"
+    monkeypatch.setattr(precision, "bfloat16_is_faster", lambda: is_faster)
+    run_until_power_cut(config, folder, num_steps=1)
+    monkeypatch.setattr(precision, "bfloat16_is_faster", lambda: not is_faster)
+    run(config, folder, resume=True)
+    kept = "bfloat16" if is_faster else "float32"
+    assert json.loads((folder / "summary.json").read_text())["precision"] == kept
 
 
 def test_the_cut_is_balanced_where_it_is_not_named(cache, tmp_path, caplog):

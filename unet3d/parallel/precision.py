@@ -5,16 +5,32 @@ hardware: a CPU without bfloat16 beside a GPU computes in float32. Parameters st
 """
 
 import functools
+import logging
 import platform
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from unet3d.errors import DeviceError
+from unet3d.errors import CacheError, DeviceError
+from unet3d.inputs.plain_data import key_of
 from unet3d.memory.fake_devices import is_gpu
+from unet3d.records import recall, remember, users_cache
 from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
+
+logger = logging.getLogger(__name__)
+
+_TIMED_CHANNELS = 32
+_TIMED_SIZE = 16
+_TIMED_ROUNDS = 3
+"""Of a convolution in both types, with its gradients: 0.1 s on one core, of which the first round
+does not count."""
+_CPU_LINES = ("model name", "flags", "CPU part", "Features")
+"""Of ``/proc/cpuinfo``: what tells a processor from others, and a virtual machine what it has."""
 
 
 def resolve_precision(
@@ -27,7 +43,8 @@ def resolve_precision(
 
     Args:
         wanted: A precision, or ``auto``: bfloat16 where every GPU has it in hardware, else float16;
-            where there is no GPU, bfloat16 if the CPU has it in hardware, else float32.
+            where there is no GPU, bfloat16 if the CPU has it in hardware and convolves faster in
+            it, else float32.
         devices: The devices that the network runs on. GPUs that are not here are taken to have
             bfloat16.
         exchange: Maps this process's answer to those of all ranks, which must agree.
@@ -46,17 +63,12 @@ def resolve_precision(
 def default_precision(devices: Sequence[torch.device]) -> str:
     """Return the best precision that every GPU among the devices has, as far as is known.
 
-    Args:
-        devices: The devices that the network runs on.
-
-    Returns:
-        ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong.
-        Where there is no GPU, ``bfloat16`` if this CPU has it, else ``float32``. GPUs that are not
-        here are taken to have ``bfloat16``.
+    ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong. Where
+    there is no GPU, the faster one of ``bfloat16`` and ``float32``.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     if not gpus:
-        return "bfloat16" if cpu_has_bfloat16() else "float32"
+        return "bfloat16" if cpu_has_bfloat16() and bfloat16_is_faster() else "float32"
     here = [gpu for gpu in gpus if (gpu.index or 0) < torch.cuda.device_count()]
     if len(here) < len(gpus):
         return "bfloat16"
@@ -68,17 +80,7 @@ def default_precision(devices: Sequence[torch.device]) -> str:
 def check_precision(
     precision: str, devices: Sequence[torch.device], setting: str = "training.precision"
 ) -> None:
-    """Refuse a precision that would train wrongly here, or not be computed in.
-
-    Args:
-        precision: A resolved one, such as ``bfloat16``; never ``auto``.
-        devices: The devices that the network runs on.
-        setting: The setting that asks for it.
-
-    Raises:
-        DeviceError: The precision is bfloat16, and cuDNN's convolutions in it are wrong; or there
-            are only CPUs, and they do not have it.
-    """
+    """Refuse a resolved precision that would train wrongly here, or be emulated: DeviceError."""
     on_gpu = any(device.type == "cuda" for device in devices)
     if precision == "float16" and not on_gpu:
         raise DeviceError(
@@ -111,6 +113,67 @@ def cpu_has_bfloat16() -> bool:
     return mkldnn_has_bfloat16()
 
 
+@functools.cache
+def bfloat16_is_faster() -> bool:
+    """Return whether this CPU convolves faster in bfloat16 than in float32, and say it.
+
+    AVX512-BF16 alone multiplies no faster on some processors, and converts besides. It is measured
+    once for a processor and kept in the user's cache folder, where there is one.
+    """
+    processor = {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    times, path = None, None
+    try:
+        path = users_cache() / "processors" / f"{key_of(processor)}.json"
+        times = recall(path, lambda record: (float(record["float32"]), float(record["bfloat16"])))
+    except CacheError as error:
+        logger.debug("nothing is kept of this processor: %s", error)
+    if times is None:
+        times = convolution_seconds(torch.float32), convolution_seconds(torch.bfloat16)
+        try:
+            if path is not None:
+                remember(path, {**processor, "float32": times[0], "bfloat16": times[1]})
+        except CacheError as error:
+            logger.debug("nothing is kept of this processor: %s", error)
+    is_faster = times[1] < times[0]
+    logger.info(
+        "this CPU computes in %s: a convolution takes %.1f ms in float32 and %.1f in bfloat16",
+        "bfloat16" if is_faster else "float32",
+        *(1000 * seconds for seconds in times),
+    )
+    return is_faster
+
+
+def convolution_seconds(dtype: torch.dtype) -> float:
+    """Return the least time of a few 3x3x3 convolutions on this CPU, with their gradients."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        layout, channels = torch.channels_last_3d, _TIMED_CHANNELS
+        # Two samples: of one that is small PyTorch unfolds the float32 convolution in memory.
+        x = torch.ones(2, channels, *(_TIMED_SIZE,) * 3, dtype=dtype).to(memory_format=layout)
+        weight = torch.ones(channels, channels, 3, 3, 3, dtype=dtype, requires_grad=True)
+        x.requires_grad_()
+        times = []
+        for _ in range(_TIMED_ROUNDS):
+            start = time.perf_counter()
+            y = F.conv3d(x, weight, padding=1)
+            torch.autograd.grad(y, (x, weight), y.detach())
+            times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _processor() -> str:
+    """Return the name of this machine's processor and what it has, or that of the machine."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        first = []
+    known = [line for line in first if line.partition("\t")[0].strip() in _CPU_LINES]
+    return "\n".join(known) or f"{platform.machine()} of {platform.node()}"
+
+
 def cudnn_breaks_bfloat16() -> bool:
     """Return whether this cuDNN is one of 9.8 to 9.14, whose bfloat16 conv3d is wrong."""
     return 90800 <= _cudnn_version() < 91500
@@ -131,24 +194,14 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 
 def lowered_on(device: torch.device, autocast: torch.dtype | None) -> torch.dtype | None:
-    """Return the type that a stage on one device lowers its operations to, or None.
-
-    Args:
-        device: The stage's device.
-        autocast: That of the network, or None.
-    """
+    """Return the type that a stage on one device lowers its operations to, of the network's."""
     if is_gpu(device):
         return autocast
     return autocast if autocast == torch.bfloat16 and cpu_has_bfloat16() else None
 
 
 def precision_on(device: torch.device, precision: str) -> str:
-    """Return the precision that a stage on one device computes in, as a name.
-
-    Args:
-        device: The stage's device.
-        precision: That of the network, a resolved one.
-    """
+    """Return the name of what a stage on one device computes in, of the network's precision."""
     dtype = autocast_dtype(precision)
     return precision if lowered_on(device, dtype) == dtype else "float32"
 
@@ -157,10 +210,6 @@ def lowering(device: torch.device, autocast: torch.dtype | None) -> AbstractCont
     """Return a context in which operations are lowered as a stage on one device lowers them.
 
     The lowered weights are remembered until the context ends.
-
-    Args:
-        device: The stage's device.
-        autocast: That of the network, or None.
     """
     dtype = lowered_on(device, autocast)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -176,11 +225,6 @@ def image_dtype(network: nn.Module) -> torch.dtype:
 
 
 def to_parameter_dtype(module: nn.Module, precision: str) -> None:
-    """Give a network's parameters the type in which they are trained.
-
-    Args:
-        module: The network, with float32 parameters.
-        precision: ``float64`` keeps them so; every other one has float32 master weights.
-    """
+    """Give a network's float32 parameters the type in which they are trained."""
     if precision == "float64":
         module.double()

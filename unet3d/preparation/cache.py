@@ -41,7 +41,14 @@ from unet3d.config import Shape, Spacing
 from unet3d.errors import CacheError, VolumeError, reason_of
 from unet3d.images.files import members
 from unet3d.preparation.foreground import Foreground, foreground_voxels
-from unet3d.records import read_record, recall, remember, write_record, writing_cache
+from unet3d.records import (
+    read_record,
+    recall,
+    remember,
+    users_cache,
+    write_record,
+    writing_cache,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +112,7 @@ class Cache:
 
     def __init__(self, folder: Path | None) -> None:
         """Make the folder where there is none; CacheError where it cannot be written to."""
-        self.folder = (folder or _default_folder()).absolute()
+        self.folder = (folder or users_cache()).absolute()
         with writing_cache(self.folder):
             for name in ("", "contents", "examined", "planned", "prepared"):
                 make_folder(self.folder / name)
@@ -191,15 +198,6 @@ class Cache:
             except OSError:  # another process may have published the case by now
                 if not self.has_case(key):
                     raise
-
-
-def _default_folder() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
-    except RuntimeError as error:  # no HOME, and a user that the system does not know
-        raise CacheError(
-            "there is no cache folder, because this user has no home folder; set data.cache"
-        ) from error
 
 
 def _opened(folder: Path, name: str) -> PreparedCase:

@@ -24,7 +24,7 @@ from unet3d.parallel import (
     parallelize,
     resolve_precision,
 )
-from unet3d.parallel.precision import precision_on, to_parameter_dtype
+from unet3d.parallel.precision import cpu_has_bfloat16, precision_on, to_parameter_dtype
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.experiment import Experiment, plan_experiment
@@ -103,7 +103,6 @@ def train(
     warning = None if batch_size == "auto" else dims.check_batch(batch_size)
     if warning is not None and group.is_first:
         logger.warning(warning)
-    precision = resolve_precision(config.training.precision, dims.devices, group.exchange)
     with folder.locked() if group.is_first else nullcontext():
         try:
             return _train(
@@ -113,7 +112,6 @@ def train(
                 console=console,
                 quiet=quiet,
                 dims=dims,
-                precision=precision,
                 group=group,
             )
         finally:
@@ -129,7 +127,6 @@ def _train(
     console: Console,
     quiet: bool,
     dims: ParallelDims,
-    precision: str,
     group: Group,
 ) -> TrainingResult:
     """Train in a folder that is this process's own, or its first rank's."""
@@ -143,6 +140,8 @@ def _train(
     finished = _if_finished(group, past, config, is_checked=False)
     if finished is not None:
         return TrainingResult(folder=folder, state=finished, memory=None)
+    wanted = group.from_first(lambda: _wanted_precision(config, dims, past))
+    precision = resolve_precision(wanted, dims.devices, group.exchange)
     if group.is_first:
         group.begin(str(folder.path))
     experiment = group.in_turn(
@@ -247,6 +246,14 @@ def _open_folder(config: Config, folder: RunFolder, resume: bool) -> Past | None
     past = Past.of(folder)
     past.check_settings(config)
     return past
+
+
+def _wanted_precision(config: Config, dims: ParallelDims, past: Past | None) -> str:
+    """Return the setting, or what a run on CPUs that it leaves open has computed in before."""
+    wanted, recorded = config.training.precision, past.state.cpu_precision if past else ""
+    is_on_cpus = all(device.type == "cpu" for device in dims.all_devices)
+    keeps = recorded == "float32" or (recorded == "bfloat16" and cpu_has_bfloat16())
+    return recorded if wanted == "auto" and is_on_cpus and keeps else wanted
 
 
 def _if_finished(

@@ -7,7 +7,7 @@ step), the learning rate of the step, and everything else is in the checkpoint.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -89,7 +89,9 @@ class TrainingLoop:
         self.executor = executor
         self.folder = folder
         self.prediction = prediction
-        self.state = TrainingState()
+        is_on_cpus = all(device.type == "cpu" for device in dims.all_devices)
+        self._cpu_precision = precision if is_on_cpus else ""
+        self.state = TrainingState(cpu_precision=self._cpu_precision)
         self.optimization = Optimization(executor.module, self.config.training, precision)
         regions = experiment.preprocessing.region_classes
         self._loss = SegmentationLoss.of(self.config.training, regions)
@@ -130,7 +132,8 @@ class TrainingLoop:
         Raises:
             CheckpointError: It is of another network or optimizer.
         """
-        self.state = self.saver.load(self.loader.num_steps)
+        state = self.saver.load(self.loader.num_steps)
+        self.state = replace(state, cpu_precision=self._cpu_precision)
         self.recorder.resumed_epoch = self.state.epoch
 
     def run(self, console: Console, quiet: bool) -> TrainingResult:

@@ -21,6 +21,8 @@ Seconds = Annotated[float, Field(ge=0, le=1e12)]
 class TrainingState:
     """Epochs and steps that are done, and the sums of the epoch that is not."""
 
+    cpu_precision: str = ""
+    """What a network on CPUs alone is computed in, which ``auto`` keeps; empty: not known."""
     epoch: Count = 0
     """Epochs that are complete, validation included."""
     step: Count = 0
