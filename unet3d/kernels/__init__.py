@@ -6,13 +6,13 @@ from unet3d.kernels.classes import strongest_class, written_regions
 from unet3d.kernels.conv.api import (
     conv1x1x1,
     conv3x3x3,
+    flat_conv,
     strided_conv3x3x3,
     upsample,
     upsample_with_halo,
     upsampled_conv3x3x3,
 )
 from unet3d.kernels.conv.border import add_border
-from unet3d.kernels.conv.flat import flat_conv
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
 from unet3d.kernels.halo import own_planes, with_halo

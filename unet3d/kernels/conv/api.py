@@ -26,6 +26,7 @@ from unet3d.kernels.conv.folded import (
     PaddedStridedConvolution,
     composed_kernel,
 )
+from unet3d.kernels.halo import own_planes
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded
 from unet3d.kernels.recompute import kept_for, offer, recomputing
 from unet3d.kernels.sharding import x_padding as padding_of_maps
@@ -57,16 +58,9 @@ def conv3x3x3(
     *,
     x_padding: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Convolve with stride 1 and zero padding, so that the size of a whole volume stays.
+    """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with stride 1 and zeros around.
 
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, 3, 3, 3); autocast may lower it.
-        x_padding: Planes of zeros before and behind X; None: 1, where the map is a slab with its
-            halo 0.
-
-    Returns:
-        (N, O, X', Y, Z), where X' is X + the sum of x_padding - 2.
+    So the size of a whole volume stays: X becomes X + the sum of x_padding - 2.
     """
     x_padding = padding_of_maps() if x_padding is None else x_padding
     if is_stem(x, weight):
@@ -86,24 +80,25 @@ def strided_conv3x3x3(
     *,
     x_padding: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Convolve with strides and zero padding.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, 3, 3, 3); autocast may lower it.
-        stride: Along X, Y, Z.
-        x_padding: Planes of zeros before and behind X; None: 1, where the map is a slab with its
-            halo 0.
-
-    Returns:
-        (N, O, X', Y', Z').
-    """
+    """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), strides along X, Y, Z and zeros around."""
     x_padding = padding_of_maps() if x_padding is None else x_padding
     if is_padded(x):
         given = (x, weight.to(x.dtype), tuple(stride), x_padding)
         y: Tensor = PaddedStridedConvolution.apply(*given)  # type: ignore[no-untyped-call]
         return y
     return slabs.convolve(x, weight, stride, (x_padding, 1, 1))
+
+
+def flat_conv(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
+    """Convolve with a kernel that has one voxel along some axes, as across thick slices.
+
+    A slab comes with its halo, and its own planes are returned.
+    """
+    along_x, *in_plane = weight.shape[2:]
+    y, z = (taps // 2 for taps in in_plane)
+    if along_x == 1:  # nothing of the neighbours' planes is read
+        return slabs.convolve(own_planes(x), weight, stride, (0, y, z))
+    return slabs.convolve(x, weight, stride, (padding_of_maps(), y, z))
 
 
 def upsampled_conv3x3x3(
@@ -114,23 +109,13 @@ def upsampled_conv3x3x3(
     *,
     x_padding: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Make each voxel a small block, then convolve with stride 1 and zero padding.
+    """Make each voxel a block of so many (I, C, *stride), then convolve as :func:`conv3x3x3` does.
 
     Where the map is large, both are one transposed convolution, whose kernel is made from both
     weights (:class:`~unet3d.kernels.conv.folded.ComposedUpsampling`); making it takes as long as
-    little of the map. The values and gradients are those of the two, but for rounding.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        up: (I, C, *stride), the kernel that upsamples; autocast may lower it.
-        weight: (O, C, 3, 3, 3); autocast may lower it.
-        stride: Voxels of a block along X, Y, Z.
-        x_padding: Planes of zeros before and behind X of the upsampled map: 1, or on a side where x
-            begins or ends with its neighbour's plane, which is read but not upsampled, 0; None: as
-            in :func:`conv3x3x3`.
-
-    Returns:
-        (N, O, X', Y', Z'). It may be stored with room around Z (:mod:`unet3d.kernels.padding`).
+    little of the map. The values and gradients are those of the two, but for rounding. A
+    neighbour's plane in x (N, I, X, Y, Z) is read but not upsampled. The result may be stored with
+    room around Z (:mod:`unet3d.kernels.padding`).
     """
     x_padding = padding_of_maps() if x_padding is None else x_padding
     if _composes(x, up, weight):
@@ -148,18 +133,7 @@ def upsampled_conv3x3x3(
 def upsample_with_halo(
     x: Tensor, weight: Tensor, stride: Sequence[int], *, x_padding: tuple[int, int] | None = None
 ) -> Tensor:
-    """Make each voxel a small block; of a neighbour's plane only the planes next to the slab.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (I, O, *stride); autocast may lower it.
-        stride: Voxels of a block along X, Y, Z.
-        x_padding: 1, or on a side where x begins or ends with its neighbour's plane 0; None: 1,
-            where the map is a slab with its halo 0.
-
-    Returns:
-        (N, O, X', Y', Z'), with one plane for that of the neighbour.
-    """
+    """Upsample as :func:`upsample` does; of a neighbour's plane only the plane next to the slab."""
     full = upsample(x, weight, stride)
     x_padding = padding_of_maps() if x_padding is None else x_padding
     before, after = ((1 - side) * (stride[0] - 1) for side in x_padding)
@@ -167,18 +141,10 @@ def upsample_with_halo(
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Make each voxel a small block: a transposed convolution whose kernel is its stride.
+    """Make each voxel of (N, I, X, Y, Z) a block with (I, O, *stride), a kernel that is its stride.
 
     Backward recomputes it where that is asked for (:mod:`unet3d.kernels.recompute`): it takes a few
     percent of the time of the convolution that reads it, and half of its memory.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (I, O, *stride); autocast may lower it.
-        stride: Voxels of a block along X, Y, Z.
-
-    Returns:
-        (N, O, X', Y', Z').
     """
     y = slabs.upsample(x, weight, stride)
     input_again, weight, dtype = recomputing(x), weight.detach(), y.dtype
@@ -192,19 +158,11 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Mix the channels of each voxel, for few outputs.
+    """Mix the channels of each voxel of (N, I, X, Y, Z), for few outputs.
 
     cuDNN pads the outputs to a multiple of eight; here eight voxels along Z are multiplied as one
     with a block-diagonal matrix. Measured on an H100 at 256^3 from 32 to 3 channels, forward and
     backward: 6.6 to 1.4 ms.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, 1, 1, 1).
-        bias: (O,).
-
-    Returns:
-        (N, O, X, Y, Z).
     """
     together = 8
     outputs, inputs = weight.shape[:2]
@@ -227,12 +185,7 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def is_stem(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x is an image, which Triton convolves: it has few channels and no gradient.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, 3, 3, 3).
-    """
+    """Return whether x is an image, which Triton convolves: it has few channels and no gradient."""
     return (
         is_gpu(x.device)
         and 27 * x.shape[1] <= MAX_STEM_ROWS

@@ -34,16 +34,10 @@ _ALL = slice(None)
 
 
 def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Add what a bias before a convolution with stride 1 adds to its result, but for a constant.
+    """Add what a bias (C,) before a convolution adds to its result, but for a constant.
 
-    Args:
-        y: The convolution of the map without the bias, (N, O, X, Y, Z), that nobody else reads: it
-            is overwritten. Of a slab its own planes.
-        weight: Of the convolution, (O, C, kernel) with 1 or 3 voxels along each axis.
-        bias: (C,).
-
-    Returns:
-        (N, O, X, Y, Z), in the memory of y. It may be differentiated.
+    The stride is 1. The result y (N, O, X, Y, Z), of a slab its own planes, is overwritten: nobody
+    else reads it. It may be differentiated.
     """
     axes = _axes(y, weight)
     made: Tensor = _Border.apply(y, _classes(weight, bias, axes), axes)  # type: ignore[no-untyped-call]

@@ -39,10 +39,7 @@ _POINT = (1, 1, 1)
 def is_slow(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
     """Return whether PyTorch would unfold the input, and there is a way around it.
 
-    Args:
-        x: (N, I, X, Y, Z), of the type in which it will be convolved.
-        weight: The kernel along X, Y, Z behind two dimensions of channels.
-        stride: Along X, Y, Z; of a transposed convolution too.
+    The input has the type in which it will be convolved.
     """
     if x.dtype != torch.float32 or x.device != _CPU:
         return False
@@ -98,9 +95,7 @@ def convolve_backward(
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Convolve (1, I, X, Y, Z) transposed with (I, O, *stride); points also where N is not 1."""
-    if _is_point(weight, stride):
-        return _product(weight.flatten(1).t(), x)
+    """Convolve (1, I, X, Y, Z) transposed with (I, O, *stride)."""
     y = F.conv_transpose3d(_halves(x), weight, stride=tuple(stride))
     return _joined(y, x.shape[2] * stride[0])
 
@@ -109,10 +104,6 @@ def upsample_backward(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], *, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and weight, or None where one is not wanted."""
-    if _is_point(weight, stride):
-        turned = weight.transpose(0, 1)
-        dx, dturned = convolve_backward(dy, x, turned, stride, (0, 0, 0), wanted=wanted)
-        return dx, None if dturned is None else dturned.transpose(0, 1)
     given = (_halves(dy, stride[0]), _halves(x), weight, stride, (0, 0, 0))
     dboth, dweight = gradients(*given, wanted=wanted, transposed=True)
     dx = _joined(dboth, x.shape[2]) if wanted[0] else None

@@ -92,9 +92,9 @@ class PaddedStridedConvolution(torch.autograd.Function):
             del x  # it may have been recomputed, only for that
             dx = _pairs_input_gradient(dy, size, weight, *steps) if needs_dx else None
             return dx, dweight, None, None
-        given = (dy, x, weight, ctx.stride, (ctx.x_padding, 1, 1))
-        dweight = slabs.weight_gradient(*given) if needs_dweight else None
-        dx = slabs.input_gradient(*given) if needs_dx else None
+        steps = (ctx.stride, (ctx.x_padding, 1, 1))
+        dweight = slabs.weight_gradient(dy, x, weight, *steps) if needs_dweight else None
+        dx = slabs.transposed(dy, weight, *steps, x.shape[2:]) if needs_dx else None
         return dx, dweight, None, None
 
 

@@ -48,20 +48,12 @@ class Axis(NamedTuple):
         return self.before if both.result == self.result else None
 
     def read_by(self, planes: range) -> range:
-        """Return the planes of the input that planes of the result read, zeros included.
-
-        Args:
-            planes: One or more planes of the result.
-        """
+        """Return the planes of the input that planes of the result read, zeros included."""
         start = planes.start * self.stride - self.before
         return range(start, (planes.stop - 1) * self.stride - self.before + self.kernel)
 
     def readers_of(self, planes: range) -> range:
-        """Return the planes of the result that read any of some planes of the input.
-
-        Args:
-            planes: One or more planes of the input.
-        """
+        """Return the planes of the result that read any of some planes of the input."""
         start = -((self.kernel - 1 - self.before - planes.start) // self.stride)
         stop = (planes.stop - 1 + self.before) // self.stride + 1
         return range(max(0, start), min(self.result, stop))
@@ -73,22 +65,12 @@ class Axis(NamedTuple):
         return range(first, max(first, min(last, self.result)))
 
     def exact(self, first: int, stop: int) -> Slab:
-        """Return the slab of some planes of the result and exactly those that they read.
-
-        Args:
-            first: The first plane of the result.
-            stop: The plane behind the last.
-        """
+        """Return the slab of some planes of the result and exactly those that they read."""
         planes = range(first, stop)
         return Slab(self.read_by(planes), planes, planes, 0)
 
     def for_result(self, first: int, stop: int) -> Slab:
-        """Return a slab that computes some planes of the result, without a copy where it can.
-
-        Args:
-            first: The first plane of the result.
-            stop: The plane behind the last.
-        """
+        """Return a slab that computes some planes of the result, without a copy where it can."""
         padding = self.symmetric
         if padding is None:
             return self.exact(first, stop)
@@ -101,12 +83,7 @@ class Axis(NamedTuple):
         return Slab(x, range(start, start + made), range(first, stop), padding)
 
     def for_gradient(self, first: int, stop: int) -> Slab:
-        """Return a slab that computes the gradient of some planes of the input.
-
-        Args:
-            first: The first plane of the input.
-            stop: The plane behind the last.
-        """
+        """Return a slab that computes the gradient of some planes of the input."""
         padding = self.symmetric
         if padding is None:  # zeros are planes of the input like any other
             full = Axis(self.size + self.before + self.after, self.kernel, self.stride, 0, 0)
@@ -125,13 +102,7 @@ class Axis(NamedTuple):
 def divide(
     slab: Callable[[int, int], Slab], planes: range, fits: Callable[[Slab], bool]
 ) -> list[Slab]:
-    """Return the fewest equal slabs that are small enough, or one for each plane.
-
-    Args:
-        slab: Makes one, from its first wanted plane and the one behind its last.
-        planes: What is divided.
-        fits: Whether a slab is small enough.
-    """
+    """Return the fewest equal slabs of some planes that are small enough, or one for each plane."""
     slabs: list[Slab] = []
     for num_slabs in range(1, len(planes) + 1):
         bounds = [planes.start + i * len(planes) // num_slabs for i in range(num_slabs + 1)]

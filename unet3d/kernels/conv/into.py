@@ -21,14 +21,7 @@ torch.library.define(
 
 
 def put(computed: Tensor, planes: range, x: Tensor, wanted: range) -> None:
-    """Copy the wanted planes of computed ones to their place.
-
-    Args:
-        computed: (N, C, planes, Y, Z).
-        planes: Which planes were computed.
-        x: (N, C, X, Y, Z), written.
-        wanted: Some of the planes.
-    """
+    """Copy wanted planes of the computed ones, (N, C, planes, Y, Z), to their place in x."""
     place = x.narrow(2, wanted.start, len(wanted))
     made = computed.narrow(2, wanted.start - planes.start, len(wanted))
     if is_gpu(x.device):
@@ -47,18 +40,11 @@ def put_convolved(
     stride: Sequence[int],
     padding: tuple[int, int, int],
 ) -> None:
-    """Convolve the planes of a slab, and have the wanted ones in their place in the result.
+    """Convolve the planes x of a slab, and have the wanted ones in their place in y.
 
-    On a GPU cuDNN writes them there; PyTorch's own call would make a copy.
-
-    Args:
-        y: The result of one sample, (1, O, X', Y', Z'), channels-last. The planes before the wanted
-            ones are there and stay; those behind may be overwritten.
-        slab: What is computed.
-        x: The planes of the input that the slab reads, (1, I, planes, Y, Z), channels-last.
-        weight: (O, I, kernel).
-        stride: Along X, Y, Z.
-        padding: Along X, Y, Z, the same on both sides.
+    On a GPU cuDNN writes them there; PyTorch's own call would make a copy. The planes of y, the
+    result of one sample, before the wanted ones are there and stay; those behind may be
+    overwritten. Both are channels-last.
     """
     if not writes_in_place(x):
         put(F.conv3d(x, weight, None, tuple(stride), padding), slab.y, y, slab.wanted)

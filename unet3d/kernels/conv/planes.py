@@ -14,39 +14,21 @@ Padding = tuple[int | tuple[int, int], int, int]
 
 
 def axis_of(size: int, weight: Tensor, stride: Sequence[int], padding: Padding) -> Axis:
-    """Return a convolution along X.
-
-    Args:
-        size: Planes of its input.
-        weight: (O, I, kernel).
-        stride: Along X, Y, Z.
-        padding: Of X, Y, Z.
-    """
+    """Return the convolution along X of an input of so many planes."""
     along_x = padding[0]
     before, after = (along_x, along_x) if isinstance(along_x, int) else along_x
     return Axis(size, weight.shape[2], stride[0], before, after)
 
 
 def padding_in_plane(padding: Padding) -> tuple[int, int]:
-    """Return the padding along Y and Z.
-
-    Args:
-        padding: Of X, Y, Z.
-    """
+    """Return the padding along Y and Z."""
     return padding[1], padding[2]
 
 
 def result_shape(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
 ) -> tuple[int, ...]:
-    """Return the shape (N, O, X', Y', Z') of a convolution's result.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, kernel).
-        stride: Along X, Y, Z.
-        padding: Of X, Y, Z.
-    """
+    """Return the shape (N, O, X', Y', Z') of a convolution's result."""
     sizes = [
         (size + (2 * pad if isinstance(pad, int) else sum(pad)) - kernel) // step + 1
         for size, kernel, step, pad in zip(
@@ -59,13 +41,9 @@ def result_shape(
 def transposed_shape(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
 ) -> tuple[int, ...]:
-    """Return the shape (N, O, X', Y', Z') of a transposed convolution's result.
+    """Return that of a transposed convolution with (I, O, kernel).
 
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (I, O, kernel).
-        stride: Along X, Y, Z.
-        padding: Planes of the result on either side of X, Y, Z that are left out.
+    The padding is what is left out of the result.
     """
     sizes = [
         (size - 1) * step + kernel - (2 * pad if isinstance(pad, int) else sum(pad))
@@ -117,14 +95,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a convolution's input and weights, from one call.
 
-    Args:
-        dy: Gradient of the result (N, O, X', Y', Z').
-        x: (N, I, X, Y, Z).
-        weight: (O, I, kernel), of a transposed convolution (I, O, kernel).
-        stride: Along X, Y, Z.
-        padding: Along X, Y, Z, the same on both sides.
-        wanted: Of the gradients; in place of one that is not wanted there is no tensor.
-        transposed: Whether it is a transposed convolution.
+    In place of one that is not wanted there is no tensor. The weights of a transposed convolution
+    are (I, O, kernel).
     """
     dx, dweight, _ = torch.ops.aten.convolution_backward(
         dy,

@@ -44,17 +44,10 @@ _NONE = (0, 0, 0)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
-    """Convolve, without a bias; may be differentiated.
+    """Convolve (N, I, X, Y, Z) with (O, I, kernel), without a bias; may be differentiated.
 
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, kernel); autocast may lower it.
-        stride: Along X, Y, Z.
-        padding: Planes of zeros on either side of X, Y, Z, fewer than the kernel's; that of X may
-            be a pair, before and behind, as where another device holds what goes on on one side.
-
-    Returns:
-        (N, O, X', Y', Z').
+    There are fewer planes of zeros on each side than the kernel has. Before and behind X they may
+    differ, as where another device holds what goes on on one side.
     """
     whole = _padding_of_whole(x, weight, stride, padding)
     if whole is not None:
@@ -65,19 +58,12 @@ def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding)
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Make each voxel a small block: a transposed convolution whose kernel is its stride.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (I, O, *stride); autocast may lower it.
-        stride: Voxels of a block along X, Y, Z.
-
-    Returns:
-        (N, O, X', Y', Z').
-    """
+    """Convolve transposed with (I, O, *stride), so that each voxel becomes a block."""
     shape = transposed_shape(x, weight, stride, _NONE)
     if max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS and not _is_slow(x, weight, stride):
         return F.conv_transpose3d(x, weight, stride=tuple(stride))
+    if max(stride) == 1:
+        return convolve(x, weight.transpose(0, 1), stride, _NONE)
     x = x.to(lowered(x))
     y: Tensor = _Upsampling.apply(x, weight.to(x.dtype), stride)  # type: ignore[no-untyped-call]
     return y
@@ -90,88 +76,41 @@ def transposed(
     padding: Padding,
     size: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return a transposed convolution, without a gradient.
+    """Return a transposed convolution with (I, O, kernel), without a gradient.
 
-    It is the gradient of the input of :func:`convolve`, which is its own gradient's other half.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (I, O, kernel), of x's type.
-        stride: Along X, Y, Z.
-        padding: Planes of the result on either side of X, Y, Z that are left out; those of X may be
-            a pair, before and behind.
-        size: X', Y', Z', of the sizes from which the stride leads to that of x; None: the smallest.
-
-    Returns:
-        (N, O, X', Y', Z').
+    It is the gradient of the input of :func:`convolve`, from that of its result. Of the sizes X',
+    Y', Z' from which the stride leads to that of x, None is the smallest.
     """
     smallest = transposed_shape(x, weight, stride, padding)
     shape = (*smallest[:2], *(smallest[2:] if size is None else size))
-    more = tuple(wanted - least for wanted, least in zip(shape[2:], smallest[2:], strict=True))
+    more = (shape[3] - smallest[3], shape[4] - smallest[4])
     axis, in_plane = axis_of(shape[2], weight, stride, padding), padding_in_plane(padding)
-    is_even = axis.before == axis.after
-    if is_even and max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
-        sides = (axis.before, *in_plane)
-        return F.conv_transpose3d(
-            x, weight, stride=tuple(stride), padding=sides, output_padding=more
-        )
+
+    def one_call(x: Tensor, planes: int, along_x: int) -> Tensor:
+        fewest = (x.shape[2] - 1) * axis.stride + axis.kernel - 2 * along_x
+        sides, further = (along_x, *in_plane), (planes - fewest, *more)
+        given = {"stride": tuple(stride), "padding": sides, "output_padding": further}
+        return F.conv_transpose3d(x, weight, **given)
+
+    if axis.symmetric is not None and max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
+        return one_call(x, axis.size, axis.symmetric)
     y = empty(shape, x)
     fits = _fits(plane_elements(y), plane_elements(x))
     slabs = divide(axis.for_gradient, range(axis.size), fits)
     for x_one, y_one in zip(samples(x), samples(y), strict=True):
         for slab in slabs:
-            fewest = (len(slab.y) - 1) * axis.stride + axis.kernel - 2 * slab.padding
-            made = F.conv_transpose3d(
-                _planes(x_one, slab.y),
-                weight,
-                stride=tuple(stride),
-                padding=(slab.padding, *in_plane),
-                output_padding=(len(slab.x) - fewest, *more[1:]),
-            )
+            made = one_call(_planes(x_one, slab.y), len(slab.x), slab.padding)
             put(made, slab.x, y_one, slab.wanted)
             del made  # before the next one
     return y
 
 
-def input_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
-) -> Tensor:
-    """Return the gradient of a convolution's input.
-
-    Args:
-        dy: Gradient of the result (N, O, X', Y', Z').
-        x: (N, I, X, Y, Z); its values do not matter.
-        weight: (O, I, kernel).
-        stride: Along X, Y, Z.
-        padding: As in :func:`convolve`.
-    """
-    axis = axis_of(x.shape[2], weight, stride, padding)
-    in_plane = padding_in_plane(padding)
-    if axis.symmetric is not None and max(dy.numel(), x.numel()) <= MAX_ELEMENTS:
-        given = (dy, x, weight, stride, (axis.symmetric, *in_plane))
-        return gradients(*given, wanted=(True, False))[0]
-    dx = empty(x.shape, dy)
-    fits = _fits(plane_elements(dx), plane_elements(dy))
-    slabs = divide(axis.for_gradient, range(axis.size), fits)
-    for dx_one, dy_one in zip(samples(dx), samples(dy), strict=True):
-        for slab in slabs:
-            like = _planes_like(dx_one, slab.x)
-            given = (_planes(dy_one, slab.y), like, weight, stride, (slab.padding, *in_plane))
-            put(gradients(*given, wanted=(True, False))[0], slab.x, dx_one, slab.wanted)
-    return dx
-
-
 def weight_gradient(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
 ) -> Tensor:
-    """Return the gradient of a convolution's weights; slabs are summed in float32 at least.
+    """Return the gradient of a convolution's weights, whose own values do not matter.
 
-    Args:
-        dy: Gradient of the result (N, O, X', Y', Z').
-        x: (N, I, X, Y, Z).
-        weight: (O, I, kernel); its values do not matter.
-        stride: Along X, Y, Z.
-        padding: As in :func:`convolve`.
+    Slabs are summed in float32 at least.
     """
     axis = axis_of(x.shape[2], weight, stride, padding)
     in_plane = padding_in_plane(padding)
@@ -193,14 +132,7 @@ def weight_gradient(
 
 
 def is_one_call(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> bool:
-    """Return whether a convolution is given to PyTorch as a whole.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, kernel).
-        stride: Along X, Y, Z.
-        padding: As in :func:`convolve`.
-    """
+    """Return whether a convolution is given to PyTorch as a whole."""
     return _padding_of_whole(x, weight, stride, padding) is not None
 
 
@@ -246,7 +178,9 @@ class _Convolution(torch.autograd.Function):
         if cpu.is_slow(x, weight, ctx.stride):
             return *cpu.convolve_backward(*given, wanted=(needs_dx, needs_dweight)), None, None
         dweight = weight_gradient(*given) if needs_dweight else None
-        dx = input_gradient(*given) if needs_dx else None
+        dx = None
+        if needs_dx:
+            dx = transposed(dy, weight, ctx.stride, ctx.padding, x.shape[2:])
         return dx, dweight, None, None
 
 
@@ -314,10 +248,3 @@ def _weight_slabs(axis: Axis, x: Tensor, dy: Tensor) -> list[Slab]:
 def _planes(x: Tensor, planes: range) -> Tensor:
     """Return some planes of one sample; a view where it is channels-last and they are inside."""
     return channels_last(some_planes(x, planes))
-
-
-def _planes_like(x: Tensor, planes: range) -> Tensor:
-    """Return a tensor of the shape of some planes, whose values do not matter."""
-    if 0 <= planes.start and planes.stop <= x.shape[2]:
-        return _planes(x, planes)
-    return empty((*x.shape[:2], len(planes), *x.shape[3:]), x)

@@ -77,17 +77,7 @@ def _weights(
 
 
 def forward(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
-    """Return the convolution of (N, I, X, Y, Z) with (O, I, 3, 3, 3), zero-padded.
-
-    Args:
-        x: The image.
-        weight: The kernel.
-        before: Planes of zeros before X.
-        after: Planes of zeros behind X.
-
-    Returns:
-        (N, O, X + before + after - 2, Y, Z).
-    """
+    """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with so many planes of zeros around X."""
     x = x.contiguous(memory_format=torch.channels_last_3d)
     n, i, *space = x.shape
     o = weight.shape[0]
@@ -121,12 +111,7 @@ def parts_of_weights(
 ) -> tuple[tuple[int, int, int, int], Tensor, dict[str, int]]:
     """Return how the gradient of the weights is divided among programs.
 
-    Args:
-        dy: Gradient of the result.
-        x: The image.
-
-    Returns:
-        V, CO, RUN and S, as kernels take them; memory for the parts; and the sizes of blocks.
+    V, CO, RUN and S, as kernels take them; memory for the parts; and the sizes of blocks.
     """
     n, o = dy.shape[:2]
     sizes = _sizes(x.shape[1], o)
