@@ -17,6 +17,7 @@ from tests.distributed import rank_training
 from tests.process_trees import family_of, is_open_to_others, listening_sockets
 from tests.ranks import environment
 from tests.trainings import assert_same_validation, losses, run, settings, weights, words
+from unet3d.distributed import ranks
 from unet3d.runs.run_folder import RunFolder
 
 EXACT = ("training.precision=float64", "training.batch_size=3")
@@ -191,3 +192,27 @@ time.sleep(50)
     assert (done.returncode, done.stderr) == (1, said)
     report = json.loads((tmp_path / "error.json").read_text())
     assert report["kind"] == "hang" and "rank 1 hangs" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("line", "set_before", "is_passive"),
+    [
+        ("8.05 7.1 6.9 9/512 4711", {}, True),
+        ("8.05 7.1 6.9 1/512 4711", {}, False),  # those of the last minute have ended
+        ("0.10 7.1 6.9 9/512 4711", {}, False),  # and these have just begun
+        ("2.00 7.1 6.9 3/512 4711", {}, False),  # half of the cores are free
+        (None, {}, False),
+        ("8.05 7.1 6.9 9/512 4711", {"GOMP_SPINCOUNT": "1000"}, False),
+    ],
+)
+def test_threads_wait_passively_where_others_use_the_machine(
+    line, set_before, is_passive, tmp_path, monkeypatch
+):
+    if line is not None:
+        (tmp_path / "loadavg").write_text(line)
+    variables = {name: os.environ[name] for name in os.environ if "OMP" not in name} | set_before
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(ranks, "Path", lambda _: tmp_path / "loadavg")
+    ranks.wait_passively()
+    assert ("OMP_WAIT_POLICY" in variables) == is_passive

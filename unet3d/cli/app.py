@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: Arguments without the program's name; None: those of the process.
     """
     from unet3d.distributed import is_launched, is_started
-    from unet3d.distributed.ranks import die_with_launcher, leave, report_end
+    from unet3d.distributed.ranks import die_with_launcher, leave, report_end, wait_passively
     from unet3d.interruption import Interrupted, interruptible
 
     for stream in (sys.stdout, sys.stderr):
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             die_with_launcher()
             use_expandable_segments()
             keep_host_memory()
+            wait_passively()
             sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
     except click.exceptions.Exit as ending:
         sys.exit(ending.exit_code)

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from unet3d.distributed import PARENT, SHARED_BY, is_launched, is_started
@@ -25,6 +26,9 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Holds where a rank writes down why it ends."""
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+
+_WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""How OpenMP's threads wait: the standard's, and those of its two libraries."""
 
 LEAVE_SECONDS = 10.0
 """Time for a thread to end this process, once it has begun to say why."""
@@ -114,6 +118,28 @@ def num_cores() -> int:
     is_linux = sys.platform == "linux"
     cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get(SHARED_BY, "1")))
+
+
+def wait_passively() -> None:
+    """Have threads sleep while they wait for one another, where others use this machine too.
+
+    By default OpenMP's threads wait busily, and where one of them has no core the others burn
+    theirs until it gets one: on two cores at a load of 8, a step of a small network took 2.8 s and
+    1.1 s of a core instead of 0.2 and 0.13. Results stay the same, as does the number of threads.
+    What a user has set is kept. It must be called before PyTorch is imported.
+    """
+    if not any(variable in os.environ for variable in _WAITING_VARIABLES):
+        if _busy_cores() > (os.cpu_count() or 1) / 2:
+            os.environ[_WAITING_VARIABLES[0]] = "PASSIVE"
+
+
+def _busy_cores() -> float:
+    """Return how many threads of others run now, and did so in the last minute, as Linux counts."""
+    try:
+        minute, _, _, now, _ = Path("/proc/loadavg").read_text().split()
+    except OSError:
+        return 0.0
+    return min(float(minute), int(now.partition("/")[0]) - 1)
 
 
 def die_with_launcher() -> None:

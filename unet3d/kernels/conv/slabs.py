@@ -89,8 +89,7 @@ def transposed(
     def one_call(x: Tensor, planes: int, along_x: int) -> Tensor:
         fewest = (x.shape[2] - 1) * axis.stride + axis.kernel - 2 * along_x
         sides, further = (along_x, *in_plane), (planes - fewest, *more)
-        given = {"stride": tuple(stride), "padding": sides, "output_padding": further}
-        return F.conv_transpose3d(x, weight, **given)
+        return F.conv_transpose3d(x, weight, None, tuple(stride), sides, further)
 
     if axis.symmetric is not None and max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
         return one_call(x, axis.size, axis.symmetric)
