@@ -3,27 +3,28 @@
 import itertools
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
-from unet3d.config import AugmentationSettings, Config, Shape, Spacing
+from unet3d.config import Config, Shape, Spacing
 from unet3d.datasets.dataset import Dataset, load_dataset
 from unet3d.datasets.phantom import LABEL_NAMES
 from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
+from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout, ParallelDims
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
-from unet3d.planning.memory_estimate import Step
+from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.step_size import (
+    GIB,
     MIN_BATCH,
-    PREPARED_BYTES,
     BatchLimit,
     PatchLimit,
-    ReferenceGpu,
     StepLimits,
     plan_batch,
     plan_patch,
@@ -33,6 +34,12 @@ from unet3d.preparation.transform import Preprocessing
 
 CPU_VOXELS = 2**20
 """Voxels of a batch, from which a training on a CPU is called slow: a step takes seconds."""
+
+PREPARED_BYTES = 2
+"""What a voxel of a prepared image takes where none is there to ask: float16."""
+
+REFERENCE = ParallelDims(mode="none", replicas=((torch.device("cuda", 0),),), num_replicas=1)
+"""The GPU that patch and batch are planned for; it need not be there."""
 
 BATCH_DICE_SHARE = 0.25
 """Share of the median volume's voxels below which a patch is a part of it that may well lack a
@@ -83,6 +90,15 @@ class NetworkPlan:
     def step(self, config: Config, dims: ParallelDims, layout: Layout, precision: str) -> Step:
         """Return the step of a replica with the largest share of the batch."""
         batch_size = dims.share_of(self.batch_size)
+        channels, classes = self.topology.in_channels, self.topology.num_classes
+        augmentation = DeviceAugmentation.on(
+            layout.devices[0],
+            config.patches.augmentation,
+            (self.volume,),
+            PREPARED_BYTES,
+            channels,
+            classes,
+        )
         return Step(
             topology=self.topology,
             regions=self.regions,
@@ -91,16 +107,7 @@ class NetworkPlan:
             batch_size=batch_size,
             settings=config.training,
             precision=precision,
-            augmentation=self.augmentation(config.patches.augmentation, layout.devices[0]),
-        )
-
-    def augmentation(
-        self, settings: AugmentationSettings, device: torch.device
-    ) -> DeviceAugmentation | None:
-        """Return what makes batches on a device; None where they are made on the host."""
-        channels, classes = self.topology.in_channels, self.topology.num_classes
-        return DeviceAugmentation.on(
-            device, settings, (self.volume,), PREPARED_BYTES, channels, classes
+            augmentation=augmentation,
         )
 
 
@@ -221,67 +228,80 @@ def plan_fingerprint(
     num_replicas: int = 1,
     regions: Regions = (),
 ) -> NetworkPlan:
-    """Return the network for data of which only this is known; classes include the background."""
+    """Return the network for data of which only this is known; classes include the background.
 
-    def plan(size: Shape) -> Topology:
-        return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_outputs)
-
-    patches, shape, spacing_mm = config.patches, fingerprint.shape, fingerprint.spacing_mm
+    What is open is planned for one GPU that trains alone, in bfloat16 unless the settings name a
+    precision: so a plan is the same wherever it is made.
+    """
+    patches, training = config.patches, config.training
+    shape, spacing_mm = fingerprint.shape, fingerprint.spacing_mm
     if patches.size == "whole":
         shape = max(fingerprint.shapes, key=math.prod)
-    gpu = ReferenceGpu(config=config, volume=(shape, spacing_mm), regions=regions)
+    allowed_bytes = int(patches.memory_gib * GIB)
+
+    @cache
+    def plan(size: Shape) -> Topology:
+        return plan_topology(config.model, size, spacing_mm, num_channels, num_outputs)
+
+    def plan_with(topology: Topology, sizes: frozenset[Shape], batch_size: int) -> NetworkPlan:
+        return NetworkPlan(
+            topology=topology,
+            sizes=sizes,
+            volume=(shape, spacing_mm),
+            batch_size=batch_size,
+            limits=None,
+            regions=regions,
+        )
+
+    @cache
+    def needed_bytes(topology: Topology, size: Shape, batch_size: int) -> int:
+        refuse_beyond_memory(topology)  # a prediction makes the weights, and does not touch them
+        precision = "bfloat16" if training.precision == "auto" else training.precision
+        # What a capture takes beside changes no patch.
+        layout = replace(Layout.of(config, REFERENCE, precision), cuts=None, cuda_graphs="off")
+        network = plan_with(topology, frozenset([size]), batch_size)
+        step = network.step(config, REFERENCE, layout, precision)
+        (needed,) = predict_memory(step).needed_bytes().values()
+        return needed
+
+    def load(topology: Topology, size: Shape, batch_size: int) -> float:
+        return needed_bytes(topology, size, batch_size) / allowed_bytes
+
     patch_limit: PatchLimit = "set"
+    batch_limit: BatchLimit = "set"
     if patches.size == "auto":
-        size, patch_limit = plan_patch(gpu, plan, shape, spacing_mm)
+        asked = training.batch_size
+        num_patches = max(MIN_BATCH, training.num_micro_batches) if asked == "auto" else asked
+        size, patch_limit = plan_patch(
+            lambda size: load(plan(size), size, num_patches), plan, shape, spacing_mm
+        )
         unpadded = frozenset([size])
     elif patches.size == "whole":
         size, unpadded = fingerprint.shape, fingerprint.shapes
     else:
-        size = patches.size
-        unpadded = frozenset([size])
+        size, unpadded = patches.size, frozenset([patches.size])
     topology = plan(size)
     sizes = frozenset(padded_shape(one, topology.total_stride) for one in unpadded)
-    batch_size, limits = _plan_batch(
-        gpu, topology, sizes, patch_limit, fingerprint.num_voxels, num_replicas
-    )
-    return NetworkPlan(
-        topology=topology,
-        sizes=sizes,
-        volume=(shape, spacing_mm),
-        regions=regions,
-        batch_size=batch_size,
-        limits=limits,
-    )
-
-
-def _plan_batch(
-    gpu: ReferenceGpu,
-    topology: Topology,
-    sizes: frozenset[Shape],
-    patch_limit: PatchLimit,
-    num_voxels: int,
-    num_replicas: int,
-) -> tuple[int, StepLimits | None]:
-    """Return the patches of a batch, and what limits it and them where one is not set."""
-
-    def size_in(num_patches: int) -> Shape:
-        return batch_shape(sizes, num_patches)
-
-    training = gpu.config.training
-    batch_limit: BatchLimit = "set"
-    if training.batch_size != "auto":
-        planned = batch_size = training.batch_size
-        if patch_limit == "set":
-            return batch_size, None
-    else:
-        least = 1 if patch_limit == "set" else MIN_BATCH
-        planned, batch_limit = plan_batch(gpu, topology, size_in, num_voxels, least)
+    if training.batch_size == "auto":
+        least = max(1 if patch_limit == "set" else MIN_BATCH, training.num_micro_batches)
+        planned, batch_limit = plan_batch(
+            lambda count: load(topology, batch_shape(sizes, count), count),
+            batch_shape(sizes, 1),
+            fingerprint.num_voxels,
+            least,
+        )
         batch_size = max(planned, num_replicas * training.num_micro_batches)
         batch_limit = "devices" if batch_size > planned else batch_limit
-    return batch_size, StepLimits(
+    else:
+        planned = batch_size = training.batch_size
+    network = plan_with(topology, sizes, batch_size)
+    if (patch_limit, batch_limit) == ("set", "set"):
+        return network
+    limits = StepLimits(
         patch=patch_limit,
         batch=batch_limit,
         num_patches=planned,
-        needed_bytes=gpu.needed_bytes(topology, size_in(planned), planned),
-        allowed_bytes=gpu.allowed_bytes,
+        needed_bytes=needed_bytes(topology, batch_shape(sizes, planned), planned),
+        allowed_bytes=allowed_bytes,
     )
+    return replace(network, limits=limits)

@@ -3,31 +3,22 @@
 The rules are nnU-Net's (Isensee et al., Nature Methods 2021, arXiv 1809.10486): the patch begins as
 a cube in mm, clipped to the median volume, and the axis that has the largest share of that volume
 shrinks until a batch of two fits; then the batch grows, up to 5 % of the voxels of the data set.
-What fits is not counted in values of feature maps, as there:
-:mod:`unet3d.planning.memory_estimate` predicts the step, so what the settings save of memory makes
-the patch larger.
+What fits is not counted in values of feature maps, as there, but predicted: what the settings save
+of memory makes the patch larger.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
-
-import torch
 
 from unet3d.config import Config, Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.model import Regions, Topology
-from unet3d.model.unet import refuse_beyond_memory
-from unet3d.parallel import Layout
-from unet3d.parallel.precision import autocast_dtype
-from unet3d.patches.augment.device import DeviceAugmentation
+from unet3d.model import Topology
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.largest import largest_fitting
-from unet3d.planning.memory_estimate import Step, predict_memory
 
 GIB = 1024**3
-GPU = torch.device("cuda", 0)
 
 GPU_SHARE = 0.9
 """Of a GPU's memory, what a step is planned to take at most."""
@@ -42,8 +33,6 @@ MIN_EDGE = 8
 """Voxels along an axis, below which a patch does not shrink: the fewest that can be halved."""
 MAX_SHARE = 0.05
 """Voxels of a planned batch, as a share of those of all cases, as in nnU-Net."""
-PREPARED_BYTES = 2
-"""What a voxel of a prepared image takes where none is there to ask: float16."""
 
 PatchLimit = Literal["set", "memory", "median", "smallest"]
 BatchLimit = Literal["set", "memory", "data", "least", "most", "devices"]
@@ -89,68 +78,6 @@ class StepLimits:
         )
 
 
-@dataclass(kw_only=True)
-class ReferenceGpu:
-    """The GPU that patch and batch are planned for; none must be there.
-
-    It trains alone, in bfloat16 unless the settings name a precision, so that a plan is the same
-    wherever it is made. Predictions are remembered.
-    """
-
-    config: Config
-    """All that the memory of a step depends on, and how much there is."""
-    volume: tuple[Shape, Spacing]
-    """Shape and spacing of the prepared volumes that patches are cut from."""
-    regions: Regions = ()
-    """What the network segments instead of classes."""
-    _known: dict[tuple[Topology, Shape, int], int] = field(default_factory=dict, init=False)
-
-    @property
-    def allowed_bytes(self) -> int:
-        """Memory that a step may take."""
-        return int(self.config.patches.memory_gib * GIB)
-
-    def load(self, topology: Topology, size: Shape, batch_size: int) -> float:
-        """Return the share of what is allowed that a step takes."""
-        return self.needed_bytes(topology, size, batch_size) / self.allowed_bytes
-
-    def needed_bytes(self, topology: Topology, size: Shape, batch_size: int) -> int:
-        """Return what a training step is predicted to take of the GPU."""
-        key = (topology, size, batch_size)
-        if key not in self._known:
-            refuse_beyond_memory(topology)  # a prediction makes them, and does not touch them
-            (needed,) = predict_memory(self._step(*key)).needed_bytes().values()
-            self._known[key] = needed
-        return self._known[key]
-
-    def _step(self, topology: Topology, size: Shape, batch_size: int) -> Step:
-        config = self.config
-        wanted = config.training.precision
-        precision = "bfloat16" if wanted == "auto" else wanted
-        layout = Layout(
-            devices=(GPU,),
-            num_micro_batches=config.training.num_micro_batches,
-            autocast=autocast_dtype(precision),
-            recompute=config.memory.recompute,
-            offload=config.memory.offload,
-            cuda_graphs="off",  # what a capture takes beside changes no patch
-        )
-        channels, classes = topology.in_channels, topology.num_classes
-        augmentation = DeviceAugmentation.on(
-            GPU, config.patches.augmentation, (self.volume,), PREPARED_BYTES, channels, classes
-        )
-        return Step(
-            topology=topology,
-            regions=self.regions,
-            layout=layout,
-            size=size,
-            batch_size=batch_size,
-            settings=config.training,
-            precision=precision,
-            augmentation=augmentation,
-        )
-
-
 def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:
     """Return settings whose ``patches.memory_gib`` is what the smallest GPU has, if that is less.
 
@@ -165,20 +92,17 @@ def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:
 
 
 def plan_patch(
-    gpu: ReferenceGpu, plan: Callable[[Shape], Topology], shape: Shape, spacing_mm: Spacing
+    load: Callable[[Shape], float],
+    plan: Callable[[Shape], Topology],
+    shape: Shape,
+    spacing_mm: Spacing,
 ) -> tuple[Shape, PatchLimit]:
-    """Return the largest patch of which the batch fits, a multiple of its network's strides.
+    """Return the largest patch that fits, a multiple of its network's strides.
 
-    The shape is that of the median volume. A batch that is open has two patches, or one for each
-    micro-batch. Where not even the smallest patch of the settings' networks fits, it is that one.
+    ``load`` returns the share of the allowed memory that a batch of such patches takes. The shape
+    is that of the median volume. Where not even the smallest patch of the settings' networks fits,
+    it is that one.
     """
-    batch_size = _smallest_batch(gpu.config, MIN_BATCH)
-    if gpu.config.training.batch_size != "auto":
-        batch_size = gpu.config.training.batch_size
-
-    def load(size: Shape) -> float:
-        return gpu.load(plan(size), size, batch_size)
-
     voxels = START_VOXELS
     start = cube_in_mm(shape, spacing_mm, voxels)
     while start != shape and load(_padded(plan, start)) <= 1:
@@ -192,34 +116,23 @@ def plan_patch(
 
 
 def plan_batch(
-    gpu: ReferenceGpu,
-    topology: Topology,
-    size_in: Callable[[int], Shape],
-    num_voxels: int,
-    least: int,
+    load: Callable[[int], float], size: Shape, num_voxels: int, least: int
 ) -> tuple[int, BatchLimit]:
     """Return how many patches of a given size fit, and may be in a batch.
 
-    ``num_voxels`` are those of all cases together; ``least`` patches are taken even if they do not
-    fit.
+    ``load`` returns the share of the allowed memory that so many take, and ``num_voxels`` are those
+    of all cases together; ``least`` patches are taken even if they do not fit.
     """
-    least = _smallest_batch(gpu.config, least)
-    share = round(MAX_SHARE * num_voxels / math.prod(size_in(1)))
+    share = round(MAX_SHARE * num_voxels / math.prod(size))
     most = max(least, min(MAX_BATCH, max(MIN_BATCH, share)))
     counts = range(least, most + 1)
-    last = largest_fitting(
-        counts, lambda index: gpu.load(topology, size_in(counts[index]), counts[index])
-    )
+    last = largest_fitting(counts, lambda index: load(counts[index]))
     batch_size = counts[last or 0]
     if batch_size < most or last is None:
         return batch_size, "memory"
     if batch_size == share:
         return batch_size, "data"
     return batch_size, "most" if batch_size == MAX_BATCH else "least"
-
-
-def _smallest_batch(config: Config, least: int) -> int:
-    return max(least, config.training.num_micro_batches)
 
 
 def cube_in_mm(shape: Shape, spacing_mm: Spacing, num_voxels: int) -> Shape:
