@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
     def compare(config, network, *more, **watch):
         found.append((config, network))
-        return SimpleNamespace(to_dict=lambda: {"notes": [], "ways": []}, choice=None, ways=[])
+        return [], {"notes": [], "ways": [], "choice": None}
 
     monkeypatch.setattr(placements, "compare", compare)
     monkeypatch.setattr(plan, "plan_table", lambda record: "a table")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,14 @@ def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
 
 
 def limits_of(network: NetworkPlan) -> tuple[str, str]:
-    """Return what limits the patch, and the batch."""
-    return network.limits.patch, network.limits.batch
+    """Return what is said to limit the patch, and the batch."""
+    patch, batch = re.findall(r"(?:voxels|in a batch) \((.*?)\)", network.limits)
+    return patch, batch
+
+
+def said_gib(network: NetworkPlan) -> str:
+    """Return how much is said to be needed."""
+    return network.limits.split("predicted to take ")[1].split(" of ")[0]
 
 
 def test_the_patch_fits_and_the_next_larger_one_does_not():
@@ -69,8 +76,9 @@ def test_the_patch_fits_and_the_next_larger_one_does_not():
     def plan(size):
         return plan_topology(config.model, size, data.spacing_mm, 1, 3)
 
-    assert (network.limits.patch, network.batch_size) == ("memory", 2)
-    assert network.limits.needed_bytes == needed_gib(config, network) * GIB <= 1.8 * GIB
+    assert (limits_of(network)[0], network.batch_size) == ("limited by memory", 2)
+    assert said_gib(network) == f"{needed_gib(config, network):.1f}"
+    assert needed_gib(config, network) <= 1.8
     sizes = list(shrinking_sizes(plan, data.shape, data.shape))
     larger = sizes[sizes.index(network.size) - 1]
     assert network.topology == plan(network.size)
@@ -83,10 +91,10 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it():
     _, more = planned(data, "patches.memory_gib=1.8", "training.batch_size=6")
     assert more.batch_size == 6
     assert math.prod(more.size) < math.prod(free.size)
-    assert limits_of(more) == ("memory", "set")
+    assert limits_of(more) == ("limited by memory", "as set")
     config, large = planned(data, "patches.memory_gib=1.8", "patches.size=64,64,64")
     assert large.size == (64, 64, 64)
-    assert limits_of(large) == ("set", "memory")
+    assert limits_of(large) == ("as set", "limited by memory")
     one_more = {"batch_size": large.batch_size + 1}
     assert large.batch_size > 2
     assert needed_gib(config, large) <= 1.8 < needed_gib(config, large, **one_more)
@@ -105,11 +113,23 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it():
 @pytest.mark.parametrize(
     ("num_cases", "changes", "num_replicas", "batch_size", "limit"),
     [
-        (100, (), 1, 5, "data"),  # 5 % of 100 cases, each as large as a patch
-        (10, (), 1, 2, "least"),
-        (100_000, (), 1, 32, "most"),
-        (10, ("training.micro_batches=3",), 1, 3, "least"),
-        (100, ("training.micro_batches=2",), 4, 8, "devices"),  # a patch for each micro-batch
+        (
+            100,
+            (),
+            1,
+            5,
+            "limited by 5% of the data's voxels",
+        ),  # 5 % of 100 cases, each as large as a patch
+        (10, (), 1, 2, "the least"),
+        (100_000, (), 1, 32, "the most that is planned"),
+        (10, ("training.micro_batches=3",), 1, 3, "the least"),
+        (
+            100,
+            ("training.micro_batches=2",),
+            4,
+            8,
+            "a patch for each device's micro-batches",
+        ),  # a patch for each micro-batch
     ],
 )
 def test_a_batch_is_limited_by_the_data_and_the_devices(
@@ -117,7 +137,11 @@ def test_a_batch_is_limited_by_the_data_and_the_devices(
 ):
     data = fingerprint((32, 32, 32), num_cases=num_cases)
     _, network = planned(data, *changes, num_replicas=num_replicas)
-    assert (network.size, *limits_of(network)) == ((32, 32, 32), "median", limit)
+    assert (network.size, *limits_of(network)) == (
+        (32, 32, 32),
+        "limited by the median volume",
+        limit,
+    )
     assert network.batch_size == batch_size
 
 
@@ -139,7 +163,7 @@ def test_a_settled_plan_is_planned_as_the_same(changes):
 def test_a_network_that_no_patch_suits_is_planned_at_its_smallest():
     _, network = planned((64, 48, 6), "patches.memory_gib=0.5", "model.num_levels=4")
     assert sorted(network.size) == [6, 8, 32]  # the levels need one axis with 32 voxels
-    assert limits_of(network)[0] == "smallest"
+    assert limits_of(network)[0] == "the smallest, though memory is exceeded"
     with pytest.raises(ConfigError, match="has 6 levels but a patch of 64x64x64 voxels gives 5"):
         planned((64, 64, 64), "model.num_levels=6")
 
@@ -149,7 +173,7 @@ def test_whole_volumes_stay_whole_and_their_batch_is_planned():
     config, network = planned(data, "patches.size=whole")
     # A batch is as large along each axis as its largest volume, 48x40x32.
     assert network.batch_size == round(0.05 * 200 * 40 * 36 * 32 / (48 * 32 * 32))
-    assert network.limits.needed_bytes == needed_gib(config, network) * GIB
+    assert said_gib(network) == f"{needed_gib(config, network):.1f}"
     assert network.settled(config).patches.size == "whole"
 
 

@@ -194,20 +194,19 @@ def _predict(
     from unet3d.reports.plan import plan_line, plan_table, way_name
 
     with working("predicting") as show:
-        comparison = compare(
+        ways, record = compare(
             config,
             network,
             memory_bytes,
             watch=lambda done, total: show(f"predicting the memory of {done + 1} of {total}"),
         )
-    record = comparison.to_dict()
     for note in notes:
         show_line(note)
     show_line(plan_table(record))
-    if comparison.choice is not None:
-        show_line(comparison.choice)
+    if record["choice"] is not None:
+        show_line(record["choice"])
     record["notes"] = [*notes, *record["notes"]]
-    for way, row in zip(comparison.ways, record["ways"], strict=True):
+    for way, row in zip(ways, record["ways"], strict=True):
         with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):
             row["largest_shape"] = way.largest()
         show_line(plan_line(row))

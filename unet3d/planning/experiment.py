@@ -56,11 +56,7 @@ class Experiment:
     """Names and contents of both."""
 
     def largest_patch(self, num_patches: int) -> Shape:
-        """Return the size of the patches of the training's largest batch; see :func:`batch_shape`.
-
-        Args:
-            num_patches: Patches in a batch of one replica.
-        """
+        """Return the size of patches in the largest batch of a replica; see :func:`batch_shape`."""
         if self.patch_size is not None:
             return self.patch_size
         stride = self.topology.total_stride
@@ -68,14 +64,7 @@ class Experiment:
         return batch_shape([padded_shape(shape, stride) for shape in shapes], num_patches)
 
     def augmentation(self, device: torch.device) -> DeviceAugmentation | None:
-        """Return what makes batches on a device; None where they are made on the host.
-
-        Args:
-            device: Where the network begins.
-
-        Raises:
-            DeviceError: A GPU is asked for, and this is a CPU.
-        """
+        """Return what makes batches where the network begins; None: they are made on the host."""
         cases = {(case.shape, case.spacing_mm) for case in self.training}
         # A case with an intensity that float16 cannot hold is stored in float32.
         num_bytes = max(case.image().itemsize for case in self.training)
@@ -85,13 +74,7 @@ class Experiment:
 
 
 def open_dataset(config: Config) -> Dataset:
-    """Return the configured data set, or the phantom data, which are created on first use.
-
-    Raises:
-        DatasetError: There is none, or it cannot be understood.
-        ConfigError: It has no labels as ``data.labels`` names them.
-        CacheError: The cache folder, where phantom data go, cannot be written to.
-    """
+    """Return the configured data set, or the phantom data, which are created on first use."""
     dataset = load_dataset(config.data.dataset or _phantoms(config))
     return dataset if config.data.labels is None else with_labels(dataset, config.data.labels)
 
@@ -115,19 +98,8 @@ def plan_experiment(
 ) -> Experiment:
     """Check and prepare the data, and choose patch, batch and network.
 
-    Args:
-        config: The configuration as the user wrote it.
-        num_workers: Number of processes that prepare cases; 0: this process.
-        num_stages: How many devices share the network.
-        num_shards: How many devices share each volume.
-        num_replicas: How many share a batch.
-
-    Raises:
-        DatasetError: The data set has faults that would break training.
-        CacheError: The cache folder cannot be written to.
-        VolumeError: A volume cannot be used.
-        ConfigError: The settings do not suit the data.
-        DeviceError: The network cannot be cut as the settings say, or a patch has too few planes.
+    ``num_workers`` processes prepare cases; 0: this process. The stages share a network, the shards
+    each volume and the replicas a batch.
     """
     dataset = open_dataset(config)
     findings, geometries, _ = examine(dataset, config.data.spacing_mm)
@@ -171,15 +143,7 @@ def _mirror_axes(config: Config, dataset: Dataset) -> Sequence[str]:
 
 
 def report_findings(findings: list[Finding], shown: int = 5) -> None:
-    """Log warnings about a data set, and stop at errors.
-
-    Args:
-        findings: Findings of the checks.
-        shown: How many findings of each kind to name.
-
-    Raises:
-        DatasetError: One of the findings is an error.
-    """
+    """Log warnings about a data set, and stop at errors; so many of each kind are named."""
     errors = [finding for finding in findings if finding.severity == "error"]
     warnings = [finding for finding in findings if finding.severity == "warning"]
     for finding in warnings[:shown]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,39 +18,24 @@ from unet3d.distributed.commands import import_variables
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 2**25
-"""So long that 400 GB/s take 80 us, and 10 GB/s take 3 ms."""
+COPY_BYTES = 2**27
+"""So many that the start of a copy hardly counts at 400 GB/s; at 10 GB/s it takes 13 ms."""
 NUM_COPIES = 5
 LIMIT_SECONDS = 60.0
 """Time for the process, of which loading PyTorch takes nearly all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkSpeed:
-    """The link between GPUs."""
+def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> float | None:
+    """Return the bytes that each GPU among these sends to its neighbour a second, while others do.
 
-    copied_per_second: float = math.inf
-    """Bytes that each sends to its neighbour while as many come; infinite: not known, and taken for
-    NVLink."""
-
-    @property
-    def line(self) -> str:
-        """What is known of it, in one line."""
-        if math.isinf(self.copied_per_second):
-            return "link: not measured, NVLink is assumed"
-        return f"link: {self.copied_per_second / 1e9:.3g} GB/s measured between the GPUs"
-
-
-def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> LinkSpeed | None:
-    """Measure the link between the GPUs among these devices; None: there are not two.
-
-    It is only assumed where one of them is not here, or where no time can be taken.
+    None: there are not two. Infinite: that is not known, because one of them is not here or no time
+    can be taken, and they are taken to have NVLink.
     """
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     if len(gpus) < 2:
         return None
     if not are_here or gpus[-1] >= torch.cuda.device_count():
-        return LinkSpeed()
+        return math.inf
     try:
         process = subprocess.run(
             [sys.executable, "-m", __name__, *map(str, gpus)],
@@ -63,17 +47,24 @@ def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> Link
             timeout=LIMIT_SECONDS,
             check=True,
         )
-        return LinkSpeed(copied_per_second=float(process.stdout))
+        return float(process.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.debug("the link between the GPUs cannot be measured: %s", error)
-        return LinkSpeed()
+        return math.inf
 
 
-def copied_per_second(gpus: Sequence[int]) -> float:
+def link_line(copied_per_second: float) -> str:
+    """Return one line on what is known of a link."""
+    if math.isinf(copied_per_second):
+        return "link: not measured, NVLink is assumed"
+    return f"link: {copied_per_second / 1e9:.3g} GB/s measured between the GPUs"
+
+
+def time_copies(gpus: Sequence[torch.device]) -> float:
     """Return the bytes a second that each GPU sends to the next, all of them at once."""
-    sent = [torch.zeros(COPY_BYTES, dtype=torch.uint8, device=_device(gpu)) for gpu in gpus]
+    sent = [torch.zeros(COPY_BYTES, dtype=torch.uint8, device=gpu) for gpu in gpus]
     received = [torch.empty_like(one) for one in sent]
-    streams = [torch.cuda.Stream(one.device) for one in sent]  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream(gpu) for gpu in gpus]  # type: ignore[no-untyped-call]
     times = []
     for _ in range(1 + NUM_COPIES):  # the first one prepares the way
         for gpu in gpus:
@@ -88,9 +79,5 @@ def copied_per_second(gpus: Sequence[int]) -> float:
     return COPY_BYTES / min(times[1:])
 
 
-def _device(gpu: int) -> torch.device:
-    return torch.device("cuda", gpu)
-
-
 if __name__ == "__main__":
-    sys.stdout.write(repr(copied_per_second([int(word) for word in sys.argv[1:]])))
+    sys.stdout.write(repr(time_copies([torch.device("cuda", int(word)) for word in sys.argv[1:]])))

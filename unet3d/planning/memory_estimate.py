@@ -138,19 +138,17 @@ class MemoryEstimate:
     def needed_bytes(self) -> dict[torch.device, int]:
         """Return the bytes that each device needs, in the order of the slots."""
         needed: dict[torch.device, int] = {}
+        messages = MESSAGE_BYTES if self.step.layout.num_shards > 1 else 0
         for slot in self.slots:
             peak = self.memory[slot.index].peak_bytes
             if slot.device.type == "cpu":  # where slots add up
                 needed[slot.device] = needed.get(slot.device, 0) + peak
             else:  # each has the whole GPU's; gaps are freed before memory runs out
-                needed[slot.device] = peak + UNCOUNTED_BYTES + self._message_bytes()
+                needed[slot.device] = peak + UNCOUNTED_BYTES + messages
         first = self.slots[0].device
         if first.type != "cpu":
             needed[first] += self.step.staging_bytes()
         return needed
-
-    def _message_bytes(self) -> int:
-        return MESSAGE_BYTES if self.step.layout.num_shards > 1 else 0
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
         """Return the needed share of the fullest device; up to 1 the step fits.
@@ -206,11 +204,12 @@ def predict_memory(step: Step) -> MemoryEstimate:
         meter.note_gradients()
         optimization.step(settings.learning_rate)
         memory = meter.read(optimization.optimizer)
+        augments_by_products = step.augmentation is not None and step.augmentation.multiplies
         for slot in executor.slots:
             if is_fake_device(slot.device):
                 peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
-                if slot.device == executor.input_device and _multiplies_beside(step):
-                    peak_bytes += WORKSPACE_BYTES
+                if slot.device == executor.input_device and augments_by_products:
+                    peak_bytes += WORKSPACE_BYTES  # cuBLAS's, for the stream beside that of steps
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
         del kept
     slots = tuple(
@@ -235,11 +234,6 @@ def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
         if shard.kind not in known:
             known[shard.kind] = predict_memory(shard)
     return tuple(replace(known[shard.kind], step=shard) for shard in step.shards())
-
-
-def _multiplies_beside(step: Step) -> bool:
-    """Return whether cuBLAS has a workspace for the stream beside that of the steps."""
-    return step.augmentation is not None and step.augmentation.multiplies
 
 
 def empty_batch(step: Step, executor: Executor) -> list[Tensor]:

@@ -20,15 +20,7 @@ from unet3d.parallel.spatial.division import SlabRule
 from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.memory_estimate import Step, predict_memory
-from unet3d.planning.step_size import (
-    GIB,
-    MIN_BATCH,
-    BatchLimit,
-    PatchLimit,
-    StepLimits,
-    plan_batch,
-    plan_patch,
-)
+from unet3d.planning.step_size import GIB, MIN_BATCH, plan_batch, plan_patch
 from unet3d.preparation.preprocess import Fingerprint, plan_preprocessing
 from unet3d.preparation.transform import Preprocessing
 
@@ -60,8 +52,8 @@ class NetworkPlan:
     ones are trained on."""
     batch_size: int
     """Patches in a step, of all replicas together."""
-    limits: StepLimits | None
-    """Why patch and batch are as large as they are; None: the settings name both."""
+    limits: str | None
+    """Why patch and batch are as large as they are, in a line; None: the settings name both."""
     regions: Regions = ()
     """What it segments instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""
 
@@ -184,7 +176,7 @@ def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
             f"{times(network.topology.total_stride)} that the network can halve"
         )
     if limits is not None:
-        notes.append(limits.describe(times(size), network.batch_size))
+        notes.append(limits)
     return notes
 
 
@@ -267,15 +259,15 @@ def plan_fingerprint(
     def load(topology: Topology, size: Shape, batch_size: int) -> float:
         return needed_bytes(topology, size, batch_size) / allowed_bytes
 
-    patch_limit: PatchLimit = "set"
-    batch_limit: BatchLimit = "set"
+    patch_limit = batch_limit = "as set"
+    least = 1
     if patches.size == "auto":
         asked = training.batch_size
         num_patches = max(MIN_BATCH, training.num_micro_batches) if asked == "auto" else asked
         size, patch_limit = plan_patch(
             lambda size: load(plan(size), size, num_patches), plan, shape, spacing_mm
         )
-        unpadded = frozenset([size])
+        unpadded, least = frozenset([size]), MIN_BATCH
     elif patches.size == "whole":
         size, unpadded = fingerprint.shape, fingerprint.shapes
     else:
@@ -283,25 +275,24 @@ def plan_fingerprint(
     topology = plan(size)
     sizes = frozenset(padded_shape(one, topology.total_stride) for one in unpadded)
     if training.batch_size == "auto":
-        least = max(1 if patch_limit == "set" else MIN_BATCH, training.num_micro_batches)
         planned, batch_limit = plan_batch(
             lambda count: load(topology, batch_shape(sizes, count), count),
             batch_shape(sizes, 1),
             fingerprint.num_voxels,
-            least,
+            max(least, training.num_micro_batches),
         )
         batch_size = max(planned, num_replicas * training.num_micro_batches)
-        batch_limit = "devices" if batch_size > planned else batch_limit
+        if batch_size > planned:
+            batch_limit = "a patch for each device's micro-batches"
     else:
         planned = batch_size = training.batch_size
     network = plan_with(topology, sizes, batch_size)
-    if (patch_limit, batch_limit) == ("set", "set"):
+    if patches.size != "auto" and training.batch_size != "auto":
         return network
-    limits = StepLimits(
-        patch=patch_limit,
-        batch=batch_limit,
-        num_patches=planned,
-        needed_bytes=needed_bytes(topology, batch_shape(sizes, planned), planned),
-        allowed_bytes=allowed_bytes,
+    needed = needed_bytes(topology, batch_shape(sizes, planned), planned)
+    limits = (
+        f"patches of {times(network.size)} voxels ({patch_limit}), {batch_size} in a batch "
+        f"({batch_limit}): {planned} on one GPU are predicted to take {needed / GIB:.1f} of "
+        f"{allowed_bytes / GIB:.4g} GiB (patches.memory_gib)"
     )
     return replace(network, limits=limits)

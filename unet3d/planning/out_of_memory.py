@@ -53,7 +53,9 @@ def refuse_beyond_host(prediction: MemoryEstimate) -> None:
 def explain_out_of_memory(error: BaseException, step: Step) -> str:
     """Return one line: which slots' device, what was asked and free, and what would fit."""
     prediction = predict_memory(step)
-    asked, index, free = _numbers(str(error))
+    patterns = (r"allocate ([\d.]+ \w+)", r"GPU (\d+)", r"of which ([\d.]+ \w+) is free")
+    found = (re.search(pattern, str(error)) for pattern in patterns)  # PyTorch's words
+    asked, index, free = (match[1] if match else "" for match in found)
     if not host.is_out_of_gpu_memory(error):
         device = CPU
     else:
@@ -122,45 +124,38 @@ def _over_more_gpus(
     # Other replicas are on the other GPUs now, but would not be then.
     room = available_bytes if step.layout.num_replicas == 1 else device_bytes
     free = {gpu: room(gpu) for gpu in gpus} | dict(limits)
-    whole = replace(
-        step,
-        batch_size=step.layout.num_replicas * step.batch_size,
-        layout=replace(step.layout, num_replicas=1),
-    )
-    rule = SlabRule(topology=step.topology, num_shards=2)
-    if gpus and _divides_batches(step) and rule.most_shards(step.size) > 1:
-        least = min(free[gpu] for gpu in gpus)
-        yield from _over_shards(whole, num_gpus, least, rule.most_shards(step.size))
-    elif len(step.layout.devices) < num_gpus:
+    layout = replace(step.layout, num_replicas=1, cuts=None)
+    batch_size = step.layout.num_replicas * step.batch_size
+    most_shards = SlabRule(topology=step.topology, num_shards=2).most_shards(step.size)
+    if gpus and _divides_batches(step) and most_shards > 1:
+        count, least = layout.num_shards + 1, min(free[gpu] for gpu in gpus)
+        for _ in range(MAX_TRIED):
+            if count > most_shards:
+                return
+            shards = replace(layout, devices=gpus[:1], num_shards=count, shard=0)
+            fullest = replace(step, batch_size=batch_size, layout=shards).fullest()
+            found = predict_memory(fullest)
+            load = found.load({gpus[0]: least})
+            if load <= 1:
+                peak = found.memory[0].peak_bytes / GIB
+                names = ",".join(map(str, range(count)))
+                is_here = count <= num_gpus
+                where = f"--devices {names}" if is_here else f"over {count} GPUs like {gpus[0]}"
+                yield f"--parallel spatial {where} (predicted peak {peak:.1f} GiB on each)"
+                return
+            count = max(count + 1, math.ceil(load * count))
+    elif len(layout.devices) < num_gpus:
         flags = f"--parallel model --devices {','.join(map(str, range(num_gpus)))}"
-        layout = replace(whole.layout, devices=gpus, cuts=None)
         if step.batch_size > 1 and _divides_batches(step):
             flags += f" --micro-batches {step.batch_size}"
             layout = replace(layout, num_micro_batches=step.batch_size)
-        yield from _advice(flags, replace(whole, layout=layout), free)
+        stages = replace(layout, devices=gpus)
+        yield from _advice(flags, replace(step, batch_size=batch_size, layout=stages), free)
 
 
 def _divides_batches(step: Step) -> bool:
     """Return whether samples are independent: a batch norm needs them together, and whole."""
     return step.topology.norm != "batch"
-
-
-def _over_shards(step: Step, num_gpus: int, room: int, most_shards: int) -> Iterator[str]:
-    """Yield the number of GPUs over which a volume fits, if it is found among the next few."""
-    gpu, count = torch.device("cuda", 0), step.layout.num_shards + 1
-    for _ in range(MAX_TRIED):
-        if count > most_shards:
-            return
-        layout = replace(step.layout, devices=(gpu,), cuts=None, num_shards=count, shard=0)
-        prediction = predict_memory(replace(step, layout=layout).fullest())
-        load = prediction.load({gpu: room})
-        if load <= 1:
-            peak = prediction.memory[0].peak_bytes / GIB
-            names = ",".join(map(str, range(count)))
-            where = f"--devices {names}" if count <= num_gpus else f"over {count} GPUs like {gpu}"
-            yield f"--parallel spatial {where} (predicted peak {peak:.1f} GiB on each)"
-            return
-        count = max(count + 1, math.ceil(load * count))
 
 
 def _advice(flags: str, step: Step, limits: Mapping[torch.device, int]) -> Iterator[str]:
@@ -172,13 +167,3 @@ def _advice(flags: str, step: Step, limits: Mapping[torch.device, int]) -> Itera
             + ", ".join(f"{peak / GIB:.1f} GiB on {device}" for device, peak in peaks.items())
             + ")"
         )
-
-
-def _numbers(message: str) -> tuple[str, str, str]:
-    """Return the requested amount, the GPU and what was free there, in PyTorch's words."""
-    found = (
-        re.search(pattern, message)
-        for pattern in (r"allocate ([\d.]+ \w+)", r"GPU (\d+)", r"of which ([\d.]+ \w+) is free")
-    )
-    asked, index, free = (match[1] if match else "" for match in found)
-    return asked, index, free

@@ -23,7 +23,7 @@ from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout, Machine, ParallelDims, resolve_precision
 from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.largest import largest_size
-from unet3d.planning.link_speed import LinkSpeed, measure_link
+from unet3d.planning.link_speed import link_line, measure_link
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory, predict_shards
 from unet3d.planning.network_plan import NetworkPlan, check_shards, check_stages
 from unet3d.planning.step_time import step_seconds
@@ -49,8 +49,8 @@ class PlacementOption:
     shards, a fullest one."""
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
-    link: LinkSpeed
-    """The link between its GPUs."""
+    link: float | None
+    """The speed of the link between its GPUs, as :func:`measure_link` returns it."""
     seconds: float | None
     """How long a step takes; None: that is not known without measuring."""
     is_measured: bool = False
@@ -88,67 +88,8 @@ class PlacementOption:
         """Return the same placement with other micro-batches and cuts; its time is predicted."""
         layout = replace(self.step.layout, num_micro_batches=num_micro_batches, cuts=cuts)
         step = replace(self.step, layout=layout)
-        seconds = step_seconds(step, self.link.copied_per_second)
+        seconds = step_seconds(step, self.link)
         return replace(self, step=step, seconds=seconds, is_measured=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Several options, and the memory that the devices have."""
-
-    ways: tuple[PlacementOption, ...]
-    """At least one device and several, with and without micro-batches."""
-    asked: PlacementOption | None
-    """Which of them the settings name, or leave open and is chosen."""
-    choice: str | None
-    """What mode ``auto`` chooses and why, in one line; None: the settings name a mode."""
-    device_bytes: Mapping[torch.device, int]
-    """Memory of each device."""
-    notes: tuple[str, ...]
-    """What a reader must know, a sentence each."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers; slots as in a run's ``memory.json``.
-
-        The largest patches, which take longer to find, are left out.
-        """
-        step = self.ways[0].step  # the option of one device, which has the whole batch
-        return {
-            "shape": list(step.size),
-            "batch_size": step.batch_size,
-            "precision": step.precision,
-            "channels": list(step.topology.channels),
-            "notes": list(self.notes),
-            "choice": self.choice,
-            "ways": [self._way(way) for way in self.ways],
-        }
-
-    def _way(self, way: PlacementOption) -> dict[str, Any]:
-        dims = way.dims
-        slots: list[dict[str, Any]] = []
-        for rank, devices in enumerate(_devices_of_ranks(dims)):
-            prediction = way.shards[dims.shard_of(rank)]
-            for slot, device in zip(prediction.slots, devices, strict=True):
-                row = {
-                    "slot": len(slots),
-                    "device": str(device),
-                    "blocks": list(slot.blocks),
-                    "device_bytes": self.device_bytes[device],
-                    "predicted": prediction.memory[slot.index].to_dict(),
-                }
-                slots.append({**row, "rank": rank} if dims.num_processes > 1 else row)
-        return {
-            "parallel": dims.mode,
-            "replicas": dims.num_replicas,
-            "shards": dims.num_shards,
-            "num_micro_batches": way.step.layout.num_micro_batches,
-            "balance": way.balance,
-            "asked": way is self.asked,
-            "fits": way.fits,
-            "step_seconds": way.seconds,
-            "step_is_measured": way.is_measured,
-            "slots": slots,
-        }
 
 
 def choose_mode(
@@ -178,7 +119,7 @@ def choose_mode(
             f"{network.batch_size}; leave replicas out, or name a mode with --parallel"
         )
     if link is not None:
-        logger.info("%s", link.line)
+        logger.info("%s", link_line(link))
     options = timed_options(config, network, found, memory_of(devices, None), link)
     option = best_of(options)
     settings = settings_for(config.parallel, option.dims)
@@ -192,9 +133,11 @@ def compare(
     network: NetworkPlan,
     memory_bytes: int | None,
     watch: Callable[[int, int], object] = lambda number, total: None,
-) -> Comparison:
+) -> tuple[list[PlacementOption], dict[str, Any]]:
     """Predict one device and several, with one micro-batch and with the configured number.
 
+    The record of these options has slots as in a run's ``memory.json``, and under ``choice`` what
+    mode ``auto`` chooses; the largest patches, which take longer to find, are left out.
     ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
     ``watch`` is told before each prediction how many there were and will be in all.
     """
@@ -211,7 +154,7 @@ def compare(
     memory = memory_of(several, memory_bytes)
     timed = {option.dims: option for option in timed_options(config, network, every, memory, link)}
     notes = list(_notes(config.parallel, memory_bytes))
-    notes += [] if link is None else [f"{link.line}."]
+    notes += [] if link is None else [f"{link_line(link)}."]
     chosen, choice = asked, None
     if candidates != (asked,):
         watch(0, len(every))
@@ -227,24 +170,57 @@ def compare(
     balance = None if balance == "encoder-decoder" else balance
     counts = sorted({1, config.training.num_micro_batches})
     ways: list[PlacementOption] = []
-    asked_way: PlacementOption | None = None
+    rows: list[dict[str, Any]] = []
     for dims in every:
         for count in counts:
             watch(len(ways), len(every) * len(counts))
-            way = timed[dims]
-            cuts = config.parallel.cuts if dims == chosen else None
+            way, is_chosen = timed[dims], dims == chosen
+            cuts = config.parallel.cuts if is_chosen else None
             if way.step.layout.num_micro_batches != count or cuts is not None:
                 way = way.divided(count, cuts)
-            if dims == chosen and dims.mode == "model" and balance is not None:
+            if is_chosen and dims.mode == "model" and balance is not None:
                 cuts = choose_cuts(way.step, balance)
                 way = replace(way, balance=balance).divided(count, cuts)
-            if dims == chosen and count == config.training.num_micro_batches:
-                asked_way = way
-            _ = way.shards  # predicted while it is being watched
             ways.append(way)
-    return Comparison(
-        ways=tuple(ways), asked=asked_way, choice=choice, device_bytes=memory, notes=tuple(notes)
-    )
+            is_asked = is_chosen and count == config.training.num_micro_batches
+            rows.append({**_row(way, memory), "asked": is_asked})
+    step = ways[0].step  # the option of one device, which has the whole batch
+    return ways, {
+        "shape": list(step.size),
+        "batch_size": step.batch_size,
+        "precision": step.precision,
+        "channels": list(step.topology.channels),
+        "notes": notes,
+        "choice": choice,
+        "ways": rows,
+    }
+
+
+def _row(way: PlacementOption, memory: Mapping[torch.device, int]) -> dict[str, Any]:
+    dims = way.dims
+    slots: list[dict[str, Any]] = []
+    for rank, devices in enumerate(_devices_of_ranks(dims)):
+        prediction = way.shards[dims.shard_of(rank)]
+        for slot, device in zip(prediction.slots, devices, strict=True):
+            row = {
+                "slot": len(slots),
+                "device": str(device),
+                "blocks": list(slot.blocks),
+                "device_bytes": memory[device],
+                "predicted": prediction.memory[slot.index].to_dict(),
+            }
+            slots.append({**row, "rank": rank} if dims.num_processes > 1 else row)
+    return {
+        "parallel": dims.mode,
+        "replicas": dims.num_replicas,
+        "shards": dims.num_shards,
+        "num_micro_batches": way.step.layout.num_micro_batches,
+        "balance": way.balance,
+        "fits": way.fits,
+        "step_seconds": way.seconds,
+        "step_is_measured": way.is_measured,
+        "slots": slots,
+    }
 
 
 def make_option(
@@ -254,18 +230,17 @@ def make_option(
     *,
     precision: str,
     memory: Mapping[torch.device, int],
-    link: LinkSpeed | None = None,
+    link: float | None = None,
 ) -> PlacementOption:
     """Return one option, cut at the default place, without predicting its memory yet."""
     layout = replace(Layout.of(config, dims, precision), cuts=None)
     step = network.step(config, dims, layout, precision).fullest()
-    link = link or LinkSpeed()
     return PlacementOption(
         dims=dims,
         step=step,
         limits=_limits(dims, memory),
         link=link,
-        seconds=step_seconds(step, link.copied_per_second),
+        seconds=step_seconds(step, link),
     )
 
 
@@ -274,7 +249,7 @@ def timed_options(
     network: NetworkPlan,
     ways: Sequence[ParallelDims],
     memory: Mapping[torch.device, int],
-    link: LinkSpeed | None = None,
+    link: float | None = None,
 ) -> tuple[PlacementOption, ...]:
     """Return options with the time of each, measured if all are on this machine and it was.
 

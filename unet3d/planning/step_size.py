@@ -9,8 +9,6 @@ of memory makes the patch larger.
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from unet3d.config import Config, Shape, Spacing
 from unet3d.errors import ConfigError
@@ -34,49 +32,6 @@ MIN_EDGE = 8
 MAX_SHARE = 0.05
 """Voxels of a planned batch, as a share of those of all cases, as in nnU-Net."""
 
-PatchLimit = Literal["set", "memory", "median", "smallest"]
-BatchLimit = Literal["set", "memory", "data", "least", "most", "devices"]
-
-_OF_PATCH: dict[PatchLimit, str] = {
-    "set": "as set",
-    "memory": "limited by memory",
-    "median": "limited by the median volume",
-    "smallest": "the smallest, though memory is exceeded",
-}
-_OF_BATCH: dict[BatchLimit, str] = {
-    "set": "as set",
-    "memory": "limited by memory",
-    "data": f"limited by {MAX_SHARE:.0%} of the data's voxels",
-    "least": "the least",
-    "most": "the most that is planned",
-    "devices": "a patch for each device's micro-batches",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLimits:
-    """Why patch and batch are as large as they are."""
-
-    patch: PatchLimit
-    """What limits the patch."""
-    batch: BatchLimit
-    """What limits the batch."""
-    num_patches: int
-    """Patches that were planned for one GPU."""
-    needed_bytes: int
-    """What a step with so many is predicted to take of it."""
-    allowed_bytes: int
-    """What it may take: ``patches.memory_gib``."""
-
-    def describe(self, size: str, batch_size: int) -> str:
-        """Return one line for people."""
-        return (
-            f"patches of {size} voxels ({_OF_PATCH[self.patch]}), {batch_size} in a batch "
-            f"({_OF_BATCH[self.batch]}): {self.num_patches} on one GPU are predicted to take "
-            f"{self.needed_bytes / GIB:.1f} of {self.allowed_bytes / GIB:.4g} GiB "
-            "(patches.memory_gib)"
-        )
-
 
 def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:
     """Return settings whose ``patches.memory_gib`` is what the smallest GPU has, if that is less.
@@ -96,8 +51,8 @@ def plan_patch(
     plan: Callable[[Shape], Topology],
     shape: Shape,
     spacing_mm: Spacing,
-) -> tuple[Shape, PatchLimit]:
-    """Return the largest patch that fits, a multiple of its network's strides.
+) -> tuple[Shape, str]:
+    """Return the largest patch that fits, a multiple of its network's strides, and what limits it.
 
     ``load`` returns the share of the allowed memory that a batch of such patches takes. The shape
     is that of the median volume. Where not even the smallest patch of the settings' networks fits,
@@ -111,14 +66,14 @@ def plan_patch(
     sizes = tuple(shrinking_sizes(plan, start, shape))[::-1]
     last = largest_fitting(list(map(math.prod, sizes)), lambda index: load(sizes[index]))
     if last is None:
-        return sizes[0], "smallest"
-    return sizes[last], "memory" if last < len(sizes) - 1 else "median"
+        return sizes[0], "the smallest, though memory is exceeded"
+    return sizes[last], f"limited by {'memory' if last < len(sizes) - 1 else 'the median volume'}"
 
 
 def plan_batch(
     load: Callable[[int], float], size: Shape, num_voxels: int, least: int
-) -> tuple[int, BatchLimit]:
-    """Return how many patches of a given size fit, and may be in a batch.
+) -> tuple[int, str]:
+    """Return how many patches of a given size fit and may be in a batch, and what limits them.
 
     ``load`` returns the share of the allowed memory that so many take, and ``num_voxels`` are those
     of all cases together; ``least`` patches are taken even if they do not fit.
@@ -129,10 +84,10 @@ def plan_batch(
     last = largest_fitting(counts, lambda index: load(counts[index]))
     batch_size = counts[last or 0]
     if batch_size < most or last is None:
-        return batch_size, "memory"
+        return batch_size, "limited by memory"
     if batch_size == share:
-        return batch_size, "data"
-    return batch_size, "most" if batch_size == MAX_BATCH else "least"
+        return batch_size, f"limited by {MAX_SHARE:.0%} of the data's voxels"
+    return batch_size, "the most that is planned" if batch_size == MAX_BATCH else "the least"
 
 
 def cube_in_mm(shape: Shape, spacing_mm: Spacing, num_voxels: int) -> Shape:

@@ -110,7 +110,7 @@ GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
 cores, a message took 1 to 4 ms."""
 
 
-def links_between(on_cpu: bool, captured: bool, copied_per_second: float = math.inf) -> Links:
+def links_between(on_cpu: bool, captured: bool, copied_per_second: float | None = None) -> Links:
     """Return how fast the devices of one machine tell one another something.
 
     No message between GPUs is faster than a copy to a neighbour while another comes from there,
@@ -118,10 +118,11 @@ def links_between(on_cpu: bool, captured: bool, copied_per_second: float = math.
     """
     if on_cpu:
         return GLOO
+    most = copied_per_second or math.inf
     return Links(
         latency_seconds=NVLINK.latency_seconds if captured else LAUNCHED_LATENCY_SECONDS,
-        planes_per_second=min(NVLINK.planes_per_second, copied_per_second),
-        sums_per_second=min(NVLINK.sums_per_second, copied_per_second),
+        planes_per_second=min(NVLINK.planes_per_second, most),
+        sums_per_second=min(NVLINK.sums_per_second, most),
     )
 
 
@@ -218,7 +219,7 @@ def element_bytes(precision: str) -> int:
     return dtype.itemsize
 
 
-def step_seconds(step: Step, copied_per_second: float = math.inf) -> float | None:
+def step_seconds(step: Step, copied_per_second: float | None = None) -> float | None:
     """Predict how long the step of one replica takes; None for a network that is cut in stages.
 
     ``copied_per_second`` is the speed of the link between its GPUs, as in :func:`links_between`.

@@ -34,7 +34,7 @@ from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
 from unet3d.parallel.graph import release_streams
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.cuts import choose_cuts
-from unet3d.planning.link_speed import measure_link
+from unet3d.planning.link_speed import link_line, measure_link
 from unet3d.planning.memory_estimate import Step, empty_batch
 from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.placements import (
@@ -205,7 +205,7 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
     precision = resolve_precision(config.training.precision, devices)
     memory, link = memory_of((one, *devices), None), measure_link(devices)
     if link is not None:
-        logger.info("%s", link.line)
+        logger.info("%s", link_line(link))
     options = []
     for dims in dict.fromkeys(found):
         option = make_option(config, network, dims, precision=precision, memory=memory, link=link)

@@ -101,20 +101,14 @@ def resolve_auto(config: Config, step: Step) -> Config:
     What is returned leaves nothing open: a run that records it can be repeated.
     """
     training, parallel = config.training, config.parallel
-    is_open = (
-        training.micro_batches == "auto" and parallel.balance == "auto" and parallel.cuts is None
-    )
-    choice = recall_tuned(config, step) if is_open else None
+    choice = None
+    if parallel.cuts is None and training.micro_batches == parallel.balance == "auto":
+        choice = recall_tuned(config, step)
     if choice is None:
-        return config.with_values(
-            {
-                "training.micro_batches": training.num_micro_batches,
-                # Cuts that are set need no balance, so none is filled in.
-                "parallel.balance": parallel.wanted_balance
-                if parallel.cuts is None
-                else parallel.balance,
-            }
-        )
+        values: dict[str, Any] = {"training.micro_batches": training.num_micro_batches}
+        if parallel.cuts is None:  # cuts that are set need no balance
+            values["parallel.balance"] = parallel.wanted_balance
+        return config.with_values(values)
     logger.info(
         "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a step); "
         "--micro-batches or --balance would overrule it",

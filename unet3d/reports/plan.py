@@ -18,7 +18,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
     """Return what every way of placing a training would take, as a table for the terminal.
 
     Args:
-        record: What :meth:`unet3d.planning.placements.Comparison.to_dict` returns.
+        record: What :func:`unet3d.planning.placements.compare` returns of the ways.
     """
     every_slot = [slot for way in record["ways"] for slot in way["slots"]]
     unit, unit_bytes = unit_of(every_slot, "predicted")

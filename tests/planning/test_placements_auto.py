@@ -11,7 +11,6 @@ from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
 from unet3d.planning import placements
-from unet3d.planning.link_speed import LinkSpeed
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import (
     PlacementOption,
@@ -35,7 +34,7 @@ def gpus(monkeypatch):
 
     def measure_link(devices, are_here=True):
         is_known = are_here and len(set(devices)) > 1
-        return LinkSpeed(copied_per_second=has["link"]) if is_known else None
+        return has["link"] if is_known else None
 
     monkeypatch.setattr(placements, "measure_link", measure_link)
     return has
