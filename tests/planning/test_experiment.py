@@ -106,7 +106,8 @@ def test_memory_for_cuts_is_that_of_the_stored_intensities(tmp_path, normalizati
     experiment = plan_experiment(settings(tmp_path, root, f"data.normalization={normalization}"), 0)
     assert experiment.training[0].image().itemsize == num_bytes
     augmentation = experiment.augmentation(torch.device("cuda", 0))
-    assert augmentation is not None and augmentation.voxel_bytes == num_bytes + 1
+    assert augmentation is not None
+    assert (augmentation.voxel_bytes, augmentation.label_bytes) == (num_bytes, 1)
     assert experiment.augmentation(torch.device("cpu")) is None
 
 
