@@ -15,6 +15,7 @@ their messages, nobody reads anything; so a thread watches them (`watch`). Nothi
 sends another is ever unpickled: values are JSON, everything else is tensors of numbers.
 """
 
+import itertools
 import json
 import os
 import time
@@ -65,11 +66,10 @@ class Group:
         """Where ranks can read what others have written, also while those wait."""
         self._lasting = lasting
         self._watch = None if store is None else Watch(store, ranks, purpose)
-        self._num_keys = 0
+        self._numbers = itertools.count(1)
         self._stale_keys: deque[str] = deque()
-        self._flags: torch.Tensor | None = None
-        self._work: Any = None
-        """The message of the last step, which is under way if there are flags."""
+        self._flags: tuple[torch.Tensor, dist.Work] | None = None
+        """Those of the last step, whose message is under way."""
 
     @property
     def is_first(self) -> bool:
@@ -223,9 +223,9 @@ class Group:
             return stop, save
         reduced = self._wait_for_flags()
         if not reduced[0]:
-            self._flags = torch.tensor([stop, int(save and not reduced[1])])
+            flags = torch.tensor([stop, int(save and not reduced[1])])
             with self._watch.translate_dist_errors():
-                self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
+                self._flags = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
         return reduced[0], bool(reduced[1])
 
     def agree(self, stop: int, shards: dist.ProcessGroup | None) -> int:
@@ -252,11 +252,11 @@ class Group:
 
     def _wait_for_flags(self) -> list[int]:
         """Return the largest flags of the last step, if they are under way."""
-        flags, self._flags = self._flags, None
-        if flags is None or self._watch is None:
+        if self._flags is None or self._watch is None:
             return [0, 0]
+        (flags, work), self._flags = self._flags, None
         with self._watch.translate_dist_errors():
-            self._work.wait(self._watch.timeout)
+            work.wait(self._watch.timeout)
         return flags.tolist()
 
     def _broadcast_file(self, path: Path, watch: Watch) -> None:
@@ -271,8 +271,7 @@ class Group:
                 dist.broadcast(piece, 0, async_op=True).wait(watch.timeout)
 
     def _next_key(self) -> str:
-        self._num_keys += 1
-        return f"exchange/{self._num_keys}"
+        return f"exchange/{next(self._numbers)}"
 
 
 def _await(store: Store, key: str) -> None:

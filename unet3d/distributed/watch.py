@@ -19,10 +19,8 @@ first time. So each thread leaves a sign of life too, and a rank that gives none
 
 The thread makes no call of CUDA, which might wait for the main thread's: the GPU itself writes into
 host memory how far it is. Only time in which the thread looks is counted, so ranks that were all
-suspended and go on do not take one another for lost.
-
-To end a process there is as safe as to kill it, which tests do at random moments: files are renamed
-when they are whole, and what the process has started ends with it.
+suspended do not take one another for lost. To end a process there is as safe as to kill it: files
+are renamed when they are whole, and what the process has started ends with it.
 """
 
 import itertools
@@ -117,7 +115,7 @@ class Watch:
         self._has_missed = False
         self._end = end
         self._devices: dict[torch.device, _Device] = {}
-        self._signs: dict[int, tuple[bytes, float]] = {}
+        self._signs: dict[int, tuple[bytes | None, float]] = {}
         """The last sign of life of other ranks, and for how many seconds it has been the last."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -131,12 +129,8 @@ class Watch:
 
     def notes(self) -> list[tuple[int, str]]:
         """Return what each rank has written down last: steps since the beginning, and in words."""
-        notes = [(-1, "the start")] * self._ranks.world_size
-        for rank in range(len(notes)):
-            if self.store.check([f"note/{rank}"]):
-                step, text = json.loads(self.store.get(f"note/{rank}"))
-                notes[rank] = (step, text)
-        return notes
+        written = [self._get(f"note/{rank}") for rank in range(self._ranks.world_size)]
+        return [(-1, "the start") if one is None else tuple(json.loads(one)) for one in written]
 
     @contextmanager
     def translate_dist_errors(self) -> Iterator[None]:
@@ -153,10 +147,7 @@ class Watch:
 
     def is_missed(self) -> bool:
         """Return whether another rank says now that it misses one."""
-        try:
-            return any(self.store.check([f"missing/{rank}"]) for rank in self._others)
-        except (RuntimeError, RankError):  # the store is gone
-            return False
+        return any(self._get(f"missing/{rank}") is not None for rank in self._others)
 
     def lost(self, hangs: bool) -> RankError:
         """Return the error that names the missing rank: the one that does not miss another.
@@ -167,9 +158,9 @@ class Watch:
             self.store.set(f"missing/{self._ranks.rank}", "")
             time.sleep(GRACE_SECONDS)
             silent = [one for one in self._others if not self.store.check([f"missing/{one}"])]
-            return self.error(silent or self._others, hangs)
-        except (RuntimeError, RankError):  # the store is gone too
+        except RuntimeError:  # the store is gone too
             return LostRankError("the other ranks are gone")
+        return self.error(silent or self._others, hangs)
 
     def error(self, suspects: Sequence[int], hangs: bool) -> RankError:
         """Return the error that names those of the suspects which have got least far."""
@@ -212,7 +203,7 @@ class Watch:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-            with suppress(RuntimeError, RankError):
+            with suppress(RuntimeError):  # the store is gone
                 self.store.delete_key(f"alive/{self._ranks.rank}")
 
     def _watched(self, device: torch.device) -> _Device:
@@ -229,17 +220,15 @@ class Watch:
         poll_seconds = min(POLL_SECONDS, limit / 4)
         for number in itertools.count():
             if self._closed.wait(poll_seconds):
-                break
+                return
             self._give_sign(number)
             devices = list(self._devices.values())
             silence = max(one.silence(poll_seconds) for one in devices)
-            if max(one.silent_seconds for one in devices) >= limit / 4 and self._is_still(
-                poll_seconds, limit
-            ):
-                silence = limit
+            is_quiet = max(one.silent_seconds for one in devices) >= limit / 4
+            is_still = is_quiet and self._is_still(poll_seconds, limit)
             # All ranks that miss one must say so at the same time, or they name one another; some
             # notice it on their CPUs, or later.
-            if silence >= limit or (silence >= limit / 4 and self.is_missed()):
+            if is_still or silence >= limit or (silence >= limit / 4 and self.is_missed()):
                 error = self.lost(hangs=True)
                 if not self._closed.is_set():
                     self._end(error)
@@ -247,15 +236,19 @@ class Watch:
 
     def _give_sign(self, number: int) -> None:
         """Say that this rank lives; whoever asks notices itself that the store is gone."""
-        with suppress(RuntimeError, RankError):
+        with suppress(RuntimeError):
             self.store.set(f"alive/{self._ranks.rank}", str(number))
 
     def _is_still(self, seconds: float, limit: float) -> bool:
         """Return whether another rank has given no sign of life for as long as the limit."""
-        with suppress(RuntimeError, RankError):
-            for rank in self._others:
-                key = f"alive/{rank}"
-                sign = self.store.get(key) if self.store.check([key]) else b""
-                last, since = self._signs.get(rank, (b"", 0.0))
-                self._signs[rank] = sign, since + seconds if sign == last and sign else 0.0
+        for rank in self._others:
+            sign = self._get(f"alive/{rank}")
+            last, since = self._signs.get(rank, (None, 0.0))
+            self._signs[rank] = sign, since + seconds if sign is not None and sign == last else 0.0
         return any(since >= limit for _, since in self._signs.values())
+
+    def _get(self, key: str) -> bytes | None:
+        """Return what a rank has written; None: nothing, or the store is gone."""
+        with suppress(RuntimeError):
+            return self.store.get(key) if self.store.check([key]) else None
+        return None
