@@ -28,10 +28,7 @@ class Machine:
         return cls(num_gpus=count, description=description)
 
     def device(self, name: str) -> torch.device:
-        """Return a device by its name.
-
-        Args:
-            name: The name, such as ``0``, ``cuda:1`` or ``cpu``.
+        """Return a device by its name, such as ``0``, ``cuda:1`` or ``cpu``.
 
         Raises:
             DeviceError: The device is unknown or does not exist.

@@ -234,19 +234,11 @@ class ParallelDims:
         return len(self.all_devices) if self.num_shards > 1 else len(self.replicas)
 
     def replica_of(self, rank: int) -> int:
-        """Return the replica that a process works for.
-
-        Args:
-            rank: Its number among those of all machines.
-        """
+        """Return the replica that a process works for, by its number on all machines."""
         return rank // self.num_shards
 
     def shard_of(self, rank: int) -> int:
-        """Return which slab of each volume a process has.
-
-        Args:
-            rank: Its number among those of all machines.
-        """
+        """Return which slab of each volume a process has, by its number on all machines."""
         return rank % self.num_shards
 
     @property
@@ -255,18 +247,11 @@ class ParallelDims:
         return not self.uses_threads
 
     def share_of(self, batch_size: int) -> int:
-        """Return the largest number of samples that a replica has.
-
-        Args:
-            batch_size: Samples of all replicas together.
-        """
+        """Return the largest number of samples that a replica has of a batch."""
         return -(-batch_size // self.num_replicas)
 
     def check_batch(self, batch_size: int) -> str | None:
-        """Return a warning where replicas have no sample, or None.
-
-        Args:
-            batch_size: Samples of all replicas together.
+        """Return a warning where replicas have no sample of a batch, or None.
 
         Raises:
             ConfigError: The replicas are threads, which must all have a sample.

@@ -36,20 +36,11 @@ class Division:
         return len(self.bounds) - 1
 
     def planes(self, level: int = 0) -> int:
-        """Return the planes of the whole volume.
-
-        Args:
-            level: The level to count them at.
-        """
+        """Return the planes of the whole volume at a level."""
         return self.bounds[-1] // self.steps[level]
 
     def slab(self, shard: int, level: int = 0) -> range:
-        """Return the planes of a slab.
-
-        Args:
-            shard: Its number.
-            level: A divided level.
-        """
+        """Return the planes of a shard's slab at a divided level."""
         step = self.steps[level]
         return range(self.bounds[shard] // step, self.bounds[shard + 1] // step)
 
@@ -68,10 +59,7 @@ class SlabRule:
     """How many slabs there are."""
 
     def divide(self, size: Shape) -> Division:
-        """Divide a volume.
-
-        Args:
-            size: Its voxels along X, Y, Z; multiples of the total stride.
+        """Divide a volume of so many voxels along X, Y, Z, multiples of the total stride.
 
         Raises:
             DeviceError: It has fewer planes than there are shards, at full resolution or at the
@@ -91,23 +79,11 @@ class SlabRule:
         return divide(size[0], self.num_shards, steps, num_divided)
 
     def slab(self, shard: int, size: Shape) -> range:
-        """Return the planes of one slab at full resolution.
-
-        Args:
-            shard: Its number.
-            size: Voxels of the volume along X, Y, Z.
-
-        Raises:
-            DeviceError: As :meth:`divide`.
-        """
+        """Return the planes of one slab at full resolution; see :meth:`divide`."""
         return self.divide(size).slab(shard)
 
     def most_shards(self, size: Shape) -> int:
-        """Return the most shards that a volume can have.
-
-        Args:
-            size: Its voxels along X, Y, Z.
-        """
+        """Return the most shards that a volume of so many voxels along X, Y, Z can have."""
         return size[0] // _steps(self.topology)[self.topology.num_heads - 1]
 
     def _is_worth_it(self, level: int, size: Shape) -> bool:
@@ -124,12 +100,8 @@ class SlabRule:
 def divide(planes: int, num_shards: int, steps: tuple[int, ...], num_divided: int) -> Division:
     """Return slabs that are as equal as they can be, the larger ones first.
 
-    Args:
-        planes: Of level 0, a multiple of the step of the lowest divided level; at least so many for
-            each shard.
-        num_shards: How many slabs.
-        steps: Planes of level 0 in one of each level.
-        num_divided: How many levels are divided.
+    ``planes`` of level 0 are a multiple of the step of the lowest divided level, and at least one
+    such step for each shard.
     """
     unit = steps[num_divided - 1]
     size, rest = divmod(planes // unit, num_shards)
