@@ -61,10 +61,34 @@ def load_affine(weight, bias, means, rstds, sample, channel, known, C):
 
 
 @triton.jit
-def gradient_factors(totals, column, known, rest, rstd, scale, COUNT, ROW):
-    """Return what the gradient is made of: g * scale + (x - mean) * slant + level."""
+def load_gradient(weight, bias, means, rstds, totals, sample, samples, channel, known, C, COUNT):
+    """Return mean, scale and shift, and what else :func:`gradient_of` is made of."""
+    mean, scale, shift, rest, rstd = load_affine(
+        weight, bias, means, rstds, sample, channel, known, C
+    )
+    column, line = sample * C + channel, samples * C
     mean_g = tl.load(totals + column, mask=known, other=0.0) / COUNT
-    mean_gx = tl.load(totals + ROW + column, mask=known, other=0.0) / COUNT
+    mean_gx = tl.load(totals + line + column, mask=known, other=0.0) / COUNT
     # (g - mean_g - normal * mean_gx) * scale, where normal is (x - mean - rest) * rstd
     slant = -mean_gx * rstd * scale
-    return slant, -mean_g * scale - rest * slant
+    return mean, scale, shift, slant, -mean_g * scale - rest * slant
+
+
+@triton.jit
+def normalized(value, mean, scale, shift, slope):
+    """Return a block of x normalised, then LeakyReLU."""
+    value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
+    return tl.where(value > 0, value, value * slope)
+
+
+@triton.jit
+def before_activation(g, value, scale, shift, slope):
+    """Return the gradient before LeakyReLU of a block, from that behind it and x - mean."""
+    return tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
+
+
+@triton.jit
+def gradient_of(g, value, scale, shift, slant, level, slope):
+    """Return the gradient of a block of x, from that of the result and x - mean."""
+    g = before_activation(g, value, scale, shift, slope)
+    return g * scale[None, :] + (value * slant[None, :] + level[None, :])

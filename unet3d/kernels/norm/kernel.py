@@ -24,9 +24,12 @@ import triton
 import triton.language as tl
 
 from unet3d.kernels.norm.blocks import (
-    gradient_factors,
+    before_activation,
+    gradient_of,
     load_affine,
     load_block,
+    load_gradient,
+    normalized,
     place_of,
     start_of,
     store_block,
@@ -155,8 +158,7 @@ def normalize(
     mean, scale, shift, _, _ = load_affine(weight, bias, means, rstds, sample, channel, known, C)
     x += start_of(sample, V, Z, ROOM) * C
     value = load_block(x, first, row, channel, inside, C, Z, ROOM)
-    value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
-    value = tl.where(value > 0, value, value * slope)
+    value = normalized(value, mean, scale, shift, slope)
     y += start_of(sample, V, Z, PADS) * C
     store_block(y, first, row, value, channel, inside, C, Z, PADS)
 
@@ -169,7 +171,7 @@ def _add_to_sums(
     """Add a block to the sums of g and of g * (x - mean)."""
     value = load_block(x, first, row, channel, inside, C, Z, ROOM) - mean[None, :]
     g = load_block(dy, first, row, channel, inside, C, Z, False)
-    g = tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
+    g = before_activation(g, value, scale, shift, slope)
     return one + g, two + g * value
 
 
@@ -244,12 +246,10 @@ def gradient(
     x += start_of(sample, V, Z, ROOM) * C
     value = load_block(x, first, row, channel, inside, C, Z, ROOM)
     g = load_block(dy + sample * V * C, first, row, channel, inside, C, Z, False)
-    given = load_affine(weight, bias, means, rstds, sample, channel, known, C)
-    mean, scale, shift, rest, rstd = given
-    column, line = sample * C + channel, tl.num_programs(2) * C
-    slant, level = gradient_factors(totals, column, known, rest, rstd, scale, COUNT, line)
-    value -= mean[None, :]
-    g = tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
-    value = g * scale[None, :] + (value * slant[None, :] + level[None, :])
+    samples = tl.num_programs(2)
+    mean, scale, shift, slant, level = load_gradient(
+        weight, bias, means, rstds, totals, sample, samples, channel, known, C, COUNT
+    )
+    value = gradient_of(g, value - mean[None, :], scale, shift, slant, level, slope)
     dx += start_of(sample, V, Z, PADS) * C
     store_block(dx, first, row, value, channel, inside, C, Z, PADS)

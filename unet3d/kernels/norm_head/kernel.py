@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from unet3d.kernels.norm.blocks import (
-    gradient_factors,
+    gradient_of,
     load_affine,
     load_block,
+    load_gradient,
+    normalized,
     start_of,
     store_block,
 )
@@ -65,8 +67,7 @@ def logits(
     x += start_of(sample, V, Z, ROOM) * C
     value = load_block(x, first, row, channel, inside, C, Z, ROOM)
     mean, scale, shift, _, _ = load_affine(weight, bias, means, rstds, sample, channel, known, C)
-    value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
-    value = tl.where(value > 0, value, value * slope)
+    value = normalized(value, mean, scale, shift, slope)
     y += (sample * V + first) * K
     for k in tl.static_range(K):
         of_class = tl.load(head + k * C + channel, mask=known, other=0.0).to(tl.float32)
@@ -148,13 +149,11 @@ def gradient(
     value = load_block(x, first, row, channel, inside, C, Z, ROOM)
     at = dy + (sample * V + first) * K
     g = _before_head(at, head, row, is_voxel, channel, known, C, BV, BC, K)
-    affine = load_affine(weight, bias, means, rstds, sample, channel, known, C)
-    mean, scale, shift, rest, rstd = affine
-    column, line = sample * C + channel, tl.num_programs(1) * C
-    slant, level = gradient_factors(totals, column, known, rest, rstd, scale, COUNT, line)
-    value -= mean[None, :]
-    g = tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
-    value = g * scale[None, :] + (value * slant[None, :] + level[None, :])
+    samples = tl.num_programs(1)
+    mean, scale, shift, slant, level = load_gradient(
+        weight, bias, means, rstds, totals, sample, samples, channel, known, C, COUNT
+    )
+    value = gradient_of(g, value - mean[None, :], scale, shift, slant, level, slope)
     dx += start_of(sample, V, Z, PADS) * C
     store_block(dx, first, row, value, channel, inside, C, Z, PADS)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unet3d.kernels.conv.stem_kernel import offsets, parts_of_weights, sum_of_parts
-from unet3d.kernels.norm.blocks import gradient_factors, load_affine
+from unet3d.kernels.norm.blocks import gradient_of, load_gradient
 
 
 @triton.jit
@@ -27,10 +27,10 @@ def _weights(
     o = tl.arange(0, BO)
     row = tl.arange(0, BV)
     known = o < CO
-    affine = load_affine(weight, bias, means, rstds, sample, o, known, CO)
-    mean, scale, shift, rest, rstd = affine
-    column, line = sample * CO + o, tl.num_programs(1) * CO
-    slant, level = gradient_factors(totals, column, known, rest, rstd, scale, COUNT, line)
+    samples = tl.num_programs(1)
+    mean, scale, shift, slant, level = load_gradient(
+        weight, bias, means, rstds, totals, sample, samples, o, known, CO, COUNT
+    )
     x += sample * X * Y * Z * CI
     total = tl.zeros((K, BO), tl.float32)
     first = run * RUN
@@ -43,8 +43,7 @@ def _weights(
         given = (voxel < last)[:, None] & known[None, :]
         value = tl.load(y + at, mask=given, other=0.0).to(tl.float32) - mean[None, :]
         g = tl.load(dy + at, mask=given, other=0.0).to(tl.float32)
-        g = tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
-        g = g * scale[None, :] + (value * slant[None, :] + level[None, :])
+        g = gradient_of(g, value, scale, shift, slant, level, slope)
         g = tl.where(given, g, 0.0)
         total += tl.dot(values, g.to(values.dtype))
     out = (sample * S + run) * K * BO + k[:, None] * BO + o[None, :]
