@@ -38,12 +38,12 @@ def choose_cuts(step: Step, balance: Balance) -> Cuts:
     if balance == "encoder-decoder" or num_stages == 1:
         return default_cuts(model, step.layout)
     if balance == "time":
-        cost = time_cost(step)
+        cost = _time_cost(step)
         cuts = cheapest_cuts(cost, len(names), num_stages)
         ends = enumerate(pairwise((0, *cuts, len(names))))
         costs = [f"{1000 * cost(stage, *run):.3g} ms" for stage, run in ends]
     else:
-        cuts, peaks = memory_cuts(step)
+        cuts, peaks = _memory_cuts(step)
         costs = [f"{peak / 2**20:,.0f} MiB" for peak in peaks]
     logger.info(
         "balanced by %s: cut before %s (parallel.cuts=%s); predicted for each stage %s",
@@ -55,7 +55,7 @@ def choose_cuts(step: Step, balance: Balance) -> Cuts:
     return cuts
 
 
-def time_cost(step: Step) -> StageCost:
+def _time_cost(step: Step) -> StageCost:
     """Return the seconds of one micro-batch in each possible stage, on the stage's own device."""
     devices = step.layout.devices
     num_samples = math.ceil(step.batch_size / min(step.layout.num_micro_batches, step.batch_size))
@@ -67,7 +67,7 @@ def time_cost(step: Step) -> StageCost:
     return lambda stage, start, end: sum(seconds[devices[stage]][start:end])
 
 
-def memory_cuts(step: Step) -> tuple[Cuts, tuple[int, ...]]:
+def _memory_cuts(step: Step) -> tuple[Cuts, tuple[int, ...]]:
     """Return the cuts whose fullest stage needs least memory, and the predicted peak of each stage.
 
     It begins where the maps that are kept are shared equally. Then stages hand blocks to their

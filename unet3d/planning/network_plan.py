@@ -113,7 +113,10 @@ def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
     """
     data = config.data
     if data.dataset is not None:
-        return network_of(load_dataset(data.dataset), config, num_replicas=num_replicas)
+        dataset = load_dataset(data.dataset)
+        without_statistics = data.model_copy(update={"normalization": "none"})
+        planned = plan_preprocessing(dataset, without_statistics)
+        return network_of(dataset, config, planned, num_replicas)
     spacing = data.phantom.spacing_mm if isinstance(data.spacing_mm, str) else data.spacing_mm
     shape = data.phantom.shape
     fingerprint = Fingerprint(
@@ -129,14 +132,10 @@ def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
 def network_of(
     dataset: Dataset,
     config: Config,
-    planned: tuple[Preprocessing, Fingerprint] | None = None,
+    planned: tuple[Preprocessing, Fingerprint],
     num_replicas: int = 1,
 ) -> NetworkPlan:
-    """Return the network for a data set, which is looked at where its preparation is not given."""
-    if planned is None:
-        # Statistics of intensities are not needed here.
-        without = config.data.model_copy(update={"normalization": "none"})
-        planned = plan_preprocessing(dataset, without)
+    """Return the network for a data set of which is known how it is prepared."""
     preprocessing, fingerprint = planned
     return plan_fingerprint(
         config,

@@ -263,25 +263,21 @@ def timed_options(
     )
     if not all(map(is_here, devices)):
         return options
-    found = {
-        index: known.step_seconds
-        for index, option in enumerate(options)
-        if (known := recall_tuned(config, option.step)) is not None
-    }
+    found = {option.dims: recall_tuned(config, option.step) for option in options}
     ratios = [
-        seconds / predicted
-        for index, seconds in found.items()
-        if (predicted := options[index].seconds) is not None
+        known.step_seconds / option.seconds
+        for option in options
+        if (known := found[option.dims]) is not None and option.seconds is not None
     ]
     factor = statistics.median(ratios) if ratios else 1.0
-    return tuple(
-        replace(
-            option,
-            seconds=found.get(index, option.seconds and factor * option.seconds),
-            is_measured=index in found,
-        )
-        for index, option in enumerate(options)
-    )
+
+    def timed(option: PlacementOption) -> PlacementOption:
+        known = found[option.dims]
+        if known is not None:
+            return replace(option, seconds=known.step_seconds, is_measured=True)
+        return replace(option, seconds=option.seconds and factor * option.seconds)
+
+    return tuple(map(timed, options))
 
 
 def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
