@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.networks import place, random_checkpoint
 from tests.ranks import ends_of, start_ranks
 from unet3d.config import ParallelSettings
+from unet3d.distributed import watch
 from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import Unet3dError
@@ -210,6 +211,7 @@ def start(num_ranks, work, *arguments, limit=PATIENT_SECONDS):
 
 def main(out):
     """Run every check; on GPUs, leave out the losses of ranks, which need none."""
+    watch.GRACE_SECONDS = 0.1  # before each error of two ranks, of which one is lost
     three = 2 if ON_GPUS else 3
     calls: tuple[tuple[Any, ...], ...] = (
         (three, check_windows),

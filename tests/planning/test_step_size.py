@@ -27,7 +27,7 @@ from unet3d.preparation.preprocess import Fingerprint
 GIB = 1024**3
 GPU = torch.device("cuda", 0)
 ALONE = ParallelDims(mode="none", replicas=((GPU,),), num_replicas=1)
-NARROW = ("model.base_channels=8", "model.num_levels=3")
+NARROW = ("model.base_channels=8", "model.num_levels=2")
 """Settings with which most of what a step takes are features, and a prediction is quick."""
 
 
