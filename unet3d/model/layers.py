@@ -22,7 +22,8 @@ from unet3d.kernels import (
     upsampled_conv3x3x3,
     with_halo,
 )
-from unet3d.model.norms import InstanceNorm, Norm, make_norm
+from unet3d.model.norms import InstanceNorm, make_norm
+from unet3d.model.topology import Topology
 
 _CUBE: Shape = (3, 3, 3)
 """The kernel that sees all neighbours of a voxel."""
@@ -71,18 +72,18 @@ class ConvUnit(nn.Module):
 
     def __init__(
         self,
-        *,
+        topology: Topology,
+        level: int,
         in_channels: int,
-        channels: int,
-        stride: Shape,
-        norm: Norm,
-        kernel: Shape = _CUBE,
+        stride: Shape = (1, 1, 1),
+        *,
         feeds_convolution: bool = False,
     ) -> None:
-        """Start as its layers do; ``feeds_convolution``: a cube reads the result."""
+        """Start as its layers do; ``feeds_convolution``: one of the level reads the result."""
         super().__init__()
-        self.conv = Convolution(in_channels, channels, stride, kernel)
-        self.norm = make_norm(norm, channels, True, feeds_convolution and self.conv.is_cube)
+        channels = topology.channels[level]
+        self.conv = Convolution(in_channels, channels, stride, topology.kernel(level))
+        self.norm = make_norm(topology, channels, True, feeds_convolution and self.conv.is_cube)
 
     def convolved(self, x: Tensor) -> tuple[Tensor, None]:
         """Return what is normalised, and what is added to it before: nothing."""
@@ -123,37 +124,21 @@ class ResidualUnit(nn.Module):
     """Two convolutions whose result is added to the input (He et al., arXiv 1512.03385)."""
 
     def __init__(
-        self,
-        *,
-        in_channels: int,
-        channels: int,
-        stride: Shape,
-        norm: Norm,
-        kernel: Shape = _CUBE,
+        self, topology: Topology, level: int, in_channels: int, stride: Shape = (1, 1, 1)
     ) -> None:
-        """Start as its layers do; see :class:`ConvUnit`."""
+        """Start as its layers do."""
         super().__init__()
-        self.first = ConvUnit(
-            in_channels=in_channels,
-            channels=channels,
-            stride=stride,
-            norm=norm,
-            kernel=kernel,
-            feeds_convolution=True,
-        )
-        self.conv = Convolution(channels, channels, kernel=kernel)
-        self.norm = make_norm(norm, channels, activated=False)
-        self.activation = nn.LeakyReLU(norm.negative_slope, inplace=True)
+        channels = topology.channels[level]
+        self.first = ConvUnit(topology, level, in_channels, stride, feeds_convolution=True)
+        self.conv = Convolution(channels, channels, kernel=topology.kernel(level))
+        self.norm = make_norm(topology, channels, activated=False)
+        self.activation = nn.LeakyReLU(topology.negative_slope, inplace=True)
         # As in ResNet-D (arXiv 1812.01187), averaging comes first, so that no voxel is skipped.
         pool = AveragePool(stride) if max(stride) > 1 else nn.Identity()
-        project = (
-            nn.Sequential(
-                Projection(in_channels, channels),
-                make_norm(norm, channels, activated=False),
-            )
-            if in_channels != channels
-            else nn.Identity()
-        )
+        project: nn.Module = nn.Identity()
+        if in_channels != channels:
+            norm = make_norm(topology, channels, activated=False)
+            project = nn.Sequential(Projection(in_channels, channels), norm)
         self.shortcut = nn.Sequential(pool, project)
 
     def forward(self, x: Tensor) -> Tensor:

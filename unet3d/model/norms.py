@@ -1,43 +1,27 @@
 """Normalisations, each with the LeakyReLU that follows it, also of slabs of a volume."""
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from unet3d.kernels import instance_norm, sum_of, with_halo
 from unet3d.kernels.sharding import current_shard, sum_over_shards
-
-NORM_EPS = 1e-5
-NEGATIVE_SLOPE = 0.01
-"""Slope of LeakyReLU, as in nnU-Net."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    """What follows the convolutions of a network."""
-
-    kind: Literal["instance", "group", "batch"] = "instance"
-    """``instance`` and ``group`` treat each sample alone, ``batch`` does not."""
-    eps: float = NORM_EPS
-    """Added to the variance."""
-    negative_slope: float = NEGATIVE_SLOPE
-    """Slope of LeakyReLU below zero, where it follows."""
+from unet3d.model.topology import Topology
 
 
 class InstanceNorm(nn.Module):
     """Instance normalisation, with the LeakyReLU that follows it, as one operation."""
 
-    def __init__(self, norm: Norm, channels: int, activated: bool, feeds_convolution: bool) -> None:
+    def __init__(
+        self, topology: Topology, channels: int, activated: bool, feeds_convolution: bool
+    ) -> None:
         """Start as the plain normalisation; see :func:`make_norm`."""
         super().__init__()
         self.activated = activated
         self.feeds_convolution = feeds_convolution
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
-        self.eps = norm.eps
-        self.negative_slope = norm.negative_slope if activated else 1.0
+        self.eps = topology.norm_eps
+        self.negative_slope = topology.negative_slope if activated else 1.0
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map features (N, C, X, Y, Z) to the same shape; where some are added first, x is lost."""
@@ -89,18 +73,18 @@ class OtherNorm(nn.Sequential):
 
 
 def make_norm(
-    norm: Norm, channels: int, activated: bool, feeds_convolution: bool = False
+    topology: Topology, channels: int, activated: bool, feeds_convolution: bool = False
 ) -> OtherNorm | InstanceNorm:
     """Return the normalisation that follows a convolution.
 
     ``activated``: LeakyReLU follows, and the unit ends; ``feeds_convolution``: one of 3x3x3 reads
     the result.
     """
-    if norm.kind == "instance":
-        return InstanceNorm(norm, channels, activated, feeds_convolution)
-    if norm.kind == "group":
+    if topology.norm == "instance":
+        return InstanceNorm(topology, channels, activated, feeds_convolution)
+    if topology.norm == "group":
         num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
-        made: nn.Module = GroupNorm(num_groups, channels, eps=norm.eps)
+        made: nn.Module = GroupNorm(num_groups, channels, eps=topology.norm_eps)
     else:
-        made = nn.BatchNorm3d(channels, eps=norm.eps)
-    return OtherNorm(made, norm.negative_slope, activated)
+        made = nn.BatchNorm3d(channels, eps=topology.norm_eps)
+    return OtherNorm(made, topology.negative_slope, activated)

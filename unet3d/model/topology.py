@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Field, model_validator
 from unet3d.config import Channels, Kernel, ModelSettings, Shape, Spacing, Strides, Taps, Units
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import PLAIN, at_most, validated
-from unet3d.model.norms import NEGATIVE_SLOPE, NORM_EPS
 
 MAX_LEVELS = 6
 MIN_VOXELS = 4
@@ -52,7 +51,7 @@ class Topology:
     encoder: Literal["plain", "residual"] = "plain"
     """Plain convolutions, or residual units."""
     norm: Literal["instance", "group", "batch"] = "instance"
-    """Normalisation after each convolution."""
+    """Normalisation after each convolution; of each sample alone, but for ``batch``."""
     deep_supervision: Annotated[bool, Field(strict=True)] = False
     """Whether coarser levels have a head of their own in training."""
     units: Annotated[tuple[Units, ...], at_most(MOST_LEVELS)] = ()
@@ -63,10 +62,10 @@ class Topology:
     empty: 2 with a plain encoder, 1 with a residual one, as in nnU-Net."""
     upsampling_bias: Annotated[bool, Field(strict=True)] = False
     """Whether the transposed convolutions have a bias."""
-    norm_eps: Annotated[float, Field(gt=0, le=1, strict=True)] = NORM_EPS
+    norm_eps: Annotated[float, Field(gt=0, le=1, strict=True)] = 1e-5
     """What normalisations add to the variance."""
-    negative_slope: Annotated[float, Field(ge=0, le=1, strict=True)] = NEGATIVE_SLOPE
-    """Slope of each LeakyReLU below zero."""
+    negative_slope: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.01
+    """Slope of each LeakyReLU below zero; as in nnU-Net."""
 
     @model_validator(mode="after")
     def _levels_agree(self) -> Self:

@@ -41,11 +41,7 @@ from unet3d.model.layers import (
     UpsampledUnit,
 )
 from unet3d.model.network import BlockNetwork
-from unet3d.model.norms import Norm
 from unet3d.model.topology import Topology
-
-Kind = Callable[..., nn.Module]
-"""Makes a unit."""
 
 
 class Encoder(nn.Module):
@@ -60,19 +56,13 @@ class Encoder(nn.Module):
         ):
             units: list[nn.Module] = []
             num_units = topology.num_units(level)
-            kinds: list[Kind] = [partial(ConvUnit, feeds_convolution=True)] * num_units
-            if topology.encoder == "residual":  # the first level needs a stem
-                stem: list[Kind] = [ConvUnit] if level == 0 else []
-                kinds = [*stem, *[ResidualUnit] * num_units]
+            kinds: list[Callable[..., nn.Module]] = [ResidualUnit] * num_units
+            if topology.encoder == "plain":
+                kinds = [partial(ConvUnit, feeds_convolution=True)] * num_units
+            elif level == 0:  # which needs a stem
+                kinds = [ConvUnit, *kinds]
             for kind in kinds:
-                unit = kind(
-                    in_channels=in_channels,
-                    channels=channels,
-                    stride=stride,
-                    norm=_norm_of(topology),
-                    kernel=topology.kernel(level),
-                )
-                units.append(unit)
+                units.append(kind(topology, level, in_channels, stride))
                 stride, in_channels = (1, 1, 1), channels
             self.levels.append(nn.ModuleList(units))
 
@@ -108,28 +98,18 @@ class Decoder(nn.Module):
         self.skips = skips
         self.levels = nn.ModuleDict()
         for level in reversed(range(topology.num_levels - 1)):
-            channels, kernel = topology.channels[level], topology.kernel(level)
-            num_units = topology.num_decoder_units(level)
+            channels, lower = topology.channels[level : level + 2]
+            stride, bias = topology.strides[level + 1], topology.upsampling_bias
+            last = topology.num_decoder_units(level) - 1
+            units = [
+                ConvUnit(topology, level, channels, feeds_convolution=index < last)
+                for index in range(last + 1)
+            ]
             self.levels[str(level)] = nn.ModuleDict(
                 {
-                    "skip": Convolution(channels, channels, kernel=kernel),
-                    "up": Upsample(
-                        topology.channels[level + 1],
-                        channels,
-                        topology.strides[level + 1],
-                        has_bias=topology.upsampling_bias,
-                    ),
-                    "units": nn.ModuleList(
-                        ConvUnit(
-                            in_channels=channels,
-                            channels=channels,
-                            stride=(1, 1, 1),
-                            norm=_norm_of(topology),
-                            kernel=kernel,
-                            feeds_convolution=i < num_units - 1,
-                        )
-                        for i in range(num_units)
-                    ),
+                    "skip": Convolution(channels, channels, kernel=topology.kernel(level)),
+                    "up": Upsample(lower, channels, stride, has_bias=bias),
+                    "units": nn.ModuleList(units),
                 }
             )
         self.heads = nn.ModuleList(
@@ -277,11 +257,6 @@ def refuse_beyond_memory(topology: Topology) -> None:
 
 def _head_name(level: int) -> str:
     return "head" if level == 0 else f"head.{level}"
-
-
-def _norm_of(topology: Topology) -> Norm:
-    """Return what follows the convolutions of a network."""
-    return Norm(kind=topology.norm, eps=topology.norm_eps, negative_slope=topology.negative_slope)
 
 
 def _units_of(level: nn.Module) -> list[nn.Module]:
