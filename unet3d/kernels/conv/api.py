@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import unet3d.kernels.conv.stem_op  # noqa: F401 - registers the operation
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.folded import (
     ComposedUpsampling,
@@ -26,6 +25,7 @@ from unet3d.kernels.conv.folded import (
     PaddedStridedConvolution,
     composed_kernel,
 )
+from unet3d.kernels.conv.stem_op import stem
 from unet3d.kernels.halo import own_planes
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded
 from unet3d.kernels.recompute import kept_for, offer, recomputing
@@ -65,7 +65,7 @@ def conv3x3x3(
     x_padding = padding_of_maps() if x_padding is None else x_padding
     if is_stem(x, weight):
         x = x.to(slabs.lowered(x))
-        y: Tensor = torch.ops.unet3d.stem(x, weight.to(x.dtype), *x_padding)
+        y: Tensor = stem(x, weight.to(x.dtype), *x_padding)
         return y
     if can_fold(x, min(weight.shape[:2])):
         y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding)  # type: ignore[no-untyped-call]
@@ -122,10 +122,12 @@ def upsampled_conv3x3x3(
         x = x.to(slabs.lowered(x))
         kernel = composed_kernel(up, weight).to(x.dtype)
         # Of a neighbour's plane all that it reaches by itself is left out.
-        left_out = tuple(1 + (1 - side) * stride[0] for side in x_padding)
-        in_pairs = not _is_cpu(x)
-        y: Tensor = ComposedUpsampling.apply(x, kernel, tuple(stride), left_out, in_pairs)  # type: ignore[no-untyped-call]
-        return mark_folded(y) if in_pairs and weight.shape[0] <= MAX_CHANNELS else y
+        before, after = (1 + (1 - side) * stride[0] for side in x_padding)
+        left_out = (before, after)
+        if _is_cpu(x):
+            return slabs.upsample(x, kernel, stride, (left_out, 1, 1))
+        y: Tensor = ComposedUpsampling.apply(x, kernel, tuple(stride), left_out)  # type: ignore[no-untyped-call]
+        return mark_folded(y) if weight.shape[0] <= MAX_CHANNELS else y
     full = upsample_with_halo(x, up, stride, x_padding=x_padding)
     return conv3x3x3(full, weight, x_padding=x_padding)
 

@@ -19,6 +19,7 @@ input 4.4, 3.6 and 2.6 ms, of the weights 6.9, 4.1 and 2.8 ms. With 64 channels 
 it is.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,25 +114,20 @@ class ComposedUpsampling(torch.autograd.Function):
     (:mod:`unet3d.kernels.padding`), and the result is one, with other values there. Measured on an
     H200 from 64 to 32 channels, 128^3 to 256^3: forward 1.27 ms, gradient of x 1.04, of the weights
     1.56; both convolutions apart 4.64, 4.13 and 7.24. With more channels forward is faster as it
-    is, the gradients are not. On a CPU pairs gain nothing, and their result would be copied.
+    is, the gradients are not. On a CPU pairs gain nothing, and their result would be copied: it is
+    an upsampling with another kernel.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        stride: tuple[int, ...],
-        x_padding: XPadding,
-        in_pairs: bool = True,
+        ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, ...], x_padding: XPadding
     ) -> Tensor:
         """Map (N, I, X, Y, Z) to (N, O, X', Y', 2 Z) with a kernel (I, O, ..., 4)."""
         ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.x_padding, ctx.in_pairs = stride, x_padding, in_pairs
-        if not in_pairs or weight.shape[1] > MAX_CHANNELS:
+        ctx.steps = (*stride[:2], 1), (x_padding, 1, 0)
+        if weight.shape[1] > MAX_CHANNELS:
             return slabs.transposed(x, weight, stride, (x_padding, 1, 1))
-        steps = (*stride[:2], 1)
-        made = slabs.transposed(x, _transposed_pairs(weight), steps, (x_padding, 1, 0))
+        made = slabs.transposed(x, _transposed_pairs(weight), *ctx.steps)
         return _unfold(made)[..., 1:-1]
 
     @staticmethod
@@ -139,21 +135,18 @@ class ComposedUpsampling(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the kernel."""
         x, weight = ctx.saved_tensors
-        kernel, stride, padding = weight, ctx.stride, (ctx.x_padding, 1, 1)
-        if ctx.in_pairs:
-            dy = _fold(with_padding(dy) if is_padded(dy) else pad_z(dy, 1, 1))
-            kernel, stride, padding = _transposed_pairs(weight), (*stride[:2], 1), (*padding[:2], 0)
+        pairs = _fold(with_padding(dy) if is_padded(dy) else pad_z(dy, 1, 1))
+        kernel = _transposed_pairs(weight)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = slabs.weight_gradient(x, dy, kernel, stride, padding)
-            if ctx.in_pairs:
-                inputs, outputs, i, j, _ = weight.shape
-                folded = dweight.reshape(inputs, 2, outputs, i, j, 2).permute(0, 2, 3, 4, 5, 1)
-                dweight = folded.flatten(4)
+            folded = slabs.weight_gradient(x, pairs, kernel, *ctx.steps)
+            inputs, outputs, i, j, _ = weight.shape
+            folded = folded.reshape(inputs, 2, outputs, i, j, 2).permute(0, 2, 3, 4, 5, 1)
+            dweight = folded.flatten(4)
         del x  # it may have been recomputed, only for that
         if ctx.needs_input_grad[0]:
-            dx = slabs.convolve(dy, kernel, stride, padding)
-        return dx, dweight, None, None, None
+            dx = slabs.convolve(pairs, kernel, *ctx.steps)
+        return dx, dweight, None, None
 
 
 def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
@@ -191,11 +184,9 @@ def _convolve(x: Tensor, weight: Tensor, x_padding: XPadding) -> Tensor:
     if weight.shape[0] > MAX_CHANNELS:
         return slabs.convolve(x, weight, _PLAIN, (x_padding, 1, 1))
     if is_padded(x) and weight.shape[1] <= MAX_CHANNELS:
-        # From neighbour q of pair t, counted from the pair (-1, 0), to neighbour p of (0, 1) it is
-        # 2 t + q - 1 - p voxels; where that is k - 1, the weight is k.
         outputs, inputs = weight.shape[:2]
         pairs = weight.new_zeros((2, outputs, 2, inputs, 3, 3, 2))
-        for p, q, t, k in _PADDED_ENTRIES:
+        for p, q, t, k in _entries(2):
             pairs[p, :, q, ..., t] = weight[..., k]
         pairs = pairs.view(2 * outputs, 2 * inputs, 3, 3, 2)
         pairs = pairs.contiguous(memory_format=torch.channels_last_3d)
@@ -206,20 +197,14 @@ def _convolve(x: Tensor, weight: Tensor, x_padding: XPadding) -> Tensor:
     return _unfold(slabs.convolve(x, both, (1, 1, 2), (x_padding, 1, 1)))
 
 
-_PADDED_ENTRIES = [
-    (p, q, t, 2 * t + q - p)
-    for p in range(2)
-    for q in range(2)
-    for t in range(2)
-    if 0 <= 2 * t + q - p <= 2
-]
-_PLAIN_ENTRIES = [
-    (p, q, t, 2 * t + q - p - 1)
-    for p in range(2)
-    for q in range(2)
-    for t in range(3)
-    if 0 <= 2 * t + q - p - 1 <= 2
-]
+def _entries(taps: int) -> list[tuple[int, int, int, int]]:
+    """Return which tap t of pairs leads from neighbour q to neighbour p by a voxel's tap k.
+
+    Two taps along Z begin with the pair (-1, 0), where zeros are around; three with (-2, -1).
+    """
+    every = itertools.product(range(2), range(2), range(taps))
+    known = [(p, q, t, 2 * t + q - p - (taps - 2)) for p, q, t in every]
+    return [entry for entry in known if 0 <= entry[3] <= 2]
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: XPadding) -> Tensor:
@@ -235,7 +220,7 @@ def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: XPadding) 
     """Return the gradient of a weight of this shape from that of the double voxels' kernel."""
     outputs, inputs = weight.shape[:2]
     padded = is_padded(x)
-    taps, entries = (2, _PADDED_ENTRIES) if padded else (3, _PLAIN_ENTRIES)
+    taps = 2 if padded else 3
     like = weight.new_empty((2 * outputs, 2 * inputs, 3, 3, taps))
     like = like.contiguous(memory_format=torch.channels_last_3d)
     padding = (x_padding, 1, 0 if padded else 1)
@@ -244,7 +229,7 @@ def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: XPadding) 
     exact = torch.promote_types(folded.dtype, torch.float32)
     parts = folded.reshape(2, outputs, 2, inputs, 3, 3, taps)
     total = parts.new_zeros((outputs, inputs, 3, 3, 3), dtype=exact)
-    for p, q, t, k in entries:
+    for p, q, t, k in _entries(taps):
         total[..., k] += parts[p, :, q, ..., t]
     return total.to(weight.dtype)
 

@@ -7,17 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels.conv.geometry import Slab
+from unet3d.kernels.triton_support import operation
 from unet3d.memory.fake_devices import is_gpu
 
 _LOW_TYPES = (torch.bfloat16, torch.float16)
 """Types in which cuDNN computes without a choice of precision, nor copies of its own."""
 _NO_DILATION = (1, 1, 1)
-
-# PyTorch's own operation that writes to given memory has no fake version.
-torch.library.define(
-    "unet3d::convolve_into",
-    "(Tensor(a!) y, Tensor x, Tensor weight, int[] stride, int[] padding) -> ()",
-)
 
 
 def put(computed: Tensor, planes: range, x: Tensor, wanted: range) -> None:
@@ -52,7 +47,7 @@ def put_convolved(
     earlier = y.narrow(2, slab.y.start, slab.wanted.start - slab.y.start)
     kept = earlier.clone()
     made = y.narrow(2, slab.y.start, len(slab.y))
-    torch.ops.unet3d.convolve_into(made, x, weight, stride, padding)
+    _into(made, x, weight, stride, padding)
     earlier.copy_(kept)
 
 
@@ -64,32 +59,23 @@ def writes_in_place(x: Tensor) -> bool:
     return is_gpu(x.device) and x.dtype in _LOW_TYPES and x.shape[1] > 1
 
 
-@torch.library.impl("unet3d::convolve_into", "cpu")
-def _(y: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> None:
-    y.copy_(F.conv3d(x, weight, None, tuple(stride), tuple(padding)))
-
-
-@torch.library.impl("unet3d::convolve_into", "cuda")
-def _(y: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> None:
+def _convolve_into(
+    y: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]
+) -> None:
     cudnn = torch.backends.cudnn
-    if torch.version.cuda is None or not cudnn.enabled:
+    if not x.is_cuda or torch.version.cuda is None or not cudnn.enabled:
         y.copy_(F.conv3d(x, weight, None, tuple(stride), tuple(padding)))
         return
     is_repeatable = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    torch.ops.aten.cudnn_convolution.out(
-        x,
-        weight,
-        padding,
-        stride,
-        _NO_DILATION,
-        1,
-        cudnn.benchmark,
-        is_repeatable,
-        False,
-        out=y,
-    )
+    given = (x, weight, padding, stride, _NO_DILATION, 1, cudnn.benchmark, is_repeatable, False)
+    torch.ops.aten.cudnn_convolution.out(*given, out=y)
 
 
-@torch.library.register_fake("unet3d::convolve_into")  # type: ignore[untyped-decorator]
-def _(y: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> None:
-    pass
+# PyTorch's own operation that writes to given memory has no fake version.
+_into = operation(
+    "convolve_into",
+    "(Tensor(a!) y, Tensor x, Tensor weight, int[] stride, int[] padding) -> ()",
+    _convolve_into,
+    lambda *_: None,
+    ("cpu", "cuda"),
+)

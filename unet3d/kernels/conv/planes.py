@@ -1,6 +1,5 @@
 """Planes of tensors along X, and the calls that convolve them."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -65,11 +64,6 @@ def samples(x: Tensor) -> list[Tensor]:
     return [x.narrow(0, index, 1) for index in range(x.shape[0])]
 
 
-def plane_elements(x: Tensor) -> int:
-    """Return the number of elements of one plane of one sample."""
-    return x.shape[1] * math.prod(x.shape[3:])
-
-
 def some_planes(x: Tensor, planes: range) -> Tensor:
     """Return some planes of a map: a view, or a copy where some are outside and so are zeros."""
     first, stop = (min(max(end, 0), x.shape[2]) for end in (planes.start, planes.stop))
@@ -98,17 +92,7 @@ def gradients(
     In place of one that is not wanted there is no tensor. The weights of a transposed convolution
     are (I, O, kernel).
     """
-    dx, dweight, _ = torch.ops.aten.convolution_backward(
-        dy,
-        x,
-        weight,
-        None,
-        stride,
-        padding,
-        (1, 1, 1),
-        transposed,
-        (0, 0, 0),
-        1,
-        [*wanted, False],
-    )
+    how = (stride, padding, (1, 1, 1), transposed, (0, 0, 0), 1)  # no dilation, nothing added
+    given = (dy, x, weight, None, *how, [*wanted, False])
+    dx, dweight, _ = torch.ops.aten.convolution_backward(*given)
     return dx, dweight

@@ -30,7 +30,6 @@ from unet3d.kernels.conv.planes import (
     empty,
     gradients,
     padding_in_plane,
-    plane_elements,
     result_shape,
     samples,
     some_planes,
@@ -57,15 +56,21 @@ def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding)
     return y
 
 
-def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Convolve transposed with (I, O, *stride), so that each voxel becomes a block."""
-    shape = transposed_shape(x, weight, stride, _NONE)
-    if max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS and not _is_slow(x, weight, stride):
-        return F.conv_transpose3d(x, weight, stride=tuple(stride))
-    if max(stride) == 1:
+def upsample(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding = _NONE) -> Tensor:
+    """Convolve transposed with (I, O, kernel), so that each voxel becomes a block.
+
+    May be differentiated. The padding is what is left out of the result.
+    """
+    shape = transposed_shape(x, weight, stride, padding)
+    along_x = padding[0] if isinstance(padding[0], int) else None
+    is_small = max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS
+    if along_x is not None and is_small and not _is_slow(x, weight, stride):
+        sides = (along_x, *padding_in_plane(padding))
+        return F.conv_transpose3d(x, weight, stride=tuple(stride), padding=sides)
+    if tuple(weight.shape[2:]) == (1, 1, 1) == tuple(stride):
         return convolve(x, weight.transpose(0, 1), stride, _NONE)
     x = x.to(lowered(x))
-    y: Tensor = _Upsampling.apply(x, weight.to(x.dtype), stride)  # type: ignore[no-untyped-call]
+    y: Tensor = _Upsampling.apply(x, weight.to(x.dtype), stride, padding)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -94,8 +99,7 @@ def transposed(
     if axis.symmetric is not None and max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
         return one_call(x, axis.size, axis.symmetric)
     y = empty(shape, x)
-    fits = _fits(plane_elements(y), plane_elements(x))
-    slabs = divide(axis.for_gradient, range(axis.size), fits)
+    slabs = _slabs(axis.for_gradient, range(axis.size), y, x)
     for x_one, y_one in zip(samples(x), samples(y), strict=True):
         for slab in slabs:
             made = one_call(_planes(x_one, slab.y), len(slab.x), slab.padding)
@@ -160,8 +164,7 @@ class _Convolution(torch.autograd.Function):
             return cpu.convolve(x, weight, stride, padding)
         axis, in_plane = axis_of(x.shape[2], weight, stride, padding), padding_in_plane(padding)
         y = empty(result_shape(x, weight, stride, padding), x)
-        fits = _fits(plane_elements(x), plane_elements(y))
-        slabs = divide(axis.for_result, range(axis.result), fits)
+        slabs = _slabs(axis.for_result, range(axis.result), x, y)
         for x_one, y_one in zip(samples(x), samples(y), strict=True):
             for slab in slabs:
                 planes = _planes(x_one, slab.x)
@@ -187,23 +190,26 @@ class _Upsampling(torch.autograd.Function):
     """A transposed convolution in slabs; to a convolution, its result is x and its input is y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.stride = stride
+        ctx.steps = stride, padding
         if cpu.is_slow(x, weight, stride):
             return cpu.upsample(x, weight, stride)
-        return transposed(x, weight, stride, _NONE)
+        return transposed(x, weight, stride, padding)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_dx, needs_dweight, _ = ctx.needs_input_grad
-        if cpu.is_slow(x, weight, ctx.stride):
+        stride = ctx.steps[0]
+        needs_dx, needs_dweight, *_ = ctx.needs_input_grad
+        if cpu.is_slow(x, weight, stride):
             wanted = (needs_dx, needs_dweight)
-            return *cpu.upsample_backward(dy, x, weight, ctx.stride, wanted=wanted), None
-        dweight = weight_gradient(x, dy, weight, ctx.stride, _NONE) if needs_dweight else None
-        dx = convolve(dy, weight, ctx.stride, _NONE) if needs_dx else None
-        return dx, dweight, None
+            return *cpu.upsample_backward(dy, x, weight, stride, wanted=wanted), None, None
+        dweight = weight_gradient(x, dy, weight, *ctx.steps) if needs_dweight else None
+        dx = convolve(dy, weight, *ctx.steps) if needs_dx else None
+        return dx, dweight, None, None
 
 
 def _padding_of_whole(
@@ -227,9 +233,14 @@ def _is_slow(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
     return cpu.is_slow(x, weight, stride) and lowered(x) == x.dtype
 
 
-def _fits(x_plane: int, y_plane: int) -> Callable[[Slab], bool]:
-    """Return what tells whether a slab is small enough, from the elements of its planes."""
-    return lambda slab: max(len(slab.x) * x_plane, len(slab.y) * y_plane) <= MAX_ELEMENTS
+def _slabs(slab: Callable[[int, int], Slab], planes: range, x: Tensor, y: Tensor) -> list[Slab]:
+    """Divide planes into slabs of a convolution's input and result that are small enough."""
+    x_plane, y_plane = (value.shape[1] * math.prod(value.shape[3:]) for value in (x, y))
+
+    def fits(one: Slab) -> bool:
+        return max(len(one.x) * x_plane, len(one.y) * y_plane) <= MAX_ELEMENTS
+
+    return divide(slab, planes, fits)
 
 
 def _weight_slabs(axis: Axis, x: Tensor, dy: Tensor) -> list[Slab]:
@@ -239,7 +250,7 @@ def _weight_slabs(axis: Axis, x: Tensor, dy: Tensor) -> list[Slab]:
     they read is small, and the others need none.
     """
     inside = axis.inside()
-    slabs = divide(axis.exact, inside, _fits(plane_elements(x), plane_elements(dy)))
+    slabs = _slabs(axis.exact, inside, x, dy)
     ends = (range(inside.start), range(inside.stop, axis.result))
     return slabs + [axis.exact(end.start, end.stop) for end in ends if end]
 
