@@ -74,9 +74,8 @@ class SegmentationLoss:
         """Return the loss of a batch.
 
         Args:
-            logits: (N, K, X, Y, Z), one for each class or region; with deep supervision a
-                sequence, full resolution first, whose
-                losses are weighted 1, 1/2, 1/4, ... and normalised.
+            logits: (N, K, X, Y, Z), one for each class or region; with deep supervision a sequence,
+                full resolution first, whose losses are weighted 1, 1/2, 1/4, ... and normalised.
             target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
                 Voxels whose index is above that of every class do not count.
         """

@@ -141,14 +141,7 @@ class SequentialNetwork(BlockNetwork):
         return (self.blocks()[-1].name,)
 
     def check_shape(self, image: Tensor) -> None:
-        """Refuse a batch whose samples have another rank or other channels than announced.
-
-        Args:
-            image: (N, C, ...).
-
-        Raises:
-            VolumeError: The batch has another rank or other channels.
-        """
+        """Refuse a batch whose samples have another rank or other channels than announced."""
         wanted = self.sample_shape
         if image.dim() != len(wanted) + 1 or image.shape[1] != wanted[0]:
             raise VolumeError(

@@ -130,8 +130,3 @@ class Optimization:
             wanted = () if name == "step" else parameter.shape
             if value is not None and value.shape != wanted:
                 raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(wanted)}")
-
-
-def num_states(settings: TrainingSettings) -> int:
-    """Return how many numbers the optimizer keeps for each parameter."""
-    return 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
