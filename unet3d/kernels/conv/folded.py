@@ -20,7 +20,6 @@ it is.
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,16 +85,22 @@ class PaddedStridedConvolution(torch.autograd.Function):
         """Return the gradients of x and weight."""
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, *_ = ctx.needs_input_grad
-        if ctx.stride[2] == 2 and weight.shape[1] <= MAX_CHANNELS and x.shape[-1] % 2 == 0:
-            steps, size = (ctx.stride, ctx.x_padding), x.shape[2:]
-            dy = pad_z(dy, 0, 1)
-            dweight = _pairs_weight_gradient(dy, x, weight, *steps) if needs_dweight else None
-            del x  # it may have been recomputed, only for that
-            dx = _pairs_input_gradient(dy, size, weight, *steps) if needs_dx else None
-            return dx, dweight, None, None
-        steps = (ctx.stride, (ctx.x_padding, 1, 1))
-        dweight = slabs.weight_gradient(dy, x, weight, *steps) if needs_dweight else None
-        dx = slabs.transposed(dy, weight, *steps, x.shape[2:]) if needs_dx else None
+        stride, padding, size = ctx.stride, (ctx.x_padding, 1, 1), x.shape[2:]
+        in_pairs = stride[2] == 2 and weight.shape[1] <= MAX_CHANNELS and size[2] % 2 == 0
+        if in_pairs:
+            outputs, inputs = weight.shape[:2]
+            x, dy, weight = _fold(x), pad_z(dy, 0, 1), _strided_pairs(weight)
+            stride, size = (*stride[:2], 1), (*size[:2], size[2] // 2)
+        dx = dweight = None
+        if needs_dweight:
+            dweight = slabs.weight_gradient(dy, x, weight, stride, padding)
+            if in_pairs:
+                folded = dweight.reshape(outputs, 2, inputs, 3, 3, 2).permute(0, 2, 3, 4, 5, 1)
+                dweight = folded.flatten(4)[..., 1:].contiguous()
+        del x  # it may have been recomputed, only for that
+        if needs_dx:
+            dx = slabs.transposed(dy, weight, stride, padding, size)
+            dx = _unfold(dx) if in_pairs else dx
         return dx, dweight, None, None
 
 
@@ -247,30 +252,6 @@ def _strided_pairs(weight: Tensor) -> Tensor:
     kernel = F.pad(weight, (1, 0))  # tap 2 t + q reads the neighbour q of pair t
     pairs = kernel.reshape(outputs, inputs, 3, 3, 2, 2).permute(0, 5, 1, 2, 3, 4).flatten(1, 2)
     return pairs.contiguous(memory_format=torch.channels_last_3d)
-
-
-def _pairs_weight_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor, stride: tuple[int, ...], x_padding: XPadding
-) -> Tensor:
-    """Return the gradient of a strided convolution's weights; dy ends with a plane of zeros."""
-    outputs, inputs = weight.shape[:2]
-    given = (dy, _fold(x), _strided_pairs(weight), (*stride[:2], 1), (x_padding, 1, 1))
-    folded = slabs.weight_gradient(*given)
-    folded = folded.reshape(outputs, 2, inputs, 3, 3, 2).permute(0, 2, 3, 4, 5, 1)
-    return folded.flatten(4)[..., 1:].contiguous()
-
-
-def _pairs_input_gradient(
-    dy: Tensor,
-    size: Sequence[int],
-    weight: Tensor,
-    stride: tuple[int, ...],
-    x_padding: XPadding,
-) -> Tensor:
-    """Return the gradient of a strided convolution's input; dy ends with a plane of zeros."""
-    steps, padding = (*stride[:2], 1), (x_padding, 1, 1)
-    size = (*size[:2], size[2] // 2)
-    return _unfold(slabs.transposed(dy, _strided_pairs(weight), steps, padding, size))
 
 
 def _fold(x: Tensor) -> Tensor:
