@@ -94,6 +94,12 @@ def recorded_total(own, sums):
     return sum_over_ranks(sums)
 
 
+def recorded_mean(own, flat, kind, group):
+    """Stand for the message of gradients, which a GPU captures."""
+    GROUPS.append(group)
+    flat.copy_(sum_over_ranks(flat))
+
+
 def watched_pieces(own):
     """Return a list that gets, of each piece that is sent, how many gradients were missing then."""
     send, sent = own._send, []
@@ -114,6 +120,7 @@ def take_steps(folder, group, number):
             patch.setitem(graph.POOLS, "cpu", CpuGraphPool)
             patch.setattr(CpuGraphPool, "num_captured", 0)
             patch.setattr(FlatExchange, "total", recorded_total)
+            patch.setattr(FlatExchange, "_reduce", recorded_mean)
         patch.setattr(exchange, "PIECE_BYTES", 2000)
         take_steps_on_share(folder, group, number)
         assert bool(CpuGraphPool.num_captured) == is_captured
@@ -159,7 +166,7 @@ def take_steps_on_share(folder, group, number):
         assert len(sent) > 3 * STEPS and max(sent) > 0 and sent[-1] == 0
     model.zero_grad()
     if num_shards == 1:  # as a step that a GPU has replayed
-        with executor.exchange.step():
+        with executor.exchange.averaging():
             for stage in executor.stages:
                 parameters = [p for block in stage.blocks for p in block.module.parameters()]
                 executor.exchange.add(stage, {p: torch.full_like(p, rank) for p in parameters})

@@ -40,6 +40,8 @@ from unet3d.parallel.transfer import Buffer
 class CapturedPipeline:
     """A step of one shape that can be replayed."""
 
+    averages = False
+
     def __init__(
         self,
         stages: Sequence[PipelineStage],

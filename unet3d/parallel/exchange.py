@@ -1,15 +1,18 @@
 """The gradients of ranks that train one network: the mean over all of them, in every mode.
 
-The gradients of a stage are copied to one piece of memory, which one message averages when
-backward has ended; they lie in it until they are cleared. A step that is replayed from a CUDA
-graph is exchanged in the same way. Between machines, whose links are slow, a stage has several
-pieces, and each is sent as soon as its gradients are complete, while backward goes on::
+The gradients of a stage are copied to a few pieces of memory, each of which one message averages;
+they lie there until they are cleared. A replica on one GPU, or on another machine than the next,
+sends each piece as soon as its gradients are complete, while backward goes on::
 
     stage 1   .. F0 B0 F1 B1 F2 B2 ┬─ pieces ─┐
     stage 0   F0 F1 .. B0 F2 B1 .. B2 ┬─ pieces ─┐  step
 
-Never where devices share volumes: their backward exchanges planes, and two of NCCL's
-communicators that are at work in one process at a time can wait for one another for ever.
+The messages of a step on one device are part of its CUDA graph. Ranks that capture and ranks that
+launch send the same messages in the same order, so they need not agree.
+
+Nothing overlaps where devices share volumes: their backward exchanges planes, and two of NCCL's
+communicators that are at work in one process at a time can wait for one another for ever. There a
+stage has one piece, and so has one of a pipeline on one machine.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +33,7 @@ from unet3d.parallel.partition import Stage
 from unet3d.torch_private import copy_all
 
 PIECE_BYTES = 25 * 2**20
-"""Of gradients that are sent together between machines, the size of DDP's buckets."""
+"""Of gradients that are sent together while backward goes on, the size of DDP's buckets."""
 
 
 class NoExchange:
@@ -48,6 +51,13 @@ class NoExchange:
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context for one step."""
+        return nullcontext()
+
+    def averaging(self) -> AbstractContextManager[None]:
+        """Return a context whose end averages the gradients that the stages have then.
+
+        Their modules may have aliases of their parameters meanwhile, as in a capture.
+        """
         return nullcontext()
 
     def before_last_backward(self, stage: Stage) -> None:
@@ -161,33 +171,37 @@ class FlatExchange(NoExchange):
             stages,
             group,
             groups,
-            overlaps=group.ranks.local_world_size < group.size,
+            overlaps=group.ranks.local_world_size < group.size
+            or (len(stages) == 1 and stages[0].slot.device.type == "cuda"),
             watching=partial(group.watching, *devices),
         )
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Exchange what a step has added to the gradients."""
+        """Name a rank that is lost in a step, and watch over its messages."""
         with self._errors(), self._watching():
-            self._pieces = {
-                stage.slot.index: self._divide(stage, own) for stage, own in self._stages
-            }
-            pieces = [piece for of_stage in self._pieces.values() for piece in of_stage]
-            try:
-                yield
-                for piece in pieces:
-                    if piece.flat is None:
-                        self._send(piece)
-                for piece in pieces:
-                    if piece.work is not None:
-                        piece.work.wait()
-                    if piece.flat is not None and piece.flat.device.type != "cuda":
-                        piece.flat /= self._num_ranks  # gloo knows no mean
-            finally:
-                for hook in self._hooks:
-                    hook.remove()
-                self._hooks.clear()
-                self._pieces.clear()
+            yield
+
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Average the gradients at the end; see :class:`NoExchange`."""
+        self._pieces = {stage.slot.index: self._divide(stage, own) for stage, own in self._stages}
+        pieces = [piece for of_stage in self._pieces.values() for piece in of_stage]
+        try:
+            yield
+            for piece in pieces:
+                if piece.flat is None:
+                    self._send(piece)
+            for piece in pieces:
+                if piece.work is not None:
+                    piece.work.wait()
+                if piece.flat is not None and piece.flat.device.type != "cuda":
+                    piece.flat /= self._num_ranks  # gloo knows no mean
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._pieces.clear()
 
     def total(self, sums: Tensor) -> Tensor:
         """Add up over the replicas; see :class:`NoExchange`.
@@ -254,11 +268,13 @@ class FlatExchange(NoExchange):
                 gradients.append(_with_strides_of(part, parameter.grad))
             parameter.grad = part
         copy_all(parts, gradients)
-        if piece.group is None:
-            return
-        # What gradients held before is the same in all ranks, and so is the mean of it.
-        mean = dist.ReduceOp.AVG if flat.device.type == "cuda" else dist.ReduceOp.SUM
-        piece.work = dist.all_reduce(flat, mean, group=piece.group, async_op=self._overlaps)
+        if piece.group is not None:
+            # What gradients held before is the same in all ranks, and so is the mean of it.
+            mean = dist.ReduceOp.AVG if flat.device.type == "cuda" else dist.ReduceOp.SUM
+            piece.work = self._reduce(flat, mean, piece.group)
+
+    def _reduce(self, flat: Tensor, kind: Any, group: dist.ProcessGroup) -> Any:
+        return dist.all_reduce(flat, kind, group=group, async_op=self._overlaps)
 
 
 def check_kinds(stages: Sequence[Stage], group: Group) -> None:

@@ -209,6 +209,8 @@ class Captured(Protocol):
 
     gradients: list[tuple[Stage, Gradients]]
     """Of the parameters of each stage; replays overwrite them."""
+    averages: bool
+    """Whether a replay averages them over ranks."""
 
     def replay(self, batch: Any) -> Any:
         """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""

@@ -1,6 +1,8 @@
 """A network on the devices of one process: one device, or a pipeline over several."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,9 +92,8 @@ class NetworkExecutor:
         self._capture: StepCapture | None = None
         # Offloading resizes memory during a step, which a CUDA graph cannot follow.
         if layout.cuda_graphs == "auto" and not offloads:
-            self._capture = StepCapture(
-                self.stages, self._step.capture, self.exchange.all_agree, max_captured
-            )
+            capture = partial(self._step.capture, exchange=self.exchange)
+            self._capture = StepCapture(self.stages, capture, self.exchange.all_agree, max_captured)
 
     def forward_backward(
         self,
@@ -128,17 +129,17 @@ class NetworkExecutor:
                 if needs_sums:
                     known = total(self._sums(batch))
                     batch = parts_of_whole(batch, lambda own: known, scale_of_whole)
-                last = self.exchange.before_last_backward
-                return self._step.run(batch, self.observer, last)
+                with self.exchange.averaging():
+                    last = self.exchange.before_last_backward
+                    return self._step.run(batch, self.observer, last)
             for _, gradients in captured.gradients:
                 for parameter, own in gradients.items():
                     if parameter.grad is own:  # and has not been cleared, so it is to be added to
                         parameter.grad = own.clone()
-            loss = captured.replay(batch)
-            # The last stage comes first, as in a launched step: replicas exchange in that order,
-            # and two stages on one GPU must do so in the same order everywhere.
-            for stage, gradients in reversed(captured.gradients):
-                self.exchange.add(stage, gradients)
+            with nullcontext() if captured.averages else self.exchange.averaging():
+                loss = captured.replay(batch)
+                for stage, gradients in captured.gradients:
+                    self.exchange.add(stage, gradients)
             return loss
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unet3d.model import BlockNetwork
 from unet3d.parallel.captured_pipeline import CapturedPipeline
+from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import Observer
 from unet3d.parallel.mail import Mail, Routes
 from unet3d.parallel.partition import Stage
@@ -69,7 +70,9 @@ class Pipeline:
                 self._predictions.popleft().synchronize()
         return logits
 
-    def capture(self, batch: Sequence[MicroBatch], observer: Observer) -> CapturedPipeline:
+    def capture(
+        self, batch: Sequence[MicroBatch], observer: Observer, exchange: NoExchange
+    ) -> CapturedPipeline:
         """Capture the step of a batch whose micro-batches have one shape; nothing is computed."""
         return CapturedPipeline(self._runners, self._routes, batch, observer)
 

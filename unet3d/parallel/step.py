@@ -21,6 +21,7 @@ from unet3d.kernels import recomputed_in_backward
 from unet3d.model import Block, BlockNetwork, in_running_order, run_block, run_blocks
 from unet3d.model.blocks import AfterBlock
 from unet3d.model.parts import PartsOfPass, recomputed_parts
+from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer, as_loss
 from unet3d.parallel.graph import Gradients, Graph, aliased, give_cached_memory_back, pool_of_kind
 from unet3d.parallel.memory_format import memory_format
@@ -201,19 +202,29 @@ class DeviceStep:
         """Return the logits of the full resolution."""
         return self._blocks.predict({"image": image}, self._coarse, precision)[self._result]
 
-    def capture(self, batch: Sequence[MicroBatch], observer: Observer) -> "CapturedDeviceStep":
+    def capture(
+        self, batch: Sequence[MicroBatch], observer: Observer, exchange: NoExchange
+    ) -> "CapturedDeviceStep":
         """Capture the step of a batch whose micro-batches have one shape; nothing is computed."""
-        return CapturedDeviceStep(self, batch, observer)
+        return CapturedDeviceStep(self, batch, observer, exchange)
 
 
 class CapturedDeviceStep:
-    """The step of one device as CUDA graphs: one of the first micro-batch, one of each later one.
+    """The step of one device as CUDA graphs: of the first micro-batch, of the last, and between.
 
-    The first makes the gradients and the others add to them; nothing else differs, so one graph is
-    replayed for all of them, and a step takes as much memory as one that is launched.
+    The first makes the gradients, others add to them, and the last has the exchange with other
+    ranks in it. Those between are all replayed from one graph.
     """
 
-    def __init__(self, step: DeviceStep, batch: Sequence[MicroBatch], observer: Observer) -> None:
+    averages = True
+
+    def __init__(
+        self,
+        step: DeviceStep,
+        batch: Sequence[MicroBatch],
+        observer: Observer,
+        exchange: NoExchange,
+    ) -> None:
         """Capture; only the shapes and the loss of a batch matter."""
         (stage,) = step.stages
         give_cached_memory_back((stage.slot.device,))
@@ -221,10 +232,13 @@ class CapturedDeviceStep:
         self._graphs: list[tuple[Graph, Any]] = []
         with self._pool.current(), aliased(stage) as gradients:
             self._read = batch[0].emptied()
-            for _ in batch[:2]:
+            for _ in range(min(len(batch) - 1, 2)):
                 with self._pool.capture() as graph:
                     loss = step.run([self._read], observer)
                 self._graphs.append((graph, loss))
+            with self._pool.capture() as graph, exchange.averaging():
+                loss = step.run([self._read], observer, exchange.before_last_backward)
+            self._last = graph, loss
         self.gradients: list[tuple[Stage, Gradients]] = [(stage, gradients)]
         """Gradients of the stage's parameters, which replays overwrite."""
 
@@ -233,7 +247,8 @@ class CapturedDeviceStep:
         losses = []
         with self._pool.current():
             for number, one in enumerate(batch):
-                graph, loss = self._graphs[min(number, 1)]
+                is_last = number + 1 == len(batch)
+                graph, loss = self._last if is_last else self._graphs[min(number, 1)]
                 self._read.image.copy_(one.image, non_blocking=True)
                 self._read.target.copy_(one.target, non_blocking=True)
                 graph.replay()

@@ -264,6 +264,7 @@ def test_a_step_is_captured_by_all_shards_or_none(fitting, monkeypatch):
 
     class Captured:
         gradients = ()
+        averages = True
 
         def __init__(self, *_):
             if shards[threading.get_ident()] not in fitting:
