@@ -3,13 +3,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from tests.parallel.cpu_graphs import CpuGraphPool
 from tests.plain_network import gradients_of
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as recomputing
 from unet3d.memory.meter import measured_steps
-from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import (
+    SegmentationLoss,
+    SequentialNetwork,
+    Topology,
+    UNet3d,
+    dice_cross_entropy,
+    plan_topology,
+)
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Layout, captured_pipeline, graph, image_dtype, parallelize
 from unet3d.parallel.graph import NUM_WARM_UP_STEPS
@@ -182,6 +190,28 @@ def test_a_weight_that_modules_share_gets_the_gradient_of_both(cpu_graphs):
         second.norm.weight = first.norm.weight
         executor = parallelize(executor.module, Layout(devices=(CPU,), cuda_graphs=choice))
         found.append(take_steps(executor))
+    assert cpu_graphs.num_captured > 0
+    assert_same(*found)
+
+
+class TwoNames(nn.Module):
+    """Has one parameter under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.same = nn.Parameter(torch.randn(3, 1, 1, 1))
+
+    def forward(self, x):
+        return x * self.weight + self.same
+
+
+def test_a_weight_with_two_names_gets_the_gradient_of_both(cpu_graphs):
+    found = []
+    for choice in ("auto", "off"):
+        torch.manual_seed(0)
+        chain = nn.Sequential(nn.Conv3d(1, 3, 1), TwoNames()).double()
+        network = SequentialNetwork(chain, (1, 8, 8, 8))
+        found.append(take_steps(parallelize(network, Layout(devices=(CPU,), cuda_graphs=choice))))
     assert cpu_graphs.num_captured > 0
     assert_same(*found)
 

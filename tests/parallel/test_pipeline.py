@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -107,3 +109,26 @@ def test_a_network_that_changes_what_others_read_is_refused_by_name(place, chang
     executor = parallelize(network, Layout(devices=(CPU, CPU), cuts=(1,)))
     with pytest.raises(ConfigError, match=f"changes its tensor {changed} in place"):
         executor.forward_backward(*make_batch(1), dice_cross_entropy)
+
+
+def test_a_step_that_fails_keeps_nothing_and_the_next_one_works():
+    model, plain = make_network(DEEP), make_network(DEEP)
+    executor = parallelize(model, Layout(devices=(CPU, CPU), num_micro_batches=3))
+    image, target = make_batch(3)
+    nodes = []
+
+    def failing(logits, target):
+        if len(nodes) == 2:
+            raise ValueError("no loss")
+        return dice_cross_entropy(logits, target)
+
+    block = executor.stages[0].blocks[0].module
+    hook = block.register_forward_hook(lambda _, inputs, made: nodes.append(weakref.ref(made)))
+    with pytest.raises(ValueError, match="no loss"):
+        executor.forward_backward(image, target, failing)
+    hook.remove()
+    assert len(nodes) == 2 and all(node() is None for node in nodes)
+    model.zero_grad()
+    executor.forward_backward(image, target, dice_cross_entropy)
+    dice_cross_entropy(plain(image), target).total.backward()
+    assert_gradients(gradients_of(model), gradients_of(plain))

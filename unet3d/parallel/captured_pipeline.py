@@ -60,16 +60,12 @@ class CapturedPipeline:
         self.gradients: list[tuple[Stage, Gradients]] = []
         """Gradients of each stage's parameters, which replays overwrite."""
         mail = _NotedMail(routes, batch, self._notes)
-        try:
-            with ExitStack() as aliases:
-                for runner in stages:
-                    own = aliases.enter_context(aliased(runner.stage))
-                    self.gradients.append((runner.stage, own))
-                noted = [_NotedStage(runner, mail, self._notes) for runner in stages]
-                walk(noted, mail, batch, observer)
-        finally:
+        with ExitStack() as aliases:
             for runner in stages:
-                runner.forget()  # in case the capture ended too early
+                own = aliases.enter_context(aliased(runner.stage))
+                self.gradients.append((runner.stage, own))
+            noted = [_NotedStage(runner, mail, self._notes) for runner in stages]
+            walk(noted, mail, batch, observer)
         for actions in self._notes.actions.values():
             actions.sent = ()
 
@@ -154,6 +150,9 @@ class _NotedStage(PipelineStage):
     def backward(self, number: int, gradients: Mapping[str, Sequence[Tensor]], send: Send) -> None:
         with self._capture(send, (self.stage.slot.index, number)) as keep:
             self._launched.backward(number, gradients, keep)
+
+    def forget(self) -> None:
+        self._launched.forget()
 
     @contextmanager
     def _capture(self, send: Send, last_reader_of: Reader | None = None) -> Iterator[Send]:

@@ -187,9 +187,9 @@ def aliased(stage: Stage) -> Iterator[Gradients]:
         (module, name, parameter)
         for block in stage.blocks
         for module in block.module.modules()
-        for name, parameter in module.named_parameters(recurse=False)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    aliases: dict[Tensor, nn.Parameter] = {}  # one for each, though modules may share it
+    aliases: dict[Tensor, nn.Parameter] = {}  # one for each, though it may have several names
     for module, name, parameter in owned:
         if parameter not in aliases:
             aliases[parameter] = nn.Parameter(

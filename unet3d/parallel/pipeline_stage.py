@@ -139,22 +139,26 @@ def walk(
     watch = observer or NoObserver()
     losses: list[Any] = []
     num_left = [len(batch)] * len(runners)
-    for action in one_forward_one_backward(len(batch), len(runners)):
-        runner, number = runners[action.stage], action.micro_batch
-        stage = runner.stage
-        send_back = partial(mail.send_back, stage, number)
-        if action.kind == "forward":
-            with watch.during(stage.slot, "forward", number):
-                send_on = partial(mail.send_on, stage, number)
-                runner.forward(number, mail.inputs(stage, number), send_on)
-            if runner is runners[-1]:
-                with watch.during(stage.slot, "loss", number):
-                    logits, target = mail.logits(number), mail.target(number)
-                    losses.append(runner.loss(number, logits, target, batch[number], send_back))
-        else:
-            num_left[action.stage] -= 1
-            with watch.during(stage.slot, "backward", number):
-                if not num_left[action.stage]:
-                    before_last_backward(stage)
-                runner.backward(number, mail.gradients(stage, number), send_back)
+    try:
+        for action in one_forward_one_backward(len(batch), len(runners)):
+            runner, number = runners[action.stage], action.micro_batch
+            stage = runner.stage
+            send_back = partial(mail.send_back, stage, number)
+            if action.kind == "forward":
+                with watch.during(stage.slot, "forward", number):
+                    send_on = partial(mail.send_on, stage, number)
+                    runner.forward(number, mail.inputs(stage, number), send_on)
+                if runner is runners[-1]:
+                    with watch.during(stage.slot, "loss", number):
+                        logits, target = mail.logits(number), mail.target(number)
+                        losses.append(runner.loss(number, logits, target, batch[number], send_back))
+            else:
+                num_left[action.stage] -= 1
+                with watch.during(stage.slot, "backward", number):
+                    if not num_left[action.stage]:
+                        before_last_backward(stage)
+                    runner.backward(number, mail.gradients(stage, number), send_back)
+    finally:  # of a step that was given up, graphs are left
+        for runner in runners:
+            runner.forget()
     return total_of(losses)
