@@ -35,6 +35,7 @@ class CpuGraphPool:
     """The graphs of a CPU; nothing is freed, so no memory is used twice."""
 
     num_captured = 0
+    is_capturing = False
 
     def __init__(self, device):
         self.device = device
@@ -42,8 +43,12 @@ class CpuGraphPool:
     @contextmanager
     def capture(self):
         type(self).num_captured += 1
-        with RecordedOperations() as graph:
-            yield graph
+        type(self).is_capturing = True
+        try:
+            with RecordedOperations() as graph:
+                yield graph
+        finally:
+            type(self).is_capturing = False
 
     def place_of(self, tensor):
         return tensor

@@ -48,6 +48,7 @@ CASES = (
     (3, 1, 2, 1, 1, True, {"overlaps": True, **RESIDUAL}),
     (2, 1, 5, 1, 1, True, {"captured": True}),
     (3, 1, 2, 2, 1, True, {"captured": True, **RESIDUAL}),
+    (2, 1, 5, 1, 2, False, {"captured": True, "adds": True}),  # the second rank captures alone
     (1, 2, 1, 1, 1, False, {}),
     (2, 2, 5, 1, 2, False, {}),
     (2, 2, 1, 1, 1, False, {"norm": "group"}),
@@ -58,6 +59,8 @@ CASES = (
     (1, 2, 2, 1, 1, False, {"regions": NESTED, "kernels": "anisotropic"}),
     (1, 3, 2, 1, 1, False, {"encoder": "residual", "kernels": "anisotropic", **TRAINED_ELSEWHERE}),
 )
+WAYS = ("captured", "overlaps", "adds")
+"""Options of how steps are taken; the others are those of a topology."""
 STEPS = 2
 GROUPS = []
 """Whose sums are taken; the last one's."""
@@ -84,13 +87,14 @@ def slab_of(layout, topology, *tensors):
 def sum_over_ranks(sums: Tensor) -> Tensor:
     """Add up in one operation that waits: a recording on a CPU does not wait for messages."""
     total = sums.clone()
-    dist.all_reduce(total, group=GROUPS[-1])
+    if not CpuGraphPool.is_capturing:
+        dist.all_reduce(total, group=GROUPS[-1])
     return total
 
 
 def recorded_total(own, sums):
     """Stand for the exchange's own, which a GPU captures."""
-    GROUPS.append(own._group_of_loss)
+    GROUPS.append(own._groups[own._stages[0].slot.index])
     return sum_over_ranks(sums)
 
 
@@ -105,7 +109,7 @@ def watched_pieces(own):
     send, sent = own._send, []
 
     def watched(piece):
-        sent.append(sum(len(one.missing) for stage in own._pieces.values() for one in stage))
+        sent.append(sum(len(one.missing) for one in own._pieces))
         send(piece)
 
     own._send = watched
@@ -123,13 +127,15 @@ def take_steps(folder, group, number):
             patch.setattr(FlatExchange, "_reduce", recorded_mean)
         patch.setattr(exchange, "PIECE_BYTES", 2000)
         take_steps_on_share(folder, group, number)
-        assert bool(CpuGraphPool.num_captured) == is_captured
+        launches = CASES[number][-1].get("adds") and group.ranks.is_first
+        assert bool(CpuGraphPool.num_captured) == (is_captured and not launches)
 
 
 def take_steps_on_share(folder, group, number):
     num_replicas, num_shards, num_samples, num_stages, num_micro_batches, joins, own = CASES[number]
     options = {**own}
     is_captured, overlaps = options.pop("captured", False), options.pop("overlaps", False)
+    adds = options.pop("adds", False)
     loss_fn = SegmentationLoss(joins_samples=joins, regions=options.pop("regions", ()))
     rank, topology = group.ranks.rank, make_topology(**options)
     model = make_network(topology)
@@ -155,13 +161,17 @@ def take_steps_on_share(folder, group, number):
     rows, planes = list(mine or range(1)), 16 if num_shards > 1 else None
     steps = []
     for step in range(CAPTURED_STEPS if is_captured else STEPS):
-        model.zero_grad(set_to_none=step == 0)
+        before = gradients_of(model) if adds and step else {}
+        before = {name: value.clone() for name, value in before.items()}
+        if not adds:
+            model.zero_grad(set_to_none=step == 0)
         terms = executor.forward_backward(
             image[rows], target[rows], loss_fn, weight=weight, planes=planes
         )
         share = len(mine) / num_samples / num_shards
         (total,) = group.sum([terms.total.item() * share])
-        steps.append((total, {name: p.clone() for name, p in gradients_of(model).items()}))
+        added = {name: p - before.get(name, 0) for name, p in gradients_of(model).items()}
+        steps.append((total, added))
     if overlaps:  # some while others were still missing, and the last when none was
         assert len(sent) > 3 * STEPS and max(sent) > 0 and sent[-1] == 0
     model.zero_grad()
@@ -169,7 +179,7 @@ def take_steps_on_share(folder, group, number):
         with executor.exchange.averaging():
             for stage in executor.stages:
                 parameters = [p for block in stage.blocks for p in block.module.parameters()]
-                executor.exchange.add(stage, {p: torch.full_like(p, rank) for p in parameters})
+                exchange.add_gradients({p: torch.full_like(p, rank) for p in parameters})
     replayed = list(gradients_of(model).values())
     torch.save((steps, replayed), folder / f"{number}-{rank}.pt")
 

@@ -4,6 +4,8 @@ On a CPU the real code parks in "host" memory too, where a test lets it: memory 
 read at the wrong time finds nothing.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -239,3 +241,15 @@ def test_no_memory_is_reused_or_read_too_early(num_slots, num_micro_batches, mon
     assert torch.isfinite(found[1]).all()
     difference = (found[1] - found[0]).norm() / found[0].norm()
     assert difference < 1e-10
+
+
+def test_an_executor_is_gone_when_nobody_has_it():
+    """Its process groups go with it, which are closed before Python looks for circles."""
+    executor = parallelize(make_network(make_topology()), Layout(devices=(CPU,), offload="skips"))
+    gone = weakref.ref(executor)
+    gc.disable()
+    try:
+        del executor
+        assert gone() is None
+    finally:
+        gc.enable()

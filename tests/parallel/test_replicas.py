@@ -14,9 +14,9 @@ from tests.plain_network import (
     make_topology,
     plain_gradients,
 )
-from unet3d.errors import ConfigError
+from unet3d.errors import ConfigError, VolumeError
 from unet3d.model import SegmentationLoss, UNet3d
-from unet3d.parallel import DataParallelExecutor, Layout, parallelize
+from unet3d.parallel import DataParallelExecutor, Layout, data_parallel, parallelize
 
 GPUS = tuple(torch.device("cuda", index) for index in range(2))
 
@@ -42,7 +42,7 @@ def gpu_answers(tmp_path_factory):
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 def test_replicas_and_slabs_are_transparent_and_average_what_is_replayed(answers, case):
     num_replicas, num_shards, num_samples, _, _, joins_samples, own = CASES[case]
-    options = {name: own[name] for name in own if name not in ("captured", "overlaps")}
+    options = {name: own[name] for name in own if name not in rank_gradients.WAYS}
     loss = SegmentationLoss(joins_samples=joins_samples, regions=options.pop("regions", ()))
     expected = plain_gradients(make_topology(**options), num_samples, loss, joins_samples)[:2]
     num_ranks = num_replicas * num_shards
@@ -120,3 +120,12 @@ def test_nn_data_parallel_gives_the_gradients_of_one_gpu(output, lowered, joins_
 def test_nn_data_parallel_refuses_batch_norm():
     with pytest.raises(ConfigError, match=r"batch normalisation with 2 replicas"):
         DataParallelExecutor(UNet3d(make_topology(norm="batch")), GPUS, None, None)
+
+
+def test_nn_data_parallel_trains_on_after_a_prediction_that_fails(monkeypatch):
+    monkeypatch.setattr(data_parallel, "check_thread_devices", lambda *_: None)
+    model = make_network(make_topology())
+    executor = DataParallelExecutor(model, (torch.device("cpu"),), None, None)
+    with pytest.raises(VolumeError, match="7 channels"):
+        executor.predict(torch.zeros(1, 7, 16, 16, 8).double())
+    assert model.training

@@ -59,5 +59,10 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
             raise ConfigError("parallel mode spatial knows slabs of a UNet3d only")
         return SpatialExecutor(network, layout, group)
     has_others = layout.num_replicas > 1 if group is None else group.size > 1
-    exchange = partial(FlatExchange.of_replicas, network, group=group) if has_others else None
+    if group is not None and has_others and not network.samples_are_independent:
+        raise ConfigError(
+            f"batch normalisation with {group.size} replicas would take its statistics from "
+            "portions of the batch; use model.norm=instance"
+        )
+    exchange = partial(FlatExchange, group=group) if has_others else None
     return NetworkExecutor(network, layout, exchange)

@@ -78,8 +78,10 @@ class DataParallelExecutor:
         """Return logits without gradients, from the first device alone; see the protocol."""
         was_training = self.module.training
         self.module.eval()
-        logits: Tensor = self._network(image, precision)
-        self.module.train(was_training)
+        try:
+            logits: Tensor = self._network(image, precision)
+        finally:
+            self.module.train(was_training)
         return logits.to(self.output_device)
 
 

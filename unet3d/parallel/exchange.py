@@ -15,9 +15,9 @@ communicators that are at work in one process at a time can wait for one another
 stage has one piece, and so has one of a pipeline on one machine.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from unet3d.distributed.group import Group
-from unet3d.errors import ConfigError, DeviceError
-from unet3d.model import BlockNetwork
+from unet3d.errors import DeviceError
+from unet3d.memory.fake_devices import is_gpu
 from unet3d.parallel.partition import Stage
+from unet3d.parallel.spatial.shard import GroupMessages, NoMessages
 from unet3d.torch_private import copy_all
 
 PIECE_BYTES = 25 * 2**20
@@ -67,26 +68,27 @@ class NoExchange:
         """Return whether all processes whose messages are part of a step wish to capture it."""
         return wish
 
-    def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Add gradients that were computed elsewhere to those of a stage's parameters.
 
-        Those of a replayed step become the parameters' own, and the next replay overwrites them:
-        whoever wants to keep them beyond ``zero_grad`` must copy them.
-        """
-        for parameter, gradient in gradients.items():
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+def add_gradients(gradients: Mapping[Tensor, Tensor]) -> None:
+    """Add gradients that were computed elsewhere to those of their parameters.
+
+    Those of a replayed step become the parameters' own, and the next replay overwrites them:
+    whoever wants to keep them beyond ``zero_grad`` must copy them.
+    """
+    for parameter, gradient in gradients.items():
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
 
 
 @dataclass(kw_only=True, eq=False)
 class _Piece:
     """Parameters of one stage whose gradients go out in one message."""
 
+    stage: Stage
     parameters: list[Tensor]
-    group: dist.ProcessGroup | None
-    missing: set[Tensor] = field(default_factory=set)
+    missing: set[Tensor]
     """Whose gradients are not complete yet."""
     flat: Tensor | None = None
     """The gradients, once they are on their way."""
@@ -105,94 +107,84 @@ class FlatExchange(NoExchange):
         self,
         stages: Sequence[Stage],
         group: Group | None,
-        process_groups: Sequence[dist.ProcessGroup | None],
-        *,
         num_shards: int = 1,
-        shards: Callable[[bool], bool] | None = None,
-        overlaps: bool = False,
-        watching: Callable[[], AbstractContextManager[None]] = nullcontext,
+        messages: NoMessages | None = None,
     ) -> None:
-        """Copy the first rank's parameters.
+        """Connect the ranks and copy the first one's parameters; all of them call it.
 
-        Args:
-            stages: The blocks, on their devices, divided in the same way in every rank.
-            group: The ranks; None: memory is predicted, and there is nobody.
-            process_groups: What moves the tensors of each stage.
-            num_shards: How many ranks a replica has, one after the other.
-            shards: Tells the other shards of a replica a wish, and returns whether all have it;
-                None: there are none.
-            overlaps: Whether gradients are sent while backward goes on.
-            watching: Returns a context in which the messages of a step are watched.
+        A replica is ``num_shards`` ranks, one after the other, which have ``messages`` between them
+        (None: those of the group). Without a group memory is predicted, and there is nobody.
         """
         self._num_ranks = 1 if group is None else group.size
         self._num_shards = num_shards
         self.num_replicas = self._num_ranks // num_shards if group else 1
-        self._errors = nullcontext if group is None else group.translate_dist_errors
-        self._watching = watching
-        self._shards = shards
-        self._overlaps = overlaps
-        self._group_of_loss = process_groups[-1]
-        self._hooks: list[RemovableHandle] = []
+        self.errors = nullcontext if group is None else group.translate_dist_errors
+        devices = dict.fromkeys(stage.slot.device for stage in stages)
+        self.watching = nullcontext if group is None else partial(group.watching, *devices)
+        several_machines = group is not None and group.ranks.local_world_size < group.size
+        one_gpu = len(stages) == 1 and is_gpu(stages[0].slot.device)
+        self._overlaps = num_shards == 1 and (several_machines or one_gpu)
         # The last stage first, which ends first; the same order in all ranks.
-        self._stages = list(zip(stages, process_groups, strict=True))[::-1]
-        self._pieces: dict[int, list[_Piece]] = {}
-        """Of each stage, in a step."""
-        for stage, own in self._stages if group is not None else ():
-            with self._errors(), torch.no_grad():
+        self._stages = stages[::-1]
+        self._parameters = [tensor for stage in stages for tensor in _tensors_of(stage)]
+        self._hooks: list[RemovableHandle] = []
+        self._pieces: list[_Piece] = []
+        """In a step, in the order in which they are sent."""
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        """What moves the tensors of each stage, by its index."""
+        self.messages = messages or NoMessages()
+        if group is not None:
+            with self.errors():
+                self._connect(group, messages)
+
+    def _connect(self, group: Group, messages: NoMessages | None) -> None:
+        stages = self._stages[::-1]
+        _check_kinds(stages, group)
+        gpus = [stage.slot.device for stage in stages if stage.slot.device.type == "cuda"]
+        for stage in stages:
+            if stage.slot.device in gpus:
+                torch.cuda.set_device(stage.slot.device)
+            self._groups[stage.slot.index] = group.new_group(stage.slot.device)
+        if stages[0].slot.device in gpus:
+            torch.cuda.set_device(stages[0].slot.device)
+        if self._num_shards > 1 and messages is None:
+            own = self._groups[0]
+            if self.num_replicas > 1:
+                own = group.new_group(stages[0].slot.device, self._num_shards)
+            self.messages = GroupMessages(own)
+        for stage in self._stages:
+            with torch.no_grad():
                 for tensor in _tensors_of(stage):
                     # A kernel may be stored channels-last, and a message wants it contiguous.
                     value = tensor.contiguous()
-                    dist.broadcast(value, 0, group=own)
+                    dist.broadcast(value, 0, group=self._groups[stage.slot.index])
                     tensor.copy_(value)
-
-    @classmethod
-    def of_replicas(
-        cls, module: BlockNetwork, stages: Sequence[Stage], group: Group | None
-    ) -> "FlatExchange":
-        """Return the exchange of replicas, each of which is in one rank; all of them call it."""
-        if group is None:
-            return cls(stages, None, [None] * len(stages))
-        if not module.samples_are_independent:
-            raise ConfigError(
-                f"batch normalisation with {group.size} replicas would take its statistics from "
-                "portions of the batch; use model.norm=instance"
-            )
-        check_kinds(stages, group)
-        with group.translate_dist_errors():
-            groups = []
-            for stage in stages:
-                if stage.slot.device.type == "cuda":
-                    torch.cuda.set_device(stage.slot.device)
-                groups.append(group.new_group(stage.slot.device))
-        if stages[0].slot.device.type == "cuda":
-            torch.cuda.set_device(stages[0].slot.device)
-        devices = dict.fromkeys(stage.slot.device for stage in stages)
-        return cls(
-            stages,
-            group,
-            groups,
-            overlaps=group.ranks.local_world_size < group.size
-            or (len(stages) == 1 and stages[0].slot.device.type == "cuda"),
-            watching=partial(group.watching, *devices),
-        )
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Name a rank that is lost in a step, and watch over its messages."""
-        with self._errors(), self._watching():
-            yield
+        """Name a rank that is lost in a step, and watch over its messages.
+
+        Gradients that are there already are added when the step's own have been averaged.
+        """
+        before = {one: one.grad for one in self._parameters if one.grad is not None}
+        for parameter in before:
+            parameter.grad = None
+        try:
+            with self.errors(), self.watching():
+                yield
+        finally:
+            add_gradients(before)
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
         """Average the gradients at the end; see :class:`NoExchange`."""
-        self._pieces = {stage.slot.index: self._divide(stage, own) for stage, own in self._stages}
-        pieces = [piece for of_stage in self._pieces.values() for piece in of_stage]
+        self._pieces = [piece for stage in self._stages for piece in self._divide(stage)]
         try:
             yield
-            for piece in pieces:
+            for piece in self._pieces:
                 if piece.flat is None:
                     self._send(piece)
-            for piece in pieces:
+            for piece in self._pieces:
                 if piece.work is not None:
                     piece.work.wait()
                 if piece.flat is not None and piece.flat.device.type != "cuda":
@@ -208,23 +200,20 @@ class FlatExchange(NoExchange):
 
         Of shards, the sums are those of the replica's volumes, the same in all of them.
         """
-        if self._group_of_loss is None:
+        if not self._groups:
             return sums
         total = sums.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self._group_of_loss)
+        dist.all_reduce(total, group=self._groups[self._stages[0].slot.index])
         return total / self._num_shards
 
     def before_last_backward(self, stage: Stage) -> None:
         """Have pieces sent as they are complete, if they are; see :class:`NoExchange`."""
-        if not self._overlaps:
-            return
-        pieces = self._pieces[stage.slot.index]
-        for piece in pieces:
-            piece.missing = set(piece.parameters)
-            for parameter in piece.parameters:
-                noted = partial(self._note, pieces, piece)
-                hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
-                self._hooks.append(hook)
+        for piece in self._pieces if self._overlaps else ():
+            if piece.stage is stage:
+                for parameter in piece.parameters:
+                    noted = partial(self._note, piece)
+                    hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
 
     def all_agree(self, wish: bool) -> bool:
         """Return whether all shards of the replica wish it: their messages are part of the step.
@@ -232,20 +221,23 @@ class FlatExchange(NoExchange):
         Other replicas may have other numbers of samples, and so capture other steps; the same
         messages go out, whether a step is captured or not.
         """
-        if self._shards is None:
+        if type(self.messages) is NoMessages:
             return wish
-        with self._errors():
-            return self._shards(wish)
+        with self.errors():
+            with self.watching():  # not in the next line, which waits for the others
+                number = torch.tensor([float(wish)], device=self._stages[0].slot.device)
+                self.messages.sum(number)
+            return int(number.item()) == self._num_shards
 
-    def _divide(self, stage: Stage, group: dist.ProcessGroup | None) -> list[_Piece]:
+    def _divide(self, stage: Stage) -> list[_Piece]:
         trained = [tensor for tensor in _tensors_of(stage) if tensor.requires_grad][::-1]
         parts = _divided(trained, PIECE_BYTES) if self._overlaps else [trained]
-        return [_Piece(parameters=part, group=group) for part in parts if part]
+        return [_Piece(stage=stage, parameters=part, missing=set(part)) for part in parts if part]
 
-    def _note(self, pieces: Sequence[_Piece], piece: _Piece, parameter: Tensor) -> None:
+    def _note(self, piece: _Piece, parameter: Tensor) -> None:
         """Send the pieces that are complete, in their order, which is that of all ranks."""
         piece.missing.discard(parameter)
-        for one in pieces:
+        for one in self._pieces:
             if one.missing:
                 return
             if one.flat is None:
@@ -268,16 +260,15 @@ class FlatExchange(NoExchange):
                 gradients.append(_with_strides_of(part, parameter.grad))
             parameter.grad = part
         copy_all(parts, gradients)
-        if piece.group is not None:
-            # What gradients held before is the same in all ranks, and so is the mean of it.
+        if self._groups:
             mean = dist.ReduceOp.AVG if flat.device.type == "cuda" else dist.ReduceOp.SUM
-            piece.work = self._reduce(flat, mean, piece.group)
+            piece.work = self._reduce(flat, mean, self._groups[piece.stage.slot.index])
 
     def _reduce(self, flat: Tensor, kind: Any, group: dist.ProcessGroup) -> Any:
         return dist.all_reduce(flat, kind, group=group, async_op=self._overlaps)
 
 
-def check_kinds(stages: Sequence[Stage], group: Group) -> None:
+def _check_kinds(stages: Sequence[Stage], group: Group) -> None:
     """Refuse ranks that could not exchange gradients; all of them call it."""
     kinds = group.exchange([stage.slot.device.type for stage in stages])
     if any(kind != kinds[0] for kind in kinds):

@@ -1,5 +1,6 @@
 """A network on the devices of one process: one device, or a pipeline over several."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
-from unet3d.parallel.exchange import NoExchange
+from unet3d.parallel.exchange import NoExchange, add_gradients
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.graph import StepCapture
 from unet3d.parallel.offload import SkipOffload, skip_names
@@ -72,6 +73,7 @@ class NetworkExecutor:
         self.observer: Observer = NoObserver()
         self.num_micro_batches = layout.num_micro_batches
         offloads = layout.offload == "skips"
+        own = weakref.proxy(self)  # a circle would keep process groups after they are gone
         alive = most_alive(layout.num_micro_batches, len(self.stages))
         placed = [
             PlacedBlocks(
@@ -80,7 +82,7 @@ class NetworkExecutor:
                 recompute=layout.recompute,
                 num_alive=alive[index][index],
                 offload=(
-                    SkipOffload(stage, skip_names(blocks), lambda one: self.observer.resized(one))
+                    SkipOffload(stage, skip_names(blocks), lambda one: own.observer.resized(one))
                     if offloads
                     else None
                 ),
@@ -124,6 +126,10 @@ class NetworkExecutor:
         captured = None
         if self._capture is not None and not needs_sums:
             captured = self._capture.of(batch, self.observer)
+        for _, gradients in captured.gradients if captured is not None else ():
+            for parameter, own in gradients.items():
+                if parameter.grad is own:  # and has not been cleared, so it is to be added to
+                    parameter.grad = own.clone()
         with self.exchange.step():
             if captured is None:
                 if needs_sums:
@@ -132,14 +138,10 @@ class NetworkExecutor:
                 with self.exchange.averaging():
                     last = self.exchange.before_last_backward
                     return self._step.run(batch, self.observer, last)
-            for _, gradients in captured.gradients:
-                for parameter, own in gradients.items():
-                    if parameter.grad is own:  # and has not been cleared, so it is to be added to
-                        parameter.grad = own.clone()
             with nullcontext() if captured.averages else self.exchange.averaging():
                 loss = captured.replay(batch)
-                for stage, gradients in captured.gradients:
-                    self.exchange.add(stage, gradients)
+                for _, gradients in captured.gradients:
+                    add_gradients(gradients)
             return loss
 
     @torch.no_grad()

@@ -7,7 +7,6 @@ import functools
 import math
 import threading
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -347,16 +346,16 @@ def test_what_shards_agree_on_is_watched_and_a_rank_that_is_lost_meanwhile_is_na
             log.append("sum")
             values += 1
 
-    # Called itself, because what a real group watches is only seen when a rank hangs.
-    agreed = partial(executors._all_shards, OtherAgrees(), 2, CPU, watching)
-    assert agreed(True) and not agreed(False)
+    # Given both, because what a real group watches is only seen when a rank hangs.
+    nothing: Any = SimpleNamespace(blocks=(), slot=SimpleNamespace(device=CPU))
+    exchange = FlatExchange((nothing,), None, 2, OtherAgrees())
+    exchange.watching, exchange.errors = watching, translated
+    assert exchange.all_agree(True) and not exchange.all_agree(False)
     assert log == ["begin", "sum", "end"] * 2
 
-    def fails(wish):
+    def fails(values):
         raise RuntimeError("gloo")
 
-    group: Any = SimpleNamespace(size=1, translate_dist_errors=translated)
-    nothing: Any = SimpleNamespace(blocks=())
-    exchange = FlatExchange((nothing,), group, (None,), shards=fails)
+    exchange.messages.sum = fails
     with pytest.raises(RankError, match="rank 1 is gone"):
         exchange.all_agree(True)

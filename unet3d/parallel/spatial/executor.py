@@ -6,81 +6,31 @@ it works on several machines, with replicas, and each replays its own CUDA graph
 in them.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError
 from unet3d.kernels.sharding import sharded
 from unet3d.model import UNet3d
-from unet3d.parallel.exchange import FlatExchange, check_kinds
-from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer
+from unet3d.parallel.exchange import FlatExchange
+from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.parallel.partition import make_stages
 from unet3d.parallel.placement import Layout, Slot
 from unet3d.parallel.precision import lowered_on
 from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.parallel.spatial.network import SlabNetwork
-from unet3d.parallel.spatial.shard import (
-    GroupMessages,
-    NoMessages,
-    VolumeShard,
-    gathered,
-)
+from unet3d.parallel.spatial.shard import NoMessages, VolumeShard, gathered
 from unet3d.parallel.step import place
-from unet3d.parallel.whole_batch import joins_samples
 
 MAX_CAPTURED = 2**27
 """Most elements of a micro-batch's image, in the largest slab, in a step that is captured, if there
 is memory. Between messages GPUs wait for the host, however large the slabs are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LossOfVolume:
-    """A loss function whose sums are those of the volume; equal where its parts are."""
-
-    loss_fn: Any
-    shard: VolumeShard
-
-    @property
-    def joins_samples(self) -> bool:
-        return joins_samples(self.loss_fn)
-
-    def sums(self, logits: Any, target: Tensor) -> Tensor:
-        with sharded(self.shard):
-            sums: Tensor = self.loss_fn.sums(logits, target)
-        return sums
-
-    def from_sums(self, sums: Tensor) -> Loss:
-        loss: Loss = self.loss_fn.from_sums(sums)
-        return loss
-
-    def __call__(self, logits: Any, target: Tensor) -> Any:
-        with sharded(self.shard):
-            return self.loss_fn(logits, target)
-
-
-def _all_shards(
-    messages: NoMessages,
-    num_shards: int,
-    device: torch.device,
-    watching: Callable[[], AbstractContextManager[None]],
-    wish: bool,
-) -> bool:
-    """Return whether all shards of the replica have a wish; waits for them."""
-    if type(messages) is NoMessages:
-        return wish
-    with watching():  # not in the next line, which waits for the others
-        number = torch.tensor([float(wish)], device=device)
-        messages.sum(number)
-    return int(number.item()) == num_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,24 +83,7 @@ class SpatialExecutor:
         place(stage, lowered_on(device, layout.autocast))
         self.slots: Sequence[Slot] = (stage.slot,)
         self.input_device = self.output_device = device
-        process_group: dist.ProcessGroup | None = None
-        if group is not None:
-            check_kinds((stage,), group)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            process_group = group.new_group(device)
-            if layout.num_shards < group.size:
-                own = group.new_group(device, layout.num_shards)
-                messages = messages or GroupMessages(own)
-            messages = messages or GroupMessages(process_group)
-        self._messages = messages or NoMessages()
-        self._errors = nullcontext if group is None else group.translate_dist_errors
-        self._watching = nullcontext if group is None else partial(group.watching, device)
-        # No method of this executor: a circle would keep the groups after it is gone.
-        agreed = partial(_all_shards, self._messages, layout.num_shards, device, self._watching)
-        self._exchange = FlatExchange(
-            (stage,), group, (process_group,), num_shards=layout.num_shards, shards=agreed
-        )
+        self._exchange = FlatExchange((stage,), group, layout.num_shards, messages)
         self._training: _Divided | None = None
         self._predicting: _Divided | None = None
 
@@ -174,9 +107,8 @@ class SpatialExecutor:
         """
         divided = self._for_training(image, planes)
         divided.executor.observer = self.observer
-        loss = _LossOfVolume(loss_fn=loss_fn, shard=divided.shard)
-        with self._watching():
-            return divided.executor.forward_backward(image, target, loss, scale, weight=weight)
+        with sharded(divided.shard):  # so the sums of a loss are those of the volume
+            return divided.executor.forward_backward(image, target, loss_fn, scale, weight=weight)
 
     @torch.no_grad()
     def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
@@ -198,7 +130,7 @@ class SpatialExecutor:
         shard = self._predicting.shard
         slab = division.slab(shard.index)
         own = image.narrow(2, slab.start, len(slab))
-        with self._errors(), self._watching():
+        with self._exchange.errors(), self._exchange.watching():
             return shard.gather_map(self._predicting.executor.predict(own, precision), 0)
 
     def gather(self, values: Tensor) -> Tensor:
@@ -212,8 +144,8 @@ class SpatialExecutor:
         Raises:
             RankError: Another rank died or hangs.
         """
-        with self._errors():
-            return gathered(values, self.rule.num_shards, self._messages)
+        with self._exchange.errors():
+            return gathered(values, self.rule.num_shards, self._exchange.messages)
 
     def _for_training(self, image: Tensor, planes: int | None) -> _Divided:
         x, y, z = image.shape[2:]
@@ -225,7 +157,7 @@ class SpatialExecutor:
 
     def _divided(self, division: Division, *, may_capture: bool) -> _Divided:
         layout = self._layout
-        shard = VolumeShard(layout.shard, division, self._messages)
+        shard = VolumeShard(layout.shard, division, self._exchange.messages)
         network = SlabNetwork(self.module, shard)
         # All agree on a step, whatever its batch, though a smaller slab alone would be worth it.
         own_planes = len(division.slab(layout.shard))
