@@ -60,7 +60,7 @@ def largest_size(
 
     # The network refuses a single voxel at its lowest level.
     least = 1 if scaled(1) != stride else 2
-    while not replace(step, size=scaled(least)).can_be_divided():
+    while replace(step, size=scaled(least)).most_shards() < step.layout.num_shards:
         least += 1
     most = max(longest, least, MAX_EDGE // stride[units.index(longest)])
     sizes = [scaled(scale) for scale in range(least, most + 1)]

@@ -67,10 +67,8 @@ class Step:
         Raises:
             DeviceError: The patch has too few planes for the shards.
         """
-        if self.layout.num_shards == 1:
-            return self.size
-        slab = self._slabs().slab(self.layout.shard, self.size)
-        return len(slab), *self.size[1:]
+        slab = self._slab()
+        return self.size if slab is None else (len(slab), *self.size[1:])
 
     def shards(self) -> tuple["Step", ...]:
         """Return the step of each shard of a replica; all have one kind of device.
@@ -105,23 +103,23 @@ class Step:
         layout = self.layout
         return self.own_size[0], (layout.shard > 0) + (layout.shard < layout.num_shards - 1)
 
-    def can_be_divided(self) -> bool:
-        """Return whether the patch has planes for all shards."""
-        return self.layout.num_shards == 1 or (
-            self._slabs().most_shards(self.size) >= self.layout.num_shards
-        )
+    def most_shards(self) -> int:
+        """Return how many shards the patch has planes for."""
+        return self._slabs().most_shards(self.size)
 
     def _slabs(self) -> SlabRule:
         return SlabRule(topology=self.topology, num_shards=self.layout.num_shards)
+
+    def _slab(self) -> range | None:
+        """Return the planes of its shard; None: the volume is not divided."""
+        layout = self.layout
+        return self._slabs().slab(layout.shard, self.size) if layout.num_shards > 1 else None
 
     def staging_bytes(self) -> int:
         """Return what a GPU takes to make patches, on the stream beside the step."""
         if self.augmentation is None:
             return 0
-        slab = None
-        if self.layout.num_shards > 1:
-            slab = self._slabs().slab(self.layout.shard, self.size)
-        return self.augmentation.staging_bytes(self.size, self.batch_size, slab)
+        return self.augmentation.staging_bytes(self.size, self.batch_size, self._slab())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +149,7 @@ class MemoryEstimate:
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
-        """Return the needed share of the fullest device; up to 1 the step fits.
-
-        Args:
-            device_bytes: Memory of each device.
-        """
+        """Return the share that the fullest device needs of its bytes; up to 1 the step fits."""
         needed = self.needed_bytes()
         return max(need / device_bytes[device] for device, need in needed.items())
 

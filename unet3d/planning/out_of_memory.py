@@ -12,7 +12,6 @@ from unet3d.errors import DoesNotFitError
 from unet3d.images.files import times
 from unet3d.memory import host
 from unet3d.memory.record import device_bytes
-from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
 
@@ -126,7 +125,7 @@ def _over_more_gpus(
     free = {gpu: room(gpu) for gpu in gpus} | dict(limits)
     layout = replace(step.layout, num_replicas=1, cuts=None)
     batch_size = step.layout.num_replicas * step.batch_size
-    most_shards = SlabRule(topology=step.topology, num_shards=2).most_shards(step.size)
+    most_shards = step.most_shards()
     if gpus and _divides_batches(step) and most_shards > 1:
         count, least = layout.num_shards + 1, min(free[gpu] for gpu in gpus)
         for _ in range(MAX_TRIED):

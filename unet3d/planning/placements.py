@@ -355,7 +355,7 @@ def possible_dims(
     one = placed(config.parallel, "none", devices[:1])
     if len(devices) == 1:
         return (one,)
-    spread = []
+    spread: list[ParallelDims] = []
     # A batch norm has statistics of the whole batch, which replicas and shards do not have.
     if config.model.norm != "batch":
         # Each replica has a patch for each of its micro-batches.
@@ -367,16 +367,22 @@ def possible_dims(
         ]
         ways = [("data" if count == len(devices) else "spatial", count) for count in counts]
         for mode, count in sorted(ways):
-            with suppress(DeviceError):
-                dims = placed(config.parallel, mode, devices, count)
-                check_shards(network, dims.num_shards)
-                spread.append(dims)
-    if not spread:
-        with suppress(DeviceError):
-            stages = placed(config.parallel, "model", devices, wanted)
-            check_stages(config, network, stages.num_stages)
-            spread.append(stages)
+            spread += _if_possible(config, network, mode, devices, count)
+    spread = spread or _if_possible(config, network, "model", devices, wanted)
     return (one, *spread) if wanted == 1 else tuple(spread)
+
+
+def _if_possible(
+    config: Config, network: NetworkPlan, mode: str, devices: Devices, num_replicas: int
+) -> list[ParallelDims]:
+    """Return a mode on devices, or nothing where they or the network do not suit it."""
+    with suppress(DeviceError):
+        dims = placed(config.parallel, mode, devices, num_replicas)
+        if mode == "model":
+            check_stages(config, network, dims.num_stages)
+        check_shards(network, dims.num_shards)
+        return [dims]
+    return []
 
 
 def _beside(
@@ -393,10 +399,7 @@ def _beside(
     free = config.model_copy(update={"parallel": alone})
     found = [*possible_dims(free, network, devices), *candidates]
     if all(dims.mode != "model" for dims in found):
-        with suppress(DeviceError):
-            stages = placed(alone, "model", devices[:2])
-            check_stages(config, network, stages.num_stages)
-            found.append(stages)
+        found += _if_possible(free, network, "model", devices[:2], 1)
     return list(dict.fromkeys(found))
 
 
