@@ -1,6 +1,6 @@
 """Spreading one network over devices.
 
-``placement`` names devices and slots, ``device_groups`` divides devices over processes,
+``device_groups`` names devices and divides them over processes, ``placement`` states the result,
 ``precision`` gives their number type. ``step`` trains on one device; ``pipeline`` drives the stages
 that ``partition`` makes, as ``schedule`` says, and ``mail`` carries tensors between them.
 ``network_executor`` gives either its micro-batches, ``exchange`` averages the gradients of ranks,
@@ -15,9 +15,9 @@ from unet3d.errors import ConfigError
 from unet3d.kernels import triton_support
 from unet3d.model import BlockNetwork, UNet3d
 from unet3d.parallel.data_parallel import DataParallelExecutor
+from unet3d.parallel.device_groups import Machine
 from unet3d.parallel.exchange import FlatExchange
 from unet3d.parallel.executor import Executor, Loss, LossFunction
-from unet3d.parallel.machine import Machine
 from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision

@@ -30,7 +30,7 @@ from unet3d.parallel.graph import (
     give_cached_memory_back,
     pool_of_kind,
 )
-from unet3d.parallel.mail import Arriving, Mail, Reader, Routes
+from unet3d.parallel.mail import Arriving, Mail, Reader
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.pipeline_stage import PipelineStage, Send, walk
 from unet3d.parallel.step import MicroBatch, total_of
@@ -45,7 +45,7 @@ class CapturedPipeline:
     def __init__(
         self,
         stages: Sequence[PipelineStage],
-        routes: Routes,
+        results: Sequence[str],
         batch: Sequence[MicroBatch],
         observer: Observer,
     ) -> None:
@@ -59,7 +59,8 @@ class CapturedPipeline:
         self._notes = _Notes(devices)
         self.gradients: list[tuple[Stage, Gradients]] = []
         """Gradients of each stage's parameters, which replays overwrite."""
-        mail = _NotedMail(routes, batch, self._notes)
+        own_stages = [runner.stage for runner in stages]
+        mail = _NotedMail(own_stages, results, batch, self._notes)
         with ExitStack() as aliases:
             for runner in stages:
                 own = aliases.enter_context(aliased(runner.stage))
@@ -171,8 +172,14 @@ class _NotedStage(PipelineStage):
 class _NotedMail(Mail):
     """Hands tensors over in place, or through buffers that a replay fills."""
 
-    def __init__(self, routes: Routes, batch: Sequence[MicroBatch], notes: _Notes) -> None:
-        super().__init__(routes, batch)
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        results: Sequence[str],
+        batch: Sequence[MicroBatch],
+        notes: _Notes,
+    ) -> None:
+        super().__init__(stages, results, batch)
         self._notes = notes
         self._buffers: dict[Reader, list[tuple[str, Buffer]]] = defaultdict(list)
         """That a stage, or the loss, still reads, each under the name of its message."""
@@ -184,8 +191,8 @@ class _NotedMail(Mail):
         return self._read_by(reader, "image", image, stage.slot.device)
 
     def target(self, number: int) -> Tensor:
-        target, device = self._batch[number].target, self._routes.loss_device
-        return self._read_by(("loss", number), "target", target, device)
+        target = self._batch[number].target
+        return self._read_by(("loss", number), "target", target, self._loss_device)
 
     def _read_by(
         self,
@@ -212,7 +219,7 @@ class _NotedMail(Mail):
 
     def _send(self, reader: Reader, message: str, tensor: Tensor, device: torch.device) -> Arriving:
         if stays(tensor, device):
-            return _Handed(tensor.detach())
+            return super()._send(reader, message, tensor, device)
         actions = self._notes.actions[tensor.device]
         buffer = self._buffer(reader, message, tensor, device)
         self._notes.calls.append(partial(actions.send, actions.pool.place_of(tensor), buffer))
@@ -228,16 +235,6 @@ class _NotedMail(Mail):
 def stays(tensor: Tensor, device: torch.device) -> bool:
     """Return whether a reader on a device can read a tensor in place."""
     return tensor.device == device
-
-
-class _Handed:
-    """A tensor that its reader reads in place."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> Tensor:
-        return self._tensor
 
 
 class _Buffered:

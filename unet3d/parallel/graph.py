@@ -227,13 +227,10 @@ class StepCapture:
         all_agree: Callable[[bool], bool],
         max_elements: int | None = None,
     ) -> None:
-        """Begin with nothing captured.
+        """Begin with nothing captured; ``capture`` captures the step of a batch.
 
-        Args:
-            stages: The stages whose work is captured.
-            capture: Captures the step of a batch; its actions are reported.
-            all_agree: Returns whether all processes whose messages are part of a step have a wish.
-            max_elements: Most elements of a micro-batch's image; None: ``MAX_ELEMENTS``.
+        ``all_agree`` returns whether all processes whose messages are part of a step have a wish;
+        ``max_elements`` is the most of a micro-batch's image in place of ``MAX_ELEMENTS``.
         """
         self._max_elements = MAX_ELEMENTS if max_elements is None else max_elements
         self._capture = capture

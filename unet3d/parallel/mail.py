@@ -15,26 +15,6 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.step import MicroBatch
 from unet3d.parallel.transfer import Transfer
 
-
-class Routes:
-    """The producer and the readers of each tensor that travels between stages."""
-
-    def __init__(self, stages: Sequence[Stage], results: Sequence[str]) -> None:
-        """Find them by name; the loss reads ``results``, in this order."""
-        self.stages = tuple(stages)
-        self.results = tuple(results)
-        self.maker = {block.name: stage for stage in stages for block in stage.blocks}
-
-    def readers(self, stage: Stage, name: str) -> list[Stage]:
-        """Return the later stages that read what a stage produces under a name."""
-        return [later for later in self.stages[stage.slot.index + 1 :] if name in later.inputs]
-
-    @property
-    def loss_device(self) -> torch.device:
-        """The device where the loss is computed."""
-        return self.stages[-1].slot.device
-
-
 Reader = tuple[int | str, int]
 """What reads a message: a stage's index, or ``loss``, and the micro-batch."""
 
@@ -50,10 +30,15 @@ class Arriving(Protocol):
 class Mail:
     """Carries the tensors of one step between its stages: each is copied as soon as it exists."""
 
-    def __init__(self, routes: Routes, batch: Sequence[MicroBatch]) -> None:
-        """Begin a step."""
-        self._routes = routes
+    def __init__(
+        self, stages: Sequence[Stage], results: Sequence[str], batch: Sequence[MicroBatch]
+    ) -> None:
+        """Begin a step; the loss reads ``results``, by name and in this order."""
+        self._stages = stages
+        self._results = results
         self._batch = batch
+        self._loss_device = stages[-1].slot.device
+        self._maker = {block.name: stage.slot for stage in stages for block in stage.blocks}
         self._onward: dict[tuple[int, int, str], Arriving] = {}
         self._logits: dict[int, dict[str, Arriving]] = defaultdict(dict)
         self._back: dict[tuple[int, str], list[Arriving]] = defaultdict(list)
@@ -79,7 +64,7 @@ class Mail:
     def logits(self, number: int) -> dict[str, Tensor]:
         """Take out the network's results by name, on the last stage's device."""
         arrived = self._logits.pop(number)
-        return {name: arrived[name].wait() for name in self._routes.results}
+        return {name: arrived[name].wait() for name in self._results}
 
     def gradients(self, stage: Stage, number: int) -> dict[str, list[Tensor]]:
         """Take out the gradients of a stage's outputs by name, on its device."""
@@ -90,17 +75,18 @@ class Mail:
 
     def send_on(self, stage: Stage, number: int, name: str, made: Tensor) -> None:
         """Send what a stage has produced to the stages, and the loss, that read it."""
-        for later in self._routes.readers(stage, name):
-            index = later.slot.index
-            arriving = self._send((index, number), name, made, later.slot.device)
-            self._onward[index, number, name] = arriving
-        if name in self._routes.results:
-            device = self._routes.loss_device
-            self._logits[number][name] = self._send(("loss", number), name, made, device)
+        for later in self._stages[stage.slot.index + 1 :]:
+            if name in later.inputs:
+                index = later.slot.index
+                arriving = self._send((index, number), name, made, later.slot.device)
+                self._onward[index, number, name] = arriving
+        if name in self._results:
+            arriving = self._send(("loss", number), name, made, self._loss_device)
+            self._logits[number][name] = arriving
 
     def send_back(self, stage: Stage, number: int, name: str, gradient: Tensor) -> None:
         """Send the gradient of what a stage, or the loss on it, has read to the producer."""
-        maker = self._routes.maker[name].slot
+        maker = self._maker[name]
         message = f"gradient of {name}"
         arriving = self._send((maker.index, number), message, gradient, maker.device)
         self._back[number, name].append(arriving)

@@ -20,12 +20,7 @@ from unet3d.parallel.pipeline import Pipeline
 from unet3d.parallel.placement import Layout, Slot
 from unet3d.parallel.schedule import most_alive
 from unet3d.parallel.step import DeviceStep, MicroBatch, PlacedBlocks, total_of
-from unet3d.parallel.whole_batch import (
-    TotalOfReplicas,
-    joins_samples,
-    parts_of_whole,
-    refuse_dropout,
-)
+from unet3d.parallel.whole_batch import TotalOfReplicas, joins_samples, parts_of_whole
 from unet3d.torch_private import has_dropout
 
 
@@ -39,19 +34,10 @@ class NetworkExecutor:
         exchange: Callable[[Sequence[Stage]], NoExchange] | None = None,
         max_captured: int | None = None,
     ) -> None:
-        """Move each stage's parameters to its device.
+        """Move each stage's parameters, all of one type, to its device.
 
-        Args:
-            module: The network, with all its parameters in one precision.
-            layout: Devices, cuts, micro-batches and precision.
-            exchange: Creates the exchange of gradients between ranks; None: there is one rank.
-            max_captured: Most elements of a micro-batch's image in a step that is captured; None:
-                the usual number.
-
-        Raises:
-            DeviceError: There are more devices than blocks, or the cuts do not fit them.
-            ConfigError: The samples of the network are not independent, and there is more than one
-                micro-batch; or a level with dropout would be recomputed.
+        ``exchange`` creates the exchange of gradients between ranks (None: there is one rank);
+        ``max_captured`` is :class:`StepCapture`'s.
         """
         if layout.num_micro_batches > 1 and not module.samples_are_independent:
             raise ConfigError(
@@ -107,12 +93,7 @@ class NetworkExecutor:
         weight: float = 1.0,
         planes: int | None = None,
     ) -> Any:
-        """Add one batch's gradients to the module's; see the protocol.
-
-        Raises:
-            RankError: Another rank died or hangs.
-            ConfigError: The loss is one of the batch as one, and cannot be taken of this network.
-        """
+        """Add one batch's gradients to the module's; see the protocol."""
         self.module.check_shape(image)
         batch = self._divided(image, target, loss_fn, weight * scale)
         joins = joins_samples(loss_fn)
@@ -169,6 +150,11 @@ class NetworkExecutor:
 
     def _sums(self, batch: Sequence[MicroBatch]) -> Tensor:
         """Return the sums of a loss over all micro-batches, which pass forward for that."""
-        refuse_dropout(self.module)
+        if has_dropout(self.module.modules()):
+            raise ConfigError(
+                "a loss of the whole batch, such as batch Dice, runs micro-batches forward twice, "
+                "and dropout would draw other random numbers; use training.batch_dice=false or one "
+                "micro-batch"
+            )
         sums: Tensor = total_of([self._step.sums(one) for one in batch])
         return sums

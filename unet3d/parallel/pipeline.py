@@ -11,7 +11,7 @@ from unet3d.model import BlockNetwork
 from unet3d.parallel.captured_pipeline import CapturedPipeline
 from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import Observer
-from unet3d.parallel.mail import Mail, Routes
+from unet3d.parallel.mail import Mail
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.pipeline_stage import PipelineStage, walk
 from unet3d.parallel.step import MicroBatch, PlacedBlocks
@@ -26,7 +26,6 @@ class Pipeline:
         self.stages = tuple(blocks.stage for blocks in placed)
         self._runners = [PipelineStage(blocks) for blocks in placed]
         self._results = module.outputs()
-        self._routes = Routes(self.stages, self._results)
         self._gpus = {s.slot.device for s in self.stages if s.slot.device.type == "cuda"}
         self._step_ends: list[torch.cuda.Event] = []
         self._predictions: deque[torch.cuda.Event] = deque()
@@ -45,7 +44,7 @@ class Pipeline:
         if len(self._gpus) > 1:
             for event in self._step_ends:
                 event.synchronize()
-        mail = Mail(self._routes, batch)
+        mail = Mail(self.stages, self._results, batch)
         loss = walk(self._runners, mail, batch, observer, before_last_backward)
         self._step_ends = [torch.cuda.current_stream(g).record_event() for g in self._gpus]
         return loss
@@ -74,7 +73,7 @@ class Pipeline:
         self, batch: Sequence[MicroBatch], observer: Observer, exchange: NoExchange
     ) -> CapturedPipeline:
         """Capture the step of a batch whose micro-batches have one shape; nothing is computed."""
-        return CapturedPipeline(self._runners, self._routes, batch, observer)
+        return CapturedPipeline(self._runners, self._results, batch, observer)
 
     def _forward(
         self, image: Tensor, left_out: Sequence[str] = (), precision: str | None = None

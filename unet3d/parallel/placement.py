@@ -12,6 +12,7 @@ from unet3d.errors import ConfigError, DeviceError
 from unet3d.memory.meter import Slot as Slot
 from unet3d.parallel.device_groups import (
     Devices,
+    Machine,
     check_count,
     check_groups,
     check_shards,
@@ -20,7 +21,6 @@ from unet3d.parallel.device_groups import (
     divided,
     names_of_ranks,
 )
-from unet3d.parallel.machine import Machine
 from unet3d.parallel.precision import autocast_dtype
 
 

@@ -5,7 +5,7 @@ asynchronously, so two actions on different stages overlap as far as their data 
 timetables below a column is one unit of time, F2 is micro-batch 2 forward, B2 backward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,10 +17,6 @@ class Action:
     kind: Literal["forward", "backward"]
     micro_batch: int
     stage: int
-
-
-Schedule = Callable[[int, int], Iterator[Action]]
-"""Maps the numbers of micro-batches and of stages to the actions, each exactly once."""
 
 
 def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:

@@ -17,12 +17,9 @@ from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
-from unet3d.errors import ConfigError
-from unet3d.model import BlockNetwork
 from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import Loss, LossFunction
 from unet3d.parallel.step import MicroBatch
-from unet3d.torch_private import has_dropout
 
 
 class LossOfSums(Protocol):
@@ -52,16 +49,6 @@ class LossOfSums(Protocol):
 def joins_samples(loss_fn: LossFunction | LossOfSums) -> TypeGuard[LossOfSums]:
     """Return whether a loss is that of the batch as one, and not a mean over the samples."""
     return bool(getattr(loss_fn, "joins_samples", False))
-
-
-def refuse_dropout(module: BlockNetwork) -> None:
-    """Refuse networks whose forward pass is another one when it is run again."""
-    if has_dropout(module.modules()):
-        raise ConfigError(
-            "a loss of the whole batch, such as batch Dice, runs micro-batches forward twice, and "
-            "dropout would draw other random numbers; use training.batch_dice=false or one "
-            "micro-batch"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ send, so that their gradients are those of one loss, and the gathered slabs get 
 loss (:mod:`unet3d.kernels.sharding` has the convention).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,11 +77,12 @@ def _on_slab(block: Block, network: UNet3d, shard: VolumeShard) -> Block:
     if level >= low:
         # Of a whole level only the first block of the encoder reads the last slabs.
         reads_slab = block.inputs == (network.encoder.outputs()[low - 1],)
-        wrapped: nn.Module = _Gathering(module, shard, low - 1) if reads_slab else _Whole(module)
+        gather = partial(_gathered, shard=shard, level=low - 1)
+        wrapped = _Entering(module, None, gather if reads_slab else None)
     else:
         if level == low - 1 and low < network.topology.num_levels:
             module = _taking_slabs(module, shard, level)
-        wrapped = _Sharded(module, shard, reads_image=block.inputs == ("image",))
+        wrapped = _Entering(module, shard, with_halo if block.inputs == ("image",) else None)
     return Block(
         name=block.name, module=wrapped, inputs=block.inputs, path=block.path, level=block.level
     )
@@ -94,47 +97,20 @@ def _taking_slabs(module: nn.Module, shard: VolumeShard, level: int) -> nn.Modul
     return module
 
 
-class _Sharded(nn.Module):
-    """A block of a divided level."""
+class _Entering(nn.Module):
+    """A block that runs where maps are slabs, or whole, once its inputs have come there."""
 
-    def __init__(self, inner: nn.Module, shard: VolumeShard, *, reads_image: bool) -> None:
+    def __init__(
+        self, inner: nn.Module, shard: VolumeShard | None, enter: Callable[[Tensor], Tensor] | None
+    ) -> None:
         super().__init__()
         self.inner = inner
-        self.reads_image = reads_image
         self._shard = shard
+        self._enter = enter
 
     def forward(self, *inputs: Tensor) -> Any:
         with sharded(self._shard):
-            if self.reads_image:
-                inputs = tuple(map(with_halo, inputs))
-            return self.inner(*inputs)
-
-
-class _Whole(nn.Module):
-    """A block of a level that is whole."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs: Tensor) -> Any:
-        with sharded(None):
-            return self.inner(*inputs)
-
-
-class _Gathering(nn.Module):
-    """The first block of the first whole level."""
-
-    def __init__(self, inner: nn.Module, shard: VolumeShard, level: int) -> None:
-        super().__init__()
-        self.inner = inner
-        self._shard = shard
-        self._level = level
-
-    def forward(self, x: Tensor) -> Any:
-        whole: Tensor = _Gathered.apply(x, self._shard, self._level)  # type: ignore[no-untyped-call]
-        with sharded(None):
-            return self.inner(whole)
+            return self.inner(*(inputs if self._enter is None else map(self._enter, inputs)))
 
 
 class _SlabUpsampledUnit(UpsampledUnit):
@@ -177,6 +153,11 @@ class _Planes(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         start = ctx.planes.start
         return channels_last(some_planes(gradient, range(-start, ctx.size - start))), None
+
+
+def _gathered(x: Tensor, shard: VolumeShard, level: int) -> Tensor:
+    whole: Tensor = _Gathered.apply(x, shard, level)  # type: ignore[no-untyped-call]
+    return whole
 
 
 class _Gathered(torch.autograd.Function):
