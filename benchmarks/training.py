@@ -59,7 +59,6 @@ from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.patches.augment.device import augments_on_device
 from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 from unet3d.planning.experiment import Experiment, open_dataset, plan_experiment
-from unet3d.planning.memory_estimate import Step
 from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cores import leave_cores
@@ -119,16 +118,7 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
     """Build what a training on one device consists of, as ``unet3d train`` does."""
     dims = ParallelDims.resolve(experiment.config.parallel)
     precision = resolve_precision(experiment.config.training.precision, dims.devices)
-    batch_size = experiment.config.training.num_patches
-    step = Step(
-        topology=experiment.topology,
-        layout=Layout.of(experiment.config, dims, precision),
-        size=experiment.largest_patch(batch_size),
-        batch_size=batch_size,
-        settings=experiment.config.training,
-        precision=precision,
-    )
-    config = resolve_auto(experiment.config, step)
+    config = resolve_auto(experiment.config, experiment.step(dims, precision))
     torch.manual_seed(config.training.seed)
     model = UNet3d(experiment.topology)
     to_parameter_dtype(model, precision)

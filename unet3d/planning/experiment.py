@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,9 +14,12 @@ from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.errors import DatasetError
 from unet3d.images.files import times
 from unet3d.model import Topology
+from unet3d.parallel import Layout, ParallelDims
 from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
+from unet3d.planning.memory_estimate import Step
 from unet3d.planning.network_plan import (
+    NetworkPlan,
     batch_shape,
     check_shards,
     check_stages,
@@ -40,12 +43,9 @@ class Experiment:
     """The settings, with every choice that follows from the data written out."""
     preprocessing: Preprocessing
     """How images are prepared."""
-    topology: Topology
-    """The network."""
-    patch_size: Shape | None
-    """Voxels along X, Y, Z, multiples of the total stride; None: whole volumes."""
-    planned_sizes: frozenset[Shape]
-    """The patch size, or all sizes that whole volumes have, also those for validation."""
+    network: NetworkPlan
+    """The network, with the patch size, or all sizes that whole volumes have, also those for
+    validation."""
     training: tuple[PreparedCase, ...]
     """Prepared cases for training."""
     validation: tuple[PreparedCase, ...]
@@ -55,6 +55,16 @@ class Experiment:
     split: CaseSplit
     """Names and contents of both."""
 
+    @property
+    def topology(self) -> Topology:
+        """The network."""
+        return self.network.topology
+
+    @property
+    def patch_size(self) -> Shape | None:
+        """Voxels along X, Y, Z, multiples of the total stride; None: whole volumes."""
+        return None if self.config.patches.size == "whole" else self.network.size
+
     def largest_patch(self, num_patches: int) -> Shape:
         """Return the size of patches in the largest batch of a replica; see :func:`batch_shape`."""
         if self.patch_size is not None:
@@ -62,6 +72,16 @@ class Experiment:
         stride = self.topology.total_stride
         shapes = {case.shape for case in self.training}
         return batch_shape([padded_shape(shape, stride) for shape in shapes], num_patches)
+
+    def step(self, dims: ParallelDims, precision: str) -> Step:
+        """Return the step of a replica with the largest share of the batch, of these cases."""
+        layout = Layout.of(self.config, dims, precision)
+        step = self.network.step(self.config, dims, layout, precision)
+        return replace(
+            step,
+            size=self.largest_patch(step.batch_size),
+            augmentation=self.augmentation(layout.devices[0]),
+        )
 
     def augmentation(self, device: torch.device) -> DeviceAugmentation | None:
         """Return what makes batches where the network begins; None: they are made on the host."""
@@ -114,8 +134,6 @@ def plan_experiment(
     check_shards(network, num_shards)
     for note in plan_notes(config, network):
         logger.info("%s", note)
-    topology = network.topology
-    patch_size = None if config.patches.size == "whole" else network.size
     return Experiment(
         config=network.settled(config).with_values(
             {
@@ -124,9 +142,7 @@ def plan_experiment(
             }
         ),
         preprocessing=preprocessing,
-        topology=topology,
-        patch_size=patch_size,
-        planned_sizes=network.sizes,
+        network=network,
         training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
         validation_files=validation,

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -52,7 +52,7 @@ class NetworkPlan:
     ones are trained on."""
     batch_size: int
     """Patches in a step, of all replicas together."""
-    limits: str | None
+    limits: str | None = field(compare=False)
     """Why patch and batch are as large as they are, in a line; None: the settings name both."""
     regions: Regions = ()
     """What it segments instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""

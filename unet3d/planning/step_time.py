@@ -138,6 +138,8 @@ class BlockWork:
     """Whether it is one of the encoder's."""
     num_norms: int
     """Its normalisations."""
+    num_parameters: int
+    """Its weights."""
     num_operations: float
     """Forward and backward; a multiplication and an addition are two."""
     moved_bytes: float
@@ -182,6 +184,7 @@ def count_work(
                 level=block.level,
                 in_encoder=block.path == "encoder",
                 num_norms=num_norms,
+                num_parameters=sum(one.numel() for one in block.module.parameters()),
                 num_operations=num_passes * operations,
                 moved_bytes=element_bytes * passed,
                 num_elements=made,
@@ -257,7 +260,8 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
     if step.loss.joins_samples and num_portions > 1:
         total *= BATCH_DICE_FACTOR
     if num_ranks > 1:  # the gradients are averaged
-        total += links.sum(SUM_BYTES * count_parameters(topology), num_ranks)
+        num_parameters = sum(block.num_parameters for block in work)
+        total += links.sum(SUM_BYTES * num_parameters, num_ranks)
     return total
 
 
@@ -294,13 +298,6 @@ def message_seconds(step: Step, division: Division, links: Links, num_samples: i
         seconds += links.gather(num_samples * gathered, num_shards)
         seconds += links.sum(num_samples * averaged, num_shards)
     return seconds
-
-
-@lru_cache(maxsize=64)
-def count_parameters(topology: Topology) -> int:
-    """Return how many weights a network has."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in UNet3d(topology).parameters())
 
 
 def _voxels(topology: Topology, size: Shape, level: int) -> int:

@@ -40,11 +40,11 @@ from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.placements import (
     PlacementOption,
     in_words,
-    make_option,
     memory_of,
     placed,
     possible_dims,
     settings_for,
+    timed_options,
 )
 from unet3d.planning.tuning_cache import TunedConfig, hardware, remember_tuned
 
@@ -202,13 +202,12 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
         found += possible_dims(config, network, devices)
     else:
         found.append(asked)
-    precision = resolve_precision(config.training.precision, devices)
-    memory, link = memory_of((one, *devices), None), measure_link(devices)
+    link = measure_link(devices)
     if link is not None:
         logger.info("%s", link_line(link))
-    options = []
-    for dims in dict.fromkeys(found):
-        option = make_option(config, network, dims, precision=precision, memory=memory, link=link)
+    memory, options = memory_of((one, *devices), None), []
+    for option in timed_options(config, network, list(dict.fromkeys(found)), memory, link):
+        dims = option.dims
         counts = [config.training.num_micro_batches]
         # Several processes start anew for each, which takes long.
         if dims.mode in ("none", "model"):

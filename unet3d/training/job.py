@@ -27,9 +27,8 @@ from unet3d.parallel import (
 from unet3d.parallel.precision import cpu_has_bfloat16, precision_on, to_parameter_dtype
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.cuts import choose_cuts
-from unet3d.planning.experiment import Experiment, plan_experiment
+from unet3d.planning.experiment import plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
-from unet3d.planning.network_plan import batch_shape
 from unet3d.planning.out_of_memory import (
     explain_out_of_memory,
     refuse_beyond_host,
@@ -165,8 +164,8 @@ def _train(
             folder.best.name,
         )
     group.open(config.parallel.timeout_seconds)
-    step = _largest_step(experiment, dims, precision)
-    planned = batch_shape(experiment.planned_sizes, step.batch_size)
+    step = experiment.step(dims, precision)
+    planned = experiment.network.size_in(step.batch_size)
     config = group.from_first(
         lambda: resolve_auto(experiment.config, replace(step, size=planned)),
         to_plain=lambda resolved: resolved.model_dump(mode="json"),
@@ -296,22 +295,6 @@ def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -
     if dims.uses_threads:
         return DataParallelExecutor(model, dims.devices, dims.gather_device, layout.autocast)
     return parallelize(model, layout, group)
-
-
-def _largest_step(experiment: Experiment, dims: ParallelDims, precision: str) -> Step:
-    config = experiment.config
-    layout = Layout.of(config, dims, precision)
-    batch_size = dims.share_of(config.training.num_patches)
-    return Step(
-        topology=experiment.topology,
-        regions=experiment.preprocessing.region_classes,
-        layout=layout,
-        size=experiment.largest_patch(batch_size),
-        batch_size=batch_size,
-        settings=config.training,
-        precision=precision,
-        augmentation=experiment.augmentation(layout.devices[0]),
-    )
 
 
 def _cuts(config: Config, step: Step) -> tuple[int, ...] | None:
