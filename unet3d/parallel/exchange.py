@@ -54,6 +54,13 @@ class NoExchange:
         """Return a context for one step."""
         return nullcontext()
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Return a context where only the step's own gradients are averaged, not earlier ones.
+
+        Else a rank that replays would send others than one that launches.
+        """
+        return nullcontext()
+
     def averaging(self) -> AbstractContextManager[None]:
         """Return a context whose end averages the gradients that the stages have then.
 
@@ -162,16 +169,18 @@ class FlatExchange(NoExchange):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Name a rank that is lost in a step, and watch over its messages.
+        """Name a rank that is lost in a step, and watch over its messages."""
+        with self.errors(), self.watching():
+            yield
 
-        Gradients that are there already are added when the step's own have been averaged.
-        """
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Set gradients that are there already apart; see :class:`NoExchange`."""
         before = {one: one.grad for one in self._parameters if one.grad is not None}
         for parameter in before:
             parameter.grad = None
         try:
-            with self.errors(), self.watching():
-                yield
+            yield
         finally:
             add_gradients(before)
 

@@ -104,26 +104,27 @@ class NetworkExecutor:
         total = TotalOfReplicas(exchange=self.exchange, factor=own_share)
         if joins and not needs_sums and self.exchange.num_replicas > 1:
             batch = parts_of_whole(batch, total, scale_of_whole)
-        captured = None
-        if self._capture is not None and not needs_sums:
-            captured = self._capture.of(batch, self.observer)
-        for _, gradients in captured.gradients if captured is not None else ():
-            for parameter, own in gradients.items():
-                if parameter.grad is own:  # and has not been cleared, so it is to be added to
-                    parameter.grad = own.clone()
         with self.exchange.step():
-            if captured is None:
+            captured = None
+            if self._capture is not None and not needs_sums:
+                captured = self._capture.of(batch, self.observer)
+            for _, gradients in captured.gradients if captured is not None else ():
+                for parameter, own in gradients.items():
+                    if parameter.grad is own:  # and has not been cleared, so it is to be added to
+                        parameter.grad = own.clone()
+            with self.exchange.apart():
+                if captured is not None:
+                    with nullcontext() if captured.averages else self.exchange.averaging():
+                        loss = captured.replay(batch)
+                        for _, gradients in captured.gradients:
+                            add_gradients(gradients)
+                        return loss
                 if needs_sums:
                     known = total(self._sums(batch))
                     batch = parts_of_whole(batch, lambda own: known, scale_of_whole)
                 with self.exchange.averaging():
                     last = self.exchange.before_last_backward
                     return self._step.run(batch, self.observer, last)
-            with nullcontext() if captured.averages else self.exchange.averaging():
-                loss = captured.replay(batch)
-                for _, gradients in captured.gradients:
-                    add_gradients(gradients)
-            return loss
 
     @torch.no_grad()
     def predict(self, image: Tensor, precision: str | None = None) -> Tensor:

@@ -130,7 +130,7 @@ class SpatialExecutor:
         shard = self._predicting.shard
         slab = division.slab(shard.index)
         own = image.narrow(2, slab.start, len(slab))
-        with self._exchange.errors(), self._exchange.watching():
+        with self._exchange.step():
             return shard.gather_map(self._predicting.executor.predict(own, precision), 0)
 
     def gather(self, values: Tensor) -> Tensor:
