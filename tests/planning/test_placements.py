@@ -12,10 +12,10 @@ from unet3d.planning import placements
 from unet3d.planning.network_plan import NetworkPlan, plan_without_data
 from unet3d.planning.placements import (
     PlacementOption,
-    make_option,
     memory_of,
     placed,
     possible_dims,
+    timed_options,
 )
 
 CPU = torch.device("cpu")
@@ -78,7 +78,8 @@ def test_a_mode_that_does_not_suit_the_devices_is_refused():
 
 def option(dims: ParallelDims, memory: dict[torch.device, int]) -> PlacementOption:
     config, network = planned("training.batch_size=4")
-    return make_option(config, network, dims, precision="bfloat16", memory=memory)
+    (found,) = timed_options(config, network, (dims,), memory)
+    return found
 
 
 def test_the_smallest_device_decides():

@@ -15,7 +15,7 @@ from unet3d.model import plan_topology, unet
 from unet3d.parallel import ParallelDims
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.network_plan import NetworkPlan, plan_fingerprint, plan_notes, slow_on_cpu
-from unet3d.planning.placements import make_option
+from unet3d.planning.placements import timed_options
 from unet3d.planning.step_size import (
     MIN_EDGE,
     cube_in_mm,
@@ -47,14 +47,9 @@ def planned(
 
 def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
     """Return what ``unet3d plan`` predicts of one GPU for this patch and batch, launched."""
-    config = config.with_values({"parallel.cuda_graphs": "off"})
-    option = make_option(
-        config,
-        NetworkPlan(**{**vars(network), **changes}),
-        ALONE,
-        precision="bfloat16",
-        memory={GPU: 80 * GIB},
-    )
+    config = config.with_values({"parallel.cuda_graphs": "off", "training.precision": "bfloat16"})
+    changed = NetworkPlan(**{**vars(network), **changes})
+    (option,) = timed_options(config, changed, (ALONE,), {GPU: 80 * GIB})
     return option.prediction.needed_bytes()[GPU] / GIB
 
 

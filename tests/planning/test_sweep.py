@@ -19,7 +19,7 @@ from unet3d.errors import DeviceError, DoesNotFitError, Unet3dError
 from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.planning import placements, sweep
 from unet3d.planning.network_plan import plan_without_data
-from unet3d.planning.placements import choose_mode, make_option, placed
+from unet3d.planning.placements import choose_mode, placed, timed_options
 from unet3d.planning.step_time import step_seconds
 from unet3d.planning.sweep import StepTime, Sweep, measure, measure_rank, micro_batch_counts
 from unet3d.planning.tuning_cache import recall_tuned, resolve_auto
@@ -358,7 +358,7 @@ def test_a_step_takes_time_and_what_was_predicted(alone, tmp_path, monkeypatch):
     assert 0 < record["seconds"] < 60
     dims, memory = placed(alone.parallel, "none", (CPU,)), {CPU: 2**30}
     settled = network.settled(alone)
-    option = make_option(settled, network, dims, precision="float32", memory=memory)
+    (option,) = timed_options(settled, network, (dims,), memory)
     assert record["peak_bytes"] == [option.prediction.memory[0].peak_bytes]
 
 

@@ -35,7 +35,10 @@ not measured: buffers of 4 MiB for each of up to 32 channels and few peers of on
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A training step: everything that its memory depends on."""
+    """A training step: everything that its memory depends on.
+
+    Where a patch has too few planes for the shards, all that asks for its slabs is a DeviceError.
+    """
 
     topology: Topology
     """The network."""
@@ -62,20 +65,12 @@ class Step:
 
     @property
     def own_size(self) -> Shape:
-        """Voxels of a patch on the device: of a shard's slab, or of all.
-
-        Raises:
-            DeviceError: The patch has too few planes for the shards.
-        """
+        """Voxels of a patch on the device: of a shard's slab, or of all."""
         slab = self._slab()
         return self.size if slab is None else (len(slab), *self.size[1:])
 
     def shards(self) -> tuple["Step", ...]:
-        """Return the step of each shard of a replica; all have one kind of device.
-
-        Raises:
-            DeviceError: The patch has too few planes for the shards.
-        """
+        """Return the step of each shard of a replica; all have one kind of device."""
         self._slabs().divide(self.size)
         return tuple(
             replace(self, layout=replace(self.layout, shard=shard))
@@ -87,19 +82,12 @@ class Step:
 
         It has a largest slab and, where there are three shards or more, neighbours on both sides;
         at an end of the volume at most half a percent more is needed, with thin slabs 5 % less.
-
-        Raises:
-            DeviceError: The patch has too few planes for the shards.
         """
         return max(self.shards(), key=lambda shard: shard.kind)
 
     @property
     def kind(self) -> tuple[int, int]:
-        """All that the memory of a shard depends on: its planes, and how many neighbours it has.
-
-        Raises:
-            DeviceError: The patch has too few planes for the shards.
-        """
+        """All that the memory of a shard depends on: its planes, and how many neighbours it has."""
         layout = self.layout
         return self.own_size[0], (layout.shard > 0) + (layout.shard < layout.num_shards - 1)
 

@@ -223,27 +223,6 @@ def _row(way: PlacementOption, memory: Mapping[torch.device, int]) -> dict[str, 
     }
 
 
-def make_option(
-    config: Config,
-    network: NetworkPlan,
-    dims: ParallelDims,
-    *,
-    precision: str,
-    memory: Mapping[torch.device, int],
-    link: float | None = None,
-) -> PlacementOption:
-    """Return one option, cut at the default place, without predicting its memory yet."""
-    layout = replace(Layout.of(config, dims, precision), cuts=None)
-    step = network.step(config, dims, layout, precision).fullest()
-    return PlacementOption(
-        dims=dims,
-        step=step,
-        limits=_limits(dims, memory),
-        link=link,
-        seconds=step_seconds(step, link),
-    )
-
-
 def timed_options(
     config: Config,
     network: NetworkPlan,
@@ -251,16 +230,21 @@ def timed_options(
     memory: Mapping[torch.device, int],
     link: float | None = None,
 ) -> tuple[PlacementOption, ...]:
-    """Return options with the time of each, measured if all are on this machine and it was.
+    """Return options, cut at the default place, with the time of each, and no memory predicted yet.
 
-    Where only some were measured, the times of the others change by the same factor.
+    The time is measured if all are on this machine and it was; where only some were, the predicted
+    times of the others change by the same factor.
     """
     devices = _all_devices(ways)
     precision = resolve_precision(config.training.precision, devices)
-    options = tuple(
-        make_option(config, network, dims, precision=precision, memory=memory, link=link)
-        for dims in ways
-    )
+
+    def predicted(dims: ParallelDims) -> PlacementOption:
+        layout = replace(Layout.of(config, dims, precision), cuts=None)
+        step = network.step(config, dims, layout, precision).fullest()
+        limits, seconds = _limits(dims, memory), step_seconds(step, link)
+        return PlacementOption(dims=dims, step=step, limits=limits, link=link, seconds=seconds)
+
+    options = tuple(map(predicted, ways))
     if not all(map(is_here, devices)):
         return options
     found = {option.dims: recall_tuned(config, option.step) for option in options}
