@@ -13,6 +13,8 @@ from tests.images.samples import write_json, write_msd, write_nnunet, write_volu
 from unet3d.config import Config, load_config
 from unet3d.datasets.dataset import Finding, load_dataset
 from unet3d.errors import ConfigError, DatasetError, DeviceError
+from unet3d.parallel import ParallelDims
+from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.planning import experiment
 from unet3d.planning.experiment import plan_experiment, report_findings
 from unet3d.preparation.check import examine
@@ -105,10 +107,15 @@ def test_memory_for_cuts_is_that_of_the_stored_intensities(tmp_path, normalizati
     root = write_msd(tmp_path / "data", 4, (16, 16, 16))
     experiment = plan_experiment(settings(tmp_path, root, f"data.normalization={normalization}"), 0)
     assert experiment.training[0].image().itemsize == num_bytes
-    augmentation = experiment.augmentation(torch.device("cuda", 0))
+
+    def on(device: str) -> DeviceAugmentation | None:
+        dims = ParallelDims(mode="none", replicas=((torch.device(device),),), num_replicas=1)
+        return experiment.step(dims, "float32").augmentation
+
+    augmentation = on("cuda:0")
     assert augmentation is not None
     assert (augmentation.voxel_bytes, augmentation.label_bytes) == (num_bytes, 1)
-    assert experiment.augmentation(torch.device("cpu")) is None
+    assert on("cpu") is None
 
 
 def test_the_fold_is_that_of_the_datalist(tmp_path):

@@ -80,9 +80,8 @@ def load_settings(
         for key, value in default.values.items()
         if not (has_init and key == NETWORK)
     }
-    if taken:
-        devices = [device for replica in dims_of(config.parallel).replicas for device in replica]
-        taken = taken if all(device.type == "cpu" for device in devices) else {}
+    if taken and any(one.type != "cpu" for one in dims_of(config.parallel).all_devices):
+        taken = {}
     values = dict(taken)
     rate = "training.learning_rate"
     if has_init and config.is_open(rate):

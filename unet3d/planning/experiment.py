@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from unet3d.config import Config, Shape
 from unet3d.datasets.dataset import Case, Dataset, Finding, fold_cases, load_dataset
 from unet3d.datasets.naming import has_sides, with_labels
@@ -15,7 +13,6 @@ from unet3d.errors import DatasetError
 from unet3d.images.files import times
 from unet3d.model import Topology
 from unet3d.parallel import Layout, ParallelDims
-from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.memory_estimate import Step
 from unet3d.planning.network_plan import (
@@ -77,20 +74,14 @@ class Experiment:
         """Return the step of a replica with the largest share of the batch, of these cases."""
         layout = Layout.of(self.config, dims, precision)
         step = self.network.step(self.config, dims, layout, precision)
-        return replace(
-            step,
-            size=self.largest_patch(step.batch_size),
-            augmentation=self.augmentation(layout.devices[0]),
+        augmentation = step.augmentation and replace(
+            step.augmentation,
+            cases=tuple({(case.shape, case.spacing_mm) for case in self.training}),
+            # A case with an intensity that float16 cannot hold is stored in float32.
+            voxel_bytes=max(case.image().itemsize for case in self.training),
         )
-
-    def augmentation(self, device: torch.device) -> DeviceAugmentation | None:
-        """Return what makes batches where the network begins; None: they are made on the host."""
-        cases = {(case.shape, case.spacing_mm) for case in self.training}
-        # A case with an intensity that float16 cannot hold is stored in float32.
-        num_bytes = max(case.image().itemsize for case in self.training)
-        settings = self.config.patches.augmentation
-        channels, classes = self.topology.in_channels, self.topology.num_classes
-        return DeviceAugmentation.on(device, settings, tuple(cases), num_bytes, channels, classes)
+        size = self.largest_patch(step.batch_size)
+        return replace(step, size=size, augmentation=augmentation)
 
 
 def open_dataset(config: Config) -> Dataset:
