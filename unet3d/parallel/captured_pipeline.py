@@ -57,14 +57,12 @@ class CapturedPipeline:
         devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
         give_cached_memory_back(devices)
         self._notes = _Notes(devices)
-        self.gradients: list[tuple[Stage, Gradients]] = []
-        """Gradients of each stage's parameters, which replays overwrite."""
+        self.gradients: list[Gradients] = []
         own_stages = [runner.stage for runner in stages]
         mail = _NotedMail(own_stages, results, batch, self._notes)
         with ExitStack() as aliases:
             for runner in stages:
-                own = aliases.enter_context(aliased(runner.stage))
-                self.gradients.append((runner.stage, own))
+                self.gradients.append(aliases.enter_context(aliased(runner.stage)))
             noted = [_NotedStage(runner, mail, self._notes) for runner in stages]
             walk(noted, mail, batch, observer)
         for actions in self._notes.actions.values():

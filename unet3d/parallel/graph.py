@@ -207,7 +207,7 @@ def aliased(stage: Stage) -> Iterator[Gradients]:
 class Captured(Protocol):
     """A captured step of one shape."""
 
-    gradients: list[tuple[Stage, Gradients]]
+    gradients: list[Gradients]
     """Of the parameters of each stage; replays overwrite them."""
     averages: bool
     """Whether a replay averages them over ranks."""

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from unet3d.parallel.pipeline import Pipeline
 from unet3d.parallel.placement import Layout, Slot
 from unet3d.parallel.schedule import most_alive
 from unet3d.parallel.step import DeviceStep, MicroBatch, PlacedBlocks, total_of
-from unet3d.parallel.whole_batch import TotalOfReplicas, joins_samples, parts_of_whole
+from unet3d.parallel.whole_batch import PartOfBatch, joins_samples
 from unet3d.torch_private import has_dropout
 
 
@@ -96,19 +97,16 @@ class NetworkExecutor:
         """Add one batch's gradients to the module's; see the protocol."""
         self.module.check_shape(image)
         batch = self._divided(image, target, loss_fn, weight * scale)
+        whole = PartOfBatch(loss=loss_fn, exchange=self.exchange, factor=float(weight > 0))
         joins = joins_samples(loss_fn)
         needs_sums = joins and len(batch) > 1
-        # The exchange takes the mean over replicas, each of which has a part of the sums.
-        own_share = float(weight > 0)
-        scale_of_whole = scale * own_share * self.exchange.num_replicas
-        total = TotalOfReplicas(exchange=self.exchange, factor=own_share)
         if joins and not needs_sums and self.exchange.num_replicas > 1:
-            batch = parts_of_whole(batch, total, scale_of_whole)
+            batch = whole.of(batch, scale)
         with self.exchange.step():
             captured = None
             if self._capture is not None and not needs_sums:
                 captured = self._capture.of(batch, self.observer)
-            for _, gradients in captured.gradients if captured is not None else ():
+            for gradients in captured.gradients if captured is not None else ():
                 for parameter, own in gradients.items():
                     if parameter.grad is own:  # and has not been cleared, so it is to be added to
                         parameter.grad = own.clone()
@@ -116,12 +114,12 @@ class NetworkExecutor:
                 if captured is not None:
                     with nullcontext() if captured.averages else self.exchange.averaging():
                         loss = captured.replay(batch)
-                        for _, gradients in captured.gradients:
+                        for gradients in captured.gradients:
                             add_gradients(gradients)
                         return loss
                 if needs_sums:
-                    known = total(self._sums(batch))
-                    batch = parts_of_whole(batch, lambda own: known, scale_of_whole)
+                    known = whole.total(self._sums(batch))
+                    batch = replace(whole, known=known).of(batch, scale)
                 with self.exchange.averaging():
                     last = self.exchange.before_last_backward
                     return self._step.run(batch, self.observer, last)

@@ -11,7 +11,6 @@ walked back as soon as its gradients exist, and is freed at once::
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,16 +29,6 @@ Send = Callable[[str, Tensor], None]
 """Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
 
 
-@dataclass(kw_only=True)
-class _Alive:
-    """What is kept of one micro-batch between forward and backward."""
-
-    leaves: dict[str, Tensor]
-    """The stage's inputs."""
-    roots: dict[str, GradientEdge]
-    """The node of the graph at each output, which outlives the output."""
-
-
 class PipelineStage:
     """Runs the actions of one stage, for one micro-batch at a time."""
 
@@ -47,7 +36,9 @@ class PipelineStage:
         """Take the blocks of the stage."""
         self.stage = blocks.stage
         self.blocks = blocks
-        self._alive: dict[int, _Alive] = {}
+        self._alive: dict[int, tuple[dict[str, Tensor], dict[str, GradientEdge]]] = {}
+        """Of each micro-batch that has not gone backward: the inputs, and the node of the graph at
+        each output, which outlives the output."""
 
     def forward(self, number: int, received: Mapping[str, Tensor], send: Send) -> None:
         """Run the blocks, send each output, and keep what backward will need.
@@ -72,7 +63,7 @@ class PipelineStage:
         roots = {
             name: get_gradient_edge(tensor) for name, tensor in made.items() if tensor.requires_grad
         }
-        self._alive[number] = _Alive(leaves=leaves, roots=roots)
+        self._alive[number] = leaves, roots
 
     def loss(
         self, number: int, logits: Mapping[str, Tensor], target: Tensor, own: MicroBatch, send: Send
@@ -95,18 +86,18 @@ class PipelineStage:
 
         Of each output there is a gradient from each of its readers.
         """
-        alive = self._alive.pop(number)
-        for name, leaf in alive.leaves.items():
+        leaves, roots = self._alive.pop(number)
+        for name, leaf in leaves.items():
             if leaf.requires_grad:
                 # Sent as soon as it exists, while the rest of the stage still goes backward.
                 leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
         # A loss may leave out a result, and frozen blocks in front have no graph.
-        names = [name for name in alive.roots if gradients[name]]
+        names = [name for name in roots if gradients[name]]
         # They are added in the order in which they came, so that a run can be repeated.
         values = [functools.reduce(torch.add, gradients[name]) for name in names]
         del gradients
         if names:
-            torch.autograd.backward([alive.roots[name] for name in names], values)
+            torch.autograd.backward([roots[name] for name in names], values)
 
     def forget(self) -> None:
         """Free micro-batches that will not go backward, because their step was given up."""

@@ -23,7 +23,7 @@ from unet3d.model.blocks import AfterBlock
 from unet3d.model.parts import PartsOfPass, recomputed_parts
 from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer, as_loss
-from unet3d.parallel.graph import Gradients, Graph, aliased, give_cached_memory_back, pool_of_kind
+from unet3d.parallel.graph import Graph, aliased, give_cached_memory_back, pool_of_kind
 from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.offload import SkipOffload
 from unet3d.parallel.partition import Stage
@@ -239,8 +239,7 @@ class CapturedDeviceStep:
             with self._pool.capture() as graph, exchange.averaging():
                 loss = step.run([self._read], observer, exchange.before_last_backward)
             self._last = graph, loss
-        self.gradients: list[tuple[Stage, Gradients]] = [(stage, gradients)]
-        """Gradients of the stage's parameters, which replays overwrite."""
+        self.gradients = [gradients]
 
     def replay(self, batch: Sequence[MicroBatch]) -> Any:
         """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""

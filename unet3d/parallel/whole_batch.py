@@ -11,7 +11,7 @@ micro-batches pass forward once before, without gradients: their activations are
 takes no more memory, but the time of the forward pass, and such a step is launched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard
 
@@ -52,43 +52,37 @@ def joins_samples(loss_fn: LossFunction | LossOfSums) -> TypeGuard[LossOfSums]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TotalOfReplicas:
-    """Adds up over replicas; equal where the exchange and the factor are, as captured steps ask."""
+class PartOfBatch:
+    """The loss of the batch as one, as a function of what one part of it contributes.
 
-    exchange: NoExchange
-    factor: float
-    """Of this replica's sums: 0 where its samples are no part of the batch."""
-
-    def __call__(self, own: Tensor) -> Tensor:
-        """Return sums over the batch."""
-        return self.exchange.total(own * self.factor)
-
-
-def parts_of_whole(
-    batch: Sequence[MicroBatch], total: Callable[[Tensor], Tensor], scale: float
-) -> list[MicroBatch]:
-    """Return micro-batches of a loss of sums, whose gradients add up to those of the whole batch.
-
-    ``total`` returns the sums over the batch; it is given those of a micro-batch. ``scale`` is the
-    factor of the loss before backward.
+    Two are equal where their fields are, as captured steps ask.
     """
-    # Each micro-batch has the value of the whole, so their weighted values add up to that. Of its
-    # gradient each has its own part, without a weight.
-    return [
-        replace(one, loss_fn=_PartOfBatch(loss=one.loss_fn, total=total), scale=scale / one.weight)
-        for one in batch
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PartOfBatch:
-    """The loss of the batch as a function of what one part contributes."""
 
     loss: Any
-    total: Callable[[Tensor], Tensor]
+    """A :class:`LossOfSums`."""
+    exchange: NoExchange
+    """Adds up over replicas."""
+    factor: float
+    """Of this replica's sums: 0 where its samples are no part of the batch."""
+    known: Tensor | None = None
+    """The sums over the batch; None: those of the part and of other replicas."""
+
+    def total(self, own: Tensor) -> Tensor:
+        """Return the sums over the batch from those over this replica's samples."""
+        return self.exchange.total(own * self.factor)
+
+    def of(self, batch: Sequence[MicroBatch], scale: float) -> list[MicroBatch]:
+        """Return micro-batches whose gradients add up to those of the whole batch, times a scale.
+
+        Each has the value of the whole, so their weighted values add up to that. Of its gradient
+        each has its own part, without a weight; the exchange takes the mean over replicas.
+        """
+        factor = scale * self.factor * self.exchange.num_replicas
+        return [replace(one, loss_fn=self, scale=factor / one.weight) for one in batch]
 
     def __call__(self, logits: Any, target: Tensor) -> Loss:
+        """Return the loss of the batch."""
         own = self.loss.sums(logits, target)
-        others = self.total(own.detach()) - own.detach()
-        whole: Loss = self.loss.from_sums(own + others)
+        total = self.total(own.detach()) if self.known is None else self.known
+        whole: Loss = self.loss.from_sums(own + (total - own.detach()))
         return whole
