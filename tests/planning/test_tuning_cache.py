@@ -16,11 +16,9 @@ from unet3d.planning.memory_estimate import Step
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning_cache import (
     TunedConfig,
-    forgotten_modes,
     recall_tuned,
     remember_tuned,
     resolve_auto,
-    without_stale_cuts,
 )
 from unet3d.records import remember
 from unet3d.runs.run_folder import RunFolder
@@ -205,35 +203,3 @@ def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     assert run(*again, "--devices", "cpu,cpu") == 0
     assert stages_of(folder) == stages
     assert load_config(folder / "config.yaml").parallel.cuts == (3,)
-
-
-@pytest.mark.parametrize(
-    ("change", "cuts"),
-    [
-        ({"training.epochs": 9}, (3,)),
-        ({"parallel.cuts": [5], "parallel.balance": "time"}, (5,)),
-        ({"parallel.balance": "time"}, None),
-        ({"parallel.devices": ["cpu", "cpu", "cpu"]}, None),
-    ],
-    ids=str,
-)
-def test_recorded_cuts_give_way_to_another_placement(change, cuts, tmp_path):
-    recorded = settings(tmp_path).with_values({"parallel.cuts": [3]})
-    assert without_stale_cuts(recorded.with_values(change), recorded).parallel.cuts == cuts
-
-
-@pytest.mark.parametrize(
-    "recorded",
-    [
-        ("parallel.mode=model", "parallel.replicas=2", "parallel.balance=time", "parallel.cuts=3"),
-        ("parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"),
-    ],
-    ids=("hybrid", "threads"),
-)
-def test_a_run_can_be_resumed_in_any_mode(recorded):
-    before = load_config(None, recorded)
-    assert forgotten_modes(before, recorded[:1]) == []
-    for mode in {"none", "data", "model"} - {before.parallel.mode}:
-        changes = [f"parallel.mode={mode}"]
-        resumed = load_config(None, [*recorded, *forgotten_modes(before, changes), *changes])
-        assert resumed.parallel == load_config(None, changes).parallel

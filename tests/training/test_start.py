@@ -11,7 +11,13 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.training import start
-from unet3d.training.start import RunRequest, choose_mode, choose_run
+from unet3d.training.start import (
+    RunRequest,
+    choose_mode,
+    choose_run,
+    forgotten_modes,
+    without_stale_cuts,
+)
 
 ALONE = Group(Ranks())
 CHANGES = (
@@ -159,3 +165,36 @@ def test_settings_that_are_auto_suit_a_cpu(here, caplog):
     again = choose_run(request(changes=(), output=started.folder.path, resume=True), ALONE)
     assert again.config == started.config
     assert "for a CPU" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "cuts"),
+    [
+        ({"training.epochs": 9}, (3,)),
+        ({"parallel.cuts": [5], "parallel.balance": "time"}, (5,)),
+        ({"parallel.balance": "time"}, None),
+        ({"parallel.devices": ["cpu", "cpu", "cpu"]}, None),
+    ],
+    ids=str,
+)
+def test_recorded_cuts_give_way_to_another_placement(change, cuts):
+    placed = ("parallel.mode=model", "parallel.devices=cpu,cpu", "parallel.cuts=3")
+    recorded = load_config(None, placed)
+    assert without_stale_cuts(recorded.with_values(change), recorded).parallel.cuts == cuts
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        ("parallel.mode=model", "parallel.replicas=2", "parallel.balance=time", "parallel.cuts=3"),
+        ("parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"),
+    ],
+    ids=("hybrid", "threads"),
+)
+def test_a_run_can_be_resumed_in_any_mode(recorded):
+    before = load_config(None, recorded)
+    assert forgotten_modes(before, recorded[:1]) == []
+    for mode in {"none", "data", "model"} - {before.parallel.mode}:
+        changes = [f"parallel.mode={mode}"]
+        resumed = load_config(None, [*recorded, *forgotten_modes(before, changes), *changes])
+        assert resumed.parallel == load_config(None, changes).parallel

@@ -6,7 +6,6 @@ of all that the time of a step depends on; :func:`resolve_auto` replaces ``auto`
 
 import logging
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -113,7 +112,7 @@ def resolve_auto(config: Config, step: Step) -> Config:
         "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a step); "
         "--micro-batches or --balance would overrule it",
         choice.num_micro_batches,
-        f" and parallel.cuts={_joined(choice.cuts)}" if choice.cuts else "",
+        f" and parallel.cuts={','.join(map(str, choice.cuts))}" if choice.cuts else "",
         datetime.fromisoformat(choice.measured).strftime("%Y-%m-%d at %H:%M"),
         1000 * choice.step_seconds,
     )
@@ -123,39 +122,3 @@ def resolve_auto(config: Config, step: Step) -> Config:
             "parallel.cuts": choice.cuts or None,
         }
     )
-
-
-def without_stale_cuts(config: Config, recorded: Config) -> Config:
-    """Return the settings of a resumed run without the cuts of another placement.
-
-    A run records the cuts that it used, which may be measured ones. They do not suit other devices,
-    and should not overrule a balance that is asked for now.
-    """
-    cuts, now, before = config.parallel.cuts, config.parallel, recorded.parallel
-    is_same = (now.mode, now.devices, now.balance) == (before.mode, before.devices, before.balance)
-    if cuts is None or cuts != before.cuts or is_same:
-        return config
-    logger.info("placed in another way than before: parallel.cuts=%s is dropped", _joined(cuts))
-    return config.with_values({"parallel.cuts": None})
-
-
-def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
-    """Return overrides that reset what a run recorded for a parallel mode that it now leaves.
-
-    They would be refused with the other mode, such as replicas with mode none, although
-    nothing asks for them any more.
-    """
-    modes = [change.partition("=")[2] for change in changes if change.startswith("parallel.mode=")]
-    if not modes or modes[-1] == recorded.parallel.mode:
-        return []
-    return [
-        "parallel.replicas=1",
-        "parallel.balance=auto",
-        "parallel.cuts=null",
-        "parallel.engine=ddp",
-        "parallel.output_device=null",
-    ]
-
-
-def _joined(cuts: Sequence[int]) -> str:
-    return ",".join(map(str, cuts))

@@ -25,7 +25,6 @@ from unet3d.planning.auto_settings import load_settings
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import choose_mode as planned_mode
 from unet3d.planning.step_size import within_gpus
-from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.data_record import dataset_name
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
@@ -212,6 +211,39 @@ def _mode_for_devices(recorded: Config, changes: Sequence[str]) -> list[str]:
     if devices is None or "parallel.mode" in named:
         return []
     return ["parallel.mode=auto"] if ("," in devices) == (recorded.parallel.mode == "none") else []
+
+
+def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
+    """Return overrides that reset what a run recorded for a parallel mode that it now leaves.
+
+    They would be refused with the other mode, such as replicas with mode none, although
+    nothing asks for them any more.
+    """
+    modes = [change.partition("=")[2] for change in changes if change.startswith("parallel.mode=")]
+    if not modes or modes[-1] == recorded.parallel.mode:
+        return []
+    return [
+        "parallel.replicas=1",
+        "parallel.balance=auto",
+        "parallel.cuts=null",
+        "parallel.engine=ddp",
+        "parallel.output_device=null",
+    ]
+
+
+def without_stale_cuts(config: Config, recorded: Config) -> Config:
+    """Return the settings of a resumed run without the cuts of another placement.
+
+    A run records the cuts that it used, which may be measured ones. They do not suit other devices,
+    and should not overrule a balance that is asked for now.
+    """
+    cuts, now, before = config.parallel.cuts, config.parallel, recorded.parallel
+    is_same = (now.mode, now.devices, now.balance) == (before.mode, before.devices, before.balance)
+    if cuts is None or cuts != before.cuts or is_same:
+        return config
+    named = ",".join(map(str, cuts))
+    logger.info("placed in another way than before: parallel.cuts=%s is dropped", named)
+    return config.with_values({"parallel.cuts": None})
 
 
 def choose_mode(config: Config, ranks: Ranks) -> Config:
