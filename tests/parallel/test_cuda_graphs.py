@@ -20,6 +20,7 @@ from unet3d.model import (
 )
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Layout, captured_pipeline, graph, image_dtype, parallelize
+from unet3d.parallel.executor import ScalarLoss
 from unet3d.parallel.graph import NUM_WARM_UP_STEPS
 
 TOPOLOGY = Topology(
@@ -233,6 +234,39 @@ def test_a_loss_that_cannot_be_captured_is_launched(cpu_graphs, caplog):
     assert cpu_graphs.num_captured > num_captured
     (record,) = caplog.records
     assert "parallel.cuda_graphs=off" in record.getMessage() and "\n" not in record.getMessage()
+
+
+class Weighted(ScalarLoss):
+    """Fails when the given number of calls has been made."""
+
+    num_left = 10**6
+
+    def weighted(self, weight):
+        if Weighted.num_left == 0:
+            raise KeyboardInterrupt
+        Weighted.num_left -= 1
+        return Weighted(total=self.total * weight)
+
+    def detached(self):
+        return Weighted(total=self.total.detach())
+
+    def __add__(self, other):
+        return Weighted(total=self.total + other.total)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_replay_that_is_interrupted_leaves_nothing_to_the_next(cpu_graphs, num_stages):
+    def loss(logits, target):
+        return Weighted(total=dice_cross_entropy(logits, target).total)
+
+    executor = make_executor((CPU,) * num_stages, num_micro_batches=2)
+    expected = take_steps(executor, loss=loss)
+    assert cpu_graphs.num_captured > 0
+    Weighted.num_left = 1
+    with pytest.raises(KeyboardInterrupt):
+        take_steps(executor, 1, loss)
+    Weighted.num_left = 10**6
+    assert_same(take_steps(executor, 1, loss), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

@@ -72,12 +72,13 @@ class CapturedPipeline:
         """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""
         notes = self._notes
         notes.batch[:] = batch
-        for call in notes.calls:
-            call()
-        loss = total_of(notes.losses)
-        notes.batch.clear()
-        notes.losses.clear()
-        return loss
+        try:
+            for call in notes.calls:
+                call()
+            return total_of(notes.losses)
+        finally:
+            notes.batch.clear()
+            notes.losses.clear()
 
 
 class _Actions:
