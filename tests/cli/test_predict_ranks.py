@@ -89,7 +89,7 @@ def test_what_cannot_begin_is_one_line(scan, checkpoint):
     assert "empty holds no volumes" in error_line(warm.run([*arguments, "empty"]).stderr)
     few = warm.run([*arguments, scan, "--window", "2,8,8", "--devices", "cpu,cpu,cpu"])
     assert few.returncode == 1 and few.stdout == f"using {checkpoint}\n"
-    _, error = few.stderr.splitlines()
+    *_, error = few.stderr.splitlines()
     assert error.startswith("Error: a volume of 2x8x8 voxels has 2 planes along X, too few for 3")
 
 
