@@ -12,7 +12,7 @@ from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.errors import DatasetError
 from unet3d.images.files import times
 from unet3d.model import Topology
-from unet3d.parallel import Layout, ParallelDims
+from unet3d.parallel import ParallelDims
 from unet3d.patches.patches import padded_shape
 from unet3d.planning.memory_estimate import Step
 from unet3d.planning.network_plan import (
@@ -72,8 +72,7 @@ class Experiment:
 
     def step(self, dims: ParallelDims, precision: str) -> Step:
         """Return the step of a replica with the largest share of the batch, of these cases."""
-        layout = Layout.of(self.config, dims, precision)
-        step = self.network.step(self.config, dims, layout, precision)
+        step = self.network.step(self.config, dims, precision)
         augmentation = step.augmentation and replace(
             step.augmentation,
             cases=tuple({(case.shape, case.spacing_mm) for case in self.training}),

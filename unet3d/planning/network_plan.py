@@ -79,8 +79,9 @@ class NetworkPlan:
             }
         )
 
-    def step(self, config: Config, dims: ParallelDims, layout: Layout, precision: str) -> Step:
+    def step(self, config: Config, dims: ParallelDims, precision: str) -> Step:
         """Return the step of a replica with the largest share of the batch."""
+        layout = Layout.of(config, dims, precision)
         batch_size = dims.share_of(self.batch_size)
         channels, classes = self.topology.in_channels, self.topology.num_classes
         augmentation = DeviceAugmentation.on(
@@ -248,11 +249,11 @@ def plan_fingerprint(
     def needed_bytes(topology: Topology, size: Shape, batch_size: int) -> int:
         refuse_beyond_memory(topology)  # a prediction makes the weights, and does not touch them
         precision = "bfloat16" if training.precision == "auto" else training.precision
-        # What a capture takes beside changes no patch.
-        layout = replace(Layout.of(config, REFERENCE, precision), cuts=None, cuda_graphs="off")
         network = plan_with(topology, frozenset([size]), batch_size)
-        step = network.step(config, REFERENCE, layout, precision)
-        (needed,) = predict_memory(step).needed_bytes().values()
+        step = network.step(config, REFERENCE, precision)
+        # What a capture takes beside changes no patch.
+        layout = replace(step.layout, cuts=None, cuda_graphs="off")
+        (needed,) = predict_memory(replace(step, layout=layout)).needed_bytes().values()
         return needed
 
     def load(topology: Topology, size: Shape, batch_size: int) -> float:

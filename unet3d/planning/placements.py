@@ -20,7 +20,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.memory.record import device_bytes
 from unet3d.model.unet import refuse_beyond_memory
-from unet3d.parallel import Layout, Machine, ParallelDims, resolve_precision
+from unet3d.parallel import Machine, ParallelDims, resolve_precision
 from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.largest import largest_size
 from unet3d.planning.link_speed import link_line, measure_link
@@ -239,8 +239,8 @@ def timed_options(
     precision = resolve_precision(config.training.precision, devices)
 
     def predicted(dims: ParallelDims) -> PlacementOption:
-        layout = replace(Layout.of(config, dims, precision), cuts=None)
-        step = network.step(config, dims, layout, precision).fullest()
+        step = network.step(config, dims, precision).fullest()
+        step = replace(step, layout=replace(step.layout, cuts=None))
         limits, seconds = _limits(dims, memory), step_seconds(step, link)
         return PlacementOption(dims=dims, step=step, limits=limits, link=link, seconds=seconds)
 

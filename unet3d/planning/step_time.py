@@ -9,7 +9,7 @@ serve to compare ways. Links differ by more than that, so the one that is used i
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -200,19 +200,15 @@ def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rate
     """
     longer = element_bytes(precision) / 2
     if device.type != "cpu":
-        return Rates(
-            operations_per_second=H200.operations_per_second / longer,
-            bytes_per_second=H200.bytes_per_second,
-            step_seconds=H200.step_seconds,
-        )
+        return replace(H200, operations_per_second=H200.operations_per_second / longer)
     cores = num_cores() / num_sharing
     operations = CPU_CORE.operations_per_second
     if longer > 1:
         operations = CPU_FLOAT32_OPERATIONS * 2 / longer
-    return Rates(
+    return replace(
+        CPU_CORE,
         operations_per_second=cores * operations,
         bytes_per_second=cores * CPU_CORE.bytes_per_second,
-        step_seconds=CPU_CORE.step_seconds,
     )
 
 

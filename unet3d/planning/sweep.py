@@ -30,7 +30,7 @@ from unet3d.memory.meter import measured_steps
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.model.unet import refuse_beyond_memory
-from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
+from unet3d.parallel import ParallelDims, parallelize, resolve_precision
 from unet3d.parallel.graph import release_streams
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.cuts import choose_cuts
@@ -288,8 +288,7 @@ def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
             dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
             precision = resolve_precision(config.training.precision, dims.devices, group.exchange)
             group.open(config.parallel.timeout_seconds)
-            layout = Layout.of(config, dims, precision)
-            found = time_step(network.step(config, dims, layout, precision), group)
+            found = time_step(network.step(config, dims, precision), group)
         except torch.OutOfMemoryError as error:
             write(OUT_OF_MEMORY)
             raise DoesNotFitError(f"rank {group.ranks.rank} ran out of memory") from error
