@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.command_line import run
 from unet3d.config import Config, load_config
 from unet3d.model import UNet3d
-from unet3d.parallel import Layout, ParallelDims
+from unet3d.parallel import ParallelDims
 from unet3d.planning.memory_estimate import Step
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning_cache import (
@@ -50,15 +50,7 @@ def step(cache: Path, *overrides: str) -> Step:
     """Return that of a training on the phantom data with these settings."""
     config = settings(cache, *overrides)
     network = plan_without_data(config)
-    config = network.settled(config)
-    return Step(
-        topology=network.topology,
-        layout=Layout.of(config, ParallelDims.resolve(config.parallel), "float32"),
-        size=network.size,
-        batch_size=network.batch_size,
-        settings=config.training,
-        precision="float32",
-    )
+    return network.step(network.settled(config), ParallelDims.resolve(config.parallel), "float32")
 
 
 def on(step: Step, **layout: object) -> Step:
