@@ -253,3 +253,25 @@ def test_an_executor_is_gone_when_nobody_has_it():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_pass_that_fails_keeps_no_skip(monkeypatch):
+    monkeypatch.setattr(offload, "is_gpu", lambda device: True)
+    held = []
+
+    class Watched(offload.HostCopy):
+        def __init__(self, *given):
+            super().__init__(*given)
+            held.append(weakref.ref(self))
+
+    monkeypatch.setattr(offload, "HostCopy", Watched)
+    executor = parallelize(make_network(make_topology()), Layout(devices=(CPU,), offload="skips"))
+    (lowest, *_) = [one for one in executor.module.blocks() if one.path == "decoder"]
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    lowest.module.register_forward_pre_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        executor.forward_backward(*make_batch(1), dice_cross_entropy)
+    assert held and all(one() is None for one in held)

@@ -142,30 +142,28 @@ class FlatExchange(NoExchange):
         self.messages = messages or NoMessages()
         if group is not None:
             with self.errors():
-                self._connect(group, messages)
+                self._connect(stages, group, messages)
 
-    def _connect(self, group: Group, messages: NoMessages | None) -> None:
-        stages = self._stages[::-1]
+    def _connect(self, stages: Sequence[Stage], group: Group, messages: NoMessages | None) -> None:
         _check_kinds(stages, group)
-        gpus = [stage.slot.device for stage in stages if stage.slot.device.type == "cuda"]
-        for stage in stages:
-            if stage.slot.device in gpus:
-                torch.cuda.set_device(stage.slot.device)
-            self._groups[stage.slot.index] = group.new_group(stage.slot.device)
-        if stages[0].slot.device in gpus:
-            torch.cuda.set_device(stages[0].slot.device)
+        devices = [stage.slot.device for stage in stages]
+        for index, device in enumerate(devices):
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            self._groups[index] = group.new_group(device)
+        if devices[0].type == "cuda":
+            torch.cuda.set_device(devices[0])
         if self._num_shards > 1 and messages is None:
             own = self._groups[0]
             if self.num_replicas > 1:
-                own = group.new_group(stages[0].slot.device, self._num_shards)
+                own = group.new_group(devices[0], self._num_shards)
             self.messages = GroupMessages(own)
         for stage in self._stages:
-            with torch.no_grad():
-                for tensor in _tensors_of(stage):
-                    # A kernel may be stored channels-last, and a message wants it contiguous.
-                    value = tensor.contiguous()
-                    dist.broadcast(value, 0, group=self._groups[stage.slot.index])
-                    tensor.copy_(value)
+            for tensor in _tensors_of(stage):
+                # A kernel may be stored channels-last, and a message wants it contiguous.
+                value = tensor.detach().contiguous()
+                dist.broadcast(value, 0, group=self._groups[stage.slot.index])
+                tensor.detach().copy_(value)
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -63,6 +63,10 @@ class SkipOffload:
             if kept is not made or block.name not in self._sent:
                 self._held[block.name] = HostCopy(kept, self._resized)
 
+    def forget(self) -> None:
+        """Free the skips of a pass that was given up before their last reader."""
+        self._held.clear()
+
 
 class HostCopy:
     """The memory of a tensor, zeros around it included, on its device or on the host."""

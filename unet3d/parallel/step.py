@@ -109,8 +109,12 @@ class PlacedBlocks:
         run = PartsOfPass(self._parts, self._lowered).run if self._parts else self._run
         recomputing = nullcontext() if self._recompute == "off" else recomputed_in_backward()
         versions = {name: version(tensor) for name, tensor in inputs.items()}
-        with self._lowered(), recomputing:
-            made = run_blocks(self._blocks, dict(inputs), self.stage.outputs, passed, run)
+        try:
+            with self._lowered(), recomputing:
+                made = run_blocks(self._blocks, dict(inputs), self.stage.outputs, passed, run)
+        finally:
+            if self._offload is not None:
+                self._offload.forget()
         for name, before in versions.items():
             if version(inputs[name]) != before:
                 raise ConfigError(_OVERWRITTEN.format(name))
