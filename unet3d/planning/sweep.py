@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 300.0
 """Time from which on no further setting is begun, once each placement has one."""
-NUM_WARM_UP_STEPS = 4
-"""Steps on GPUs before the timed ones; by then a small step has been captured. On CPUs the two
-steps that make the optimizer's state and count memory are enough."""
+NUM_WARM_UP_STEPS = 5
+"""Steps on GPUs between the first and the timed ones, of which memory is counted; by then a small
+step has been captured. On CPUs one is enough."""
 NUM_TIMED_STEPS = 5
 
 
@@ -322,13 +322,12 @@ def time_step(step: Step, group: Group) -> StepTime:
         return time.perf_counter() - began
 
     run()  # creates the optimizer's state
+    on_gpu = any(device.type == "cuda" for device in layout.devices)
     with measured_steps(executor, optimization.optimizer) as meter:
-        run()
+        for _ in range(NUM_WARM_UP_STEPS if on_gpu else 1):
+            run()
     measured = meter.read(optimization.optimizer)
     peaks = [measured[slot.index].peak_bytes for slot in executor.slots]
-    on_gpu = any(device.type == "cuda" for device in layout.devices)
-    for _ in range(NUM_WARM_UP_STEPS if on_gpu else 0):
-        run()
     median = statistics.median(timed() for _ in range(NUM_TIMED_STEPS))
     return StepTime(
         seconds=max(group.exchange(median)),
