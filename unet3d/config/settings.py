@@ -322,8 +322,8 @@ class TrainingSettings(Section):
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """Number format that activations are computed in; weights stay float32, or float64. auto:
     bfloat16 where every GPU has it in hardware, else float16; without a GPU, bfloat16 where the CPU
-    has it in hardware and convolves faster in it, which is measured once, else float32; a resumed
-    run on a CPU keeps what it has. In float32 a GPU's convolutions use TF32, unless
+    has it in hardware and convolves a quarter faster in it, which is measured once, else float32; a
+    resumed run on a CPU keeps what it has. In float32 a GPU's convolutions use TF32, unless
     NVIDIA_TF32_OVERRIDE=0 is in the environment."""
     validate_every: Many = 10
     """Epochs between validations; the last epoch is always validated."""

@@ -24,6 +24,9 @@ from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
 
 logger = logging.getLogger(__name__)
 
+MIN_GAIN = 1.25
+"""How many times as fast a CPU must convolve in bfloat16 to compute in it. Where both are about as
+fast, noise would decide, and float32 rounds less."""
 _TIMED_CHANNELS = 32
 _TIMED_SIZE = 16
 _TIMED_ROUNDS = 3
@@ -115,7 +118,7 @@ def cpu_has_bfloat16() -> bool:
 
 @functools.cache
 def bfloat16_is_faster() -> bool:
-    """Return whether this CPU convolves faster in bfloat16 than in float32, and say it.
+    """Return whether this CPU convolves clearly faster in bfloat16 than in float32, and say it.
 
     AVX512-BF16 alone multiplies no faster on some processors, and converts besides. It is measured
     once for a processor and kept in the user's cache folder, where there is one.
@@ -140,7 +143,7 @@ def bfloat16_is_faster() -> bool:
                 remember(path, {**processor, "float32": times[0], "bfloat16": times[1]})
         except CacheError as error:
             logger.debug("nothing is kept of this processor: %s", error)
-    is_faster = times[1] < times[0]
+    is_faster = times[0] > MIN_GAIN * times[1]
     logger.log(
         level,
         "this CPU computes in %s: a convolution takes %.1f ms in float32 and %.1f in bfloat16",
