@@ -31,7 +31,7 @@ NUM_WARM_UP_STEPS = 3
 MAX_ELEMENTS = 2**23
 """Most elements of a micro-batch's image; above, the GPUs are slower than Python."""
 MAX_MICRO_BATCHES = 64
-"""Most micro-batches; those of a pipeline have graphs of their own, which take time to capture."""
+"""Most micro-batches, because those of a pipeline have graphs of their own, which take time."""
 MAX_SHARE = 0.45
 """Share of the memory that this process can have on a GPU that launched steps may have reserved: a
 captured step takes as much, and a smaller last batch is launched beside it."""

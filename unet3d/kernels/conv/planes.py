@@ -72,11 +72,6 @@ def some_planes(x: Tensor, planes: range) -> Tensor:
     return F.pad(inside, (0, 0, 0, 0, *missing)) if any(missing) else inside
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """Return a tensor in channels-last memory: itself where it is."""
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
 def gradients(
     dy: Tensor,
     x: Tensor,

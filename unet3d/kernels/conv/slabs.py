@@ -26,7 +26,6 @@ from unet3d.kernels.conv.into import put, put_convolved
 from unet3d.kernels.conv.planes import (
     Padding,
     axis_of,
-    channels_last,
     empty,
     gradients,
     padding_in_plane,
@@ -35,6 +34,7 @@ from unet3d.kernels.conv.planes import (
     some_planes,
     transposed_shape,
 )
+from unet3d.kernels.padding import channels_last
 
 MAX_ELEMENTS = 2**31 - 1
 """The most elements of a tensor that cuDNN is given."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.kernels import upsample, with_halo
-from unet3d.kernels.conv.planes import channels_last, some_planes
+from unet3d.kernels.conv.planes import some_planes
 from unet3d.kernels.halo import inner
-from unet3d.kernels.padding import empty_map
+from unet3d.kernels.padding import channels_last, empty_map
 from unet3d.kernels.sharding import sharded
 from unet3d.model import Block, BlockNetwork, UNet3d
 from unet3d.model.layers import HeadUnit, UpsampledUnit
