@@ -1,0 +1,95 @@
+"""The hand-written convolutions as PyTorch operations, which run on CUDA; elsewhere the plain ones.
+
+All are of 3x3x3 kernels with stride 1, of (N, C, X, Y, Z) maps in channels-last memory, which may
+have room around Z (:mod:`unet3d.kernels.padding`), with multiples of 32 channels::
+
+    convolve         the convolution of a map, or of what a normalisation with LeakyReLU makes of
+                     it, which is never written; and the moments of the result
+    input_gradient   the gradient of the map that was convolved; where that was normalised, with the
+                     sums that the gradient of the normalisation needs
+    weight_gradient  (O, I, 3, 3, 3) in float32
+
+Moments and sums are those of the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), in as
+many parts as there are programs. An ``affine`` is what those take: weight (C,), bias (C,), mean
+(N, C, M) and 1 / deviation (N, C); all zeros around a map stay zeros. ``before`` and ``after`` are
+the planes of zeros around X.
+"""
+
+import torch
+from torch import Tensor
+
+from unet3d.kernels.conv.hopper import reference
+from unet3d.kernels.triton_support import operation
+
+_MAY_BE_AFFINE = "Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd"
+_AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd"
+
+PARTS = 132
+"""Processors of a Hopper GPU: parts in which moments and sums come, where a map has that many."""
+
+
+def _empty_map(x: Tensor, channels: int, planes: int) -> Tensor:
+    shape = (len(x), channels, planes, *x.shape[3:])
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+
+
+def _fake_convolve(
+    x: Tensor,
+    kernel: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    *,
+    slope: float,
+    before: int,
+    after: int,
+    moments: bool,
+) -> tuple[Tensor, Tensor]:
+    y = _empty_map(x, len(kernel), x.shape[2] + before + after - 2)
+    parts = PARTS if moments else 0
+    return y, x.new_empty((parts, 4, *y.shape[:2]), dtype=torch.float32)
+
+
+def _fake_input_gradient(
+    dy: Tensor,
+    kernel: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    *,
+    slope: float,
+    before: int,
+    after: int,
+) -> tuple[Tensor, Tensor]:
+    dx = _empty_map(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
+    parts = 0 if x is None else PARTS
+    return dx, dy.new_empty((parts, 2, *dx.shape[:2]), dtype=torch.float32)
+
+
+convolve = operation(
+    "hopper_convolve",
+    f"(Tensor x, Tensor kernel, {_MAY_BE_AFFINE}, *, float slope, int before, int after,"
+    " bool moments) -> (Tensor, Tensor)",
+    "conv.hopper.launch.convolve",
+    _fake_convolve,
+)
+input_gradient = operation(
+    "hopper_input_gradient",
+    f"(Tensor dy, Tensor kernel, Tensor? x, {_MAY_BE_AFFINE}, *, float slope, int before,"
+    " int after) -> (Tensor, Tensor)",
+    "conv.hopper.launch.input_gradient",
+    _fake_input_gradient,
+)
+weight_gradient = operation(
+    "hopper_weight_gradient",
+    f"(Tensor dy, Tensor x, {_MAY_BE_AFFINE}, *, float slope, int before) -> Tensor",
+    "conv.hopper.launch.weight_gradient",
+    lambda dy, x, *affine, slope, before: x.new_empty(
+        (dy.shape[1], x.shape[1], 3, 3, 3), dtype=torch.float32
+    ),
+)
+for _name in ("convolve", "input_gradient", "weight_gradient"):
+    torch.library.impl(f"unet3d::hopper_{_name}", "cpu")(getattr(reference, _name))

@@ -1,0 +1,87 @@
+"""The hand-written convolutions (:mod:`unet3d.kernels.conv.hopper.op`) in PyTorch's own operations.
+
+They stand for the kernels in tests, on a CPU and in any type.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv3d_weight
+
+from unet3d.kernels.padding import channels_last
+
+_AROUND = (2, 3, 4)
+
+
+def convolve(
+    x: Tensor,
+    kernel: Tensor,
+    *affine: Any,
+    slope: float,
+    before: int,
+    after: int,
+    moments: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    y = F.conv3d(_padded(_normalized(x, *affine, slope=slope), before, after), kernel)
+    exact = _exact(x)
+    if not moments:
+        return channels_last(y), x.new_empty((0, 4, *y.shape[:2]), dtype=exact)
+    variance, mean = torch.var_mean(y.to(exact), _AROUND, correction=0)
+    count = torch.full_like(mean, y[0, 0].numel())
+    return channels_last(y), torch.stack((count, variance, mean, torch.zeros_like(mean)))[None]
+
+
+def input_gradient(
+    dy: Tensor,
+    kernel: Tensor,
+    x: Tensor | None,
+    *affine: Any,
+    slope: float,
+    before: int,
+    after: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the map that was convolved, and sums where x was normalised first."""
+    turned = kernel.flip(_AROUND).transpose(0, 1)
+    dx = channels_last(F.conv3d(_padded(dy, 2 - before, 2 - after), turned))
+    exact = _exact(dy)
+    if x is None:
+        return dx, dy.new_empty((0, 2, *dx.shape[:2]), dtype=exact)
+    normal, value = _normal(x, *affine)
+    g = torch.where(value > 0, dx.to(exact), dx.to(exact) * slope)
+    return dx, torch.stack((g.sum(_AROUND), (g * normal).sum(_AROUND)))[None]
+
+
+def weight_gradient(dy: Tensor, x: Tensor, *affine: Any, slope: float, before: int) -> Tensor:
+    """Return the gradient of the kernel (O, I, 3, 3, 3)."""
+    after = dy.shape[2] + 2 - x.shape[2] - before
+    padded = _padded(_normalized(x, *affine, slope=slope), before, after)
+    shape = (dy.shape[1], x.shape[1], 3, 3, 3)
+    dweight: Tensor = conv3d_weight(padded, shape, dy)
+    return dweight.to(_exact(x))
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _padded(x: Tensor, before: int, after: int) -> Tensor:
+    return F.pad(x, (1, 1, 1, 1, before, after))
+
+
+def _normal(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a map without mean and deviation, and with weight and bias too."""
+    rows = (*x.shape[:2], 1, 1, 1)
+    normal = (x.to(_exact(x)) - mean.sum(-1).view(rows)) * rstd.view(rows)
+    return normal, normal * weight.view(-1, 1, 1, 1) + bias.view(-1, 1, 1, 1)
+
+
+def _normalized(x: Tensor, *affine: Any, slope: float) -> Tensor:
+    if affine[0] is None:
+        return x
+    value = _normal(x, *affine)[1]
+    return torch.where(value > 0, value, value * slope).to(x.dtype)
