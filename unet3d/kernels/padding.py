@@ -115,6 +115,11 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
+def laid_out(x: Tensor) -> Tensor:
+    """Return a map as kernels take it: channels-last, or with room around Z."""
+    return x if has_room(x) else channels_last(x)
+
+
 def is_channels_last(x: Tensor) -> bool:
     """Return whether a map is in channels-last memory, and not also channels-first."""
     return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()

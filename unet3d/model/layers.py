@@ -47,12 +47,15 @@ class Convolution(nn.Conv3d):
         """Whether the kernel is 3x3x3, for which there are faster convolutions."""
         return self.kernel_size == _CUBE
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+    def forward(self, x: Tensor, moments: bool = False) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+
+        With ``moments`` a normalisation reads the result, and is told them where they are known.
+        """
         if not self.is_cube:
             return flat_conv(x, self.weight, self.stride)
         if self.stride == (1, 1, 1):
-            return conv3x3x3(x, self.weight)
+            return conv3x3x3(x, self.weight, moments=moments)
         return strided_conv3x3x3(x, self.weight, self.stride)
 
 
@@ -87,7 +90,7 @@ class ConvUnit(nn.Module):
 
     def convolved(self, x: Tensor) -> tuple[Tensor, None]:
         """Return what is normalised, and what is added to it before: nothing."""
-        return self.conv(x), None
+        return self.conv(x, moments=True), None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
@@ -143,7 +146,10 @@ class ResidualUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
-        features, skipped = self.norm(self.conv(self.first(x))), self.shortcut(own_planes(x))
+        features, skipped = (
+            self.norm(self.conv(self.first(x), moments=True)),
+            self.shortcut(own_planes(x)),
+        )
         return with_halo(self.activation(features + skipped))
 
 

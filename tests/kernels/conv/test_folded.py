@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.kernels.comparison import SIDES, assert_same, padded, results, tensor
 from tests.products import pairwise
 from unet3d.kernels import strided_conv3x3x3
-from unet3d.kernels.conv import slabs
+from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.conv.folded import FoldedConvolution
 from unet3d.kernels.padding import with_padding
 
@@ -60,10 +60,11 @@ def test_strides_over_a_padded_map(stride, inputs, sides, is_kept_padded, limit,
         given = [padded(values[0]), values[1]]
         actual = results(lambda x, w: strided_conv3x3x3(x, w, stride, x_padding=sides), given)
     assert_same(actual, expected)
-    # A map without zeros around takes another way.
-    assert_same(
-        results(lambda x, w: strided_conv3x3x3(x, w, stride, x_padding=sides), values), expected
-    )
+    # A map without zeros around takes another way, in pairs or not.
+    for folds in (False, True):
+        monkeypatch.setattr(api, "can_fold", lambda x, channels, folds=folds: folds)
+        actual = results(lambda x, w: strided_conv3x3x3(x, w, stride, x_padding=sides), values)
+        assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("needed", [0, 1])

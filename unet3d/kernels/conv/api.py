@@ -1,6 +1,7 @@
 """Convolutions that are faster than cuDNN's own where channels are few.
 
-Each function here picks the fastest way for its arguments: two voxels computed as one
+Each function here picks the fastest way for its arguments: convolutions written by hand
+(:mod:`unet3d.kernels.conv.hopper.api`), two voxels computed as one
 (:mod:`unet3d.kernels.conv.folded`), Triton for an image of few channels
 (:mod:`unet3d.kernels.conv.stem_kernel`), slabs of what is too large or a small float32 map on a CPU
 (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything else. The results are
@@ -22,9 +23,11 @@ from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.folded import (
     ComposedUpsampling,
     FoldedConvolution,
-    PaddedStridedConvolution,
+    StridedConvolution,
     composed_kernel,
+    strides_in_pairs,
 )
+from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.kernels.conv.stem_op import stem
 from unet3d.kernels.halo import own_planes
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded
@@ -57,16 +60,20 @@ def conv3x3x3(
     weight: Tensor,
     *,
     x_padding: tuple[int, int] | None = None,
+    moments: bool = False,
 ) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with stride 1 and zeros around.
 
-    So the size of a whole volume stays: X becomes X + the sum of x_padding - 2.
+    So the size of a whole volume stays: X becomes X + the sum of x_padding - 2. With ``moments``,
+    for a normalisation that reads it, the result is marked with its own where they cost nothing.
     """
     x_padding = padding_of_maps() if x_padding is None else x_padding
     if is_stem(x, weight):
         x = x.to(slabs.lowered(x))
         y: Tensor = stem(x, weight.to(x.dtype), *x_padding)
         return y
+    if hopper.suits(x, x.shape[1], weight.shape[0]):
+        return hopper.convolve(x, weight, x_padding, moments)
     if can_fold(x, min(weight.shape[:2])):
         y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding)  # type: ignore[no-untyped-call]
         return mark_folded(y)
@@ -82,9 +89,10 @@ def strided_conv3x3x3(
 ) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), strides along X, Y, Z and zeros around."""
     x_padding = padding_of_maps() if x_padding is None else x_padding
-    if is_padded(x):
+    folds = can_fold(x, min(weight.shape[:2])) and strides_in_pairs(x.shape, weight, stride)
+    if folds or is_padded(x):
         given = (x, weight.to(x.dtype), tuple(stride), x_padding)
-        y: Tensor = PaddedStridedConvolution.apply(*given)  # type: ignore[no-untyped-call]
+        y: Tensor = StridedConvolution.apply(*given)  # type: ignore[no-untyped-call]
         return y
     return slabs.convolve(x, weight, stride, (x_padding, 1, 1))
 

@@ -20,6 +20,7 @@ it is.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,8 +63,11 @@ class FoldedConvolution(torch.autograd.Function):
         return dx, dweight, None
 
 
-class PaddedStridedConvolution(torch.autograd.Function):
-    """3x3x3 convolution with strides of a map with zeros around Z, without a copy of it."""
+class StridedConvolution(torch.autograd.Function):
+    """3x3x3 convolution with strides, whose gradients are computed on pairs where that can be.
+
+    Of a map with zeros around Z no copy is made.
+    """
 
     @staticmethod
     def forward(
@@ -76,8 +80,9 @@ class PaddedStridedConvolution(torch.autograd.Function):
         """Map (N, I, X, Y, Z) to (N, O, X', Y', Z')."""
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.x_padding = stride, x_padding
-        # The map has its zeros along Z already.
-        return slabs.convolve(with_padding(x), weight, stride, (x_padding, 1, 0))
+        if is_padded(x):  # along Z there are zeros already
+            return slabs.convolve(with_padding(x), weight, stride, (x_padding, 1, 0))
+        return slabs.convolve(x, weight, stride, (x_padding, 1, 1))
 
     @staticmethod
     @once_differentiable
@@ -86,7 +91,7 @@ class PaddedStridedConvolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, *_ = ctx.needs_input_grad
         stride, padding, size = ctx.stride, (ctx.x_padding, 1, 1), x.shape[2:]
-        in_pairs = stride[2] == 2 and weight.shape[1] <= MAX_CHANNELS and size[2] % 2 == 0
+        in_pairs = strides_in_pairs(x.shape, weight, stride)
         if in_pairs:
             outputs, inputs = weight.shape[:2]
             x, dy, weight = _fold(x), pad_z(dy, 0, 1), _strided_pairs(weight)
@@ -102,6 +107,11 @@ class PaddedStridedConvolution(torch.autograd.Function):
             dx = slabs.transposed(dy, weight, stride, padding, size)
             dx = _unfold(dx) if in_pairs else dx
         return dx, dweight, None, None
+
+
+def strides_in_pairs(shape: Sequence[int], weight: Tensor, stride: Sequence[int]) -> bool:
+    """Return whether the gradients of a convolution with strides are computed on pairs."""
+    return stride[2] == 2 and weight.shape[1] <= MAX_CHANNELS and shape[4] % 2 == 0
 
 
 class ComposedUpsampling(torch.autograd.Function):

@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unet3d.kernels.conv.hopper.api import wants_padding
+from unet3d.kernels.marks import moments_of
 from unet3d.kernels.norm import columns, reference
-from unet3d.kernels.norm.volume import VolumeNorm, laid_out, stages_for
+from unet3d.kernels.norm.volume import VolumeNorm, stages_for
 from unet3d.kernels.padding import (
     can_fold,
     channels_last,
     is_channels_last,
+    laid_out,
     mark_padded,
     was_folded,
 )
@@ -52,14 +55,15 @@ def instance_norm(
     the activation out.
 
     A map ``added`` is added to x first; then x must be a convolution's result that nobody else
-    reads: it may be overwritten. With ``pads_output`` the result is stored with zeros around Z, for
-    a folded convolution that reads it, and the gradient of x is where one made x. With ``has_halo``
+    reads: it may be overwritten. With ``pads_output`` the result is stored with zeros around Z, if
+    a folded convolution will read it, and the gradient of x is where one made x. With ``has_halo``
     the result has its halo, (N, C, X + 2, Y, Z), where x is a slab.
     """
     shard, stages = current_shard(), stages_for(x)
+    moments = moments_of(x)
     if stages is reference and added is not None:
-        x, added = sum_of(x, added), None
-    if stages is reference and shard is None:
+        x, added, moments = sum_of(x, added), None, None
+    if stages is reference and shard is None and moments is None:
         return _of_whole(x, weight, bias, eps, negative_slope)
     folds = stages is not reference and can_fold(x, x.shape[1], number_of_largest(x.numel()))
     norm = VolumeNorm(
@@ -68,12 +72,12 @@ def instance_norm(
         slope=negative_slope,
         shard=shard,
         halo_of=shard if has_halo else None,
-        pads=pads_output and folds,
+        pads=pads_output and folds and wants_padding(x),
     )
     if stages is not reference:
         x, added = laid_out(x), None if added is None else channels_last(added)
     pads_gradient = folds and was_folded(x)
-    given = (x, added, weight, bias, norm, pads_gradient)
+    given = (x, added, moments, weight, bias, norm, pads_gradient)
     y, mean, rstd, *planes = _InstanceNorm.apply(*given)  # type: ignore[no-untyped-call]
     if norm.pads:
         mark_padded(y)
@@ -96,13 +100,13 @@ class _InstanceNorm(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         added: Tensor | None,
+        moments: Tensor | None,
         weight: Tensor,
         bias: Tensor,
         norm: VolumeNorm,
         pads_gradient: bool,
     ) -> tuple[Tensor | None, ...]:
-        parts = norm.stages.moments(x) if added is None else norm.stages.sum_moments(x, added)
-        affine = (weight, bias, *norm.statistics(parts, x))
+        affine = (weight, bias, *norm.statistics(x, added, moments))
         y, halo = norm.normalized(x, *affine)
         ctx.save_for_backward(x, *affine)
         ctx.norm, ctx.pads_gradient, ctx.adds = norm, pads_gradient, added is not None
@@ -115,7 +119,7 @@ class _InstanceNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         x, *affine = ctx.saved_tensors
         norm: VolumeNorm = ctx.norm
         dy = norm.gradient_of_own(dy)
@@ -131,7 +135,7 @@ class _InstanceNorm(torch.autograd.Function):
         )
         dx = mark_padded(dx) if ctx.pads_gradient else dx
         dweight, dbias = own[1].sum(0).to(affine[0].dtype), own[0].sum(0).to(affine[1].dtype)
-        return dx, dx if ctx.adds else None, dweight, dbias, None, None
+        return dx, dx if ctx.adds else None, None, dweight, dbias, None, None
 
 
 def _of_whole(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:

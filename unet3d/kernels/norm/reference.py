@@ -27,7 +27,8 @@ def moments(x: Tensor) -> Tensor:
 
 def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (N, C, 1), 1 / deviation (N, C) and the merged moments (1, 3, N, C)."""
-    counts, variances, means = moments.double().unbind(1)
+    counts, variances, *means_of = moments.double().unbind(1)
+    means = torch.stack(means_of).sum(0)
     # As differences from the first part's: so one part alone keeps its moments to the bit.
     mean = means[0] + (counts * (means - means[0])).sum(0) / voxels
     spread = variances - variances[0] + (means - mean).square()

@@ -1,7 +1,7 @@
 """A normalised volume that is whole, or of which a map is a slab: what its stages tell each other.
 
-Whoever makes the moments of a map can hand them to :meth:`VolumeNorm.statistics`, and whoever reads
-the map can normalise what it loads with the statistics: the stages
+Whoever makes a map can hand its moments to :meth:`VolumeNorm.statistics`, and whoever reads the map
+can normalise what it loads with the statistics: the stages
 (:mod:`unet3d.kernels.norm.op`) need not be operations of their own.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unet3d.kernels.halo import fill_halo, gradient_of_own, inner, put_halo
 from unet3d.kernels.norm import op, reference
-from unet3d.kernels.padding import channels_last, empty_map, has_room
+from unet3d.kernels.padding import channels_last, empty_map
 from unet3d.kernels.sharding import Halo, Shard, number_of_largest
 from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
@@ -35,11 +35,6 @@ def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
     return reference
 
 
-def laid_out(x: Tensor) -> Tensor:
-    """Return a map as Triton's stages take it: channels-last, or with room around Z."""
-    return x if has_room(x) else channels_last(x)
-
-
 class VolumeNorm(NamedTuple):
     """How a map (N, C, X, Y, Z) is normalised; ``affine`` is what its stages take."""
 
@@ -54,9 +49,19 @@ class VolumeNorm(NamedTuple):
     pads: bool = False
     """Whether the result is stored with zeros around Z."""
 
-    def statistics(self, parts: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the volume's mean (N, C, M) and 1 / deviation (N, C), from a map's moments."""
-        mean, rstd, own = self.stages.merge(parts, _num_voxels(x), self.eps)
+    def statistics(
+        self, x: Tensor, added: Tensor | None = None, moments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the volume's mean (N, C, M) and 1 / deviation (N, C).
+
+        They are those of x, to which a map may be added first, in its memory; or of the moments of
+        x, which may be known.
+        """
+        if added is not None:
+            moments = self.stages.sum_moments(x, added)
+        elif moments is None:
+            moments = self.stages.moments(x)
+        mean, rstd, own = self.stages.merge(moments, _num_voxels(x), self.eps)
         if self.shard is not None:
             of_all = self.shard.gather(own.squeeze(0))
             mean, rstd, _ = self.stages.merge(of_all, self.voxels(x), self.eps)

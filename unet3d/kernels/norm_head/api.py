@@ -14,10 +14,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.api import conv1x1x1
+from unet3d.kernels.marks import moments_of
 from unet3d.kernels.norm import op as norm_op
 from unet3d.kernels.norm.api import instance_norm
-from unet3d.kernels.norm.volume import VolumeNorm, laid_out, stages_for
-from unet3d.kernels.padding import can_fold, channels_last, empty_map, mark_padded, was_folded
+from unet3d.kernels.norm.volume import VolumeNorm, stages_for
+from unet3d.kernels.padding import (
+    can_fold,
+    channels_last,
+    empty_map,
+    laid_out,
+    mark_padded,
+    was_folded,
+)
 from unet3d.kernels.sharding import current_shard
 from unet3d.kernels.triton_support import operation
 
@@ -48,9 +56,10 @@ def instance_norm_head(
         return conv1x1x1(y, head_weight, head_bias)
     pads_gradient = can_fold(x, channels) and was_folded(x)
     norm = VolumeNorm(stages=norm_op, eps=eps, slope=negative_slope, shard=current_shard())
+    moments = moments_of(x)
     x, added = laid_out(x), None if added is None else channels_last(added)
     head = (head_weight.flatten(1), head_bias)
-    given = (x, added, weight, bias, *head, norm, pads_gradient)
+    given = (x, added, moments, weight, bias, *head, norm, pads_gradient)
     result: Tensor = _InstanceNormHead.apply(*given)  # type: ignore[no-untyped-call]
     return result
 
@@ -63,6 +72,7 @@ class _InstanceNormHead(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         added: Tensor | None,
+        moments: Tensor | None,
         weight: Tensor,
         bias: Tensor,
         head: Tensor,
@@ -70,8 +80,7 @@ class _InstanceNormHead(torch.autograd.Function):
         norm: VolumeNorm,
         pads_gradient: bool,
     ) -> Tensor:
-        parts = norm_op.moments(x) if added is None else norm_op.sum_moments(x, added)
-        affine = (weight, bias, *norm.statistics(parts, x), head)
+        affine = (weight, bias, *norm.statistics(x, added, moments), head)
         y: Tensor = logits(x, *affine, head_bias, slope=norm.slope)
         ctx.save_for_backward(x, *affine)
         ctx.norm, ctx.pads_gradient, ctx.adds = norm, pads_gradient, added is not None
@@ -101,6 +110,7 @@ class _InstanceNormHead(torch.autograd.Function):
         return (
             dx,
             dx if ctx.adds else None,
+            None,
             dweight.to(weight.dtype),
             dbias.to(bias.dtype),
             torch.stack(dhead).to(head.dtype),

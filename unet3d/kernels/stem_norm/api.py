@@ -12,13 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
+from unet3d.kernels.conv.hopper.api import wants_padding
 from unet3d.kernels.halo import own_planes
 from unet3d.kernels.norm import op
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
-from unet3d.kernels.padding import can_fold, channels_last, mark_padded
+from unet3d.kernels.padding import channels_last, mark_padded
 from unet3d.kernels.recompute import offer
-from unet3d.kernels.sharding import current_shard, number_of_largest, x_padding
+from unet3d.kernels.sharding import current_shard, x_padding
 from unet3d.kernels.triton_support import operation
 
 
@@ -40,7 +41,7 @@ def conv3x3x3_instance_norm(
     """
     # The halo would make other slabs choose other stages, which wait for one another for ever.
     if not (is_stem(x, kernel) and stages_for(own_planes(x), kernel.shape[0]) is op):
-        y = conv3x3x3(x, kernel)
+        y = conv3x3x3(x, kernel, moments=True)
         return instance_norm(
             *(y, weight, bias, eps, negative_slope), pads_output=pads_output, has_halo=has_halo
         )
@@ -77,8 +78,8 @@ class _StemNorm(torch.autograd.Function):
         padding: tuple[int, int],
     ) -> tuple[Tensor | bool | None, ...]:
         y = torch.ops.unet3d.stem.default(x, kernel, *padding)
-        affine = (weight, bias, *norm.statistics(op.moments(y), y))
-        pads = norm.pads and can_fold(y, y.shape[1], number_of_largest(y.numel()))
+        affine = (weight, bias, *norm.statistics(y))
+        pads = norm.pads and wants_padding(y)
         made, halo = norm._replace(pads=pads).normalized(y, *affine)
         ctx.save_for_backward(x, kernel, y, *affine)
         ctx.norm, ctx.before = norm, padding[0]

@@ -59,8 +59,9 @@ def weight_gradient(dy: Tensor, x: Tensor, *affine: Any, slope: float, before: i
     after = dy.shape[2] + 2 - x.shape[2] - before
     padded = _padded(_normalized(x, *affine, slope=slope), before, after)
     shape = (dy.shape[1], x.shape[1], 3, 3, 3)
-    dweight: Tensor = conv3d_weight(padded, shape, dy)
-    return dweight.to(_exact(x))
+    exact = (padded.to(_exact(x)), shape, dy.to(_exact(x)))
+    dweight: Tensor = conv3d_weight(*exact)  # type: ignore[no-untyped-call]
+    return dweight
 
 
 def _exact(x: Tensor) -> torch.dtype:

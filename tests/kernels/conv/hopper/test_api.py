@@ -1,0 +1,200 @@
+"""Where hand-written convolutions are used, and that they change nothing; in their plain versions.
+
+The operations themselves are checked beside them.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.comparison import LAYOUTS, SIDES, assert_same, padded, results, tensor
+from unet3d.kernels import conv3x3x3, conv3x3x3_instance_norm, instance_norm, recomputed_in_backward
+from unet3d.kernels.conv import slabs
+from unet3d.kernels.conv.hopper import api, op
+from unet3d.kernels.marks import moments_of
+from unet3d.kernels.norm import reference
+from unet3d.kernels.padding import is_padded, was_folded
+
+FIRST, LAST = LAYOUTS
+EPS, SLOPE = 1e-5, 0.01
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Use the convolutions for every map of any type and device."""
+    monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: True)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Return the names of the operations that have run, in order."""
+    names = []
+    for name in ("convolve", "input_gradient", "weight_gradient"):
+        function = getattr(op, name)
+
+        def watched(*tensors, of=function, name=name, **options):
+            names.append(name)
+            return of(*tensors, **options)
+
+        monkeypatch.setattr(op, name, watched)
+    return names
+
+
+def plain(x, weight, sides=(1, 1)):
+    return F.conv3d(F.pad(x, (1, 1, 1, 1, *sides)), weight)
+
+
+def plain_norm(y, weight, bias):
+    return F.leaky_relu(F.instance_norm(y, weight=weight, bias=bias, eps=EPS), SLOPE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs", "dtype", "layout", "device", "suits"),
+    [
+        ((1, 32, 32, 32, 32), 32, torch.bfloat16, LAST, "cpu:0", True),
+        ((2, 64, 32, 32, 17), 32, torch.float16, LAST, "cpu:0", True),
+        ((2, 32, 32, 32, 15), 64, torch.bfloat16, LAST, "cpu:0", False),  # too small
+        ((1, 16, 32, 32, 32), 32, torch.bfloat16, LAST, "cpu:0", False),
+        ((1, 32, 32, 32, 32), 128, torch.bfloat16, LAST, "cpu:0", False),
+        ((1, 32, 32, 32, 32), 32, torch.float32, LAST, "cpu:0", False),
+        ((1, 32, 32, 32, 32), 32, torch.bfloat16, FIRST, "cpu:0", False),
+        ((1, 32, 32, 32, 32), 32, torch.bfloat16, LAST, "cpu", False),
+    ],
+)
+def test_which_convolutions_are_written_by_hand(
+    shape, outputs, dtype, layout, device, suits, monkeypatch
+):
+    monkeypatch.setattr(api, "_available", lambda device: True)
+    with FakeTensorMode():
+        x = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+        assert api.suits(x, shape[1], outputs) == suits
+        weight = torch.empty(outputs, shape[1], 3, 3, 3, device=device, dtype=dtype)
+        y = conv3x3x3(x, weight, moments=True)
+        assert y.shape == (shape[0], outputs, *shape[2:])
+        assert (moments_of(y) is not None) == suits
+        monkeypatch.setattr(api, "_available", lambda device: False)
+        assert not api.suits(x, shape[1], outputs)
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_nothing_is_padded_for_a_reader_that_is_written_by_hand(is_available, monkeypatch):
+    monkeypatch.setattr(api, "_available", lambda device: is_available)
+    with FakeTensorMode():
+        options = {"dtype": torch.bfloat16, "device": "cpu:0", "memory_format": LAST}
+        x = torch.empty(1, 32, 64, 64, 64, **options).requires_grad_()
+        kernel = torch.empty(32, 32, 3, 3, 3, device="cpu:0", requires_grad=True)
+        y = conv3x3x3(x, kernel)
+        seen = []
+        y.register_hook(lambda gradient: seen.append(is_padded(gradient)))
+        weight, bias = (torch.empty(32, device="cpu:0", requires_grad=True) for _ in range(2))
+        made = instance_norm(y, weight, bias, EPS, SLOPE, pads_output=True)
+        assert was_folded(y) == is_padded(made) == (not is_available)
+        made.sum().backward()
+        assert seen == [not is_available]
+        narrow = torch.empty(1, 16, 64, 64, 128, **options)
+        assert api.wants_padding(narrow)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("has_room", [False, True])
+def test_values_and_gradients(sides, has_room, everywhere, calls):
+    """Of maps with room around Z too, and with neighbours' planes."""
+    values = [tensor(2, 3, 5, 4, 6), tensor(4, 3, 3, 3, 3, seed=1)]
+    expected = results(lambda x, w: plain(x, w, sides), values)
+    dy = tensor(*expected[0].shape, seed=9)
+    given = [padded(values[0]) if has_room else values[0], values[1]]
+    given.append(padded(dy) if has_room else dy.contiguous())
+    actual = results(lambda x, w: conv3x3x3(x, w, x_padding=sides), given[:2], given[2])
+    assert_same(actual, expected)
+    assert calls == ["convolve", "weight_gradient", "input_gradient"]
+
+
+@pytest.mark.parametrize("needed", [0, 1])
+def test_only_gradients_that_are_wanted_are_computed(needed, everywhere, calls):
+    values = [tensor(1, 2, 5, 4, 6), tensor(3, 2, 3, 3, 3, seed=1)]
+    leaf = values[needed].requires_grad_()
+    y, expected = conv3x3x3(*values), plain(*values)
+    assert_same(*([torch.autograd.grad(value.sum(), leaf)[0]] for value in (y, expected)))
+    assert calls[1:] == [("input_gradient", "weight_gradient")[needed]]
+
+
+def test_weights_keep_their_type(everywhere):
+    x = tensor(1, 2, 5, 4, 6).bfloat16()
+    weight = tensor(3, 2, 3, 3, 3, seed=1).float().requires_grad_()
+    y = conv3x3x3(x, weight)
+    y.sum().backward()
+    assert (y.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())  # nor is it rounded
+
+
+def test_a_result_goes_on_with_its_moments(everywhere):
+    values = tensor(2, 3, 5, 4, 6), tensor(4, 3, 3, 3, 3, seed=1)
+    assert moments_of(conv3x3x3(*values)) is None
+    y = conv3x3x3(*values, moments=True)
+    count, variance, mean, rest = moments_of(y)[0]
+    exact = torch.var_mean(plain(*values), (2, 3, 4), correction=0)
+    assert_same([variance, mean + rest], exact)
+    assert (count == 120).all()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_normalisation_takes_them_over(recomputes, everywhere, monkeypatch):
+    """They are passed over where another map is added first."""
+    values = [tensor(2, 3, 6, 4, 6), tensor(4, 3, 3, 3, 3, seed=1)]
+    values += [tensor(4, seed=2), tensor(4, seed=3)]
+    added = tensor(2, 4, 6, 4, 6, seed=4)
+    asked = []
+    monkeypatch.setattr(reference, "moments", asked.append)
+
+    def joined(x, kernel, weight, bias):
+        return conv3x3x3_instance_norm(x, kernel, weight, bias, EPS, SLOPE)
+
+    def with_sum(x, kernel, weight, bias):
+        y = conv3x3x3(x, kernel, moments=True)
+        return instance_norm(y, weight, bias, EPS, SLOPE, added=added)
+
+    expected = results(lambda x, k, *affine: plain_norm(plain(x, k), *affine), values)
+    if recomputes:
+        monkeypatch.setattr("unet3d.kernels.recompute.MIN_ELEMENTS", 1)
+        with recomputed_in_backward():
+            actual = results(joined, values)
+    else:
+        actual = results(joined, values)
+    assert_same(actual, expected)
+    assert not asked
+    expected = results(lambda x, k, *affine: plain_norm(plain(x, k) + added, *affine), values)
+    assert_same(results(with_sum, values), expected)
+
+
+def test_moments_in_parts_of_which_some_are_empty():
+    """In numbers whose sum is the mean, however many."""
+    x = tensor(2, 3, 6, 4, 6) + 5
+    moments = torch.zeros(3, 4, 2, 3, dtype=torch.float64)  # the first part is empty
+    for at, part in ((1, x[..., :1]), (2, x[..., 1:])):
+        variance, mean = torch.var_mean(part, (2, 3, 4), correction=0)
+        moments[at, 0] = part[0, 0].numel()
+        moments[at, 1:] = torch.stack([variance, mean - 1, torch.ones_like(mean)])
+    mean, rstd, merged = reference.merge(moments, x[0, 0].numel(), 0.0)
+    variance, exact = torch.var_mean(x, (2, 3, 4), correction=0)
+    assert_same([mean.squeeze(-1), rstd], [exact, variance.rsqrt()])
+    assert_same(merged[0], [torch.full_like(exact, 144), variance, exact])
+
+
+def test_shards_with_halos_are_the_whole_convolution(everywhere, calls):
+    """Three slabs of a volume, each with its neighbours' planes, or zeros at the volume's edge."""
+    values = [tensor(1, 3, 12, 3, 4), tensor(4, 3, 3, 3, 3, seed=1)]
+
+    def in_shards(x, weight):
+        parts = (x[:, :, :5], (1, 0)), (x[:, :, 3:9], (0, 0)), (x[:, :, 7:], (0, 1))
+        return torch.cat([conv3x3x3(part, weight, x_padding=sides) for part, sides in parts], 2)
+
+    assert_same(results(in_shards, values), results(plain, values))
+    assert len(calls) == 9
+
+
+def test_autocast_lowers_weights_only_where_maps_are_low(everywhere):
+    x, weight = tensor(1, 3, 5, 4, 6).bfloat16(), tensor(4, 3, 3, 3, 3, seed=1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert slabs.lowered(x) == torch.bfloat16
+        assert conv3x3x3(x, weight).dtype == torch.bfloat16
