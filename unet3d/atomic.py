@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from unet3d.errors import CacheError
 from unet3d.interruption import at_sudden_end, postponed_interruption
 
 PREFIX = ".unfinished-"
@@ -46,6 +47,16 @@ _NAME = re.compile(
 """A temporary name of ours; the second group is the machine that it was given on."""
 
 _swept: set[Path] = set()
+
+
+def users_cache() -> Path:
+    """Return ``unet3d`` in the user's cache folder, made or not; CacheError: there is none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
+    except RuntimeError as error:  # no HOME, and a user that the system does not know
+        raise CacheError(
+            "there is no cache folder, because this user has no home folder; set data.cache"
+        ) from error
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +15,6 @@ from unet3d.inputs.reading import read_json
 logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
-
-
-def users_cache() -> Path:
-    """Return ``unet3d`` in the user's cache folder, made or not; CacheError: there is none."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
-    except RuntimeError as error:  # no HOME, and a user that the system does not know
-        raise CacheError(
-            "there is no cache folder, because this user has no home folder; set data.cache"
-        ) from error
 
 
 def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from unet3d.atomic import users_cache
 from unet3d.errors import CacheError, DeviceError
 from unet3d.inputs.plain_data import key_of
 from unet3d.memory.fake_devices import is_gpu
-from unet3d.records import recall, remember, users_cache
+from unet3d.records import recall, remember
 from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
 
 logger = logging.getLogger(__name__)

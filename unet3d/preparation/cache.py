@@ -35,6 +35,7 @@ from unet3d.atomic import (
     publish_folder,
     remove_leftovers,
     unfinished_folder,
+    users_cache,
     write_atomically,
 )
 from unet3d.config import Shape, Spacing
@@ -45,7 +46,6 @@ from unet3d.records import (
     read_record,
     recall,
     remember,
-    users_cache,
     write_record,
     writing_cache,
 )
