@@ -1,0 +1,48 @@
+import pytest
+
+from tests.kernels.conv.hopper.fakes import FakeDriver, FakeNvrtc
+from unet3d.kernels.conv.hopper import build, driver
+
+CACHED = (build.building, build._version, build._threads, build._say_that_nothing_is_kept)
+CACHED += (driver._driver_version, driver._tensor_map, driver._usable, driver._say)
+
+
+@pytest.fixture
+def fresh_process(tmp_path, monkeypatch):
+    """A process that has compiled and loaded nothing, and a user's cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(driver.SWITCH, raising=False)
+    monkeypatch.setattr(driver, "_all_ranks_can", True)
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    for function in CACHED:
+        function.cache_clear()
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A folder of sources: one.cu and two.cu."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for name in ("one", "two"):
+        (folder / f"{name}.cu").write_text(f"text of {name}\n")
+    monkeypatch.setattr(build, "_FOLDER", folder)
+    return folder
+
+
+@pytest.fixture
+def nvrtc(sources, monkeypatch):
+    library = FakeNvrtc()
+    monkeypatch.setattr(build, "nvrtc", lambda: library)
+    return library
+
+
+@pytest.fixture
+def cuda(nvrtc, monkeypatch):
+    library = FakeDriver()
+    monkeypatch.setattr(driver, "cuda", lambda: library)
+    return library

@@ -1,0 +1,224 @@
+"""Kernels are loaded once on each GPU, and used only where all that they need is there."""
+
+import ctypes
+import logging
+import re
+import sys
+import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from unet3d.kernels.conv.hopper import build, driver
+
+pytestmark = pytest.mark.usefixtures("fresh_process")
+
+GPU, SECOND, FAKE = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu", 0)
+SLOWER = "convolutions are cuDNN's, so training takes about a third longer: "
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, "unet3d")
+    return caplog
+
+
+@pytest.fixture
+def kernel(cuda, monkeypatch):
+    streams = {GPU: 7, SECOND: 8}
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=streams[device])
+    )
+    return driver.Kernel("multiply", ["one.cu", "two.cu"], {"TILES": 2}, 384, 200_000)
+
+
+@pytest.fixture
+def hopper(kernel, monkeypatch):
+    """A machine with two Hopper GPUs, whose kernels are checked by one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setitem(sys.modules, driver._CHECKED, SimpleNamespace(CHECKED=kernel))
+    return kernel
+
+
+def test_a_launch_is_on_the_current_stream_of_its_device(kernel, cuda, nvrtc):
+    for device in (GPU, SECOND, GPU):
+        kernel.launch(device, 132, ctypes.c_int(5), (ctypes.c_int * 2)(6, 9))
+    sizes = [132, 1, 1, 384, 1, 1, 200_000]
+    first, second = ((100 + i, b"multiply", sizes, 7 + i, [5, 6]) for i in (0, 1))
+    assert cuda.launches == [first, second, first]
+    # Each context has a module of its own, and no thread's context is changed.
+    assert [context for context, _ in cuda.modules] == [100, 101]
+    assert all(cubin.endswith(b"-DTILES=2") for _, cubin in cuda.modules)
+    assert list(cuda.shared.values()) == [200_000, 200_000] and cuda.stack == []
+    assert len(nvrtc.programs) == 1
+
+
+def test_threads_load_it_once(kernel, cuda):
+    barrier = threading.Barrier(4, timeout=20)
+
+    def load():
+        barrier.wait()
+        kernel.load(GPU)
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cuda.modules) == 1
+
+
+def test_an_error_of_the_driver_is_told_and_leaves_its_context(kernel, cuda):
+    cuda.refused.add("cuLaunchKernel")
+    with pytest.raises(RuntimeError, match=r"^CUDA's driver says: not supported \(801\)$"):
+        kernel.launch(GPU, 1)
+    assert cuda.stack == []
+    with pytest.raises(torch.OutOfMemoryError):
+        driver._check(2)
+
+
+MAPS = {
+    "whole": lambda: channels_last(2, 64, 3, 4, 5),
+    "with room around Z": lambda: channels_last(2, 32, 3, 4, 7)[..., 1:-1],
+    "a slab": lambda: channels_last(1, 32, 6, 4, 5)[:, :, 2:5],
+    "single voxels": lambda: channels_last(1, 32, 1, 1, 1),
+    "odd strides of one voxel": lambda: channels_last(1, 32, 4, 1, 5).as_strided(
+        (1, 32, 4, 1, 5), (3, 1, 160, 1, 32)
+    ),
+}
+
+
+def channels_last(*shape):
+    count = torch.Size(shape).numel()
+    values = torch.arange(count, dtype=torch.int16).view(torch.bfloat16).view(shape)
+    return values.contiguous(memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_map_is_described_as_it_lies_in_memory(name, cuda):
+    x = MAPS[name]()
+    made = driver.tensor_map(x, (18, 10))
+    assert len(made) == 128 and ctypes.addressof(made) % 64 == 0
+    ((dtype, rank, address, sizes, strides, box, steps, options),) = cuda.maps
+    assert (dtype, rank, address) == (9, 5, x.data_ptr())
+    assert sizes == [x.shape[axis] for axis in (1, 4, 3, 2, 0)]
+    assert all(stride % 16 == 0 and stride > 0 for stride in strides)
+    assert box == [32, 10, 18, 1, 1] and steps == [1] * 5 and options == (0, 2, 2, 0)
+    # What the copy engine reads there is the map.
+    last = sum((size - 1) * stride for size, stride in zip(sizes, [2, *strides], strict=True))
+    memory = np.frombuffer((ctypes.c_char * (last + 2)).from_address(address), np.int16)
+    in_elements = [stride // 2 for stride in (2, *strides)]
+    read = np.lib.stride_tricks.as_strided(
+        memory, sizes[::-1], [2 * stride for stride in in_elements[::-1]]
+    )
+    assert (read == x.view(torch.int16).permute(0, 2, 3, 4, 1).numpy()).all()
+
+
+def test_a_map_is_described_once(cuda):
+    x = channels_last(1, 32, 3, 4, 5)
+    again = x[:, :, :]
+    assert driver.tensor_map(x, (18, 18)) is driver.tensor_map(again, (18, 18))
+    driver.tensor_map(x, (16, 16))
+    driver.tensor_map(x.view(torch.float16), (16, 16))
+    driver.tensor_map(x[:, :, 1:], (16, 16))
+    assert [one[0] for one in cuda.maps] == [9, 9, 6, 9]
+
+
+def test_a_hopper_gpu_has_them(hopper, cuda, nvrtc, log):
+    assert all(driver.available(device) for device in (GPU, SECOND, GPU, FAKE))
+    assert [context for context, _ in cuda.modules] == [100, 101] and len(nvrtc.programs) == 1
+    assert not log.messages
+
+
+def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypatch, log):
+    assert driver.available(FAKE)
+    assert not cuda.modules  # which would take memory of a GPU
+    driver._usable.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not driver.available(FAKE)
+    assert len(log.messages) == 1
+
+
+def test_without_any_gpu_a_fake_one_has_them(monkeypatch, log):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver, "_works", Mock(side_effect=AssertionError))
+    assert driver.available(FAKE)
+    assert not driver.available(torch.device("cpu"))
+    assert not driver.available(torch.device("meta"))
+    assert not log.messages
+
+
+def has_no_nvrtc(monkeypatch, cuda):
+    monkeypatch.setattr(build, "nvrtc", Mock(side_effect=OSError("NVRTC: no such\nfile")))
+
+
+def has_no_driver(monkeypatch, cuda):
+    monkeypatch.setattr(driver, "cuda", Mock(side_effect=OSError("libcuda.so.1: no such file")))
+
+
+def has_an_old_driver(monkeypatch, cuda):
+    monkeypatch.delattr(type(cuda), "cuModuleLoadData")
+
+
+def does_not_compile(monkeypatch, cuda):
+    build.nvrtc().log = b"one.cu(3): error: no such thing\n"
+
+
+def does_not_load(monkeypatch, cuda):
+    cuda.refused.add("cuModuleLoadData")
+
+
+def is_another_processor(monkeypatch, cuda):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+
+def is_switched_off(monkeypatch, cuda):
+    monkeypatch.setenv("UNET3D_HOPPER", "0")
+
+
+@pytest.mark.parametrize(
+    ("machine", "level", "line"),
+    [
+        (has_no_nvrtc, "WARNING", SLOWER + "NVRTC: no such file"),
+        (has_no_driver, "WARNING", SLOWER + "libcuda.so.1: no such file"),
+        (has_an_old_driver, "WARNING", SLOWER + ".*'cuModuleLoadData'.*"),
+        (
+            does_not_compile,
+            "WARNING",
+            SLOWER + r"NVRTC cannot compile: one.cu\(3\): error: no such thing",
+        ),
+        (does_not_load, "WARNING", SLOWER + r"CUDA's driver says: not supported \(801\)"),
+        (
+            is_another_processor,
+            "INFO",
+            "convolutions are cuDNN's, the hand-written ones are for Hopper GPUs, and not for "
+            "NVIDIA A100",
+        ),
+        (
+            is_switched_off,
+            "INFO",
+            "convolutions are cuDNN's, UNET3D_HOPPER=0 switches the hand-written ones off",
+        ),
+    ],
+)
+def test_where_something_is_missing_one_line_says_what(
+    machine, level, line, hopper, cuda, monkeypatch, caplog, log
+):
+    machine(monkeypatch, cuda)
+    assert not any(driver.available(device) for device in (GPU, SECOND, GPU))
+    ((_, found, message),) = caplog.record_tuples
+    assert logging.getLevelName(found) == level
+    assert re.fullmatch(line, message), message
+
+
+@pytest.mark.parametrize("others_can", [True, False])
+def test_all_ranks_use_them_or_none(others_can, hopper, log):
+    driver.agree([GPU, torch.device("cpu")], lambda own: [own, others_can])
+    assert driver.available(GPU) == others_can
+    said = "the hand-written convolutions cannot be used in rank 1, so training takes about a third"
+    assert log.messages == ([] if others_can else [f"{said} longer in all ranks"])

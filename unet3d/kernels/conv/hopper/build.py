@@ -1,0 +1,167 @@
+"""Compiles the ``.cu`` files of this folder with NVRTC, and keeps what comes of it.
+
+NVRTC is a library that PyTorch's wheels for CUDA bring, so neither a compiler nor CUDA's headers
+need to be installed. It takes one to three seconds for a variant, so its results, cubins, are kept
+in the user's cache folder.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unet3d.atomic import make_folder, users_cache, write_atomically
+from unet3d.errors import CacheError, reason_of
+from unet3d.inputs.plain_data import key_of
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURE = "sm_90a"
+"""Hopper with its own instructions; a cubin runs on no other processor."""
+
+MAX_THREADS = 8
+"""Variants that are compiled at a time; NVRTC 12 compiles one at a time whatever is asked of it."""
+
+_FOLDER = Path(__file__).parent
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@functools.cache
+def building(
+    sources: tuple[str, ...], defines: tuple[tuple[str, int], ...], driver: int
+) -> Future[bytes]:
+    """Begin to make a cubin as :func:`cubin` does, in a thread, and return what will hold it."""
+    return _threads().submit(cubin, sources, dict(defines), driver)
+
+
+def cubin(sources: Sequence[str], defines: Mapping[str, int], driver: int = 0) -> bytes:
+    """Return files of this folder, one behind the other, as a cubin: a kept one or a new one.
+
+    ``driver`` is the version of the driver that will load it. OSError: there is no NVRTC here;
+    RuntimeError: it cannot compile them.
+    """
+    source = "".join((_FOLDER / name).read_text() for name in sources)
+    flags = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17"]
+    flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+    path = _kept_at(key_of([source, flags, _version(), driver]))
+    kept = None if path is None else _read(path)
+    if kept is not None:
+        return kept
+    made = _compiled(source, sources[-1], flags)
+    if path is not None:
+        _keep(path, made)
+    return made
+
+
+@functools.cache
+def nvrtc() -> Any:
+    """Return NVRTC as a library of ctypes; OSError: none of those that are here can be loaded."""
+    reason = "PyTorch's packages hold none"
+    for name in _names():
+        try:
+            if os.path.isabs(name):
+                # In wheels it does not find its second library, unless that is loaded already.
+                for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins))
+            return ctypes.CDLL(name)
+        except OSError as error:
+            if os.path.isabs(name):
+                reason = str(error)
+    raise OSError(f"NVRTC, which compiles kernels, cannot be loaded: {reason}")
+
+
+def _names() -> Iterator[str]:
+    """Yield files and names under which NVRTC may be found, that of PyTorch's CUDA first."""
+    version = f"libnvrtc.so.{(torch.version.cuda or '13').partition('.')[0]}"
+    packages = importlib.util.find_spec("nvidia")
+    folders = [] if packages is None else packages.submodule_search_locations or []
+    found = [path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")]
+    yield from map(str, sorted(found, key=lambda path: (path.name != version, path)))
+    yield from (version, "libnvrtc.so.13", "libnvrtc.so.12")
+    yield from map(str, sorted(Path("/usr/local/cuda/lib64").glob("libnvrtc.so.*")))
+
+
+@functools.cache
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "kernels")
+
+
+def _compiled(source: str, name: str, flags: Sequence[str]) -> bytes:
+    library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    _check(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+        )
+    )
+    try:
+        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        code = library.nvrtcCompileProgram(program, len(flags), options)
+        if code != 0:
+            _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+            log = ctypes.create_string_buffer(size.value)
+            _check(library.nvrtcGetProgramLog(program, log))
+            _check(code, log.value.decode(errors="replace"))
+        _check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        made = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetCUBIN(program, made))
+        return made.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _check(code: int, log: str = "") -> None:
+    """Raise RuntimeError for a code of NVRTC's that is not success, with the log's first error."""
+    if code != 0:
+        errors = [line.strip() for line in log.splitlines() if "error" in line]
+        raise RuntimeError(f"NVRTC cannot compile: {errors[0] if errors else f'code {code}'}")
+
+
+def _kept_at(key: str) -> Path | None:
+    """Return where the cubin of a key is kept, or None where this user has no cache folder."""
+    try:
+        return users_cache() / "kernels" / f"{key}.cubin"
+    except CacheError:
+        _say_that_nothing_is_kept("this user has no home folder")
+        return None
+
+
+def _read(path: Path) -> bytes | None:
+    """Return a kept cubin, or None where there is none or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, kept = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(kept).digest() == digest:
+        return kept
+    logger.warning("%s is damaged and not used; a new one replaces it", path)
+    return None
+
+
+def _keep(path: Path, made: bytes) -> None:
+    """Keep a cubin, with its digest before it, where the folder can be written."""
+    try:
+        make_folder(path.parent)
+        write_atomically(path, lambda file: file.write(hashlib.sha256(made).digest() + made))
+    except OSError as error:
+        _say_that_nothing_is_kept(f"{path.parent}: {reason_of(error)}")
+
+
+@functools.cache
+def _say_that_nothing_is_kept(reason: str) -> None:
+    logger.info("compiled kernels are not kept, so every start takes seconds longer: %s", reason)

@@ -1,0 +1,236 @@
+"""Launches what :mod:`unet3d.kernels.conv.hopper.build` compiles, by the driver's own functions.
+
+A kernel is loaded into the context that PyTorch has on a GPU, when it is first launched there. That
+is illegal while a graph is captured; what is captured has been launched before, in the steps that
+choose algorithms too.
+"""
+
+import ctypes
+import functools
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unet3d.kernels.conv.hopper.build import building
+from unet3d.kernels.triton_support import agreed
+from unet3d.memory.fake_devices import is_fake_device
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "UNET3D_HOPPER"
+"""Environment variable: 0 leaves all convolutions to cuDNN."""
+CAPABILITY = (9, 0)
+
+_CHECKED = "unet3d.kernels.conv.hopper.launch"
+"""Module of the kernels; its ``CHECKED`` is the one that shows whether they can be used."""
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+_MAP_CHANNELS = 32
+_MAP_OPTIONS = (0, 2, 2, 0)
+"""Nothing interleaved, 64 bytes swizzled, 128 bytes fetched into the L2 cache, zeros outside."""
+_MAX_DYNAMIC_SHARED = 8
+_OUT_OF_MEMORY = 2
+
+_lock = threading.RLock()
+_all_ranks_can = True
+
+TensorMap = ctypes.c_ubyte * _MAP_BYTES
+"""What describes a map to the copy engine: a ``__grid_constant__ const CUtensorMap``."""
+
+
+class Kernel:
+    """A function of sources that are compiled in one variant, on whatever GPUs it is launched."""
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[str],
+        defines: Mapping[str, int],
+        threads: int,
+        shared_bytes: int,
+    ) -> None:
+        """State the variant; threads and dynamic shared memory are those of a block."""
+        self._name = name.encode()
+        self._variant = tuple(sources), tuple(sorted(defines.items()))
+        self._threads = threads
+        self._shared_bytes = shared_bytes
+        self._loaded: dict[int, tuple[ctypes.c_void_p, ctypes.c_void_p]] = {}
+
+    def build(self) -> "Future[bytes]":
+        """Begin to compile it in a thread, if nobody has; several are then compiled at a time."""
+        return building(*self._variant, _driver_version())
+
+    def load(self, device: torch.device) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """Return the function on a GPU and the context that it is in."""
+        cubin = self.build().result()
+        with _lock:
+            if device.index not in self._loaded:
+                self._loaded[device.index] = self._newly_loaded(device.index, cubin)
+            return self._loaded[device.index]
+
+    def launch(self, device: torch.device, blocks: int, *arguments: Any) -> None:
+        """Launch it on PyTorch's current stream of a GPU, with values of ctypes by value."""
+        function, context = self._loaded.get(device.index) or self.load(device)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        grid, block = (blocks, 1, 1), (self._threads, 1, 1)
+        given = (function, *grid, *block, self._shared_bytes, stream, places, None)
+        _in_context(context, cuda().cuLaunchKernel, *given)
+
+    def _newly_loaded(self, index: int, cubin: bytes) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        device, library = ctypes.c_int(), cuda()
+        _check(library.cuInit(0))
+        _check(library.cuDeviceGet(ctypes.byref(device), index))
+        _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        _in_context(context, library.cuModuleLoadData, ctypes.byref(module), cubin)
+        found = (ctypes.byref(function), module, self._name)
+        _in_context(context, library.cuModuleGetFunction, *found)
+        shared = (_MAX_DYNAMIC_SHARED, self._shared_bytes)
+        _in_context(context, library.cuFuncSetAttribute, function, *shared)
+        return function, context
+
+
+def tensor_map(x: Tensor, box: tuple[int, int]) -> Any:
+    """Return what describes boxes of (Y, Z) of a channels-last map (N, C, X, Y, Z) to a kernel.
+
+    A box has 32 channels of one plane. Maps are small and mostly of memory that had one before.
+    """
+    return _tensor_map(x.data_ptr(), x.dtype, x.shape, x.stride(), box)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    box: tuple[int, int],
+) -> Any:
+    memory = (ctypes.c_ubyte * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % _MAP_ALIGNMENT)
+    n, c, *space = shape
+    sizes = (c, *reversed(space), n)
+    steps = (*reversed(stride[2:]), stride[0])
+    # The stride of an axis with one voxel may be anything; the driver wants whole 16 bytes.
+    bytes_apart = [
+        dtype.itemsize * (step if size > 1 else c)
+        for size, step in zip(sizes[1:], steps, strict=True)
+    ]
+    box_y, box_z = box
+    _check(
+        cuda().cuTensorMapEncodeTiled(
+            ctypes.byref(made),
+            _MAP_TYPES[dtype],
+            len(sizes),
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * 5)(*sizes),
+            (ctypes.c_uint64 * 4)(*bytes_apart),
+            (ctypes.c_uint32 * 5)(_MAP_CHANNELS, box_z, box_y, 1, 1),
+            (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
+            *_MAP_OPTIONS,
+        )
+    )
+    return made
+
+
+def available(device: torch.device) -> bool:
+    """Return whether the hand-written convolutions can be used on a device, in all ranks.
+
+    The first time, one is compiled, or found in the cache, and loaded. A fake device is taken for
+    the GPU that is here, or, where there is none, for one that has them.
+    """
+    return _all_ranks_can and _usable(device)
+
+
+def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
+    """Let all ranks use the kernels or none, as :func:`unet3d.kernels.triton_support.agree`."""
+    global _all_ranks_can
+    own = all(available(device) for device in devices if device.type == "cuda")
+    problem = "the hand-written convolutions cannot be used"
+    _all_ranks_can = agreed(own, exchange, problem, "takes about a third longer")
+
+
+@functools.cache
+def cuda() -> Any:
+    """Return the driver as a library of ctypes; OSError: there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _driver_version() -> int:
+    version = ctypes.c_int()
+    _check(cuda().cuDriverGetVersion(ctypes.byref(version)))
+    return version.value
+
+
+@functools.cache
+def _usable(device: torch.device) -> bool:
+    is_fake = is_fake_device(device)
+    if not is_fake and device.type != "cuda":
+        return False
+    with _lock:
+        if is_fake and not torch.cuda.is_available():
+            return os.environ.get(SWITCH) != "0"
+        gpu = torch.device("cuda", 0) if is_fake else device
+        capability = torch.cuda.get_device_capability(gpu)
+        if capability != CAPABILITY:
+            name = torch.cuda.get_device_name(gpu)
+            _say(logging.INFO, f"the hand-written ones are for Hopper GPUs, and not for {name}")
+            return False
+        if os.environ.get(SWITCH) == "0":
+            _say(logging.INFO, f"{SWITCH}=0 switches the hand-written ones off")
+            return False
+        return _works(None if is_fake else gpu)
+
+
+def _works(gpu: torch.device | None) -> bool:
+    """Return whether a kernel can be compiled, and loaded if there is a GPU for it."""
+    kernel: Kernel = importlib.import_module(_CHECKED).CHECKED
+    try:
+        kernel.build().result()
+        if gpu is not None:
+            kernel.load(gpu)
+    except (
+        OSError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # or a function is missing in a library
+        reason = " ".join(str(error).split())[:200]
+        _say(logging.WARNING, f"so training takes about a third longer: {reason}")
+        return False
+    return True
+
+
+@functools.cache
+def _say(level: int, reason: str) -> None:
+    logger.log(level, "convolutions are cuDNN's, %s", reason)
+
+
+def _in_context(context: ctypes.c_void_p, function: Callable[..., int], *arguments: Any) -> None:
+    """Call a function of the driver with a context as the thread's current one.
+
+    A thread of autograd may have none, and PyTorch takes the current context for its own choice.
+    """
+    library = cuda()
+    _check(library.cuCtxPushCurrent_v2(context))
+    try:
+        _check(function(*arguments))
+    finally:
+        library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def _check(code: int) -> None:
+    """Raise an error for a code of the driver's that is not success."""
+    if code != 0:
+        text = ctypes.c_char_p()
+        cuda().cuGetErrorString(code, ctypes.byref(text))
+        kind = torch.OutOfMemoryError if code == _OUT_OF_MEMORY else RuntimeError
+        raise kind(f"CUDA's driver says: {(text.value or b'error').decode()} ({code})")
