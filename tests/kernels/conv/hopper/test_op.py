@@ -1,0 +1,36 @@
+"""What the hand-written convolutions return on a GPU that is not there."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unet3d.kernels.conv.hopper import op
+from unet3d.kernels.padding import empty_map
+
+NO_AFFINE = (None,) * 4
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("sides", [(1, 1), (0, 1), (0, 0)], ids=str)
+def test_fake_gpus_return_maps_and_parts(sides, pads):
+    before, after = sides
+    options = {"slope": 0.01, "before": before, "after": after}
+    with FakeTensorMode():
+        like = torch.empty(2, 32, 8, 6, 5, device="cpu:1", dtype=torch.bfloat16)
+        x = empty_map(like, pads)
+        kernel = torch.empty(64, 32, 3, 3, 3, device=x.device, dtype=x.dtype)
+        mean = torch.empty(2, 32, 2, device=x.device)
+        affine = (mean[0, :, 0], mean[0, :, 1], mean, mean[..., 0])
+        y, moments = op.convolve(x, kernel, *affine, **options, moments=True)
+        dx, sums = op.input_gradient(y, kernel, x, *affine, **options)
+        dweight = op.weight_gradient(y, x, *affine, slope=0.01, before=before)
+        _, no_moments = op.convolve(x, kernel, *NO_AFFINE, **options, moments=False)
+        _, no_sums = op.input_gradient(y, kernel, None, *NO_AFFINE, **options)
+    assert (y.shape, dx.shape) == ((2, 64, 6 + sum(sides), 6, 5), x.shape)
+    assert {y.dtype, dx.dtype} == {torch.bfloat16}
+    assert all(one.is_contiguous(memory_format=torch.channels_last_3d) for one in (y, dx))
+    assert (moments.shape, sums.shape) == ((op.PARTS, 4, 2, 64), (op.PARTS, 2, 2, 32))
+    assert (len(no_moments), len(no_sums)) == (0, 0)
+    assert dweight.shape == kernel.shape
+    assert {moments.dtype, sums.dtype, dweight.dtype} == {torch.float32}
+    assert {one.device for one in (y, moments, dx, sums, dweight)} == {x.device}

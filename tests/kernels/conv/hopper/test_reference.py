@@ -1,0 +1,124 @@
+"""The plain versions of the hand-written convolutions, against autograd in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels.comparison import SIDES, assert_same, channels_last, tensor
+from tests.products import pairwise
+from unet3d.kernels.conv.hopper import op, reference
+from unet3d.kernels.norm import reference as norm
+
+EPS = 1e-5
+NO_AFFINE = (None,) * 4
+CHANNELS = [(3, 5), (4, 2)]
+
+
+def maps(channels, sides):
+    """Return two samples of a map, a kernel, and the gradient of the convolution."""
+    inputs, outputs = channels
+    x = 2 + tensor(2, inputs, 6, 4, 5)
+    dy = tensor(2, outputs, 4 + sum(sides), 4, 5, seed=1)
+    return x, tensor(outputs, inputs, 3, 3, 3, seed=2), dy
+
+
+def affine_for(x):
+    """Return any affine: those of a volume of which x is a slab are not its own statistics."""
+    n, c = x.shape[:2]
+    rstd = 0.5 + tensor(n, c, seed=5).abs()
+    return tensor(c, seed=3), tensor(c, seed=4), tensor(n, c, 2, seed=6), rstd
+
+
+def normalized(x, weight, bias, mean, rstd, slope):
+    """Return a normalised map by the formula; weight and bias may be those of each sample."""
+    rows = (-1, x.shape[1], 1, 1, 1)
+    y = (x - mean.sum(-1).view(rows)) * rstd.view(rows) * weight.view(rows) + bias.view(rows)
+    return F.leaky_relu(y, slope)
+
+
+def convolved(z, kernel, sides):
+    return F.conv3d(F.pad(z, (0, 0, 0, 0, *sides)), kernel, padding=(0, 1, 1))
+
+
+@pairwise(channels=CHANNELS, sides=SIDES, slope=[0.01, 1.0])
+def test_operations_are_those_of_a_normalised_map(channels, sides, slope):
+    x, kernel, dy = maps(channels, sides)
+    weight, bias, *statistics = affine = affine_for(x)
+    sides = dict(zip(("before", "after"), sides, strict=True))
+    # Each sample has an affine of its own, so that its gradients are the sums of that sample.
+    leaves = [one.expand(2, -1).clone().requires_grad_() for one in (weight, bias)]
+    z = normalized(x, *leaves, *statistics, slope)
+    z.retain_grad()
+    expected = convolved(z, kernel.requires_grad_(), sides.values())
+    expected.backward(dy)
+    kernel, of_kernel = kernel.detach(), kernel.grad
+
+    y, moments = reference.convolve(x, kernel, *affine, slope=slope, **sides, moments=True)
+    dx, sums = reference.input_gradient(dy, kernel, x, *affine, slope=slope, **sides)
+    dweight = reference.weight_gradient(dy, x, *affine, slope=slope, before=sides["before"])
+    of_weight, of_bias = (leaf.grad for leaf in leaves)
+    assert_same(
+        [y, dx, dweight, *sums[0]], [expected.detach(), z.grad, of_kernel, of_bias, of_weight]
+    )
+    variance, mean = torch.var_mean(expected.detach(), (2, 3, 4), correction=0)
+    count = torch.full_like(mean, y[0, 0].numel())
+    assert_same([moments], [torch.stack((count, variance, mean, 0 * mean))[None]])
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+@pytest.mark.parametrize("channels", CHANNELS, ids=str)
+def test_operations_are_those_of_a_map(channels, sides):
+    x, kernel, dy = maps(channels, sides)
+    leaves = [x.clone().requires_grad_(), kernel.clone().requires_grad_()]
+    expected = convolved(*leaves, sides)
+    gradients = torch.autograd.grad(expected, leaves, dy)
+    options = {"slope": 0.01, "before": sides[0]}
+    y, moments = op.convolve(x, kernel, *NO_AFFINE, **options, after=sides[1], moments=False)
+    dx, sums = op.input_gradient(dy, kernel, None, *NO_AFFINE, **options, after=sides[1])
+    dweight = op.weight_gradient(dy, x, *NO_AFFINE, **options)
+    assert_same([y, dx, dweight], [expected.detach(), *gradients])
+    assert (moments.shape, sums.shape) == ((0, 4, *y.shape[:2]), (0, 2, *x.shape[:2]))
+
+
+def test_with_the_stages_of_a_normalisation_they_are_a_block():
+    """Two convolutions with an instance normalisation between, forward and backward."""
+    x, first, _ = maps((3, 5), (1, 1))
+    weight, bias, second = tensor(5, seed=7), tensor(5, seed=8), tensor(4, 5, 3, 3, 3, seed=9)
+
+    def block(x, first, weight, bias, second):
+        y = F.conv3d(x, first, padding=1)
+        z = F.leaky_relu(F.instance_norm(y, weight=weight, bias=bias, eps=EPS), 0.01)
+        return F.conv3d(z, second, padding=1)
+
+    leaves = [one.clone().requires_grad_() for one in (x, first, weight, bias, second)]
+    expected = block(*leaves)
+    dy = channels_last(torch.randn_like(expected))
+    gradients = torch.autograd.grad(expected, leaves, dy)
+
+    sides, options = {"before": 1, "after": 1}, {"slope": 0.01}
+    y, moments = reference.convolve(x, first, *NO_AFFINE, slope=1.0, **sides, moments=True)
+    voxels = y[0, 0].numel()
+    mean, rstd, _ = norm.merge(moments[:, :3], voxels, EPS)  # the rest of the mean is 0
+    affine = (weight, bias, mean, rstd)
+    out, _ = reference.convolve(y, second, *affine, **options, **sides, moments=False)
+    dz, sums = reference.input_gradient(dy, second, y, *affine, **options, **sides)
+    of_second = reference.weight_gradient(dy, y, *affine, **options, before=1)
+    total = norm.total(sums)
+    between = norm.gradient(dz, y, *affine, total=total, voxels=voxels, **options)
+    dx, _ = reference.input_gradient(between, first, None, *NO_AFFINE, slope=1.0, **sides)
+    of_first = reference.weight_gradient(between, x, *NO_AFFINE, slope=1.0, before=1)
+    of_bias, of_weight = total.sum(1)
+    found = [out, dx, of_first, of_weight, of_bias, of_second]
+    assert_same(found, [expected.detach(), *gradients], 1e-10)
+
+
+def test_low_types_keep_their_maps_and_sum_in_float32():
+    x, kernel, dy = (value.bfloat16() for value in maps((3, 5), (1, 1)))
+    affine = [value.float() for value in affine_for(x)]
+    sides = {"slope": 0.01, "before": 1, "after": 1}
+    y, moments = reference.convolve(x, kernel, *affine, **sides, moments=True)
+    dx, sums = reference.input_gradient(dy, kernel, x, *affine, **sides)
+    dweight = reference.weight_gradient(dy, x, *affine, slope=0.01, before=1)
+    assert {y.dtype, dx.dtype} == {torch.bfloat16}
+    assert {moments.dtype, sums.dtype, dweight.dtype} == {torch.float32}
