@@ -117,6 +117,7 @@ def test_dependencies_are_pinned_and_the_lock_of_the_image_has_the_pins_with_has
     assert names_of(sum(project["optional-dependencies"].values(), wanted)) <= pins.keys()
     # And what torch needs for GPUs, which a machine without one does not install.
     of_gpus = {"triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas"}
+    of_gpus.add("nvidia-cuda-nvrtc")  # compiles kernels where they run
     assert names_of([*wanted, *builder]) | of_gpus <= lock.keys()
     target = {"python_version": "3.12", "python_full_version": "3.12.14", "extra": ""}
     for name, (version, more) in lock.items():

@@ -82,6 +82,50 @@ def test_an_error_of_the_driver_is_told_and_leaves_its_context(kernel, cuda):
         driver._check(2)
 
 
+ADDING = """
+struct Arguments { float* y; float value; int size; };
+extern "C" __global__ void add(Arguments a) {
+    extern __shared__ float values[];
+    values[threadIdx.x] = TIMES * a.value;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < a.size) a.y[i] += values[threadIdx.x];
+}
+"""
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = (("y", ctypes.c_void_p), ("value", ctypes.c_float), ("size", ctypes.c_int))
+
+
+@pytest.mark.gpu
+def test_it_runs_in_threads_streams_and_graphs_on_every_gpu(sources):
+    """The threads have no context of CUDA's before."""
+    (sources / "one.cu").write_text(ADDING)
+    kernel = driver.Kernel("add", ["one.cu"], {"TIMES": 2}, 128, 100_000)
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        if torch.cuda.get_device_capability(device) != driver.CAPABILITY:
+            pytest.skip("needs Hopper GPUs")
+        y = torch.zeros(1000, device=device)
+        torch.cuda.synchronize(device)
+        given = (device, 8, Arguments(y.data_ptr(), 3.0, len(y)))
+        thread = threading.Thread(target=kernel.launch, args=given)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                kernel.launch(*given)
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                kernel.launch(*given)
+            graph.replay()
+            graph.replay()
+        assert y.tolist() == [24.0] * 1000
+    assert torch.cuda.current_device() == 0
+
+
 MAPS = {
     "whole": lambda: channels_last(2, 64, 3, 4, 5),
     "with room around Z": lambda: channels_last(2, 32, 3, 4, 7)[..., 1:-1],

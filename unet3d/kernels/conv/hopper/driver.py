@@ -119,11 +119,11 @@ def _tensor_map(
     n, c, *space = shape
     sizes = (c, *reversed(space), n)
     steps = (*reversed(stride[2:]), stride[0])
-    # The stride of an axis with one voxel may be anything; the driver wants whole 16 bytes.
-    bytes_apart = [
-        dtype.itemsize * (step if size > 1 else c)
-        for size, step in zip(sizes[1:], steps, strict=True)
-    ]
+    bytes_apart, span = [], c * dtype.itemsize
+    for size, step in zip(sizes[1:], steps, strict=True):
+        # The stride of an axis with one voxel may be anything; the driver wants whole 16 bytes.
+        bytes_apart.append(step * dtype.itemsize if size > 1 else span)
+        span = size * bytes_apart[-1]
     box_y, box_z = box
     _check(
         cuda().cuTensorMapEncodeTiled(
