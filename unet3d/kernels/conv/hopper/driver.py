@@ -1,8 +1,8 @@
 """Launches what :mod:`unet3d.kernels.conv.hopper.build` compiles, by the driver's own functions.
 
 A kernel is loaded into the context that PyTorch has on a GPU, when it is first launched there. That
-is illegal while a graph is captured; what is captured has been launched before, in the steps that
-choose algorithms too.
+is illegal while a graph is captured, but what is captured has been launched before
+(:data:`unet3d.parallel.graph.NUM_WARM_UP_STEPS`, the first windows of a prediction).
 """
 
 import ctypes
@@ -101,7 +101,8 @@ class Kernel:
 def tensor_map(x: Tensor, box: tuple[int, int]) -> Any:
     """Return what describes boxes of (Y, Z) of a channels-last map (N, C, X, Y, Z) to a kernel.
 
-    A box has 32 channels of one plane. Maps are small and mostly of memory that had one before.
+    A box has 32 channels of one plane. The descriptions are kept, because most maps of a step lie
+    where those of the step before lay.
     """
     return _tensor_map(x.data_ptr(), x.dtype, x.shape, x.stride(), box)
 
