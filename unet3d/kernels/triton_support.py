@@ -91,16 +91,10 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
     if gpus:
         with torch.cuda.device(gpus[0]):
             own = works()
-    slower = "is several times slower"
-    _other_ranks_can = agreed(own, exchange, "Triton cannot compile", slower)
-
-
-def agreed(
-    own: bool, exchange: Callable[[bool], Sequence[bool]], problem: str, consequence: str
-) -> bool:
-    """Return whether all ranks say yes; where only others say no, warn of what that means."""
     answers = exchange(own)
-    if own and not all(answers):
-        rank = list(answers).index(False)
-        logger.warning("%s in rank %d, so training %s in all ranks", problem, rank, consequence)
-    return all(answers)
+    _other_ranks_can = all(answers)
+    if own and not _other_ranks_can:
+        logger.warning(
+            "Triton cannot compile in rank %d, so training is several times slower in all ranks",
+            list(answers).index(False),
+        )

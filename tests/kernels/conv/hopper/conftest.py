@@ -4,7 +4,7 @@ from tests.kernels.conv.hopper.fakes import FakeDriver, FakeNvrtc
 from unet3d.kernels.conv.hopper import build, driver
 
 CACHED = (build.building, build._version, build._threads, build._say_that_nothing_is_kept)
-CACHED += (driver._driver_version, driver._tensor_map, driver._usable, driver._say)
+CACHED += (driver._driver_version, driver._tensor_map, driver.available, driver._say)
 
 
 @pytest.fixture
@@ -12,7 +12,6 @@ def fresh_process(tmp_path, monkeypatch):
     """A process that has compiled and loaded nothing, and a user's cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(driver.SWITCH, raising=False)
-    monkeypatch.setattr(driver, "_all_ranks_can", True)
     forget()
     yield
     forget()

@@ -65,7 +65,7 @@ def plain_norm(y, weight, bias):
 def test_which_convolutions_are_written_by_hand(
     shape, outputs, dtype, layout, device, suits, monkeypatch
 ):
-    monkeypatch.setattr(api, "_available", lambda device: True)
+    monkeypatch.setattr(api, "available", lambda device: True)
     with FakeTensorMode():
         x = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
         assert api.suits(x, shape[1], outputs) == suits
@@ -73,13 +73,13 @@ def test_which_convolutions_are_written_by_hand(
         y = conv3x3x3(x, weight, moments=True)
         assert y.shape == (shape[0], outputs, *shape[2:])
         assert (moments_of(y) is not None) == suits
-        monkeypatch.setattr(api, "_available", lambda device: False)
+        monkeypatch.setattr(api, "available", lambda device: False)
         assert not api.suits(x, shape[1], outputs)
 
 
 @pytest.mark.parametrize("is_available", [False, True])
 def test_nothing_is_padded_for_a_reader_that_is_written_by_hand(is_available, monkeypatch):
-    monkeypatch.setattr(api, "_available", lambda device: is_available)
+    monkeypatch.setattr(api, "available", lambda device: is_available)
     with FakeTensorMode():
         options = {"dtype": torch.bfloat16, "device": "cpu:0", "memory_format": LAST}
         x = torch.empty(1, 32, 64, 64, 64, **options).requires_grad_()

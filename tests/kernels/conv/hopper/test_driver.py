@@ -182,7 +182,7 @@ def test_a_hopper_gpu_has_them(hopper, cuda, nvrtc, log):
 def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypatch, log):
     assert driver.available(FAKE)
     assert not cuda.modules  # which would take memory of a GPU
-    driver._usable.cache_clear()
+    driver.available.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not driver.available(FAKE)
     assert len(log.messages) == 1
@@ -258,11 +258,3 @@ def test_where_something_is_missing_one_line_says_what(
     ((_, found, message),) = caplog.record_tuples
     assert logging.getLevelName(found) == level
     assert re.fullmatch(line, message), message
-
-
-@pytest.mark.parametrize("others_can", [True, False])
-def test_all_ranks_use_them_or_none(others_can, hopper, log):
-    driver.agree([GPU, torch.device("cpu")], lambda own: [own, others_can])
-    assert driver.available(GPU) == others_can
-    said = "the hand-written convolutions cannot be used in rank 1, so training takes about a third"
-    assert log.messages == ([] if others_can else [f"{said} longer in all ranks"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.hopper import op
+from unet3d.kernels.conv.hopper.driver import available
 from unet3d.kernels.marks import mark_moments
 from unet3d.kernels.padding import can_fold, has_room, laid_out
 from unet3d.kernels.sharding import number_of_largest
@@ -39,13 +40,8 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
         and (has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d))
         # Their moments are merged by Triton.
         and triton_available(x)
-        and _available(x.device)
+        and available(x.device)
     )
-
-
-def _available(device: torch.device) -> bool:
-    """Return whether a device can run the kernels."""
-    return False
 
 
 def wants_padding(x: Tensor) -> bool:

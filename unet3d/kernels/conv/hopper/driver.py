@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.conv.hopper.build import building
-from unet3d.kernels.triton_support import agreed
 from unet3d.memory.fake_devices import is_fake_device
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ _MAX_DYNAMIC_SHARED = 8
 _OUT_OF_MEMORY = 2
 
 _lock = threading.RLock()
-_all_ranks_can = True
 
 TensorMap = ctypes.c_ubyte * _MAP_BYTES
 """What describes a map to the copy engine: a ``__grid_constant__ const CUtensorMap``."""
@@ -142,23 +140,6 @@ def _tensor_map(
     return made
 
 
-def available(device: torch.device) -> bool:
-    """Return whether the hand-written convolutions can be used on a device, in all ranks.
-
-    The first time, one is compiled, or found in the cache, and loaded. A fake device is taken for
-    the GPU that is here, or, where there is none, for one that has them.
-    """
-    return _all_ranks_can and _usable(device)
-
-
-def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
-    """Let all ranks use the kernels or none, as :func:`unet3d.kernels.triton_support.agree`."""
-    global _all_ranks_can
-    own = all(available(device) for device in devices if device.type == "cuda")
-    problem = "the hand-written convolutions cannot be used"
-    _all_ranks_can = agreed(own, exchange, problem, "takes about a third longer")
-
-
 @functools.cache
 def cuda() -> Any:
     """Return the driver as a library of ctypes; OSError: there is none."""
@@ -173,7 +154,12 @@ def _driver_version() -> int:
 
 
 @functools.cache
-def _usable(device: torch.device) -> bool:
+def available(device: torch.device) -> bool:
+    """Return whether the hand-written convolutions can be used on a device.
+
+    The first time, one is compiled, or found in the cache, and loaded. A fake device is taken for
+    the GPU that is here, or, where there is none, for one that has them.
+    """
     is_fake = is_fake_device(device)
     if not is_fake and device.type != "cuda":
         return False

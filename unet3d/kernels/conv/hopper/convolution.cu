@@ -1,0 +1,367 @@
+// 3x3x3 convolution with stride 1, from 32 * HALVES channels to a multiple of 32.
+//
+// A program goes along X over a column of 16 x 16 voxels of Y and Z, for 32 channels of the result. Each plane of
+// the input, with what surrounds the column along Y and Z, is loaded once and used once: a product takes a tile of 8 x 8
+// voxels, shifted by (ky, kz) through the address in its descriptor, and the weights of all three kx side by side (N = 96),
+// and so adds to three planes of the result, which stay in registers. After input plane i the result's plane i - 2
+// is complete. Which third of the registers holds which plane changes from plane to plane: not the registers move but the
+// weights, which lie in shared memory as kx = 2 1 0 2 1, of which an address picks three in a row.
+//
+// Two warpgroups multiply, each 8 rows along Y, two tiles of 8 along Z; while one tile's products run, the one before
+// is stored. The weights' columns are permuted, so that a thread holds eight neighbouring channels: 16 bytes.
+//
+// EPILOGUE says what else is made of the result while it is in registers: 0 nothing; 1 its moments, 2, as it is the
+// gradient of what was normalised, the sums that the normalisation's gradient needs. Each warp has a row
+// for them. Products follow the layouts of the PTX manual (wgmma); the marching scheme is this package's own.
+
+constexpr int GROUPS = 2, TILES = 2, LOADING_GROUPS = NORM ? 2 : 1;
+constexpr int THREADS = 128 * (GROUPS + LOADING_GROUPS), LOADERS = 128 * LOADING_GROUPS;
+constexpr int COLUMN_Y = 8 * GROUPS, COLUMN_Z = 8 * TILES;
+constexpr int ROWS = COLUMN_Y + 2, ROW = COLUMN_Z + 2;
+constexpr int PLANE = ROWS * ROW * 64;
+constexpr int SLOT = (PLANE + 1023) / 1024 * 1024;
+constexpr int SLOTS = HALVES == 1 ? 5 : 2;  // what the weights leave room for
+constexpr int WEIGHTS = 9 * 4 * 160 * 16;   // of 32 channels of the input: (tap, 8 channels, kx and column)
+
+// Registers of a thread that loads and of one that multiplies: together those of the launch, or it would hang.
+constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
+constexpr int LOADS_WITH = NORM ? 96 : 40;
+constexpr int MULTIPLIES_WITH = (AT_LAUNCH * (GROUPS + LOADING_GROUPS) - LOADS_WITH * LOADING_GROUPS) / GROUPS / 8 * 8;
+
+// Upper words of the descriptors: what lies between groups of 8 rows, and the swizzle; and upper halves of the lower ones.
+constexpr u32 A_HIGH = (ROW * 64) >> 4 | 2u << 30, A_MIDDLE = 1u << 16;
+constexpr u32 B_HIGH = 128 >> 4, B_MIDDLE = (160 * 16) >> 4 << 16;
+
+struct Arguments {
+    Map x;  // with NORM; else the tensor map says it
+    Affine affine;
+    const void* weights;
+    Map y;
+    Map source;      // EPILOGUE 2: what was normalised
+    float* rows;     // EPILOGUE: (8 * programs of a part, 4 or 2, N, channels of the result), zeros
+    int N, X, Y, Z;  // of the input
+    int made;        // planes of the result
+    int before;      // planes of zeros before the input
+};
+
+// Products of 32 channels of a tile with the weights; a and b are addresses / 16 with the middle parts.
+template <int THIRD>
+__device__ __forceinline__ void multiply(float (&d)[48], u32 a, u32 b) {
+#pragma unroll
+    for (int tap = 0; tap < 9; tap++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int from_a = ((tap / 3 * ROW + tap % 3) * 64 + k * 32) >> 4;
+            const int from_b = ((tap * 4 + k * 2) * 160 * 16 + (2 - THIRD) * 512) >> 4;
+            multiply_add<0>(d, (u64)A_HIGH << 32 | (a + from_a), (u64)B_HIGH << 32 | (b + from_b));
+        }
+    }
+}
+
+// Numbers that a thread makes of 8 channels of a sample, which its warp's row gets in the end.
+struct Tally {
+#if EPILOGUE == 1
+    float shift[8];  // a value of each channel: differences from it lose no digits
+    int count;
+#elif EPILOGUE == 2
+    float scale[8], level[8], mean[8];
+    uint4 source[2];
+#endif
+    float one[8], two[8];
+
+    __device__ __forceinline__ void begin(const Arguments& g, int sample, int channel) {
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            one[c] = two[c] = 0.f;
+#if EPILOGUE == 2
+            load_affine(g.affine, sample, channel + c, scale[c], level[c]);
+            mean[c] = g.affine.mean[2 * ((i64)sample * g.affine.channels + channel + c)];
+#endif
+        }
+#if EPILOGUE == 1
+        count = -1;
+#endif
+    }
+
+    // What a value of two voxels' channels adds; a and b are the result in float32.
+    __device__ __forceinline__ void add(const float (&a)[8], const float (&b)[8], bool in_a, bool in_b, float slope) {
+#if EPILOGUE == 1
+        if (count < 0) {
+            count = 0;
+#pragma unroll
+            for (int c = 0; c < 8; c++) shift[c] = __shfl_sync(~0u, a[c], threadIdx.x & 3);
+        }
+        count += (int)in_a + (int)in_b;
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            const float from_a = in_a ? a[c] - shift[c] : 0.f, from_b = in_b ? b[c] - shift[c] : 0.f;
+            one[c] += from_a, two[c] = fmaf(from_a, from_a, two[c]);
+            one[c] += from_b, two[c] = fmaf(from_b, from_b, two[c]);
+        }
+#elif EPILOGUE == 2
+        const u32 words[2][4] = {{source[0].x, source[0].y, source[0].z, source[0].w},
+                                 {source[1].x, source[1].y, source[1].z, source[1].w}};
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            float x_a, x_b, other;
+            if (c % 2 == 0) unpack(words[0][c / 2], x_a, other), unpack(words[1][c / 2], x_b, other);
+            else unpack(words[0][c / 2], other, x_a), unpack(words[1][c / 2], other, x_b);
+            const float g_a = fmaf(x_a, scale[c], level[c]) > 0.f ? a[c] : a[c] * slope;
+            const float g_b = fmaf(x_b, scale[c], level[c]) > 0.f ? b[c] : b[c] * slope;
+            if (in_a) one[c] += g_a, two[c] = fmaf(g_a, x_a - mean[c], two[c]);
+            if (in_b) one[c] += g_b, two[c] = fmaf(g_b, x_b - mean[c], two[c]);
+        }
+#endif
+    }
+    // Adds up a warp's numbers, and writes them to its row.
+    __device__ __forceinline__ void end(const Arguments& g, int row, int sample, int channel, int channels) {
+        const int lane = threadIdx.x % 32;
+#if EPILOGUE == 1
+        float number = (float)max(count, 0);
+#endif
+#pragma unroll
+        for (int apart = 4; apart < 32; apart *= 2) {
+#if EPILOGUE == 1
+            number += __shfl_xor_sync(~0u, number, apart);
+#endif
+#pragma unroll
+            for (int c = 0; c < 8; c++) {
+                one[c] += __shfl_xor_sync(~0u, one[c], apart);
+                two[c] += __shfl_xor_sync(~0u, two[c], apart);
+            }
+        }
+        if (lane >= 4) return;
+        const i64 line = (i64)g.N * channels;
+        float* out = g.rows + row * (EPILOGUE == 1 ? 4 : 2) * line + (i64)sample * channels + channel;
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+#if EPILOGUE == 1
+            const float away = number > 0.f ? one[c] / number : 0.f;
+            out[c] = number;
+            out[line + c] = number > 0.f ? fmaxf(two[c] / number - away * away, 0.f) : 0.f;
+            out[2 * line + c] = shift[c];
+            out[3 * line + c] = away;
+#elif EPILOGUE == 2
+            const i64 column = (i64)sample * channels + channel + c;
+            out[c] = one[c];
+            out[line + c] = (two[c] - one[c] * g.affine.mean[2 * column + 1]) * g.affine.rstd[column];
+#endif
+        }
+    }
+};
+
+// A warpgroup: its accumulators, and where it is in the ring of planes and in the result.
+struct Multiplier {
+    const Arguments& g;
+    const u32 ring, full, empty;  // address / 16 with the middle part; barriers
+    const u32 weights;
+    const int warp, lane;
+    float d[TILES][48];
+    Tally tally;
+    int slot = 0, before = -1;
+    u32 phase = 0;
+    // Of the column at hand: memory of this thread's voxels in plane -2 of what the program makes of it.
+    unsigned short* y;
+    const unsigned short* source;
+    bool in[TILES][2];
+
+    __device__ __forceinline__ Multiplier(const Arguments& g, u32 ring_, u32 weights_, u32 full, u32 empty, int group)
+        : g(g), ring((ring_ + 64 * 8 * group * ROW) >> 4 | A_MIDDLE), full(full), empty(empty),
+          weights(weights_ >> 4 | B_MIDDLE), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ void begin_column(int sample, int x, int y0, int z0, int channel) {
+        const int y_ = y0 + warp * 2, z_ = z0 + lane / 4;  // two rows for each of eight warps
+        y = g.y.data + sample * g.y.sample + (i64)(x - 2) * g.y.x + (i64)y_ * g.y.y + (i64)z_ * g.y.z + channel;
+#if EPILOGUE == 2
+        source = g.source.data + sample * g.source.sample + (i64)(x - 2) * g.source.x + (i64)y_ * g.source.y +
+                 (i64)z_ * g.source.z + channel;
+#endif
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            in[t][0] = y_ < g.Y && z_ + 8 * t < g.Z, in[t][1] = y_ + 1 < g.Y && z_ + 8 * t < g.Z;
+#pragma unroll
+            for (int c = 0; c < 48; c++) clear(d[t][c]);
+        }
+    }
+
+    template <int THIRD>
+    __device__ __forceinline__ void issue(int tile, int half) {
+        u32 from = ring + slot * (SLOT >> 4) + (64 * 8 * tile >> 4), by = weights + half * (WEIGHTS >> 4);
+        pin(from), pin(by);  // or the addresses of all products would be kept in registers
+        products_begin();
+        multiply<THIRD>(d[tile], from, by);
+        products_end();
+    }
+
+    __device__ __forceinline__ void release() {
+        if (lane == 0 && before >= 0) arrive(empty + 8 * before);
+    }
+
+    // Reads what the tile that is next to be finished is compared with, while products run.
+    __device__ __forceinline__ void look_ahead(int tile, bool live, int planes) {
+#if EPILOGUE == 2
+        const unsigned short* at = source + planes * g.source.x + 8 * tile * g.source.z;
+        tally.source[0] = tally.source[1] = make_uint4(0, 0, 0, 0);
+        if (live && in[tile][0]) tally.source[0] = *(const uint4*)at;
+        if (live && in[tile][1]) tally.source[1] = *(const uint4*)(at + g.source.y);
+#endif
+    }
+
+    // Stores the third of a tile that is complete, if the plane is one of this program's, and clears it.
+    template <int THIRD>
+    __device__ __forceinline__ void finish(int tile, bool live, int planes) {
+        constexpr int o = THIRD * 16;
+        float(&r)[48] = d[tile];
+#pragma unroll
+        for (int c = 0; c < 16; c++) pin(r[o + c]);
+        if (live) {
+            // The layout of a product: columns 8 j + 2 (lane % 4), rows lane / 4 and 8 more.
+            float a[8], b[8];
+#pragma unroll
+            for (int c = 0; c < 8; c++) a[c] = r[o + c / 2 * 4 + c % 2], b[c] = r[o + c / 2 * 4 + c % 2 + 2];
+            unsigned short* at = y + planes * g.y.x + 8 * tile * g.y.z;
+            if (in[tile][0])
+                *(uint4*)at = make_uint4(pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+            if (in[tile][1])
+                *(uint4*)(at + g.y.y) = make_uint4(pack(b[0], b[1]), pack(b[2], b[3]), pack(b[4], b[5]), pack(b[6], b[7]));
+#if EPILOGUE
+            tally.add(a, b, in[tile][0], in[tile][1], g.affine.slope);
+#endif
+        }
+#pragma unroll
+        for (int c = 0; c < 16; c++) clear(r[o + c]);
+    }
+
+    // Multiplies input plane i of a column. While a tile's products run, the tile before is finished: the last one
+    // of plane i - 1 first.
+    template <int THIRD>
+    __device__ __forceinline__ void step(int i) {
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            if (half == 0) look_ahead(TILES - 1, i > 2, i - 1);
+            wait_for(full + 8 * slot, phase);
+            issue<THIRD>(0, half);
+            wait_for_products<1>();
+            release();
+            if (half == 0) finish<THIRD>(TILES - 1, i > 2, i - 1);
+#pragma unroll
+            for (int t = 1; t < TILES; t++) {
+                if (half == HALVES - 1) look_ahead(t - 1, i >= 2, i);
+                issue<THIRD>(t, half);
+                if (half == HALVES - 1) {
+                    wait_for_products<1>();
+                    finish<(THIRD + 1) % 3>(t - 1, i >= 2, i);
+                }
+            }
+            before = slot;
+            if (++slot == SLOTS) slot = 0, phase ^= 1;
+        }
+    }
+
+    // Finishes the last tile of input plane i, which ends a column.
+    template <int THIRD>
+    __device__ __forceinline__ void end_column(int i) {
+        look_ahead(TILES - 1, true, i);
+        wait_for_products<0>();
+        release();
+        before = -1;
+        finish<(THIRD + 1) % 3>(TILES - 1, true, i);
+    }
+
+    // Makes the planes of the result that a column's `planes` of the input, two more, are for.
+    __device__ __forceinline__ void column(int planes) {
+        for (int i = 0;;) {
+            step<0>(i);
+            if (++i == planes) return end_column<0>(i - 1);
+            step<1>(i);
+            if (++i == planes) return end_column<1>(i - 1);
+            step<2>(i);
+            if (++i == planes) return end_column<2>(i - 1);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+convolution(const __grid_constant__ TensorMap map, const __grid_constant__ Arguments g, const int parts) {
+    extern __shared__ unsigned char memory[];
+    const u32 ring = (shared_address(memory) + 1023) & ~1023u;
+    const u32 weights = ring + SLOTS * SLOT, full = weights + HALVES * WEIGHTS;
+    const u32 empty = full + 8 * SLOTS, loaded = empty + 8 * SLOTS;
+    [[maybe_unused]] const u32 table = loaded + 16;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < SLOTS; s++) {
+            init_barrier(full + 8 * s, NORM ? LOADERS : 1);
+            init_barrier(empty + 8 * s, 4 * GROUPS);
+        }
+        init_barrier(loaded, 1);
+    }
+    barriers_are_ready();
+
+    // Programs of all parts, 32 channels of the result each, go side by side over the same planes.
+    const int part = blockIdx.x % parts, program = blockIdx.x / parts, programs = gridDim.x / parts;
+    const int in_y = (g.Y + COLUMN_Y - 1) / COLUMN_Y, in_z = (g.Z + COLUMN_Z - 1) / COLUMN_Z;
+    const u32 work = (u32)g.N * in_y * in_z * g.made;
+    const u32 begin = (u32)((u64)work * program / programs), end = (u32)((u64)work * (program + 1) / programs);
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+    if (group >= GROUPS) {
+        give_registers<LOADS_WITH>();
+        const int thread = threadIdx.x - 128 * GROUPS;
+        if (thread == 0) {
+            arrive_and_expect(loaded, HALVES * WEIGHTS);
+            copy_bytes(weights, (const char*)g.weights + (i64)part * HALVES * WEIGHTS, HALVES * WEIGHTS, loaded);
+        }
+#if NORM
+        NormalizedPlanes<ROWS, ROW, LOADERS, HALVES> planes(thread, ring, table);
+#else
+        if (thread) return;
+#endif
+        int slot = 0;
+        u32 phase = 1;
+        for (u32 p = begin; p < end;) {
+            const int column = p / g.made, x = p % g.made - g.before, count = min(g.made - p % g.made, end - p);
+            const int z = column % in_z * COLUMN_Z - 1, y = column / in_z % in_y * COLUMN_Y - 1;
+            const int n = column / in_z / in_y;
+#if NORM
+            planes.begin(g.x, g.affine, 0, n, x, y, z, g.X, g.Y, g.Z);
+#endif
+            for (int i = 0; i < count + 2; i++) {
+#pragma unroll
+                for (int half = 0; half < HALVES; half++) {
+                    wait_for(empty + 8 * slot, phase);
+#if NORM
+                    planes.store(half, slot * SLOT, full + 8 * slot, g.affine.slope);
+#else
+                    arrive_and_expect(full + 8 * slot, PLANE);
+                    copy_plane(ring + slot * SLOT, &map, half * 32, z, y, x + i, n, full + 8 * slot);
+#endif
+                    if (++slot == SLOTS) slot = 0, phase ^= 1;
+                }
+            }
+            p += count;
+        }
+    } else {
+        take_registers<MULTIPLIES_WITH>();
+        Multiplier with(g, ring, weights, full, empty, group);
+        const int channel = part * 32 + with.lane % 4 * 8, row = program * 4 * GROUPS + with.warp;
+        [[maybe_unused]] int sample = -1;
+        wait_for(loaded, 0);
+        for (u32 p = begin; p < end;) {
+            const int column = p / g.made, x = p % g.made, count = min(g.made - x, end - p);
+            const int n = column / in_z / in_y;
+#if EPILOGUE
+            if (n != sample) {
+                if (sample >= 0) with.tally.end(g, row, sample, channel, parts * 32);
+                with.tally.begin(g, n, channel);
+            }
+#endif
+            sample = n;
+            with.begin_column(n, x, column / in_z % in_y * COLUMN_Y, column % in_z * COLUMN_Z, channel);
+            with.column(count + 2);
+            p += count;
+        }
+#if EPILOGUE
+        if (sample >= 0) with.tally.end(g, row, sample, channel, parts * 32);
+#endif
+    }
+}

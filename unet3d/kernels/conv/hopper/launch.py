@@ -1,0 +1,267 @@
+"""The hand-written convolutions (:mod:`unet3d.kernels.conv.hopper.op`) on a GPU: their launches.
+
+A program of either kernel goes along X over a column of 16 x 16 voxels; all programs get the same
+number of planes of all columns, and each finds its own.
+"""
+
+import ctypes
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
+
+GROUP = 32
+"""Channels that a program takes at a time."""
+COLUMN = 16
+"""Voxels of a column along Y and Z."""
+WARPS = 8
+"""Warps that multiply, each with a row for moments or sums."""
+PAIRS = 5
+"""Pairs of taps in the sums of the weights' gradient."""
+
+_SLOT = 21 * 1024
+"""Bytes of a plane of 18 x 18 voxels in shared memory."""
+_WEIGHTS = 9 * 4 * 160 * 16
+_NOTHING, _MOMENTS, _SUMS = range(3)
+_NO_MAP = TensorMap()
+
+_Pointer = ctypes.c_void_p
+
+
+class _Map(ctypes.Structure):
+    _fields_ = (
+        ("data", _Pointer),
+        ("sample", ctypes.c_longlong),
+        ("x", ctypes.c_longlong),
+        ("y", ctypes.c_int),
+        ("z", ctypes.c_int),
+    )
+
+
+class _Affine(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("weight", "bias", "mean", "rstd")),
+        ("channels", ctypes.c_int),
+        ("slope", ctypes.c_float),
+    )
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = (
+        ("x", _Map),
+        ("affine", _Affine),
+        ("weights", _Pointer),
+        ("y", _Map),
+        ("source", _Map),
+        ("rows", _Pointer),
+        *((name, ctypes.c_int) for name in ("N", "X", "Y", "Z", "made", "before")),
+    )
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = (
+        ("x", _Map),
+        ("affine", _Affine),
+        ("sums", _Pointer),
+        *((name, ctypes.c_int) for name in ("N", "X", "Y", "Z", "before")),
+    )
+
+
+def convolve(
+    x: Tensor,
+    kernel: Tensor,
+    *affine: Tensor | None,
+    slope: float,
+    before: int,
+    after: int,
+    moments: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    epilogue = _MOMENTS if moments else _NOTHING
+    given = _affine(affine, slope)
+    return _convolve(x, kernel, given, None, epilogue, before, after, turned=False)
+
+
+def input_gradient(
+    dy: Tensor,
+    kernel: Tensor,
+    x: Tensor | None,
+    *affine: Tensor | None,
+    slope: float,
+    before: int,
+    after: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the map that was convolved, and sums where x was normalised first."""
+    epilogue, given = _NOTHING if x is None else _SUMS, _affine(affine, slope)
+    return _convolve(dy, kernel, given, x, epilogue, 2 - before, 2 - after, turned=True)
+
+
+def _convolve(
+    x: Tensor,
+    kernel: Tensor,
+    affine: _Affine | None,
+    source: Tensor | None,
+    epilogue: int,
+    before: int,
+    after: int,
+    *,
+    turned: bool,
+) -> tuple[Tensor, Tensor]:
+    n, inputs, *size = x.shape
+    outputs = kernel.shape[1 if turned else 0]
+    parts, made = outputs // GROUP, size[0] + before + after - 2
+    programs = _programs(x, made, parts)
+    layout = torch.channels_last_3d
+    shape = (n, outputs, made, *size[1:])
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    # A warp writes only the rows of its samples.
+    numbers = (0, 4, 2)[epilogue]
+    shape = (programs * WARPS if numbers else 0, numbers or 4, n, outputs)
+    rows = torch.zeros(shape, device=x.device)
+    weights = kernel.reshape(-1)[_places(outputs, inputs, turned, x.device)]
+    arguments = _Convolution(
+        x=_map(x),
+        affine=affine or _Affine(),
+        weights=weights.data_ptr(),
+        y=_map(y),
+        source=_Map() if source is None else _map(source),
+        rows=rows.data_ptr(),
+        N=n,
+        X=size[0],
+        Y=size[1],
+        Z=size[2],
+        made=made,
+        before=before,
+    )
+    normalizes = affine is not None and source is None
+    box = _NO_MAP if normalizes else tensor_map(x, (COLUMN + 2, COLUMN + 2))
+    _begin_building(x.dtype == torch.float16)
+    function = _convolution(inputs // GROUP, normalizes, epilogue, x.dtype == torch.float16)
+    function.launch(x.device, programs * parts, box, arguments, ctypes.c_int(parts))
+    return y, rows
+
+
+def weight_gradient(
+    dy: Tensor, x: Tensor, *affine: Tensor | None, slope: float, before: int
+) -> Tensor:
+    """Return the gradient of the kernel (O, I, 3, 3, 3)."""
+    n, channels, *size = x.shape
+    inputs, outputs = channels // GROUP, dy.shape[1] // GROUP
+    programs = _programs(x, size[0], inputs * outputs)
+    sums = x.new_empty((programs, inputs * outputs, PAIRS * 64 * 96), dtype=torch.float32)
+    given = _affine(affine, slope)
+    arguments = _Weights(
+        x=_map(x),
+        affine=given or _Affine(),
+        sums=sums.data_ptr(),
+        N=n,
+        X=size[0],
+        Y=size[1],
+        Z=size[2],
+        before=before,
+    )
+    x_box = _NO_MAP if given else tensor_map(x, (COLUMN + 2, COLUMN + 2))
+    boxes = x_box, tensor_map(dy, (COLUMN, COLUMN))
+    counts = ctypes.c_int(inputs), ctypes.c_int(outputs)
+    function = _weights(given is not None, x.dtype == torch.float16)
+    function.launch(x.device, programs * inputs * outputs, *boxes, arguments, *counts)
+    places = _gradient_places(outputs, inputs, x.device)
+    return sums.sum(0).reshape(-1)[places].view(dy.shape[1], channels, 3, 3, 3)
+
+
+def _programs(x: Tensor, planes: int, parts: int) -> int:
+    """Return how many programs of each part there are, at most one for each processor."""
+    n, _, _, y, z = x.shape
+    work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
+    return min(_processors(x.device) // parts, work)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _map(x: Tensor) -> _Map:
+    sample, _, *space = x.stride()
+    return _Map(x.data_ptr(), sample, *space)
+
+
+def _affine(affine: tuple[Tensor | None, ...], slope: float) -> _Affine | None:
+    weight, *others = affine
+    if weight is None:
+        return None
+    pointers = (value.data_ptr() for value in (weight, *others) if value is not None)
+    return _Affine(*pointers, weight.numel(), slope)
+
+
+@functools.cache
+def _places(outputs: int, inputs: int, turned: bool, device: torch.device) -> Tensor:
+    """Return where in a kernel (O, I, 3, 3, 3) the weights lie in the order that programs load.
+
+    For each 32 outputs, and each 32 inputs of them: (9 taps (ky, kz), 4 times 8 inputs, kx = 2 1 0
+    2 1, 32 columns, 8 inputs). Column 8 j + 2 q + e is output 8 q + 2 j + e, so a thread's sums are
+    of eight neighbours. ``turned``: of the convolution that is the gradient of the input, of a
+    kernel whose outputs are these inputs.
+    """
+    ranges = (outputs // GROUP, inputs // GROUP, 3, 3, 4, 5, 4, 4, 2, 8)
+    many = torch.meshgrid(*map(torch.arange, ranges), indexing="ij")
+    to, of, ky, kz, chunk, block, j, q, e, within = many
+    kx = torch.tensor((2, 1, 0, 2, 1))[block]
+    out, into = GROUP * to + 8 * q + 2 * j + e, GROUP * of + 8 * chunk + within
+    if turned:
+        kx, ky, kz, out, into, inputs = 2 - kx, 2 - ky, 2 - kz, into, out, outputs
+    place = (((out * inputs + into) * 3 + kx) * 3 + ky) * 3 + kz
+    return place.flatten().to(device)
+
+
+@functools.cache
+def _gradient_places(outputs: int, inputs: int, device: torch.device) -> Tensor:
+    """Return where in the sums (parts, pairs of taps, 64, 96) each weight's gradient lies."""
+    size = (outputs, GROUP, inputs, GROUP, 3, 3, 3)
+    to, o, of, i, kx, ky, kz = torch.meshgrid(*map(torch.arange, size), indexing="ij")
+    pair = torch.where(kz < 2, ky, torch.where(ky < 2, 3, 4))
+    half = torch.where(kz < 2, kz, torch.where(ky < 2, ky, 0))
+    row = ((to * inputs + of) * PAIRS + pair) * 64 + half * GROUP + i
+    return (row * 96 + (2 - kx) * GROUP + o).flatten().to(device)
+
+
+@functools.cache
+def _convolution(halves: int, normalizes: bool, epilogue: int, float16: bool) -> Kernel:
+    slots = 5 if halves == 1 else 2
+    shared = slots * _SLOT + halves * _WEIGHTS + 16 * slots + 16 + halves * GROUP * 8
+    return Kernel(
+        "convolution",
+        ("common.cu", "convolution.cu"),
+        {"HALVES": halves, "NORM": int(normalizes), "EPILOGUE": epilogue, "FLOAT16": int(float16)},
+        threads=512 if normalizes else 384,
+        shared_bytes=shared + 1024,  # the ring begins at a multiple of that
+    )
+
+
+@functools.cache
+def _weights(normalizes: bool, float16: bool) -> Kernel:
+    shared = 4 * _SLOT + 7 * COLUMN * COLUMN * 64 + 16 * 9 + GROUP * 8
+    return Kernel(
+        "weights",
+        ("common.cu", "weights.cu"),
+        {"NORM": int(normalizes), "FLOAT16": int(float16)},
+        threads=384,
+        shared_bytes=shared + 1024,
+    )
+
+
+@functools.cache
+def _begin_building(float16: bool) -> None:
+    """Compile all variants at a time, those of a forward pass first, unless they are kept."""
+    for halves, normalizes, epilogue in itertools.product((1, 2), (False, True), range(2)):
+        _convolution(halves, normalizes, epilogue, float16).build()
+    for chosen in (False, True):
+        _weights(chosen, float16).build()
+        _convolution(2 if chosen else 1, False, _SUMS, float16).build()
+
+
+CHECKED = _convolution(1, False, _NOTHING, False)
+"""Shows whether kernels can be compiled and loaded."""
