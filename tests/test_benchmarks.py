@@ -14,7 +14,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("step", "training", "prediction", "scaling", "memory", "quality", "nnunet")
+SCRIPTS = ("step", "kernels", "training", "prediction", "scaling", "memory", "quality", "nnunet")
 DOCUMENTS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 DOCUMENTS += [ROOT / "benchmarks" / f"{name}.py" for name in SCRIPTS]
 SMALL = "--channels 4,8,8 --shape 16,16,16"
@@ -78,6 +78,16 @@ def test_step_compares_networks_or_says_why_not(run):
     peer = rows["nnunet-eager"]
     assert "seconds" in peer or "dynamic_network_architectures" in peer["reason"]
     assert list(rows) == keys.split(",") and "/ dynunet-eager" in table
+
+
+@pytest.mark.nightly
+def test_convolutions_are_compared_in_all_ways(run):
+    record, table = run("kernels", "--device cpu --sizes 8-8@6,8-40@2x4,40-40@5 --launches 2")
+    rows = {(row["size"], row["form"], row["way"]): row for row in record["rows"]}
+    assert len(rows) == len(record["rows"]) == 8 * (3 + 3 + 2)
+    for row in rows.values():
+        assert row["seconds"] > 0 and row["error"] < 4e-3 and row["tflops"] > 0, row
+    assert "8-40@2x4        normalized-weight-gradient" in table
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # PyTorch 2.11's own
