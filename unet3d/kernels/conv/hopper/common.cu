@@ -127,6 +127,10 @@ __device__ __forceinline__ void unpack(u32 both, float& low, float& high) {
 #endif
 }
 
+__device__ __forceinline__ void unpack(const uint4& eight, float (&x)[8]) {
+    unpack(eight.x, x[0], x[1]), unpack(eight.y, x[2], x[3]), unpack(eight.z, x[4], x[5]), unpack(eight.w, x[6], x[7]);
+}
+
 // ----------------------------------------------------------------------------------------- normalisation
 // A normalisation and its LeakyReLU: weight and bias of each channel, mean (as two numbers) and 1 / deviation
 // of each sample and channel.

@@ -10,9 +10,13 @@
 // Two warpgroups multiply, each 8 rows along Y, two tiles of 8 along Z; while one tile's products run, the one before
 // is stored. The weights' columns are permuted, so that a thread holds eight neighbouring channels: 16 bytes.
 //
-// EPILOGUE says what else is made of the result while it is in registers: 0 nothing; 1 its moments, 2, as it is the
-// gradient of what was normalised, the sums that the normalisation's gradient needs. Each warp has a row
-// for them. Products follow the layouts of the PTX manual (wgmma); the marching scheme is this package's own.
+// EPILOGUE says what else happens to the result while it is in registers: 0 nothing; 1 its moments are taken; 2 another
+// map is added, then moments are taken; 3, where it is the gradient of what was normalised, the sums are taken that the
+// normalisation's gradient needs. Each warp has a row for moments or sums. Products follow the layouts of the PTX manual (wgmma); the marching scheme is this package's own.
+
+#define MOMENTS (EPILOGUE == 1 || EPILOGUE == 2)
+#define ADDS (EPILOGUE == 2)
+#define SUMS (EPILOGUE == 3)
 
 constexpr int GROUPS = 2, TILES = 2, LOADING_GROUPS = NORM ? 2 : 1;
 constexpr int THREADS = 128 * (GROUPS + LOADING_GROUPS), LOADERS = 128 * LOADING_GROUPS;
@@ -37,7 +41,7 @@ struct Arguments {
     Affine affine;
     const void* weights;
     Map y;
-    Map source;      // EPILOGUE 2: what was normalised
+    Map other;       // ADDS: what is added; SUMS: what was normalised
     float* rows;     // EPILOGUE: (8 * programs of a part, 4 or 2, N, channels of the result), zeros
     int N, X, Y, Z;  // of the input
     int made;        // planes of the result
@@ -60,12 +64,11 @@ __device__ __forceinline__ void multiply(float (&d)[48], u32 a, u32 b) {
 
 // Numbers that a thread makes of 8 channels of a sample, which its warp's row gets in the end.
 struct Tally {
-#if EPILOGUE == 1
+#if MOMENTS
     float shift[8];  // a value of each channel: differences from it lose no digits
     int count;
-#elif EPILOGUE == 2
+#elif SUMS
     float scale[8], level[8], mean[8];
-    uint4 source[2];
 #endif
     float one[8], two[8];
 
@@ -73,19 +76,21 @@ struct Tally {
 #pragma unroll
         for (int c = 0; c < 8; c++) {
             one[c] = two[c] = 0.f;
-#if EPILOGUE == 2
+#if SUMS
             load_affine(g.affine, sample, channel + c, scale[c], level[c]);
             mean[c] = g.affine.mean[2 * ((i64)sample * g.affine.channels + channel + c)];
 #endif
         }
-#if EPILOGUE == 1
+#if MOMENTS
         count = -1;
 #endif
     }
 
-    // What a value of two voxels' channels adds; a and b are the result in float32.
-    __device__ __forceinline__ void add(const float (&a)[8], const float (&b)[8], bool in_a, bool in_b, float slope) {
-#if EPILOGUE == 1
+    // Takes the channels of two voxels; x_a and x_b are of what was normalised.
+    __device__ __forceinline__ void add(
+        const float (&a)[8], const float (&b)[8], const float (&x_a)[8], const float (&x_b)[8], bool in_a, bool in_b,
+        float slope) {
+#if MOMENTS
         if (count < 0) {
             count = 0;
 #pragma unroll
@@ -98,30 +103,26 @@ struct Tally {
             one[c] += from_a, two[c] = fmaf(from_a, from_a, two[c]);
             one[c] += from_b, two[c] = fmaf(from_b, from_b, two[c]);
         }
-#elif EPILOGUE == 2
-        const u32 words[2][4] = {{source[0].x, source[0].y, source[0].z, source[0].w},
-                                 {source[1].x, source[1].y, source[1].z, source[1].w}};
+#elif SUMS
 #pragma unroll
         for (int c = 0; c < 8; c++) {
-            float x_a, x_b, other;
-            if (c % 2 == 0) unpack(words[0][c / 2], x_a, other), unpack(words[1][c / 2], x_b, other);
-            else unpack(words[0][c / 2], other, x_a), unpack(words[1][c / 2], other, x_b);
-            const float g_a = fmaf(x_a, scale[c], level[c]) > 0.f ? a[c] : a[c] * slope;
-            const float g_b = fmaf(x_b, scale[c], level[c]) > 0.f ? b[c] : b[c] * slope;
-            if (in_a) one[c] += g_a, two[c] = fmaf(g_a, x_a - mean[c], two[c]);
-            if (in_b) one[c] += g_b, two[c] = fmaf(g_b, x_b - mean[c], two[c]);
+            const float g_a = fmaf(x_a[c], scale[c], level[c]) > 0.f ? a[c] : a[c] * slope;
+            const float g_b = fmaf(x_b[c], scale[c], level[c]) > 0.f ? b[c] : b[c] * slope;
+            if (in_a) one[c] += g_a, two[c] = fmaf(g_a, x_a[c] - mean[c], two[c]);
+            if (in_b) one[c] += g_b, two[c] = fmaf(g_b, x_b[c] - mean[c], two[c]);
         }
 #endif
     }
+
     // Adds up a warp's numbers, and writes them to its row.
     __device__ __forceinline__ void end(const Arguments& g, int row, int sample, int channel, int channels) {
         const int lane = threadIdx.x % 32;
-#if EPILOGUE == 1
+#if MOMENTS
         float number = (float)max(count, 0);
 #endif
 #pragma unroll
         for (int apart = 4; apart < 32; apart *= 2) {
-#if EPILOGUE == 1
+#if MOMENTS
             number += __shfl_xor_sync(~0u, number, apart);
 #endif
 #pragma unroll
@@ -132,16 +133,16 @@ struct Tally {
         }
         if (lane >= 4) return;
         const i64 line = (i64)g.N * channels;
-        float* out = g.rows + row * (EPILOGUE == 1 ? 4 : 2) * line + (i64)sample * channels + channel;
+        [[maybe_unused]] float* out = g.rows + row * (MOMENTS ? 4 : 2) * line + (i64)sample * channels + channel;
 #pragma unroll
         for (int c = 0; c < 8; c++) {
-#if EPILOGUE == 1
+#if MOMENTS
             const float away = number > 0.f ? one[c] / number : 0.f;
             out[c] = number;
             out[line + c] = number > 0.f ? fmaxf(two[c] / number - away * away, 0.f) : 0.f;
             out[2 * line + c] = shift[c];
             out[3 * line + c] = away;
-#elif EPILOGUE == 2
+#elif SUMS
             const i64 column = (i64)sample * channels + channel + c;
             out[c] = one[c];
             out[line + c] = (two[c] - one[c] * g.affine.mean[2 * column + 1]) * g.affine.rstd[column];
@@ -162,7 +163,8 @@ struct Multiplier {
     u32 phase = 0;
     // Of the column at hand: memory of this thread's voxels in plane -2 of what the program makes of it.
     unsigned short* y;
-    const unsigned short* source;
+    const unsigned short* other;
+    uint4 read[2];  // of the other map, at the tile that is next to be finished
     bool in[TILES][2];
 
     __device__ __forceinline__ Multiplier(const Arguments& g, u32 ring_, u32 weights_, u32 full, u32 empty, int group)
@@ -172,9 +174,9 @@ struct Multiplier {
     __device__ __forceinline__ void begin_column(int sample, int x, int y0, int z0, int channel) {
         const int y_ = y0 + warp * 2, z_ = z0 + lane / 4;  // two rows for each of eight warps
         y = g.y.data + sample * g.y.sample + (i64)(x - 2) * g.y.x + (i64)y_ * g.y.y + (i64)z_ * g.y.z + channel;
-#if EPILOGUE == 2
-        source = g.source.data + sample * g.source.sample + (i64)(x - 2) * g.source.x + (i64)y_ * g.source.y +
-                 (i64)z_ * g.source.z + channel;
+#if ADDS || SUMS
+        other = g.other.data + sample * g.other.sample + (i64)(x - 2) * g.other.x + (i64)y_ * g.other.y +
+                (i64)z_ * g.other.z + channel;
 #endif
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
@@ -197,13 +199,13 @@ struct Multiplier {
         if (lane == 0 && before >= 0) arrive(empty + 8 * before);
     }
 
-    // Reads what the tile that is next to be finished is compared with, while products run.
+    // Reads the other map at the tile that is next to be finished, while products run.
     __device__ __forceinline__ void look_ahead(int tile, bool live, int planes) {
-#if EPILOGUE == 2
-        const unsigned short* at = source + planes * g.source.x + 8 * tile * g.source.z;
-        tally.source[0] = tally.source[1] = make_uint4(0, 0, 0, 0);
-        if (live && in[tile][0]) tally.source[0] = *(const uint4*)at;
-        if (live && in[tile][1]) tally.source[1] = *(const uint4*)(at + g.source.y);
+#if ADDS || SUMS
+        const unsigned short* at = other + planes * g.other.x + 8 * tile * g.other.z;
+        read[0] = read[1] = make_uint4(0, 0, 0, 0);
+        if (live && in[tile][0]) read[0] = *(const uint4*)at;
+        if (live && in[tile][1]) read[1] = *(const uint4*)(at + g.other.y);
 #endif
     }
 
@@ -219,13 +221,21 @@ struct Multiplier {
             float a[8], b[8];
 #pragma unroll
             for (int c = 0; c < 8; c++) a[c] = r[o + c / 2 * 4 + c % 2], b[c] = r[o + c / 2 * 4 + c % 2 + 2];
+            [[maybe_unused]] float x_a[8], x_b[8];
+#if ADDS || SUMS
+            unpack(read[0], x_a), unpack(read[1], x_b);
+#endif
+#if ADDS
+#pragma unroll
+            for (int c = 0; c < 8; c++) a[c] += x_a[c], b[c] += x_b[c];
+#endif
             unsigned short* at = y + planes * g.y.x + 8 * tile * g.y.z;
             if (in[tile][0])
                 *(uint4*)at = make_uint4(pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
             if (in[tile][1])
                 *(uint4*)(at + g.y.y) = make_uint4(pack(b[0], b[1]), pack(b[2], b[3]), pack(b[4], b[5]), pack(b[6], b[7]));
 #if EPILOGUE
-            tally.add(a, b, in[tile][0], in[tile][1], g.affine.slope);
+            tally.add(a, b, x_a, x_b, in[tile][0], in[tile][1], g.affine.slope);
 #endif
         }
 #pragma unroll
@@ -343,7 +353,8 @@ convolution(const __grid_constant__ TensorMap map, const __grid_constant__ Argum
     } else {
         take_registers<MULTIPLIES_WITH>();
         Multiplier with(g, ring, weights, full, empty, group);
-        const int channel = part * 32 + with.lane % 4 * 8, row = program * 4 * GROUPS + with.warp;
+        const int channel = part * 32 + with.lane % 4 * 8;
+        [[maybe_unused]] const int row = program * 4 * GROUPS + with.warp;
         [[maybe_unused]] int sample = -1;
         wait_for(loaded, 0);
         for (u32 p = begin; p < end;) {

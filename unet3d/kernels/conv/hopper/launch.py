@@ -25,7 +25,7 @@ PAIRS = 5
 _SLOT = 21 * 1024
 """Bytes of a plane of 18 x 18 voxels in shared memory."""
 _WEIGHTS = 9 * 4 * 160 * 16
-_NOTHING, _MOMENTS, _SUMS = range(3)
+_NOTHING, _MOMENTS, _MOMENTS_OF_SUM, _SUMS = range(4)
 _NO_MAP = TensorMap()
 
 _Pointer = ctypes.c_void_p
@@ -55,7 +55,7 @@ class _Convolution(ctypes.Structure):
         ("affine", _Affine),
         ("weights", _Pointer),
         ("y", _Map),
-        ("source", _Map),
+        ("other", _Map),
         ("rows", _Pointer),
         *((name, ctypes.c_int) for name in ("N", "X", "Y", "Z", "made", "before")),
     )
@@ -78,11 +78,17 @@ def convolve(
     before: int,
     after: int,
     moments: bool,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    """Return the convolution of a map, normalised first where an affine is given, and moments.
+
+    A map is added where moments are wanted only.
+    """
     epilogue = _MOMENTS if moments else _NOTHING
+    if added is not None:
+        epilogue = _MOMENTS_OF_SUM
     given = _affine(affine, slope)
-    return _convolve(x, kernel, given, None, epilogue, before, after, turned=False)
+    return _convolve(x, kernel, given, added, epilogue, before, after, turned=False)
 
 
 def input_gradient(
@@ -103,7 +109,7 @@ def _convolve(
     x: Tensor,
     kernel: Tensor,
     affine: _Affine | None,
-    source: Tensor | None,
+    other: Tensor | None,
     epilogue: int,
     before: int,
     after: int,
@@ -118,7 +124,7 @@ def _convolve(
     shape = (n, outputs, made, *size[1:])
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
     # A warp writes only the rows of its samples.
-    numbers = (0, 4, 2)[epilogue]
+    numbers = (0, 4, 4, 2)[epilogue]
     shape = (programs * WARPS if numbers else 0, numbers or 4, n, outputs)
     rows = torch.zeros(shape, device=x.device)
     weights = kernel.reshape(-1)[_places(outputs, inputs, turned, x.device)]
@@ -127,7 +133,7 @@ def _convolve(
         affine=affine or _Affine(),
         weights=weights.data_ptr(),
         y=_map(y),
-        source=_Map() if source is None else _map(source),
+        other=_Map() if other is None else _map(other),
         rows=rows.data_ptr(),
         N=n,
         X=size[0],
@@ -136,7 +142,7 @@ def _convolve(
         made=made,
         before=before,
     )
-    normalizes = affine is not None and source is None
+    normalizes = affine is not None and epilogue != _SUMS
     box = _NO_MAP if normalizes else tensor_map(x, (COLUMN + 2, COLUMN + 2))
     _begin_building(x.dtype == torch.float16)
     function = _convolution(inputs // GROUP, normalizes, epilogue, x.dtype == torch.float16)
@@ -256,8 +262,9 @@ def _weights(normalizes: bool, float16: bool) -> Kernel:
 @functools.cache
 def _begin_building(float16: bool) -> None:
     """Compile all variants at a time, those of a forward pass first, unless they are kept."""
-    for halves, normalizes, epilogue in itertools.product((1, 2), (False, True), range(2)):
-        _convolution(halves, normalizes, epilogue, float16).build()
+    for halves, normalizes, epilogue in itertools.product((1, 2), (False, True), range(3)):
+        if not (normalizes and epilogue == _MOMENTS_OF_SUM):
+            _convolution(halves, normalizes, epilogue, float16).build()
     for chosen in (False, True):
         _weights(chosen, float16).build()
         _convolution(2 if chosen else 1, False, _SUMS, float16).build()

@@ -4,7 +4,8 @@ All are of 3x3x3 kernels with stride 1, of (N, C, X, Y, Z) maps in channels-last
 have room around Z (:mod:`unet3d.kernels.padding`), with multiples of 32 channels::
 
     convolve         the convolution of a map, or of what a normalisation with LeakyReLU makes of
-                     it, which is never written; and the moments of the result
+                     it, which is never written; and the moments of the result, to which another
+                     map may have been added
     input_gradient   the gradient of the map that was convolved; where that was normalised, with the
                      sums that the gradient of the normalisation needs
     weight_gradient  (O, I, 3, 3, 3) in float32
@@ -45,6 +46,7 @@ def _fake_convolve(
     before: int,
     after: int,
     moments: bool,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     y = _empty_map(x, len(kernel), x.shape[2] + before + after - 2)
     parts = PARTS if moments else 0
@@ -72,7 +74,7 @@ def _fake_input_gradient(
 convolve = operation(
     "hopper_convolve",
     f"(Tensor x, Tensor kernel, {_MAY_BE_AFFINE}, *, float slope, int before, int after,"
-    " bool moments) -> (Tensor, Tensor)",
+    " bool moments, Tensor? added=None) -> (Tensor, Tensor)",
     "conv.hopper.launch.convolve",
     _fake_convolve,
 )

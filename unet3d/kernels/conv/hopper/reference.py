@@ -23,9 +23,11 @@ def convolve(
     before: int,
     after: int,
     moments: bool,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the convolution of a map, normalised first where an affine is given, and moments."""
     y = F.conv3d(_padded(_normalized(x, *affine, slope=slope), before, after), kernel)
+    y = y if added is None else y + added
     exact = _exact(x)
     if not moments:
         return channels_last(y), x.new_empty((0, 4, *y.shape[:2]), dtype=exact)
