@@ -8,6 +8,7 @@ import torch
 from tests.shards import run_shards
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute
+from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, plan_topology
 from unet3d.model.optimizer import Optimization
@@ -56,8 +57,8 @@ def make_step(
 def predicted(step):
     """Return the prediction for a step, which is made once in a process."""
     # What tests patch, and a prediction depends on.
-    here = (recompute.MIN_ELEMENTS, division.MIN_DIVIDED_ELEMENTS, precision.cpu_has_bfloat16())
-    return _predicted(step, here)
+    sizes = (recompute.MIN_ELEMENTS, division.MIN_DIVIDED_ELEMENTS)
+    return _predicted(step, (*sizes, precision.cpu_has_bfloat16(), hopper.available))
 
 
 @cache

@@ -21,6 +21,7 @@ from tests.plain_network import (
 from tests.products import pairwise
 from unet3d.config import ModelSettings
 from unet3d.kernels import recompute as remake
+from unet3d.kernels.conv.hopper import api, op
 from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, parallelize
 
@@ -66,6 +67,43 @@ def test_what_is_made_again_is_transparent(options, recompute, cuts, loss_fn, mo
     assert list(found) == list(expected)
     for name, value in found.items():  # of statistics too: a batch counts once, if it runs twice
         assert torch.equal(value, expected[name]), name
+
+
+THREE_UNITS = {"units": (3, 3, 2), "decoder_units": (3, 3), "deep_supervision": True}
+
+
+@pairwise(
+    options=[{}, RESIDUAL, FLAT, THREE_UNITS, TRAINED_ELSEWHERE, {"norm": "group"}],
+    recompute=["norm", "level", "off"],
+    stages=[(1, None), (2, None), (2, (9,)), (4, (1, 5, 7))],
+    batch=[(1, 1), (2, 1), (5, 3)],
+)
+def test_maps_that_are_never_normalised_are_transparent(
+    options, recompute, stages, batch, monkeypatch
+):
+    """Hand-written convolutions normalise what they load, here in their plain versions."""
+    (num_devices, cuts), (num_samples, num_micro_batches) = stages, batch
+    topology = make_topology(**options)
+    # Before anything is replaced; this is what the step is compared with.
+    plain_gradients(topology, num_samples, PER_SAMPLE, False)
+    expected = plain_logits(topology, num_samples)
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: True)
+    fused, convolve = [], op.convolve
+
+    def watched(x, kernel, weight, *more, **given):
+        fused.append(weight is not None)
+        return convolve(x, kernel, weight, *more, **given)
+
+    monkeypatch.setattr(op, "convolve", watched)
+    layout = {"num_devices": num_devices, "cuts": cuts, "num_micro_batches": num_micro_batches}
+    executor = check_step(topology, num_samples, recompute=recompute, **layout)
+    # Where levels run again, only units within a block are fused.
+    may_fuse = recompute != "level" or topology.encoder == "residual"
+    assert any(fused) == (may_fuse and topology.norm == "instance")
+    fused.clear()
+    assert_close(executor.predict(make_batch(num_samples)[0]), expected, "logits")
+    assert fused and any(fused) == (topology.norm == "instance")
 
 
 @pairwise(

@@ -10,6 +10,7 @@ import torch
 from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure, measure_shards, predicted
 from unet3d.config import AugmentationSettings, ModelSettings, load_config
 from unet3d.errors import DeviceError, VolumeError
+from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.memory import fake_results
 from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations
 from unet3d.memory.fake_devices import fake_device
@@ -310,11 +311,13 @@ MEASURED: dict[str, tuple[dict[str, Any], list[int]]] = {
     ),
     "two slabs": ({"size": (256, 256, 256), "batch_size": 1, "num_shards": 2}, [4098195456]),
 }
-"""Steps on H100 and H200 and the peaks of their allocators (``benchmarks/results``)."""
+"""Steps on H100 and H200 and the peaks of their allocators (``benchmarks/results``), when cuDNN did
+all convolutions."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_what_gpus_took_is_predicted_without_them(name):
+def test_what_gpus_took_is_predicted_without_them(name, monkeypatch):
+    monkeypatch.setattr(hopper, "available", lambda device: False)
     options, measured = MEASURED[name]
     changes = {"num_gpus": 1, "size": (192, 192, 192), "precision": "bfloat16", **options}
     step = step_of(GPUS[: changes.pop("num_gpus")], changes, LARGE)
@@ -426,3 +429,14 @@ def test_captured_steps_take_what_was_predicted(num_gpus, num_micro_batches):
     predicted = [memory.peak_bytes for memory in predict_memory(step).memory.values()]
     measured = [memory.peak_bytes for memory in measure(step, NUM_WARM_UP_STEPS + 2).values()]
     assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_maps_that_are_never_normalised_take_no_memory(monkeypatch):
+    """Of four units the only reader is a hand-written convolution that normalises what it loads."""
+    options = {"size": (64, 64, 64), "batch_size": 1, "precision": "bfloat16", "recompute": "off"}
+    step, found = make_step(GPUS[:1], model=WIDE, **options), []
+    for is_available in (False, True):
+        monkeypatch.setattr(hopper, "available", lambda device, here=is_available: here)
+        found.append(predict_memory(step).memory[0].activations_bytes)
+    maps = 2 * (2 * 32 * 64**3 + 2 * 64 * 32**3)
+    assert maps <= found[0] - found[1] <= 1.05 * maps

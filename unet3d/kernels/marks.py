@@ -3,9 +3,20 @@
 A mark is on one tensor: a tensor made from it, even by ``detach``, has none.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-_MOMENTS = "_moments"
+_MOMENTS, _DEFERRED, _SUMS = "_moments", "_deferred", "_sums"
+
+
+class Deferred(NamedTuple):
+    """A normalisation with LeakyReLU that is left to the reader of a map."""
+
+    affine: tuple[Tensor, Tensor, Tensor, Tensor]
+    """What the stages of a normalisation take: weight, bias, mean and 1 / deviation."""
+    slope: float
+    """Of LeakyReLU."""
 
 
 def mark_moments(x: Tensor, moments: Tensor) -> Tensor:
@@ -17,3 +28,28 @@ def mark_moments(x: Tensor, moments: Tensor) -> Tensor:
 def moments_of(x: Tensor) -> Tensor | None:
     """Return the moments that a map is marked with."""
     return getattr(x, _MOMENTS, None)
+
+
+def mark_deferred(x: Tensor, deferred: Deferred) -> Tensor:
+    """Mark a map whose only reader normalises what it loads, and return it.
+
+    To autograd it is the normalised map: the reader returns the gradient of that.
+    """
+    setattr(x, _DEFERRED, deferred)
+    return x
+
+
+def deferred_of(x: Tensor) -> Deferred | None:
+    """Return what a map's reader has to do with its values first."""
+    return getattr(x, _DEFERRED, None)
+
+
+def mark_sums(gradient: Tensor, sums: Tensor) -> Tensor:
+    """Mark the gradient of a normalised map with its sums, as a normalisation takes them."""
+    setattr(gradient, _SUMS, sums)
+    return gradient
+
+
+def sums_of(gradient: Tensor) -> Tensor | None:
+    """Return the sums that a gradient is marked with."""
+    return getattr(gradient, _SUMS, None)

@@ -7,6 +7,7 @@ from unet3d.model.blocks import (
     run_block,
     run_blocks,
 )
+from unet3d.model.deferring import deferring
 from unet3d.model.loss import LossTerms, Regions, SegmentationLoss, dice_cross_entropy
 from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
 from unet3d.model.topology import Topology, plan_topology
@@ -24,6 +25,7 @@ __all__ = [
     "SequentialNetwork",
     "Topology",
     "UNet3d",
+    "deferring",
     "dice_cross_entropy",
     "in_running_order",
     "plan_topology",

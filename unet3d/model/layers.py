@@ -47,6 +47,16 @@ class Convolution(nn.Conv3d):
         """Whether the kernel is 3x3x3, for which there are faster convolutions."""
         return self.kernel_size == _CUBE
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the kernel is 3x3x3 and the stride 1."""
+        return self.is_cube and self.stride == (1, 1, 1)
+
+    @property
+    def outputs_of_reader(self) -> int | None:
+        """What a normalisation is told that has no other reader (:func:`instance_norm`)."""
+        return self.out_channels if self.is_plain else None
+
     def forward(self, x: Tensor, moments: bool = False) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
 
@@ -54,7 +64,7 @@ class Convolution(nn.Conv3d):
         """
         if not self.is_cube:
             return flat_conv(x, self.weight, self.stride)
-        if self.stride == (1, 1, 1):
+        if self.is_plain:
             return conv3x3x3(x, self.weight, moments=moments)
         return strided_conv3x3x3(x, self.weight, self.stride)
 
@@ -92,11 +102,13 @@ class ConvUnit(nn.Module):
         """Return what is normalised, and what is added to it before: nothing."""
         return self.conv(x, moments=True), None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+    def forward(self, x: Tensor, outputs_of_reader: int | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+
+        For ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
+        """
         norm = self.norm
-        is_plain = self.conv.is_cube and self.conv.stride == (1, 1, 1)
-        if isinstance(norm, InstanceNorm) and is_plain:
+        if isinstance(norm, InstanceNorm) and self.conv.is_plain:
             return conv3x3x3_instance_norm(
                 x,
                 self.conv.weight,
@@ -106,8 +118,9 @@ class ConvUnit(nn.Module):
                 norm.negative_slope,
                 pads_output=norm.feeds_convolution,
                 has_halo=norm.activated,
+                outputs_of_reader=outputs_of_reader,
             )
-        out: Tensor = norm(*self.convolved(x))
+        out: Tensor = norm(*self.convolved(x), outputs_of_reader)
         return out
 
 
@@ -146,11 +159,9 @@ class ResidualUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
-        features, skipped = (
-            self.norm(self.conv(self.first(x), moments=True)),
-            self.shortcut(own_planes(x)),
-        )
-        return with_halo(self.activation(features + skipped))
+        conv = self.conv
+        features = self.norm(conv(self.first(x, conv.outputs_of_reader), moments=True))
+        return with_halo(self.activation(features + self.shortcut(own_planes(x))))
 
 
 class Upsample(nn.ConvTranspose3d):
@@ -196,12 +207,13 @@ class UpsampledUnit(nn.Module):
         # The normalisation removes all but the border.
         return convolved if bias is None else add_border(convolved, self.unit.conv.weight, bias)
 
-    def forward(self, x: Tensor, added: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor, outputs_of_reader: int | None = None) -> Tensor:
         """Map features of the level below (N, C, X, Y, Z) to (N, channels, X', Y', Z').
 
-        The convolution of the skip, of that shape, is added before the normalisation.
+        The convolution of the skip, of that shape, is added before the normalisation. For
+        ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
         """
-        out: Tensor = self.unit.norm(*self.convolved(x, added))
+        out: Tensor = self.unit.norm(*self.convolved(x, added), outputs_of_reader)
         return out
 
 

@@ -23,8 +23,13 @@ class InstanceNorm(nn.Module):
         self.eps = topology.norm_eps
         self.negative_slope = topology.negative_slope if activated else 1.0
 
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Map features (N, C, X, Y, Z) to the same shape; where some are added first, x is lost."""
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, outputs_of_reader: int | None = None
+    ) -> Tensor:
+        """Map features (N, C, X, Y, Z) to the same shape; where some are added first, x is lost.
+
+        For ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
+        """
         return instance_norm(
             x,
             self.weight,
@@ -34,6 +39,7 @@ class InstanceNorm(nn.Module):
             added=added,
             pads_output=self.feeds_convolution,
             has_halo=self.activated,
+            outputs_of_reader=outputs_of_reader,
         )
 
 
@@ -66,7 +72,9 @@ class OtherNorm(nn.Sequential):
         super().__init__(norm, *follows)
         self.activated = activated
 
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, outputs_of_reader: int | None = None
+    ) -> Tensor:
         """Map (N, C, X, Y, Z) to the same shape; the arguments are those of InstanceNorm."""
         out: Tensor = super().forward(x if added is None else sum_of(x, added))  # type: ignore[no-untyped-call]
         return with_halo(out) if self.activated else out

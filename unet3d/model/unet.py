@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.host import shortage
 from unet3d.model.blocks import Block, run_blocks
+from unet3d.model.deferring import deferring
 from unet3d.model.layers import (
     Convolution,
     ConvUnit,
@@ -85,7 +86,8 @@ class Encoder(nn.Module):
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """Map an image (N, C, X, Y, Z) to the features of each level, level 0 first."""
-        features = run_blocks(self.blocks(), {"image": image}, self.outputs())
+        blocks = deferring(self.blocks(), self.outputs())
+        features = run_blocks(blocks, {"image": image}, self.outputs())
         return tuple(features[name] for name in self.outputs())
 
 
@@ -167,7 +169,8 @@ class Decoder(nn.Module):
     def forward(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Map the encoder's features to logits (N, K, X, Y, Z), full resolution first."""
         tensors = dict(zip(self.skips, features, strict=True))
-        logits = run_blocks(self.blocks(), tensors, self.outputs())
+        blocks = deferring(self.blocks(), self.outputs())
+        logits = run_blocks(blocks, tensors, self.outputs())
         return tuple(logits[name] for name in self.outputs())
 
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from unet3d.config import Recompute
 from unet3d.errors import ConfigError
 from unet3d.kernels import recomputed_in_backward
-from unet3d.model import Block, BlockNetwork, in_running_order, run_block, run_blocks
+from unet3d.model import (
+    Block,
+    BlockNetwork,
+    deferring,
+    in_running_order,
+    run_block,
+    run_blocks,
+)
 from unet3d.model.blocks import AfterBlock
 from unet3d.model.parts import PartsOfPass, recomputed_parts
 from unet3d.parallel.exchange import NoExchange
@@ -83,7 +90,9 @@ class PlacedBlocks:
     ) -> None:
         """Move the parameters; at most ``num_alive`` micro-batches are kept for backward."""
         self.stage = stage
-        self._blocks = in_running_order(stage.blocks)
+        self._predicted = deferring(stage.blocks, stage.outputs)
+        # What runs again is divided between any blocks.
+        self._blocks = in_running_order(stage.blocks if recompute == "level" else self._predicted)
         self._recompute = recompute
         self._parts = recomputed_parts(self._blocks, num_alive) if recompute == "level" else ()
         self._offload = offload
@@ -133,7 +142,7 @@ class PlacedBlocks:
         device, autocast = self.stage.slot.device, self._autocast
         if precision is not None:
             autocast = lowered_on(device, autocast_dtype(precision))
-        blocks = [block for block in self.stage.blocks if block.name not in left_out]
+        blocks = [block for block in self._predicted if block.name not in left_out]
         outputs = [name for name in self.stage.outputs if name not in left_out]
         inputs = self._as_inputs(received, autocast)
         with torch.no_grad(), lowering(device, autocast):

@@ -20,6 +20,7 @@ from tests.products import pairwise
 from tests.shards import run_shards
 from unet3d.errors import ConfigError, DeviceError, RankError
 from unet3d.kernels import recompute
+from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.kernels.norm import volume as norm
 from unet3d.kernels.sharding import sharded
 from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy
@@ -199,6 +200,24 @@ def test_the_head_follows_whole_levels(monkeypatch):
     # One unit a level: upsampling from whole maps, unit and head are one block.
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", 2**40)
     Case(topology_of(encoder="residual", **SHALLOW), (14, 8, 8)).check(3)
+
+
+@pytest.mark.parametrize("options", [{}, {"encoder": "residual"}], ids=str)
+@pytest.mark.parametrize("smallest", [0, 12 * 40 * 4 * 2], ids=str)
+def test_hand_written_convolutions_are_transparent(options, smallest, monkeypatch):
+    """Their moments are those of slabs; where levels are whole, residual units are fused."""
+    monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", smallest)
+    case = Case(topology_of(**options), (40, 16, 8), num_samples=2)
+    monkeypatch.setattr(hopper, "suits", lambda x, inputs, outputs: True)
+    seen, merge = [], norm.reference.merge
+
+    def watched(moments, *numbers):
+        seen.append(moments.shape[1])
+        return merge(moments, *numbers)
+
+    monkeypatch.setattr(norm.reference, "merge", watched)
+    case.check(3, recompute="norm")
+    assert 4 in seen  # from a convolution
 
 
 @pytest.mark.parametrize("threshold", [4 * 14 * 16 * 8, 8 * 7 * 8 * 4, 12 * (3 * 4 * 2 + 6)])

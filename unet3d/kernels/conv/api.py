@@ -30,6 +30,7 @@ from unet3d.kernels.conv.folded import (
 from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.kernels.conv.stem_op import stem
 from unet3d.kernels.halo import own_planes
+from unet3d.kernels.marks import deferred_of
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded
 from unet3d.kernels.recompute import kept_for, offer, recomputing
 from unet3d.kernels.sharding import x_padding as padding_of_maps
@@ -72,7 +73,8 @@ def conv3x3x3(
         x = x.to(slabs.lowered(x))
         y: Tensor = stem(x, weight.to(x.dtype), *x_padding)
         return y
-    if hopper.suits(x, x.shape[1], weight.shape[0]):
+    # What is left to do with a map is done there, and nowhere else.
+    if deferred_of(x) is not None or hopper.suits(x, x.shape[1], weight.shape[0]):
         return hopper.convolve(x, weight, x_padding, moments)
     if can_fold(x, min(weight.shape[:2])):
         y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unet3d.kernels.conv.hopper.api import wants_padding
+from unet3d.kernels.conv.hopper.api import normalizes, wants_padding
 from unet3d.kernels.marks import moments_of
 from unet3d.kernels.norm import columns, reference
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
@@ -47,6 +47,7 @@ def instance_norm(
     added: Tensor | None = None,
     pads_output: bool = False,
     has_halo: bool = False,
+    outputs_of_reader: int | None = None,
 ) -> Tensor:
     """Normalise each channel (N, C, X, Y, Z) over its voxels, then apply LeakyReLU.
 
@@ -57,13 +58,16 @@ def instance_norm(
     A map ``added`` is added to x first; then x must be a convolution's result that nobody else
     reads: it may be overwritten. With ``pads_output`` the result is stored with zeros around Z, if
     a folded convolution will read it, and the gradient of x is where one made x. With ``has_halo``
-    the result has its halo, (N, C, X + 2, Y, Z), where x is a slab.
+    the result has its halo, (N, C, X + 2, Y, Z), where x is a slab. ``outputs_of_reader`` are the
+    channels that the only reader of the result makes, if that is :func:`conv3x3x3`: where it can
+    normalise what it loads, it gets x, marked with what is left to do.
     """
     shard, stages = current_shard(), stages_for(x)
     moments = moments_of(x)
     if stages is reference and added is not None:
         x, added, moments = sum_of(x, added), None, None
-    if stages is reference and shard is None and moments is None:
+    is_deferred = normalizes(x, x.shape[1], outputs_of_reader)
+    if stages is reference and shard is None and moments is None and not is_deferred:
         return _of_whole(x, weight, bias, eps, negative_slope)
     folds = stages is not reference and can_fold(x, x.shape[1], number_of_largest(x.numel()))
     norm = VolumeNorm(
@@ -72,16 +76,19 @@ def instance_norm(
         slope=negative_slope,
         shard=shard,
         halo_of=shard if has_halo else None,
-        pads=pads_output and folds and wants_padding(x),
+        pads=pads_output and folds and wants_padding(x) and not is_deferred,
+        is_deferred=is_deferred,
     )
     if stages is not reference:
         x, added = laid_out(x), None if added is None else channels_last(added)
     pads_gradient = folds and was_folded(x)
     given = (x, added, moments, weight, bias, norm, pads_gradient)
     y, mean, rstd, *planes = _InstanceNorm.apply(*given)  # type: ignore[no-untyped-call]
+    again = (x.detach(), weight.detach(), bias.detach(), mean, rstd)
+    if is_deferred:
+        return norm.deferred(y, *again[1:])
     if norm.pads:
         mark_padded(y)
-    again = (x.detach(), weight.detach(), bias.detach(), mean, rstd)
     offer(y, lambda: norm.again(*again, halo=(planes[0], planes[1])), again[0])
     return y  # type: ignore[no-any-return]
 
@@ -122,8 +129,7 @@ class _InstanceNorm(torch.autograd.Function):
             return None, None, None, None, None, None, None
         x, *affine = ctx.saved_tensors
         norm: VolumeNorm = ctx.norm
-        dy = norm.gradient_of_own(dy)
-        own = norm.stages.total(norm.stages.sums(dy, x, *affine, slope=norm.slope))
+        dy, own = norm.own_sums(dy, x, *affine)
         dx = norm.stages.gradient(
             dy,
             x,

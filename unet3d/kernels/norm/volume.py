@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from unet3d.kernels.halo import fill_halo, gradient_of_own, inner, put_halo
+from unet3d.kernels.marks import Deferred, mark_deferred, sums_of
 from unet3d.kernels.norm import op, reference
 from unet3d.kernels.padding import channels_last, empty_map
 from unet3d.kernels.sharding import Halo, Shard, number_of_largest
@@ -48,6 +49,8 @@ class VolumeNorm(NamedTuple):
     """The slab whose halo belongs to the result; None: it has none."""
     pads: bool = False
     """Whether the result is stored with zeros around Z."""
+    is_deferred: bool = False
+    """Whether the only reader of the result makes it, from x and the statistics."""
 
     def statistics(
         self, x: Tensor, added: Tensor | None = None, moments: Tensor | None = None
@@ -70,7 +73,12 @@ class VolumeNorm(NamedTuple):
     def normalized(
         self, x: Tensor, *affine: Tensor, halo: Halo | None = None
     ) -> tuple[Tensor, Halo]:
-        """Return a normalised map, and its halo where it has one: exchanged, if it is not given."""
+        """Return a normalised map, and its halo where it has one: exchanged, if it is not given.
+
+        Where it is deferred, it is x, as a tensor of its own.
+        """
+        if self.is_deferred:
+            return x.detach(), (None, None)
         given = {"slope": self.slope, "pads": self.pads}
         if self.halo_of is None:
             return self.stages.normalize(x, *affine, **given), (None, None)
@@ -85,9 +93,24 @@ class VolumeNorm(NamedTuple):
         """Return what :meth:`normalized` did, without zeros around Z, and without asking anyone."""
         return self._replace(pads=False).normalized(x, *affine, halo=halo)[0]
 
+    def deferred(self, y: Tensor, *affine: Tensor) -> Tensor:
+        """Tell the reader of a result that is deferred how to make it."""
+        weight, bias, mean, rstd = affine
+        return mark_deferred(y, Deferred((weight, bias, mean, rstd), self.slope))
+
     def gradient_of_own(self, dy: Tensor) -> Tensor:
         """Return the gradient of the result's own planes, channels-last, from that of all."""
         return channels_last(dy if self.halo_of is None else gradient_of_own(dy, self.halo_of))
+
+    def own_sums(self, dy: Tensor, x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of own planes, and the sums (2, N, C) over the map.
+
+        The gradient of a result that was deferred may come with them.
+        """
+        parts, dy = sums_of(dy), self.gradient_of_own(dy)
+        if parts is None:
+            parts = self.stages.sums(dy, x, *affine, slope=self.slope)
+        return dy, self.stages.total(parts)
 
     def total(self, own: Tensor) -> Tensor:
         """Return the sums (2, N, C) over the volume, from those over the map."""

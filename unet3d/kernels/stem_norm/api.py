@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
-from unet3d.kernels.conv.hopper.api import wants_padding
+from unet3d.kernels.conv.hopper.api import normalizes, wants_padding
 from unet3d.kernels.halo import own_planes
 from unet3d.kernels.norm import op
 from unet3d.kernels.norm.api import instance_norm
@@ -33,6 +33,7 @@ def conv3x3x3_instance_norm(
     *,
     pads_output: bool = False,
     has_halo: bool = False,
+    outputs_of_reader: int | None = None,
 ) -> Tensor:
     """Convolve x (N, I, X, Y, Z) with stride 1 and zero padding, then normalise it.
 
@@ -43,7 +44,10 @@ def conv3x3x3_instance_norm(
     if not (is_stem(x, kernel) and stages_for(own_planes(x), kernel.shape[0]) is op):
         y = conv3x3x3(x, kernel, moments=True)
         return instance_norm(
-            *(y, weight, bias, eps, negative_slope), pads_output=pads_output, has_halo=has_halo
+            *(y, weight, bias, eps, negative_slope),
+            pads_output=pads_output,
+            has_halo=has_halo,
+            outputs_of_reader=outputs_of_reader,
         )
     x = channels_last(x.to(slabs.lowered(x)))
     shard = current_shard()
@@ -54,12 +58,15 @@ def conv3x3x3_instance_norm(
         shard=shard,
         halo_of=shard if has_halo else None,
         pads=pads_output,
+        is_deferred=normalizes(x, kernel.shape[0], outputs_of_reader),
     )
     given = (x, kernel.to(x.dtype), weight, bias, norm, x_padding())
     made, padded, y, mean, rstd, *planes = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
+    again = (y, weight.detach(), bias.detach(), mean, rstd)
+    if norm.is_deferred:
+        return norm.deferred(made, *again[1:])
     if padded:
         mark_padded(made)
-    again = (y, weight.detach(), bias.detach(), mean, rstd)
     offer(made, lambda: norm.again(*again, halo=(planes[0], planes[1])), y)
     return made  # type: ignore[no-any-return]
 
@@ -79,7 +86,7 @@ class _StemNorm(torch.autograd.Function):
     ) -> tuple[Tensor | bool | None, ...]:
         y = torch.ops.unet3d.stem.default(x, kernel, *padding)
         affine = (weight, bias, *norm.statistics(y))
-        pads = norm.pads and wants_padding(y)
+        pads = norm.pads and wants_padding(y) and not norm.is_deferred
         made, halo = norm._replace(pads=pads).normalized(y, *affine)
         ctx.save_for_backward(x, kernel, y, *affine)
         ctx.norm, ctx.before = norm, padding[0]
@@ -95,8 +102,7 @@ class _StemNorm(torch.autograd.Function):
             return None, None, None, None, None, None
         x, kernel, y, *affine = ctx.saved_tensors
         norm: VolumeNorm = ctx.norm
-        dy = norm.gradient_of_own(dy)
-        own = op.total(op.sums(dy, y, *affine, slope=norm.slope))
+        dy, own = norm.own_sums(dy, y, *affine)
         dkernel = weight_gradient(
             dy,
             x,

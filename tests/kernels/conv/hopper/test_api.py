@@ -3,6 +3,9 @@
 The operations themselves are checked beside them.
 """
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +15,10 @@ from tests.kernels.comparison import LAYOUTS, SIDES, assert_same, padded, result
 from unet3d.kernels import conv3x3x3, conv3x3x3_instance_norm, instance_norm, recomputed_in_backward
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.hopper import api, op
-from unet3d.kernels.marks import moments_of
+from unet3d.kernels.marks import deferred_of, moments_of, sums_of
 from unet3d.kernels.norm import reference
 from unet3d.kernels.padding import is_padded, was_folded
+from unet3d.kernels.sharding import sharded
 
 FIRST, LAST = LAYOUTS
 EPS, SLOPE = 1e-5, 0.01
@@ -191,6 +195,127 @@ def test_shards_with_halos_are_the_whole_convolution(everywhere, calls):
 
     assert_same(results(in_shards, values), results(plain, values))
     assert len(calls) == 9
+
+
+class Chain:
+    """Two convolutions with the normalisation between them, in PyTorch's operations and here."""
+
+    values = [tensor(2, 3, 6, 4, 6), tensor(4, 3, 3, 3, 3, seed=1), tensor(4, seed=2)]
+    values += [tensor(4, seed=3), tensor(5, 4, 3, 3, 3, seed=4)]
+    added = tensor(2, 4, 6, 4, 6, seed=5)
+
+    def __init__(self, adds=False, reads=True):
+        self.adds, self.outputs = adds, 5 if reads else None
+
+    def plain(self, x, kernel, weight, bias, second):
+        y = plain(x, kernel) + self.added if self.adds else plain(x, kernel)
+        return plain(plain_norm(y, weight, bias), second)
+
+    def between(self, x, kernel, weight, bias):
+        """Return what the second convolution reads."""
+        given = weight, bias, EPS, SLOPE
+        if not self.adds:
+            return conv3x3x3_instance_norm(x, kernel, *given, outputs_of_reader=self.outputs)
+        y, added = conv3x3x3(x, kernel), self.added
+        return instance_norm(y, *given, added=added, outputs_of_reader=self.outputs)
+
+    def __call__(self, *values):
+        return conv3x3x3(self.between(*values[:4]), values[4], moments=True)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_map_with_one_reader_is_never_normalised(adds, recomputes, everywhere, monkeypatch):
+    """Forward there is no pass but that of a sum, backward none but the gradient itself."""
+    monkeypatch.setattr("unet3d.kernels.recompute.MIN_ELEMENTS", 1)
+    chain, passes = Chain(adds), []
+    for name in ("moments", "normalize", "sums", "gradient"):
+        function = getattr(reference, name)
+
+        def watched(*tensors, of=function, name=name, **options):
+            passes.append(name)
+            return of(*tensors, **options)
+
+        monkeypatch.setattr(reference, name, watched)
+    with recomputed_in_backward() if recomputes else nullcontext():
+        actual = results(chain, chain.values)
+    assert passes == ["moments", "gradient"] if adds else passes == ["gradient"]
+    assert_same(actual, results(chain.plain, chain.values))
+    assert_same(results(Chain(adds, reads=False), chain.values), actual)
+
+
+def test_what_its_reader_gets_takes_no_memory(everywhere):
+    chain = Chain()
+    x, kernel, weight, bias, second = (value.clone().requires_grad_() for value in chain.values)
+    saved = set()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda kept: saved.add(kept.untyped_storage().data_ptr()) or kept, lambda kept: kept
+    ):
+        made = chain.between(x, kernel, weight, bias)
+        before = set(saved)
+        y = conv3x3x3(made, second)
+    assert deferred_of(made).slope == SLOPE
+    assert_same([made], [plain(x, kernel)])  # it is what is to be normalised
+    # What the reader keeps is kept anyway, but for its kernel.
+    assert len(saved - before) == 1 and second.untyped_storage().data_ptr() in saved
+    seen = []
+    made.register_hook(lambda gradient: seen.append(sums_of(gradient)))
+    y.sum().backward()
+    assert seen[0].shape == (1, 2, 2, 4)
+
+
+def test_without_a_graph_it_is_the_same(everywhere):
+    chain = Chain()
+    with torch.no_grad():
+        assert_same([chain(*chain.values)], [chain.plain(*chain.values)])
+
+
+def test_frozen_parts(everywhere, calls):
+    """Nothing is computed for what needs no gradient, on either side of the normalisation."""
+    chain = Chain()
+    for needed in range(5):
+        leaves = [value.clone().requires_grad_(i == needed) for i, value in enumerate(chain.values)]
+        calls.clear()
+        actual, exact = (
+            torch.autograd.grad(function(*leaves).sin().sum(), leaves[needed])
+            for function in (chain, chain.plain)
+        )
+        assert_same(actual, exact)
+        assert calls.count("weight_gradient") == (needed in (1, 4))
+        assert calls.count("input_gradient") == (needed < 4) + (needed == 0)
+
+
+def test_who_normalises_what_it_loads(everywhere, monkeypatch):
+    x = tensor(1, 4, 5, 4, 6)
+    assert api.normalizes(x, 4, 32)
+    assert not api.normalizes(x, 4, None)
+    with sharded(SimpleNamespace()):  # the neighbours would get halos that are not normalised
+        assert not api.normalizes(x, 4, 32)
+    monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: (inputs, outputs) == (4, 32))
+    assert api.normalizes(x, 4, 32)
+    assert not api.normalizes(x, 4, 33)
+
+
+def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):
+    """On a GPU, whose operations are followed here."""
+    monkeypatch.setattr(api, "available", lambda device: True)
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        image = torch.empty(1, 1, 32, 32, 32, device="cpu:0")
+        kernel, second, weight, bias = (
+            torch.empty(shape, device="cpu:0", requires_grad=True)
+            for shape in ((32, 1, 3, 3, 3), (64, 32, 3, 3, 3), (32,), (32,))
+        )
+        made = conv3x3x3_instance_norm(
+            image, kernel, weight, bias, EPS, SLOPE, pads_output=True, outputs_of_reader=64
+        )
+        assert deferred_of(made) is not None and not is_padded(made)
+        seen = []
+        made.register_hook(lambda gradient: seen.append(sums_of(gradient)))
+        y = conv3x3x3(made, second, moments=True)
+        assert moments_of(y).shape == (op.PARTS, 4, 1, 64)
+        y.sum().backward()
+        assert seen[0].shape == (op.PARTS, 2, 1, 32)
+        assert all(leaf.grad is not None for leaf in (kernel, second, weight, bias))
 
 
 def test_autocast_lowers_weights_only_where_maps_are_low(everywhere):

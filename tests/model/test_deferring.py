@@ -1,0 +1,50 @@
+"""Which units leave their normalisation to the convolution that reads them."""
+
+import pytest
+import torch
+
+from tests.plain_network import make_topology
+from unet3d.model import UNet3d, deferring, sequential_blocks
+
+ENCODER = ["encoder.0.0", "encoder.1.0", "encoder.2.0"]
+THREE = {"units": (3, 3, 2), "decoder_units": (3, 1)}
+
+
+def names_of(topology, start=0, stop=None, outputs=("head",)):
+    """Return the units, of some blocks, that are told of their reader."""
+    blocks = UNet3d(topology).blocks()[start:stop]
+    told = deferring(blocks, outputs)
+    assert [block.name for block in told] == [block.name for block in blocks]
+    pairs = zip(blocks, told, strict=True)
+    return [new.name for old, new in pairs if new.module is not old.module]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [*ENCODER, "decoder.1.0", "decoder.0.0"]),
+        (THREE, ["encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1", "encoder.2.0"]),
+        # Residual units do it within.
+        ({"encoder": "residual"}, []),
+        # What is flat normalises nothing.
+        ({"kernels": "anisotropic"}, ["encoder.1.0", "encoder.2.0", "decoder.1.0"]),
+    ],
+)
+def test_units_with_one_reader_that_is_a_plain_convolution(options, expected):
+    topology = make_topology(**options)
+    if options is THREE:
+        expected = [*expected, "decoder.0.0", "decoder.0.1"]
+    assert names_of(topology) == expected
+
+
+def test_not_what_others_read():
+    """As at a cut, whose blocks do not run together, or with a head at each level."""
+    topology = make_topology()
+    assert names_of(topology, stop=3, outputs=["encoder.0.1", "encoder.1.0"]) == ["encoder.0.0"]
+    assert names_of(topology, start=1) == [*ENCODER[1:], "decoder.1.0", "decoder.0.0"]
+    assert "encoder.0.0" not in names_of(topology, outputs=["encoder.0.0", "head"])
+
+
+def test_modules_of_others_stay_as_they_are():
+    blocks = sequential_blocks(torch.nn.Sequential(torch.nn.Conv3d(1, 1, 3), torch.nn.ReLU()))
+    assert deferring(blocks, [blocks[-1].name]) == blocks

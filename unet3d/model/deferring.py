@@ -1,0 +1,59 @@
+"""Units whose normalisation is left to the only block that reads them, so that none writes it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from unet3d.model.blocks import Block
+from unet3d.model.layers import Convolution, ConvUnit, HeadUnit, UpsampledUnit
+
+
+def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, ...]:
+    """Return blocks that run together, of which some tell their normalisation who reads it alone.
+
+    That is a block that begins with a convolution which may normalise what it loads
+    (:func:`unet3d.kernels.instance_norm`). What passes between such two is for no one else.
+
+    Args:
+        blocks: All that run in one place, in any order.
+        outputs: Names of results that others read too.
+    """
+    readers: dict[str, list[nn.Module | None]] = defaultdict(list)
+    for block in blocks:
+        for name in block.inputs:
+            readers[name].append(block.module)
+    for name in outputs:
+        readers[name].append(None)
+    return tuple(_told(block, readers[block.name]) for block in blocks)
+
+
+class _Deferring(nn.Module):
+    """A unit that knows which channels its only reader makes.
+
+    It has no parameters but the unit's, and is made anew where blocks are.
+    """
+
+    def __init__(self, unit: ConvUnit | UpsampledUnit, outputs_of_reader: int) -> None:
+        super().__init__()
+        self.unit = unit
+        self._outputs_of_reader = outputs_of_reader
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        out: Tensor = self.unit(*inputs, outputs_of_reader=self._outputs_of_reader)
+        return out
+
+
+def _told(block: Block, readers: Sequence[nn.Module | None]) -> Block:
+    if isinstance(block.module, ConvUnit | UpsampledUnit) and len(readers) == 1:
+        conv = _first_convolution(readers[0])
+        if conv is not None and conv.outputs_of_reader is not None:
+            return replace(block, module=_Deferring(block.module, conv.outputs_of_reader))
+    return block
+
+
+def _first_convolution(module: nn.Module | None) -> Convolution | None:
+    if isinstance(module, HeadUnit):
+        module = module.unit
+    return module.conv if isinstance(module, ConvUnit) else None
