@@ -91,7 +91,7 @@ struct Tally {
         const float (&a)[8], const float (&b)[8], const float (&x_a)[8], const float (&x_b)[8], bool in_a, bool in_b,
         float slope) {
 #if MOMENTS
-        if (count < 0) {
+        if (count < 0 && __shfl_sync(~0u, in_a, 0)) {  // the first voxel of a tile is in the volume if any is
             count = 0;
 #pragma unroll
             for (int c = 0; c < 8; c++) shift[c] = __shfl_sync(~0u, a[c], threadIdx.x & 3);
@@ -140,7 +140,7 @@ struct Tally {
             const float away = number > 0.f ? one[c] / number : 0.f;
             out[c] = number;
             out[line + c] = number > 0.f ? fmaxf(two[c] / number - away * away, 0.f) : 0.f;
-            out[2 * line + c] = shift[c];
+            out[2 * line + c] = number > 0.f ? shift[c] : 0.f;
             out[3 * line + c] = away;
 #elif SUMS
             const i64 column = (i64)sample * channels + channel + c;
@@ -164,14 +164,16 @@ struct Multiplier {
     // Of the column at hand: memory of this thread's voxels in plane -2 of what the program makes of it.
     unsigned short* y;
     const unsigned short* other;
-    uint4 read[2];  // of the other map, at the tile that is next to be finished
+    uint4 read[TILES][2];  // of the other map, where the tiles will be finished next
+    int planes;            // of the input, for this column
     bool in[TILES][2];
 
     __device__ __forceinline__ Multiplier(const Arguments& g, u32 ring_, u32 weights_, u32 full, u32 empty, int group)
         : g(g), ring((ring_ + 64 * 8 * group * ROW) >> 4 | A_MIDDLE), full(full), empty(empty),
           weights(weights_ >> 4 | B_MIDDLE), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-    __device__ __forceinline__ void begin_column(int sample, int x, int y0, int z0, int channel) {
+    __device__ __forceinline__ void begin_column(int sample, int x, int count, int y0, int z0, int channel) {
+        planes = count + 2;
         const int y_ = y0 + warp * 2, z_ = z0 + lane / 4;  // two rows for each of eight warps
         y = g.y.data + sample * g.y.sample + (i64)(x - 2) * g.y.x + (i64)y_ * g.y.y + (i64)z_ * g.y.z + channel;
 #if ADDS || SUMS
@@ -183,6 +185,7 @@ struct Multiplier {
             in[t][0] = y_ < g.Y && z_ + 8 * t < g.Z, in[t][1] = y_ + 1 < g.Y && z_ + 8 * t < g.Z;
 #pragma unroll
             for (int c = 0; c < 48; c++) clear(d[t][c]);
+            look_ahead(t, 2);
         }
     }
 
@@ -199,37 +202,37 @@ struct Multiplier {
         if (lane == 0 && before >= 0) arrive(empty + 8 * before);
     }
 
-    // Reads the other map at the tile that is next to be finished, while products run.
-    __device__ __forceinline__ void look_ahead(int tile, bool live, int planes) {
+    // Reads the other map where a tile will be finished behind plane i, a whole plane before that: memory is slow.
+    __device__ __forceinline__ void look_ahead(int tile, int i) {
 #if ADDS || SUMS
-        const unsigned short* at = other + planes * g.other.x + 8 * tile * g.other.z;
-        read[0] = read[1] = make_uint4(0, 0, 0, 0);
-        if (live && in[tile][0]) read[0] = *(const uint4*)at;
-        if (live && in[tile][1]) read[1] = *(const uint4*)(at + g.other.y);
+        const unsigned short* at = other + i * g.other.x + 8 * tile * g.other.z;
+        if (i < planes && in[tile][0]) read[tile][0] = *(const uint4*)at;
+        if (i < planes && in[tile][1]) read[tile][1] = *(const uint4*)(at + g.other.y);
 #endif
     }
 
-    // Stores the third of a tile that is complete, if the plane is one of this program's, and clears it.
+    // Stores the third of a tile that is complete behind plane i, if that is one of this program's, and clears it.
     template <int THIRD>
-    __device__ __forceinline__ void finish(int tile, bool live, int planes) {
+    __device__ __forceinline__ void finish(int tile, int i) {
         constexpr int o = THIRD * 16;
         float(&r)[48] = d[tile];
 #pragma unroll
         for (int c = 0; c < 16; c++) pin(r[o + c]);
-        if (live) {
+        if (i >= 2) {
             // The layout of a product: columns 8 j + 2 (lane % 4), rows lane / 4 and 8 more.
             float a[8], b[8];
 #pragma unroll
             for (int c = 0; c < 8; c++) a[c] = r[o + c / 2 * 4 + c % 2], b[c] = r[o + c / 2 * 4 + c % 2 + 2];
             [[maybe_unused]] float x_a[8], x_b[8];
 #if ADDS || SUMS
-            unpack(read[0], x_a), unpack(read[1], x_b);
+            unpack(read[tile][0], x_a), unpack(read[tile][1], x_b);
+            look_ahead(tile, i + 1);
 #endif
 #if ADDS
 #pragma unroll
             for (int c = 0; c < 8; c++) a[c] += x_a[c], b[c] += x_b[c];
 #endif
-            unsigned short* at = y + planes * g.y.x + 8 * tile * g.y.z;
+            unsigned short* at = y + i * g.y.x + 8 * tile * g.y.z;
             if (in[tile][0])
                 *(uint4*)at = make_uint4(pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
             if (in[tile][1])
@@ -248,19 +251,17 @@ struct Multiplier {
     __device__ __forceinline__ void step(int i) {
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            if (half == 0) look_ahead(TILES - 1, i > 2, i - 1);
             wait_for(full + 8 * slot, phase);
             issue<THIRD>(0, half);
             wait_for_products<1>();
             release();
-            if (half == 0) finish<THIRD>(TILES - 1, i > 2, i - 1);
+            if (half == 0) finish<THIRD>(TILES - 1, i - 1);
 #pragma unroll
             for (int t = 1; t < TILES; t++) {
-                if (half == HALVES - 1) look_ahead(t - 1, i >= 2, i);
                 issue<THIRD>(t, half);
                 if (half == HALVES - 1) {
                     wait_for_products<1>();
-                    finish<(THIRD + 1) % 3>(t - 1, i >= 2, i);
+                    finish<(THIRD + 1) % 3>(t - 1, i);
                 }
             }
             before = slot;
@@ -271,15 +272,14 @@ struct Multiplier {
     // Finishes the last tile of input plane i, which ends a column.
     template <int THIRD>
     __device__ __forceinline__ void end_column(int i) {
-        look_ahead(TILES - 1, true, i);
         wait_for_products<0>();
         release();
         before = -1;
-        finish<(THIRD + 1) % 3>(TILES - 1, true, i);
+        finish<(THIRD + 1) % 3>(TILES - 1, i);
     }
 
-    // Makes the planes of the result that a column's `planes` of the input, two more, are for.
-    __device__ __forceinline__ void column(int planes) {
+    // Makes a column's planes of the result from two more of the input.
+    __device__ __forceinline__ void column() {
         for (int i = 0;;) {
             step<0>(i);
             if (++i == planes) return end_column<0>(i - 1);
@@ -367,8 +367,8 @@ convolution(const __grid_constant__ TensorMap map, const __grid_constant__ Argum
             }
 #endif
             sample = n;
-            with.begin_column(n, x, column / in_z % in_y * COLUMN_Y, column % in_z * COLUMN_Z, channel);
-            with.column(count + 2);
+            with.begin_column(n, x, count, column / in_z % in_y * COLUMN_Y, column % in_z * COLUMN_Z, channel);
+            with.column();
             p += count;
         }
 #if EPILOGUE
