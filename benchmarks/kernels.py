@@ -5,11 +5,12 @@
     python benchmarks/kernels.py --device cpu --sizes 8-8@8,8-16@2x6 --launches 3
 
 A size such as ``32-64@4x128`` is of a 3x3x3 convolution from 32 to 64 channels of four maps of
-128^3 in bfloat16. The forms are those that a step has: forward; with moments of the result; of the
-normalised map; with both; the gradient of the input, alone or with the sums that the normalisation
-before it needs in backward; that of the weights, alone or of the normalised map. cuDNN's ways do
-the passes of the normalisation beside the convolution: the folded one computes two neighbours along
-Z as one voxel, of maps stored with zeros around.
+128^3 in bfloat16. The forms are those that a step has: forward; with moments of the result, or of
+its sum with another map; of the normalised map, without moments and with both; the gradient of the
+input, alone or with the sums that the normalisation before it needs in backward; that of the
+weights, alone or of the normalised map. cuDNN's ways do the passes of the normalisation beside the
+convolution: the folded one computes two neighbours along Z as one voxel, of maps stored with zeros
+around.
 
 A time is the median of ``--launches`` that take turns over three inputs and have been queued before
 they begin, so that no GPU waits for the host. TFLOP/s are those of the convolution's own
@@ -79,6 +80,8 @@ class Form(NamedTuple):
     """Whether the map that is or was convolved is a normalised one."""
     adds_up: bool = False
     """Whether moments or sums are made too."""
+    of_sum: bool = False
+    """Whether another map is added before."""
 
 
 Way = Callable[[Form, "Maps"], Tensor]
@@ -86,6 +89,7 @@ Way = Callable[[Form, "Maps"], Tensor]
 FORMS = (
     Form("forward", "convolve"),
     Form("moments", "convolve", adds_up=True),
+    Form("moments-of-sum", "convolve", adds_up=True, of_sum=True),
     Form("normalized", "convolve", normalizes=True),
     Form("both", "convolve", normalizes=True, adds_up=True),
     Form("input-gradient", "input_gradient"),
@@ -215,7 +219,8 @@ def done_by(
     result: Tensor
     if form.kind == "convolve":
         options: dict[str, Any] = {"slope": SLOPE, "before": before, "after": after}
-        result, _ = operations.convolve(x, kernel, *given, **options, moments=form.adds_up)
+        options |= {"moments": form.adds_up, "added": dy if form.of_sum else None}
+        result, _ = operations.convolve(x, kernel, *given, **options)
     elif form.kind == "input_gradient":
         options = {"slope": SLOPE, "before": before, "after": after}
         read = x if form.adds_up else None
@@ -259,8 +264,10 @@ def in_pairs(form: Form, maps: Maps) -> Tensor:
 
 def with_numbers(form: Form, made: Tensor, maps: Maps) -> Tensor:
     """Return a result, after the pass that adds up what a normalisation needs of it."""
-    if form.adds_up and form.kind == "convolve":
-        maps.stages.moments(made)
+    if form.of_sum and made.is_cuda:
+        maps.stages.sum_moments(made, maps.dy)
+    elif form.kind == "convolve" and form.adds_up:
+        maps.stages.moments(made.add_(maps.dy) if form.of_sum else made)
     elif form.adds_up:
         maps.stages.sums(channels_last(made), maps.x, *maps.affine, slope=SLOPE)
     return made
@@ -337,8 +344,10 @@ def exactly(form: Form, maps: Maps) -> Tensor:
         return gradient_in_float64(x, maps.dy)
     start, stop = checked(maps.x)
     x, dy = (one[:, :, start - 1 : stop + 1].double() for one in (maps.x, maps.dy))
-    # A plane beside those that are read: the convolution needs it, the input's gradient has it.
-    sides = (0, 0) if form.kind == "convolve" else (2, 2)
+    # With the planes beside, so that no zeros are around.
+    sides = (2, 2)
+    if form.kind == "convolve":
+        sides, dy = (0, 0), dy[:, :, 1:-1]
     alone = form._replace(adds_up=False)
     return done_by(reference, alone, x, dy, maps.kernel.double(), affine, sides)
 

@@ -56,6 +56,9 @@ CALLS = {
     "moments": lambda of, v: of.convolve(
         v.x, v.kernel, *v.affine, slope=v.slope, **v.sides, moments=True
     ),
+    "moments_of_sum": lambda of, v: of.convolve(
+        v.x, v.kernel, *v.affine, slope=v.slope, **v.sides, moments=True, added=v.dy
+    ),
     "input_gradient": lambda of, v: of.input_gradient(
         v.dy, v.kernel, None if v.weight is None else v.x, *v.affine, slope=v.slope, **v.sides
     ),
@@ -63,7 +66,8 @@ CALLS = {
         of.weight_gradient(v.dy, v.x, *v.affine, slope=v.slope, before=v.before),
     ),
 }
-"""The operations, of the kernels or of the reference, with what each takes; they return tuples."""
+"""The operations, of the kernels or of the reference, with what each takes; they return tuples.
+Where a map is added it is dy, which has the shape of the result."""
 
 
 @dataclass(kw_only=True)
@@ -182,7 +186,7 @@ def check_map(y, expected, tolerance):
     assert most <= 16 * tolerance, f"a voxel is off by {most:.2e} of the deviation"
 
 
-def check_moments(moments, values):
+def check_moments(moments, name, values):
     """Compare the moments of all parts, merged, with those in float64."""
     exact = values.exactly()
     if values.weight is not None:
@@ -190,7 +194,7 @@ def check_moments(moments, values):
         # them has another mean.
         read = activated(exact.x, *exact.affine, values.slope).to(values.x.dtype)
         exact = replace(exact, x=read.double(), weight=None, bias=None, mean=None, rstd=None)
-    expected, _ = CALLS["convolve"](reference, exact)
+    expected, _ = CALLS[name](reference, exact)
     n, c, *space = expected.shape
     assert moments.shape[1:] == (4, n, c) and moments.dtype == torch.float32
     count, variance, mean = merged(moments.to(expected))
@@ -242,8 +246,8 @@ def check(name, values, device=None):
     assert result.is_contiguous(memory_format=torch.channels_last_3d)
     once = ROUNDING[result.dtype][0]
     check_map(result, wanted, once if name == "input_gradient" else rounding(values))
-    if name == "moments":
-        check_moments(made[1], values)
+    if name.startswith("moments"):
+        check_moments(made[1], name, values)
     elif name == "input_gradient" and values.weight is not None:
         check_sums(made[1], expected[1], wanted)
     else:
