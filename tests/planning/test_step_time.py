@@ -9,12 +9,13 @@ from tests.shards import run_shards
 from tests.steps import CPU, GPUS, LARGE, WIDE, make_step
 from unet3d.config import ModelSettings
 from unet3d.errors import DeviceError
+from unet3d.kernels.conv.hopper import op
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning import step_time
-from unet3d.planning.memory_estimate import Step
+from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.step_time import (
     BESIDE_SECONDS,
     GLOO,
@@ -33,7 +34,14 @@ def on_gpu(edge: int, batch_size: int = 1, **more: object) -> Step:
     return make_step(GPUS[:1], (edge,) * 3, batch_size, precision="bfloat16", model=model, **more)
 
 
+@pytest.fixture
+def all_by_cudnn(monkeypatch):
+    """A GPU without hand-written convolutions, as all were when most was measured."""
+    monkeypatch.setattr(step_time, "available", lambda device: False)
+
+
 # Measured: ``benchmarks/results/spatial-2026-11-23.json``.
+@pytest.mark.usefixtures("all_by_cudnn")
 @pytest.mark.parametrize(
     ("edge", "one_ms", "two_ms"),
     [(128, 10.4, 8.4), (256, 68.9, 39.1), (384, 230.0, 123.4), (512, 557.4, 293.7)],
@@ -59,12 +67,21 @@ def test_a_cpu_takes_what_two_cores_took(channels, edge, precision, milliseconds
     assert 1000 * seconds(step) == pytest.approx(milliseconds, rel=0.1)
 
 
+def times_as_fast(edge: int, count: int) -> float:
+    return seconds(on_gpu(edge)) / seconds(on_gpu(edge, num_shards=count))
+
+
+@pytest.mark.usefixtures("all_by_cudnn")
 def test_large_volumes_go_by_the_number_of_gpus():
     for count in (2, 4, 8):
-        small, large = (
-            seconds(on_gpu(edge)) / seconds(on_gpu(edge, num_shards=count)) for edge in (256, 1024)
-        )
+        small, large = (times_as_fast(edge, count) for edge in (256, 1024))
         assert small < large and 0.93 * count < large < 1.07 * count
+
+
+def test_slabs_gain_less_from_hand_written_convolutions():
+    """Their normalised maps are written, for the neighbours."""
+    for count in (2, 8):
+        assert 0.85 * count < times_as_fast(1024, count) < 0.93 * count
 
 
 def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
@@ -78,6 +95,7 @@ def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
     assert seconds(on_gpu(256, num_shards=11)) < 0.9 * seconds(on_gpu(256, num_shards=10))
 
 
+@pytest.mark.usefixtures("all_by_cudnn")
 def test_replicas_take_a_share_of_the_batch_each():
     one, two = seconds(on_gpu(128, 4)), seconds(on_gpu(128, 2, num_replicas=2))
     assert 1.7 < one / two < 2
@@ -111,6 +129,66 @@ def test_operations_and_weights_are_those_of_the_network():
     assert sum(block.num_norms for block in work) == 18
     num_parameters = sum(parameter.numel() for parameter in UNet3d(topology).parameters())
     assert sum(block.num_parameters for block in work) == num_parameters
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_hand_written_convolutions_are_those_of_a_step(encoder, monkeypatch):
+    """Their operations, and how many of them normalise what they load."""
+    num_operations, num_normalizing = [], []
+
+    def watch(name, sizes_of):
+        function = getattr(op, name)
+
+        def watched(*tensors, **options):
+            (outputs, inputs), map_of_outputs = sizes_of(*tensors)
+            voxels = map_of_outputs.numel() // map_of_outputs.shape[1]
+            num_operations.append(2 * 27 * inputs * outputs * voxels)
+            num_normalizing.append(name == "convolve" and tensors[-1] is not None)
+            return function(*tensors, **options)
+
+        monkeypatch.setattr(op, name, watched)
+
+    watch("convolve", lambda x, kernel, *affine: (kernel.shape[:2], x))
+    watch("input_gradient", lambda dy, kernel, *given: (kernel.shape[:2], dy))
+    watch("weight_gradient", lambda dy, x, *affine: ((dy.shape[1], x.shape[1]), dy))
+    model = WIDE.model_copy(update={"encoder": encoder})
+    step = make_step(GPUS[:1], (64, 64, 64), precision="bfloat16", model=model)
+    predict_memory(step)
+    by_hand = [block.by_hand for block in count_work(step.topology, step.size, 2, 2)]
+    assert sum(num_operations) == sum(work.num_operations for work in by_hand) > 0
+    assert sum(num_normalizing) == sum(work.deferred_bytes > 0 for work in by_hand) > 0
+
+
+def test_what_hand_written_convolutions_spare():
+    step = on_gpu(64)
+    work = {block.name: block for block in count_work(step.topology, (64, 64, 64), 2, 2)}
+    map_bytes = 2 * 32 * 2 * 64**3
+    of_convolution = 3 * 2 * map_bytes
+    # The moments of what it makes, and all that a convolution moves.
+    for name in ("encoder.0.1", "head"):
+        assert work[name].by_hand.num_operations == pytest.approx(
+            work[name].num_operations, rel=0.01
+        )
+        assert work[name].by_hand.spared_bytes == of_convolution + map_bytes
+        assert work[name].by_hand.deferred_bytes == 0  # others read it too, or it is made of logits
+    skip = work["decoder.0.skip"].by_hand
+    assert (skip.spared_bytes, skip.deferred_bytes) == (of_convolution, 0)
+    for name in ("encoder.0.0", "decoder.0.0"):  # of an image, and of upsampled features
+        made = work[name].by_hand
+        assert (made.num_operations, made.spared_bytes) == (0, 0)
+        assert made.deferred_bytes == 4 * map_bytes
+    assert work["encoder.2.1"].by_hand.num_operations == 0  # of 128 channels
+    small = count_work(step.topology, (16, 16, 16), 2, 2)
+    assert not any(block.by_hand.num_operations for block in small)
+
+
+def test_hand_written_convolutions_take_less_time(monkeypatch):
+    of_types = {"bfloat16": 1.0, "float32": 0.0}
+    steps = [make_step(GPUS[:1], (256,) * 3, 1, precision=one, model=LARGE) for one in of_types]
+    by_hand = [seconds(step) for step in steps]
+    monkeypatch.setattr(step_time, "available", lambda device: False)
+    gains = [seconds(step) / found for step, found in zip(steps, by_hand, strict=True)]
+    assert 1.2 < gains[0] < 1.5 and gains[1] == 1
 
 
 def test_what_saves_memory_and_batch_dice_take_time():

@@ -13,10 +13,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+from torch import nn
 
 from unet3d.config import Shape
 from unet3d.distributed.ranks import num_cores
-from unet3d.model import Topology, UNet3d
+from unet3d.kernels.conv.hopper.api import CHANNELS, MIN_VOXELS
+from unet3d.kernels.conv.hopper.driver import available
+from unet3d.memory.fake_devices import fake_device
+from unet3d.model import Topology, UNet3d, deferring
+from unet3d.model.layers import Convolution, ResidualUnit, UpsampledUnit
 from unet3d.model.norms import InstanceNorm, OtherNorm
 from unet3d.parallel.partition import block_flops
 from unet3d.parallel.spatial.division import Division, SlabRule
@@ -25,11 +30,17 @@ from unet3d.planning.memory_estimate import Step
 NORM_PASSES = 8
 """How often a normalisation with its activation goes through its map: three times forward, five
 times backward."""
+MOMENT_PASSES = 1
+"""Of these, what a hand-written convolution spares that makes the map."""
+DEFERRED_PASSES = 4
+"""What one spares that alone reads the map, which is then not written, forward, nor read for its
+sums, backward."""
 LARGE_ELEMENTS = 2**31 - 1
 """Elements above which a convolution runs in slabs (:mod:`unet3d.kernels.conv.slabs`)."""
 LARGE_FACTOR = 1.10
-"""What a block with such a map takes longer, on an H200: the step at 512^3, where level 0 has such
-maps, 557 ms, where smaller volumes promise 532."""
+"""What a block with such a map takes longer on an H200, but for hand-written convolutions: without
+them the step at 512^3, where level 0 has such maps, took 557 ms, where smaller volumes promise
+532."""
 SLAB_FACTOR = 1.05
 """What a block of a divided level takes longer than its share, for the planes beside the slab; with
 it 39.1, 123.4 and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 2.5 %
@@ -54,17 +65,29 @@ class Rates:
 
     operations_per_second: float
     """Multiplications and additions of convolutions."""
+    operations_by_hand: float | None
+    """The same a second of hand-written ones, with all that they read and write; None: there are
+    none."""
     bytes_per_second: float
     """Of maps that are read and written."""
     step_seconds: float
     """What a step of any size takes besides."""
 
 
-H200 = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
+H200 = Rates(
+    operations_per_second=600e12,
+    operations_by_hand=3 / (2 / 700e12 + 1 / 640e12),
+    bytes_per_second=3.18e12,
+    step_seconds=2.3e-3,
+)
 """An H200 in bfloat16: 1 / 1.32 of what it was measured to do in a matrix product (792e12) and in a
 copy (4.2e12). The factor and the constant are fitted to steps of 32 to 320 channels: 10.4 ms at
-128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
-CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
+128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3, without hand-written convolutions; all within
+2.5 %. These do 700e12 forward and for the gradient of the input, and 640e12 for that of the weights
+(``benchmarks/kernels.py``, 2026-11-27)."""
+CPU_CORE = Rates(
+    operations_per_second=500e9, operations_by_hand=None, bytes_per_second=3.3e9, step_seconds=25e-3
+)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320
 channels, within 3 %; small networks take up to half longer."""
@@ -127,6 +150,19 @@ def links_between(on_cpu: bool, captured: bool, copied_per_second: float | None 
 
 
 @dataclass(frozen=True, kw_only=True)
+class ByHand:
+    """What hand-written convolutions change of a block's work."""
+
+    num_operations: float
+    """Those that they do."""
+    spared_bytes: float
+    """What is not moved beside them: their own maps, which are in their time, and those that were
+    read for moments."""
+    deferred_bytes: float
+    """What is not moved, besides, where a convolution normalises a map that it alone reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockWork:
     """The work of a block in one step, on one device."""
 
@@ -146,15 +182,22 @@ class BlockWork:
     """What it reads and writes."""
     num_elements: float
     """Of its largest map."""
+    by_hand: ByHand
+    """What changes where the device has hand-written convolutions."""
 
-    def seconds(self, rates: Rates, share: float = 1.0) -> float:
-        """Return what a slab with this share of the volume's planes takes at these rates."""
-        seconds = share * (
-            self.num_operations / rates.operations_per_second
-            + self.moved_bytes / rates.bytes_per_second
-        )
+    def seconds(self, rates: Rates, share: float = 1.0, *, defers: bool = True) -> float:
+        """Return what a slab with this share of the volume's planes takes at these rates.
+
+        ``defers``: where a convolution alone reads a map, it may normalise what it loads.
+        """
+        operations, moved, by_hand = self.num_operations, self.moved_bytes, 0.0
+        if rates.operations_by_hand is not None:
+            by_hand = self.by_hand.num_operations / rates.operations_by_hand
+            operations -= self.by_hand.num_operations
+            moved -= self.by_hand.spared_bytes + defers * self.by_hand.deferred_bytes
+        others = operations / rates.operations_per_second + moved / rates.bytes_per_second
         is_large = share * self.num_elements > LARGE_ELEMENTS
-        return seconds * (LARGE_FACTOR if is_large else 1.0)
+        return share * (by_hand + others * (LARGE_FACTOR if is_large else 1.0))
 
 
 @lru_cache(maxsize=64)
@@ -171,13 +214,15 @@ def count_work(
     image = torch.empty((batch_size, topology.in_channels, *size), device="meta")
     num_elements = {"image": image.numel()}
     work = []
-    for block, operations in zip(model.blocks(), block_flops(model, image), strict=True):
+    blocks = model.blocks()
+    told = deferring(blocks, model.outputs())
+    for block, given, operations in zip(blocks, told, block_flops(model, image), strict=True):
         read = sum(num_elements[name] for name in block.inputs)
-        made = topology.channels[block.level] * batch_size * _voxels(topology, size, block.level)
-        num_elements[block.name] = made
+        voxels = batch_size * _voxels(topology, size, block.level)
+        made = num_elements[block.name] = topology.channels[block.level] * voxels
         num_norms = sum(isinstance(m, InstanceNorm | OtherNorm) for m in block.module.modules())
         num_passes = 2 if block.inputs == ("image",) else 3  # nobody asks for the image's gradient
-        passed = num_passes * (read + made) + NORM_PASSES * num_norms * made
+        convolved = element_bytes * num_passes * (read + made)
         work.append(
             BlockWork(
                 name=block.name,
@@ -186,11 +231,57 @@ def count_work(
                 num_norms=num_norms,
                 num_parameters=sum(one.numel() for one in block.module.parameters()),
                 num_operations=num_passes * operations,
-                moved_bytes=element_bytes * passed,
+                moved_bytes=convolved + element_bytes * NORM_PASSES * num_norms * made,
                 num_elements=made,
+                by_hand=_by_hand(
+                    block.module, given is not block, voxels, num_passes, convolved, element_bytes
+                ),
             )
         )
     return tuple(work)
+
+
+def _by_hand(
+    module: nn.Module,
+    may_defer: bool,
+    voxels: int,
+    num_passes: int,
+    convolved_bytes: float,
+    element_bytes: int,
+) -> ByHand:
+    """Count what hand-written convolutions do in a block.
+
+    Args:
+        module: The block's.
+        may_defer: Whether nothing but a convolution of this level reads its result.
+        voxels: Of its maps.
+        num_passes: Forward and gradients that its convolutions do.
+        convolved_bytes: What was counted for their maps.
+        element_bytes: Of a number.
+    """
+    every = [part for part in module.modules() if isinstance(part, Convolution)]
+    norms = [part for part in module.modules() if isinstance(part, InstanceNorm)]
+    if voxels < MIN_VOXELS or every[-1].out_channels not in CHANNELS:
+        return ByHand(num_operations=0, spared_bytes=0, deferred_bytes=0)
+    pass_bytes = element_bytes * every[-1].out_channels * voxels
+    # Upsampling and the convolution behind it are one.
+    upsampled = [part.unit.conv for part in module.modules() if isinstance(part, UpsampledUnit)]
+    ours = [
+        conv
+        for conv in every
+        if conv.is_plain and conv.in_channels in CHANNELS and conv not in upsampled
+    ]
+    operations = sum(2 * 27 * conv.in_channels * conv.out_channels * voxels for conv in ours)
+    spared: float = MOMENT_PASSES * pass_bytes * min(len(ours), len(norms))
+    if len(ours) == len(every) == 1:
+        spared += convolved_bytes  # of a residual unit they stand for its sum
+    is_residual = isinstance(module, ResidualUnit) and module.conv in ours
+    num_deferred = (may_defer or is_residual) and len(norms) > 0
+    return ByHand(
+        num_operations=num_passes * operations,
+        spared_bytes=spared,
+        deferred_bytes=DEFERRED_PASSES * pass_bytes * num_deferred,
+    )
 
 
 def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rates:
@@ -200,7 +291,12 @@ def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rate
     """
     longer = element_bytes(precision) / 2
     if device.type != "cpu":
-        return replace(H200, operations_per_second=H200.operations_per_second / longer)
+        by_hand = longer == 1 and available(fake_device(device))
+        return replace(
+            H200,
+            operations_per_second=H200.operations_per_second / longer,
+            operations_by_hand=H200.operations_by_hand if by_hand else None,
+        )
     cores = num_cores() / num_sharing
     operations = CPU_CORE.operations_per_second
     if longer > 1:
@@ -241,9 +337,9 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
         again = layout.recompute == "level" and block.in_encoder
         factor = LEVEL_FACTOR if again else 1.0
         if division is None or block.level >= division.num_divided:
-            return factor * block.seconds(rates)
+            return factor * block.seconds(rates, defers=layout.recompute != "level")
         share = division.most_planes() / division.planes()
-        return SLAB_FACTOR * factor * block.seconds(rates, share)
+        return SLAB_FACTOR * factor * block.seconds(rates, share, defers=False)
 
     total = sum(map(seconds, work))
     if layout.offload == "skips" and not on_cpu:
