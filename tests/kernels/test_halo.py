@@ -2,7 +2,8 @@
 
 import torch
 
-from unet3d.kernels.halo import _WithHalo
+from unet3d.kernels.halo import _WithHalo, fill_halo, inner
+from unet3d.kernels.padding import empty_map, with_padding
 
 
 class Neighbour:
@@ -10,6 +11,22 @@ class Neighbour:
 
     def exchange(self, first, last):
         return torch.ones_like(first), torch.ones_like(last)
+
+
+def test_a_halo_gets_zeros_of_its_own():
+    """Another slab need not have any, so only the planes themselves are exchanged."""
+    like = torch.zeros(2, 3, 4, 5, 6)
+    x = empty_map(like, pads=True, has_halo=True)
+    with_padding(x).zero_()
+    x.fill_(2)
+    for plane in (0, -1):
+        with_padding(x)[:, :, plane] = 7
+    halo = fill_halo(x, Neighbour(), pads=True)
+    assert all(plane.shape == (2, 5, 6, 3) for plane in halo)
+    assert (inner(x) == 2).all()
+    expected = torch.nn.functional.pad(torch.ones(2, 3, 2, 5, 6), (1, 1))
+    around = with_padding(x)[:, :, [0, -1]]
+    assert torch.equal(around, expected)
 
 
 def test_a_gradient_that_two_maps_share_is_not_overwritten():

@@ -35,23 +35,26 @@ def inner(x: Tensor) -> Tensor:
 def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
     """Write the halo of a map with room for it, channels-last, and return it.
 
-    Whether it is stored with zeros around Z must be the same for all slabs.
+    A map that is stored with zeros around Z gets those of its halo too. They are not exchanged:
+    another slab, on another kind of GPU, may have none.
     """
-    memory = _memory(x, pads)
+    memory = _memory(x)
     halo = shard.exchange(memory[:, 1], memory[:, -2])
-    put_halo(x, halo, pads)
+    put_halo(x, halo)
+    if pads:
+        around = with_padding(x).permute(0, 2, 3, 4, 1)
+        around[:, :: around.shape[1] - 1, :, :: around.shape[3] - 1].zero_()
     return halo
 
 
-def put_halo(x: Tensor, halo: Halo, pads: bool = False) -> None:
-    """Write the halo that :func:`fill_halo` returned, to a map that may be stored without zeros."""
-    memory = _memory(x, pads)
+def put_halo(x: Tensor, halo: Halo) -> None:
+    """Write the halo that :func:`fill_halo` returned, but for zeros around Z."""
+    memory = _memory(x)
     for at, plane in zip((0, -1), halo, strict=True):
         if plane is None:
             memory[:, at].zero_()
-        else:  # if it was received with zeros around Z, without them
-            zeros = (plane.shape[2] - memory.shape[3]) // 2
-            memory[:, at].copy_(plane.narrow(2, zeros, memory.shape[3]))
+        else:
+            memory[:, at].copy_(plane)
 
 
 def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
@@ -64,7 +67,7 @@ def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
     if is_shared:
         gradient = gradient.clone()
-    memory = _memory(gradient, False)
+    memory = _memory(gradient)
     before, behind = shard.exchange(memory[:, 0], memory[:, -1])
     if before is not None:
         memory[:, 1].add_(before)
@@ -87,6 +90,6 @@ class _WithHalo(torch.autograd.Function):
         return gradient_of_own(gradient, ctx.shard), None
 
 
-def _memory(x: Tensor, pads: bool) -> Tensor:
-    """View a channels-last map as (N, X, Y, Z, C), with the zeros around Z if it has them."""
-    return (with_padding(x) if pads else x).permute(0, 2, 3, 4, 1)
+def _memory(x: Tensor) -> Tensor:
+    """View a channels-last map as (N, X, Y, Z, C)."""
+    return x.permute(0, 2, 3, 4, 1)

@@ -24,16 +24,15 @@ _PADDED = "_has_zeros_around_z"
 _FOLDED = "_was_folded"
 
 
-def can_fold(x: Tensor, channels: int, elements: int | None = None) -> bool:
+def can_fold(x: Tensor, channels: int) -> bool:
     """Return whether two neighbours along Z should be computed as one voxel.
 
-    ``channels`` are the fewer of a convolution's inputs and outputs. ``elements`` are those of the
-    map, where another size than its own must decide.
+    ``channels`` are the fewer of a convolution's inputs and outputs.
     """
     return (
         is_gpu(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
-        and (x.numel() if elements is None else elements) >= MIN_ELEMENTS
+        and x.numel() >= MIN_ELEMENTS
         and 8 <= channels <= MAX_CHANNELS
         and x.shape[-1] % 2 == 0
         and (has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d))

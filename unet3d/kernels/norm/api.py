@@ -32,7 +32,7 @@ from unet3d.kernels.padding import (
     was_folded,
 )
 from unet3d.kernels.recompute import offer
-from unet3d.kernels.sharding import current_shard, number_of_largest
+from unet3d.kernels.sharding import current_shard
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.torch_private import is_view
 
@@ -69,19 +69,18 @@ def instance_norm(
     is_deferred = normalizes(x, x.shape[1], outputs_of_reader)
     if stages is reference and shard is None and moments is None and not is_deferred:
         return _of_whole(x, weight, bias, eps, negative_slope)
-    folds = stages is not reference and can_fold(x, x.shape[1], number_of_largest(x.numel()))
     norm = VolumeNorm(
         stages=stages,
         eps=eps,
         slope=negative_slope,
         shard=shard,
         halo_of=shard if has_halo else None,
-        pads=pads_output and folds and wants_padding(x) and not is_deferred,
+        pads=pads_output and stages is not reference and wants_padding(x),
         is_deferred=is_deferred,
     )
     if stages is not reference:
         x, added = laid_out(x), None if added is None else channels_last(added)
-    pads_gradient = folds and was_folded(x)
+    pads_gradient = stages is not reference and was_folded(x) and can_fold(x, x.shape[1])
     given = (x, added, moments, weight, bias, norm, pads_gradient)
     y, mean, rstd, *planes = _InstanceNorm.apply(*given)  # type: ignore[no-untyped-call]
     again = (x.detach(), weight.detach(), bias.detach(), mean, rstd)

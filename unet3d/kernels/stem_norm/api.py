@@ -86,7 +86,7 @@ class _StemNorm(torch.autograd.Function):
     ) -> tuple[Tensor | bool | None, ...]:
         y = torch.ops.unet3d.stem.default(x, kernel, *padding)
         affine = (weight, bias, *norm.statistics(y))
-        pads = norm.pads and wants_padding(y) and not norm.is_deferred
+        pads = norm.pads and wants_padding(y)
         made, halo = norm._replace(pads=pads).normalized(y, *affine)
         ctx.save_for_backward(x, kernel, y, *affine)
         ctx.norm, ctx.before = norm, padding[0]

@@ -20,7 +20,7 @@ from unet3d.kernels.conv.hopper import op
 from unet3d.kernels.conv.hopper.driver import available
 from unet3d.kernels.marks import Deferred, deferred_of, mark_moments, mark_sums
 from unet3d.kernels.padding import can_fold, has_room, laid_out
-from unet3d.kernels.sharding import current_shard, number_of_largest
+from unet3d.kernels.sharding import current_shard
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
@@ -32,16 +32,13 @@ _NO_AFFINE = (None, None, None, None)
 
 
 def suits(x: Tensor, inputs: int, outputs: int) -> bool:
-    """Return whether a 3x3x3 convolution with stride 1 of a map like this one is done here.
-
-    For slabs without their halos the answers agree.
-    """
+    """Return whether a 3x3x3 convolution with stride 1 of a map like this one is done here."""
     return (
         is_gpu(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
         and inputs in CHANNELS
         and outputs in CHANNELS
-        and number_of_largest(x.numel() // x.shape[1]) >= MIN_VOXELS
+        and x.numel() // x.shape[1] >= MIN_VOXELS
         and (has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d))
         # Their moments are merged by Triton.
         and triton_available(x)
@@ -50,12 +47,9 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
 
 
 def wants_padding(x: Tensor) -> bool:
-    """Return whether the convolutions that read a map would do so in pairs, with zeros around Z.
-
-    For slabs, without their halos, the answers agree.
-    """
+    """Return whether the convolutions that read a map would do so in pairs, with zeros around Z."""
     channels = x.shape[1]
-    return can_fold(x, channels, number_of_largest(x.numel())) and not suits(x, channels, channels)
+    return can_fold(x, channels) and not suits(x, channels, channels)
 
 
 def normalizes(x: Tensor, channels: int, outputs: int | None) -> bool:
