@@ -312,9 +312,9 @@ def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):
         seen = []
         made.register_hook(lambda gradient: seen.append(sums_of(gradient)))
         y = conv3x3x3(made, second, moments=True)
-        assert moments_of(y).shape == (op.PARTS, 4, 1, 64)
+        assert moments_of(y).shape[1:] == (4, 1, 64)
         y.sum().backward()
-        assert seen[0].shape == (op.PARTS, 2, 1, 32)
+        assert seen[0].shape[1:] == (2, 1, 32)
         assert all(leaf.grad is not None for leaf in (kernel, second, weight, bias))
 
 

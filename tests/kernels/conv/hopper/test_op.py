@@ -29,9 +29,20 @@ def test_fake_gpus_return_maps_and_parts(sides, pads):
     assert (y.shape, dx.shape) == ((2, 64, 6 + sum(sides), 6, 5), x.shape)
     assert {y.dtype, dx.dtype} == {torch.bfloat16}
     assert all(one.is_contiguous(memory_format=torch.channels_last_3d) for one in (y, dx))
-    assert (moments.shape[1:], sums.shape[1:]) == ((4, 2, 64), (2, 2, 32))
-    assert len(moments) > 0 and len(sums) > 0
+    # A part for each of eight warps of a program, of which each makes a plane here.
+    planes = 6 + sum(sides)
+    assert (moments.shape, sums.shape) == ((2 * planes * 8, 4, 2, 64), (2 * 8 * 8, 2, 2, 32))
     assert (len(no_moments), len(no_sums)) == (0, 0)
     assert dweight.shape == kernel.shape
     assert {moments.dtype, sums.dtype, dweight.dtype} == {torch.float32}
     assert {one.device for one in (y, moments, dx, sums, dweight)} == {x.device}
+
+
+def test_large_maps_have_a_program_on_each_processor():
+    with FakeTensorMode():
+        x = torch.empty(1, 32, 64, 64, 64, device="cpu:1", dtype=torch.bfloat16)
+        for outputs, programs in ((32, 132), (64, 66)):
+            kernel = torch.empty(outputs, 32, 3, 3, 3, device=x.device, dtype=x.dtype)
+            options = {"slope": 1.0, "before": 1, "after": 1, "moments": True}
+            _, moments = op.convolve(x, kernel, *NO_AFFINE, **options)
+            assert moments.shape == (programs * op.WARPS, 4, 1, outputs)

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
+from unet3d.kernels.conv.hopper.op import COLUMN, GROUP, WARPS, num_programs
 
-GROUP = 32
-"""Channels that a program takes at a time."""
-COLUMN = 16
-"""Voxels of a column along Y and Z."""
-WARPS = 8
-"""Warps that multiply, each with a row for moments or sums."""
 PAIRS = 5
 """Pairs of taps in the sums of the weights' gradient."""
 
@@ -119,14 +114,13 @@ def _convolve(
     n, inputs, *size = x.shape
     outputs = kernel.shape[1 if turned else 0]
     parts, made = outputs // GROUP, size[0] + before + after - 2
-    programs = _programs(x, made, parts)
+    programs = num_programs(x, made, parts, _processors(x.device))
     layout = torch.channels_last_3d
     shape = (n, outputs, made, *size[1:])
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
     # A warp writes only the rows of its samples.
-    numbers = (0, 4, 4, 2)[epilogue]
-    shape = (programs * WARPS if numbers else 0, numbers or 4, n, outputs)
-    rows = torch.zeros(shape, device=x.device)
+    num_rows = 0 if epilogue == _NOTHING else programs * WARPS
+    rows = torch.zeros((num_rows, 2 if turned else 4, n, outputs), device=x.device)
     weights = kernel.reshape(-1)[_places(outputs, inputs, turned, x.device)]
     arguments = _Convolution(
         x=_map(x),
@@ -156,7 +150,7 @@ def weight_gradient(
     """Return the gradient of the kernel (O, I, 3, 3, 3)."""
     n, channels, *size = x.shape
     inputs, outputs = channels // GROUP, dy.shape[1] // GROUP
-    programs = _programs(x, size[0], inputs * outputs)
+    programs = num_programs(x, size[0], inputs * outputs, _processors(x.device))
     sums = x.new_empty((programs, inputs * outputs, PAIRS * 64 * 96), dtype=torch.float32)
     given = _affine(affine, slope)
     arguments = _Weights(
@@ -176,13 +170,6 @@ def weight_gradient(
     function.launch(x.device, programs * inputs * outputs, *boxes, arguments, *counts)
     places = _gradient_places(outputs, inputs, x.device)
     return sums.sum(0).reshape(-1)[places].view(dy.shape[1], channels, 3, 3, 3)
-
-
-def _programs(x: Tensor, planes: int, parts: int) -> int:
-    """Return how many programs of each part there are, at most one for each processor."""
-    n, _, _, y, z = x.shape
-    work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
-    return min(_processors(x.device) // parts, work)
 
 
 @functools.cache

@@ -11,9 +11,9 @@ have room around Z (:mod:`unet3d.kernels.padding`), with multiples of 32 channel
     weight_gradient  (O, I, 3, 3, 3) in float32
 
 Moments and sums are those of the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), in as
-many parts as there are programs. An ``affine`` is what those take: weight (C,), bias (C,), mean
-(N, C, M) and 1 / deviation (N, C); all zeros around a map stay zeros. ``before`` and ``after`` are
-the planes of zeros around X.
+many parts as there are warps that multiply. An ``affine`` is what those take: weight (C,), bias
+(C,), mean (N, C, M) and 1 / deviation (N, C); all zeros around a map stay zeros. ``before`` and
+``after`` are the planes of zeros around X.
 """
 
 import torch
@@ -25,13 +25,32 @@ from unet3d.kernels.triton_support import operation
 _MAY_BE_AFFINE = "Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd"
 _AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd"
 
-PARTS = 132
-"""Processors of a Hopper GPU: parts in which moments and sums come, where a map has that many."""
+GROUP = 32
+"""Channels that a program takes at a time."""
+COLUMN = 16
+"""Voxels of a column along Y and Z, along which a program goes."""
+WARPS = 8
+"""Warps of a program that multiply, each of which makes a part of moments or sums."""
+PROCESSORS = 132
+"""Of a Hopper GPU that is not here."""
+
+
+def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSORS) -> int:
+    """Return how many programs there are for each of so many groups, one a processor at most."""
+    n, _, _, y, z = x.shape
+    work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
+    return min(processors // groups, work)
 
 
 def _empty_map(x: Tensor, channels: int, planes: int) -> Tensor:
     shape = (len(x), channels, planes, *x.shape[3:])
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+
+
+def _empty_parts(y: Tensor, numbers: int, wanted: bool) -> Tensor:
+    n, channels, planes, *_ = y.shape
+    parts = WARPS * num_programs(y, planes, channels // GROUP) if wanted else 0
+    return y.new_empty((parts, numbers, n, channels), dtype=torch.float32)
 
 
 def _fake_convolve(
@@ -49,8 +68,7 @@ def _fake_convolve(
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     y = _empty_map(x, len(kernel), x.shape[2] + before + after - 2)
-    parts = PARTS if moments else 0
-    return y, x.new_empty((parts, 4, *y.shape[:2]), dtype=torch.float32)
+    return y, _empty_parts(y, 4, moments)
 
 
 def _fake_input_gradient(
@@ -67,8 +85,7 @@ def _fake_input_gradient(
     after: int,
 ) -> tuple[Tensor, Tensor]:
     dx = _empty_map(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
-    parts = 0 if x is None else PARTS
-    return dx, dy.new_empty((parts, 2, *dx.shape[:2]), dtype=torch.float32)
+    return dx, _empty_parts(dx, 2, x is not None)
 
 
 convolve = operation(
