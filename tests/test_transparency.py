@@ -22,8 +22,8 @@ from tests.products import pairwise
 from unet3d.config import ModelSettings
 from unet3d.kernels import recompute as remake
 from unet3d.kernels.conv.hopper import api, op
-from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Layout, parallelize
+from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, layers, plan_topology
+from unet3d.parallel import Layout, parallelize, step
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
 FLAT = {"kernels": "anisotropic"}
@@ -77,11 +77,12 @@ THREE_UNITS = {"units": (3, 3, 2), "decoder_units": (3, 3), "deep_supervision": 
     recompute=["norm", "level", "off"],
     stages=[(1, None), (2, None), (2, (9,)), (4, (1, 5, 7))],
     batch=[(1, 1), (2, 1), (5, 3)],
+    adds_skips=[False, True],
 )
 def test_maps_that_are_never_normalised_are_transparent(
-    options, recompute, stages, batch, monkeypatch
+    options, recompute, stages, batch, adds_skips, monkeypatch
 ):
-    """Hand-written convolutions normalise what they load, here in their plain versions."""
+    """Hand-written convolutions normalise what they load, and add, here in their plain versions."""
     (num_devices, cuts), (num_samples, num_micro_batches) = stages, batch
     topology = make_topology(**options)
     # Before anything is replaced; this is what the step is compared with.
@@ -89,18 +90,26 @@ def test_maps_that_are_never_normalised_are_transparent(
     expected = plain_logits(topology, num_samples)
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: True)
-    fused, convolve = [], op.convolve
+    monkeypatch.setattr(layers, "CHANNELS_BY_HAND", topology.channels)
+    monkeypatch.setattr(step, "convolves_by_hand", lambda device, lowered: adds_skips)
+    fused, convolve, sums, add = [], op.convolve, [], op.add_convolution
 
     def watched(x, kernel, weight, *more, **given):
         fused.append(weight is not None)
         return convolve(x, kernel, weight, *more, **given)
 
+    def adding(y, x, *more, **given):
+        sums.append(y.shape)
+        return add(y, x, *more, **given)
+
     monkeypatch.setattr(op, "convolve", watched)
+    monkeypatch.setattr(op, "add_convolution", adding)
     layout = {"num_devices": num_devices, "cuts": cuts, "num_micro_batches": num_micro_batches}
     executor = check_step(topology, num_samples, recompute=recompute, **layout)
     # Where levels run again, only units within a block are fused.
     may_fuse = recompute != "level" or topology.encoder == "residual"
     assert any(fused) == (may_fuse and topology.norm == "instance")
+    assert any(sums) == (adds_skips and recompute != "level")
     fused.clear()
     assert_close(executor.predict(make_batch(num_samples)[0]), expected, "logits")
     assert fused and any(fused) == (topology.norm == "instance")

@@ -149,6 +149,7 @@ def test_hand_written_convolutions_are_those_of_a_step(encoder, monkeypatch):
         monkeypatch.setattr(op, name, watched)
 
     watch("convolve", lambda x, kernel, *affine: (kernel.shape[:2], x))
+    watch("add_convolution", lambda y, x, kernel: (kernel.shape[:2], x))
     watch("input_gradient", lambda dy, kernel, *given: (kernel.shape[:2], dy))
     watch("weight_gradient", lambda dy, x, *affine: ((dy.shape[1], x.shape[1]), dy))
     model = WIDE.model_copy(update={"encoder": encoder})

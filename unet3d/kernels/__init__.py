@@ -8,11 +8,14 @@ from unet3d.kernels.conv.api import (
     conv3x3x3,
     flat_conv,
     strided_conv3x3x3,
+    sum_with_conv3x3x3,
     upsample,
     upsample_with_halo,
     upsampled_conv3x3x3,
 )
 from unet3d.kernels.conv.border import add_border
+from unet3d.kernels.conv.hopper.api import CHANNELS as CHANNELS_BY_HAND
+from unet3d.kernels.conv.hopper.api import are_on as convolves_by_hand
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
 from unet3d.kernels.halo import own_planes, with_halo
@@ -24,6 +27,7 @@ from unet3d.kernels.region_sums import region_sums
 from unet3d.kernels.stem_norm.api import conv3x3x3_instance_norm
 
 __all__ = [
+    "CHANNELS_BY_HAND",
     "Boxes",
     "add_border",
     "average_pool",
@@ -31,6 +35,7 @@ __all__ = [
     "conv3x3x3",
     "conv3x3x3_instance_norm",
     "convolve",
+    "convolves_by_hand",
     "flat_conv",
     "instance_norm",
     "instance_norm_head",
@@ -43,6 +48,7 @@ __all__ = [
     "strided_conv3x3x3",
     "strongest_class",
     "sum_of",
+    "sum_with_conv3x3x3",
     "upsample",
     "upsample_with_halo",
     "upsampled_conv3x3x3",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unet3d.kernels.marks import Deferred
 from unet3d.kernels.padding import is_padded
 from unet3d.memory.saved_tensors import Saved, handling
 from unet3d.torch_private import storage_key
@@ -35,6 +36,8 @@ class _Offer(NamedTuple):
     shape: torch.Size
     is_dense: bool
     """Whether it has no zeros around."""
+    deferred: Deferred | None
+    """The normalisation that makes all of it from the source; None: something else does."""
 
 
 _known: ContextVar[dict[int, _Offer] | None] = ContextVar("known", default=None)
@@ -87,7 +90,12 @@ class _Recomputed(NamedTuple):
         return tensor if self.view is None else tensor.as_strided(*self.view)
 
 
-def offer(tensor: Tensor, recompute: Recompute, source: Tensor | None = None) -> None:
+def offer(
+    tensor: Tensor,
+    recompute: Recompute,
+    source: Tensor | None = None,
+    deferred: Deferred | None = None,
+) -> None:
     """Let a tensor that was just computed be recomputed, where a context asks for it.
 
     ``recompute`` does it in the same layout but for zeros around (:mod:`unet3d.kernels.padding`),
@@ -99,7 +107,7 @@ def offer(tensor: Tensor, recompute: Recompute, source: Tensor | None = None) ->
     if known is None or (source is not None and tensor.numel() < MIN_ELEMENTS):
         return
     key = storage_key(tensor)
-    known[key] = _Offer(recompute, source, tensor.shape, not is_padded(tensor))
+    known[key] = _Offer(recompute, source, tensor.shape, not is_padded(tensor), deferred)
     # Another tensor may get the same key once this one is gone.
     weakref.finalize(tensor, known.pop, key, None)
 
@@ -115,6 +123,14 @@ def kept_for(tensor: Tensor) -> Tensor:
     """Return what is kept for backward in place of a tensor: its source, or the tensor itself."""
     offered = _offer_of_whole(tensor)
     return tensor if offered is None or offered.source is None else offered.source
+
+
+def normalized_from(tensor: Tensor) -> tuple[Tensor, Deferred] | None:
+    """Return from what, and how, a tensor is normalised that would be recomputed, if it is."""
+    offered = _offer_of_whole(tensor)
+    if offered is None or offered.source is None or offered.deferred is None:
+        return None
+    return offered.source, offered.deferred
 
 
 def _offer_of_whole(tensor: Tensor) -> _Offer | None:

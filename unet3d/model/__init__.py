@@ -10,6 +10,7 @@ from unet3d.model.blocks import (
 from unet3d.model.deferring import deferring
 from unet3d.model.loss import LossTerms, Regions, SegmentationLoss, dice_cross_entropy
 from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
+from unet3d.model.skips import adding_skips
 from unet3d.model.topology import Topology, plan_topology
 from unet3d.model.unet import Decoder, Encoder, UNet3d
 
@@ -25,6 +26,7 @@ __all__ = [
     "SequentialNetwork",
     "Topology",
     "UNet3d",
+    "adding_skips",
     "deferring",
     "dice_cross_entropy",
     "in_running_order",

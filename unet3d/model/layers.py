@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from unet3d.config import Shape
 from unet3d.kernels import (
+    CHANNELS_BY_HAND,
     add_border,
     average_pool,
     conv1x1x1,
@@ -18,6 +19,7 @@ from unet3d.kernels import (
     instance_norm_head,
     own_planes,
     strided_conv3x3x3,
+    sum_with_conv3x3x3,
     upsample_with_halo,
     upsampled_conv3x3x3,
     with_halo,
@@ -56,6 +58,11 @@ class Convolution(nn.Conv3d):
     def outputs_of_reader(self) -> int | None:
         """What a normalisation is told that has no other reader (:func:`instance_norm`)."""
         return self.out_channels if self.is_plain else None
+
+    @property
+    def adds_in_passing(self) -> bool:
+        """Whether there are kernels that add it to another map (:func:`sum_with_conv3x3x3`)."""
+        return self.is_plain and {self.in_channels, self.out_channels} <= set(CHANNELS_BY_HAND)
 
     def forward(self, x: Tensor, moments: bool = False) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
@@ -192,14 +199,16 @@ class UpsampledUnit(nn.Module):
         """The unit's normalisation."""
         return self.unit.norm
 
-    def convolved(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    def convolved(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what is normalised, and what is added to it before."""
+        return self.upsampled(x), added
+
+    def upsampled(self, x: Tensor) -> Tensor:
+        """Return the convolution of the upsampled features."""
         conv, stride = self.unit.conv, self.up.stride
         if conv.is_cube:
-            made = upsampled_conv3x3x3(x, self.up.weight, conv.weight, stride)
-        else:
-            made = conv(upsample_with_halo(x, self.up.weight, stride))
-        return self.with_bias(made), added
+            return self.with_bias(upsampled_conv3x3x3(x, self.up.weight, conv.weight, stride))
+        return self.with_bias(conv(upsample_with_halo(x, self.up.weight, stride)))
 
     def with_bias(self, convolved: Tensor) -> Tensor:
         """Return a convolution, which is lost, with what the bias of the upsampling adds to it."""
@@ -215,6 +224,19 @@ class UpsampledUnit(nn.Module):
         """
         out: Tensor = self.unit.norm(*self.convolved(x, added), outputs_of_reader)
         return out
+
+
+class SkippedUnit(UpsampledUnit):
+    """An upsampled unit with the convolution of its skip, which is added in passing."""
+
+    def __init__(self, unit: UpsampledUnit, skip: Convolution) -> None:
+        """Join a unit and a convolution with a 3x3x3 kernel and stride 1."""
+        super().__init__(unit.up, unit.unit)
+        self.skip = skip
+
+    def convolved(self, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what is normalised, and what is added to it before."""
+        return sum_with_conv3x3x3(self.upsampled(x), features, self.skip.weight)
 
 
 class Head(nn.Conv3d):

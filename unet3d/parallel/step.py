@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from unet3d.config import Recompute
 from unet3d.errors import ConfigError
-from unet3d.kernels import recomputed_in_backward
+from unet3d.kernels import convolves_by_hand, recomputed_in_backward
 from unet3d.model import (
     Block,
     BlockNetwork,
+    adding_skips,
     deferring,
     in_running_order,
     run_block,
@@ -90,13 +91,17 @@ class PlacedBlocks:
     ) -> None:
         """Move the parameters; at most ``num_alive`` micro-batches are kept for backward."""
         self.stage = stage
-        self._predicted = deferring(stage.blocks, stage.outputs)
+        self._autocast = lowered_on(stage.slot.device, autocast)
+        blocks: Sequence[Block] = stage.blocks
+        # A skip that is offloaded is read early, and not again.
+        if offload is None and convolves_by_hand(stage.slot.device, self._autocast):
+            blocks = adding_skips(blocks, stage.outputs)
+        self._predicted = deferring(blocks, stage.outputs)
         # What runs again is divided between any blocks.
         self._blocks = in_running_order(stage.blocks if recompute == "level" else self._predicted)
         self._recompute = recompute
         self._parts = recomputed_parts(self._blocks, num_alive) if recompute == "level" else ()
         self._offload = offload
-        self._autocast = lowered_on(stage.slot.device, autocast)
         self._dtype = place(stage, self._autocast)
         self._copied = _copied_inputs(stage)
 

@@ -82,6 +82,21 @@ def conv3x3x3(
     return slabs.convolve(x, weight, _PLAIN, (x_padding, 1, 1))
 
 
+def sum_with_conv3x3x3(y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Convolve x as :func:`conv3x3x3` does, and add it to a result y, which is lost.
+
+    Returns what a normalisation takes (:func:`unet3d.kernels.instance_norm`): the sum and nothing,
+    or, where no kernel adds in passing, both.
+    """
+    if (
+        hopper.suits(x, *reversed(weight.shape[:2]))
+        and x.dtype == y.dtype
+        and hopper.is_laid_out(y)
+    ):
+        return hopper.add_convolution(y, x, weight, padding_of_maps()), None
+    return y, conv3x3x3(x, weight)
+
+
 def strided_conv3x3x3(
     x: Tensor,
     weight: Tensor,

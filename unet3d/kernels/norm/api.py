@@ -83,13 +83,10 @@ def instance_norm(
     pads_gradient = stages is not reference and was_folded(x) and can_fold(x, x.shape[1])
     given = (x, added, moments, weight, bias, norm, pads_gradient)
     y, mean, rstd, *planes = _InstanceNorm.apply(*given)  # type: ignore[no-untyped-call]
-    again = (x.detach(), weight.detach(), bias.detach(), mean, rstd)
-    if is_deferred:
-        return norm.deferred(y, *again[1:])
     if norm.pads:
         mark_padded(y)
-    offer(y, lambda: norm.again(*again, halo=(planes[0], planes[1])), again[0])
-    return y  # type: ignore[no-any-return]
+    made_of = (x.detach(), weight.detach(), bias.detach(), mean, rstd)
+    return norm.passed_on(y, *made_of, halo=(planes[0], planes[1]))
 
 
 def sum_of(x: Tensor, added: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from unet3d.kernels.halo import fill_halo, gradient_of_own, inner, put_halo
 from unet3d.kernels.marks import Deferred, mark_deferred, sums_of
 from unet3d.kernels.norm import op, reference
 from unet3d.kernels.padding import channels_last, empty_map
+from unet3d.kernels.recompute import offer
 from unet3d.kernels.sharding import Halo, Shard, number_of_largest
 from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
@@ -93,10 +94,15 @@ class VolumeNorm(NamedTuple):
         """Return what :meth:`normalized` did, without zeros around Z, and without asking anyone."""
         return self._replace(pads=False).normalized(x, *affine, halo=halo)[0]
 
-    def deferred(self, y: Tensor, *affine: Tensor) -> Tensor:
-        """Tell the reader of a result that is deferred how to make it."""
+    def passed_on(self, made: Tensor, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
+        """Tell the reader of a result how to make it, or let backward make it again."""
         weight, bias, mean, rstd = affine
-        return mark_deferred(y, Deferred((weight, bias, mean, rstd), self.slope))
+        deferred = Deferred((weight, bias, mean, rstd), self.slope)
+        if self.is_deferred:
+            return mark_deferred(made, deferred)
+        from_x_alone = deferred if self.halo_of is None else None
+        offer(made, lambda: self.again(x, *affine, halo=halo), x, from_x_alone)
+        return made
 
     def gradient_of_own(self, dy: Tensor) -> Tensor:
         """Return the gradient of the result's own planes, channels-last, from that of all."""

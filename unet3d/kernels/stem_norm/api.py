@@ -18,7 +18,6 @@ from unet3d.kernels.norm import op
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
 from unet3d.kernels.padding import channels_last, mark_padded
-from unet3d.kernels.recompute import offer
 from unet3d.kernels.sharding import current_shard, x_padding
 from unet3d.kernels.triton_support import operation
 
@@ -62,13 +61,10 @@ def conv3x3x3_instance_norm(
     )
     given = (x, kernel.to(x.dtype), weight, bias, norm, x_padding())
     made, padded, y, mean, rstd, *planes = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
-    again = (y, weight.detach(), bias.detach(), mean, rstd)
-    if norm.is_deferred:
-        return norm.deferred(made, *again[1:])
     if padded:
         mark_padded(made)
-    offer(made, lambda: norm.again(*again, halo=(planes[0], planes[1])), y)
-    return made  # type: ignore[no-any-return]
+    made_of = (y, weight.detach(), bias.detach(), mean, rstd)
+    return norm.passed_on(made, *made_of, halo=(planes[0], planes[1]))
 
 
 class _StemNorm(torch.autograd.Function):

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import LAYOUTS, SIDES, assert_same, padded, results, tensor
-from unet3d.kernels import conv3x3x3, conv3x3x3_instance_norm, instance_norm, recomputed_in_backward
+from unet3d.kernels import (
+    conv3x3x3,
+    conv3x3x3_instance_norm,
+    instance_norm,
+    recomputed_in_backward,
+    sum_with_conv3x3x3,
+)
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.hopper import api, op
 from unet3d.kernels.marks import deferred_of, moments_of, sums_of
@@ -242,6 +248,36 @@ def test_a_map_with_one_reader_is_never_normalised(adds, recomputes, everywhere,
     assert passes == ["moments", "gradient"] if adds else passes == ["gradient"]
     assert_same(actual, results(chain.plain, chain.values))
     assert_same(results(Chain(adds, reads=False), chain.values), actual)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_convolution_is_added_to_a_map(recomputes, everywhere, monkeypatch):
+    """What it reads is normalised once more for the gradient of its weight only, while loading."""
+    monkeypatch.setattr("unet3d.kernels.recompute.MIN_ELEMENTS", 1)
+    values = [tensor(2, 4, 6, 4, 6), tensor(4, seed=1), tensor(4, seed=2)]
+    values += [tensor(4, 4, 3, 3, 3, seed=n) for n in (3, 5)] + [tensor(2, 4, 6, 4, 6, seed=4)]
+    loads, gradient = [], op.weight_gradient
+
+    def watched(dy, x, weight, *more, **options):
+        loads.append(weight is not None)
+        return gradient(dy, x, weight, *more, **options)
+
+    monkeypatch.setattr(op, "weight_gradient", watched)
+
+    def added(x, weight, bias, first, kernel, other):
+        made = conv3x3x3_instance_norm(x, first, weight, bias, EPS, SLOPE)
+        y, rest = sum_with_conv3x3x3(other * 1, made, kernel)
+        assert rest is None and moments_of(y) is not None
+        return instance_norm(y, weight, bias, EPS, SLOPE)
+
+    def wanted(x, weight, bias, first, kernel, other):
+        y = other + plain(plain_norm(plain(x, first), weight, bias), kernel)
+        return plain_norm(y, weight, bias)
+
+    with recomputed_in_backward() if recomputes else nullcontext():
+        actual = results(added, values)
+    assert_same(actual, results(wanted, values))
+    assert loads == [recomputes, False]
 
 
 def test_what_its_reader_gets_takes_no_memory(everywhere):

@@ -20,7 +20,7 @@ from tests.kernels.norm.closed_form import EPS, called
 from tests.products import pairwise
 from unet3d.kernels.conv.hopper import op, reference
 from unet3d.kernels.norm import op as norm
-from unet3d.kernels.padding import empty_map, with_padding
+from unet3d.kernels.padding import empty_map, has_room, with_padding
 
 pytestmark = pytest.mark.gpu
 
@@ -56,9 +56,7 @@ CALLS = {
     "moments": lambda of, v: of.convolve(
         v.x, v.kernel, *v.affine, slope=v.slope, **v.sides, moments=True
     ),
-    "moments_of_sum": lambda of, v: of.convolve(
-        v.x, v.kernel, *v.affine, slope=v.slope, **v.sides, moments=True, added=v.dy
-    ),
+    "moments_of_sum": lambda of, v: added(of, v, copied(v.dy)),
     "input_gradient": lambda of, v: of.input_gradient(
         v.dy, v.kernel, None if v.weight is None else v.x, *v.affine, slope=v.slope, **v.sides
     ),
@@ -68,6 +66,17 @@ CALLS = {
 }
 """The operations, of the kernels or of the reference, with what each takes; they return tuples.
 Where a map is added it is dy, which has the shape of the result."""
+
+
+def added(of, values, y):
+    """Return a map to which a convolution was added, and its moments."""
+    moments = of.add_convolution(y, values.x, values.kernel, **values.sides)
+    return y, moments
+
+
+def copied(x):
+    """Return a copy that has room around Z where a map has."""
+    return empty_map(x, pads=has_room(x)).copy_(x)
 
 
 @dataclass(kw_only=True)
@@ -189,7 +198,7 @@ def check_map(y, expected, tolerance):
 def check_moments(moments, name, values):
     """Compare the moments of all parts, merged, with those in float64."""
     exact = values.exactly()
-    if values.weight is not None:
+    if values.weight is not None and name != "moments_of_sum":
         # Values of a low type are few, and each is rounded alike wherever it lies: what is made of
         # them has another mean.
         read = activated(exact.x, *exact.affine, values.slope).to(values.x.dtype)
@@ -201,11 +210,11 @@ def check_moments(moments, name, values):
     voxels = math.prod(space)
     assert torch.equal(count, torch.full_like(count, voxels))
     want, want_mean = torch.var_mean(expected, (2, 3, 4), correction=0)
-    # A float32 sum of products is off by some 1e-6 of its terms; a value between two of a low type
-    # may be rounded the other way.
+    # A sum of products in float32 is off by some 1e-6 of its terms, in matrix units to one side; a
+    # value between two of a low type may be rounded the other way.
     loose = (1e-5 if values.weight is None else 1e-2) / math.sqrt(voxels)
     error = ((mean - want_mean).abs() / want.sqrt()).max().item()
-    assert error <= 1e-6 + loose, f"mean off by {error:.2e} of a deviation"
+    assert error <= 5e-6 + loose, f"mean off by {error:.2e} of a deviation"
     error = (variance / want - 1).abs().max().item()
     assert error <= 1e-5 + loose, f"variance off by {error:.2e}"
 
@@ -243,7 +252,8 @@ def check(name, values, device=None):
         assert error <= (1e-3 if values.weight is None else rounding(values)), f"{error:.2e}"
         return
     assert result.dtype == values.x.dtype
-    assert result.is_contiguous(memory_format=torch.channels_last_3d)
+    if name != "moments_of_sum":
+        assert result.is_contiguous(memory_format=torch.channels_last_3d)
     once = ROUNDING[result.dtype][0]
     check_map(result, wanted, once if name == "input_gradient" else rounding(values))
     if name.startswith("moments"):

@@ -19,11 +19,13 @@ from torch.autograd.function import once_differentiable
 from unet3d.kernels.conv.hopper import op
 from unet3d.kernels.conv.hopper.driver import available
 from unet3d.kernels.marks import Deferred, deferred_of, mark_moments, mark_sums
-from unet3d.kernels.padding import can_fold, has_room, laid_out
+from unet3d.kernels.padding import can_fold, has_room, laid_out, with_marks
+from unet3d.kernels.recompute import normalized_from
 from unet3d.kernels.sharding import current_shard
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
+TYPES = (torch.bfloat16, torch.float16)
 CHANNELS = (32, 64)
 MIN_VOXELS = 32**3
 """Voxels of a batch; smaller ones are left to cuDNN."""
@@ -31,19 +33,29 @@ MIN_VOXELS = 32**3
 _NO_AFFINE = (None, None, None, None)
 
 
+def are_on(device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Return whether a device that computes in a type has the convolutions at all."""
+    return dtype in TYPES and available(device)
+
+
 def suits(x: Tensor, inputs: int, outputs: int) -> bool:
     """Return whether a 3x3x3 convolution with stride 1 of a map like this one is done here."""
     return (
         is_gpu(x.device)
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype in TYPES
         and inputs in CHANNELS
         and outputs in CHANNELS
         and x.numel() // x.shape[1] >= MIN_VOXELS
-        and (has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d))
+        and is_laid_out(x)
         # Their moments are merged by Triton.
         and triton_available(x)
         and available(x.device)
     )
+
+
+def is_laid_out(x: Tensor) -> bool:
+    """Return whether the memory of a map is as kernels take it."""
+    return has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def wants_padding(x: Tensor) -> bool:
@@ -70,29 +82,48 @@ def convolve(x: Tensor, weight: Tensor, x_padding: tuple[int, int], moments: boo
 
     With ``moments`` the result is marked with its own. What is left to do with x is done.
     """
-    given = (x, weight, deferred_of(x), x_padding, moments)
+    given = (x, weight, None, deferred_of(x), None, x_padding, moments)
     y, parts = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
     return mark_moments(y, parts) if moments else y
 
 
+def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: tuple[int, int]) -> Tensor:
+    """Return a map with the convolution of x added in its memory, marked with its moments.
+
+    The map must be a result that nobody else reads. Where x is a normalised map that backward would
+    recompute, the gradient of the weight normalises what it loads instead.
+    """
+    given = (x, weight, y, None, normalized_from(x), x_padding, True)
+    made, parts = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
+    return mark_moments(with_marks(made, y), parts)
+
+
 class _Convolution(torch.autograd.Function):
-    """Keeps its arguments."""
+    """Keeps x and the kernel, or what x is normalised from."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        added_to: Tensor | None,
         deferred: Deferred | None,
+        source: tuple[Tensor, Deferred] | None,
         x_padding: tuple[int, int],
         moments: bool,
     ) -> tuple[Tensor, Tensor]:
         kernel, (before, after) = weight.to(x.dtype), x_padding
+        sides = {"before": before, "after": after}
         affine, slope = (_NO_AFFINE, 1.0) if deferred is None else deferred
-        options = {"slope": slope, "before": before, "after": after}
-        y, parts = op.convolve(x, kernel, *affine, **options, moments=moments)
+        if added_to is None:
+            y, parts = op.convolve(x, kernel, *affine, slope=slope, **sides, moments=moments)
+        else:
+            parts, y = op.add_convolution(added_to, x, kernel, **sides), added_to.detach()
+        if source is not None:
+            x, (affine, slope) = source
         ctx.save_for_backward(x, kernel, *affine)
-        ctx.options, ctx.weight_dtype = options, weight.dtype
+        ctx.sides, ctx.slope, ctx.weight_dtype = sides, slope, weight.dtype
+        ctx.is_deferred, ctx.adds = deferred is not None, added_to is not None
         ctx.mark_non_differentiable(parts)
         ctx.set_materialize_grads(False)  # these have none, and zeros would be launches
         return y, parts
@@ -101,16 +132,16 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None, None
         x, kernel, *affine = ctx.saved_tensors
-        dy, is_deferred = laid_out(dy), affine[0] is not None
-        dx = dweight = None
+        given, dx, dweight = laid_out(dy), None, None
         if ctx.needs_input_grad[1]:
-            options = {name: ctx.options[name] for name in ("slope", "before")}
-            dweight = op.weight_gradient(dy, x, *affine, **options).to(ctx.weight_dtype)
-        if not is_deferred:
-            x = None  # it may have been recomputed, only for that
+            before = ctx.sides["before"]
+            dweight = op.weight_gradient(given, x, *affine, slope=ctx.slope, before=before)
+            dweight = dweight.to(ctx.weight_dtype)
+        if not ctx.is_deferred:
+            x, affine = None, _NO_AFFINE  # x may have been recomputed, only for that
         if ctx.needs_input_grad[0]:
-            dx, sums = op.input_gradient(dy, kernel, x, *affine, **ctx.options)
-            dx = mark_sums(dx, sums) if is_deferred else dx
-        return dx, dweight, None, None, None
+            dx, sums = op.input_gradient(given, kernel, x, *affine, slope=ctx.slope, **ctx.sides)
+            dx = mark_sums(dx, sums) if ctx.is_deferred else dx
+        return dx, dweight, dy if ctx.adds else None, None, None, None, None

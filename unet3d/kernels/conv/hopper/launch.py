@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
-from unet3d.kernels.conv.hopper.op import COLUMN, GROUP, WARPS, num_programs
+from unet3d.kernels.conv.hopper.op import COLUMN, GROUP, WARPS, empty_result, num_programs
 
 PAIRS = 5
 """Pairs of taps in the sums of the weights' gradient."""
@@ -73,17 +73,17 @@ def convolve(
     before: int,
     after: int,
     moments: bool,
-    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the convolution of a map, normalised first where an affine is given, and moments.
-
-    A map is added where moments are wanted only.
-    """
+    """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    y = empty_result(x, kernel.shape[0], x.shape[2] + before + after - 2)
     epilogue = _MOMENTS if moments else _NOTHING
-    if added is not None:
-        epilogue = _MOMENTS_OF_SUM
-    given = _affine(affine, slope)
-    return _convolve(x, kernel, given, added, epilogue, before, after, turned=False)
+    rows = _convolve(y, x, kernel, _affine(affine, slope), None, epilogue, before, turned=False)
+    return y, rows
+
+
+def add_convolution(y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int) -> Tensor:
+    """Return the moments of a map to which a convolution is added, in its memory."""
+    return _convolve(y, x, kernel, None, y, _MOMENTS_OF_SUM, before, turned=False)
 
 
 def input_gradient(
@@ -96,28 +96,28 @@ def input_gradient(
     after: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the map that was convolved, and sums where x was normalised first."""
+    dx = empty_result(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
     epilogue, given = _NOTHING if x is None else _SUMS, _affine(affine, slope)
-    return _convolve(dy, kernel, given, x, epilogue, 2 - before, 2 - after, turned=True)
+    sums = _convolve(dx, dy, kernel, given, x, epilogue, 2 - before, turned=True)
+    return dx, sums
 
 
 def _convolve(
+    y: Tensor,
     x: Tensor,
     kernel: Tensor,
     affine: _Affine | None,
     other: Tensor | None,
     epilogue: int,
     before: int,
-    after: int,
     *,
     turned: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
+    """Write a convolution to y, and return moments or sums in as many rows as there are warps."""
     n, inputs, *size = x.shape
-    outputs = kernel.shape[1 if turned else 0]
-    parts, made = outputs // GROUP, size[0] + before + after - 2
+    outputs, made = y.shape[1:3]
+    parts = outputs // GROUP
     programs = num_programs(x, made, parts, _processors(x.device))
-    layout = torch.channels_last_3d
-    shape = (n, outputs, made, *size[1:])
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
     # A warp writes only the rows of its samples.
     num_rows = 0 if epilogue == _NOTHING else programs * WARPS
     rows = torch.zeros((num_rows, 2 if turned else 4, n, outputs), device=x.device)
@@ -141,7 +141,7 @@ def _convolve(
     _begin_building(x.dtype == torch.float16)
     function = _convolution(inputs // GROUP, normalizes, epilogue, x.dtype == torch.float16)
     function.launch(x.device, programs * parts, box, arguments, ctypes.c_int(parts))
-    return y, rows
+    return rows
 
 
 def weight_gradient(

@@ -4,8 +4,8 @@ All are of 3x3x3 kernels with stride 1, of (N, C, X, Y, Z) maps in channels-last
 have room around Z (:mod:`unet3d.kernels.padding`), with multiples of 32 channels::
 
     convolve         the convolution of a map, or of what a normalisation with LeakyReLU makes of
-                     it, which is never written; and the moments of the result, to which another
-                     map may have been added
+                     it, which is never written; and the moments of the result
+    add_convolution  the moments of a map to which a convolution is added, in its memory
     input_gradient   the gradient of the map that was convolved; where that was normalised, with the
                      sums that the gradient of the normalisation needs
     weight_gradient  (O, I, 3, 3, 3) in float32
@@ -42,7 +42,8 @@ def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSO
     return min(processors // groups, work)
 
 
-def _empty_map(x: Tensor, channels: int, planes: int) -> Tensor:
+def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
+    """Return memory for so many channels and planes of what is made of a map."""
     shape = (len(x), channels, planes, *x.shape[3:])
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
@@ -65,9 +66,8 @@ def _fake_convolve(
     before: int,
     after: int,
     moments: bool,
-    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    y = _empty_map(x, len(kernel), x.shape[2] + before + after - 2)
+    y = empty_result(x, len(kernel), x.shape[2] + before + after - 2)
     return y, _empty_parts(y, 4, moments)
 
 
@@ -84,16 +84,22 @@ def _fake_input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    dx = _empty_map(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
+    dx = empty_result(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
     return dx, _empty_parts(dx, 2, x is not None)
 
 
 convolve = operation(
     "hopper_convolve",
     f"(Tensor x, Tensor kernel, {_MAY_BE_AFFINE}, *, float slope, int before, int after,"
-    " bool moments, Tensor? added=None) -> (Tensor, Tensor)",
+    " bool moments) -> (Tensor, Tensor)",
     "conv.hopper.launch.convolve",
     _fake_convolve,
+)
+add_convolution = operation(
+    "hopper_add_convolution",
+    "(Tensor(a!) y, Tensor x, Tensor kernel, *, int before, int after) -> Tensor",
+    "conv.hopper.launch.add_convolution",
+    lambda y, x, kernel, **sides: _empty_parts(y, 4, True),
 )
 input_gradient = operation(
     "hopper_input_gradient",
@@ -110,5 +116,5 @@ weight_gradient = operation(
         (dy.shape[1], x.shape[1], 3, 3, 3), dtype=torch.float32
     ),
 )
-for _name in ("convolve", "input_gradient", "weight_gradient"):
+for _name in ("convolve", "add_convolution", "input_gradient", "weight_gradient"):
     torch.library.impl(f"unet3d::hopper_{_name}", "cpu")(getattr(reference, _name))

@@ -23,17 +23,18 @@ def convolve(
     before: int,
     after: int,
     moments: bool,
-    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the convolution of a map, normalised first where an affine is given, and moments."""
     y = F.conv3d(_padded(_normalized(x, *affine, slope=slope), before, after), kernel)
-    y = y if added is None else y + added
-    exact = _exact(x)
     if not moments:
-        return channels_last(y), x.new_empty((0, 4, *y.shape[:2]), dtype=exact)
-    variance, mean = torch.var_mean(y.to(exact), _AROUND, correction=0)
-    count = torch.full_like(mean, y[0, 0].numel())
-    return channels_last(y), torch.stack((count, variance, mean, torch.zeros_like(mean)))[None]
+        return channels_last(y), x.new_empty((0, 4, *y.shape[:2]), dtype=_exact(x))
+    return channels_last(y), _moments(y)
+
+
+def add_convolution(y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int) -> Tensor:
+    """Return the moments of a map to which a convolution is added, in its memory."""
+    y += F.conv3d(_padded(x, before, after), kernel)
+    return _moments(y)
 
 
 def input_gradient(
@@ -64,6 +65,12 @@ def weight_gradient(dy: Tensor, x: Tensor, *affine: Any, slope: float, before: i
     exact = (padded.to(_exact(x)), shape, dy.to(_exact(x)))
     dweight: Tensor = conv3d_weight(*exact)  # type: ignore[no-untyped-call]
     return dweight
+
+
+def _moments(y: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(y.to(_exact(y)), _AROUND, correction=0)
+    count = torch.full_like(mean, y[0, 0].numel())
+    return torch.stack((count, variance, mean, torch.zeros_like(mean)))[None]
 
 
 def _exact(x: Tensor) -> torch.dtype:
