@@ -136,6 +136,8 @@ class Maps(NamedTuple):
 
     x: Tensor
     dy: Tensor
+    added: Tensor
+    """A map like dy, to which convolutions may be added in its memory."""
     padded_x: Tensor
     """The same, stored with zeros around Z."""
     padded_dy: Tensor
@@ -187,6 +189,7 @@ def make_maps(size: Size, device: torch.device) -> Maps:
     return Maps(
         x=x,
         dy=dy,
+        added=dy.clone(),
         padded_x=padded(x),
         padded_dy=padded(dy),
         kernel=kernel,
@@ -201,7 +204,12 @@ def padded(x: Tensor) -> Tensor:
 
 def by_hand(form: Form, maps: Maps) -> Tensor:
     """Do it with the hand-written operations."""
-    return done_by(op, form, maps.x, maps.dy, maps.kernel, maps.affine)
+    return done_by(op, form, maps.x, second_of(form, maps), maps.kernel, maps.affine)
+
+
+def second_of(form: Form, maps: Maps) -> Tensor:
+    """Return the other map that a form takes."""
+    return maps.added if form.of_sum else maps.dy
 
 
 def done_by(
@@ -267,9 +275,9 @@ def in_pairs(form: Form, maps: Maps) -> Tensor:
 def with_numbers(form: Form, made: Tensor, maps: Maps) -> Tensor:
     """Return a result, after the pass that adds up what a normalisation needs of it."""
     if form.of_sum and made.is_cuda:
-        maps.stages.sum_moments(made, maps.dy)
+        maps.stages.sum_moments(made, maps.added)
     elif form.kind == "convolve" and form.adds_up:
-        maps.stages.moments(made.add_(maps.dy) if form.of_sum else made)
+        maps.stages.moments(made.add_(maps.added) if form.of_sum else made)
     elif form.adds_up:
         maps.stages.sums(channels_last(made), maps.x, *maps.affine, slope=SLOPE)
     return made
@@ -346,7 +354,8 @@ def exactly(form: Form, maps: Maps) -> Tensor:
             x = normalized(x, affine)
         return gradient_in_float64(x, maps.dy)
     start, stop = checked(maps.x)
-    x, dy = (one[:, :, start - 1 : stop + 1].double() for one in (maps.x, maps.dy))
+    both = (maps.x, second_of(form, maps))
+    x, dy = (one[:, :, start - 1 : stop + 1].double() for one in both)
     # With the planes beside, so that no zeros are around.
     sides = (2, 2)
     if form.kind == "convolve":

@@ -264,15 +264,12 @@ def _by_hand(
     if voxels < MIN_VOXELS or every[-1].out_channels not in CHANNELS:
         return ByHand(num_operations=0, spared_bytes=0, deferred_bytes=0)
     pass_bytes = element_bytes * every[-1].out_channels * voxels
-    # Upsampling and the convolution behind it are one.
+    every_by_hand = [conv for conv in every if conv.is_plain and conv.in_channels in CHANNELS]
+    # Upsampling and the convolution behind it are one; that of the skip adds it, and has moments.
     upsampled = [part.unit.conv for part in module.modules() if isinstance(part, UpsampledUnit)]
-    ours = [
-        conv
-        for conv in every
-        if conv.is_plain and conv.in_channels in CHANNELS and conv not in upsampled
-    ]
+    ours = [conv for conv in every_by_hand if conv not in upsampled]
     operations = sum(2 * 27 * conv.in_channels * conv.out_channels * voxels for conv in ours)
-    spared: float = MOMENT_PASSES * pass_bytes * min(len(ours), len(norms))
+    spared: float = MOMENT_PASSES * pass_bytes * min(len(every_by_hand), len(norms))
     if len(ours) == len(every) == 1:
         spared += convolved_bytes  # of a residual unit they stand for its sum
     is_residual = isinstance(module, ResidualUnit) and module.conv in ours
