@@ -37,7 +37,7 @@ def on_gpu(edge: int, batch_size: int = 1, **more: object) -> Step:
 @pytest.fixture
 def all_by_cudnn(monkeypatch):
     """A GPU without hand-written convolutions, as all were when most was measured."""
-    monkeypatch.setattr(step_time, "available", lambda device: False)
+    monkeypatch.setattr(step_time, "convolves_by_hand", lambda device, dtype: False)
 
 
 # Measured: ``benchmarks/results/spatial-2026-11-23.json``.
@@ -188,7 +188,7 @@ def test_hand_written_convolutions_take_less_time(monkeypatch):
     of_types = {"bfloat16": 1.0, "float32": 0.0}
     steps = [make_step(GPUS[:1], (256,) * 3, 1, precision=one, model=LARGE) for one in of_types]
     by_hand = [seconds(step) for step in steps]
-    monkeypatch.setattr(step_time, "available", lambda device: False)
+    monkeypatch.setattr(step_time, "convolves_by_hand", lambda device, dtype: False)
     gains = [seconds(step) / found for step, found in zip(steps, by_hand, strict=True)]
     assert 1.2 < gains[0] < 1.5 and gains[1] == 1
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from unet3d.config import Shape
 from unet3d.distributed.ranks import num_cores
-from unet3d.kernels.conv.hopper.api import CHANNELS, MIN_VOXELS
-from unet3d.kernels.conv.hopper.driver import available
+from unet3d.kernels import CHANNELS_BY_HAND, convolves_by_hand
+from unet3d.kernels.conv.hopper.api import MIN_VOXELS
 from unet3d.memory.fake_devices import fake_device
 from unet3d.model import Topology, UNet3d, deferring
 from unet3d.model.layers import Convolution, ResidualUnit, UpsampledUnit
@@ -261,15 +261,15 @@ def _by_hand(
     """
     every = [part for part in module.modules() if isinstance(part, Convolution)]
     norms = [part for part in module.modules() if isinstance(part, InstanceNorm)]
-    if voxels < MIN_VOXELS or every[-1].out_channels not in CHANNELS:
+    if voxels < MIN_VOXELS or every[-1].out_channels not in CHANNELS_BY_HAND:
         return ByHand(num_operations=0, spared_bytes=0, deferred_bytes=0)
     pass_bytes = element_bytes * every[-1].out_channels * voxels
-    every_by_hand = [conv for conv in every if conv.is_plain and conv.in_channels in CHANNELS]
+    suited = [conv for conv in every if conv.is_plain and conv.in_channels in CHANNELS_BY_HAND]
     # Upsampling and the convolution behind it are one; that of the skip adds it, and has moments.
     upsampled = [part.unit.conv for part in module.modules() if isinstance(part, UpsampledUnit)]
-    ours = [conv for conv in every_by_hand if conv not in upsampled]
+    ours = [conv for conv in suited if conv not in upsampled]
     operations = sum(2 * 27 * conv.in_channels * conv.out_channels * voxels for conv in ours)
-    spared: float = MOMENT_PASSES * pass_bytes * min(len(every_by_hand), len(norms))
+    spared: float = MOMENT_PASSES * pass_bytes * min(len(suited), len(norms))
     if len(ours) == len(every) == 1:
         spared += convolved_bytes  # of a residual unit they stand for its sum
     is_residual = isinstance(module, ResidualUnit) and module.conv in ours
@@ -288,7 +288,7 @@ def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rate
     """
     longer = element_bytes(precision) / 2
     if device.type != "cpu":
-        by_hand = longer == 1 and available(fake_device(device))
+        by_hand = convolves_by_hand(fake_device(device), getattr(torch, precision))
         return replace(
             H200,
             operations_per_second=H200.operations_per_second / longer,
