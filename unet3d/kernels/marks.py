@@ -25,9 +25,12 @@ def mark_moments(x: Tensor, moments: Tensor) -> Tensor:
     return x
 
 
-def moments_of(x: Tensor) -> Tensor | None:
-    """Return the moments that a map is marked with."""
-    return getattr(x, _MOMENTS, None)
+def take_moments(x: Tensor) -> Tensor | None:
+    """Return the moments that a map is marked with, and let them go before backward lets it."""
+    moments = getattr(x, _MOMENTS, None)
+    if moments is not None:
+        delattr(x, _MOMENTS)
+    return moments
 
 
 def mark_deferred(x: Tensor, deferred: Deferred) -> Tensor:

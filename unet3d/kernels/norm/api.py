@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.hopper.api import normalizes, wants_padding
-from unet3d.kernels.marks import moments_of
+from unet3d.kernels.marks import take_moments
 from unet3d.kernels.norm import columns, reference
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
 from unet3d.kernels.padding import (
@@ -63,7 +63,7 @@ def instance_norm(
     normalise what it loads, it gets x, marked with what is left to do.
     """
     shard, stages = current_shard(), stages_for(x)
-    moments = moments_of(x)
+    moments = take_moments(x)
     if stages is reference and added is not None:
         x, added, moments = sum_of(x, added), None, None
     is_deferred = normalizes(x, x.shape[1], outputs_of_reader)

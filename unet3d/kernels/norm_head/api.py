@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.api import conv1x1x1
-from unet3d.kernels.marks import moments_of
+from unet3d.kernels.marks import take_moments
 from unet3d.kernels.norm import op as norm_op
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
@@ -56,7 +56,7 @@ def instance_norm_head(
         return conv1x1x1(y, head_weight, head_bias)
     pads_gradient = can_fold(x, channels) and was_folded(x)
     norm = VolumeNorm(stages=norm_op, eps=eps, slope=negative_slope, shard=current_shard())
-    moments = moments_of(x)
+    moments = take_moments(x)
     x, added = laid_out(x), None if added is None else channels_last(added)
     head = (head_weight.flatten(1), head_bias)
     given = (x, added, moments, weight, bias, *head, norm, pads_gradient)

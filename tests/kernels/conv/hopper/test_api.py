@@ -21,7 +21,7 @@ from unet3d.kernels import (
 )
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.hopper import api, op
-from unet3d.kernels.marks import deferred_of, moments_of, sums_of
+from unet3d.kernels.marks import deferred_of, sums_of, take_moments
 from unet3d.kernels.norm import reference
 from unet3d.kernels.padding import is_padded, was_folded
 from unet3d.kernels.sharding import sharded
@@ -82,7 +82,7 @@ def test_which_convolutions_are_written_by_hand(
         weight = torch.empty(outputs, shape[1], 3, 3, 3, device=device, dtype=dtype)
         y = conv3x3x3(x, weight, moments=True)
         assert y.shape == (shape[0], outputs, *shape[2:])
-        assert (moments_of(y) is not None) == suits
+        assert (take_moments(y) is not None) == suits
         monkeypatch.setattr(api, "available", lambda device: False)
         assert not api.suits(x, shape[1], outputs)
 
@@ -140,9 +140,9 @@ def test_weights_keep_their_type(everywhere):
 
 def test_a_result_goes_on_with_its_moments(everywhere):
     values = tensor(2, 3, 5, 4, 6), tensor(4, 3, 3, 3, 3, seed=1)
-    assert moments_of(conv3x3x3(*values)) is None
+    assert take_moments(conv3x3x3(*values)) is None
     y = conv3x3x3(*values, moments=True)
-    count, variance, mean, rest = moments_of(y)[0]
+    count, variance, mean, rest = take_moments(y)[0]
     exact = torch.var_mean(plain(*values), (2, 3, 4), correction=0)
     assert_same([variance, mean + rest], exact)
     assert (count == 120).all()
@@ -267,7 +267,7 @@ def test_a_convolution_is_added_to_a_map(recomputes, everywhere, monkeypatch):
     def added(x, weight, bias, first, kernel, other):
         made = conv3x3x3_instance_norm(x, first, weight, bias, EPS, SLOPE)
         y, rest = sum_with_conv3x3x3(other * 1, made, kernel)
-        assert rest is None and moments_of(y) is not None
+        assert rest is None and take_moments(y) is not None
         return instance_norm(y, weight, bias, EPS, SLOPE)
 
     def wanted(x, weight, bias, first, kernel, other):
@@ -348,7 +348,7 @@ def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):
         seen = []
         made.register_hook(lambda gradient: seen.append(sums_of(gradient)))
         y = conv3x3x3(made, second, moments=True)
-        assert moments_of(y).shape[1:] == (4, 1, 64)
+        assert take_moments(y).shape[1:] == (4, 1, 64)
         y.sum().backward()
         assert seen[0].shape[1:] == (2, 1, 32)
         assert all(leaf.grad is not None for leaf in (kernel, second, weight, bias))
