@@ -190,8 +190,13 @@ def test_gpus_are_transparent_or_close(devices, options, autocast, tolerance):
 @pytest.mark.gpu
 @pytest.mark.parametrize("thick_mm", [1.0, 2.5])
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(num_slots, thick_mm):
+def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(
+    num_slots, thick_mm, monkeypatch
+):
     """Maps with zeros around Z, pairs of voxels: what runs again does the same again."""
+    # Where levels run again no block takes over what another does, so both may not.
+    monkeypatch.setattr(step, "deferring", lambda blocks, outputs: tuple(blocks))
+    monkeypatch.setattr(step, "convolves_by_hand", lambda device, lowered: False)
     settings = ModelSettings(channels=(32, 64, 64), kernels="anisotropic", deep_supervision=False)
     topology = plan_topology(settings, (128, 64, 64), (1.0, 1.0, thick_mm), 1, 3)
     generator = torch.Generator().manual_seed(1)

@@ -261,7 +261,7 @@ def _by_hand(
     """
     every = [part for part in module.modules() if isinstance(part, Convolution)]
     norms = [part for part in module.modules() if isinstance(part, InstanceNorm)]
-    if voxels < MIN_VOXELS or every[-1].out_channels not in CHANNELS_BY_HAND:
+    if voxels < MIN_VOXELS or not every or every[-1].out_channels not in CHANNELS_BY_HAND:
         return ByHand(num_operations=0, spared_bytes=0, deferred_bytes=0)
     pass_bytes = element_bytes * every[-1].out_channels * voxels
     suited = [conv for conv in every if conv.is_plain and conv.in_channels in CHANNELS_BY_HAND]

@@ -4,7 +4,13 @@ from tests.kernels.conv.hopper.fakes import FakeDriver, FakeNvrtc
 from unet3d.kernels.conv.hopper import build, driver
 
 CACHED = (build.building, build._version, build._threads, build._say_that_nothing_is_kept)
-CACHED += (driver._driver_version, driver._tensor_map, driver.available, driver._say)
+CACHED += (
+    driver._driver_version,
+    driver._context,
+    driver._tensor_map,
+    driver.available,
+    driver._say,
+)
 
 
 @pytest.fixture

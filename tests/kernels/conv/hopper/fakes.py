@@ -121,6 +121,7 @@ class FakeDriver:
         return self._code("cuLaunchKernel")
 
     def cuTensorMapEncodeTiled(self, made, dtype, rank, address, sizes, strides, box, steps, *more):
+        assert self.stack  # as in a new thread, where it says that there is no context
         assert ctypes.addressof(made._obj) % 64 == 0
         plain = (dtype, rank, address.value, list(sizes), list(strides), list(box), list(steps))
         self.maps.append((*plain, more))

@@ -59,14 +59,14 @@ class Kernel:
         self._variant = tuple(sources), tuple(sorted(defines.items()))
         self._threads = threads
         self._shared_bytes = shared_bytes
-        self._loaded: dict[int, tuple[ctypes.c_void_p, ctypes.c_void_p]] = {}
+        self._loaded: dict[int, ctypes.c_void_p] = {}
 
     def build(self) -> "Future[bytes]":
         """Begin to compile it in a thread, if nobody has; several are then compiled at a time."""
         return building(*self._variant, _driver_version())
 
-    def load(self, device: torch.device) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-        """Return the function on a GPU and the context that it is in."""
+    def load(self, device: torch.device) -> ctypes.c_void_p:
+        """Return the function on a GPU."""
         cubin = self.build().result()
         with _lock:
             if device.index not in self._loaded:
@@ -75,25 +75,21 @@ class Kernel:
 
     def launch(self, device: torch.device, blocks: int, *arguments: Any) -> None:
         """Launch it on PyTorch's current stream of a GPU, with values of ctypes by value."""
-        function, context = self._loaded.get(device.index) or self.load(device)
+        function = self._loaded.get(device.index) or self.load(device)
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         grid, block = (blocks, 1, 1), (self._threads, 1, 1)
         given = (function, *grid, *block, self._shared_bytes, stream, places, None)
-        _in_context(context, cuda().cuLaunchKernel, *given)
+        _in_context_of(device.index, cuda().cuLaunchKernel, *given)
 
-    def _newly_loaded(self, index: int, cubin: bytes) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
-        context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        device, library = ctypes.c_int(), cuda()
-        _check(library.cuInit(0))
-        _check(library.cuDeviceGet(ctypes.byref(device), index))
-        _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-        _in_context(context, library.cuModuleLoadData, ctypes.byref(module), cubin)
+    def _newly_loaded(self, index: int, cubin: bytes) -> ctypes.c_void_p:
+        module, function, library = ctypes.c_void_p(), ctypes.c_void_p(), cuda()
+        _in_context_of(index, library.cuModuleLoadData, ctypes.byref(module), cubin)
         found = (ctypes.byref(function), module, self._name)
-        _in_context(context, library.cuModuleGetFunction, *found)
+        _in_context_of(index, library.cuModuleGetFunction, *found)
         shared = (_MAX_DYNAMIC_SHARED, self._shared_bytes)
-        _in_context(context, library.cuFuncSetAttribute, function, *shared)
-        return function, context
+        _in_context_of(index, library.cuFuncSetAttribute, function, *shared)
+        return function
 
 
 def tensor_map(x: Tensor, box: tuple[int, int]) -> Any:
@@ -102,11 +98,12 @@ def tensor_map(x: Tensor, box: tuple[int, int]) -> Any:
     A box has 32 channels of one plane. The descriptions are kept, because most maps of a step lie
     where those of the step before lay.
     """
-    return _tensor_map(x.data_ptr(), x.dtype, x.shape, x.stride(), box)
+    return _tensor_map(x.device.index or 0, x.data_ptr(), x.dtype, x.shape, x.stride(), box)
 
 
 @functools.lru_cache(maxsize=4096)
 def _tensor_map(
+    index: int,
     address: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -124,18 +121,18 @@ def _tensor_map(
         bytes_apart.append(step * dtype.itemsize if size > 1 else span)
         span = size * bytes_apart[-1]
     box_y, box_z = box
-    _check(
-        cuda().cuTensorMapEncodeTiled(
-            ctypes.byref(made),
-            _MAP_TYPES[dtype],
-            len(sizes),
-            ctypes.c_void_p(address),
-            (ctypes.c_uint64 * 5)(*sizes),
-            (ctypes.c_uint64 * 4)(*bytes_apart),
-            (ctypes.c_uint32 * 5)(_MAP_CHANNELS, box_z, box_y, 1, 1),
-            (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
-            *_MAP_OPTIONS,
-        )
+    _in_context_of(
+        index,
+        cuda().cuTensorMapEncodeTiled,
+        ctypes.byref(made),
+        _MAP_TYPES[dtype],
+        len(sizes),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 5)(*sizes),
+        (ctypes.c_uint64 * 4)(*bytes_apart),
+        (ctypes.c_uint32 * 5)(_MAP_CHANNELS, box_z, box_y, 1, 1),
+        (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1),
+        *_MAP_OPTIONS,
     )
     return made
 
@@ -201,13 +198,23 @@ def _say(level: int, reason: str) -> None:
     logger.log(level, "convolutions are cuDNN's, %s", reason)
 
 
-def _in_context(context: ctypes.c_void_p, function: Callable[..., int], *arguments: Any) -> None:
-    """Call a function of the driver with a context as the thread's current one.
+@functools.cache
+def _context(index: int) -> ctypes.c_void_p:
+    """Return the context that PyTorch has on a GPU."""
+    context, device, library = ctypes.c_void_p(), ctypes.c_int(), cuda()
+    _check(library.cuInit(0))
+    _check(library.cuDeviceGet(ctypes.byref(device), index))
+    _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    return context
+
+
+def _in_context_of(index: int, function: Callable[..., int], *arguments: Any) -> None:
+    """Call a function of the driver with a GPU's context as the thread's current one.
 
     A thread of autograd may have none, and PyTorch takes the current context for its own choice.
     """
     library = cuda()
-    _check(library.cuCtxPushCurrent_v2(context))
+    _check(library.cuCtxPushCurrent_v2(_context(index)))
     try:
         _check(function(*arguments))
     finally:
