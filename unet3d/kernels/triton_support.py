@@ -64,12 +64,11 @@ def triton_available(x: Tensor) -> bool:
 def works() -> bool:
     """Return whether Triton can compile here; if not, warn once that training is slower."""
     try:
-        from unet3d.kernels.pad_kernel import pad_z
+        from unet3d.kernels.norm.launch import merge  # which every network needs
 
-        ones = torch.ones(1, 1, 1, 1, 1, device="cuda")
-        padded = pad_z(ones, 1, 1).flatten().tolist()
-        if padded != [0.0, 1.0, 0.0]:
-            raise RuntimeError(f"a Triton kernel ran but returned {padded}")
+        _, rstd, _ = merge(torch.ones(16, 4, 1, 32, device="cuda"), 16, 0.0)
+        if rstd.tolist() != [[1.0] * 32]:
+            raise RuntimeError(f"a Triton kernel ran but returned {rstd.tolist()}")
     except Exception as error:  # a missing compiler, driver or package: Triton raises anything
         logger.warning(
             "Triton cannot compile here, so training is several times slower: %s",

@@ -18,7 +18,7 @@ from torch import nn
 from unet3d.config import Shape
 from unet3d.distributed.ranks import num_cores
 from unet3d.kernels import CHANNELS_BY_HAND, convolves_by_hand
-from unet3d.kernels.conv.hopper.api import MIN_VOXELS
+from unet3d.kernels.conv.hopper.api import min_voxels
 from unet3d.memory.fake_devices import fake_device
 from unet3d.model import Topology, UNet3d, deferring
 from unet3d.model.layers import Convolution, ResidualUnit, UpsampledUnit
@@ -261,9 +261,10 @@ def _by_hand(
     """
     every = [part for part in module.modules() if isinstance(part, Convolution)]
     norms = [part for part in module.modules() if isinstance(part, InstanceNorm)]
-    if voxels < MIN_VOXELS or not every or every[-1].out_channels not in CHANNELS_BY_HAND:
+    outputs = every[-1].out_channels if every else 0
+    if outputs not in CHANNELS_BY_HAND or voxels < min_voxels(outputs, outputs):
         return ByHand(num_operations=0, spared_bytes=0, deferred_bytes=0)
-    pass_bytes = element_bytes * every[-1].out_channels * voxels
+    pass_bytes = element_bytes * outputs * voxels
     suited = [conv for conv in every if conv.is_plain and conv.in_channels in CHANNELS_BY_HAND]
     # Upsampling and the convolution behind it are one; that of the skip adds it, and has moments.
     upsampled = [part.unit.conv for part in module.modules() if isinstance(part, UpsampledUnit)]

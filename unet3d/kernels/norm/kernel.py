@@ -101,7 +101,7 @@ def moments(
     tl.store(out + 3 * line, away, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["V", "C", "P"])  # it takes longer to compile than to run
 def merge(
     moments, means, rstds, merged, V, C, P, eps,
     BP: tl.constexpr, BC: tl.constexpr,
@@ -213,7 +213,7 @@ def sums(
     tl.store(out + line, sum_gx, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "P", "R"])
 def total(sums, totals, C, P, R, BP: tl.constexpr, BC: tl.constexpr):
     """Add up one row of the sums of all parts."""
     number = tl.program_id(2)

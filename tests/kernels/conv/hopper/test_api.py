@@ -63,8 +63,9 @@ def plain_norm(y, weight, bias):
     ("shape", "outputs", "dtype", "layout", "device", "suits"),
     [
         ((1, 32, 32, 32, 32), 32, torch.bfloat16, LAST, "cpu:0", True),
-        ((2, 64, 32, 32, 17), 32, torch.float16, LAST, "cpu:0", True),
-        ((2, 32, 32, 32, 15), 64, torch.bfloat16, LAST, "cpu:0", False),  # too small
+        ((2, 64, 32, 32, 33), 32, torch.float16, LAST, "cpu:0", True),
+        ((1, 32, 32, 32, 31), 32, torch.bfloat16, LAST, "cpu:0", False),  # too small
+        ((2, 32, 32, 32, 31), 64, torch.bfloat16, LAST, "cpu:0", False),
         ((1, 16, 32, 32, 32), 32, torch.bfloat16, LAST, "cpu:0", False),
         ((1, 32, 32, 32, 32), 128, torch.bfloat16, LAST, "cpu:0", False),
         ((1, 32, 32, 32, 32), 32, torch.float32, LAST, "cpu:0", False),
@@ -336,7 +337,7 @@ def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):
     """On a GPU, whose operations are followed here."""
     monkeypatch.setattr(api, "available", lambda device: True)
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        image = torch.empty(1, 1, 32, 32, 32, device="cpu:0")
+        image = torch.empty(1, 1, 32, 32, 64, device="cpu:0")
         kernel, second, weight, bias = (
             torch.empty(shape, device="cpu:0", requires_grad=True)
             for shape in ((32, 1, 3, 3, 3), (64, 32, 3, 3, 3), (32,), (32,))
