@@ -155,8 +155,8 @@ struct Map {
 };
 
 // Loads planes of HEIGHT x WIDTH voxels, 32 channels each, and normalises them on the way; zeros where there
-// is no volume. Each of LOADING threads has 8 channels of some voxels. The loads of a plane are in flight while the
-// slot in shared memory that it goes to is awaited.
+// is no volume. Each of LOADING threads has 8 channels of some voxels. A plane is loaded and normalised before
+// the slot in shared memory that it goes to is free.
 template <int HEIGHT, int WIDTH, int LOADING, int PIECES>
 struct NormalizedPlanes {
     static constexpr int VOXELS = HEIGHT * WIDTH, STEP = LOADING / 4, COUNT = (VOXELS + STEP - 1) / STEP;
@@ -222,27 +222,34 @@ struct NormalizedPlanes {
         fetch(0);
     }
 
-    // Stores the 32 channels of a plane that were fetched, and fetches the next ones.
-    __device__ __forceinline__ void store(int piece, u32 slot, u32 full, float slope) {
+    // Normalises the 32 channels of a plane that were fetched, while the slot for them may still be in use.
+    __device__ __forceinline__ void normalize(int piece, float slope) {
         if (PIECES > 1) read_table(piece);
         const u32 known = x >= 0 && x < X ? inside : 0;
-        const u32 at = to + slot;
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            u32 word[4] = {loaded[k].x, loaded[k].y, loaded[k].z, loaded[k].w};
+            u32* word[4] = {&loaded[k].x, &loaded[k].y, &loaded[k].z, &loaded[k].w};
             const u32 keep = 0u - (known >> k & 1);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 float low, high;
-                unpack(word[c], low, high);
+                unpack(*word[c], low, high);
                 low = fmaf(low, by[c][0], by[c][1]), high = fmaf(high, by[c][2], by[c][3]);
-                word[c] = pack(fmaxf(low, low * slope), fmaxf(high, high * slope)) & keep;
+                *word[c] = pack(fmaxf(low, low * slope), fmaxf(high, high * slope)) & keep;
+                pin(*word[c]);  // here, and not behind a wait
             }
-            if (k < COUNT - 1 || first + STEP * k < VOXELS)
-                asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at + k * STEP * 64), "r"(word[0]),
-                             "r"(word[1]), "r"(word[2]), "r"(word[3])
-                             : "memory");
         }
+    }
+
+    // Stores them to a slot, and fetches the next ones.
+    __device__ __forceinline__ void store(int piece, u32 slot, u32 full) {
+        const u32 at = to + slot;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            if (k < COUNT - 1 || first + STEP * k < VOXELS)
+                asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at + k * STEP * 64), "r"(loaded[k].x),
+                             "r"(loaded[k].y), "r"(loaded[k].z), "r"(loaded[k].w)
+                             : "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // would wait for loads in flight, too
         arrive(full);
         if (++piece == PIECES) piece = 0, x++;

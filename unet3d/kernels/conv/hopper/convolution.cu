@@ -338,10 +338,12 @@ convolution(const __grid_constant__ TensorMap map, const __grid_constant__ Argum
             for (int i = 0; i < count + 2; i++) {
 #pragma unroll
                 for (int half = 0; half < HALVES; half++) {
-                    wait_for(empty + 8 * slot, phase);
 #if NORM
-                    planes.store(half, slot * SLOT, full + 8 * slot, g.affine.slope);
+                    planes.normalize(half, g.affine.slope);
+                    wait_for(empty + 8 * slot, phase);
+                    planes.store(half, slot * SLOT, full + 8 * slot);
 #else
+                    wait_for(empty + 8 * slot, phase);
                     arrive_and_expect(full + 8 * slot, PLANE);
                     copy_plane(ring + slot * SLOT, &map, half * 32, z, y, x + i, n, full + 8 * slot);
 #endif

@@ -121,7 +121,9 @@ def _convolve(
     # A warp writes only the rows of its samples.
     num_rows = 0 if epilogue == _NOTHING else programs * WARPS
     rows = torch.zeros((num_rows, 2 if turned else 4, n, outputs), device=x.device)
-    weights = kernel.reshape(-1)[_places(outputs, inputs, turned, x.device)]
+    is_last = kernel.is_contiguous(memory_format=torch.channels_last_3d)
+    flat = kernel.permute(0, 2, 3, 4, 1).flatten() if is_last else kernel.flatten()
+    weights = flat[_places(outputs, inputs, turned, is_last, x.device)]
     arguments = _Convolution(
         x=_map(x),
         affine=affine or _Affine(),
@@ -183,21 +185,23 @@ def _map(x: Tensor) -> _Map:
 
 
 def _affine(affine: tuple[Tensor | None, ...], slope: float) -> _Affine | None:
-    weight, *others = affine
+    weight = affine[0]
     if weight is None:
         return None
-    pointers = (value.data_ptr() for value in (weight, *others) if value is not None)
-    return _Affine(*pointers, weight.numel(), slope)
+    values = [value.float().contiguous() for value in affine if value is not None]
+    made = _Affine(*(value.data_ptr() for value in values), weight.numel(), slope)
+    made.values = values  # alive until the launch, if they are copies
+    return made
 
 
 @functools.cache
-def _places(outputs: int, inputs: int, turned: bool, device: torch.device) -> Tensor:
+def _places(outputs: int, inputs: int, turned: bool, is_last: bool, device: torch.device) -> Tensor:
     """Return where in a kernel (O, I, 3, 3, 3) the weights lie in the order that programs load.
 
     For each 32 outputs, and each 32 inputs of them: (9 taps (ky, kz), 4 times 8 inputs, kx = 2 1 0
     2 1, 32 columns, 8 inputs). Column 8 j + 2 q + e is output 8 q + 2 j + e, so a thread's sums are
     of eight neighbours. ``turned``: of the convolution that is the gradient of the input, of a
-    kernel whose outputs are these inputs.
+    kernel whose outputs are these inputs. ``is_last``: the kernel is (O, 3, 3, 3, I).
     """
     ranges = (outputs // GROUP, inputs // GROUP, 3, 3, 4, 5, 4, 4, 2, 8)
     many = torch.meshgrid(*map(torch.arange, ranges), indexing="ij")
@@ -206,7 +210,8 @@ def _places(outputs: int, inputs: int, turned: bool, device: torch.device) -> Te
     out, into = GROUP * to + 8 * q + 2 * j + e, GROUP * of + 8 * chunk + within
     if turned:
         kx, ky, kz, out, into, inputs = 2 - kx, 2 - ky, 2 - kz, into, out, outputs
-    place = (((out * inputs + into) * 3 + kx) * 3 + ky) * 3 + kz
+    tap = (kx * 3 + ky) * 3 + kz
+    place = (out * 27 + tap) * inputs + into if is_last else (out * inputs + into) * 27 + tap
     return place.flatten().to(device)
 
 

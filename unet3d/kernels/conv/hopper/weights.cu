@@ -124,7 +124,7 @@ weights(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorM
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
     if (group == 2) {
-        give_registers<NORM ? 112 : 40>();
+        give_registers<NORM ? 128 : 40>();
         const int thread = threadIdx.x - 256, x_channel = part % inputs * 32, dy_channel = part / inputs * 32;
 #if NORM
         NormalizedPlanes<ROWS, ROW, LOADERS, 1> planes(thread, ring.x, table);
@@ -150,10 +150,12 @@ weights(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorM
                     if (++dy_slot == DY_SLOTS) dy_slot = 0, dy_phase ^= 1;
                 }
                 if (i < 2) continue;
-                wait_for(ring.x_empty + 8 * x_slot, x_phase);
 #if NORM
-                planes.store(0, x_slot * X_SLOT, ring.x_full + 8 * x_slot, g.affine.slope);
+                planes.normalize(0, g.affine.slope);
+                wait_for(ring.x_empty + 8 * x_slot, x_phase);
+                planes.store(0, x_slot * X_SLOT, ring.x_full + 8 * x_slot);
 #else
+                wait_for(ring.x_empty + 8 * x_slot, x_phase);
                 arrive_and_expect(ring.x_full + 8 * x_slot, X_PLANE);
                 copy_plane(ring.x + x_slot * X_SLOT, &x_map, x_channel, z - 1, y - 1, x + i - 2, n, ring.x_full + 8 * x_slot);
 #endif
@@ -162,7 +164,7 @@ weights(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorM
             p += count;
         }
     } else {
-        take_registers<NORM ? 192 : 232>();
+        take_registers<NORM ? 184 : 232>();
         float* sums = g.sums + ((i64)program * parts + part) * PAIRS * 64 * 96;
         if (group == 0) multiply<0, 3>(g, ring, sums, begin, end);
         else multiply<3, 2>(g, ring, sums, begin, end);
