@@ -1,18 +1,23 @@
 """The first convolution in Triton, against float64."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import LAYOUTS, assert_near, results, tensor
+from tests.kernels.norm.closed_form import called
 from tests.products import pairwise
 from unet3d.kernels import conv3x3x3
 from unet3d.kernels.conv.api import MAX_STEM_CHANNELS, MAX_STEM_ROWS
+from unet3d.kernels.conv.stem_op import FORWARD, division_of, stem, stem_with_moments
 
 SHAPES = [
     # samples, channels of the image and of the result, size
     (1, 1, 32, (40, 48, 56)),
+    (1, 1, 32, (160, 64, 72)),
     (2, 1, 8, (5, 7, 9)),
     (3, 2, 20, (3, 5, 7)),
     (1, 4, 64, (6, 6, 6)),
@@ -51,11 +56,49 @@ def test_low_precision_on_a_gpu_against_float64(shape, sides, dtype):
 
 
 @pytest.mark.gpu
+@pairwise(shape=SHAPES, sides=[(1, 1), (1, 0), (0, 1), (2, 2)], mean=[0, 1000])
+def test_moments_of_the_result_come_with_it(shape, sides, mean):
+    image, weight = arguments(*shape)
+    if image.shape[2] + sum(sides) < 3:
+        sides = (1, 1)
+    image = (image + mean).cuda().bfloat16()
+    if mean:  # without zeros around, which would be far from it
+        weight[:, :, (0, 2)] = weight[:, :, :, (0, 2)] = weight[..., (0, 2)] = 0
+        sides = (1, 1)
+    weight = weight.cuda().bfloat16()
+    y, moments = stem_with_moments(image, weight, *sides)
+    assert torch.equal(y, stem(image, weight, *sides))
+    assert torch.equal(moments, stem_with_moments(image, weight, *sides)[1])
+    padded = F.pad(image.double(), (0, 0, 0, 0, *sides))
+    exact = F.conv3d(padded, weight.double(), None, 1, (0, 1, 1))
+    count, variance, *of_mean = moments.double().unbind(1)
+    of_mean = of_mean[0] + of_mean[1]
+    assert (count.sum(0) == exact[0, 0].numel()).all()
+    share = count / count.sum(0)
+    whole = (share * of_mean).sum(0)
+    variance = (share * (variance + (of_mean - whole) ** 2)).sum(0)
+    wanted = exact.var((2, 3, 4), unbiased=False)
+    rounding = 1e-6 * exact.abs().amax((2, 3, 4))
+    assert ((whole - exact.mean((2, 3, 4))).abs() <= 1e-4 * wanted.sqrt() + rounding).all()
+    assert ((variance - wanted).abs() <= 1e-3 * wanted + rounding**2).all()
+
+
+def test_programs_take_all_planes_of_all_tiles():
+    of_planes, of_voxels = (1, 2, 127, 128, 640), (1, 63, 64, 65, 96**2, 640**2)
+    for samples, planes, voxels in product((1, 2, 7, 600), of_planes, of_voxels):
+        tiles, run, runs = division_of(FORWARD, samples, planes, voxels)
+        assert tiles * FORWARD.block_voxels >= voxels > (tiles - 1) * FORWARD.block_voxels
+        assert runs * run >= tiles * planes > (runs - 1) * run
+        assert runs * samples <= FORWARD.programs + samples
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operation_is_registered_as_pytorch_wants_it(layout):
+def test_the_operations_are_registered_as_pytorch_wants_it(layout):
     given = (value.cuda().bfloat16() for value in arguments(*SHAPES[2]))
     image, weight = (value.contiguous(memory_format=layout) for value in given)
-    torch.library.opcheck(torch.ops.unet3d.stem.default, (image, weight.requires_grad_(), 0, 1))
+    called(stem_with_moments, image, weight, 0, 1)
+    torch.library.opcheck(stem, (image, weight.requires_grad_(), 0, 1))
 
 
 @pytest.mark.parametrize("sides", [(1, 1), (1, 0), (2, 1)], ids=str)

@@ -11,9 +11,9 @@ from tests.kernels.comparison import assert_near, channels_last, tensor
 from tests.kernels.comparison import results as results_of
 from tests.kernels.norm.closed_form import EPS, called, closed_form
 from unet3d.kernels import conv3x3x3_instance_norm, recomputed_in_backward
+from unet3d.kernels.conv.stem_op import weight_gradient
 from unet3d.kernels.norm import op, volume
 from unet3d.kernels.sharding import sharded
-from unet3d.kernels.stem_norm.api import weight_gradient
 from unet3d.memory.saved_tensors import handling
 from unet3d.parallel.spatial.division import divide
 from unet3d.parallel.spatial.shard import NoMessages, VolumeShard

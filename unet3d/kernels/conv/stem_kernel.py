@@ -1,138 +1,240 @@
 """The first convolution of a network, from very few channels, in Triton.
 
-cuDNN has no tensor-core kernel for one input channel. Here the 27 neighbours of a voxel are the
-rows of a matrix product that is never stored: each program gathers them for a run of voxels, which
-stay in the cache, so almost all that remains is to write the result once. Voxels of a sample are
-counted in 32 bits, because dividing 64 takes longer than gathering.
+cuDNN has no tensor-core kernel for one input channel. Here the neighbours of voxels are the rows of
+a matrix that is never stored, only multiplied. A tile is a run of voxels in memory of a plane along
+Y and Z, and a program goes along X with it: so where the nine neighbours of a voxel are in a plane,
+and which of them there are, is found once for all planes, and each is read once. All planes of the
+first tile, then of the next, and so on are divided among programs in equal runs. A program adds up
+its run for moments, as those of a normalisation do (:mod:`unet3d.kernels.norm.kernel`).
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_VOXELS = 128
-WANTED_PROGRAMS = 1056
+from unet3d.kernels.conv.hopper.op import empty_result
+from unet3d.kernels.conv.stem_op import FORWARD, WEIGHTS, Launch, division_of, empty_moments
+from unet3d.kernels.norm.blocks import gradient_of, load_gradient
 
 
 @triton.jit
-def offsets(voxel, k, BEFORE, X, Y, Z, CI: tl.constexpr):
-    """Return for voxels and neighbours, which broadcast, where they are and whether inside."""
-    tap = k // CI
-    dx = tap // 9 - BEFORE
-    dy = tap // 3 % 3 - 1
-    dz = tap % 3 - 1
+def tile_of(tile, Y, Z, CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
+    """Return where the neighbours (BV, K) of a tile's voxels are in a plane, and which there are.
+
+    What is behind the last voxel of a plane has none.
+    """
+    voxel = (tile * BV + tl.arange(0, BV))[:, None]
+    k = tl.arange(0, K)[None, :]
+    dy = k // (3 * CI) - 1
+    dz = k // CI % 3 - 1
+    y = voxel // Z
     z = voxel % Z + dz
-    y = voxel // Z % Y + dy
-    x = voxel // (Y * Z) + dx
-    inside = (x >= 0) & (x < X) & (y >= 0) & (y < Y) & (z >= 0) & (z < Z) & (k < 27 * CI)
-    return (voxel + (dx * Y + dy) * Z + dz) * CI + k % CI, inside
+    inside = (y < Y) & (y + dy >= 0) & (y + dy < Y) & (z >= 0) & (z < Z) & (k < 9 * CI)
+    return (voxel + dy * Z + dz) * CI + k % CI, inside
+
+
+@triton.jit
+def load_plane(x, number, at, inside, X, Y, Z, CI: tl.constexpr):
+    """Load the neighbours in one plane of a sample, which may be one of zeros around."""
+    inside &= (number >= 0) & (number < X)
+    return tl.load(x + number * (Y * Z * CI) + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def sum_pairs(value):
+    """Add up the rows (BV, C) of a product that are eight apart, which one thread has."""
+    return tl.sum(tl.reshape(value, (value.shape[0] // 16, 2, 8, value.shape[1])), axis=1)
 
 
 @triton.jit
 def _forward(
-    x, w, y, BEFORE, X, Y, Z, V, CO,
-    CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr,
+    x, w, y, moments, BEFORE, X, Y, Z, PLANES, TILES, RUN, CO,
+    CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr, MOMENTS: tl.constexpr,
 ):  # fmt: skip
+    program = tl.program_id(0)
     sample = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * BV
     row = tl.arange(0, BV)
-    voxel = first + row
     k = tl.arange(0, K)
     o = tl.arange(0, BO)
-    at, inside = offsets(voxel[:, None], k[None, :], BEFORE, X, Y, Z, CI)
-    start = x + sample * X * Y * Z * CI
-    values = tl.load(start + at, mask=inside & (voxel < V)[:, None], other=0.0)
-    known = (k < 27 * CI)[:, None] & (o < CO)[None, :]
-    matrix = tl.load(w + k[:, None] * CO + o[None, :], mask=known, other=0.0)
-    out = tl.dot(values, matrix)
-    y += (sample * V + first) * CO
-    place = row[:, None] * CO + o[None, :]
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=(voxel < V)[:, None] & (o < CO)[None, :])
+    known = o < CO
+    x += sample * X * Y * Z * CI
+    # A matrix for each of the three planes that a voxel reads.
+    w += k[:, None] * CO + o[None, :]
+    has_weight = (k < 9 * CI)[:, None] & known[None, :]
+    w0 = tl.load(w, mask=has_weight, other=0.0)
+    w1 = tl.load(w + 9 * CI * CO, mask=has_weight, other=0.0)
+    w2 = tl.load(w + 18 * CI * CO, mask=has_weight, other=0.0)
+    shift = tl.zeros((BO,), tl.float32)
+    one = tl.zeros((BV // 16, 8, BO), tl.float32)
+    two = tl.zeros((BV // 16, 8, BO), tl.float32)
+    count = 0
+    start = program * RUN
+    end = tl.minimum(start + RUN, TILES * PLANES)
+    for tile in range(start // PLANES, tl.cdiv(end, PLANES)):
+        first = tl.maximum(start - tile * PLANES, 0)
+        last = tl.minimum(end - tile * PLANES, PLANES)
+        at, inside = tile_of(tile, Y, Z, CI, K, BV)
+        voxels = tl.minimum(Y * Z - tile * BV, BV)
+        stored = (row < voxels)[:, None] & known[None, :]
+        is_voxel = (row < voxels).to(tl.float32)
+        a = load_plane(x, first - BEFORE, at, inside, X, Y, Z, CI)
+        b = load_plane(x, first - BEFORE + 1, at, inside, X, Y, Z, CI)
+        c = load_plane(x, first - BEFORE + 2, at, inside, X, Y, Z, CI)
+        for plane in range(first, last):
+            following = load_plane(x, plane - BEFORE + 3, at, inside, X, Y, Z, CI)
+            out = tl.dot(c, w2, tl.dot(b, w1, tl.dot(a, w0)))
+            voxel = (sample * PLANES + plane) * (Y * Z) + tile * BV
+            place = y + voxel * CO + (row[:, None] * CO + o[None, :])
+            tl.store(place, out.to(y.dtype.element_ty), mask=stored)
+            if MOMENTS:
+                if tile * PLANES + plane == start:
+                    shift = tl.sum(out, axis=0) / voxels.to(tl.float32)
+                out -= is_voxel[:, None] * shift[None, :]  # 0 - 0 where there is no voxel
+                one += sum_pairs(out)
+                two += sum_pairs(out * out)
+            a = b
+            b = c
+            c = following
+        count += voxels * (last - first)
+    if MOMENTS:
+        one = tl.sum(one, axis=0)
+        two = tl.sum(two, axis=0)
+        number = 1.0 * count
+        away = tl.sum(one, axis=0) / number
+        variance = tl.sum(two, axis=0) / number - away * away
+        line = tl.num_programs(1) * CO
+        moments += program.to(tl.int64) * 4 * line + sample * CO + o
+        tl.store(moments, tl.zeros((BO,), tl.float32) + number, mask=known)
+        tl.store(moments + line, tl.maximum(variance, 0.0), mask=known)
+        tl.store(moments + 2 * line, shift, mask=known)
+        tl.store(moments + 3 * line, away, mask=known)
 
 
 @triton.jit
 def _weights(
-    x, dy, partial, BEFORE, X, Y, Z, V, CO, RUN, S,
-    CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr,
+    x, dy, y, weight, bias, means, rstds, totals, partial, COUNT, slope,
+    BEFORE, X, Y, Z, PLANES, TILES, RUN, CO,
+    CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    run = tl.program_id(0)
+    program = tl.program_id(0)
     sample = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, BV)
     k = tl.arange(0, K)
     o = tl.arange(0, BO)
-    row = tl.arange(0, BV)
+    known = o < CO
     x += sample * X * Y * Z * CI
-    total = tl.zeros((K, BO), tl.float32)
-    first = run * RUN
-    last = tl.minimum(first + RUN, V)
-    for start in range(first, last, BV):
-        voxel = start + row
-        at, inside = offsets(voxel[None, :], k[:, None], BEFORE, X, Y, Z, CI)
-        values = tl.load(x + at, mask=inside & (voxel < last)[None, :], other=0.0)
-        place = dy + (sample * V + start) * CO + row[:, None] * CO + o[None, :]
-        given = (voxel < last)[:, None] & (o < CO)[None, :]
-        total += tl.dot(values, tl.load(place, mask=given, other=0.0))
-    out = (sample * S + run) * K * BO + k[:, None] * BO + o[None, :]
-    tl.store(partial + out, total)
+    if HAS_NORM:
+        samples = tl.num_programs(1)
+        mean, scale, shift, slant, level = load_gradient(
+            weight, bias, means, rstds, totals, sample, samples, o, known, CO, COUNT
+        )
+        shift -= mean * scale  # of numbers of 16 bits no digit is lost that they have
+        level -= mean * slant
+    total0 = tl.zeros((K, BO), tl.float32)
+    total1 = tl.zeros((K, BO), tl.float32)
+    total2 = tl.zeros((K, BO), tl.float32)
+    start = program * RUN
+    end = tl.minimum(start + RUN, TILES * PLANES)
+    for tile in range(start // PLANES, tl.cdiv(end, PLANES)):
+        first = tl.maximum(start - tile * PLANES, 0)
+        last = tl.minimum(end - tile * PLANES, PLANES)
+        at, inside = tile_of(tile, Y, Z, CI, K, BV)
+        given = (row < Y * Z - tile * BV)[:, None] & known[None, :]
+        a = load_plane(x, first - BEFORE, at, inside, X, Y, Z, CI)
+        b = load_plane(x, first - BEFORE + 1, at, inside, X, Y, Z, CI)
+        c = load_plane(x, first - BEFORE + 2, at, inside, X, Y, Z, CI)
+        for plane in range(first, last):
+            following = load_plane(x, plane - BEFORE + 3, at, inside, X, Y, Z, CI)
+            voxel = (sample * PLANES + plane) * (Y * Z) + tile * BV
+            place = voxel * CO + (row[:, None] * CO + o[None, :])
+            g = tl.load(dy + place, mask=given, other=0.0)
+            if HAS_NORM:
+                value = tl.load(y + place, mask=given, other=0.0).to(tl.float32)
+                value = gradient_of(g.to(tl.float32), value, scale, shift, slant, level, slope)
+                g = value.to(g.dtype)  # where there is no voxel, it has no neighbours either
+            total0 = tl.dot(tl.trans(a), g, total0)
+            total1 = tl.dot(tl.trans(b), g, total1)
+            total2 = tl.dot(tl.trans(c), g, total2)
+            a = b
+            b = c
+            c = following
+    out = partial + (sample * tl.num_programs(0) + program) * 3 * K * BO
+    out += k[:, None] * BO + o[None, :]
+    tl.store(out, total0)
+    tl.store(out + K * BO, total1)
+    tl.store(out + 2 * K * BO, total2)
 
 
 def forward(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with so many planes of zeros around X."""
+    return _convolve(x, weight, before, after, None)
+
+
+def forward_with_moments(
+    x: Tensor, weight: Tensor, before: int, after: int
+) -> tuple[Tensor, Tensor]:
+    """Convolve as :func:`forward` does, and return the moments of the result too."""
+    moments = empty_moments(x, weight, before, after)
+    return _convolve(x, weight, before, after, moments), moments
+
+
+def _convolve(x: Tensor, weight: Tensor, before: int, after: int, moments: Tensor | None) -> Tensor:
     x = x.contiguous(memory_format=torch.channels_last_3d)
-    n, i, *space = x.shape
-    o = weight.shape[0]
+    o, i = weight.shape[:2]
+    y = empty_result(x, o, x.shape[2] + before + after - 2)
     matrix = weight.permute(2, 3, 4, 1, 0).reshape(27 * i, o).contiguous()
-    planes = space[0] + before + after - 2
-    y = torch.empty(
-        (n, o, planes, *space[1:]),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last_3d,
-    )
-    voxels = planes * space[1] * space[2]
-    grid = (triton.cdiv(voxels, BLOCK_VOXELS), n)
+    makes = moments is not None
+    grid, sizes, options = _divided(FORWARD, x, y, before)
     with torch.cuda.device(x.device):
-        _forward[grid](x, matrix, y, before, *space, voxels, o, **_sizes(i, o))
+        _forward[grid](x, matrix, y, moments if makes else y, *sizes, MOMENTS=makes, **options)
     return y
 
 
-def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, before: int) -> Tensor:
-    """Return the gradient of the weights; the arguments are those of :func:`forward`."""
-    x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
-    runs, partial, sizes = parts_of_weights(dy, x)
-    given = (before, *x.shape[2:], *runs)
-    with torch.cuda.device(x.device):
-        _weights[(runs[-1], len(x))](x, dy, partial, *given, **sizes)
-    return sum_of_parts(partial, weight)
+def weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    *affine: Tensor | None,
+    total: Tensor | None,
+    voxels: int,
+    kernel: Tensor,
+    before: int,
+    slope: float,
+) -> Tensor:
+    """Return the gradient of the weights (O, I, 3, 3, 3).
 
-
-def parts_of_weights(
-    dy: Tensor, x: Tensor
-) -> tuple[tuple[int, int, int, int], Tensor, dict[str, int]]:
-    """Return how the gradient of the weights is divided among programs.
-
-    V, CO, RUN and S, as kernels take them; memory for the parts; and the sizes of blocks.
+    Where there is a y, that is the convolution's result, and dy the gradient of what a
+    normalisation with LeakyReLU made of it.
     """
-    n, o = dy.shape[:2]
-    sizes = _sizes(x.shape[1], o)
-    voxels = dy.shape[2] * dy.shape[3] * dy.shape[4]
-    run = triton.cdiv(triton.cdiv(voxels, WANTED_PROGRAMS), BLOCK_VOXELS) * BLOCK_VOXELS
-    runs = triton.cdiv(voxels, run)
-    partial = torch.empty((n * runs, sizes["K"], sizes["BO"]), device=x.device)
-    return (voxels, o, run, runs), partial, sizes
+    x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
+    grid, sizes, options = _divided(WEIGHTS, x, dy, before)
+    partial = dy.new_empty((len(x) * grid[0], 3, options["K"], options["BO"]), dtype=torch.float32)
+    maps = (dy,) * 6 if y is None else (y, *affine, total)
+    with torch.cuda.device(x.device):
+        _weights[grid](
+            x, dy, *maps, partial, voxels, slope, *sizes, HAS_NORM=y is not None, **options
+        )
+    o, i = kernel.shape[:2]
+    matrix = partial.sum(0)[:, : 9 * i, :o]
+    return matrix.reshape(3, 3, 3, i, o).permute(4, 3, 0, 1, 2).to(kernel.dtype).contiguous()
 
 
-def sum_of_parts(partial: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of the weights from its parts."""
-    o, i = weight.shape[:2]
-    matrix = partial.sum(0)[: 27 * i, :o]
-    return matrix.view(3, 3, 3, i, o).permute(4, 3, 0, 1, 2).to(weight.dtype).contiguous()
-
-
-def _sizes(inputs: int, outputs: int) -> dict[str, int]:
-    return {
-        "CI": inputs,
-        "K": triton.next_power_of_2(27 * inputs),
-        "BV": BLOCK_VOXELS,
-        "BO": max(16, triton.next_power_of_2(outputs)),
+def _divided(
+    launch: Launch, x: Tensor, y: Tensor, before: int
+) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
+    """Return the grid for an image and a result, what kernels take of sizes, and constants."""
+    n, i, *space = x.shape
+    o, planes = y.shape[1:3]
+    tiles, run, runs = division_of(launch, n, planes, space[1] * space[2])
+    options = {
+        "CI": i,
+        "K": triton.next_power_of_2(9 * i),
+        "BV": launch.block_voxels,
+        "BO": max(16, triton.next_power_of_2(o)),
+        "num_warps": launch.warps * (2 if i > 1 or o > 32 else 1),
+        "maxnreg": launch.registers,
     }
+    return (runs, n), (before, *space, planes, tiles, run, o), options

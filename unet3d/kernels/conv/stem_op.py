@@ -1,33 +1,82 @@
-"""The Triton convolution of few channels as a PyTorch operation, with gradient and fake version."""
+"""The Triton convolution of few channels as PyTorch operations, with gradient and fake versions.
 
-from typing import Any
+It may come with the moments of its result, as a normalisation takes them
+(:mod:`unet3d.kernels.norm.op`), and then has no gradient of its own; its weights' gradient may be
+made through the normalisation (:mod:`unet3d.kernels.stem_norm.api`).
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from unet3d.kernels.conv.hopper.op import empty_result
 from unet3d.kernels.triton_support import operation
 
 
+class Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    block_voxels: int
+    """Voxels of a tile, neighbours in memory of a plane along Y and Z."""
+    programs: int
+    """Programs that are wanted, of all samples: as many as an H200 has room for at a time."""
+    warps: int
+    """Of a program, from one channel to 32; for more of either twice as many."""
+    registers: int | None
+    """Of a thread, at most."""
+
+
+FORWARD = Launch(block_voxels=64, programs=528, warps=4, registers=None)
+WEIGHTS = Launch(block_voxels=64, programs=528, warps=4, registers=128)
+
+
+class Division(NamedTuple):
+    """How the planes of all tiles of a sample are divided among programs."""
+
+    tiles: int
+    """Tiles of a plane, of which the last may be shorter."""
+    run: int
+    """Planes of tiles that a program takes, one tile after another."""
+    runs: int
+    """Programs of a sample, of which the last may have a shorter run."""
+
+
+def division_of(launch: Launch, samples: int, planes: int, plane_voxels: int) -> Division:
+    """Return how so many planes of a result are divided."""
+    tiles = -(-plane_voxels // launch.block_voxels)
+    run = -(-tiles * planes * samples // launch.programs)
+    return Division(tiles, run, -(-tiles * planes // run))
+
+
+def empty_moments(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
+    """Return memory for the moments of a result, in as many parts as there are programs."""
+    n, _, planes, y, z = x.shape
+    parts = division_of(FORWARD, n, planes + before + after - 2, y * z).runs
+    return x.new_empty((parts, 4, n, len(weight)), dtype=torch.float32)
+
+
 def _fake(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
-    shape = (x.shape[0], weight.shape[0], x.shape[2] + before + after - 2, *x.shape[3:])
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+    return empty_result(x, len(weight), x.shape[2] + before + after - 2)
 
 
-def _fake_backward(dy: Tensor, x: Tensor, weight: Tensor, before: int) -> Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+_GIVEN = "(Tensor x, Tensor weight, int before, int after)"
 
-
-stem = operation(
-    "stem",
-    "(Tensor x, Tensor weight, int before, int after) -> Tensor",
-    "conv.stem_kernel.forward",
-    _fake,
+stem = operation("stem", f"{_GIVEN} -> Tensor", "conv.stem_kernel.forward", _fake)
+stem_with_moments = operation(
+    "stem_with_moments",
+    f"{_GIVEN} -> (Tensor, Tensor)",
+    "conv.stem_kernel.forward_with_moments",
+    lambda *given: (_fake(*given), empty_moments(*given)),
 )
-_stem_backward = operation(
-    "stem_backward",
-    "(Tensor dy, Tensor x, Tensor weight, int before) -> Tensor",
+weight_gradient = operation(
+    "stem_weights",
+    "(Tensor dy, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd, *,"
+    " Tensor? total, int voxels, Tensor kernel, int before, float slope) -> Tensor",
     "conv.stem_kernel.weight_gradient",
-    _fake_backward,
+    lambda *maps, kernel, **options: torch.empty_like(
+        kernel, memory_format=torch.contiguous_format
+    ),
 )
 
 
@@ -38,7 +87,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return None, _stem_backward(dy, *ctx.saved_tensors, ctx.before), None, None
+    x, kernel = ctx.saved_tensors
+    options = {"total": None, "voxels": 0, "kernel": kernel, "before": ctx.before, "slope": 1.0}
+    return None, weight_gradient(dy, x, *(None,) * 5, **options), None, None
 
 
 torch.library.register_autograd("unet3d::stem", _differentiate, setup_context=_save)

@@ -90,5 +90,6 @@ def before_activation(g, value, scale, shift, slope):
 @triton.jit
 def gradient_of(g, value, scale, shift, slant, level, slope):
     """Return the gradient of a block of x, from that of the result and x - mean."""
-    g = before_activation(g, value, scale, shift, slope)
-    return g * scale[None, :] + (value * slant[None, :] + level[None, :])
+    is_above = value * scale[None, :] + shift[None, :] > 0
+    factor = tl.where(is_above, scale[None, :], (scale * slope)[None, :])
+    return g * factor + (value * slant[None, :] + level[None, :])

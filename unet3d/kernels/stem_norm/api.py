@@ -1,7 +1,8 @@
 """A 3x3x3 convolution with the instance normalisation and LeakyReLU behind it.
 
-For the first convolution of a network backward is one operation: the gradient between the two has
-no reader but the gradient of the weights. Everything else is the two operations.
+The first convolution of a network makes the moments of its result, and backward is one operation:
+the gradient between the two has no reader but the gradient of the weights. Everything else is the
+two operations.
 """
 
 from typing import Any
@@ -13,13 +14,13 @@ from torch.autograd.function import once_differentiable
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
 from unet3d.kernels.conv.hopper.api import normalizes, wants_padding
+from unet3d.kernels.conv.stem_op import stem_with_moments, weight_gradient
 from unet3d.kernels.halo import own_planes
 from unet3d.kernels.norm import op
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
 from unet3d.kernels.padding import channels_last, mark_padded
 from unet3d.kernels.sharding import current_shard, x_padding
-from unet3d.kernels.triton_support import operation
 
 
 def conv3x3x3_instance_norm(
@@ -80,8 +81,8 @@ class _StemNorm(torch.autograd.Function):
         norm: VolumeNorm,
         padding: tuple[int, int],
     ) -> tuple[Tensor | bool | None, ...]:
-        y = torch.ops.unet3d.stem.default(x, kernel, *padding)
-        affine = (weight, bias, *norm.statistics(y))
+        y, moments = stem_with_moments(x, kernel, *padding)
+        affine = (weight, bias, *norm.statistics(y, moments=moments))
         pads = norm.pads and wants_padding(y)
         made, halo = norm._replace(pads=pads).normalized(y, *affine)
         ctx.save_for_backward(x, kernel, y, *affine)
@@ -113,14 +114,3 @@ class _StemNorm(torch.autograd.Function):
         dbias, dweight = own.sum(1)
         dweight, dbias = dweight.to(affine[0].dtype), dbias.to(affine[1].dtype)
         return None, dkernel, dweight, dbias, None, None
-
-
-weight_gradient = operation(
-    "stem_norm_weights",
-    "(Tensor dy, Tensor x, Tensor y, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, *,"
-    " Tensor total, int voxels, Tensor kernel, int before, float slope) -> Tensor",
-    "stem_norm.kernel.weight_gradient",
-    lambda *maps, kernel, **options: torch.empty_like(
-        kernel, memory_format=torch.contiguous_format
-    ),
-)
