@@ -68,7 +68,7 @@ struct Tally {
     float shift[8];  // a value of each channel: differences from it lose no digits
     int count;
 #elif SUMS
-    float scale[8], level[8], mean[8];
+    float scale[8], level[8];
 #endif
     float one[8], two[8];
 
@@ -78,7 +78,6 @@ struct Tally {
             one[c] = two[c] = 0.f;
 #if SUMS
             load_affine(g.affine, sample, channel + c, scale[c], level[c]);
-            mean[c] = g.affine.mean[2 * ((i64)sample * g.affine.channels + channel + c)];
 #endif
         }
 #if MOMENTS
@@ -97,22 +96,32 @@ struct Tally {
             for (int c = 0; c < 8; c++) shift[c] = __shfl_sync(~0u, a[c], threadIdx.x & 3);
         }
         count += (int)in_a + (int)in_b;
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            const float from_a = in_a ? a[c] - shift[c] : 0.f, from_b = in_b ? b[c] - shift[c] : 0.f;
-            one[c] += from_a, two[c] = fmaf(from_a, from_a, two[c]);
-            one[c] += from_b, two[c] = fmaf(from_b, from_b, two[c]);
-        }
+        if (in_a) take(a);
+        if (in_b) take(b);
 #elif SUMS
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            const float g_a = fmaf(x_a[c], scale[c], level[c]) > 0.f ? a[c] : a[c] * slope;
-            const float g_b = fmaf(x_b[c], scale[c], level[c]) > 0.f ? b[c] : b[c] * slope;
-            if (in_a) one[c] += g_a, two[c] = fmaf(g_a, x_a[c] - mean[c], two[c]);
-            if (in_b) one[c] += g_b, two[c] = fmaf(g_b, x_b[c] - mean[c], two[c]);
-        }
+        if (in_a) take(a, x_a, slope);
+        if (in_b) take(b, x_b, slope);
 #endif
     }
+
+    // Few instructions: these share the registers' ports with the products in flight.
+#if MOMENTS
+    __device__ __forceinline__ void take(const float (&y)[8]) {
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            const float away = y[c] - shift[c];
+            one[c] += away, two[c] = fmaf(away, away, two[c]);
+        }
+    }
+#elif SUMS
+    __device__ __forceinline__ void take(const float (&dy)[8], const float (&x)[8], float slope) {
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            const float g = fmaf(x[c], scale[c], level[c]) > 0.f ? dy[c] : dy[c] * slope;
+            one[c] += g, two[c] = fmaf(g, x[c], two[c]);
+        }
+    }
+#endif
 
     // Adds up a warp's numbers, and writes them to its row.
     __device__ __forceinline__ void end(const Arguments& g, int row, int sample, int channel, int channels) {
@@ -145,7 +154,8 @@ struct Tally {
 #elif SUMS
             const i64 column = (i64)sample * channels + channel + c;
             out[c] = one[c];
-            out[line + c] = (two[c] - one[c] * g.affine.mean[2 * column + 1]) * g.affine.rstd[column];
+            const double mean = (double)g.affine.mean[2 * column] + g.affine.mean[2 * column + 1];
+            out[line + c] = (float)((two[c] - one[c] * mean) * g.affine.rstd[column]);
 #endif
         }
     }
