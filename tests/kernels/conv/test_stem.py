@@ -79,7 +79,7 @@ def test_moments_of_the_result_come_with_it(shape, sides, mean):
     variance = (share * (variance + (of_mean - whole) ** 2)).sum(0)
     wanted = exact.var((2, 3, 4), unbiased=False)
     rounding = 1e-6 * exact.abs().amax((2, 3, 4))
-    assert ((whole - exact.mean((2, 3, 4))).abs() <= 1e-4 * wanted.sqrt() + rounding).all()
+    assert ((whole - exact.mean((2, 3, 4))).abs() <= 1e-3 * wanted.sqrt() + rounding).all()
     assert ((variance - wanted).abs() <= 1e-3 * wanted + rounding**2).all()
 
 
