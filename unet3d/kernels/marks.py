@@ -1,11 +1,15 @@
 """What the operation that made a map tells the one that reads it, beside the values.
 
-A mark is on one tensor: a tensor made from it, even by ``detach``, has none.
+A mark is on one tensor: a tensor made from it, even by ``detach``, has none. Moments and sums are
+forgotten where the values are changed in place: a hook may do it, and so does autograd where it
+adds up gradients.
 """
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from unet3d.torch_private import version
 
 _MOMENTS, _DEFERRED, _SUMS = "_moments", "_deferred", "_sums"
 
@@ -21,14 +25,14 @@ class Deferred(NamedTuple):
 
 def mark_moments(x: Tensor, moments: Tensor) -> Tensor:
     """Mark a map with its moments, as a normalisation takes them, and return it."""
-    setattr(x, _MOMENTS, moments)
+    setattr(x, _MOMENTS, (moments, version(x)))
     return x
 
 
 def take_moments(x: Tensor) -> Tensor | None:
     """Return the moments that a map is marked with, and let them go before backward lets it."""
-    moments = getattr(x, _MOMENTS, None)
-    if moments is not None:
+    moments = _told(x, _MOMENTS)
+    if hasattr(x, _MOMENTS):
         delattr(x, _MOMENTS)
     return moments
 
@@ -49,10 +53,16 @@ def deferred_of(x: Tensor) -> Deferred | None:
 
 def mark_sums(gradient: Tensor, sums: Tensor) -> Tensor:
     """Mark the gradient of a normalised map with its sums, as a normalisation takes them."""
-    setattr(gradient, _SUMS, sums)
+    setattr(gradient, _SUMS, (sums, version(gradient)))
     return gradient
 
 
 def sums_of(gradient: Tensor) -> Tensor | None:
     """Return the sums that a gradient is marked with."""
-    return getattr(gradient, _SUMS, None)
+    return _told(gradient, _SUMS)
+
+
+def _told(x: Tensor, mark: str) -> Tensor | None:
+    """Return what a mark says of the values of a tensor, unless they have changed since."""
+    numbers, marked_at = getattr(x, mark, (None, None))
+    return numbers if marked_at == version(x) else None

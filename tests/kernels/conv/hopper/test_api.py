@@ -281,6 +281,42 @@ def test_a_convolution_is_added_to_a_map(recomputes, everywhere, monkeypatch):
     assert loads == [recomputes, False]
 
 
+def test_moments_of_values_that_were_changed_are_forgotten(everywhere):
+    """As a hook of a module may do."""
+    x, kernel, weight, bias, _ = Chain.values
+    with torch.inference_mode():
+        y = conv3x3x3(x, kernel, moments=True)
+        assert take_moments(y) is not None
+    y = conv3x3x3(x, kernel, moments=True).mul_(2)
+    made = instance_norm(y, weight, bias, EPS, SLOPE)
+    assert_same([made], [plain_norm(2 * plain(x, kernel), weight, bias)])
+
+
+@pytest.mark.parametrize("by", ["a hook", "autograd"])
+def test_sums_of_a_gradient_that_was_changed_are_forgotten(by, everywhere):
+    """Autograd adds to a gradient that it alone holds."""
+    chain = Chain()
+    other = tensor(2, 4, 6, 4, 6, seed=6)
+
+    def double(gradient):
+        gradient.mul_(2)
+
+    def read(made, convolve, second):
+        if by == "a hook":
+            made.register_hook(double)
+            return convolve(made, second)
+        more = (made * other).sum()  # whose value is another for a map that is not normalised
+        return convolve(made, second) + more - more.detach()
+
+    def chained(*values):
+        return read(chain.between(*values[:4]), conv3x3x3, values[4])
+
+    def plainly(x, kernel, weight, bias, second):
+        return read(plain_norm(plain(x, kernel), weight, bias), plain, second)
+
+    assert_same(results(chained, chain.values), results(plainly, chain.values))
+
+
 def test_what_its_reader_gets_takes_no_memory(everywhere):
     chain = Chain()
     x, kernel, weight, bias, second = (value.clone().requires_grad_() for value in chain.values)
