@@ -67,6 +67,11 @@ def schema_of(operation: Any) -> Any:
     return operation._schema
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether others are called with a module's result; there is no public way to ask."""
+    return bool(module._forward_hooks)
+
+
 def has_dropout(modules: Iterable[nn.Module]) -> bool:
     """Return whether one of the modules is a dropout, in place of a list of its classes."""
     return any(isinstance(module, _DropoutNd) for module in modules)

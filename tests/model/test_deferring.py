@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tests.plain_network import make_topology
+from tests.plain_network import make_batch, make_network, make_topology
+from unet3d.kernels.conv.hopper import api
 from unet3d.model import UNet3d, deferring, sequential_blocks
+from unet3d.model.layers import ConvUnit
 
 ENCODER = ["encoder.0.0", "encoder.1.0", "encoder.2.0"]
 THREE = {"units": (3, 3, 2), "decoder_units": (3, 1)}
@@ -48,3 +50,22 @@ def test_not_what_others_read():
 def test_modules_of_others_stay_as_they_are():
     blocks = sequential_blocks(torch.nn.Sequential(torch.nn.Conv3d(1, 1, 3), torch.nn.ReLU()))
     assert deferring(blocks, [blocks[-1].name]) == blocks
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_a_hook_gets_what_is_normalised(encoder, monkeypatch):
+    """As one that keeps features does; nothing is deferred then."""
+    network = make_network(make_topology(encoder=encoder)).eval()
+    image, _ = make_batch(1)
+    seen = []
+    for module in network.modules():
+        if isinstance(module, ConvUnit):
+            module.register_forward_hook(lambda module, given, made: seen.append(made))
+    with torch.no_grad():
+        network(image)
+        expected = [made.clone() for made in seen]
+        monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: True)
+        seen.clear()
+        network(image)
+    assert len(seen) > 3
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-11)

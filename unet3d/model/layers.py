@@ -26,6 +26,7 @@ from unet3d.kernels import (
 )
 from unet3d.model.norms import InstanceNorm, make_norm
 from unet3d.model.topology import Topology
+from unet3d.torch_private import has_forward_hooks
 
 _CUBE: Shape = (3, 3, 3)
 """The kernel that sees all neighbours of a voxel."""
@@ -115,6 +116,8 @@ class ConvUnit(nn.Module):
         For ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
         """
         norm = self.norm
+        if has_forward_hooks(self):  # they read the result too
+            outputs_of_reader = None
         if isinstance(norm, InstanceNorm) and self.conv.is_plain:
             return conv3x3x3_instance_norm(
                 x,
