@@ -39,6 +39,7 @@ def kernel(cuda, monkeypatch):
 def hopper(kernel, monkeypatch):
     """A machine with two Hopper GPUs, whose kernels are checked by one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setitem(sys.modules, driver._CHECKED, SimpleNamespace(CHECKED=kernel))
@@ -186,6 +187,13 @@ def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not driver.available(FAKE)
     assert len(log.messages) == 1
+
+
+def test_each_gpu_that_is_not_here_is_taken_for_its_own(hopper, monkeypatch):
+    """Or for the first one, as in a plan for more GPUs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    fakes = [torch.device("cpu", index) for index in range(3)]
+    assert [driver.available(fake) for fake in fakes] == [True, False, True]
 
 
 def test_without_any_gpu_a_fake_one_has_them(monkeypatch, log):

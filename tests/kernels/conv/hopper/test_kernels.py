@@ -300,6 +300,20 @@ def test_moments_of_a_large_mean(channels, dtype):
     assert (variance / want - 1).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_another_default_type_changes_nothing(name):
+    values = noise((32, 64), (1, (16, 16, 16)), slope=0.01)
+    expected = CALLS[name](op, values)
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = CALLS[name](op, values)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(made, expected, strict=True)
+    )
+
+
 def test_a_new_thread():
     """Which has no context, as the threads of autograd."""
     values = noise((32, 32), (1, (16, 16, 16)), slope=0.01)

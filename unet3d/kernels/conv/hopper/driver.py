@@ -155,7 +155,8 @@ def available(device: torch.device) -> bool:
     """Return whether the hand-written convolutions can be used on a device.
 
     The first time, one is compiled, or found in the cache, and loaded. A fake device is taken for
-    the GPU that is here, or, where there is none, for one that has them.
+    its GPU, or for the first one where that is not here, and where there is none, for one that has
+    them.
     """
     is_fake = is_fake_device(device)
     if not is_fake and device.type != "cuda":
@@ -163,7 +164,8 @@ def available(device: torch.device) -> bool:
     with _lock:
         if is_fake and not torch.cuda.is_available():
             return os.environ.get(SWITCH) != "0"
-        gpu = torch.device("cuda", 0) if is_fake else device
+        index = device.index or 0
+        gpu = torch.device("cuda", index if index < torch.cuda.device_count() else 0)
         capability = torch.cuda.get_device_capability(gpu)
         if capability != CAPABILITY:
             name = torch.cuda.get_device_name(gpu)

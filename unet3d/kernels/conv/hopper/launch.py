@@ -120,7 +120,8 @@ def _convolve(
     programs = num_programs(x, made, parts, _processors(x.device))
     # A warp writes only the rows of its samples.
     num_rows = 0 if epilogue == _NOTHING else programs * WARPS
-    rows = torch.zeros((num_rows, 2 if turned else 4, n, outputs), device=x.device)
+    shape = (num_rows, 2 if turned else 4, n, outputs)
+    rows = torch.zeros(shape, dtype=torch.float32, device=x.device)
     is_last = kernel.is_contiguous(memory_format=torch.channels_last_3d)
     flat = kernel.permute(0, 2, 3, 4, 1).flatten() if is_last else kernel.flatten()
     weights = flat[_places(outputs, inputs, turned, is_last, x.device)]
