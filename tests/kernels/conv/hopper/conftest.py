@@ -3,7 +3,7 @@ import pytest
 from tests.kernels.conv.hopper.fakes import FakeDriver, FakeNvrtc
 from unet3d.kernels.conv.hopper import build, driver
 
-CACHED = (build.building, build._version, build._threads, build._say_that_nothing_is_kept)
+CACHED = (build.building, build._version, build._turns, build._say_that_nothing_is_kept)
 CACHED += (
     driver._driver_version,
     driver._context,

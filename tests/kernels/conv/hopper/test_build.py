@@ -3,7 +3,7 @@
 import importlib.machinery
 import importlib.util
 import logging
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 
 import pytest
@@ -101,13 +101,20 @@ def test_the_first_error_of_a_compilation_is_told(nvrtc):
 
 def test_several_are_compiled_at_a_time(nvrtc, monkeypatch):
     nvrtc.barrier._parties = 2
-    pool = ThreadPoolExecutor(2)
-    monkeypatch.setattr(build, "_threads", lambda: pool)
+    turns = threading.Semaphore(2)
+    monkeypatch.setattr(build, "_turns", lambda: turns)
     begun = [build.building(FILES, (("NORM", norm),), 0) for norm in (0, 1, 0)]
     assert begun[0] is begun[2]
     made = [one.result() for one in begun]
     assert [one[-1:] for one in made] == [b"0", b"1", b"0"] and len(nvrtc.programs) == 2
-    pool.shutdown()
+
+
+def test_the_end_of_the_program_does_not_wait_for_what_has_not_begun(nvrtc, monkeypatch):
+    ended = threading.Thread()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    with pytest.raises(RuntimeError, match="the program ends before a kernel was compiled"):
+        build.building(FILES, (), 0).result()
+    assert not nvrtc.programs
 
 
 def test_nvrtc_is_that_of_pytorchs_cuda(tmp_path, monkeypatch):

@@ -11,8 +11,9 @@ import hashlib
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,20 @@ def building(
     sources: tuple[str, ...], defines: tuple[tuple[str, int], ...], driver: int
 ) -> Future[bytes]:
     """Begin to make a cubin as :func:`cubin` does, in a thread, and return what will hold it."""
-    return _threads().submit(cubin, sources, dict(defines), driver)
+    future: Future[bytes] = Future()
+
+    def make() -> None:
+        with _turns():
+            try:
+                # An executor would have the end of the program wait for all that are left.
+                if not threading.main_thread().is_alive():
+                    raise RuntimeError("the program ends before a kernel was compiled")
+                future.set_result(cubin(sources, dict(defines), driver))
+            except BaseException as error:  # told to whoever asks for it
+                future.set_exception(error)
+
+    threading.Thread(target=make, name="kernels").start()
+    return future
 
 
 def cubin(sources: Sequence[str], defines: Mapping[str, int], driver: int = 0) -> bytes:
@@ -97,8 +111,8 @@ def _version() -> tuple[int, int]:
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "kernels")
+def _turns() -> threading.Semaphore:
+    return threading.Semaphore(min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def _compiled(source: str, name: str, flags: Sequence[str]) -> bytes:
