@@ -187,7 +187,7 @@ def _convolve(x: Tensor, weight: Tensor, before: int, after: int, moments: Tenso
     y = empty_result(x, o, x.shape[2] + before + after - 2)
     matrix = weight.permute(2, 3, 4, 1, 0).reshape(27 * i, o).contiguous()
     makes = moments is not None
-    grid, sizes, options = _divided(FORWARD, x, y, before)
+    grid, sizes, options = _divided(FORWARD.of(weight), x, y, before)
     with torch.cuda.device(x.device):
         _forward[grid](x, matrix, y, moments if makes else y, *sizes, MOMENTS=makes, **options)
     return y
@@ -210,7 +210,7 @@ def weight_gradient(
     normalisation with LeakyReLU made of it.
     """
     x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
-    grid, sizes, options = _divided(WEIGHTS, x, dy, before)
+    grid, sizes, options = _divided(WEIGHTS.of(kernel), x, dy, before)
     partial = dy.new_empty((len(x) * grid[0], 3, options["K"], options["BO"]), dtype=torch.float32)
     maps = (dy,) * 6 if y is None else (y, *affine, total)
     with torch.cuda.device(x.device):
@@ -234,7 +234,7 @@ def _divided(
         "K": triton.next_power_of_2(9 * i),
         "BV": launch.block_voxels,
         "BO": max(16, triton.next_power_of_2(o)),
-        "num_warps": launch.warps * (2 if i > 1 or o > 32 else 1),
+        "num_warps": launch.warps,
         "maxnreg": launch.registers,
     }
     return (runs, n), (before, *space, planes, tiles, run, o), options
