@@ -84,16 +84,13 @@ def test_moments_of_the_result_come_with_it(shape, sides, mean):
 
 
 def test_programs_take_all_planes_of_all_tiles():
+    launch = FORWARD.from_one
     of_planes, of_voxels = (1, 2, 127, 128, 640), (1, 63, 64, 65, 96**2, 640**2)
     for samples, planes, voxels in product((1, 2, 7, 600), of_planes, of_voxels):
-        tiles, run, runs = division_of(FORWARD.from_one, samples, planes, voxels)
-        assert (
-            tiles * FORWARD.from_one.block_voxels
-            >= voxels
-            > (tiles - 1) * FORWARD.from_one.block_voxels
-        )
+        tiles, run, runs = division_of(launch, samples, planes, voxels)
+        assert tiles * launch.block_voxels >= voxels > (tiles - 1) * launch.block_voxels
         assert runs * run >= tiles * planes > (runs - 1) * run
-        assert runs * samples <= FORWARD.from_one.programs + samples
+        assert runs * samples <= launch.programs + samples
 
 
 @pytest.mark.gpu
