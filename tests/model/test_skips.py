@@ -1,9 +1,10 @@
 """Which convolutions of skips join the blocks that add them."""
 
 import pytest
+import torch
 
 from tests.plain_network import make_topology
-from unet3d.model import UNet3d, adding_skips, layers
+from unet3d.model import Block, UNet3d, adding_skips, layers
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,14 @@ def test_those_that_can_be_added_in_passing():
     assert joined(make_topology(kernels="anisotropic")) == {
         "decoder.1.0": ("encoder.2.1", "encoder.1.1")
     }
+
+
+def test_not_those_that_another_block_reads():
+    blocks = UNet3d(make_topology()).blocks()
+    more = Block(name="more", module=torch.nn.ReLU(), inputs=("decoder.0.skip",))
+    made = adding_skips((*blocks, more), ("head", "more"))
+    assert "decoder.0.skip" in [block.name for block in made]
+    assert "decoder.1.skip" not in [block.name for block in made]
 
 
 def test_not_those_of_other_channels_or_places(monkeypatch):

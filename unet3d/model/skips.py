@@ -1,5 +1,6 @@
 """Skips whose convolution is added to that of the upsampled features while it is computed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,8 +18,13 @@ def adding_skips(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block
         blocks: All that run in one place.
         outputs: Names of results that others read too.
     """
-    skips = {block.name: block for block in blocks if _can_be_added(block.module)}
-    skips = {name: block for name, block in skips.items() if name not in outputs}
+    num_readers = Counter(name for block in blocks for name in block.inputs)
+    num_readers.update(outputs)
+    skips = {
+        block.name: block
+        for block in blocks
+        if _can_be_added(block.module) and num_readers[block.name] == 1
+    }
     adding = {block.name: _with_skip(block, skips) for block in blocks}
     added = {block.inputs[1] for block in blocks if adding[block.name] is not block}
     return tuple(adding[block.name] for block in blocks if block.name not in added)
