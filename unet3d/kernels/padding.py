@@ -35,7 +35,7 @@ def can_fold(x: Tensor, channels: int) -> bool:
         and x.numel() >= MIN_ELEMENTS
         and 8 <= channels <= MAX_CHANNELS
         and x.shape[-1] % 2 == 0
-        and (has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d))
+        and is_laid_out(x)
     )
 
 
@@ -114,9 +114,14 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
+def is_laid_out(x: Tensor) -> bool:
+    """Return whether a map lies in memory as kernels take it: channels-last, or with room."""
+    return has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d)
+
+
 def laid_out(x: Tensor) -> Tensor:
-    """Return a map as kernels take it: channels-last, or with room around Z."""
-    return x if has_room(x) else channels_last(x)
+    """Return a map as kernels take it: itself, or a channels-last copy."""
+    return x if is_laid_out(x) else channels_last(x)
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -31,7 +31,13 @@ from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.kernels.conv.stem_op import stem
 from unet3d.kernels.halo import own_planes
 from unet3d.kernels.marks import deferred_of
-from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded
+from unet3d.kernels.padding import (
+    MAX_CHANNELS,
+    can_fold,
+    is_laid_out,
+    is_padded,
+    mark_folded,
+)
 from unet3d.kernels.recompute import kept_for, offer, recomputing
 from unet3d.kernels.sharding import x_padding as padding_of_maps
 from unet3d.kernels.triton_support import triton_available
@@ -88,11 +94,8 @@ def sum_with_conv3x3x3(y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Te
     Returns what a normalisation takes (:func:`unet3d.kernels.instance_norm`): the sum and nothing,
     or, where no kernel adds in passing, both.
     """
-    if (
-        hopper.suits(x, *reversed(weight.shape[:2]))
-        and x.dtype == y.dtype
-        and hopper.is_laid_out(y)
-    ):
+    suits = hopper.suits(x, *reversed(weight.shape[:2]))
+    if suits and x.dtype == y.dtype and is_laid_out(y):
         return hopper.add_convolution(y, x, weight, padding_of_maps()), None
     return y, conv3x3x3(x, weight)
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from unet3d.kernels.conv.hopper import op
 from unet3d.kernels.conv.hopper.driver import available
 from unet3d.kernels.marks import Deferred, deferred_of, mark_moments, mark_sums
-from unet3d.kernels.padding import can_fold, has_room, laid_out, with_marks
+from unet3d.kernels.padding import can_fold, is_laid_out, laid_out, with_marks
 from unet3d.kernels.recompute import normalized_from
 from unet3d.kernels.sharding import current_shard
 from unet3d.kernels.triton_support import triton_available
@@ -58,11 +58,6 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
         and triton_available(x)
         and available(x.device)
     )
-
-
-def is_laid_out(x: Tensor) -> bool:
-    """Return whether the memory of a map is as kernels take it."""
-    return has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def wants_padding(x: Tensor) -> bool:

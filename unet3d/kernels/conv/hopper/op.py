@@ -16,6 +16,8 @@ many parts as there are warps that multiply. An ``affine`` is what those take: w
 ``after`` are the planes of zeros around X.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,17 +57,7 @@ def _empty_parts(y: Tensor, numbers: int, wanted: bool) -> Tensor:
 
 
 def _fake_convolve(
-    x: Tensor,
-    kernel: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    *,
-    slope: float,
-    before: int,
-    after: int,
-    moments: bool,
+    x: Tensor, kernel: Tensor, *affine: Any, slope: float, before: int, after: int, moments: bool
 ) -> tuple[Tensor, Tensor]:
     y = empty_result(x, len(kernel), x.shape[2] + before + after - 2)
     return y, _empty_parts(y, 4, moments)
@@ -75,11 +67,7 @@ def _fake_input_gradient(
     dy: Tensor,
     kernel: Tensor,
     x: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    *,
+    *affine: Any,
     slope: float,
     before: int,
     after: int,
