@@ -53,6 +53,12 @@ def empty_map(like: Tensor, pads: bool = False, has_halo: bool = False) -> Tenso
     return (whole[:, :, :, 1:-1] if pads else whole).permute(0, 4, 1, 2, 3)
 
 
+def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
+    """Return channels-last memory for so many channels and planes of what is made of a map."""
+    shape = (len(x), channels, planes, *x.shape[3:])
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+
+
 def mark_padded(x: Tensor) -> Tensor:
     """Mark a tensor from :func:`empty_map`, whose zeros are written, and return it.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.kernels.conv.hopper.op import empty_result
+from unet3d.kernels.padding import empty_result
 from unet3d.kernels.triton_support import operation
 
 

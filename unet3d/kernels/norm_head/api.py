@@ -22,6 +22,7 @@ from unet3d.kernels.padding import (
     can_fold,
     channels_last,
     empty_map,
+    empty_result,
     laid_out,
     mark_padded,
     was_folded,
@@ -120,13 +121,6 @@ class _InstanceNormHead(torch.autograd.Function):
         )
 
 
-def empty_logits(x: Tensor, head: Tensor) -> Tensor:
-    """Return memory for the logits (N, K, X, Y, Z) of a map."""
-    shape = (len(x), len(head), *x.shape[2:])
-    layout = torch.channels_last_3d
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
-
-
 def empty_sums(x: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for the sums (P, 2 + K, N, C) and (P, N, K) over the runs of a map."""
     sums = norm_op.per_run(x, 2 + len(head))
@@ -141,7 +135,7 @@ logits = operation(
     "norm_head_logits",
     f"(Tensor x, {_AFFINE}, Tensor head_bias, *, float slope) -> Tensor",
     "norm_head.kernel.write_logits",
-    lambda x, weight, bias, mean, rstd, head, head_bias, slope: empty_logits(x, head),
+    lambda x, *affine, slope: empty_result(x, len(affine[-1]), x.shape[2]),
 )
 sums = operation(
     "norm_head_sums",

@@ -29,8 +29,8 @@ from unet3d.kernels.norm.blocks import (
     store_block,
 )
 from unet3d.kernels.norm.launch import matrix_of, start_of_memory
-from unet3d.kernels.norm_head.api import empty_logits, empty_sums
-from unet3d.kernels.padding import empty_map, with_padding
+from unet3d.kernels.norm_head.api import empty_sums
+from unet3d.kernels.padding import empty_map, empty_result, with_padding
 
 LOGITS_ELEMENTS = 8192
 """Elements of a block that logits are made from."""
@@ -161,7 +161,7 @@ def gradient(
 def write_logits(x: Tensor, *given: Tensor, slope: float) -> Tensor:
     """Return the logits of a map."""
     classes = len(given[-1])
-    y = empty_logits(x, given[-1])
+    y = empty_result(x, classes, x.shape[2])
     grid, *size = matrix_of(x)
     start, room, z = start_of_memory(x)
     block = LOGITS_ELEMENTS // grid.block_channels

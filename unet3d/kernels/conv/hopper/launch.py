@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
-from unet3d.kernels.conv.hopper.op import COLUMN, GROUP, WARPS, empty_result, num_programs
+from unet3d.kernels.conv.hopper.op import COLUMN, GROUP, WARPS, num_programs
+from unet3d.kernels.padding import empty_result
 
 PAIRS = 5
 """Pairs of taps in the sums of the weights' gradient."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.conv.hopper import reference
+from unet3d.kernels.padding import empty_result
 from unet3d.kernels.triton_support import operation
 
 _MAY_BE_AFFINE = "Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd"
@@ -42,12 +43,6 @@ def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSO
     n, _, _, y, z = x.shape
     work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
     return min(processors // groups, work)
-
-
-def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
-    """Return memory for so many channels and planes of what is made of a map."""
-    shape = (len(x), channels, planes, *x.shape[3:])
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
 
 def _empty_parts(y: Tensor, numbers: int, wanted: bool) -> Tensor:
