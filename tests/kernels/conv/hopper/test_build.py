@@ -109,6 +109,14 @@ def test_several_are_compiled_at_a_time(nvrtc, monkeypatch):
     assert [one[-1:] for one in made] == [b"0", b"1", b"0"] and len(nvrtc.programs) == 2
 
 
+@pytest.mark.parametrize(("version", "at_a_time"), [((12, 8), 1), ((13, 0), 3)])
+def test_how_many_are_compiled_at_a_time(version, at_a_time, nvrtc, monkeypatch):
+    nvrtc.version = version
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: range(3))
+    turns = build._turns()
+    assert [turns.acquire(blocking=False) for _ in range(4)].count(True) == at_a_time
+
+
 def test_the_end_of_the_program_does_not_wait_for_what_has_not_begun(nvrtc, monkeypatch):
     ended = threading.Thread()
     monkeypatch.setattr(threading, "main_thread", lambda: ended)

@@ -29,7 +29,7 @@ ARCHITECTURE = "sm_90a"
 """Hopper with its own instructions; a cubin runs on no other processor."""
 
 MAX_THREADS = 8
-"""Variants that are compiled at a time; NVRTC 12 compiles one at a time whatever is asked of it."""
+"""Variants that are compiled at a time; NVRTC 12 compiles one, whatever is asked of it."""
 
 _FOLDER = Path(__file__).parent
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -41,9 +41,10 @@ def building(
 ) -> Future[bytes]:
     """Begin to make a cubin as :func:`cubin` does, in a thread, and return what will hold it."""
     future: Future[bytes] = Future()
+    turns = _turns()
 
     def make() -> None:
-        with _turns():
+        with turns:
             try:
                 # An executor would have the end of the program wait for all that are left.
                 if not threading.main_thread().is_alive():
@@ -112,7 +113,9 @@ def _version() -> tuple[int, int]:
 
 @functools.cache
 def _turns() -> threading.Semaphore:
-    return threading.Semaphore(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    # NVRTC 12 has a lock of its own, but who waits for that cannot give up, nor is first served.
+    at_a_time = MAX_THREADS if _version()[0] >= 13 else 1
+    return threading.Semaphore(min(at_a_time, len(os.sched_getaffinity(0))))
 
 
 def _compiled(source: str, name: str, flags: Sequence[str]) -> bytes:
