@@ -229,6 +229,11 @@ def is_another_processor(monkeypatch, cuda):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
 
+def is_from_amd(monkeypatch, cuda):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI250X")
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+
+
 def is_switched_off(monkeypatch, cuda):
     monkeypatch.setenv("UNET3D_HOPPER", "0")
 
@@ -250,6 +255,12 @@ def is_switched_off(monkeypatch, cuda):
             "INFO",
             "convolutions are cuDNN's, the hand-written ones are for Hopper GPUs, and not for "
             "NVIDIA A100",
+        ),
+        (
+            is_from_amd,
+            "INFO",
+            "convolutions are cuDNN's, the hand-written ones are for Hopper GPUs, and not for "
+            "AMD Instinct MI250X",
         ),
         (
             is_switched_off,

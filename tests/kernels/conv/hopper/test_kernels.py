@@ -415,6 +415,7 @@ def test_the_operations_are_registered_as_pytorch_wants_it(shape, layout):
         x = None if slope is None else v.x
         called(op.input_gradient, v.dy, v.kernel, x, *v.affine, **options)
         called(op.weight_gradient, v.dy, v.x, *v.affine, slope=v.slope, before=v.before)
+        called(op.add_convolution, copied(v.dy), v.x, v.kernel, **v.sides)
 
 
 @pytest.mark.nightly

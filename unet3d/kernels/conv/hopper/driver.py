@@ -166,8 +166,9 @@ def available(device: torch.device) -> bool:
             return os.environ.get(SWITCH) != "0"
         index = device.index or 0
         gpu = torch.device("cuda", index if index < torch.cuda.device_count() else 0)
-        capability = torch.cuda.get_device_capability(gpu)
-        if capability != CAPABILITY:
+        # ROCm gives the MI200 the same numbers.
+        is_amd, capability = torch.version.hip is not None, torch.cuda.get_device_capability(gpu)
+        if is_amd or capability != CAPABILITY:
             name = torch.cuda.get_device_name(gpu)
             _say(logging.INFO, f"the hand-written ones are for Hopper GPUs, and not for {name}")
             return False
