@@ -42,8 +42,9 @@ def hopper(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setitem(sys.modules, driver._CHECKED, SimpleNamespace(CHECKED=kernel))
-    return kernel
+    launch = SimpleNamespace(CHECKED=kernel, begin_building=Mock())
+    monkeypatch.setitem(sys.modules, driver._LAUNCH, launch)
+    return launch
 
 
 def test_a_launch_is_on_the_current_stream_of_its_device(kernel, cuda, nvrtc):
@@ -178,11 +179,13 @@ def test_a_hopper_gpu_has_them(hopper, cuda, nvrtc, log):
     assert all(driver.available(device) for device in (GPU, SECOND, GPU, FAKE))
     assert [context for context, _ in cuda.modules] == [100, 101] and len(nvrtc.programs) == 1
     assert not log.messages
+    hopper.begin_building.assert_called_with(float16=False)  # the other kernels, in the background
 
 
 def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypatch, log):
     assert driver.available(FAKE)
     assert not cuda.modules  # which would take memory of a GPU
+    assert not hopper.begin_building.called
     driver.available.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not driver.available(FAKE)

@@ -27,8 +27,8 @@ SWITCH = "UNET3D_HOPPER"
 """Environment variable: 0 leaves all convolutions to cuDNN."""
 CAPABILITY = (9, 0)
 
-_CHECKED = "unet3d.kernels.conv.hopper.launch"
-"""Module of the kernels; its ``CHECKED`` is the one that shows whether they can be used."""
+_LAUNCH = "unet3d.kernels.conv.hopper.launch"
+"""Module of the kernels, which imports this one."""
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _MAP_CHANNELS = 32
@@ -180,16 +180,16 @@ def available(device: torch.device) -> bool:
 
 def _works(gpu: torch.device | None) -> bool:
     """Return whether a kernel can be compiled, and loaded if there is a GPU for it."""
-    kernel: Kernel = importlib.import_module(_CHECKED).CHECKED
+    launch = importlib.import_module(_LAUNCH)
     try:
-        kernel.build().result()
-        if gpu is not None:
-            kernel.load(gpu)
-    except (
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ) as error:  # or a function is missing in a library
+        if gpu is None:
+            launch.CHECKED.build().result()
+        else:
+            # The others are compiled while networks and data are loaded.
+            launch.begin_building(float16=False)
+            launch.CHECKED.load(gpu)
+    # The last one: a function is missing in a library.
+    except (OSError, RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         _say(logging.WARNING, f"so training takes about a third longer: {reason}")
         return False

@@ -142,7 +142,7 @@ def _convolve(
     )
     normalizes = affine is not None and epilogue != _SUMS
     box = _NO_MAP if normalizes else tensor_map(x, (COLUMN + 2, COLUMN + 2))
-    _begin_building(x.dtype == torch.float16)
+    begin_building(float16=x.dtype == torch.float16)
     function = _convolution(inputs // GROUP, normalizes, epilogue, x.dtype == torch.float16)
     function.launch(x.device, programs * parts, box, arguments, ctypes.c_int(parts))
     return rows
@@ -254,8 +254,8 @@ def _weights(normalizes: bool, float16: bool) -> Kernel:
 
 
 @functools.cache
-def _begin_building(float16: bool) -> None:
-    """Compile all variants at a time, those of a forward pass first, unless they are kept."""
+def begin_building(float16: bool) -> None:
+    """Begin to compile all variants that are not kept, those of a forward pass first."""
     for halves, normalizes, epilogue in itertools.product((1, 2), (False, True), range(3)):
         if not (normalizes and epilogue == _MOMENTS_OF_SUM):
             _convolution(halves, normalizes, epilogue, float16).build()
