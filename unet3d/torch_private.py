@@ -67,9 +67,9 @@ def schema_of(operation: Any) -> Any:
     return operation._schema
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether others are called with a module's result; there is no public way to ask."""
-    return bool(module._forward_hooks)
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether others are called when a module is; there is no public way to ask."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_dropout(modules: Iterable[nn.Module]) -> bool:

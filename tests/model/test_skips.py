@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tests.plain_network import make_topology
-from unet3d.model import Block, UNet3d, adding_skips, layers
+from tests.plain_network import make_batch, make_network, make_topology
+from unet3d.kernels.conv.hopper import api
+from unet3d.model import Block, UNet3d, adding_skips, layers, run_blocks
+from unet3d.model.layers import Convolution
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +57,19 @@ def test_not_those_of_other_channels_or_places(monkeypatch):
     assert list(joined(make_topology(), outputs=("head", "decoder.0.skip"))) == ["decoder.1.0"]
     monkeypatch.setattr(layers, "CHANNELS_BY_HAND", (8,))
     assert list(joined(make_topology())) == ["decoder.1.0"]
+
+
+def test_a_hook_of_a_skip_is_called(monkeypatch):
+    monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: True)
+    network, (image, _) = make_network(make_topology()), make_batch(1)
+    seen = []
+    for module in network.modules():
+        if type(module) is Convolution:
+            module.register_forward_hook(lambda module, given, made: seen.append(made))
+    made = []
+    for blocks in (network.blocks(), adding_skips(network.blocks(), network.outputs())):
+        with torch.no_grad():
+            made.append((*run_blocks(blocks, {"image": image}, ["head"]).values(), *seen))
+        seen.clear()
+    assert len(made[0]) == len(made[1]) > 2
+    torch.testing.assert_close(*made, rtol=1e-11, atol=1e-11)

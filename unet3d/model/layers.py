@@ -26,7 +26,7 @@ from unet3d.kernels import (
 )
 from unet3d.model.norms import InstanceNorm, make_norm
 from unet3d.model.topology import Topology
-from unet3d.torch_private import has_forward_hooks
+from unet3d.torch_private import has_hooks
 
 _CUBE: Shape = (3, 3, 3)
 """The kernel that sees all neighbours of a voxel."""
@@ -116,7 +116,7 @@ class ConvUnit(nn.Module):
         For ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
         """
         norm = self.norm
-        if has_forward_hooks(self):  # they read the result too
+        if has_hooks(self):  # they read the result too
             outputs_of_reader = None
         if isinstance(norm, InstanceNorm) and self.conv.is_plain:
             return conv3x3x3_instance_norm(
@@ -239,6 +239,8 @@ class SkippedUnit(UpsampledUnit):
 
     def convolved(self, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what is normalised, and what is added to it before."""
+        if has_hooks(self.skip):
+            return self.upsampled(x), self.skip(features)
         return sum_with_conv3x3x3(self.upsampled(x), features, self.skip.weight)
 
 
