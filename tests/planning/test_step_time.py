@@ -51,6 +51,22 @@ def test_gpus_take_what_h200_took(edge, one_ms, two_ms):
     assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(two_ms, rel=0.03)
 
 
+# Measured: ``benchmarks/results/hopper-h200-2026-11-27.json``.
+@pytest.mark.parametrize(
+    ("edge", "batch_size", "num_shards", "milliseconds"),
+    [
+        (128, 2, 1, 13.7),
+        (128, 7, 1, 44.5),
+        (256, 1, 1, 49.3),
+        (384, 1, 1, 166.3),
+        (256, 1, 2, 31.3),
+    ],
+)
+def test_gpus_with_hand_written_convolutions(edge, batch_size, num_shards, milliseconds):
+    step = on_gpu(edge, batch_size, num_shards=num_shards)
+    assert 1000 * seconds(step) == pytest.approx(milliseconds, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("channels", "edge", "precision", "milliseconds"),
     [

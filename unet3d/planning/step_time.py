@@ -75,16 +75,24 @@ class Rates:
 
 
 H200 = Rates(
-    operations_per_second=600e12,
+    operations_per_second=657e12,
     operations_by_hand=3 / (2 / 700e12 + 1 / 640e12),
+    bytes_per_second=3.48e12,
+    step_seconds=1.5e-3,
+)
+"""An H200 in bfloat16. By hand it does 700e12 forward and for the gradient of the input, and 640e12
+for that of the weights (``benchmarks/results/kernels-h200-2026-11-27.json``). The other rates are
+1 / 1.2 of what it does in a matrix product and in a copy; the factor and the constant are fitted to
+steps of 32 to 320 channels (``hopper-h200-2026-11-27.json``): 13.7 ms at 128^3, batch 2, and 44.5,
+batch 7, 49.3 at 256^3, 166 at 384^3; all within 2 %."""
+H200_BY_CUDNN = Rates(
+    operations_per_second=600e12,
+    operations_by_hand=None,
     bytes_per_second=3.18e12,
     step_seconds=2.3e-3,
 )
-"""An H200 in bfloat16: 1 / 1.32 of what it was measured to do in a matrix product (792e12) and in a
-copy (4.2e12). The factor and the constant are fitted to steps of 32 to 320 channels: 10.4 ms at
-128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3, without hand-written convolutions; all within
-2.5 %. These do 700e12 forward and for the gradient of the input, and 640e12 for that of the weights
-(``benchmarks/kernels.py``, 2026-11-27)."""
+"""The same without them, whose work cuDNN takes longer for: 1 / 1.32 of a product and a copy, fitted
+to 10.4 ms at 128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
 CPU_CORE = Rates(
     operations_per_second=500e9, operations_by_hand=None, bytes_per_second=3.3e9, step_seconds=25e-3
 )
@@ -290,11 +298,8 @@ def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rate
     longer = element_bytes(precision) / 2
     if device.type != "cpu":
         by_hand = convolves_by_hand(fake_device(device), getattr(torch, precision))
-        return replace(
-            H200,
-            operations_per_second=H200.operations_per_second / longer,
-            operations_by_hand=H200.operations_by_hand if by_hand else None,
-        )
+        rates = H200 if by_hand else H200_BY_CUDNN
+        return replace(rates, operations_per_second=rates.operations_per_second / longer)
     cores = num_cores() / num_sharing
     operations = CPU_CORE.operations_per_second
     if longer > 1:

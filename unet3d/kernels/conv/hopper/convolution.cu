@@ -68,7 +68,7 @@ struct Tally {
     float shift[8];  // a value of each channel: differences from it lose no digits
     int count;
 #elif SUMS
-    float scale[8], level[8];
+    float scale[8], level[8], mean[8];  // differences from the mean lose no digits
 #endif
     float one[8], two[8];
 
@@ -78,6 +78,7 @@ struct Tally {
             one[c] = two[c] = 0.f;
 #if SUMS
             load_affine(g.affine, sample, channel + c, scale[c], level[c]);
+            mean[c] = g.affine.mean[2 * ((i64)sample * g.affine.channels + channel + c)];
 #endif
         }
 #if MOMENTS
@@ -118,7 +119,7 @@ struct Tally {
 #pragma unroll
         for (int c = 0; c < 8; c++) {
             const float g = fmaf(x[c], scale[c], level[c]) > 0.f ? dy[c] : dy[c] * slope;
-            one[c] += g, two[c] = fmaf(g, x[c], two[c]);
+            one[c] += g, two[c] = fmaf(g, x[c] - mean[c], two[c]);
         }
     }
 #endif
@@ -154,8 +155,7 @@ struct Tally {
 #elif SUMS
             const i64 column = (i64)sample * channels + channel + c;
             out[c] = one[c];
-            const double mean = (double)g.affine.mean[2 * column] + g.affine.mean[2 * column + 1];
-            out[line + c] = (float)((two[c] - one[c] * mean) * g.affine.rstd[column]);
+            out[line + c] = (two[c] - one[c] * g.affine.mean[2 * column + 1]) * g.affine.rstd[column];
 #endif
         }
     }
