@@ -11,9 +11,11 @@ step is timed by itself: it compiles kernels and chooses algorithms, from whatev
 disk hold. The peak is that of CUDA's allocator over all steps but the first, so also over the one
 that is recorded, and the ones before it, where later steps replay a CUDA graph.
 
+Each also predicts a window: the logits of the same batch. On a GPU ours replays it from a CUDA
+graph as ``unet3d predict`` does, and its time is measured as that of steps.
+
 On a CPU each variant has a process, set up as its own command line sets it up, and they take single
-steps by turns, because the speed of a CPU changes with what else runs. Each also predicts a window:
-the logits of the same batch.
+steps and windows by turns, because the speed of a CPU changes with what else runs.
 
 A variant that cannot be built, compiled or run is a row with the reason.
 """
@@ -90,6 +92,9 @@ def measure_alone(
         row["all_seconds"] = timed(trainee.step, arguments.steps, arguments.repeats)
         row["seconds"] = statistics.median(row["all_seconds"])
         row |= {"loss": trainee.step().item(), **peaks()}
+        timed(trainee.window, arguments.warmup)  # which compiles, or captures
+        row["all_window_seconds"] = timed(trainee.window, arguments.steps, arguments.repeats)
+        row["window_seconds"] = statistics.median(row["all_window_seconds"])
     except Exception as error:  # a peer, or a compiler, can raise anything
         row["reason"] = reason_of(error)
     return row

@@ -91,8 +91,8 @@ H200_BY_CUDNN = Rates(
     bytes_per_second=3.18e12,
     step_seconds=2.3e-3,
 )
-"""The same without them, whose work cuDNN takes longer for: 1 / 1.32 of a product and a copy, fitted
-to 10.4 ms at 128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
+"""The same where cuDNN does all: 1 / 1.32 of a product and a copy, fitted to 10.4 ms at 128^3, 68.9
+at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
 CPU_CORE = Rates(
     operations_per_second=500e9, operations_by_hand=None, bytes_per_second=3.3e9, step_seconds=25e-3
 )
