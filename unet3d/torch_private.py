@@ -32,9 +32,13 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+_OWN_HOLDERS = 1 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13" else 2
+"""How many hold an argument of a backward function; before 2.13 its object in Python counts too."""
+
+
 def is_held_elsewhere(gradient: Tensor) -> bool:
     """Return whether autograd has handed a gradient to others too, in place of copying all."""
-    return gradient._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+    return gradient._use_count() > _OWN_HOLDERS  # type: ignore[attr-defined, no-any-return]
 
 
 def version(tensor: Tensor) -> int | None:

@@ -4,6 +4,7 @@ import torch
 
 from unet3d.kernels.halo import _WithHalo, fill_halo, inner
 from unet3d.kernels.padding import empty_map, with_padding
+from unet3d.torch_private import is_held_elsewhere
 
 
 class Neighbour:
@@ -38,3 +39,26 @@ def test_a_gradient_that_two_maps_share_is_not_overwritten():
     expected[:, :, [0, -1]] += 1  # once, in each of them
     for one in maps:
         assert torch.equal(one.grad, expected)
+
+
+class Asking(torch.autograd.Function):
+    """Notes in backward whether others hold its gradient too."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.seen.append(is_held_elsewhere(gradient))
+        return gradient, None
+
+
+def test_a_gradient_that_nobody_else_has_is_not_copied():
+    """With every PyTorch: a copy would be as large as the map."""
+    x, seen = torch.ones(3, requires_grad=True), []
+    (Asking.apply(x, seen) * 2).sum().backward()
+    assert seen == [False]
+    (Asking.apply(x, seen) + Asking.apply(x * 2, seen)).sin().sum().backward()
+    assert seen[1:] == [True, False]  # who comes last has it alone
