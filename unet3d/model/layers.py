@@ -108,7 +108,7 @@ class ConvUnit(nn.Module):
 
     def convolved(self, x: Tensor) -> tuple[Tensor, None]:
         """Return what is normalised, and what is added to it before: nothing."""
-        return self.conv(x, moments=True), None
+        return self.conv(x, moments=isinstance(self.norm, InstanceNorm)), None
 
     def forward(self, x: Tensor, outputs_of_reader: int | None = None) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
@@ -169,8 +169,8 @@ class ResidualUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
-        conv = self.conv
-        features = self.norm(conv(self.first(x, conv.outputs_of_reader), moments=True))
+        conv, moments = self.conv, isinstance(self.norm, InstanceNorm)
+        features = self.norm(conv(self.first(x, conv.outputs_of_reader), moments=moments))
         return with_halo(self.activation(features + self.shortcut(own_planes(x))))
 
 
