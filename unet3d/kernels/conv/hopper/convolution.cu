@@ -1,18 +1,20 @@
 // 3x3x3 convolution with stride 1, from 32 * HALVES channels to a multiple of 32.
 //
 // A program goes along X over a column of 16 x 16 voxels of Y and Z, for 32 channels of the result. Each plane of
-// the input, with what surrounds the column along Y and Z, is loaded once and used once: a product takes a tile of 8 x 8
-// voxels, shifted by (ky, kz) through the address in its descriptor, and the weights of all three kx side by side (N = 96),
-// and so adds to three planes of the result, which stay in registers. After input plane i the result's plane i - 2
-// is complete. Which third of the registers holds which plane changes from plane to plane: not the registers move but the
-// weights, which lie in shared memory as kx = 2 1 0 2 1, of which an address picks three in a row.
+// the input, with what surrounds the column along Y and Z, is loaded once and used once: a product takes a tile of
+// 8 x 8 voxels, shifted by (ky, kz) through the address in its descriptor, and the weights of all three kx side by
+// side (N = 96), and so adds to three planes of the result, which stay in registers. After input plane i the
+// result's plane i - 2 is complete. Which third of the registers holds which plane changes from plane to plane:
+// not the registers move but the weights, which lie in shared memory as kx = 2 1 0 2 1, of which an address picks
+// three in a row.
 //
 // Two warpgroups multiply, each 8 rows along Y, two tiles of 8 along Z; while one tile's products run, the one before
 // is stored. The weights' columns are permuted, so that a thread holds eight neighbouring channels: 16 bytes.
 //
-// EPILOGUE says what else happens to the result while it is in registers: 0 nothing; 1 its moments are taken; 2 another
-// map is added, then moments are taken; 3, where it is the gradient of what was normalised, the sums are taken that the
-// normalisation's gradient needs. Each warp has a row for moments or sums. Products follow the layouts of the PTX manual (wgmma); the marching scheme is this package's own.
+// EPILOGUE says what else happens to the result while it is in registers: 0 nothing; 1 its moments are taken; 2
+// another map is added, then moments are taken; 3, where it is the gradient of what was normalised, the sums are
+// taken that the normalisation's gradient needs. Each warp has a row for moments or sums. Products follow the
+// layouts of the PTX manual (wgmma); the marching scheme is this package's own.
 
 #define MOMENTS (EPILOGUE == 1 || EPILOGUE == 2)
 #define ADDS (EPILOGUE == 2)
@@ -32,7 +34,8 @@ constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 constexpr int LOADS_WITH = NORM ? 96 : 40;
 constexpr int MULTIPLIES_WITH = (AT_LAUNCH * (GROUPS + LOADING_GROUPS) - LOADS_WITH * LOADING_GROUPS) / GROUPS / 8 * 8;
 
-// Upper words of the descriptors: what lies between groups of 8 rows, and the swizzle; and upper halves of the lower ones.
+// Upper words of the descriptors: what lies between groups of 8 rows, and the swizzle; and upper halves of the
+// lower ones.
 constexpr u32 A_HIGH = (ROW * 64) >> 4 | 2u << 30, A_MIDDLE = 1u << 16;
 constexpr u32 B_HIGH = 128 >> 4, B_MIDDLE = (160 * 16) >> 4 << 16;
 

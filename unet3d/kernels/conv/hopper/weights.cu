@@ -2,13 +2,14 @@
 //
 //     dw[o, i, kx, ky, kz] = sum over voxels v of x[v + k - before, i] * dy[v, o]
 //
-// A program goes along X over a column of 16 x 16 voxels, for 32 channels of x and 32 of dy. A plane of x, with what
-// surrounds the column along Y and Z, is multiplied with three planes of dy: rows of a product are the 32 inputs of
-// two taps (ky, kz), that is two shifted views of the plane (the descriptor's leading offset is what lies between
-// them), its columns the 32 outputs of three planes (kx = 2, 1, 0), its depth 16 voxels along Z. Nine taps are four pairs
-// and one alone, whose other half is computed twice. Channels are contiguous, so both operands are transposed.
-// The sums stay in registers for all of a program's work; they are written once, and added up over the programs
-// elsewhere. The ring of dy's planes has its first two slots twice, at its end, so that three are always in a row.
+// A program goes along X over a column of 16 x 16 voxels, for 32 channels of x and 32 of dy. A plane of x, with
+// what surrounds the column along Y and Z, is multiplied with three planes of dy: rows of a product are the 32
+// inputs of two taps (ky, kz), that is two shifted views of the plane (the descriptor's leading offset is what
+// lies between them), its columns the 32 outputs of three planes (kx = 2, 1, 0), its depth 16 voxels along Z. Nine
+// taps are four pairs and one alone, whose other half is computed twice. Channels are contiguous, so both operands
+// are transposed. The sums stay in registers for all of a program's work; they are written once, and added up over
+// the programs elsewhere. The ring of dy's planes has its first two slots twice, at its end, so that three are
+// always in a row.
 
 constexpr int THREADS = 384, LOADERS = 128;
 constexpr int COLUMN = 16, ROWS = COLUMN + 2, ROW = COLUMN + 2;
@@ -28,7 +29,9 @@ struct Arguments {
 __device__ constexpr int first_voxel(int pair) { return pair < 3 ? pair * ROW : pair == 3 ? 2 : 2 * ROW + 2; }
 __device__ constexpr int pitch_of(int pair) { return pair < 3 ? 64 : pair == 3 ? ROW * 64 : 0; }
 // With the 64-byte swizzle; 8 voxels of 64 bytes lie between groups of the depth.
-__device__ constexpr u64 descriptor(int leading) { return 2ull << 62 | (u64)(512 >> 4) << 32 | (u64)(leading >> 4) << 16; }
+__device__ constexpr u64 descriptor(int leading) {
+    return 2ull << 62 | (u64)(512 >> 4) << 32 | (u64)(leading >> 4) << 16;
+}
 
 // Where planes are, of x and of dy: shared memory, and a barrier that says a slot is full, or empty again.
 struct Rings {
@@ -70,7 +73,8 @@ __device__ __forceinline__ void multiply(const Arguments& g, const Rings& ring, 
             }
             products_end();
             wait_for_products<1>();
-            if (lane == 0 && x_before >= 0) arrive(ring.x_empty + 8 * x_before), arrive(ring.dy_empty + 8 * dy_before);
+            if (lane == 0 && x_before >= 0)
+                arrive(ring.x_empty + 8 * x_before), arrive(ring.dy_empty + 8 * dy_before);
             x_before = x_slot, dy_before = dy_slot;
             if (++x_slot == X_SLOTS) x_slot = 0, x_phase ^= 1;
             if (++dy_slot == DY_SLOTS) dy_slot = 0;
