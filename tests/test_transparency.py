@@ -22,7 +22,14 @@ from tests.products import pairwise
 from unet3d.config import ModelSettings
 from unet3d.kernels import recompute as remake
 from unet3d.kernels.conv.hopper import api, op
-from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, layers, plan_topology
+from unet3d.model import (
+    SegmentationLoss,
+    UNet3d,
+    adding_skips,
+    dice_cross_entropy,
+    layers,
+    plan_topology,
+)
 from unet3d.parallel import Layout, parallelize, step
 
 RESIDUAL = {"encoder": "residual", "deep_supervision": True}
@@ -109,7 +116,12 @@ def test_maps_that_are_never_normalised_are_transparent(
     # Where levels run again, only units within a block are fused.
     may_fuse = recompute != "level" or topology.encoder == "residual"
     assert any(fused) == (may_fuse and topology.norm == "instance")
-    assert any(sums) == (adds_skips and recompute != "level")
+    # A cut may come between a skip's convolution and the block that adds it.
+    may_add = any(
+        len(adding_skips(stage.blocks, stage.outputs)) < len(stage.blocks)
+        for stage in executor.stages
+    )
+    assert any(sums) == (may_add and adds_skips and recompute != "level")
     fused.clear()
     assert_close(executor.predict(make_batch(num_samples)[0]), expected, "logits")
     assert fused and any(fused) == (topology.norm == "instance")

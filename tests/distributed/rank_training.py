@@ -27,9 +27,10 @@ def keep(folder):
         return result
 
     def note(event, details):
+        if event != "pickle.find_class":
+            return
         # For a GPU a process packs what it augments there, and so do its workers, and nobody else.
-        packs = sys._getframe(1).f_globals["__name__"] == "unet3d.patches.packing"
-        if event == "pickle.find_class" and not packs:
+        if sys._getframe(1).f_globals.get("__name__") != "unet3d.patches.packing":
             with open(folder / f"unpickled-{os.getpid()}", "a") as file:
                 print(*details, file=file)
 
