@@ -26,7 +26,6 @@ from unet3d.kernels.padding import empty_result
 from unet3d.kernels.triton_support import operation
 
 _MAY_BE_AFFINE = "Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd"
-_AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd"
 
 GROUP = 32
 """Channels that a program takes at a time."""
