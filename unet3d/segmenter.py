@@ -89,7 +89,7 @@ class Segmenter:
                 logger.warning("%s", warning)
             with self._lock:
                 labels = self._predictor.segment(volume)
-            return label_image(labels, volume.geometry)
+            return label_image(labels, volume.geometry, self.label_names)
 
 
 def load(

@@ -55,7 +55,7 @@ def segmented(predictor, path):
     image = open_image(scan.images)
     labels = predictor.segment(image, probabilities=path.with_suffix(".npy"))
     assert labels.shape == image.geometry.shape  # in RAS
-    write_segmentation(scan, labels, image.geometry, overwrite=True)
+    write_segmentation(scan, labels, image.geometry, {}, overwrite=True)
     loaded = nib.load(scan.output)
     np.testing.assert_array_equal(nib.as_closest_canonical(loaded).dataobj, labels)
     found = np.asarray(loaded.dataobj).copy()

@@ -149,7 +149,7 @@ def test_output_is_a_file_or_a_folder(tmp_path):
     ):
         (scan,) = find_scans([path], tmp_path / given, 1, Wanted()).to_segment
         assert scan.output == tmp_path / given / inside
-        write_segmentation(scan, np.ones((4, 5, 6), np.uint8), open_image(path).geometry)
+        write_segmentation(scan, np.ones((4, 5, 6), np.uint8), open_image(path).geometry, {})
         assert scan.output.is_file()
 
 

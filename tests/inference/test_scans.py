@@ -35,7 +35,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path, header):
     (tmp_path / "file").touch()
     scan = Scan(images=(header.path,), output=tmp_path / "file" / "scan_seg.nii.gz")
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
-        write_segmentation(scan, LABELS, header)
+        write_segmentation(scan, LABELS, header, {})
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
         result_file(scan.statistics, False).__enter__()
 
@@ -47,9 +47,9 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header
     for path in results:
         path.write_text("theirs")
     with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by somebody else in the"):
-        write_segmentation(scan, LABELS, header)
+        write_segmentation(scan, LABELS, header, {})
     assert [path.read_text() for path in results] == ["theirs", "theirs"]
-    write_segmentation(scan, LABELS, header, overwrite=True)
+    write_segmentation(scan, LABELS, header, {}, overwrite=True)
     assert read_label(scan.output).array.shape == (4, 4, 4)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"scan.nii", "scan_seg.json", "scan_seg.nii.gz"}

@@ -215,7 +215,7 @@ class Segmentation:
             if found is not None:
                 path = results.enter_context(result_file(scan.statistics, replaces))
                 write_statistics(path, scan, found, self._checkpoints)
-            write_segmentation(scan, labels, image.geometry, replaces)
+            write_segmentation(scan, labels, image.geometry, names, replaces)
         for path, is_written, verb, option in (
             (scan.statistics, wanted.statistics, "describe", "--statistics"),
             (scan.preview, wanted.preview, "show", "--preview"),

@@ -1,6 +1,7 @@
 """Label maps: read as integers in RAS, written on the grid of the image that they belong to."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import is_nifti_file, times, write_nifti
 from unet3d.images.geometry import RAS, Geometry, axes_between
 from unet3d.images.image import open_source
+from unet3d.images.label_names import name_labels
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
@@ -82,7 +84,11 @@ def on_grid_of(target: Geometry, label: LabelMap) -> LabelMap:
 
 
 def write_label(
-    path: Path | str, labels: npt.NDArray[Any], geometry: Geometry, overwrite: bool = True
+    path: Path | str,
+    labels: npt.NDArray[Any],
+    geometry: Geometry,
+    overwrite: bool = True,
+    names: Mapping[int, str] | None = None,
 ) -> None:
     """Write a label map onto the grid of the image that it was made from.
 
@@ -94,6 +100,7 @@ def write_label(
         labels: Integers ``(X, Y, Z)`` in RAS, none negative.
         geometry: Geometry of the image.
         overwrite: Whether a file of that name is replaced.
+        names: Of label values, for the header.
 
     Raises:
         FileExistsError: Something has the name and may not be replaced.
@@ -104,7 +111,7 @@ def write_label(
     if not is_nifti_file(path):
         raise VolumeError(f"cannot write {path}: choose a name that ends in .nii.gz or .nii")
     try:
-        write_nifti(path, label_image(labels, geometry), overwrite)
+        write_nifti(path, label_image(labels, geometry, names), overwrite)
     except FileExistsError:
         raise
     except OSError as error:
@@ -114,11 +121,13 @@ def write_label(
         ) from error
 
 
-def label_image(labels: npt.NDArray[Any], geometry: Geometry) -> nib.Nifti1Image:
+def label_image(
+    labels: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str] | None = None
+) -> nib.Nifti1Image:
     """Return labels (X, Y, Z) in RAS as nibabel's image, in the orientation of the file.
 
-    It is a ``Nifti2Image`` where the shape needs one. ValueError: they are not on the grid, or no
-    labels.
+    Its header has their names (:mod:`unet3d.images.label_names`). It is a ``Nifti2Image`` where the
+    shape needs one. ValueError: they are not on the grid, or no labels.
     """
     if labels.shape != geometry.shape:
         raise ValueError(f"labels of shape {labels.shape} for a grid of shape {geometry.shape}")
@@ -128,6 +137,8 @@ def label_image(labels: npt.NDArray[Any], geometry: Geometry) -> nib.Nifti1Image
     stored = nib.apply_orientation(labels.astype(_smallest_type(labels), copy=False), restore)
     header = geometry.nifti_header.copy()
     header.set_data_dtype(stored.dtype)
+    if names:
+        name_labels(header, names)
     two = isinstance(header, nib.Nifti2Header)
     # With any other affine nibabel would change both forms.
     affine = header.get_best_affine()

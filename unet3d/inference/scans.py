@@ -145,11 +145,15 @@ class ScansAhead:
 
 
 def write_segmentation(
-    scan: Scan, labels: npt.NDArray[Any], geometry: Geometry, overwrite: bool = False
+    scan: Scan,
+    labels: npt.NDArray[Any],
+    geometry: Geometry,
+    names: dict[int, str],
+    overwrite: bool = False,
 ) -> None:
-    """Write label values (X, Y, Z) as a scan's segmentation, on the grid of its geometry."""
+    """Write label values (X, Y, Z) with their names, on the grid of a scan's geometry."""
     with _explaining(scan.output):
-        write_label(scan.output, labels, geometry, overwrite)
+        write_label(scan.output, labels, geometry, overwrite, names)
 
 
 def label_statistics(

@@ -226,7 +226,7 @@ class FinalValidation:
                     predictor.join(image)
                     continue
                 labels = predictor.segment(image, windows_done)
-                write_segmentation(scan, labels, image.geometry)
+                write_segmentation(scan, labels, image.geometry, self._names)
         progress(len(share), len(share), 0, 1)
 
     def _choose_components(
@@ -257,7 +257,9 @@ class FinalValidation:
                 with explaining_memory(f"cannot post-process {case.prediction}"):
                     prediction = read_label(case.prediction)
                     keep_largest(prediction.array, rules)
-                    write_label(case.prediction, prediction.array, prediction.geometry)
+                    write_label(
+                        case.prediction, prediction.array, prediction.geometry, names=self._names
+                    )
         return choices, stop
 
     def _score(
