@@ -30,7 +30,7 @@ def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
     """What other commands write is understood: no page finds a file damaged or missing."""
     phantoms = ("--set", "data.phantom.shape=16,16,16", "--set", "data.phantom.num_cases=4")
     assert run("train", *SMALL, *phantoms, "--output", "runs/mine", "--quiet") == 0
-    assert run("predict", scan, "--checkpoint", "runs/mine", "--statistics") == 0
+    assert run("predict", scan, "--checkpoint", "runs/mine") == 0
     capsys.readouterr()
     assert run("report", "runs/mine") == 0
     out = capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
     assert run("report", "a scan_seg.nii.gz", "--image", scan) == 0
     page = Path("a scan_seg.html").read_text()
     assert page.count('class="notes"') == 2  # of the viewer, and where there is no JavaScript
-    assert "ventricles" in page and "checkpoint-latest.pt" in page
+    assert "ventricles" in page
 
 
 def test_pages_lie_beside_what_they_show(folder, finished, segmentation, scan, capsys):
@@ -102,12 +102,10 @@ def test_what_has_no_page_is_refused_in_one_line(folder, finished, segmentation,
 
 
 def test_a_network_names_the_labels(folder, segmentation, scan, capsys):
-    statistics = {"labels": {"pylorus": {"value": 1, "num_voxels": 1}}}
-    write_json(folder / "a scan_seg.json", statistics)
     network = write_checkpoint(folder / "network.pt", label_values=(0, 1, 5))
     assert run("report", segmentation, "--image", scan, "--checkpoint", network) == 0
     page = (folder / "a scan_seg.html").read_text()
-    assert "label 5" in page and "pylorus" not in page
+    assert "label 5" in page
 
 
 def test_folds_have_a_page_of_their_own(folder, capsys):

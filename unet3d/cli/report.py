@@ -13,7 +13,7 @@ from unet3d.errors import ConfigError, ResultExistsError
 @click.argument("path", metavar="RUN|SEGMENTATION", type=FILE)
 @click.option("--image", type=FILE, help="The scan of a SEGMENTATION; a run needs none.")
 @checkpoint_option(
-    "Network that names the labels; default: the statistics beside the segmentation."
+    "Network that names the labels; default: the names in the segmentation's header."
 )
 @click.option(
     "-o",

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from nibabel.affines import apply_affine
 
-from tests.images.samples import write_json, write_volume
+from tests.images.samples import write_volume
 from tests.reports.pages.html import Page, assert_closed
 from unet3d.errors import VolumeError
+from unet3d.images.image import open_image
+from unet3d.images.labels import write_label
 from unet3d.reports.pages import reduced
 from unet3d.reports.pages.segmentation_page import segmentation_page
 
@@ -34,18 +36,6 @@ def files(tmp_path):
     image, labels = scan_and_labels()
     scan = write_volume(tmp_path / "scan.nii.gz", image, SPACING_MM)
     return write_volume(tmp_path / "scan_seg.nii.gz", labels, SPACING_MM), scan
-
-
-def statistics(**names):
-    _, labels = scan_and_labels()
-    return {
-        "image": ["scan.nii.gz"],
-        "checkpoints": ["runs/mine/checkpoint-latest.pt"],
-        "labels": {
-            name: {"value": value, "num_voxels": int((labels == value).sum()), "volume_ml": 0.0}
-            for name, value in names.items()
-        },
-    }
 
 
 def volume_of(page, name):
@@ -140,31 +130,27 @@ def test_large_values_of_labels_are_shown_as_small_ones(files):
     np.testing.assert_array_equal(shown, expected)
 
 
-def test_the_statistics_beside_it_name_the_labels(files):
-    content = statistics(liver=2, tumour=9, spleen=11)
-    beside = write_json(files[0].with_name("scan_seg.json"), content)
+def test_the_header_names_the_labels(files):
+    """No other file is needed, and labels of one name stay apart."""
+    header = open_image(files[1]).geometry
+    labels = scan_and_labels()[1]
+    write_label(files[0], labels, header, names={2: "liver", 9: "tumour", 11: "spleen"})
     page = Page(segmentation_page(*files))
     assert names_in_the_viewer(page) == ["liver", "tumour", "spleen"]
     assert page.cells("spleen", 1)[2:] == ["11", "0 mL", "0", "–", "–"]
-    assert "runs/mine/checkpoint-latest.pt" in page.text
     # Another name is stronger, and a value without one has its number.
     named = Page(segmentation_page(*files, {2: "organ"}))
     assert names_in_the_viewer(named) == ["organ", "label 9"]
-    content["labels"]["liver"]["num_voxels"] += 1
-    write_json(beside, content)
-    other = Page(segmentation_page(*files))
-    assert "scan_seg.json is of another segmentation, and is not used." in other.text
-    assert "liver" not in other.text
-    beside.write_text("{")
-    assert "scan_seg.json is damaged" in Page(segmentation_page(*files)).text
+    write_label(files[0], labels, header, names={2: "liver", 9: "liver"})
+    assert names_in_the_viewer(Page(segmentation_page(*files))) == ["liver (2)", "liver (9)"]
 
 
 def test_names_and_paths_are_text_and_nothing_else(tmp_path):
     image, labels = scan_and_labels()
     folder = tmp_path / "<img src=x>"
     scan = write_volume(folder / "a&b.nii.gz", image, SPACING_MM)
-    segmentation = write_volume(folder / "<b>seg.nii.gz", labels, SPACING_MM)
-    write_json(folder / "<b>seg.json", statistics(**{EVIL: 2, "]]><!--<script>": 9}))
+    segmentation, header = folder / "<b>seg.nii.gz", open_image(scan).geometry
+    write_label(segmentation, labels, header, names={2: EVIL, 9: "]]><!--<script>"})
     page = Page(segmentation_page(segmentation, scan))
     assert_closed(page)
     assert len(page.sources["script"]) == 2 and len(page.data) == 3

@@ -177,20 +177,6 @@ class FoldsSummary(_Content):
     last_dice: Annotated[dict[Name, Spread], Few] = {}
 
 
-class Named(_Content):
-    """A label in the statistics of ``unet3d predict --statistics``."""
-
-    value: Annotated[int, Field(ge=1, le=2**32 - 1)]
-    num_voxels: Count
-
-
-class Statistics(_Content):
-    """The statistics beside a segmentation."""
-
-    checkpoints: Annotated[tuple[str, ...], Few] = ()
-    labels: Annotated[dict[Name, Named], Few]
-
-
 Content = TypeVar("Content", bound=BaseModel)
 
 

@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from markupsafe import Markup
 from unet3d.errors import VolumeError
 from unet3d.images.geometry import same_grid, voxel_mm3
 from unet3d.images.image import Image, open_image
+from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.inference.scans import Scan, label_statistics
+from unet3d.inference.scans import label_statistics
 from unet3d.reports.format import millilitres, save_figure, size_text
 from unet3d.reports.pages.page import render, resource
 from unet3d.reports.pages.reduced import (
@@ -28,7 +28,6 @@ from unet3d.reports.pages.reduced import (
     reduced_affine,
     steps_for,
 )
-from unet3d.reports.pages.run_files import Statistics, content_of
 from unet3d.reports.planes import Structure
 from unet3d.reports.preview import COLOURS, Preview, preview_figure
 
@@ -45,10 +44,9 @@ def segmentation_page(
     """Return the page of a segmentation.
 
     Args:
-        segmentation: The label map; the statistics that ``unet3d predict --statistics`` has written
-            beside it name its labels.
+        segmentation: The label map.
         image: The scan, on the same grid.
-        names: Name of each label by its value, instead of those of the statistics.
+        names: Name of each label by its value, instead of those in the segmentation's header.
 
     Raises:
         VolumeError: A file cannot be read, they do not lie on one grid, the segmentation is none,
@@ -63,72 +61,40 @@ def segmentation_page(
         )
     with explaining_memory(f"cannot show {segmentation}"):
         labels = on_grid_of(scan.geometry, read_label(segmentation))
-        return _page(_Content.of(scan, labels, names), scan, labels)
+        return _page(_statistics(scan, labels, names), scan, labels)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Content:
-    """What the labels of a segmentation are, and where that is known from."""
-
-    statistics: dict[str, Any]
-    """By the name of each label, as :func:`unet3d.inference.scans.label_statistics` has it."""
-    checkpoints: Sequence[str]
-    """Networks that have made it, as far as is known."""
-    notes: Sequence[str]
-
-    @classmethod
-    def of(cls, scan: Image, labels: LabelMap, names: Mapping[int, str] | None) -> "_Content":
-        """Count the labels.
-
-        Args:
-            scan: The image.
-            labels: The segmentation, on its grid.
-            names: Name of each label by its value; None: as the statistics name them.
-
-        Raises:
-            VolumeError: The segmentation is none.
-        """
-        path = labels.geometry.path
-        values, counts = (found.tolist() for found in np.unique(labels.array, return_counts=True))
-        if len(values) > MAX_LABELS or values[0] < 0:
-            raise VolumeError(
-                f"{path} holds {len(values)} different values, from {values[0]} to {values[-1]}; "
-                f"is it an image? name a label map, of at most {MAX_LABELS} values from 0"
-            )
-        there = {value: count for value, count in zip(values, counts, strict=True) if value}
-        beside = Scan(images=(scan.geometry.path,), output=path).statistics
-        written, note = content_of(beside, Statistics)
-        notes = [note] if note else []
-        if written is not None:
-            told = {one.value: one.num_voxels for one in written.labels.values() if one.num_voxels}
-            if told != there:
-                notes.append(f"{beside.name} is of another segmentation, and is not used.")
-                written = None
-        if names is None:
-            found = {} if written is None else written.labels
-            names = {one.value: name for name, one in found.items()}
-        every = sorted(names.keys() | there.keys())
-        named = {value: names.get(value, f"label {value}") for value in every}
-        return cls(
-            statistics=label_statistics(labels.array, scan, named),
-            checkpoints=() if written is None else written.checkpoints,
-            notes=notes,
+def _statistics(scan: Image, labels: LabelMap, names: Mapping[int, str] | None) -> dict[str, Any]:
+    """Return, by the name of each label, what :func:`label_statistics` has of it."""
+    path = labels.geometry.path
+    values = np.unique(labels.array).tolist()
+    if len(values) > MAX_LABELS or values[0] < 0:
+        raise VolumeError(
+            f"{path} holds {len(values)} different values, from {values[0]} to {values[-1]}; "
+            f"is it an image? name a label map, of at most {MAX_LABELS} values from 0"
         )
+    if names is None:
+        names = read_label_names(path)
+    every = sorted({*values, *names} - {0})
+    named = {value: names.get(value, f"label {value}") for value in every}
+    if len(set(named.values())) < len(named):
+        named = {value: f"{name} ({value})" for value, name in named.items()}
+    return label_statistics(labels.array, scan, named)
 
 
-def _page(content: _Content, scan: Image, labels: LabelMap) -> str:
+def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
     geometry, image = scan.geometry, scan.read(channel=0)[0]
     steps = steps_for(geometry.shape, geometry.spacing_mm)
     affine = reduced_affine(geometry.affine, steps)
     reduced = middles(labels.array, steps)
-    rows = _rows(content.statistics, reduced, affine)
+    rows = _rows(statistics, reduced, affine)
     greys = greys_of(means(image, steps), affine)
     return render(
         "segmentation.html",
         styles=["templates/page.css", "templates/viewer.css"],
         scripts=[NIIVUE, "templates/viewer.js"],
         title=labels.geometry.path.name,
-        notes=content.notes,
+        notes=[],
         rows=rows,
         picture=_picture(scan, labels, rows),
         image=Markup(greys.nifti),  # base64
@@ -161,7 +127,6 @@ def _page(content: _Content, scan: Image, labels: LabelMap) -> str:
                 ("scan", str(geometry.path)),
                 ("voxels", size_text(geometry.shape)),
                 ("spacing", " x ".join(f"{mm:.4g}" for mm in geometry.spacing_mm) + " mm"),
-                ("networks", ", ".join(content.checkpoints)),
             )
             if value
         ],
