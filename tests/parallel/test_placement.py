@@ -8,7 +8,7 @@ from unet3d.parallel import Layout, Machine, ParallelDims
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(4)]
-THREADS = "mode=data engine=dataparallel"
+THREADS = "mode=data data_parallel=true"
 
 
 def machine(num_gpus):
@@ -143,7 +143,7 @@ UNSUITABLE_DEVICES = [
 CONTRADICTIONS = [
     ("replicas=2", None, "parallel.replicas is 2, but there is one device, 0;"),
     ("mode=model replicas=3", rank_of(0, 2, 0, 2), "2 ranks were started"),
-    (THREADS, rank_of(0, 2, 0, 2), "parallel.engine=ddp under torchrun"),
+    (THREADS, rank_of(0, 2, 0, 2), "leave it out under torchrun"),
     ("mode=spatial replicas=2", rank_of(0, 3, 0, 3), "replicas is 2 but 3 ranks were started"),
     ("mode=spatial replicas=2", rank_of(0, 2, 0, 2), "start 4 ranks or a multiple"),
 ]
@@ -166,7 +166,7 @@ def test_what_does_not_suit_the_mode_or_the_ranks_is_refused_in_one_line(
 
 
 def test_threads_are_one_process_with_a_patch_for_each():
-    options = {"engine": "dataparallel", "devices": "0,1,3", "output_device": "1"}
+    options = {"data_parallel": True, "devices": "0,1,3", "output_device": "1"}
     dims = resolve(4, mode="data", **options)
     assert (dims.num_processes, dims.num_replicas, dims.devices) == (1, 3, (*GPUS[:2], GPUS[3]))
     assert (dims.world_size, dims.num_stages) == (1, 1)

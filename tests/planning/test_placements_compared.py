@@ -175,9 +175,9 @@ def test_what_auto_has_no_alternative_to_is_starred(capsys, tmp_path):
 
 @pytest.mark.usefixtures("no_search")
 def test_what_is_not_predicted_is_said(capsys, tmp_path):
-    threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
+    threads = ("--set", "parallel.data_parallel=true", "--parallel", "data", "--devices", "0,1")
     _, out = ways_of(capsys, tmp_path, *threads, "--device-memory", "2", "--batch-size", "2")
-    assert "parallel.engine=dataparallel is not predicted" in " ".join(out.split())
+    assert "parallel.data_parallel=true is not predicted" in " ".join(out.split())
 
 
 def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(capsys, tmp_path, monkeypatch):

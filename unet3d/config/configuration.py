@@ -109,10 +109,10 @@ class Config(Section):
                 "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
                 "recomputed; use memory.offload=none, or memory.recompute=norm"
             )
-        threads = parallel.engine == "dataparallel"
+        threads = parallel.data_parallel
         for name, is_set, modes in (
             ("replicas", parallel.replicas > 1, ("auto", "model", "spatial")),
-            ("engine", threads, ("data",)),
+            ("data_parallel", threads, ("data",)),
             ("cuts", parallel.cuts is not None, ("model",)),
             ("balance", parallel.wanted_balance != "encoder-decoder", ("model",)),
         ):
@@ -123,13 +123,13 @@ class Config(Section):
                 )
         if threads and num_micro_batches > 1:
             raise ValueError(
-                "parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
-                f"is {num_micro_batches}; use parallel.engine=ddp"
+                "parallel.data_parallel takes no micro-batches, but training.micro_batches is "
+                f"{num_micro_batches}; leave one of them out"
             )
         if parallel.output_device is not None and not threads:
             raise ValueError(
                 f"parallel.output_device is {parallel.output_device} but only "
-                "parallel.engine=dataparallel gathers what the replicas make; leave it out"
+                "parallel.data_parallel=true gathers what the replicas make; leave it out"
             )
         if self.model.norm == "batch" and (mode == "spatial" or num_micro_batches > 1):
             raise ValueError(

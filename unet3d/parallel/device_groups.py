@@ -140,8 +140,8 @@ def check_thread_devices(devices: Sequence[torch.device], gather: torch.device |
     named = listed(devices)
     if any(device.type != "cuda" for device in devices) or len(set(devices)) != len(devices):
         raise DeviceError(
-            f"parallel.engine dataparallel copies the network to GPUs, each named once, not to "
-            f"{named}; use parallel.engine=ddp"
+            f"parallel.data_parallel=true copies the network to GPUs, each named once, not to "
+            f"{named}; leave it out"
         )
     if gather is not None and gather not in devices:
         raise DeviceError(

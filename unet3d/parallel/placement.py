@@ -109,7 +109,7 @@ class ParallelDims:
         spatial on devices of one kind, else model. A training chooses its mode before.
 
         Args:
-            settings: Mode, engine, devices and replicas.
+            settings: Mode, devices and replicas.
             machine: The devices that exist; None: those of this machine.
             ranks: The rank of this process; None: it is the only one, or starts the others.
 
@@ -124,7 +124,7 @@ class ParallelDims:
         if names is None:
             names = default_names(settings, machine)
         devices = tuple(machine.device(name) for name in names)
-        if settings.engine == "dataparallel":
+        if settings.data_parallel:
             return cls._of_threads(settings, machine, devices)
         mode = _possible_mode(devices) if settings.mode == "auto" else settings.mode
         check_count(mode, names)
@@ -158,10 +158,10 @@ class ParallelDims:
     def _of_ranks(
         cls, settings: ParallelSettings, machine: Machine, ranks: Ranks
     ) -> "ParallelDims":
-        if settings.engine == "dataparallel":
+        if settings.data_parallel:
             raise ConfigError(
-                f"parallel.engine dataparallel is one process, but there are {ranks.world_size}; "
-                "use parallel.engine=ddp under torchrun"
+                f"parallel.data_parallel=true is one process, but there are {ranks.world_size}; "
+                "leave it out under torchrun"
             )
         mode = settings.mode
         if mode == "auto" or mode == "none":  # which says nothing of several ranks

@@ -389,8 +389,7 @@ def _beside(
 
 def dims_of(settings: ParallelSettings, memory_bytes: int | None) -> ParallelDims:
     """Return the devices that settings name or imply, whether or not they are here."""
-    if settings.engine == "dataparallel":
-        settings = settings.model_copy(update={"engine": "ddp"})
+    settings = settings.model_copy(update={"data_parallel": False})
     num_gpus = 2 * settings.replicas if _has_gpu(memory_bytes) else 0
     return ParallelDims.resolve(settings, Machine(num_gpus=num_gpus, is_real=False))
 
@@ -417,7 +416,7 @@ def _settings_of(
             "mode": mode,
             "devices": tuple(map(str, devices)),
             "replicas": num_replicas if mode in ("model", "spatial") else 1,
-            "engine": "ddp",
+            "data_parallel": False,
         }
     )
 
@@ -425,10 +424,10 @@ def _settings_of(
 def _notes(settings: ParallelSettings, memory_bytes: int | None) -> Iterator[str]:
     if settings.devices is None and not _has_gpu(memory_bytes):
         yield "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
-    if settings.engine == "dataparallel":
+    if settings.data_parallel:
         yield (
-            "parallel.engine=dataparallel is not predicted: each step copies the network to every "
-            "GPU but the first, which gathers what they make. What is shown is the engine ddp."
+            "parallel.data_parallel=true is not predicted: each step copies the network to every "
+            "GPU but the first, which gathers what they make. What is shown is a process for each."
         )
 
 

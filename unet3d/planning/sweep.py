@@ -166,7 +166,7 @@ def measure(
     is told the number of each setting, how many there are, and its name.
     """
     config = network.settled(config)
-    dims = ParallelDims.resolve(config.parallel.model_copy(update={"engine": "ddp"}))
+    dims = ParallelDims.resolve(config.parallel.model_copy(update={"data_parallel": False}))
     check_stages(config, network, dims.num_stages)
     wanted = _settings(config, network, dims)
     began = time.monotonic()

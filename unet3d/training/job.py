@@ -229,9 +229,9 @@ def _explaining_memory(step: Step, dims: ParallelDims) -> Iterator[None]:
         reason = (
             explain_out_of_memory(error, step)
             if dims.predicts_memory
-            else "a GPU of parallel.engine=dataparallel ran out of memory with a batch of "
-            f"{step.settings.num_patches}; use parallel.engine=ddp, which takes less of the "
-            "first GPU, or a smaller --batch-size"
+            else "a GPU of parallel.data_parallel=true ran out of memory with a batch of "
+            f"{step.settings.num_patches}; leave that out, which takes less of the "
+            "first GPU, or use a smaller --batch-size"
         )
         raise DoesNotFitError(reason) from error
 

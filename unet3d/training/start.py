@@ -226,7 +226,7 @@ def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
         "parallel.replicas=1",
         "parallel.balance=auto",
         "parallel.cuts=null",
-        "parallel.engine=ddp",
+        "parallel.data_parallel=false",
         "parallel.output_device=null",
     ]
 
