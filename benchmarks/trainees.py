@@ -24,7 +24,7 @@ import torch
 from common import devices_named
 from torch import Tensor, nn
 
-from unet3d.config import CudaGraphs, ModelSettings, Offload, Recompute, Shape, TrainingSettings
+from unet3d.config import ModelSettings, Offload, Recompute, Shape, TrainingSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.inference.replaying import ReplayedNetwork
@@ -110,7 +110,7 @@ class Way:
     """What is recomputed in backward."""
     offload: Offload = "none"
     """What is kept in host memory."""
-    cuda_graphs: CudaGraphs = "auto"
+    captures: bool = True
     """Whether steps may be recorded and replayed."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Which."""
@@ -134,7 +134,7 @@ class Way:
             autocast=autocast_dtype(resolve_precision(self.precision, devices)),
             recompute=self.recompute,
             offload=self.offload,
-            cuda_graphs=self.cuda_graphs,
+            captures=self.captures,
             num_replicas=self.num_replicas,
             num_shards=self.num_shards,
             shard=rank % self.num_shards,
@@ -259,7 +259,7 @@ VARIANTS = (
     Variant(key="ours", network="ours", cpu_precision="auto"),
     Variant(key="ours-float32", network="ours", precision="float32"),
     Variant(
-        key="ours-unrecorded", network="ours", cpu_precision="auto", options={"cuda_graphs": "off"}
+        key="ours-unrecorded", network="ours", cpu_precision="auto", options={"captures": False}
     ),
     Variant(key="ours-off", network="ours", cpu_precision="auto", options={"recompute": "off"}),
     Variant(key="ours-level", network="ours", cpu_precision="auto", options={"recompute": "level"}),

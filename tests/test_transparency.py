@@ -222,7 +222,7 @@ def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(
             num_micro_batches=num_slots,
             autocast=torch.bfloat16,
             recompute=recompute,
-            cuda_graphs="off",
+            captures=False,
         )
         found.append(_step_on(UNet3d(topology), layout, image, target))
     (loss, gradients), (loss_again, gradients_again) = found

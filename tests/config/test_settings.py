@@ -19,7 +19,6 @@ from unet3d.errors import ConfigError
         ("patches.size", "[32, 48, 64]", (32, 48, 64)),
         ("parallel.cuts", "3", (3,)),
         ("memory.recompute", "off", "off"),
-        ("parallel.cuda_graphs", "off", "off"),
         ("training.weight_decay", "1e-7", 1e-7),
     ],
 )

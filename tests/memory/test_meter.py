@@ -241,7 +241,7 @@ def test_steps_in_the_context_are_measured_and_no_others():
 @pytest.mark.gpu
 def test_a_gpu_is_measured_by_its_allocator():
     gpu = torch.device("cuda", 0)
-    executor = spread(1, device=gpu, num_micro_batches=2, cuda_graphs="off")
+    executor = spread(1, device=gpu, num_micro_batches=2, captures=False)
     optimizer = torch.optim.SGD(executor.module.parameters())
     meter = MemoryMeter(executor.slots, executor.module)
     image, target = (value.to(gpu) for value in make_batch())

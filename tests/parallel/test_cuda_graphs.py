@@ -71,7 +71,7 @@ def check_replayed_steps(devices, batches=None, **options):
         # A last batch that is smaller, as in every epoch, does not make the capture useless.
         batches.insert(NUM_WARM_UP_STEPS + 2, (99, 1))
     replayed = train(make_executor(devices, **options), batches)
-    launched = train(make_executor(devices, cuda_graphs="off", **options), batches)
+    launched = train(make_executor(devices, captures=False, **options), batches)
     assert_close(replayed, launched, 1e-10 if devices[0] == CPU else 2e-3)
 
 
@@ -161,8 +161,8 @@ def test_batch_dice_is_captured_where_its_sums_are_those_of_one_micro_batch(
     cpu_graphs, num_micro_batches, num_captured
 ):
     replayed, launched = (
-        make_executor((CPU, CPU), num_micro_batches=num_micro_batches, cuda_graphs=choice)
-        for choice in ("auto", "off")
+        make_executor((CPU, CPU), num_micro_batches=num_micro_batches, captures=choice)
+        for choice in (True, False)
     )
     loss = SegmentationLoss(joins_samples=True)
     assert_same(take_steps(replayed, loss=loss), take_steps(launched, loss=loss))
@@ -173,7 +173,7 @@ def test_a_changed_network_is_captured_anew(cpu_graphs):
     """Other storage, other frozen parameters, another mode: none of it is in the old graphs."""
 
     def changed(choice):
-        executor = make_executor((CPU, CPU), cuda_graphs=choice)
+        executor = make_executor((CPU, CPU), captures=choice)
         take_steps(executor)
         for index, parameter in enumerate(executor.module.parameters()):
             parameter.data = parameter.data * 1.5
@@ -185,11 +185,11 @@ def test_a_changed_network_is_captured_anew(cpu_graphs):
 
 def test_a_weight_that_modules_share_gets_the_gradient_of_both(cpu_graphs):
     found = []
-    for choice in ("auto", "off"):
-        executor = make_executor((CPU,), cuda_graphs=choice)
+    for choice in (True, False):
+        executor = make_executor((CPU,), captures=choice)
         first, second = executor.module.decoder.levels["0"]["units"]
         second.norm.weight = first.norm.weight
-        executor = parallelize(executor.module, Layout(devices=(CPU,), cuda_graphs=choice))
+        executor = parallelize(executor.module, Layout(devices=(CPU,), captures=choice))
         found.append(take_steps(executor))
     assert cpu_graphs.num_captured > 0
     assert_same(*found)
@@ -208,11 +208,11 @@ class TwoNames(nn.Module):
 
 def test_a_weight_with_two_names_gets_the_gradient_of_both(cpu_graphs):
     found = []
-    for choice in ("auto", "off"):
+    for choice in (True, False):
         torch.manual_seed(0)
         chain = nn.Sequential(nn.Conv3d(1, 3, 1), TwoNames()).double()
         network = SequentialNetwork(chain, (1, 8, 8, 8))
-        found.append(take_steps(parallelize(network, Layout(devices=(CPU,), cuda_graphs=choice))))
+        found.append(take_steps(parallelize(network, Layout(devices=(CPU,), captures=choice))))
     assert cpu_graphs.num_captured > 0
     assert_same(*found)
 
@@ -233,7 +233,7 @@ def test_a_loss_that_cannot_be_captured_is_launched(cpu_graphs, caplog):
     train(executor, [(1, 1)] * (NUM_WARM_UP_STEPS + 2))  # another shape, and another loss
     assert cpu_graphs.num_captured > num_captured
     (record,) = caplog.records
-    assert "parallel.cuda_graphs=off" in record.getMessage() and "\n" not in record.getMessage()
+    assert "UNET3D_CUDA_GRAPHS=0 in the" in record.getMessage() and "\n" not in record.getMessage()
 
 
 class Weighted(ScalarLoss):
@@ -326,7 +326,7 @@ def test_a_captured_step_takes_little_more_than_a_launched_one(num_slots):
 
 
 def test_a_large_or_uneven_batch_is_launched_and_with_off_all_are(cpu_graphs, monkeypatch):
-    train(make_executor((CPU,), cuda_graphs="off"), [1] * (NUM_WARM_UP_STEPS + 2))
+    train(make_executor((CPU,), captures=False), [1] * (NUM_WARM_UP_STEPS + 2))
     train(make_executor((CPU,), num_micro_batches=2), [(1, 3)] * (NUM_WARM_UP_STEPS + 2))
     monkeypatch.setattr(graph, "MAX_ELEMENTS", 1000)
     train(make_executor((CPU,)), [1] * (NUM_WARM_UP_STEPS + 2))

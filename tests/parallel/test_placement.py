@@ -228,7 +228,7 @@ def test_a_rank_has_one_slab_of_one_replica(ranks, devices, num_replicas, own, g
 def test_batch_dice_does_not_keep_replicas_from_capturing_their_steps():
     config = load_config(None, ["training.batch_dice=true"])
     for devices, replicas in (("0,1", 1), ("0,1,2,3", 2)):
-        assert Layout.of(config, spatial(devices, replicas), "float32").cuda_graphs == "auto"
+        assert Layout.of(config, spatial(devices, replicas), "float32").captures
 
 
 def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here():

@@ -60,7 +60,7 @@ def test_replicas_and_slabs_are_transparent_and_average_what_is_replayed(answers
 def test_two_gpus_share_a_volume_or_a_batch(gpu_answers, case):
     """Launched and replayed, with Triton's kernels, folded maps and levels that are whole."""
     autocast = GPU_CASES[case]["autocast"]
-    one = Layout(devices=GPUS[:1], autocast=autocast, cuda_graphs="off")
+    one = Layout(devices=GPUS[:1], autocast=autocast, captures=False)
     joins_samples = "num_replicas" in GPU_CASES[case]
     expected_loss, expected = gpu_gradients(one, joins_samples=joins_samples)
     # TF32 rounds like bfloat16 does in float32, but to three more bits.

@@ -87,7 +87,7 @@ def test_batch_dice_takes_no_more_memory():
             *(GPUS[:2], (32, 32, 32), 4, 4),
             model=WIDE,
             batch_dice=batch_dice,
-            cuda_graphs="off",
+            captures=False,
         )
         for batch_dice in (False, True)
     )
@@ -189,7 +189,7 @@ def test_the_first_product_on_a_gpu_takes_workspaces():
 
 
 def test_gpus_are_predicted_without_gpus():
-    step = make_step(GPUS[:2], (128, 128, 128), 2, 2, "bfloat16", WIDE, cuda_graphs="off")
+    step = make_step(GPUS[:2], (128, 128, 128), 2, 2, "bfloat16", WIDE, captures=False)
     prediction = predicted(step)
     assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
     for memory in prediction.memory.values():
@@ -286,7 +286,7 @@ def test_a_slab_is_made_of_what_its_filters_reach():
 
 @pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]])
 def test_augmentation_on_a_gpu_takes_a_second_batch_and_cuts(devices):
-    step = make_step(devices, (64, 64, 64), precision="bfloat16", cuda_graphs="off")
+    step = make_step(devices, (64, 64, 64), precision="bfloat16", captures=False)
     alone, beside = predict_memory(step), predict_memory(replace(step, augmentation=STILL))
     voxels = 2 * 64**3
     image, target, workspace = voxels * 2 * 4, voxels, 32 * 2**20
@@ -402,7 +402,7 @@ def empty_gpus():
 def test_gpus_take_what_was_predicted(options):
     changes = {"num_gpus": 1, "size": (128, 128, 128), "precision": "bfloat16", **options}
     gpus = GPUS[: changes.pop("num_gpus")]
-    step = step_of(gpus, {**changes, "cuda_graphs": "off"}, LARGE)
+    step = step_of(gpus, {**changes, "captures": False}, LARGE)
     estimate = predict_memory(step)
     for index, found in measure(step).items():
         expected = estimate.memory[index]

@@ -22,9 +22,11 @@ CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
 MIB = 1024**2
 
+pytestmark = pytest.mark.usefixtures("launched")
+
 
 def planned(*changes: str) -> tuple[Config, NetworkPlan]:
-    few = ("patches.size=32,32,32", "training.precision=bfloat16", "parallel.cuda_graphs=off")
+    few = ("patches.size=32,32,32", "training.precision=bfloat16")
     config = load_config(None, [*few, *changes])
     return config, plan_without_data(config)
 

@@ -10,9 +10,9 @@ import torch
 from tests.command_line import refusal, run
 from unet3d.planning import placements
 
-LAUNCHED = ("--set", "parallel.cuda_graphs=off")
-"""Where no step is captured, a prediction takes half the time."""
-TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=2", *LAUNCHED)
+TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=2")
+
+pytestmark = pytest.mark.usefixtures("launched")
 
 
 def plan(
@@ -150,7 +150,7 @@ def test_shards_have_a_row_each(capsys, tmp_path):
 @pytest.mark.usefixtures("no_search")
 def test_auto_is_chosen_and_starred(capsys, tmp_path):
     four = ("--shape", "256,256,256", "--devices", "0,1,2,3", "--batch-size", "1")
-    fewer = ("--set", "model.num_levels=3", *LAUNCHED)
+    fewer = ("--set", "model.num_levels=3")
     record, out = plan(capsys, tmp_path, *four, "--device-memory", "24", *fewer)
     (asked,) = (way for way in record["ways"] if way["asked"])
     assert (asked["parallel"], asked["shards"]) == ("spatial", 4)

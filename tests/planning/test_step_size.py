@@ -24,6 +24,8 @@ from unet3d.planning.step_size import (
 )
 from unet3d.preparation.preprocess import Fingerprint
 
+pytestmark = pytest.mark.usefixtures("launched")
+
 GIB = 1024**3
 GPU = torch.device("cuda", 0)
 ALONE = ParallelDims(mode="none", replicas=((GPU,),), num_replicas=1)
@@ -47,7 +49,7 @@ def planned(
 
 def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
     """Return what ``unet3d plan`` predicts of one GPU for this patch and batch, launched."""
-    config = config.with_values({"parallel.cuda_graphs": "off", "training.precision": "bfloat16"})
+    config = config.with_values({"training.precision": "bfloat16"})
     changed = NetworkPlan(**{**vars(network), **changes})
     (option,) = timed_options(config, changed, (ALONE,), {GPU: 80 * GIB})
     return option.prediction.needed_bytes()[GPU] / GIB

@@ -103,7 +103,7 @@ def test_slabs_gain_less_from_hand_written_convolutions():
 def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
     assert seconds(on_gpu(32, num_shards=2)) > seconds(on_gpu(32))
     captured, launched = (
-        seconds(on_gpu(128, num_shards=4, cuda_graphs=graphs)) for graphs in ("auto", "off")
+        seconds(on_gpu(128, num_shards=4, captures=graphs)) for graphs in (True, False)
     )
     assert launched > captured + 0.001
     # 32 units of 8 planes: ten slabs are of four or three.

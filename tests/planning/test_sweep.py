@@ -91,10 +91,10 @@ def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastes
 
 
 def test_settings_are_followed_or_refused_before_anything_is_timed(tmp_path, monkeypatch):
-    offloading = ("memory.offload=skips", "parallel.cuda_graphs=off")
-    (row,) = swept(settings(tmp_path, *ALONE, *offloading)).rows
+    monkeypatch.setenv("UNET3D_CUDA_GRAPHS", "0")
+    (row,) = swept(settings(tmp_path, *ALONE, "memory.offload=skips")).rows
     layout = row.option.step.layout
-    assert (layout.offload, layout.cuda_graphs) == ("skips", "off")
+    assert (layout.offload, layout.captures) == ("skips", False)
     monkeypatch.setattr(sweep, "time_step", None)
     with pytest.raises(DeviceError, match=r"parallel.cuts \[999\] do not divide 7 blocks"):
         swept(settings(tmp_path, "parallel.cuts=999"))

@@ -87,7 +87,7 @@ def test_in_other_circumstances_it_is_not(tmp_path, monkeypatch):
         on(here, devices=(CPU, CPU, CPU)),
         on(here, num_replicas=2),
         on(here, num_shards=2),
-        on(here, cuda_graphs="off"),
+        on(here, captures=False),
         on(here, offload="skips"),
         on(here, recompute="level"),
         step(tmp_path, "training.batch_dice=true"),

@@ -8,7 +8,6 @@ from unet3d.config.settings import MAX_PATCH_VOXELS as MAX_PATCH_VOXELS
 from unet3d.config.settings import AugmentationSettings as AugmentationSettings
 from unet3d.config.settings import Balance as Balance
 from unet3d.config.settings import Channels as Channels
-from unet3d.config.settings import CudaGraphs as CudaGraphs
 from unet3d.config.settings import DataSettings as DataSettings
 from unet3d.config.settings import Few as Few
 from unet3d.config.settings import Fold as Fold

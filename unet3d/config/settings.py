@@ -113,7 +113,6 @@ Fold = Annotated[int, Field(ge=0, lt=10_000, strict=True)] | Literal["none"]
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
-CudaGraphs = Literal["auto", "off"]
 
 
 class PhantomSettings(Section):
@@ -375,9 +374,6 @@ class ParallelSettings(Section):
     max_restarts: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
     """How often the ranks are started again, from the latest checkpoint, when one of them dies.
     Under torchrun its own --max-restarts counts."""
-    cuda_graphs: Annotated[CudaGraphs, OFF] = "auto"
-    """auto: steps of small volumes on GPUs are captured as CUDA graphs and replayed, where there is
-    memory for it; off: every step is launched."""
     balance: Balance | Literal["auto"] = "auto"
     """Where the network is cut in training. time, memory: so that the stages take equal time, or
     memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from unet3d.memory.fake_devices import is_fake_device
 from unet3d.parallel.executor import NoObserver, Observer
 from unet3d.parallel.partition import Stage
+from unet3d.parallel.placement import CAPTURE_SWITCH
 from unet3d.torch_private import free_cublas_workspaces
 
 logger = logging.getLogger(__name__)
@@ -286,9 +287,10 @@ class StepCapture:
         except RuntimeError as error:  # such as of a loss that reads a value back to the host
             logger.warning(
                 "steps of batches %s cannot be captured as CUDA graphs, so they are launched: %s; "
-                "parallel.cuda_graphs=off does not try",
+                "%s=0 in the environment does not try",
                 shape,
                 " ".join(str(error).split())[:200],
+                CAPTURE_SWITCH,
             )
         return captured if self._all_agree(captured is not None) else None
 

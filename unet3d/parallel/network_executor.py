@@ -80,7 +80,7 @@ class NetworkExecutor:
         self.exchange = NoExchange() if exchange is None else exchange(self.stages)
         self._capture: StepCapture | None = None
         # Offloading resizes memory during a step, which a CUDA graph cannot follow.
-        if layout.cuda_graphs == "auto" and not offloads:
+        if layout.captures and not offloads:
             capture = partial(self._step.capture, exchange=self.exchange)
             self._capture = StepCapture(self.stages, capture, self.exchange.all_agree, max_captured)
 

@@ -1,12 +1,13 @@
 """Where replicas, stages and shards live: one statement of settings, machine and ranks."""
 
+import os
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
 import torch
 
-from unet3d.config import Config, CudaGraphs, Offload, ParallelSettings, Recompute
+from unet3d.config import Config, Offload, ParallelSettings, Recompute
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.memory.meter import Slot as Slot
@@ -22,6 +23,9 @@ from unet3d.parallel.device_groups import (
     names_of_ranks,
 )
 from unet3d.parallel.precision import autocast_dtype
+
+CAPTURE_SWITCH = "UNET3D_CUDA_GRAPHS"
+"""The environment variable of which 0 launches every step, to find faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,8 @@ class Layout:
     """What is recomputed in backward instead of being kept."""
     offload: Offload = "none"
     """What GPUs keep in host memory while they do not need it."""
-    cuda_graphs: CudaGraphs = "auto"
-    """Whether steps on GPUs may be captured and replayed."""
+    captures: bool = True
+    """Whether steps of small volumes on GPUs are captured as CUDA graphs, where there is memory."""
     num_replicas: int = 1
     """How many networks there are on such devices, or groups of shards, which share a batch."""
     num_shards: int = 1
@@ -65,7 +69,7 @@ class Layout:
             autocast=autocast_dtype(precision),
             recompute=config.memory.recompute,
             offload=config.memory.offload,
-            cuda_graphs=config.parallel.cuda_graphs,
+            captures=os.environ.get(CAPTURE_SWITCH) != "0",
             num_replicas=dims.num_replicas,
             num_shards=dims.num_shards,
             shard=dims.shard_of(dims.rank),

@@ -252,7 +252,7 @@ def plan_fingerprint(
         network = plan_with(topology, frozenset([size]), batch_size)
         step = network.step(config, REFERENCE, precision)
         # What a capture takes beside changes no patch.
-        layout = replace(step.layout, cuts=None, cuda_graphs="off")
+        layout = replace(step.layout, cuts=None, captures=False)
         (needed,) = predict_memory(replace(step, layout=layout)).needed_bytes().values()
         return needed
 

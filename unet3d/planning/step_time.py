@@ -329,7 +329,7 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
     on_cpu = device.type == "cpu"
     num_ranks = layout.num_replicas * layout.num_shards
     rates = rates_of(device, step.precision, num_ranks if on_cpu else 1)
-    links = links_between(on_cpu, layout.cuda_graphs != "off", copied_per_second)
+    links = links_between(on_cpu, layout.captures, copied_per_second)
     number_bytes = element_bytes(step.precision)
     work = count_work(topology, step.size, step.batch_size, number_bytes)
     division = None

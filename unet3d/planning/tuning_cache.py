@@ -55,7 +55,7 @@ def describe(step: Step) -> dict[str, Any]:
         "sharing": [layout.devices.index(device) for device in layout.devices],
         "replicas": layout.num_replicas,
         "shards": layout.num_shards,
-        "cuda_graphs": layout.cuda_graphs,
+        "captures": layout.captures,
         "recompute": layout.recompute,
         "offload": layout.offload,
         "precision": step.precision,

@@ -162,6 +162,6 @@ class SpatialExecutor:
         # All agree on a step, whatever its batch, though a smaller slab alone would be worth it.
         own_planes = len(division.slab(layout.shard))
         max_captured = MAX_CAPTURED * own_planes // division.most_planes()
-        own = replace(layout, cuts=(), cuda_graphs=layout.cuda_graphs if may_capture else "off")
+        own = replace(layout, cuts=(), captures=layout.captures and may_capture)
         executor = NetworkExecutor(network, own, lambda stages: self._exchange, max_captured)
         return _Divided(shard=shard, executor=executor)
