@@ -14,7 +14,7 @@ replicas         a replica on each device, each with a batch of that size
 threads          the same in one process, by ``nn.DataParallel``; GPUs only
 turns            a stage of the network on each device, the whole batch through each in turn
 stages           the same as a pipeline of micro-batches of one sample, cut before the decoder
-balanced         the same, cut where stages take the same time (``--balance time``)
+balanced         the same, cut where stages take the same time (``parallel.cuts=time``)
 slabs            a slab of each volume on each device
 stage-replicas   replicas of two stages, each with a batch of that size; four devices or more
 slab-replicas    replicas of two slabs, likewise

@@ -78,7 +78,16 @@ def test_options_override_the_file_and_change_their_settings(own_run, data, monk
     monkeypatch.setattr(start, "start_training", lambda request, *_: asked.append(request))
     status = run(
         *("train", data, "--parallel", "model", "--devices", "cpu,cpu,cpu,cpu"),
-        *("--batch-size", 6, "--micro-batches", 3, "--balance", "memory", "--replicas", 2),
+        *(
+            "--batch-size",
+            6,
+            "--micro-batches",
+            3,
+            "--set",
+            "parallel.cuts=memory",
+            "--replicas",
+            2,
+        ),
         *("--offload", "skips", "--max-restarts", 4, "--epochs", 7, "--fold", 1, "--seed", 5),
         *("--init", own_run, "--output", "new", "--config", CONFIGS / "hippocampus-cpu.yaml"),
         *("--set", "training.learning_rate=0.5", "--set", "training.learning_rate=0.25"),
@@ -89,7 +98,7 @@ def test_options_override_the_file_and_change_their_settings(own_run, data, monk
     config = load_config(request.config_path, request.changes)
     parallel, training = config.parallel, config.training
     assert (parallel.mode, parallel.devices) == ("model", ("cpu",) * 4)
-    assert (parallel.balance, parallel.replicas, parallel.max_restarts) == ("memory", 2, 4)
+    assert (parallel.cuts, parallel.replicas, parallel.max_restarts) == ("memory", 2, 4)
     assert (training.batch_size, training.micro_batches, training.epochs) == (6, 3, 7)
     assert (training.seed, config.data.fold, config.memory.offload) == (5, 1, "skips")
     assert config.data.dataset == data.absolute()

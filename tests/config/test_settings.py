@@ -18,6 +18,7 @@ from unet3d.errors import ConfigError
         ("data.spacing_mm", "1,1.5,3", (1.0, 1.5, 3.0)),
         ("patches.size", "[32, 48, 64]", (32, 48, 64)),
         ("parallel.cuts", "3", (3,)),
+        ("parallel.cuts", "time", "time"),
         ("memory.recompute", "off", "off"),
         ("training.weight_decay", "1e-7", 1e-7),
     ],

@@ -106,10 +106,10 @@ def test_the_default_looks_at_neither_and_too_many_stages_are_refused():
 
 def test_settings_that_balance_nothing_are_refused():
     for how in ("time", "memory"):
-        with pytest.raises(ConfigError, match=f"balance is .{how}. but parallel.mode auto"):
-            load_config(None, [f"parallel.balance={how}"])
-        load_config(None, [f"parallel.balance={how}", "parallel.mode=model"])
+        with pytest.raises(ConfigError, match=f"cuts is .{how}. but parallel.mode auto"):
+            load_config(None, [f"parallel.cuts={how}"])
+        load_config(None, [f"parallel.cuts={how}", "parallel.mode=model"])
     settings = load_config(None, ["parallel.cuts=7", "parallel.mode=model"])
     assert settings.parallel.cuts == (7,)  # as the log names it
-    with pytest.raises(ConfigError, match="give encoder-decoder, time, memory or auto"):
-        load_config(None, ["parallel.balance=fair", "parallel.mode=model"])
+    with pytest.raises(ConfigError, match="give a list of .*auto, encoder-decoder, time or memory"):
+        load_config(None, ["parallel.cuts=fair", "parallel.mode=model"])

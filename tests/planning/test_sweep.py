@@ -294,10 +294,10 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(
     dataset, path = write_msd(tmp_path / "data", 2, (8, 8, 8)), tmp_path / "plan.json"
     few = ("training.epochs=1", "training.steps_per_epoch=1", "data.num_workers=0")
     file = tmp_path / "settings.yaml"
-    file.write_text(settings(tmp_path, f"parallel.balance={balance}", *few).to_yaml())
+    file.write_text(settings(tmp_path, f"parallel.cuts={balance}", *few).to_yaml())
     arguments = ("--config", file, "--micro-batches", 2)
-    assert run("plan", dataset, *arguments, "--balance", balance, "--json", path) == 0
-    assert f"--micro-batches 2 --balance {balance}: up to" in capsys.readouterr().out
+    assert run("plan", dataset, *arguments, "--json", path) == 0
+    assert f"--micro-batches 2 --set parallel.cuts={balance}: up to" in capsys.readouterr().out
     assert run("train", dataset, *arguments, "--quiet", "--output", tmp_path / "run") == 0
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     (asked,) = (way for way in json.loads(path.read_text())["ways"] if way["asked"])

@@ -133,16 +133,16 @@ def test_a_damaged_file_is_named_and_not_used(tmp_path, caplog):
 
 def found_by(config: Config, here: Step) -> tuple[object, ...]:
     found = resolve_auto(config, here)
-    return found.training.micro_batches, found.parallel.balance, found.parallel.cuts
+    return found.training.micro_batches, found.parallel.cuts
 
 
 def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
     config, here = settings(tmp_path), step(tmp_path)
-    assert found_by(config, here) == (1, "encoder-decoder", None)  # as nothing is measured
+    assert found_by(config, here) == (1, "encoder-decoder")  # as nothing is measured
     remember_tuned(config, here, CHOICE)
     with caplog.at_level("INFO"):
         taken = resolve_auto(config, here)
-    assert found_by(config, here) == (2, "auto", (3,))
+    assert found_by(config, here) == (2, (3,))
     (message,) = (record.getMessage() for record in caplog.records)
     assert message.startswith("2 micro-batch(es) and parallel.cuts=3: the fastest")
     assert "2026-11-21 at 14:48" in message and "250.0 ms" in message
@@ -153,16 +153,16 @@ def test_what_is_measured_is_taken_and_said(tmp_path, caplog):
     alone = ("parallel.mode=none", "parallel.devices=cpu")
     config, here = settings(tmp_path, *alone), step(tmp_path, *alone)
     remember_tuned(config, here, replace(CHOICE, cuts=()))
-    assert found_by(config, here)[::2] == (2, None)
+    assert found_by(config, here) == (2, "encoder-decoder")
 
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("training.micro_batches=1", (1, "encoder-decoder", None)),
-        ("parallel.balance=memory", (1, "memory", None)),
-        ("parallel.balance=encoder-decoder", (1, "encoder-decoder", None)),
-        ("parallel.cuts=5", (1, "auto", (5,))),
+        ("training.micro_batches=1", (1, "encoder-decoder")),
+        ("parallel.cuts=memory", (1, "memory")),
+        ("parallel.cuts=encoder-decoder", (1, "encoder-decoder")),
+        ("parallel.cuts=5", (1, (5,))),
     ],
 )
 def test_what_is_set_wins(setting, expected, tmp_path, caplog):

@@ -171,9 +171,9 @@ def test_settings_that_are_auto_suit_a_cpu(here, caplog):
     ("change", "cuts"),
     [
         ({"training.epochs": 9}, (3,)),
-        ({"parallel.cuts": [5], "parallel.balance": "time"}, (5,)),
-        ({"parallel.balance": "time"}, None),
-        ({"parallel.devices": ["cpu", "cpu", "cpu"]}, None),
+        ({"parallel.cuts": [5], "parallel.devices": ["cpu", "cpu"]}, (5,)),
+        ({"parallel.cuts": "time"}, "time"),
+        ({"parallel.devices": ["cpu", "cpu", "cpu"]}, "auto"),
     ],
     ids=str,
 )
@@ -186,7 +186,7 @@ def test_recorded_cuts_give_way_to_another_placement(change, cuts):
 @pytest.mark.parametrize(
     "recorded",
     [
-        ("parallel.mode=model", "parallel.replicas=2", "parallel.balance=time", "parallel.cuts=3"),
+        ("parallel.mode=model", "parallel.replicas=2", "parallel.cuts=3"),
         ("parallel.mode=data", "parallel.data_parallel=true", "parallel.output_device=1"),
     ],
     ids=("hybrid", "threads"),

@@ -170,13 +170,6 @@ overwrite_option = click.option(
 )
 
 
-balance_option = click.option(
-    "--balance",
-    type=click.Choice(["encoder-decoder", "time", "memory"]),
-    help="Cut the network so that its stages take equal time, or memory, on --devices.",
-)
-
-
 replicas_option = click.option(
     "--replicas",
     type=click.IntRange(min=1),
@@ -221,7 +214,6 @@ OPTION_OF_SETTING = {
     "patches.size": "--shape",
     "parallel.mode": "--parallel",
     "parallel.devices": "--devices",
-    "parallel.balance": "--balance",
     "parallel.replicas": "--replicas",
     "parallel.max_restarts": "--max-restarts",
     "memory.offload": "--offload",

@@ -10,7 +10,6 @@ import click
 from unet3d.cli.options import (
     FILE,
     FiniteRange,
-    balance_option,
     changes_of,
     checkpoint_option,
     config_options,
@@ -48,7 +47,6 @@ TOO_LARGE = (
 @placement_options("auto", "none", "data", "spatial", "model")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
 @click.option("--micro-batches", type=click.IntRange(min=1), help="Portions of a batch.")
-@balance_option
 @click.option(
     "--measure",
     is_flag=True,
@@ -92,7 +90,6 @@ def plan(
     devices: str | None,
     batch_size: int | None,
     micro_batches: int | None,
-    balance: str | None,
     measure: bool,
     picture: Path | None,
     offload: str | None,
@@ -142,7 +139,6 @@ def plan(
             "parallel.devices": devices,
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,
-            "parallel.balance": balance,
             "memory.offload": offload,
             "parallel.replicas": replicas,
         }
@@ -245,7 +241,7 @@ def _measure(
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",
         f"The best of each placement is in {folder}, where --parallel auto and training find it: "
-        "for the same network, patch, batch and devices, unless micro-batches, balance or cuts are "
+        "for the same network, patch, batch and devices, unless micro-batches or cuts are "
         "set.",
     ):
         show_line(line)

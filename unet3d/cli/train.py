@@ -9,7 +9,6 @@ import click
 from unet3d.cli.options import (
     FILE,
     OneFold,
-    balance_option,
     changes_of,
     config_options,
     offload_option,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Portions of a batch; pipelined over the devices of --parallel model.",
 )
-@balance_option
 @offload_option
 @replicas_option
 @click.option(
@@ -82,7 +80,6 @@ def train(
     devices: str | None,
     batch_size: int | None,
     micro_batches: int | None,
-    balance: str | None,
     offload: str | None,
     replicas: int | None,
     max_restarts: int | None,
@@ -108,7 +105,6 @@ def train(
             "parallel.devices": devices,
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,
-            "parallel.balance": balance,
             "memory.offload": offload,
             "parallel.replicas": replicas,
             "parallel.max_restarts": max_restarts,

@@ -6,7 +6,6 @@ from unet3d.config.configuration import overrides_of as overrides_of
 from unet3d.config.configuration import preset_changes as preset_changes
 from unet3d.config.settings import MAX_PATCH_VOXELS as MAX_PATCH_VOXELS
 from unet3d.config.settings import AugmentationSettings as AugmentationSettings
-from unet3d.config.settings import Balance as Balance
 from unet3d.config.settings import Channels as Channels
 from unet3d.config.settings import DataSettings as DataSettings
 from unet3d.config.settings import Few as Few

@@ -113,8 +113,7 @@ class Config(Section):
         for name, is_set, modes in (
             ("replicas", parallel.replicas > 1, ("auto", "model", "spatial")),
             ("data_parallel", threads, ("data",)),
-            ("cuts", parallel.cuts is not None, ("model",)),
-            ("balance", parallel.wanted_balance != "encoder-decoder", ("model",)),
+            ("cuts", parallel.cuts not in ("auto", "encoder-decoder"), ("model",)),
         ):
             if is_set and mode not in modes:
                 raise ValueError(

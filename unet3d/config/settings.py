@@ -110,7 +110,6 @@ Spacing = tuple[Millimetres, Millimetres, Millimetres]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 Fold = Annotated[int, Field(ge=0, lt=10_000, strict=True)] | Literal["none"]
 """Number of the fold that validates, or that there is none."""
-Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
 
@@ -374,18 +373,24 @@ class ParallelSettings(Section):
     max_restarts: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
     """How often the ranks are started again, from the latest checkpoint, when one of them dies.
     Under torchrun its own --max-restarts counts."""
-    balance: Balance | Literal["auto"] = "auto"
-    """Where the network is cut in training. time, memory: so that the stages take equal time, or
-    memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the
-    cut that ``plan --measure`` found best, else encoder-decoder."""
-    cuts: Annotated[tuple[Few, ...], at_most(1024), IN_LIST] | None = None
-    """Index of the block that each further stage begins with, such as 4,12; it overrules balance.
-    null: as balance says."""
+    cuts: (
+        Annotated[tuple[Few, ...], at_most(1024), IN_LIST]
+        | Literal["auto", "encoder-decoder", "time", "memory"]
+    ) = "auto"
+    """Mode model: where the network is cut in training. time, memory: so that the stages take equal
+    time, or memory, as predicted; encoder-decoder: between the two for two devices, about equal
+    work for more; auto: the cut that ``plan --measure`` found best, else encoder-decoder; or the
+    index of the block that each further stage begins with, such as 4,12."""
 
     @property
-    def wanted_balance(self) -> Balance:
-        """The balance that is set, or encoder-decoder if none is set."""
-        return "encoder-decoder" if self.balance == "auto" else self.balance
+    def cut_blocks(self) -> tuple[int, ...] | None:
+        """The blocks that are named; None: the cut is still to be chosen."""
+        return None if isinstance(self.cuts, str) else self.cuts
+
+    @property
+    def balance(self) -> Literal["time", "memory"] | None:
+        """What the cut balances as predicted, if anything."""
+        return self.cuts if self.cuts == "time" or self.cuts == "memory" else None
 
 
 class MemorySettings(Section):

@@ -116,7 +116,7 @@ class PlacedNetworks:
         """
         self._networks = networks
         self._group = group
-        self._cuts = parallel.cuts
+        self._cuts = parallel.cut_blocks
         self._dims = dims = ParallelDims.resolve(parallel, ranks=group.ranks)
         if dims.num_shards != group.size:
             raise ConfigError(

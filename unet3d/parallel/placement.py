@@ -64,7 +64,7 @@ class Layout:
         """
         return cls(
             devices=dims.devices,
-            cuts=config.parallel.cuts,
+            cuts=config.parallel.cut_blocks,
             num_micro_batches=config.training.num_micro_batches,
             autocast=autocast_dtype(precision),
             recompute=config.memory.recompute,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
-from unet3d.config import Balance
 from unet3d.model import UNet3d
 from unet3d.parallel.partition import (
     StageCost,
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Cuts = tuple[int, ...]
 
 
-def choose_cuts(step: Step, balance: Balance) -> Cuts:
+def choose_cuts(step: Step, balance: Literal["encoder-decoder", "time", "memory"]) -> Cuts:
     """Return where to cut the network of a step; its layout's own cuts are ignored."""
     with torch.device("meta"):
         model = UNet3d(step.topology)

@@ -150,13 +150,14 @@ def network_of(
 
 def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:
     """Refuse cuts that the network does not have, and more stages than it has blocks."""
-    if num_stages == 1 and config.parallel.cuts is None:
+    cuts = config.parallel.cut_blocks
+    if num_stages == 1 and cuts is None:
         return
     with torch.device("meta"):
         model = UNet3d(network.topology)
     check_num_stages(model, num_stages)
-    if config.parallel.cuts is not None:
-        check_cuts(config.parallel.cuts, len(model.blocks()), num_stages)
+    if cuts is not None:
+        check_cuts(cuts, len(model.blocks()), num_stages)
 
 
 def check_shards(network: NetworkPlan, num_shards: int) -> None:

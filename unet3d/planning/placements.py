@@ -166,8 +166,7 @@ def compare(
         placement = settings_for(config.parallel, chosen)
         config = resolve_auto(config.model_copy(update={"parallel": placement}), timed[chosen].step)
     # A cut that depends on times or bytes is the training's.
-    balance = None if config.parallel.cuts is not None else config.parallel.wanted_balance
-    balance = None if balance == "encoder-decoder" else balance
+    balance = config.parallel.balance
     counts = sorted({1, config.training.num_micro_batches})
     ways: list[PlacementOption] = []
     rows: list[dict[str, Any]] = []
@@ -175,7 +174,7 @@ def compare(
         for count in counts:
             watch(len(ways), len(every) * len(counts))
             way, is_chosen = timed[dims], dims == chosen
-            cuts = config.parallel.cuts if is_chosen else None
+            cuts = config.parallel.cut_blocks if is_chosen else None
             if way.step.layout.num_micro_batches != count or cuts is not None:
                 way = way.divided(count, cuts)
             if is_chosen and dims.mode == "model" and balance is not None:

@@ -222,7 +222,7 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
 def _cuts(config: Config, step: Step) -> list[tuple[int, ...] | None]:
     """Return the default cuts, those that are set, and balanced ones."""
     found = [choose_cuts(step, "encoder-decoder")]
-    found += [config.parallel.cuts] if config.parallel.cuts else []
+    found += [config.parallel.cut_blocks] if config.parallel.cut_blocks else []
     found += [choose_cuts(step, "time"), choose_cuts(step, "memory")]
     return list(dict.fromkeys(found))
 
@@ -248,7 +248,7 @@ def _timed(config: Config, option: PlacementOption) -> StepTime:
                 release_streams()
                 torch.cuda.empty_cache()
     parallel = settings_for(config.parallel, dims)
-    parallel = parallel.model_copy(update={"cuts": step.layout.cuts})
+    parallel = parallel.model_copy(update={"cuts": step.layout.cuts or "encoder-decoder"})
     training = config.training.model_copy(update={"micro_batches": step.layout.num_micro_batches})
     settings = config.model_copy(update={"parallel": parallel, "training": training})
     with meeting_folder() as folder:

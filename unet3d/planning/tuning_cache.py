@@ -95,22 +95,24 @@ def recall_tuned(config: Config, step: Step) -> TunedConfig | None:
 def resolve_auto(config: Config, step: Step) -> Config:
     """Return the settings with what they leave open of cuts and micro-batches filled in.
 
-    A measured choice is taken where the settings name neither micro-batches nor a balance nor cuts;
-    a setting always wins over it, and then the others that are open have their plain defaults.
+    A measured choice is taken where the settings name neither micro-batches nor cuts; a setting
+    always wins over it, and then the other one has its plain default where it is open.
     What is returned leaves nothing open: a run that records it can be repeated.
     """
     training, parallel = config.training, config.parallel
     choice = None
-    if parallel.cuts is None and training.micro_batches == parallel.balance == "auto":
+    if training.micro_batches == parallel.cuts == "auto":
         choice = recall_tuned(config, step)
     if choice is None:
-        values: dict[str, Any] = {"training.micro_batches": training.num_micro_batches}
-        if parallel.cuts is None:  # cuts that are set need no balance
-            values["parallel.balance"] = parallel.wanted_balance
-        return config.with_values(values)
+        return config.with_values(
+            {
+                "training.micro_batches": training.num_micro_batches,
+                "parallel.cuts": "encoder-decoder" if parallel.cuts == "auto" else parallel.cuts,
+            }
+        )
     logger.info(
         "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a step); "
-        "--micro-batches or --balance would overrule it",
+        "--micro-batches or parallel.cuts would overrule it",
         choice.num_micro_batches,
         f" and parallel.cuts={','.join(map(str, choice.cuts))}" if choice.cuts else "",
         datetime.fromisoformat(choice.measured).strftime("%Y-%m-%d at %H:%M"),
@@ -119,6 +121,6 @@ def resolve_auto(config: Config, step: Step) -> Config:
     return config.with_values(
         {
             "training.micro_batches": choice.num_micro_batches,
-            "parallel.cuts": choice.cuts or None,
+            "parallel.cuts": choice.cuts or "encoder-decoder",
         }
     )

@@ -87,7 +87,7 @@ def plan_line(way: Mapping[str, Any]) -> str:
         f"--parallel {way['parallel']} --devices {devices} "
         + (f"--replicas {way['replicas']} " if _has_groups(way) else "")
         + f"--micro-batches {way['num_micro_batches']}"
-        + (f" --balance {way['balance']}: " if way["balance"] else ": ")
+        + (f" --set parallel.cuts={way['balance']}: " if way["balance"] else ": ")
         + (f"{_milliseconds(way)} ms a step, " if way["step_seconds"] else "")
         + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
         + (" (asked for)" if way["asked"] else "")

@@ -299,13 +299,5 @@ def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -
 
 def _cuts(config: Config, step: Step) -> tuple[int, ...] | None:
     """Return where the settings cut the network; None: at the default place."""
-    parallel = config.parallel
-    if parallel.wanted_balance == "encoder-decoder":
-        return parallel.cuts
-    if parallel.cuts is not None:
-        logger.warning(
-            "parallel.cuts says where the network is cut; parallel.balance=%s is not used",
-            parallel.balance,
-        )
-        return parallel.cuts
-    return choose_cuts(step, parallel.wanted_balance)
+    balance = config.parallel.balance
+    return config.parallel.cut_blocks if balance is None else choose_cuts(step, balance)

@@ -224,8 +224,7 @@ def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
         return []
     return [
         "parallel.replicas=1",
-        "parallel.balance=auto",
-        "parallel.cuts=null",
+        "parallel.cuts=auto",
         "parallel.data_parallel=false",
         "parallel.output_device=null",
     ]
@@ -234,16 +233,15 @@ def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
 def without_stale_cuts(config: Config, recorded: Config) -> Config:
     """Return the settings of a resumed run without the cuts of another placement.
 
-    A run records the cuts that it used, which may be measured ones. They do not suit other devices,
-    and should not overrule a balance that is asked for now.
+    A run records the cuts that it used, which may be measured ones: they do not suit other devices.
     """
-    cuts, now, before = config.parallel.cuts, config.parallel, recorded.parallel
-    is_same = (now.mode, now.devices, now.balance) == (before.mode, before.devices, before.balance)
+    cuts, now, before = config.parallel.cut_blocks, config.parallel, recorded.parallel
+    is_same = (now.mode, now.devices) == (before.mode, before.devices)
     if cuts is None or cuts != before.cuts or is_same:
         return config
     named = ",".join(map(str, cuts))
     logger.info("placed in another way than before: parallel.cuts=%s is dropped", named)
-    return config.with_values({"parallel.cuts": None})
+    return config.with_values({"parallel.cuts": "auto"})
 
 
 def choose_mode(config: Config, ranks: Ranks) -> Config:
