@@ -41,7 +41,16 @@ def asked(monkeypatch):
 def test_every_option_changes_its_setting(asked):
     data = write_msd(Path("data").absolute(), shape=(24, 24, 24))
     status = run(
-        *("plan", data, "--shape", "16,16,24", "--preset", "resenc-m", "--offload", "skips"),
+        *(
+            "plan",
+            data,
+            "--shape",
+            "16,16,24",
+            "--preset",
+            "resenc-m",
+            "--set",
+            "memory.offload=skips",
+        ),
         *("--parallel", "model", "--devices", "0,1,2,3", "--replicas", 2, "--device-memory", 80),
         *("--batch-size", 6, "--micro-batches", 3, "--set", "parallel.cuts=memory"),
     )

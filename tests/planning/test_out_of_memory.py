@@ -66,8 +66,8 @@ def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload):
     assert "--parallel spatial --devices 0,1 (predicted peak " in message
     assert "--parallel model" not in message
     assert "--set memory.recompute=level (predicted peak " in message
-    assert ("--offload none --set memory.recompute" in message) == (offload == "skips")
-    assert ("--offload skips (predicted peak " in message) == (offload == "none")
+    assert ("--set memory.offload=none --set memory.recompute" in message) == (offload == "skips")
+    assert ("--set memory.offload=skips (predicted peak " in message) == (offload == "none")
     assert "--micro-batches" not in message  # of a single sample
 
 

@@ -177,14 +177,6 @@ replicas_option = click.option(
 )
 
 
-offload_option = click.option(
-    "--offload",
-    type=click.Choice(["none", "skips"]),
-    help="skips: GPUs keep what waits for the decoder in host memory. A step then takes about "
-    "twice as long on an H200; memory.recompute=level saves more memory and takes less time.",
-)
-
-
 def config_options(function: Function) -> Function:
     """Add the options that name a configuration; each overrides what is named before it."""
     for option in (
@@ -216,7 +208,6 @@ OPTION_OF_SETTING = {
     "parallel.devices": "--devices",
     "parallel.replicas": "--replicas",
     "parallel.max_restarts": "--max-restarts",
-    "memory.offload": "--offload",
     "training.batch_size": "--batch-size",
     "training.micro_batches": "--micro-batches",
     "training.epochs": "--epochs",

@@ -13,7 +13,6 @@ from unet3d.cli.options import (
     changes_of,
     checkpoint_option,
     config_options,
-    offload_option,
     overwrite_option,
     placement_options,
     replicas_option,
@@ -58,7 +57,6 @@ TOO_LARGE = (
     type=FILE,
     help="With --measure: PNG of the times; default: tuning.png.",
 )
-@offload_option
 @replicas_option
 @click.option(
     "--device-memory",
@@ -92,7 +90,6 @@ def plan(
     micro_batches: int | None,
     measure: bool,
     picture: Path | None,
-    offload: str | None,
     replicas: int | None,
     device_memory: float | None,
     scan: tuple[Path, ...],
@@ -139,7 +136,6 @@ def plan(
             "parallel.devices": devices,
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,
-            "memory.offload": offload,
             "parallel.replicas": replicas,
         }
     )

@@ -11,7 +11,6 @@ from unet3d.cli.options import (
     OneFold,
     changes_of,
     config_options,
-    offload_option,
     placement_options,
     replicas_option,
 )
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Portions of a batch; pipelined over the devices of --parallel model.",
 )
-@offload_option
 @replicas_option
 @click.option(
     "--max-restarts",
@@ -80,7 +78,6 @@ def train(
     devices: str | None,
     batch_size: int | None,
     micro_batches: int | None,
-    offload: str | None,
     replicas: int | None,
     max_restarts: int | None,
     epochs: int | None,
@@ -105,7 +102,6 @@ def train(
             "parallel.devices": devices,
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,
-            "memory.offload": offload,
             "parallel.replicas": replicas,
             "parallel.max_restarts": max_restarts,
             "training.epochs": epochs,

@@ -102,11 +102,11 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
         yield from _advice(f"--micro-batches {step.batch_size}", whole, limits)
     if step.layout.recompute != "level":
         again = replace(step, layout=replace(step.layout, recompute="level", offload="none"))
-        without = "" if step.layout.offload == "none" else "--offload none "
+        without = "" if step.layout.offload == "none" else "--set memory.offload=none "
         yield from _advice(f"{without}--set memory.recompute=level", again, limits)
         if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
             offloaded = replace(step, layout=replace(step.layout, offload="skips"))
-            yield from _advice("--offload skips", offloaded, limits)
+            yield from _advice("--set memory.offload=skips", offloaded, limits)
     yield from _over_more_gpus(prediction, limits)
     size = largest_size(step, limits, prediction)
     if size is not None:
