@@ -51,6 +51,7 @@ from common import (
 from step import clear
 
 from unet3d.config import Config, load_config
+from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks, num_cores
 from unet3d.model import UNet3d
@@ -97,11 +98,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def config_of(arguments: argparse.Namespace, cache: Path, **changes: Any) -> Config:
     """Return the settings of all rows, with changes; dots of keys are double underscores."""
+    num_cases = arguments.num_cases
+    name = f"phantoms-{num_cases}-{'x'.join(map(str, arguments.volume))}"
     values = {
+        "data.dataset": write_phantom_dataset(
+            cache.absolute() / name, num_cases, arguments.volume, (1.0, 1.0, 1.0), seed=0
+        ),
         "data.cache": str(cache.absolute()),
-        "data.phantom.num_cases": arguments.num_cases,
-        "data.phantom.shape": arguments.volume,
-        "data.num_folds": arguments.num_cases,
+        "data.num_folds": num_cases,
         "patches.size": arguments.shape,
         "model.channels": arguments.channels,
         "model.deep_supervision": False,  # the peers have none

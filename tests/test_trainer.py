@@ -127,7 +127,7 @@ def test_a_program_stays_as_it_was(folder, monkeypatch, caplog):
     torch.set_num_threads(64)
     try:
         before = _state()
-        tiny = {"data.phantom.shape": "16,16,16", "patches.size": "8,8,8"}  # new phantoms
+        tiny = {"data.phantom_shape": "16,16,16", "patches.size": "8,8,8"}  # new phantoms
         found = train("run", folder / "cache", settings=tiny, epochs=2)
         assert _state() == before
     finally:

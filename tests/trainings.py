@@ -25,8 +25,8 @@ from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 
 SMALL = (
-    "data.phantom.num_cases=5",
-    "data.phantom.shape=24,24,24",
+    "data.phantom_shape=24,24,24",
+    "data.num_folds=20",  # one case of 20 validates
     "data.num_workers=0",
     "patches.size=16,16,16",
     "training.steps_per_epoch=4",

@@ -28,7 +28,7 @@ def segmentation(folder, scan):
 
 def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
     """What other commands write is understood: no page finds a file damaged or missing."""
-    phantoms = ("--set", "data.phantom.shape=16,16,16", "--set", "data.phantom.num_cases=4")
+    phantoms = ("--set", "data.phantom_shape=16,16,16")
     assert run("train", *SMALL, *phantoms, "--output", "runs/mine", "--quiet") == 0
     assert run("predict", scan, "--checkpoint", "runs/mine") == 0
     capsys.readouterr()

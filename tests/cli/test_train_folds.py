@@ -17,7 +17,7 @@ from unet3d.runs.finding import recorded_folds
 from unet3d.training import cross_validation
 
 CHANGES = (
-    *("data.phantom.num_cases=4", "data.phantom.shape=16,16,16", "data.num_workers=0"),
+    *("data.phantom_shape=16,16,16", "data.num_workers=0"),
     *("patches.size=8,8,8", "model.base_channels=4", "model.num_levels=2", "data.num_folds=3"),
     *("training.steps_per_epoch=2", "training.learning_rate=0.05"),
 )

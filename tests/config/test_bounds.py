@@ -69,7 +69,7 @@ def test_every_setting_refuses_or_bounds_hostile_values(share):
         ("data.spacing_mm=1,1,1e30", "give auto, median, native or three numbers of at least"),
         ("patches.size=65536,65536,65536", "281,474,976,710,656 voxels; give at most 8,589,934,5"),
         ("inference.window=65536,65536,65536", "281,474,976,710,656 voxels; give at most 8,589,9"),
-        ("data.phantom.shape=4096,4096,4096", "68,719,476,736 voxels; give at most 8,589,934,5"),
+        ("data.phantom_shape=4096,4096,4096", "68,719,476,736 voxels; give at most 8,589,934,5"),
         ("model.base_channels=1000000", "give a whole number above 0 and at most 65,536"),
         ("parallel.timeout_seconds=1e12", "give a number above 0 and at most 10,000,000"),
         ("inference.overlap=0.999999", "give a number of at least 0 and at most 0.95"),

@@ -46,7 +46,7 @@ def test_values_of_python_are_settings():
     assert Config.from_yaml(config.to_yaml()) == config
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "training:\n", "data:\n  phantom:\n"])
+@pytest.mark.parametrize("text", ["", "# nothing\n", "training:\n", "patches:\n  augmentation:\n"])
 def test_an_empty_file_or_section_means_the_defaults(tmp_path, text):
     path = tmp_path / "settings.yaml"
     path.write_text(text)
@@ -93,7 +93,7 @@ def test_with_values_replaces_some_and_checks_all():
         ("patches.epochs=3", "unknown setting patches.epochs, did you mean training.epochs?"),
         ("trainig.epochs=3", "unknown setting trainig, did you mean training?"),
         ("zzz=3", "unknown setting zzz, known: data, patches, model, training, parallel"),
-        ("data.phantom.zzz=3", "unknown setting data.phantom.zzz, known: num_cases, shape"),
+        ("memory.zzz=3", "unknown setting memory.zzz, known: recompute, offload"),
         ("training.epochs", "--set training.epochs: write section.key=value"),
         ("model.channels=8,[16", "--set model.channels: the value '8,[16' is not valid YAML"),
     ],
@@ -205,7 +205,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_the_written_yaml_is_plain_and_complete():
     tree = yaml.safe_load(Config().to_yaml())
-    assert tree["data"]["phantom"]["shape"] == [64, 64, 64]
+    assert tree["data"]["phantom_shape"] == [64, 64, 64]
     assert {name: set(section) for name, section in tree.items()} == {
         name: set(type(section).model_fields) for name, section in dict(Config()).items()
     }

@@ -30,7 +30,7 @@ LIMITS = {CPUS: 6, GPUS: 20}
 
 SMALL = (
     *("patches.size=8,8,8", "training.batch_size=3"),
-    *("training.steps_per_epoch=2", "data.phantom.num_cases=3"),
+    "training.steps_per_epoch=2",
 )
 LONG = (*SMALL, "training.epochs=1000", "training.validate_every=1000")
 SECONDS = 100

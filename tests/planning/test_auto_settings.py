@@ -79,8 +79,7 @@ def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change, kept):
 
 
 def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes():
-    phantoms = ("data.phantom.shape=128,128,128", "data.phantom.num_cases=100")
-    config = load_settings(None, phantoms, dims_with(0))
+    config = load_settings(None, ["data.phantom_shape=128,128,128"], dims_with(0))
     network = plan_without_data(config)
     assert (network.size, network.batch_size) == ((64, 64, 64), 2)
 

@@ -131,10 +131,10 @@ def test_the_fold_is_that_of_the_datalist(tmp_path):
 
 
 def test_phantom_data_are_made_once_for_a_seed_and_a_shape(tmp_path):
-    config = settings(tmp_path, None, "data.phantom.num_cases=2", "data.phantom.shape=16,18,20")
+    config = settings(tmp_path, None, "data.phantom_shape=16,18,20")
     experiment = plan_experiment(config, 0)
     (folder,) = (tmp_path / "cache").glob("phantom-*")
-    assert folder.name == "phantom-2-16x18x20-1x1x1-seed0"
+    assert folder.name == "phantom-16x18x20-seed0"
     assert experiment.training[0].image().shape == (1, 16, 18, 20)
     assert experiment.preprocessing.label_names == ("background", "brain", "ventricles", "lesion")
     written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

@@ -356,9 +356,8 @@ def test_the_slots_of_a_cpu_add_up():
 
 
 def test_the_network_of_a_plan_is_that_of_the_training(tmp_path):
-    few = [f"data.cache={tmp_path}", "data.phantom.num_cases=5", "patches.memory_gib=1.2"]
-    shape = ["data.phantom.shape=30,40,20", "data.phantom.spacing_mm=1,1,2.5"]
-    config = load_config(None, few + shape)
+    shape = ["data.phantom_shape=30,40,20", "data.spacing_mm=native"]
+    config = load_config(None, [f"data.cache={tmp_path}", "patches.memory_gib=1.2", *shape])
     experiment = plan_experiment(config, 0)
     planned = plan_without_data(config)
     assert (planned.topology, planned.size) == (experiment.topology, experiment.patch_size)

@@ -30,8 +30,8 @@ CHOICE = TunedConfig(
 )
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 SMALL = (
-    "data.phantom.num_cases=2",
-    "data.phantom.shape=16,16,16",
+    "data.phantom_shape=16,16,16",
+    "data.num_folds=20",
     "data.num_workers=0",
     "training.steps_per_epoch=1",
     "model.base_channels=2",

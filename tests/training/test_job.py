@@ -87,7 +87,7 @@ def test_a_run_folder_holds_what_is_promised(finished):
     assert summary["seconds"] == pytest.approx(training + validation)
     data = json.loads((finished / "data.json").read_text())
     assert data["fold"] == data["seed"] == 0 and data["dataset"] is None
-    assert len(data["training"]) == 4 and len(data["validation"]) == 1
+    assert len(data["training"]) == 19 and len(data["validation"]) == 1
     assert data["preprocessing"]["label_names"][1:] == ["brain", "ventricles", "lesion"]
 
 

@@ -18,6 +18,7 @@ from unet3d.runs.checkpoint import load_checkpoint
 
 TINY = (
     "patches.size=8,8,8",
+    "data.num_folds=5",
     "training.steps_per_epoch=2",
     "training.epochs=2",
     "training.validate_every=1",

@@ -114,17 +114,6 @@ Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
 
 
-class PhantomSettings(Section):
-    """The built-in synthetic data set, used where no data set is named."""
-
-    num_cases: Annotated[int, Field(gt=0, le=100_000, strict=True)] = 20
-    """Number of phantoms, for training and validation together."""
-    shape: Annotated[Shape, FEW_VOXELS] = (64, 64, 64)
-    """Voxels along X, Y, Z of each case."""
-    spacing_mm: Spacing = (1.0, 1.0, 1.0)
-    """Distance of neighbouring voxels along X, Y, Z, in mm."""
-
-
 LabelNames = Annotated[tuple[LabelName, ...], Field(min_length=1), at_most(2**16), IN_LIST]
 
 
@@ -133,7 +122,8 @@ class DataSettings(Section):
 
     dataset: FilePath | None = None
     """Folder of the data set, or its dataset.json; null: the phantom data."""
-    phantom: PhantomSettings = PhantomSettings()
+    phantom_shape: Annotated[Shape, FEW_VOXELS] = (64, 64, 64)
+    """Voxels of 1 mm along X, Y, Z of each of the 20 built-in phantoms."""
     fold: Fold = 0
     """Which fold validates, counted from 0; the others are trained on. none: every case is trained
     on, and none validates."""

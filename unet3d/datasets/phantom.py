@@ -34,6 +34,10 @@ Array = npt.NDArray[np.float32]
 LABEL_NAMES = ("background", "brain", "ventricles", "lesion")
 """Names of the labels; the value of a label is its index here."""
 
+NUM_CASES = 20
+SPACING_MM: Spacing = (1.0, 1.0, 1.0)
+"""Of the built-in data set."""
+
 MIN_VOXELS = 16
 """Voxels along each axis that a head needs."""
 

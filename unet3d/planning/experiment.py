@@ -8,7 +8,7 @@ from pathlib import Path
 from unet3d.config import Config, Shape
 from unet3d.datasets.dataset import Case, Dataset, Finding, fold_cases, load_dataset
 from unet3d.datasets.naming import has_sides, with_labels
-from unet3d.datasets.phantom import write_phantom_dataset
+from unet3d.datasets.phantom import NUM_CASES, SPACING_MM, write_phantom_dataset
 from unet3d.errors import DatasetError
 from unet3d.images.files import times
 from unet3d.model import Topology
@@ -90,13 +90,10 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def _phantoms(config: Config) -> Path:
-    phantom, seed = config.data.phantom, config.training.seed
-    name = "-".join(
-        ["phantom", str(phantom.num_cases), times(phantom.shape), times(phantom.spacing_mm)]
-    )
-    folder = Cache(config.data.cache).folder / f"{name}-seed{seed}"
+    shape, seed = config.data.phantom_shape, config.training.seed
+    folder = Cache(config.data.cache).folder / f"phantom-{times(shape)}-seed{seed}"
     logger.info("phantom data in %s", folder)
-    return write_phantom_dataset(folder, phantom.num_cases, phantom.shape, phantom.spacing_mm, seed)
+    return write_phantom_dataset(folder, NUM_CASES, shape, SPACING_MM, seed)
 
 
 def plan_experiment(

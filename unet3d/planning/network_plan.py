@@ -10,7 +10,7 @@ import torch
 
 from unet3d.config import Config, Shape, Spacing
 from unet3d.datasets.dataset import Dataset, load_dataset
-from unet3d.datasets.phantom import LABEL_NAMES
+from unet3d.datasets.phantom import LABEL_NAMES, NUM_CASES, SPACING_MM
 from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.model.unet import refuse_beyond_memory
@@ -118,13 +118,12 @@ def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
         without_statistics = data.model_copy(update={"normalization": "none"})
         planned = plan_preprocessing(dataset, without_statistics)
         return network_of(dataset, config, planned, num_replicas)
-    spacing = data.phantom.spacing_mm if isinstance(data.spacing_mm, str) else data.spacing_mm
-    shape = data.phantom.shape
+    shape = data.phantom_shape
     fingerprint = Fingerprint(
-        spacing_mm=spacing,
+        spacing_mm=SPACING_MM if isinstance(data.spacing_mm, str) else data.spacing_mm,
         shape=shape,
         shapes=frozenset([shape]),
-        num_cases=data.phantom.num_cases,
+        num_cases=NUM_CASES,
     )
     num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
     return plan_fingerprint(config, fingerprint, 1, num_classes, num_replicas)

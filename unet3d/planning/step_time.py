@@ -48,7 +48,7 @@ it 39.1, 123.4 and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 2
 LEVEL_FACTOR = 4 / 3
 """What the encoder takes with ``memory.recompute=level``: forward a second time."""
 OFFLOAD_FACTOR = 1.9
-"""What a step takes with ``memory.offload=skips``, by count of bytes: at 256^3 the skips are 1.33 GiB,
+"""What a step takes with ``memory.offload=skips``, by count of bytes: at 256^3 skips are 1.33 GiB,
 which a link of 45 GB/s carries to the host and back in 64 ms, beside the 72.5 of a step."""
 BATCH_DICE_FACTOR = 4 / 3
 """What micro-batches take with ``training.batch_dice``: forward a second time."""
