@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from unet3d.config import overrides_of, preset_changes
+from unet3d.config import parsed_value, preset_changes
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, reason_of
@@ -103,7 +103,7 @@ def train(
         )
     named = {
         "data.dataset": dataset,
-        "parallel.devices": None if devices is None else ",".join(names_of(devices)),
+        "parallel.devices": None if devices is None else tuple(names_of(devices)),
         "training.epochs": epochs,
         "data.fold": fold,
         "training.init": None if init is None else checkpoint_in(Path(init)),
@@ -111,10 +111,11 @@ def train(
     changes = {key: value for key, value in named.items() if value is not None}
     request = RunRequest(
         config_path=None if config is None else Path(config),
-        changes=(
-            *preset_changes([preset] if isinstance(preset, str) else preset),
-            *overrides_of({**(settings or {}), **changes}),
-        ),
+        changes={
+            **preset_changes([preset] if isinstance(preset, str) else preset),
+            **{key: parsed_value(key, value) for key, value in (settings or {}).items()},
+            **changes,
+        },
         output=None if output is None else Path(output),
         resume=resume,
     )

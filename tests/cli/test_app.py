@@ -54,10 +54,7 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
     [
         (("prediction",), "No such command 'prediction'"),
         (("train", "--epoch", "3"), "--epochs"),
-        (("train", "--fold", "-1"), "-1 is no fold; give a number from 0, or none"),
-        (("train", "--parallel", "tensor"), "'tensor' is not one of"),
         (("predict",), "Missing argument 'IMAGES...'"),
-        (("predict", "a.nii", "--overlap", "1"), "1.0 is not in the range"),
         (("predict", "a.nii", "--continue", "--overwrite"), "--continue keeps results and"),
         (("predict", "a.nii", "--scratch", __file__), "Invalid value for '--scratch': "),
         (("convert", "model", "--folds", "all,0", "-o", "a.pt"), "names no folds"),

@@ -7,7 +7,8 @@ from unet3d.errors import VolumeError
 HOSTILE = "scan\n\x1b[31m\udcff.nii"
 
 
-def test_messages_and_errors_are_one_line_without_control_characters(capsys):
+def test_messages_and_errors_are_one_line_without_control_characters(capsys, caplog):
+    caplog.set_level(logging.INFO, "unet3d")
     long = "x" * 5000
     for text, shown in ((HOSTILE, r"scan\n\x1b[31m\udcff.nii"), (long, long)):
         record = logging.LogRecord("unet3d", logging.INFO, "", 1, "%s", (text,), None)

@@ -226,12 +226,6 @@ def test_a_training_on_every_case_has_no_validation(data, capsys, caplog):
     assert "data.fold changed from none to 0" in line or "--fold changed from none to 0" in line
 
 
-@pytest.mark.parametrize("fold", ["-1", "x", "1.5", "", "all", "10000"])
-def test_a_fold_that_is_none_is_wrong_usage(fold, capsys):
-    assert run("train", "--fold", fold) == 2
-    assert "give a number from 0, or none" in capsys.readouterr().err
-
-
 def test_a_run_has_a_folder_of_its_own_which_resume_finds(data, monkeypatch, capsys):
     assert "no run to resume in runs" in refusal(capsys, "train", "--resume")
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")

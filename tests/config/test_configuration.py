@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from unet3d.config import Config, load_config, overrides_of
+from unet3d.config import Config, load_config, parsed_value
 from unet3d.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def test_values_of_python_are_settings():
         "parallel": {"mode": "model", "devices": "0,cpu"},
         "inference.window": "whole",
     }
-    config = load_config(None, overrides_of(values))
+    config = load_config(None, {key: parsed_value(key, value) for key, value in values.items()})
     assert (config.parallel.mode, config.parallel.devices) == ("model", ("0", "cpu"))
     del values["parallel"]
     for key, value in values.items():

@@ -6,9 +6,10 @@ from unet3d.config import load_config
 from unet3d.config.configuration import PRESETS, preset_changes
 
 
-def test_each_is_a_choice_of_the_command_line_that_differs_from_the_defaults():
+def test_each_is_named_by_help_and_differs_from_the_defaults():
     (option,) = [option for option in train.params if option.name == "presets"]
-    assert list(option.type.choices) == list(PRESETS)
+    for name in PRESETS:
+        assert f" {name} " in option.help
     for name in PRESETS:
         config = load_config(None, preset_changes([name]))
         assert config == load_config().with_values(PRESETS[name]) != load_config()
@@ -17,9 +18,9 @@ def test_each_is_a_choice_of_the_command_line_that_differs_from_the_defaults():
 def test_a_later_one_wins_and_what_is_set_wins_over_all(capsys):
     changes = preset_changes(["quick", "full"])
     assert load_config(None, changes).training.epochs == 1000
-    assert load_config(None, [*changes, "training.epochs=3"]).training.epochs == 3
+    assert load_config(None, {**changes, "training.epochs": 3}).training.epochs == 3
     assert run("config", "--preset", "quick") == 0
     assert "  epochs: 50\n" in capsys.readouterr().out
     assert run("config", "--preset", "quick", "--set", "training.epochs=7") == 0
     assert "  epochs: 7\n" in capsys.readouterr().out
-    assert run("config", "--preset", "slow") == 2
+    assert run("config", "--preset", "slow") == 1

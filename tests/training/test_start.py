@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank_threads import in_threads, place
-from unet3d.config import Config, load_config
+from unet3d.config import Config, load_config, parsed_changes
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
@@ -28,9 +28,9 @@ CHANGES = (
 )
 
 
-def request(**changes):
-    usual = RunRequest(config_path=None, changes=CHANGES, output=None, resume=False)
-    return replace(usual, **changes)
+def request(changes=CHANGES, **others):
+    usual = RunRequest(config_path=None, changes={}, output=None, resume=False)
+    return replace(usual, changes=parsed_changes(changes), **others)
 
 
 def begin(run):
@@ -193,8 +193,9 @@ def test_recorded_cuts_give_way_to_another_placement(change, cuts):
 )
 def test_a_run_can_be_resumed_in_any_mode(recorded):
     before = load_config(None, recorded)
-    assert forgotten_modes(before, recorded[:1]) == []
+    assert forgotten_modes(before, {"parallel.mode": before.parallel.mode}) == {}
     for mode in {"none", "data", "model"} - {before.parallel.mode}:
-        changes = [f"parallel.mode={mode}"]
-        resumed = load_config(None, [*recorded, *forgotten_modes(before, changes), *changes])
+        changes = {"parallel.mode": mode}
+        reset = forgotten_modes(before, changes)
+        resumed = load_config(None, {**parsed_changes(recorded), **reset, **changes})
         assert resumed.parallel == load_config(None, changes).parallel

@@ -13,11 +13,11 @@ from typing import NoReturn
 import click
 
 from unet3d import __version__
+from unet3d.cli.command import Commands, debug_option, is_debugging
 from unet3d.cli.config import config
 from unet3d.cli.convert import convert
 from unet3d.cli.evaluate import check, evaluate
 from unet3d.cli.log_format import OneLineFormatter
-from unet3d.cli.options import named_as_typed
 from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             # Names of files and labels may hold what the terminal's encoding, or any, does not.
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in arguments
-    if debug:  # accepted anywhere, because people add it at the end, after an error
-        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
+    _log_to_terminal()
     try:
         with interruptible():
             die_with_launcher()
@@ -62,9 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except Unet3dError as error:
-        error.args = (named_as_typed(str(error), arguments),)
         report_end(error)
-        if debug:
+        if is_debugging():
             raise
         if not is_launched():  # else the process that started the ranks shows it, once
             show_error(error)
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         place = f"{error.filename}: " if error.filename else ""
         explained = Unet3dError(f"{place}{reason_of(error)}; --debug shows where")
         report_end(explained)
-        if debug:
+        if is_debugging():
             raise
         if not is_launched():
             show_error(explained)
@@ -92,23 +89,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         leave(stopped.exit_status)
     except Exception as error:
         report_end(error)
-        if debug or not is_launched():
+        if is_debugging() or not is_launched():
             raise
         leave(1)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="unet3d %(version)s")
-@click.option("--debug", is_flag=True, help="Log more, and show tracebacks.")
-def commands(debug: bool) -> None:
-    """Train and use a 3D U-Net on volumes that outgrow one GPU."""
+def _log_to_terminal() -> None:
     handler = TerminalHandler(sys.stderr)
-    handler.setFormatter(
-        OneLineFormatter("%(levelname)s %(name)s: %(message)s" if debug else "%(message)s")
-    )
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
-    logging.getLogger("unet3d").setLevel(logging.DEBUG if debug else logging.INFO)
+    handler.setFormatter(OneLineFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("unet3d").setLevel(logging.INFO)
 
 
-for _command in (train, predict, evaluate, report, check, plan, convert, config):
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    params=[debug_option()],
+)
+@click.version_option(__version__, message="unet3d %(version)s")
+def commands() -> None:
+    """Train and use a 3D U-Net on volumes that outgrow one GPU."""
+
+
+for _command in (check, plan, train, predict, evaluate, report, convert, config):
     commands.add_command(_command)

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.cli.options import FILE, files_of_checkpoints, folds_option
+from unet3d.cli.command import Command, examples, grouped
+from unet3d.cli.options import (
+    FILE,
+    files_of_checkpoints,
+    folds_option,
+    output_option,
+    overwrite_option,
+)
 from unet3d.cli.output import check_writable, refuse_input, working
 from unet3d.errors import ConfigError, ResultExistsError, reason_of
 
@@ -25,27 +32,33 @@ def _networks_of(
     return files_of_checkpoints(context, parameter, (path,))
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "unet3d convert nnUNetTrainer__nnUNetPlans__3d_fullres -o model.pt --folds 0",
+        "unet3d convert runs/mine -o my_model --to nnunet",
+    ),
+)
 @click.argument("checkpoints", metavar="MODEL", type=FILE, callback=_networks_of)
-@folds_option
-@click.option(
-    "--to",
-    "format_",
-    type=click.Choice(["unet3d", "nnunet"]),
-    default="unet3d",
-    show_default=True,
-    help="What to write: a checkpoint, or a model that nnUNetv2_predict takes.",
+@grouped(
+    "Conversion",
+    click.option(
+        "--to",
+        "format_",
+        type=click.Choice(["unet3d", "nnunet"]),
+        default="unet3d",
+        show_default=True,
+        help="Write a checkpoint, or a model that nnUNetv2_predict takes.",
+    ),
+    folds_option,
 )
-@click.option(
-    "-o",
-    "--output",
-    type=FILE,
-    required=True,
-    help="File of a checkpoint, or a folder: of the checkpoints of several folds, or of nnU-Net's "
-    "model.",
-)
-@click.option(
-    "--overwrite", is_flag=True, help="Replace existing checkpoints, or a model's folder."
+@grouped(
+    "Output",
+    output_option(
+        "File of a checkpoint; a folder: the checkpoints of several folds, or nnU-Net's model.",
+        required=True,
+    ),
+    overwrite_option,
 )
 def convert(
     *,
@@ -55,7 +68,7 @@ def convert(
     output: Path,
     overwrite: bool,
 ) -> None:
-    """Turn a trained model of nnU-Net into a checkpoint, or a checkpoint into such a model.
+    """Turn a model of nnU-Net into a checkpoint, or back.
 
     MODEL is a folder or an archive of nnU-Net, or a checkpoint or a run of unet3d.
     """

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.cli.options import FILE, FiniteRange, config_options, overwrite_option
+from unet3d.cli.command import Command, GivenSettings, examples, grouped
+from unet3d.cli.options import FILE, FiniteRange, common_options, json_option, overwrite_option
 from unet3d.cli.output import check_results, files_of, refuse_input, working, write_json
 from unet3d.errors import ConfigError, DatasetError, some
 
@@ -18,38 +19,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@click.command()
-@click.argument("predictions", type=FILE)
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "unet3d evaluate segmentations/ DATASET/labelsTr",
+        "unet3d evaluate scan_seg.nii.gz truth.nii.gz --json scores.json",
+    ),
+)
+@click.argument("predictions", metavar="SEGMENTATIONS", type=FILE)
 @click.argument("labels", type=FILE)
-@click.option(
-    "--dataset",
-    type=FILE,
-    help="Data set, or its dataset.json, that names labels, regions and what to ignore; default: "
-    "the one that LABELS lies in, as labelsTr does.",
+@grouped(
+    "Scores",
+    click.option(
+        "--dataset",
+        type=FILE,
+        help="Data set that names labels, regions and what to ignore; default: the one that "
+        "LABELS lies in, as labelsTr does.",
+    ),
+    click.option(
+        "-c",
+        "--checkpoint",
+        type=FILE,
+        help="Checkpoint or run that names labels instead, as its data.labels chose them.",
+    ),
+    click.option(
+        "--ignore",
+        type=click.IntRange(min=1),
+        metavar="VALUE",
+        help="Value in LABELS whose voxels count nowhere; default: 'ignore' of dataset.json.",
+    ),
+    click.option(
+        "--tolerance-mm",
+        type=FiniteRange(min=0, max=1000),
+        metavar="MM",
+        help="How far a surface may lie from the other and count as right in NSD; default: 1.",
+    ),
+    click.option(
+        "--leave-out",
+        is_flag=True,
+        help="Leave out segmentations without label map instead of refusing them.",
+    ),
 )
-@click.option(
-    "--checkpoint",
-    type=FILE,
-    help="Checkpoint or run that names labels instead, as they were chosen by data.labels.",
-)
-@click.option(
-    "--ignore",
-    type=click.IntRange(min=1),
-    help="Value in LABELS whose voxels count nowhere; default: that of 'ignore' in dataset.json.",
-)
-@click.option(
-    "--tolerance-mm",
-    type=FiniteRange(min=0, max=1000),
-    help="How far a surface may lie from the other and count as right in NSD; default: 1.",
-)
-@click.option(
-    "--leave-out",
-    is_flag=True,
-    help="Leave out predictions without label map instead of refusing them; label maps without "
-    "prediction are always left out, and named.",
-)
-@click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
-@overwrite_option
+@grouped("Output", json_option("the scores"), overwrite_option)
 def evaluate(
     *,
     predictions: Path,
@@ -62,7 +73,9 @@ def evaluate(
     json_path: Path | None,
     overwrite: bool,
 ) -> None:
-    """Compare PREDICTIONS with LABELS: Dice, HD95, NSD and volume. Files or folders.
+    """Score SEGMENTATIONS against LABELS: Dice, HD95, NSD.
+
+    Both are files, or folders; a segmentation belongs to the label map of its name.
 
     Surfaces are the voxels with one of their six neighbours outside, and distances are those of
     their centres in mm, as in MONAI. HD95 is the larger of the two 95th percentiles, of the
@@ -151,40 +164,36 @@ def _show_left_out(result: "Evaluation", predictions: Path, labels: Path) -> Non
             )
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    epilog=examples("unet3d check DATASET", "unet3d check DATASET --json contents.json"),
+)
 @click.argument("dataset", type=FILE)
-@config_options
-@click.option("--json", "json_path", type=FILE, help="Also write contents and findings here.")
-@overwrite_option
+@grouped("Output", json_option("contents and findings"), overwrite_option)
+@common_options
 def check(
-    dataset: Path,
-    config_path: Path | None,
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    json_path: Path | None,
-    overwrite: bool,
+    *, dataset: Path, settings: GivenSettings, json_path: Path | None, overwrite: bool
 ) -> None:
-    """Say what DATASET holds, and find what would break training on it, before it starts.
+    """Say what DATASET holds, and what would break training.
 
     Of the settings, data.labels and data.spacing_mm count.
     """
-    refuse_input(json_path, *files_of(dataset), *([config_path] if config_path else ()))
+    refuse_input(json_path, *files_of(dataset), *([settings.path] if settings.path else ()))
     check_results(json_path, overwrite=overwrite)
 
     from dataclasses import asdict
 
     with working("starting") as show:
-        from unet3d.config import load_config, preset_changes
         from unet3d.datasets.contents import lines, summary
         from unet3d.datasets.dataset import load_dataset
         from unet3d.datasets.naming import with_labels
         from unet3d.preparation.check import examine
 
-        settings = load_config(config_path, [*preset_changes(presets), *overrides]).data
+        data = settings.config.data
         opened = load_dataset(dataset)
-        if settings.labels is not None:
-            opened = with_labels(opened, settings.labels)
-        findings, _, cases = examine(opened, settings.spacing_mm, show)
+        if data.labels is not None:
+            opened = with_labels(opened, data.labels)
+        findings, _, cases = examine(opened, data.spacing_mm, show)
         contents = summary(opened, cases)
     for line in lines(contents):
         click.echo(line)

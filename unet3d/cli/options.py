@@ -1,13 +1,14 @@
-"""Options that several commands share, and what they mean as settings."""
+"""Options that several commands share, each declared once."""
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from unet3d.cli.command import COMMON, Setting, grouped
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -87,22 +88,6 @@ class Folds(click.ParamType[tuple[int, ...] | None]):
             self.fail(str(error), param, ctx)
 
 
-class OneFold(click.ParamType[int | str]):
-    """The fold that validates, or ``none``."""
-
-    name = "fold"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | str:
-        """Return a number, or ``none``."""
-        if value == "none":
-            return "none"
-        if not (str(value).isdecimal() and len(str(value)) <= 4):
-            self.fail(f"{value} is no fold; give a number from 0, or none", param, ctx)
-        return int(value)
-
-
 folds_option = click.option(
     "--folds",
     type=Folds(),
@@ -110,46 +95,6 @@ folds_option = click.option(
     is_eager=True,  # before the networks are looked for
     help="Which folds of the network, such as 0,2; default: all that it has.",
 )
-
-
-PARALLEL_HELP = {
-    "none": "one device",
-    "data": "a replica on each",
-    "spatial": "a slab of each volume on each",
-    "model": "encoder on one device, decoder on the next",
-    "auto": "the fastest that fits (default)",
-}
-"""What each mode means on several devices."""
-
-
-def placement_options(*modes: str) -> Callable[[Function], Function]:
-    """Return a decorator that adds the options which say where the network runs.
-
-    Args:
-        modes: The modes that the command knows.
-    """
-
-    def add(function: Function) -> Function:
-        for option in _placement_options(modes):
-            function = option(function)
-        return function
-
-    return add
-
-
-def _placement_options(modes: Sequence[str]) -> tuple[Callable[[Function], Function], ...]:
-    return (
-        click.option(
-            "--devices",
-            metavar="LIST",
-            help="For example 0,1 or cuda:0 or cpu,cpu; --parallel says what is on each.",
-        ),
-        click.option(
-            "--parallel",
-            type=click.Choice(modes),
-            help="; ".join(f"{mode}: {PARALLEL_HELP[mode]}" for mode in modes) + ".",
-        ),
-    )
 
 
 class FiniteRange(click.FloatRange):
@@ -165,84 +110,78 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-overwrite_option = click.option(
-    "--overwrite", is_flag=True, help="Replace existing files that options name."
+common_options = grouped(
+    COMMON,
+    click.option("--config", "config_path", type=FILE, help="YAML file of settings; see configs/."),
+    click.option(
+        "--preset",
+        "presets",
+        metavar="NAME",
+        multiple=True,
+        help="Settings that belong together, over those of --config: quick (50 epochs), full "
+        "(1000), resenc-m or resenc-l (nnU-Net's residual encoders); repeatable.",
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="One setting, such as training.batch_size=4; repeatable. unet3d config lists all.",
+    ),
+)
+"""Options that name a configuration; each counts more than those before it."""
+
+devices_option = click.option(
+    "--devices",
+    cls=Setting,
+    setting="parallel.devices",
+    metavar="LIST",
+    help="GPUs such as 0,1, or cpu; default: GPU 0, or the CPU where there is none.",
 )
 
+parallel_option = click.option(
+    "--parallel",
+    cls=Setting,
+    setting="parallel.mode",
+    metavar="MODE",
+    help="What is on each device. data: a copy of the network; spatial: a slab of each volume; "
+    "model: a part of the network; none: there is one device; auto: the fastest that fits "
+    "(default).",
+)
 
 replicas_option = click.option(
     "--replicas",
-    type=click.IntRange(min=1),
+    cls=Setting,
+    setting="parallel.replicas",
+    metavar="R",
     help="Groups that --devices are divided into, each with a network on several of them.",
 )
 
+batch_options = (
+    click.option(
+        "--batch-size",
+        cls=Setting,
+        setting="training.batch_size",
+        metavar="N",
+        help="Patches in a step; default: as many as suit the data.",
+    ),
+    click.option(
+        "--micro-batches",
+        cls=Setting,
+        setting="training.micro_batches",
+        metavar="M",
+        help="Portions of a batch, which keep all devices of --parallel model busy.",
+    ),
+)
 
-def config_options(function: Function) -> Function:
-    """Add the options that name a configuration; each overrides what is named before it."""
-    for option in (
-        click.option(
-            "--set",
-            "overrides",
-            metavar="KEY=VALUE",
-            multiple=True,
-            help="Override one setting, for example training.batch_size=4; repeatable.",
-        ),
-        click.option(
-            "--preset",
-            "presets",
-            type=click.Choice(["quick", "full", "resenc-m", "resenc-l"]),
-            multiple=True,
-            help="Settings that belong together, over those of --config; repeatable.",
-        ),
-        click.option(
-            "--config", "config_path", type=FILE, help="YAML file of settings; see configs/."
-        ),
-    ):
-        function = option(function)
-    return function
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace existing results.")
 
 
-OPTION_OF_SETTING = {
-    "patches.size": "--shape",
-    "parallel.mode": "--parallel",
-    "parallel.devices": "--devices",
-    "parallel.replicas": "--replicas",
-    "parallel.max_restarts": "--max-restarts",
-    "training.batch_size": "--batch-size",
-    "training.micro_batches": "--micro-batches",
-    "training.epochs": "--epochs",
-    "training.seed": "--seed",
-    "training.init": "--init",
-    "data.fold": "--fold",
-    "inference.window": "--window",
-    "inference.overlap": "--overlap",
-}
-"""Settings that have an option of their own in some commands."""
+def output_option(help_: str, *, required: bool = False) -> Callable[[Function], Function]:
+    """Return a decorator that adds the option which says where results go."""
+    return click.option("-o", "--output", type=FILE, required=required, help=help_)
 
 
-def named_as_typed(message: str, arguments: Sequence[str]) -> str:
-    """Return an error's message with the options that were typed, where it names their settings.
-
-    Args:
-        message: Of any error.
-        arguments: The command line.
-    """
-    typed = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
-    named = message
-    for setting, option in OPTION_OF_SETTING.items():
-        if option in typed:
-            named = re.sub(rf"(?:--set )?(?<![\w.]){re.escape(setting)}(?![\w.]\w)", option, named)
-    return named if named == message else named.removeprefix("settings: ")
-
-
-def changes_of(values: dict[str, Any]) -> list[str]:
-    """Return the options that were given as overrides of settings.
-
-    Args:
-        values: Dotted key to value; None where the option was not given.
-    """
-    given = {key: value for key, value in values.items() if value is not None}
-    return [
-        f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for key, value in given.items()
-    ]
+def json_option(what: str) -> Callable[[Function], Function]:
+    """Return a decorator that adds the option which names a file of results for programs."""
+    return click.option("--json", "json_path", type=FILE, help=f"Write {what} here, too.")

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from unet3d.cli.command import Command, DatasetArgument, GivenSettings, Setting, examples, grouped
 from unet3d.cli.options import (
     FILE,
     FiniteRange,
-    changes_of,
+    batch_options,
     checkpoint_option,
-    config_options,
+    common_options,
+    devices_option,
+    json_option,
     overwrite_option,
-    placement_options,
+    parallel_option,
     replicas_option,
 )
 from unet3d.cli.output import (
@@ -39,58 +42,70 @@ TOO_LARGE = (
 )
 
 
-@click.command()
-@click.argument("dataset", type=FILE, required=False)
-@click.option("--shape", metavar="X,Y,Z", help="Voxels of a patch; default: as training chooses.")
-@config_options
-@placement_options("auto", "none", "data", "spatial", "model")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
-@click.option("--micro-batches", type=click.IntRange(min=1), help="Portions of a batch.")
-@click.option(
-    "--measure",
-    is_flag=True,
-    help="Time steps on --devices instead, with every mode, cut and number of micro-batches that "
-    "may be best; training then takes the best.",
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "unet3d plan DATASET --devices 0,1 --device-memory 24",
+        "unet3d plan --predict scan.nii.gz -c runs/mine",
+    ),
 )
-@click.option(
-    "--picture",
-    type=FILE,
-    help="With --measure: PNG of the times; default: tuning.png.",
+@click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
+@grouped(
+    "Training",
+    click.option(
+        "--shape",
+        cls=Setting,
+        setting="patches.size",
+        metavar="X,Y,Z",
+        help="Voxels of a patch; default: as training chooses.",
+    ),
+    *batch_options,
 )
-@replicas_option
-@click.option(
-    "--device-memory",
-    type=FiniteRange(min=0, max=2**20, min_open=True),
-    metavar="GIB",
-    help="Memory of each GPU; default: as in this machine.",
+@grouped(
+    "Prediction, instead",
+    click.option(
+        "--predict",
+        "scan",
+        type=FILE,
+        metavar="SCAN",
+        multiple=True,
+        help="What the prediction of this scan takes; repeatable: the files of its channels.",
+    ),
+    checkpoint_option("With --predict: as for unet3d predict."),
 )
-@click.option(
-    "--predict",
-    "scan",
-    type=FILE,
-    metavar="SCAN",
-    multiple=True,
-    help="Instead, what the prediction of this scan takes, with --checkpoint; repeatable: the "
-    "files of its channels.",
+@grouped(
+    "Devices",
+    devices_option,
+    parallel_option,
+    replicas_option,
+    click.option(
+        "--device-memory",
+        type=FiniteRange(min=0, max=2**20, min_open=True),
+        metavar="GIB",
+        help="Memory of each GPU, which need not be here; default: as in this machine.",
+    ),
+    click.option(
+        "--measure",
+        is_flag=True,
+        help="Time steps on --devices, in every mode, cut and number of micro-batches that may be "
+        "best; training then takes the best.",
+    ),
 )
-@checkpoint_option("With --predict: as for unet3d predict.")
-@click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
-@overwrite_option
+@grouped(
+    "Output",
+    click.option(
+        "--picture", type=FILE, help="With --measure: PNG of the times; default: tuning.png."
+    ),
+    json_option("the numbers"),
+    overwrite_option,
+)
+@common_options
 @click.option("--step-record", type=FILE, hidden=True)  # in the ranks that --measure starts
 def plan(
     *,
-    dataset: Path | None,
-    shape: str | None,
-    config_path: Path | None,
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    parallel: str | None,
-    devices: str | None,
-    batch_size: int | None,
-    micro_batches: int | None,
+    settings: GivenSettings,
     measure: bool,
     picture: Path | None,
-    replicas: int | None,
     device_memory: float | None,
     scan: tuple[Path, ...],
     checkpoints: tuple[Path, ...],
@@ -98,15 +113,16 @@ def plan(
     overwrite: bool,
     step_record: Path | None,
 ) -> None:
-    """Predict the memory that training takes of each device, on DATASET or for --shape.
+    """Predict the memory and time that training takes.
 
-    With --predict, what the prediction of a scan takes of the host and of a GPU.
-
-    No GPU is needed: --device-memory 80 describes one. With --measure, times are taken on the
-    devices of this machine.
+    Of each device, on DATASET or for --shape; with --predict, what the prediction of a scan takes
+    of the host and of a GPU. No GPU is needed: --device-memory 80 describes one.
     """
+    settings.check()
+    dataset = settings.changes.get("data.dataset")
+    dataset = None if dataset is None else Path(dataset)
     if step_record is not None:
-        _measure_rank(config_path, step_record)
+        _measure_rank(settings.config, step_record)
         return
     if checkpoints and not scan:
         raise click.UsageError("--checkpoint is the network of --predict SCAN; add that")
@@ -115,7 +131,7 @@ def plan(
             raise click.UsageError("--predict plans one scan; drop DATASET and --measure")
         refuse_input(json_path, *scan, *checkpoints)
         check_results(json_path, overwrite=overwrite)
-        record = plan_prediction(scan, checkpoints, devices, device_memory)
+        record = plan_prediction(scan, checkpoints, settings.config.parallel, device_memory)
         write_json(json_path, record, overwrite)
         return
     if measure and device_memory is not None:
@@ -124,24 +140,12 @@ def plan(
         raise click.UsageError("--picture shows measured times; add --measure")
     if measure and picture is None:
         picture = Path("tuning.png")
-    read = [*(files_of(dataset) if dataset else ()), *([config_path] if config_path else ())]
+    read = [*(files_of(dataset) if dataset else ()), *([settings.path] if settings.path else ())]
     refuse_input(json_path, *read, *([picture] if picture else ()))
     refuse_input(picture, *read)
     check_results(json_path, picture, overwrite=overwrite)
-    changes = changes_of(
-        {
-            "data.dataset": dataset and dataset.absolute(),
-            "patches.size": shape,
-            "parallel.mode": parallel,
-            "parallel.devices": devices,
-            "training.batch_size": batch_size,
-            "training.micro_batches": micro_batches,
-            "parallel.replicas": replicas,
-        }
-    )
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
-        from unet3d.config import preset_changes
         from unet3d.parallel import ParallelDims
         from unet3d.planning.auto_settings import load_settings
         from unet3d.planning.network_plan import plan_notes, plan_without_data, slow_on_cpu
@@ -151,8 +155,8 @@ def plan(
 
         notes: list[str] = []
         config = load_settings(
-            config_path,
-            [*preset_changes(presets), *overrides, *changes],
+            settings.path,
+            settings.changes,
             lambda settings: dims_of(settings, memory_bytes),
             say=notes.append,
         )
@@ -243,7 +247,7 @@ def _measure(
         show_line(line)
 
 
-def _measure_rank(config_path: Path | None, step_record: Path) -> None:
+def _measure_rank(config: "Config", step_record: Path) -> None:
     """Take part in the steps of a mode that ``--measure`` has started ranks for."""
     from unet3d.distributed.ranks import Ranks, silence_torch
 
@@ -252,10 +256,8 @@ def _measure_rank(config_path: Path | None, step_record: Path) -> None:
         silence_torch()
         logger.setLevel(logging.WARNING if Ranks.from_environment().is_first else logging.ERROR)
 
-    from unet3d.config import load_config
     from unet3d.planning.network_plan import plan_without_data
     from unet3d.planning.sweep import measure_rank
 
-    config = load_config(config_path)
     network = plan_without_data(config)
     measure_rank(network.settled(config), network, step_record)

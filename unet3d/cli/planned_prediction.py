@@ -1,16 +1,19 @@
 """``unet3d plan --predict``: what the prediction of a scan takes of each machine."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
 from unet3d.cli.output import show_line, working
+
+if TYPE_CHECKING:
+    from unet3d.config import ParallelSettings
 
 
 def plan_prediction(
     scan: tuple[Path, ...],
     checkpoints: tuple[Path, ...],
-    devices: str | None,
+    parallel: "ParallelSettings",
     device_memory: float | None,
 ) -> dict[str, Any]:
     """Show what a scan takes of the host and of a GPU, and return the numbers.
@@ -18,7 +21,7 @@ def plan_prediction(
     Args:
         scan: Its file, or its files, or a folder of DICOM slices.
         checkpoints: The networks; none: those of the newest finished run.
-        devices: Where it computes; None: the first GPU, or the CPU.
+        parallel: Where it computes.
         device_memory: GiB of a GPU that need not be here; None: as in this machine.
 
     Raises:
@@ -43,10 +46,7 @@ def plan_prediction(
             gpu_bytes = int(device_memory * 1024**3)
             precision = "bfloat16"
         else:
-            placement = load_config(
-                None, [] if devices is None else [f"parallel.devices={devices}"]
-            )
-            device = ParallelDims.resolve(placement.parallel).all_devices[0]
+            device = ParallelDims.resolve(parallel).all_devices[0]
             on_gpu = device.type == "cuda"
             gpu_bytes = torch.cuda.mem_get_info(device)[1] if on_gpu else 0
             precision = resolve_precision("auto", [device])

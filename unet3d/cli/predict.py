@@ -2,20 +2,24 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
+from unet3d.cli.command import Command, GivenSettings, Setting, examples, grouped
 from unet3d.cli.dealing import from_plain, showing_left, to_plain
 from unet3d.cli.options import (
     FILE,
-    changes_of,
     checkpoint_option,
+    devices_option,
     folds_option,
-    placement_options,
+    output_option,
+    overwrite_option,
+    parallel_option,
 )
 from unet3d.cli.output import begin_as_rank, imports_at_once
 from unet3d.cli.segmentation import Segmentation
@@ -36,14 +40,11 @@ class _Request:
 
     images: tuple[Path, ...]
     output: Path | None
-    window: str | None
-    overlap: float | None
-    tta: bool | None
-    precision: str | None
+    inference: Mapping[str, Any]
+    """Settings of prediction, dotted key to value."""
     statistics: bool
     preview: bool
     probabilities: bool
-    no_postprocessing: bool
     skip_background: bool
     scratch: Path | None
     goes_on: bool
@@ -63,20 +64,21 @@ class _Request:
 
     def arguments(self) -> list[str]:
         """Return the same as a command line."""
+        window = self.inference.get("inference.window")
         options = {
             "--output": self.output,
-            "--window": self.window,
-            "--overlap": self.overlap,
-            "--precision": self.precision,
+            "--window": ",".join(map(str, window)) if isinstance(window, list) else window,
+            "--overlap": self.inference.get("inference.overlap"),
+            "--precision": self.inference.get("inference.precision"),
             "--scratch": self.scratch,
         }
         flags = {
-            "--tta": self.tta is True,
-            "--no-tta": self.tta is False,
+            "--tta": self.inference.get("inference.tta") is True,
+            "--no-tta": self.inference.get("inference.tta") is False,
             "--statistics": self.statistics,
             "--preview": self.preview,
             "--probabilities": self.probabilities,
-            "--no-postprocessing": self.no_postprocessing,
+            "--no-postprocessing": "inference.postprocessing" in self.inference,
             "--skip-background": self.skip_background,
             "--continue": self.goes_on,
             "--overwrite": self.overwrite,
@@ -89,98 +91,124 @@ class _Request:
         ]
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "unet3d predict scan.nii.gz",
+        "unet3d predict scans/ -c runs/mine -o segmentations/",
+    ),
+)
 @click.argument("images", type=FILE, nargs=-1, required=True)
-@checkpoint_option(
-    "A file, or the folder of a run, of its folds or of files; a model of nnU-Net, as a folder or "
-    "an archive; repeatable: several networks are averaged. Default: the newest finished run.",
-    for_ranks=True,
+@grouped(
+    "Prediction",
+    checkpoint_option(
+        "Checkpoint, run, or model of nnU-Net as a folder or an archive; repeatable: several are "
+        "averaged. Default: the newest finished run.",
+        for_ranks=True,
+    ),
+    folds_option,
+    click.option(
+        "--window",
+        cls=Setting,
+        setting="inference.window",
+        metavar="X,Y,Z",
+        help="Voxels of a window, or whole; default: as in training.",
+    ),
+    click.option(
+        "--overlap",
+        cls=Setting,
+        setting="inference.overlap",
+        metavar="SHARE",
+        help="Share of a window that its neighbour covers too, 0 to 0.95; default: as in training.",
+    ),
+    click.option(
+        "--precision",
+        cls=Setting,
+        setting="inference.precision",
+        metavar="TYPE",
+        help="bfloat16, float16 or float32; default: what suits training and device.",
+    ),
+    click.option(
+        "--tta/--no-tta",
+        cls=Setting,
+        setting="inference.tta",
+        default=None,
+        help="Average over mirror images: up to 8 times the work; default: as in training.",
+    ),
+    click.option(
+        "--no-postprocessing",
+        cls=Setting,
+        setting="inference.postprocessing",
+        is_flag=True,
+        flag_value=False,
+        default=None,
+        help="Keep all components, also where validation has shown that the largest is better.",
+    ),
+    click.option(
+        "--skip-background",
+        is_flag=True,
+        help="Skip windows of constant intensity, such as air.",
+    ),
 )
-@folds_option
-@click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
-@placement_options("auto", "none", "data", "spatial", "model")
-@click.option(
-    "--overlap",
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Share of a window that its neighbour covers too.",
+@grouped(
+    "Devices",
+    devices_option,
+    parallel_option,
+    click.option(
+        "--scratch",
+        type=FILE,
+        metavar="DIR",
+        help="Keep unpacked scans and labels in files there, and not in memory.",
+    ),
 )
-@click.option(
-    "--window", metavar="X,Y,Z", help="Voxels of a window, or whole; default: as in training."
+@grouped(
+    "Output",
+    output_option("File or folder; default: beside each image."),
+    click.option(
+        "--statistics", is_flag=True, help="Also write mL and intensity of each label, as JSON."
+    ),
+    click.option(
+        "--preview", is_flag=True, help="Also draw three planes with outlines and mL, as PNG."
+    ),
+    click.option(
+        "--probabilities",
+        is_flag=True,
+        help="Also write the probability of each class, as a NumPy file in float16.",
+    ),
+    click.option(
+        "--continue",
+        "goes_on",
+        is_flag=True,
+        help="Keep results that are complete, and make the others.",
+    ),
+    overwrite_option,
 )
-@click.option(
-    "--precision",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-    help="What is computed in; auto, the default: what suits the training and the device.",
-)
-@click.option(
-    "--tta/--no-tta",
-    default=None,
-    help="Average over mirror images, as far as training had them: up to 8 times the work; "
-    "default: as in training.",
-)
-@click.option("--statistics", is_flag=True, help="Also write mL and intensity of each label.")
-@click.option(
-    "--preview",
-    is_flag=True,
-    help="Also draw three planes through the largest structure, with outlines and mL, as PNG.",
-)
-@click.option(
-    "--probabilities",
-    is_flag=True,
-    help="Also write the probability of each class, as a NumPy file in float16.",
-)
-@click.option(
-    "--no-postprocessing",
-    is_flag=True,
-    help="Keep all components, also where the validation has shown that the largest is better.",
-)
-@click.option(
-    "--skip-background",
-    is_flag=True,
-    help="Skip windows in which the image is one number, such as outside of the body.",
-)
-@click.option(
-    "--scratch",
-    type=FILE,
-    metavar="DIR",
-    help="Keep unpacked scans and labels in files there, and not in memory.",
-)
-@click.option(
-    "--continue",
-    "goes_on",
-    is_flag=True,
-    help="Keep results that are complete, also of a single scan, and make the others.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace existing segmentations.")
 def predict(
     *,
     images: tuple[Path, ...],
+    settings: GivenSettings,
     checkpoints: tuple[Path, ...],
     folds: tuple[int | str, ...] | None,
     output: Path | None,
-    parallel: str | None,
-    devices: str | None,
-    overlap: float | None,
-    window: str | None,
-    precision: str | None,
-    tta: bool | None,
     statistics: bool,
     preview: bool,
     probabilities: bool,
-    no_postprocessing: bool,
     skip_background: bool,
     scratch: Path | None,
     goes_on: bool,
     overwrite: bool,
 ) -> None:
-    """Segment IMAGES, files or folders: scan.nii.gz becomes scan_seg.nii.gz."""
+    """Segment IMAGES: scan.nii.gz becomes scan_seg.nii.gz.
+
+    IMAGES are files, folders of files, or folders of DICOM slices.
+    """
     if goes_on and overwrite:
         raise click.UsageError("--continue keeps results and --overwrite replaces them; drop one")
     if scratch is not None and not os.path.isdir(scratch):
         raise click.BadParameter(
             f"{scratch} is no folder; name one on a disk with space", param_hint="'--scratch'"
         )
-    from unet3d.config import load_config
+    settings.check()
     from unet3d.distributed import is_launched
 
     ranks = begin_as_rank()
@@ -191,6 +219,7 @@ def predict(
         click.echo(f"using {_in_words(_known(checkpoints))}")
 
     with imports_at_once():
+        from unet3d.config import load_config
         from unet3d.distributed.ranks import PREDICTION
         from unet3d.distributed.rendezvous import joined
         from unet3d.images.scratch import Scratch
@@ -200,41 +229,30 @@ def predict(
         from unet3d.inference.scan_search import find_scans
         from unet3d.parallel import ParallelDims
 
+    inference_changes = {
+        key: value for key, value in settings.changes.items() if key.startswith("inference.")
+    }
     request = _Request(
         images=images,
         output=output,
-        window=window,
-        overlap=overlap,
-        precision=precision,
-        tta=tta,
+        inference=inference_changes,
         statistics=statistics,
         preview=preview,
         probabilities=probabilities,
-        no_postprocessing=no_postprocessing,
         skip_background=skip_background,
         scratch=scratch,
         goes_on=goes_on,
         overwrite=overwrite,
     )
     # The devices of training say nothing about those of prediction.
-    placement = changes_of({"parallel.mode": parallel, "parallel.devices": devices})
-    parallel_settings = load_config(None, placement).parallel
+    parallel_settings = settings.config.parallel
     with joined(ranks, PREDICTION) as group:
         group.open(parallel_settings.timeout_seconds)
         # The first rank alone has the files.
         known = [Path(name) for name in group.from_first(lambda: _known(checkpoints))]
         networks = Networks.read(checkpoints if group.is_first else known, group)
-        changes = changes_of(
-            {
-                "inference.window": window,
-                "inference.overlap": overlap,
-                "inference.precision": precision,
-                "inference.tta": tta,
-                "inference.postprocessing": False if no_postprocessing else None,
-            }
-        )
         inference = [
-            load_config(None, [*trained_inference(network), *changes]).inference
+            load_config(None, {**trained_inference(network), **inference_changes}).inference
             for network in networks.described
         ]
         spread = choose_mode(parallel_settings, networks, inference, ranks)

@@ -4,24 +4,29 @@ from pathlib import Path
 
 import click
 
-from unet3d.cli.options import FILE, checkpoint_option
+from unet3d.cli.command import Command, examples, grouped
+from unet3d.cli.options import FILE, checkpoint_option, output_option, overwrite_option
 from unet3d.cli.output import check_writable, working
 from unet3d.errors import ConfigError, ResultExistsError
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    epilog=examples("unet3d report runs/mine", "unet3d report scan_seg.nii.gz --image scan.nii.gz"),
+)
 @click.argument("path", metavar="RUN|SEGMENTATION", type=FILE)
-@click.option("--image", type=FILE, help="The scan of a SEGMENTATION; a run needs none.")
-@checkpoint_option(
-    "Network that names the labels; default: the names in the segmentation's header."
+@grouped(
+    "Of a segmentation",
+    click.option("--image", type=FILE, help="The scan that it was made of; a run needs none."),
+    checkpoint_option(
+        "Checkpoint that names the labels; default: the names in the segmentation's header."
+    ),
 )
-@click.option(
-    "-o",
-    "--output",
-    type=FILE,
-    help="HTML file; default: report.html in the run, or one beside the segmentation.",
+@grouped(
+    "Output",
+    output_option("HTML file; default: report.html in the run, or one beside the segmentation."),
+    overwrite_option,
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing page.")
 def report(
     *,
     path: Path,
@@ -30,7 +35,7 @@ def report(
     output: Path | None,
     overwrite: bool,
 ) -> None:
-    """Make one HTML page of a RUN, or of a SEGMENTATION with its scan.
+    """Make a page of a RUN, or a viewer of a SEGMENTATION.
 
     Of a run, also one that has not ended: curves, Dice of each label and case, the worst and the
     best case, memory, versions and configuration. Of a segmentation: a viewer with its labels, and

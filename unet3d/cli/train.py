@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from unet3d.cli.command import Command, DatasetArgument, GivenSettings, Setting, examples, grouped
 from unet3d.cli.options import (
     FILE,
-    OneFold,
-    changes_of,
-    config_options,
-    placement_options,
+    batch_options,
+    common_options,
+    devices_option,
+    output_option,
+    parallel_option,
     replicas_option,
 )
 from unet3d.cli.output import begin_as_rank
@@ -25,101 +27,102 @@ if TYPE_CHECKING:
     from unet3d.training.state import TrainingState
 
 
-@click.command()
-@click.argument("dataset", type=FILE, required=False)
-@config_options
-@placement_options("auto", "none", "data", "spatial", "model")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
-@click.option(
-    "--micro-batches",
-    type=click.IntRange(min=1),
-    help="Portions of a batch; pipelined over the devices of --parallel model.",
+@click.command(
+    cls=Command,
+    epilog=examples(
+        "unet3d train DATASET --devices 0,1",
+        "unet3d train --resume -o runs/mine --epochs 200",
+    ),
 )
-@replicas_option
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    help="How often to continue from the last checkpoint when one of several processes dies.",
+@click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
+@grouped(
+    "Training",
+    click.option(
+        "--epochs",
+        cls=Setting,
+        setting="training.epochs",
+        metavar="N",
+        help="Epochs in all; more with --resume extend a run.",
+    ),
+    click.option(
+        "--fold",
+        cls=Setting,
+        setting="data.fold",
+        metavar="K|none",
+        help="Which fifth of the cases validates, from 0; none: train on all of them.",
+    ),
+    click.option(
+        "--folds",
+        metavar="LIST",
+        help="Train several folds, all or 0,1,2: one on each of --devices at the same time, or "
+        "with another --parallel than auto one after another on all of them.",
+    ),
+    click.option(
+        "--init",
+        cls=Setting,
+        setting="training.init",
+        type=FILE,
+        help="Begin with the network of a checkpoint or of a run, also for other labels.",
+    ),
+    *batch_options,
+    click.option(
+        "--seed",
+        cls=Setting,
+        setting="training.seed",
+        metavar="S",
+        help="Seed of every random choice.",
+    ),
 )
-@click.option(
-    "--epochs", type=click.IntRange(min=1), help="Epochs in all; more with --resume extend a run."
+@grouped(
+    "Devices",
+    devices_option,
+    parallel_option,
+    replicas_option,
+    click.option(
+        "--max-restarts",
+        cls=Setting,
+        setting="parallel.max_restarts",
+        metavar="N",
+        help="How often to go on by itself when one of several processes dies.",
+    ),
 )
-@click.option(
-    "--fold",
-    type=OneFold(),
-    metavar="K|none",
-    help="Which fold validates; none: train on every case, without validation.",
+@grouped(
+    "Output",
+    output_option("Folder of the run; default: a new one in runs/."),
+    click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one."),
+    click.option("--quiet", is_flag=True, help="No progress, no tables."),
 )
-@click.option(
-    "--folds",
-    metavar="LIST",
-    help="Train several folds, all or 0,1,2: one on each of --devices at the same time, or with "
-    "another --parallel than auto one after another on all of them.",
-)
-@click.option(
-    "--init",
-    type=FILE,
-    help="Begin with the weights and the network of a checkpoint, or of a run's final one, for the "
-    "same or other labels and channels.",
-)
-@click.option(
-    "-o", "--output", type=FILE, help="Folder of the run; default: a new one below runs/."
-)
-@click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one.")
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of every random choice.")
-@click.option("--quiet", is_flag=True, help="No progress, no tables.")
+@common_options
 def train(
     *,
-    dataset: Path | None,
-    config_path: Path | None,
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    parallel: str | None,
-    devices: str | None,
-    batch_size: int | None,
-    micro_batches: int | None,
-    replicas: int | None,
-    max_restarts: int | None,
-    epochs: int | None,
-    fold: int | str | None,
+    settings: GivenSettings,
     folds: str | None,
-    init: Path | None,
     output: Path | None,
     resume: bool,
-    seed: int | None,
     quiet: bool,
 ) -> None:
-    """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
+    """Train a network on DATASET.
+
+    DATASET is a folder with a dataset.json, as the Medical Segmentation Decathlon, nnU-Net and
+    MONAI have it. Without one, heads are made up and trained on.
+    """
+    if not resume:  # else they are judged with those of the run
+        settings.check()
     ranks = begin_as_rank(quiet)
-    if init is not None:
+    changes = dict(settings.changes)
+    if changes.get("training.init") is not None:
         from unet3d.runs.finding import checkpoint_in
 
-        init = checkpoint_in(init).absolute()
-    changes = changes_of(
-        {
-            "data.dataset": dataset and dataset.absolute(),
-            "parallel.mode": parallel,
-            "parallel.devices": devices,
-            "training.batch_size": batch_size,
-            "training.micro_batches": micro_batches,
-            "parallel.replicas": replicas,
-            "parallel.max_restarts": max_restarts,
-            "training.epochs": epochs,
-            "data.fold": fold,
-            "training.seed": seed,
-            "training.init": init,
-        }
-    )
+        changes["training.init"] = checkpoint_in(Path(changes["training.init"]))
 
     from rich.console import Console
 
-    from unet3d.config import preset_changes
     from unet3d.training.cross_validation import request_over_folds, train_folds
     from unet3d.training.start import RunRequest, start_training
 
     request = RunRequest(
-        config_path=config_path,
-        changes=(*preset_changes(presets), *overrides, *changes),
+        config_path=settings.path,
+        changes=changes,
         output=output,
         resume=resume,
     )

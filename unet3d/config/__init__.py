@@ -2,7 +2,8 @@
 
 from unet3d.config.configuration import Config as Config
 from unet3d.config.configuration import load_config as load_config
-from unet3d.config.configuration import overrides_of as overrides_of
+from unet3d.config.configuration import parsed_changes as parsed_changes
+from unet3d.config.configuration import parsed_value as parsed_value
 from unet3d.config.configuration import preset_changes as preset_changes
 from unet3d.config.settings import MAX_PATCH_VOXELS as MAX_PATCH_VOXELS
 from unet3d.config.settings import AugmentationSettings as AugmentationSettings

@@ -6,8 +6,6 @@ in an option, and are kept absolute. The resolved configuration of a run is writ
 ``config.yaml`` in its folder.
 """
 
-import json
-import os
 import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -169,13 +167,15 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file and apply overrides.
+def load_config(
+    path: Path | None = None, changes: Mapping[str, Any] | Iterable[str] = ()
+) -> Config:
+    """Read a configuration file and apply changes.
 
     Args:
         path: A YAML file, or None for the defaults.
-        overrides: ``section.key=value`` strings; values are YAML (``[32,32,32]``, ``true``) and
-            later ones win. A comma-separated list needs no brackets; a path is taken as it stands.
+        changes: Dotted key to value; or ``section.key=value`` strings as they are typed, see
+            :func:`parsed_changes`. Later ones win.
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
@@ -191,13 +191,45 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
         source = str(path)
         with suppress(ConfigError):
             _validated(tree, source)
-            source = "settings"  # the file alone is right, so an override is what is wrong
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {printable(override)}: write section.key=value")
-        _put(tree, key.strip(), _value_of(key.strip(), text))
+            source = "settings"  # the file alone is right, so a change is what is wrong
+    values = changes if isinstance(changes, Mapping) else parsed_changes(changes)
+    for key, value in values.items():
+        _put(tree, key, value)
     return _validated(tree, source)
+
+
+def parsed_changes(texts: Iterable[str]) -> dict[str, Any]:
+    """Return dotted key to value of ``section.key=value`` strings."""
+    changes = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {printable(text)}: write section.key=value")
+        changes[key.strip()] = parsed_value(key.strip(), value)
+    return changes
+
+
+def parsed_value(key: str, value: Any) -> Any:
+    """Return the plain value of a setting as it was typed, or as Python has it.
+
+    Text is YAML (``[32,32,32]``, ``true``); a comma-separated list needs no brackets, and a path is
+    taken as it stands.
+    """
+    if not isinstance(value, str):
+        return value.tolist() if hasattr(value, "tolist") else value  # an array, a number of NumPy
+    setting = settings_of(Config).get(key)
+    if setting is not None and FilePath in get_args(setting.hint):
+        return None if value in ("", "null") else value  # it may hold a comma or a #
+    try:
+        parsed = parse_yaml(value)
+        if isinstance(parsed, str) and "," in parsed:
+            return [parse_yaml(item) for item in parsed.split(",") if item.strip()]
+    except ValueError as error:
+        raise ConfigError(
+            f"--set {printable(key)}: the value {shown(value)} is not valid YAML: "
+            f"{printable(str(error), 400)}"
+        ) from error
+    return parsed
 
 
 def commented_yaml(config: Config) -> str:
@@ -227,27 +259,13 @@ def in_yaml(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Return settings, dotted key to value, as overrides of :func:`load_config`.
-
-    Text and paths are taken as they stand, other values as JSON has them, arrays as lists.
-    """
-
-    def text(value: Any) -> str:
-        if isinstance(value, str | os.PathLike):
-            return os.fspath(value)
-        return json.dumps(value, default=lambda one: getattr(one, "tolist", one.__str__)())
-
-    return [f"{key}={text(value)}" for key, value in values.items()]
-
-
-def preset_changes(names: Iterable[str]) -> list[str]:
-    """Return the settings of presets, in their order, as ``section.key=value`` strings."""
-    changes: list[str] = []
+def preset_changes(names: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of presets, in their order: dotted key to value."""
+    changes: dict[str, Any] = {}
     for name in names:
         if name not in PRESETS:
             raise ConfigError(f"there is no preset {shown(name)}; take one of {', '.join(PRESETS)}")
-        changes += overrides_of(PRESETS[name])
+        changes |= PRESETS[name]
     return changes
 
 
@@ -259,22 +277,6 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{source} must hold sections and settings, not a {type(tree).__name__}")
     return tree or {}
-
-
-def _value_of(key: str, text: str) -> Any:
-    setting = settings_of(Config).get(key)
-    if setting is not None and FilePath in get_args(setting.hint):
-        return None if text in ("", "null") else text  # it may hold a comma or a #
-    try:
-        value = parse_yaml(text)
-        if isinstance(value, str) and "," in value:
-            return [parse_yaml(item) for item in value.split(",") if item.strip()]
-    except ValueError as error:
-        raise ConfigError(
-            f"--set {printable(key)}: the value {shown(text)} is not valid YAML: "
-            f"{printable(str(error), 400)}"
-        ) from error
-    return value
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -62,7 +62,7 @@ NUM_SHOWN = 3
 
 def load_settings(
     path: Path | None,
-    changes: Iterable[str],
+    changes: Mapping[str, Any] | Iterable[str],
     dims_of: Callable[[ParallelSettings], ParallelDims],
     say: Callable[[str], object] = logger.info,
 ) -> Config:

@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from unet3d.config import Config
+from unet3d.config.configuration import in_yaml
 from unet3d.datasets.dataset import folds_of
 from unet3d.distributed.commands import in_words, run_commands
 from unet3d.distributed.ranks import Ranks
@@ -167,7 +168,7 @@ def _planned(request: RunRequest, named: str | None) -> _Plan:
     else:
         config = load_settings(request.config_path, request.changes, ParallelDims.resolve)
         config = settings_of_init(config)
-    if any(change.partition("=")[0].strip() == "data.fold" for change in request.changes):
+    if "data.fold" in request.changes:
         raise ConfigError("--fold is given for a run over several folds; leave it out, or --folds")
     devices = ParallelDims.resolve(config.parallel).all_devices
     # All folds have one patch, whatever their GPUs.
@@ -286,7 +287,11 @@ def _arguments(plan: _Plan, fold: int) -> tuple[str, ...]:
     if not run.latest.exists():
         settings = ("--config", str(plan.folder.config), "--fold", str(fold))
         return ("train", *settings, "--output", str(run.path))
-    changes = [word for change in request.changes for word in ("--set", change)]
+    changes = [
+        word
+        for key, value in request.changes.items()
+        for word in ("--set", f"{key}={value if isinstance(value, str) else in_yaml(value)}")
+    ]
     if request.config_path is not None:
         changes += ["--config", str(request.config_path), "--set", f"data.fold={fold}"]
     return ("train", "--resume", "--output", str(run.path), *changes)

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,8 @@ class RunRequest:
 
     config_path: Path | None
     """A configuration file; None: the defaults, or where a run is continued, its own."""
-    changes: tuple[str, ...]
-    """Settings that differ from it, as ``section.key=value``."""
+    changes: Mapping[str, Any]
+    """Settings that differ from it: dotted key to value."""
     output: Path | None
     """The run's folder; None: a new one below ``runs/``, or the newest to continue."""
     resume: bool
@@ -175,8 +175,8 @@ def settings_to_resume(request: RunRequest, folder: RunFolder, ranks: Ranks) -> 
     with recorded_settings(folder) as path:
         recorded = load_config(path)
         if request.config_path is None:
-            changes = [*_mode_for_devices(recorded, request.changes), *request.changes]
-            changes = [*forgotten_modes(recorded, changes), *changes]
+            changes = {**_mode_for_devices(recorded, request.changes), **request.changes}
+            changes = {**forgotten_modes(recorded, changes), **changes}
             return without_stale_cuts(load_settings(path, changes, dims_of), recorded)
     config = load_settings(request.config_path, request.changes, dims_of)
     if recorded.training.init is None or config.model.strides is not None:
@@ -197,37 +197,35 @@ def refuse_init_of_old_run(request: RunRequest) -> None:
     Raises:
         ConfigError: Both are asked for.
     """
-    names = [change.partition("=")[0].strip() for change in request.changes]
-    if request.resume and "training.init" in names:
+    if request.resume and "training.init" in request.changes:
         raise ConfigError(
             "training.init begins a new run, and --resume continues one; leave one out"
         )
 
 
-def _mode_for_devices(recorded: Config, changes: Sequence[str]) -> list[str]:
+def _mode_for_devices(recorded: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return mode auto where devices are named that the mode of a resumed run does not suit."""
-    named = dict(change.split("=", 1) for change in changes if "=" in change)
-    devices = named.get("parallel.devices")
-    if devices is None or "parallel.mode" in named:
-        return []
-    return ["parallel.mode=auto"] if ("," in devices) == (recorded.parallel.mode == "none") else []
+    if "parallel.devices" not in changes or "parallel.mode" in changes:
+        return {}
+    named = load_config(None, {"parallel.devices": changes["parallel.devices"]}).parallel.devices
+    is_unsuited = (named is not None and len(named) > 1) == (recorded.parallel.mode == "none")
+    return {"parallel.mode": "auto"} if is_unsuited else {}
 
 
-def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
-    """Return overrides that reset what a run recorded for a parallel mode that it now leaves.
+def forgotten_modes(recorded: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes that reset what a run recorded for a parallel mode that it now leaves.
 
     They would be refused with the other mode, such as replicas with mode none, although
     nothing asks for them any more.
     """
-    modes = [change.partition("=")[2] for change in changes if change.startswith("parallel.mode=")]
-    if not modes or modes[-1] == recorded.parallel.mode:
-        return []
-    return [
-        "parallel.replicas=1",
-        "parallel.cuts=auto",
-        "parallel.data_parallel=false",
-        "parallel.output_device=null",
-    ]
+    if changes.get("parallel.mode", recorded.parallel.mode) == recorded.parallel.mode:
+        return {}
+    return {
+        "parallel.replicas": 1,
+        "parallel.cuts": "auto",
+        "parallel.data_parallel": False,
+        "parallel.output_device": None,
+    }
 
 
 def without_stale_cuts(config: Config, recorded: Config) -> Config:
@@ -285,11 +283,8 @@ def folder_to_resume(request: RunRequest, over_folds: bool = False) -> RunFolder
     Raises:
         ConfigError: There is no such run.
     """
-    named = [
-        change
-        for change in request.changes
-        if change.partition("=")[0].strip() in ("data.dataset", "data.cache")
-    ]
+    of_data = ("data.dataset", "data.cache")
+    named = {key: value for key, value in request.changes.items() if key in of_data}
     data = load_config(request.config_path, named).data
     return run_to_resume(request.output, data.dataset, data.cache, over_folds)
 

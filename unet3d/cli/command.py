@@ -1,0 +1,176 @@
+"""Commands: help in groups and with examples, and options that are settings.
+
+Nothing heavy is imported before a command runs, so that ``--help`` is instant.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from unet3d.errors import Unet3dError
+
+if TYPE_CHECKING:
+    from unet3d.config import Config
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+COMMON = "Common"
+"""Title of the options that many commands have; the last group."""
+
+FIRST_COLUMN = 22
+"""Letters of an option's names in help; those of longer ones have a line of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenSettings:
+    """What a command line says of settings."""
+
+    path: Path | None
+    """The file of ``--config``; None: the defaults."""
+    changes: Mapping[str, Any]
+    """Dotted key to value: those of presets, then of ``--set``, then of options of their own."""
+
+    @cached_property
+    def config(self) -> "Config":
+        """All settings, with these changes."""
+        from unet3d.config import load_config
+
+        return load_config(self.path, self.changes)
+
+    def check(self) -> None:
+        """Raise ConfigError where a setting is refused, before anything heavy is imported."""
+        _ = self.config
+
+
+class Setting(click.Option):
+    """An option that is a setting, which alone says what is allowed, and what is the default."""
+
+    def __init__(self, *names: Any, setting: str, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.setting = setting
+
+
+class DatasetArgument(click.Argument):
+    """The folder of a data set, which is a setting."""
+
+    setting = "data.dataset"
+
+
+class Command(click.Command):
+    """A command whose function gets all options that are settings as one argument, ``settings``."""
+
+    def __init__(self, *names: Any, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.params.append(debug_option())
+        self.of_settings = {
+            parameter.name: parameter.setting
+            for parameter in self.params
+            if parameter.name and isinstance(parameter, Setting | DatasetArgument)
+        }
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Read the settings, and run the command; errors name what was typed."""
+        try:
+            ctx.params = self.with_settings(ctx.params)
+            return super().invoke(ctx)
+        except Unet3dError as error:
+            error.args = (self._as_typed(str(error), ctx),)
+            raise
+
+    def with_settings(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the function: ``settings`` in place of options of settings."""
+        if not self.of_settings and "overrides" not in parameters:
+            return dict(parameters)
+        from unet3d.config import parsed_changes, parsed_value, preset_changes
+
+        others = dict(parameters)
+        path = others.pop("config_path", None)
+        changes = preset_changes(others.pop("presets", ()))
+        changes |= parsed_changes(others.pop("overrides", ()))
+        for name, setting in self.of_settings.items():
+            value = others.pop(name)
+            if value is not None:
+                changes[setting] = parsed_value(setting, value)
+        return {**others, "settings": GivenSettings(path=path, changes=changes)}
+
+    def _as_typed(self, message: str, ctx: click.Context) -> str:
+        """Return a message with the options that were typed in place of their settings."""
+        named = message
+        for parameter in self.params:
+            name, setting = parameter.name or "", self.of_settings.get(parameter.name or "")
+            if setting and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+                is_option = isinstance(parameter, click.Option)
+                typed = parameter.opts[0] if is_option else parameter.human_readable_name
+                key = rf"(?:--set )?(?<![\w.]){re.escape(setting)}(?![\w.]\w)"
+                named = re.sub(key, typed, named)
+        return named if named == message else named.removeprefix("settings: ")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in groups, all with one first column."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                names, text = record
+                title = getattr(parameter, "group", COMMON)
+                groups.setdefault(title, []).append((names.ljust(FIRST_COLUMN), text))
+        common = groups.pop(COMMON)
+        for title, rows in (*groups.items(), (COMMON, common)):
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=FIRST_COLUMN)
+
+
+class Commands(click.Group):
+    """The program, whose help names commands in the order in which they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
+
+
+def grouped(title: str, *options: Option) -> Callable[[Function], Function]:
+    """Return a decorator that adds options, which help shows together under a title."""
+
+    def add(function: Function) -> Function:
+        for option in reversed(options):
+            option(function)
+            function.__click_params__[-1].group = title  # type: ignore[attr-defined]
+        return function
+
+    return add
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a command's help."""
+    return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+
+
+def debug_option() -> click.Option:
+    """Return the option that every command has, and the program itself."""
+    return click.Option(
+        ["--debug"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_log_more,
+        help="Log more, and show where an error comes from.",
+    )
+
+
+def _log_more(context: click.Context, parameter: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        for name in (None, "unet3d"):
+            logging.getLogger(name).setLevel(logging.DEBUG)
+
+
+def is_debugging() -> bool:
+    """Return whether ``--debug`` was given."""
+    return logging.getLogger("unet3d").isEnabledFor(logging.DEBUG)
