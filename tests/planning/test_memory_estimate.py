@@ -199,8 +199,10 @@ def test_gpus_are_predicted_without_gpus():
     needed = prediction.needed_bytes()
     assert needed[GPUS[0]] == prediction.memory[0].peak_bytes + UNCOUNTED_BYTES
     in_float32 = activations(replace(step, layout=replace(step.layout, autocast=None)))
-    for lowered, full in zip(activations(step), in_float32, strict=True):
-        assert 0.5 < lowered / full < 0.6  # autocast lowers nearly all of them
+    both = zip(activations(step), in_float32, strict=True)
+    first, second = (lowered / full for lowered, full in both)
+    assert 0.5 < second < 0.6  # autocast lowers nearly all of them
+    assert 0.25 < first < 0.35  # where Triton makes the first convolution, it is recomputed
 
 
 @pytest.mark.parametrize(("precision", "num_shards"), [("float32", 2), ("bfloat16", 1)])
@@ -246,9 +248,9 @@ def test_the_more_is_made_again_the_less_is_kept():
         for how in ("level", "norm", "off")
     ]
     (level,), (norm,), (off,) = map(activations, steps)
-    assert level < 0.65 * norm and norm < 0.85 * off
+    assert level < 0.75 * norm and norm < 0.65 * off
     (level,), (norm,), (off,) = map(peaks, steps)
-    assert level < 0.75 * norm and norm < off
+    assert level < 0.85 * norm and norm < 0.7 * off
 
 
 @pytest.mark.parametrize(("how", "precision"), [("level", "bfloat16"), ("norm", "float32")])
@@ -302,14 +304,13 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_cuts(devices):
 
 
 MEASURED: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "captured": ({"size": (128, 128, 128)}, [2206735360]),
-    "launched": ({"size": (256, 256, 256), "batch_size": 1}, [7521369600]),
-    "accumulated": ({"batch_size": 8, "num_micro_batches": 8}, [3830236160]),
+    "captured": ({"size": (128, 128, 128)}, [1938032640]),
+    "launched": ({"size": (256, 256, 256), "batch_size": 1}, [6514466816]),
     "two stages": (
         {"batch_size": 8, "num_micro_batches": 8, "num_gpus": 2},
-        [4809032192, 3965297664],
+        [3905125376, 4007495168],
     ),
-    "two slabs": ({"size": (256, 256, 256), "batch_size": 1, "num_shards": 2}, [4098195456]),
+    "two slabs": ({"size": (256, 256, 256), "batch_size": 1, "num_shards": 2}, [3573540352]),
 }
 """Steps on H100 and H200 and the peaks of their allocators (``benchmarks/results``), when cuDNN did
 all convolutions."""

@@ -172,6 +172,22 @@ def test_a_run_after_a_power_cut_is_bit_identical(finished, tmp_path):
     assert not list(folder.glob(".unfinished-*"))
 
 
+@pytest.mark.gpu
+def test_so_is_one_on_a_gpu(cache, tmp_path):
+    """With convolutions of every kind, launched at first and replayed later."""
+    changes = (
+        *("parallel.mode=none", "parallel.devices=0", "training.precision=bfloat16"),
+        *("data.phantom.shape=80,64,64", "patches.size=64,64,64", "training.batch_size=2"),
+        *("model.base_channels=32", "model.num_levels=4"),
+    )
+    config = settings(cache, *changes, "training.save_every_seconds=0")
+    run(config, tmp_path / "undisturbed")
+    run_until_power_cut(config, tmp_path / "run", num_steps=7)
+    run(config, tmp_path / "run", resume=True)
+    assert_same_weights(tmp_path / "run", tmp_path / "undisturbed")
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+
+
 @pytest.mark.parametrize(("where", "state"), [("a step", (1, 2)), ("a validation", (1, 4))])
 def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
     finished, cache, tmp_path, monkeypatch, where, state

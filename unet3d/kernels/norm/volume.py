@@ -14,7 +14,7 @@ from unet3d.kernels.halo import fill_halo, gradient_of_own, inner, put_halo
 from unet3d.kernels.marks import Deferred, mark_deferred, sums_of
 from unet3d.kernels.norm import op, reference
 from unet3d.kernels.padding import channels_last, empty_map
-from unet3d.kernels.recompute import offer
+from unet3d.kernels.recompute import offer, recomputing
 from unet3d.kernels.sharding import Halo, Shard, number_of_largest
 from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
@@ -101,7 +101,8 @@ class VolumeNorm(NamedTuple):
         if self.is_deferred:
             return mark_deferred(made, deferred)
         from_x_alone = deferred if self.halo_of is None else None
-        offer(made, lambda: self.again(x, *affine, halo=halo), x, from_x_alone)
+        source = recomputing(x)
+        offer(made, lambda: self.again(source(), *affine, halo=halo), x, from_x_alone)
         return made
 
     def gradient_of_own(self, dy: Tensor) -> Tensor:
