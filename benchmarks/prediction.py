@@ -59,8 +59,8 @@ from unet3d.config import Shape, load_config
 from unet3d.datasets.phantom import head_phantom
 from unet3d.images.files import write_nifti
 from unet3d.inference.image_slab import ImageSlab, WholeImage
-from unet3d.inference.replaying import ReplayedNetwork
 from unet3d.inference.sliding_window import logit_slabs
+from unet3d.inference.window_network import Replayed, WindowNetwork
 from unet3d.inference.windows import Windows
 from unet3d.kernels import strongest_class
 from unet3d.model import Topology, UNet3d
@@ -207,7 +207,8 @@ def segment_ours(executor: Any, image: torch.Tensor, window: Shape, at_once: int
     topology, device = executor.module.topology, executor.input_device
     windows = Windows.of((x, y, z), topology, window, OVERLAP, at_once, [device])
     slab = ImageSlab(WholeImage(image), windows, torch.float32, device)
-    predicting = ReplayedNetwork(executor) if device.type == "cuda" else executor
+    replayed = Replayed(executor) if device.type == "cuda" else None
+    predicting = WindowNetwork.of(executor, replayed)
     for logits in logit_slabs([predicting], slab, windows, NUM_CLASSES):
         strongest_class(logits).to(torch.uint8).cpu()
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from unet3d.config import ModelSettings, Offload, Recompute, Shape, TrainingSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.inference.replaying import ReplayedNetwork
+from unet3d.inference.window_network import Replayed
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import (
@@ -198,7 +198,7 @@ class OurTrainee:
         self._image = image.to(self.executor.input_device)
         self._target = target.to(self.executor.output_device)
         is_one_gpu = len(way.devices) == 1 and layout.devices[0].type == "cuda"
-        self._predicting: Any = ReplayedNetwork(self.executor) if is_one_gpu else self.executor
+        self._predict: Any = Replayed(self.executor) if is_one_gpu else self.executor.predict
 
     def step(self) -> Tensor:
         """Train one step, with the messages that ranks send one another in training."""
@@ -222,7 +222,7 @@ class OurTrainee:
         One GPU replays a graph from the second time on, as in ``unet3d predict``.
         """
         self._whole = self._whole.to(self.executor.input_device)
-        logits: Tensor = self._predicting.predict(self._whole)
+        logits: Tensor = self._predict(self._whole)
         return logits
 
 

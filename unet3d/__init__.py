@@ -1,7 +1,7 @@
 """unet3d: 3D U-Net segmentation of volumes that outgrow one GPU.
 
 From Python, ``unet3d.load("runs/mine").segment("scan.nii.gz")`` segments as ``unet3d predict``
-does, see :func:`unet3d.segmenter.load`, and ``unet3d.train("DATASET")`` trains as ``unet3d train``
+does, see :func:`unet3d.api.load`, and ``unet3d.train("DATASET")`` trains as ``unet3d train``
 does, see :func:`unet3d.trainer.train`.
 """
 
@@ -11,9 +11,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _INTERFACE = {
-    "Segmenter": "unet3d.segmenter",
+    "Segmenter": "unet3d.api",
     "TrainedRun": "unet3d.trainer",
-    "load": "unet3d.segmenter",
+    "load": "unet3d.api",
+    "predict": "unet3d.api",
     "train": "unet3d.trainer",
 }
 

@@ -1,5 +1,6 @@
-from unet3d.segmenter import Segmenter as Segmenter
-from unet3d.segmenter import load as load
+from unet3d.api import Segmenter as Segmenter
+from unet3d.api import load as load
+from unet3d.api import predict as predict
 from unet3d.trainer import TrainedRun as TrainedRun
 from unet3d.trainer import train as train
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
+from unet3d.api import Device, FileName, Segmenter, load, names_of
 from unet3d.config import parsed_value, preset_changes
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
@@ -21,7 +22,6 @@ from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.runs.finding import checkpoint_in
 from unet3d.runs.run_folder import RunFolder
-from unet3d.segmenter import Device, FileName, Segmenter, load, names_of
 from unet3d.training.cross_validation import request_over_folds
 from unet3d.training.start import RunRequest, choose_run, train_run
 
@@ -45,7 +45,7 @@ class TrainedRun:
     """The same of each label, by its name; None where no case has it."""
 
     def load(self, devices: Device | Sequence[Device] | None = None) -> Segmenter:
-        """Load the final network on devices, as :func:`unet3d.segmenter.load` does."""
+        """Load the final network on devices, as :func:`unet3d.api.load` does."""
         return load(self.folder, devices=devices)
 
 

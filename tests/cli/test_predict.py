@@ -5,7 +5,6 @@ import io
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,13 +15,13 @@ import pytest
 from tests.command_line import labels_of, names_in, refusal, run, scan_array
 from tests.images.dicom_series import write_series
 from tests.images.samples import write_json, write_volume
-from tests.networks import random_checkpoint, write_checkpoint
-from unet3d.cli.checkpoints import trained_inference
+from tests.networks import write_checkpoint
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
 from unet3d.images.labels import read_label
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import Scan, read_scan
 from unet3d.runs.checkpoint import load_checkpoint
 
@@ -395,8 +394,10 @@ def test_every_setting_of_prediction_is_that_of_the_network():
     }
     assert given.keys() == InferenceSettings.model_fields.keys()
     config = load_config(None).with_values({f"inference.{k}": v for k, v in given.items()})
-    changes = trained_inference(replace(random_checkpoint(), config=config))
-    assert load_config(None, changes).inference == InferenceSettings(**given)
+    assert PredictionRequest().inference(config) == InferenceSettings(**given)
+    asked = {"tta": False, "window": "whole", "overlap": 0.5, "postprocessing": True}
+    request = PredictionRequest(settings={f"inference.{name}": one for name, one in asked.items()})
+    assert request.inference(config) == InferenceSettings(**{**given, **asked})
 
 
 def test_components_are_kept_on_request(scan):

@@ -17,9 +17,10 @@ from tests.cli import slow_prediction
 from tests.cli.slow_prediction import READING, WINDOWS
 from tests.command_line import labels_of, names_in, refusal, run, scan_array, wait_until
 from tests.images.samples import noise, write_volume
-from unet3d.cli.predict import predict
-from unet3d.distributed import launcher
+from unet3d.inference import prediction
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.request import PredictionRequest
+from unet3d.inputs.reading import read_json
 
 ALL_RESULTS = ("--statistics", "--preview", "--probabilities")
 ENDINGS = (".nii.gz", ".json", ".png", ".npy")
@@ -207,21 +208,44 @@ def test_windows_in_air_are_skipped(predicting, caplog):
         assert one["num_voxels"] == (found == one["value"]).sum()
 
 
-def test_ranks_are_given_every_option(scan, checkpoint, monkeypatch):
-    """Those that are flags, those with a value, and what looks like an option and is a file."""
+@pytest.mark.parametrize(
+    ("words", "asked", "settings"),
+    [
+        (
+            (*ALL_RESULTS, "--skip-background", "--scratch", "disk", "--continue", "--no-tta"),
+            {"statistics": True, "preview": True, "probabilities": True, "skip_background": True}
+            | {"scratch": Path("disk"), "goes_on": True},
+            {"tta": False},
+        ),
+        (
+            ("--tta", "--overlap", "0.3", "--window", "16,16,16", "--overwrite", "-o", "out"),
+            {"overwrite": True, "output": Path("out")},
+            {"tta": True, "overlap": 0.3, "window": [16, 16, 16]},
+        ),
+        (
+            ("--window", "whole", "--no-postprocessing", "--precision", "float32"),
+            {},
+            {"window": "whole", "postprocessing": False, "precision": "float32"},
+        ),
+    ],
+)
+def test_ranks_are_given_all_that_was_asked(words, asked, settings, checkpoint, monkeypatch):
+    """They read it from a file, also names that are no text, or look like an option."""
     Path("disk").mkdir()
-    other = write_volume(Path("-scan.nii"), scan_array())
-    launched = []
-    monkeypatch.setattr(launcher, "launch", lambda words, *_, **more: launched.append(words))
+    images = tuple(map(Path, ("plain.nii", os.fsdecode(b"-caf\xe9.nii"))))
+    for image in images:
+        write_volume(Path("a.nii"), scan_array()).rename(image)
+    read = []
+
+    def launch(arguments, folder, **more):
+        read.append(PredictionRequest.of(read_json(Path(arguments[1]))))
+
+    monkeypatch.setattr(prediction, "launch", launch)
     own = ("--checkpoint", checkpoint, "--parallel", "spatial", "--devices", "cpu,cpu")
-    for more in (
-        (*ALL_RESULTS, "--skip-background", "--scratch", "disk", "--continue", "--no-tta"),
-        ("--tta", "--overlap", "0.3", "--window", "16,16,16", "--overwrite", "-o", "out"),
-        ("--window", "whole", "--no-postprocessing", "--precision", "float32"),
-    ):
-        words = [str(word) for word in (*own, "--window", "16,16,16", *more, "--", scan, other)]
-        assert run("predict", *words) == 0
-        name, *given = launched.pop()
-        assert name == "predict"
-        found, expected = (predict.make_context("predict", one).params for one in (given, words))
-        assert found == expected
+    assert run("predict", *own, *words, "--", *images) == 0
+    placement = {"parallel.mode": "spatial", "parallel.devices": ["cpu", "cpu"]}
+    of_windows = {f"inference.{name}": value for name, value in settings.items()}
+    found = PredictionRequest(
+        images=images, checkpoints=(checkpoint,), settings={**of_windows, **placement}, **asked
+    )
+    assert read == [found]

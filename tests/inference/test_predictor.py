@@ -233,7 +233,7 @@ def test_a_network_that_had_no_place_is_placed_by_the_next_image(tmp_path, monke
         raise DoesNotFitError("no place")
 
     with monkeypatch.context() as patch, pytest.raises(DoesNotFitError, match="no place"):
-        patch.setattr(placing.PlacedNetworks, "make", failing)
+        patch.setattr(placing.PlacedNetworks, "_executor", failing)
         predictor.segment(image)
     np.testing.assert_array_equal(predictor.segment(image), expected)
 

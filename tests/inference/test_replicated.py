@@ -14,8 +14,8 @@ from unet3d.errors import DoesNotFitError
 from unet3d.images.image import open_image
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
-from unet3d.inference.replicated import ReplicatedNetwork
-from unet3d.parallel import Slot, graph
+from unet3d.inference.window_network import replicated
+from unet3d.parallel import graph
 
 CPU = torch.device("cpu")
 SHAPE = (20, 12, 16)
@@ -28,7 +28,7 @@ class Replica:
     input_device = output_device = CPU
 
     def __init__(self, number, function=torch.neg):
-        self.slots = (Slot(index=0, device=torch.device("cuda", number), blocks=()),)
+        self.devices = (torch.device("cuda", number),)
         self.given = []
         self._function = function
         self._memory = torch.empty(100)
@@ -56,24 +56,24 @@ def images(first, count):
 def test_each_replica_has_its_share_and_logits_are_in_order(num_windows, shares):
     replicas = [Replica(number) for number in range(3)]
     image = images(0, num_windows)
-    assert torch.equal(ReplicatedNetwork(replicas).predict(image), -image)
+    assert torch.equal(replicated(replicas).predict(image), -image)
     assert [replica.given for replica in replicas] == [[one] if one else [] for one in shares]
 
 
 def test_logits_outlive_the_next_call_of_several_replicas():
-    network = ReplicatedNetwork([Replica(0), Replica(3)])
+    network = replicated([Replica(0), Replica(3)])
     before = network.predict(images(0, 4))
     network.predict(images(9, 4))
     assert torch.equal(before, -images(0, 4))
     assert network.input_device == network.output_device == CPU
-    assert [str(slot.device) for slot in network.slots] == ["cuda:0", "cuda:3"]
+    assert [str(device) for device in network.devices] == ["cuda:0", "cuda:3"]
 
 
 def test_the_device_whose_memory_runs_out_is_named():
     def fail(image):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And more.")
 
-    network = ReplicatedNetwork([Replica(0), Replica(1, fail), Replica(2)])
+    network = replicated([Replica(0), Replica(1, fail), Replica(2)])
     with pytest.raises(DoesNotFitError) as caught:
         network.predict(images(0, 3))
     assert str(caught.value) == (

@@ -9,8 +9,9 @@ import pytest
 from tests.images.samples import noise, write_volume
 from unet3d.errors import ConfigError, ResultExistsError, VolumeError
 from unet3d.images.image import open_image
+from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scan_search import find_scans, refuse_existing
-from unet3d.inference.scans import Wanted, read_scan, write_segmentation
+from unet3d.inference.scans import read_scan, write_segmentation
 
 
 def touch(folder, *names):
@@ -26,9 +27,14 @@ def outputs(found):
     return dict(zip(files, [scan.output.name for scan in found.to_segment], strict=True))
 
 
+def found_of(inputs, output, num_channels, **asked):
+    request = PredictionRequest(images=tuple(inputs), output=output, **asked)
+    return find_scans(request, num_channels)
+
+
 def refuses(inputs, words, output=None, **wanted):
     with pytest.raises((ConfigError, VolumeError), match=words):
-        find_scans(inputs, output, 1, Wanted(**wanted))
+        found_of(inputs, output, 1, **wanted)
 
 
 def names(scans):
@@ -48,7 +54,7 @@ def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path):
     touch(tmp_path, "a_seg.nii.gz", "B_SEG.NII.GZ", ".hidden.nii", "notes.txt")
     for name in ("series", "s.2", ".hidden", "study/too deep"):
         dicom_folder(tmp_path / name)
-    assert outputs(find_scans([tmp_path], None, 1, Wanted(overwrite=True))) == {
+    assert outputs(found_of([tmp_path], None, 1, overwrite=True)) == {
         ("series",): "series_seg.nii.gz",
         ("s.2",): "s.2_seg.nii.gz",
         **{(name,): f"{name.split('.')[0]}_seg.nii.gz" for name in scans},
@@ -63,9 +69,9 @@ def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(tmp_path, 
     name = "CT 1.2.840_seg.nii.gz"
     monkeypatch.chdir(series)
     for given, images in ((series, series), (Path("."), series), (series / "../CT 1.2.840",) * 2):
-        (scan,) = find_scans([given], None, 1, Wanted()).to_segment
+        (scan,) = found_of([given], None, 1).to_segment
         assert scan.images == (images,) and scan.output.resolve() == tmp_path / name
-    (scan,) = find_scans([series], tmp_path / "out", 1, Wanted()).to_segment
+    (scan,) = found_of([series], tmp_path / "out", 1).to_segment
     assert scan.output == tmp_path / "out" / name
 
 
@@ -77,12 +83,12 @@ def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path):
         ("y_0000.nii.gz", "y_0001.nii.gz"): "y_seg.nii.gz",
         ("z.nii.gz",): "z_seg.nii.gz",
     }
-    assert outputs(find_scans([tmp_path], None, 2, Wanted())) == expected
-    assert outputs(find_scans(files, None, 2, Wanted())) == expected
-    assert outputs(find_scans([tmp_path, *files], None, 2, Wanted())) == expected
-    assert len(find_scans([tmp_path], None, 1, Wanted()).to_segment) == 5
+    assert outputs(found_of([tmp_path], None, 2)) == expected
+    assert outputs(found_of(files, None, 2)) == expected
+    assert outputs(found_of([tmp_path, *files], None, 2)) == expected
+    assert len(found_of([tmp_path], None, 1).to_segment) == 5
     # One file may hold both channels, whatever its number.
-    of_one = outputs(find_scans(files[:1], None, 2, Wanted()))
+    of_one = outputs(found_of(files[:1], None, 2))
     assert of_one == {("x_0001.nii.gz",): "x_0001_seg.nii.gz"}
 
 
@@ -97,9 +103,9 @@ def test_channels_that_are_not_the_right_ones_are_refused(tmp_path):
         folder = tmp_path / str(number)
         touch(folder, *channels)
         with pytest.raises(VolumeError, match=r"x has the files x_000.* 2 channels; name them x_0"):
-            find_scans([folder], None, 2, Wanted())
+            found_of([folder], None, 2)
         touch(folder, "y_0000.nii.gz", "y_0001.nii.gz")
-        found = find_scans([folder], None, 2, Wanted())
+        found = found_of([folder], None, 2)
         assert names(found.to_segment) == ["y_0000.nii.gz"]
         ((scan, error),) = found.faults
         assert names((scan,)) == [min(channels)] and "name them x_0000 to x_0001" in str(error)
@@ -112,7 +118,7 @@ def test_a_scan_that_is_named_in_two_ways_counts_once(tmp_path, monkeypatch):
     around, linked = tmp_path / "scans/../scans/a.nii.gz", Path("link/a.nii.gz")
     for other in (path, Path("scans/a.nii.gz"), around, linked):
         for inputs in ([path, other], [tmp_path / "scans", other], [other, tmp_path / "scans"]):
-            assert len(find_scans(inputs, tmp_path / "out", 1, Wanted()).to_segment) == 1
+            assert len(found_of(inputs, tmp_path / "out", 1).to_segment) == 1
 
 
 def test_every_link_to_one_scan_is_a_scan(tmp_path):
@@ -125,7 +131,7 @@ def test_every_link_to_one_scan_is_a_scan(tmp_path):
     (scans / "loop.nii.gz").symlink_to("loop.nii.gz")
     (scans / "nowhere.nii.gz").symlink_to("absent.nii.gz")
     os.mkfifo(scans / "pipe.nii.gz")
-    found = find_scans([scans, scans / "loop.nii.gz"], None, 1, Wanted())
+    found = found_of([scans, scans / "loop.nii.gz"], None, 1)
     assert len({scan.output for scan in found.to_segment}) == 103
     by_name = {scan.images[0].name: scan for scan in found.to_segment}
     words = {
@@ -147,7 +153,7 @@ def test_output_is_a_file_or_a_folder(tmp_path):
         ("new folder", "scan_seg.nii.gz"),
         ("there.already", "scan_seg.nii.gz"),
     ):
-        (scan,) = find_scans([path], tmp_path / given, 1, Wanted()).to_segment
+        (scan,) = found_of([path], tmp_path / given, 1).to_segment
         assert scan.output == tmp_path / given / inside
         write_segmentation(scan, np.ones((4, 5, 6), np.uint8), open_image(path).geometry, {})
         assert scan.output.is_file()
@@ -157,12 +163,12 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     scans = touch(tmp_path / "scans", "a.nii.gz", "b.nii.gz")
     output = tmp_path / "results.v2"
     for inputs in (scans, [tmp_path / "scans"]):
-        found = find_scans(inputs, output, 1, Wanted())
+        found = found_of(inputs, output, 1)
         assert [scan.output.parent for scan in found.to_segment] == [output, output]
     scans[1].unlink()  # a folder may hold any number
-    (scan,) = find_scans([tmp_path / "scans"], output, 1, Wanted()).to_segment
+    (scan,) = found_of([tmp_path / "scans"], output, 1).to_segment
     assert scan.output == output / "a_seg.nii.gz"
-    (scan,) = find_scans([tmp_path / "scans"], tmp_path / "seg.nii", 1, Wanted()).to_segment
+    (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
     assert scan.output == tmp_path / "seg.nii"
     refuses(scans[:1], "results.v2: segmentations are written as NIfTI; name a", output)
 
@@ -179,7 +185,7 @@ def test_files_of_a_folder_are_not_compared_with_all_others(tmp_path, monkeypatc
     monkeypatch.setattr(PurePath, "__eq__", counted)
     for num_channels, num_scans in ((1, 200), (2, 100)):
         num_compared = 0
-        found = find_scans([tmp_path], tmp_path / "out", num_channels, Wanted())
+        found = found_of([tmp_path], tmp_path / "out", num_channels)
         assert len(found.to_segment) == num_scans
         assert num_compared < 10 * 200
 
@@ -205,14 +211,14 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
 def test_results_that_exist_are_kept_and_only_a_single_scan_is_refused(tmp_path):
     a, b, old = touch(tmp_path, "a.nii.gz", "b.nii.gz", "b_seg.nii.gz")
     for inputs in ([a, b], [tmp_path]):
-        found = find_scans(inputs, None, 1, Wanted())
+        found = found_of(inputs, None, 1)
         assert (names(found.to_segment), names(found.kept)) == ([a.name], [b.name])
-        found = find_scans(inputs, None, 1, Wanted(overwrite=True))
+        found = found_of(inputs, None, 1, overwrite=True)
         assert (names(found.to_segment), names(found.kept)) == ([a.name, b.name], [])
     with pytest.raises(ResultExistsError, match=f"{old} exists; add --overwrite"):
-        find_scans([b], None, 1, Wanted())
+        found_of([b], None, 1)
     touch(tmp_path, "a_seg.nii.gz")
-    assert names(find_scans([tmp_path], None, 1, Wanted()).kept) == [a.name, b.name]
+    assert names(found_of([tmp_path], None, 1).kept) == [a.name, b.name]
 
 
 def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
@@ -222,16 +228,16 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
         a, b, there = touch(tmp_path / present, "a.nii.gz", "b.nii.gz", present)
         words = f"{there} exists, but not {missing}; add --overwrite to make all"
         refuses([a], words, statistics=True)
-        found = find_scans([a, b], None, 1, Wanted(statistics=True))
+        found = found_of([a, b], None, 1, statistics=True)
         assert (names(found.to_segment), names(found.kept)) == (["b.nii.gz"], [])
         ((scan, error),) = found.faults
         assert scan.images == (a,) and words in str(error)
-        anyway = find_scans([a, b], None, 1, Wanted(overwrite=True, statistics=True))
+        anyway = found_of([a, b], None, 1, overwrite=True, statistics=True)
         assert len(anyway.to_segment) == 2
         touch(tmp_path / present, missing)
         with pytest.raises(ResultExistsError):
-            refuse_existing(scan, Wanted(statistics=True))
-        kept = find_scans([a, b], None, 1, Wanted(statistics=True)).kept
+            refuse_existing(scan, PredictionRequest(statistics=True))
+        kept = found_of([a, b], None, 1, statistics=True).kept
         assert names(kept) == ["a.nii.gz"]
 
 
@@ -243,11 +249,11 @@ def test_pictures_are_results_as_statistics_are(tmp_path):
     refuses([a], words, statistics=True, preview=True)
     (tmp_path / "a_seg.png").mkdir()
     with pytest.raises(ResultExistsError):
-        find_scans([a], None, 1, Wanted(preview=True))
+        found_of([a], None, 1, preview=True)
     words = "a_seg.png: there is something that is no file; choose another --output"
     refuses([a], words, overwrite=True, preview=True)
     there.unlink()  # what nobody asks for does not matter
-    assert names(find_scans([a], None, 1, Wanted()).to_segment) == ["a.nii.gz"]
+    assert names(found_of([a], None, 1).to_segment) == ["a.nii.gz"]
 
 
 def test_whatever_has_the_name_counts_as_a_result(tmp_path):
@@ -261,11 +267,11 @@ def test_whatever_has_the_name_counts_as_a_result(tmp_path):
         output.unlink()
         make(output)
         with pytest.raises(ResultExistsError):
-            find_scans([scan], None, 1, Wanted())
+            found_of([scan], None, 1)
         if kind in ("folder", "pipe"):
             refuses([scan], "something that is no file; choose another --output", overwrite=True)
         else:
-            assert find_scans([scan], None, 1, Wanted(overwrite=True)).to_segment
+            assert found_of([scan], None, 1, overwrite=True).to_segment
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(

@@ -12,9 +12,9 @@ from tests.images.samples import noise, write_volume
 from unet3d.errors import ResultExistsError, VolumeError
 from unet3d.images.image import open_image
 from unet3d.images.labels import read_label
+from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import (
     Scan,
-    Wanted,
     label_statistics,
     read_scan,
     result_file,
@@ -42,7 +42,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path, header):
 
 def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header):
     scan = Scan(images=(header.path,), output=tmp_path / "scan_seg.nii.gz")
-    results = scan.results(Wanted(statistics=True))
+    results = scan.results(PredictionRequest(statistics=True))
     assert results == [scan.output, scan.statistics]
     for path in results:
         path.write_text("theirs")

@@ -13,7 +13,8 @@ from unet3d.config import ModelSettings
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference import sliding_window
 from unet3d.inference.image_slab import ImageSlab, WholeImage
-from unet3d.inference.sliding_window import NonFiniteLogitsError, join_windows, logit_slabs
+from unet3d.inference.sliding_window import NonFiniteLogitsError, logit_slabs
+from unet3d.inference.window_network import WindowNetwork
 from unet3d.inference.windows import Windows, longest_axis
 from unet3d.memory import host
 from unet3d.model import UNet3d, plan_topology
@@ -32,10 +33,11 @@ def predict_logits(
     executor, image, window, overlap, batch_size, done=lambda *_: None, empty_logits=None
 ):
     """Return the logits of the whole volume."""
+    network = executor if isinstance(executor, Voxelwise) else WindowNetwork.of(executor)
     topology, axis = executor.module.topology, longest_axis(image.shape[1:])
     windows = Windows.of(image.shape[1:], topology, window, overlap, batch_size, [CPU])
     slab, classes = slab_of(image, windows), topology.num_classes
-    slabs = logit_slabs([executor], slab, windows, classes, done, empty_logits)
+    slabs = logit_slabs([network], slab, windows, classes, done, empty_logits)
     return torch.cat(list(slabs), 1 + axis)
 
 
@@ -43,7 +45,7 @@ class Voxelwise:
     """An executor whose network looks at each voxel alone: windows cannot matter to it."""
 
     input_device = output_device = CPU
-    slots = (SimpleNamespace(device=CPU),)
+    devices = (CPU,)
 
     def __init__(self, function=lambda image: image, num_classes=2):
         topology = replace(TOPOLOGY, in_channels=num_classes, num_classes=num_classes)
@@ -233,20 +235,6 @@ def test_where_all_windows_are_empty_nothing_is_computed(batch_size):
     assert (found[0] == 9).all() and (found[1] == -9).all() and found.shape == (2, 48, 32, 8)
     count = Windows.count((48, 32, 8), executor.module.topology, WINDOW, 0.5)
     assert calls[0] == (0, count) and calls[-1] == (count, count)
-
-
-def test_ranks_that_join_compute_the_same_windows():
-    image = make_image((37, 20, 10))
-    seen = [[], []]
-    first, other = (Voxelwise(lambda x, of=of: of.append(x) or x) for of in seen)
-    windows = Windows.of(image.shape[1:], first.module.topology, WINDOW, 0.5, 3, [CPU])
-    list(logit_slabs([first], slab_of(image, windows), windows, 2))
-    join_windows(other, slab_of(image, windows), windows)
-    assert len(seen[0]) == len(seen[1]) > 1
-    assert all(torch.equal(one, same) for one, same in zip(*seen, strict=True))
-    other.function = torch.Tensor.log_softmax  # lacks an argument: no matter of memory
-    with pytest.raises(TypeError):
-        join_windows(other, slab_of(image, windows), windows)
 
 
 # Any shape

@@ -38,7 +38,7 @@ def placed(networks, *devices, **settings):
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",))
     where = PlacedNetworks(networks, parallel, Group(Ranks()))
     inference = [InferenceSettings(**settings)] * len(networks)
-    return where, VolumeLogits(networks, inference, where, 0)
+    return where, VolumeLogits(networks, inference, where, Group(Ranks()))
 
 
 def all_logits(logits, image, sizes, windows_done=lambda *_: None):
@@ -67,7 +67,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     late, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO, logger="unet3d")
-    monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 5 * 16**3)
+    monkeypatch.setattr("unet3d.inference.window_memory.CPU_VOXELS", 5 * 16**3)
     scan = scan_of(noise((60, 24, 20)), tmp_path)
     one = place(random_checkpoint(), inference=InferenceSettings(batch_size=1))
     expected = one.segment(scan, probabilities=tmp_path / "one.npy")
@@ -106,7 +106,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
 def test_memory_too_small_for_any_window_or_what_was_asked_for_is_explained(
     patch_size, settings, max_voxels, tried, message, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 5 * 16**3)
+    monkeypatch.setattr("unet3d.inference.window_memory.CPU_VOXELS", 5 * 16**3)
     checkpoint = random_checkpoint(patch_size=patch_size)
     predictor = place(checkpoint, inference=InferenceSettings(**settings))
     memory = Memory(predictor, monkeypatch, lambda image: image.numel() <= max_voxels)
@@ -130,7 +130,7 @@ def test_a_network_of_whole_volumes_falls_back_to_windows(tmp_path, monkeypatch,
 
 def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_path, monkeypatch):
     """Also where another one, with larger windows, has begun since."""
-    monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 3 * 8**3)
+    monkeypatch.setattr("unet3d.inference.window_memory.CPU_VOXELS", 3 * 8**3)
     scan = scan_of(noise((40, 16, 16)), tmp_path)
     small = random_checkpoint(patch_size=(8, 8, 8), dtype=torch.float64)
     networks = Networks.of(small, replace(small, patch_size=(16, 16, 16)))
@@ -188,13 +188,13 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatc
         "unet3d.inference.sliding_window.refuse_beyond_memory", lambda n, *_: needed.append(n)
     )
     where, logits = placed(folds(3), averaging="logits", batch_size=1)
-    load_into = where.load_into
+    load_into = where._load_into
 
-    def noted(executor, before, index):
+    def noted(executor, index):
         loaded.append(index)
-        return load_into(executor, before, index)
+        load_into(executor, index)
 
-    monkeypatch.setattr(where, "load_into", noted)
+    monkeypatch.setattr(where, "_load_into", noted)
     image = WholeImage(torch.from_numpy(noise((18, 16, 42)))[None].double())
     all_logits(logits, image, [(16, 16, 12)] * 3)
     # Three classes in float64, of as many planes as a window has, once.

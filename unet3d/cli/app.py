@@ -20,7 +20,7 @@ from unet3d.cli.evaluate import check, evaluate
 from unet3d.cli.log_format import OneLineFormatter
 from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
-from unet3d.cli.predict import predict
+from unet3d.cli.predict import predict, predict_as_rank
 from unet3d.cli.report import report
 from unet3d.cli.train import train
 from unet3d.errors import Unet3dError, reason_of
@@ -111,5 +111,5 @@ def commands() -> None:
     """Train and use a 3D U-Net on volumes that outgrow one GPU."""
 
 
-for _command in (check, plan, train, predict, evaluate, report, convert, config):
+for _command in (check, plan, train, predict, evaluate, report, convert, config, predict_as_rank):
     commands.add_command(_command)

@@ -1,17 +1,8 @@
-"""The checkpoints that a command takes, and what they were trained with."""
+"""The checkpoints that a command takes where none is named."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from unet3d.errors import ConfigError
-
-if TYPE_CHECKING:
-    from unet3d.runs.checkpoint import Checkpoint
-
-
-def trained_inference(network: "Checkpoint") -> dict[str, Any]:
-    """Return the settings of prediction that a network was trained with, by dotted key."""
-    return {f"inference.{name}": value for name, value in network.config.inference}
 
 
 def newest_checkpoints() -> tuple[Path, ...]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
+from unet3d.cli.checkpoints import newest_checkpoints
 from unet3d.cli.output import show_line, working
 
 if TYPE_CHECKING:
@@ -30,10 +30,9 @@ def plan_prediction(
     with working("predicting"):
         import torch
 
-        from unet3d.config import load_config
         from unet3d.errors import VolumeError
         from unet3d.images.image import open_image
-        from unet3d.inference.computing_precision import wanted_precision
+        from unet3d.inference.placing import wanted_precision
         from unet3d.inference.prediction_memory import prediction_memory
         from unet3d.memory.host import available_bytes
         from unet3d.nnunet.loading import load_network
@@ -50,7 +49,7 @@ def plan_prediction(
             on_gpu = device.type == "cuda"
             gpu_bytes = torch.cuda.mem_get_info(device)[1] if on_gpu else 0
             precision = resolve_precision("auto", [device])
-        settings = [load_config(None, trained_inference(one)).inference for one in networks]
+        settings = [one.config.inference for one in networks]
         wanted = [
             wanted_precision(
                 one.precision, network.dtype, network.config.training.precision, [device]

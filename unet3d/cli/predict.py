@@ -1,17 +1,13 @@
 """``unet3d predict``."""
 
-import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
+from unet3d.cli.checkpoints import newest_checkpoints
 from unet3d.cli.command import Command, GivenSettings, Setting, examples, grouped
-from unet3d.cli.dealing import from_plain, showing_left, to_plain
 from unet3d.cli.options import (
     FILE,
     checkpoint_option,
@@ -22,73 +18,9 @@ from unet3d.cli.options import (
     parallel_option,
 )
 from unet3d.cli.output import begin_as_rank, imports_at_once
-from unet3d.cli.segmentation import Segmentation
 
 if TYPE_CHECKING:
-    from unet3d.config import InferenceSettings
-    from unet3d.inference.networks import Networks
-    from unet3d.inference.scan_search import FoundScans
-    from unet3d.inference.scans import Wanted
-    from unet3d.parallel import ParallelDims
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What a user asks for, besides network and devices."""
-
-    images: tuple[Path, ...]
-    output: Path | None
-    inference: Mapping[str, Any]
-    """Settings of prediction, dotted key to value."""
-    statistics: bool
-    preview: bool
-    probabilities: bool
-    skip_background: bool
-    scratch: Path | None
-    goes_on: bool
-    overwrite: bool
-
-    def wanted(self) -> "Wanted":
-        """Return what is to be written."""
-        from unet3d.inference.scans import Wanted
-
-        return Wanted(
-            statistics=self.statistics,
-            preview=self.preview,
-            probabilities=self.probabilities,
-            overwrite=self.overwrite,
-            goes_on=self.goes_on,
-        )
-
-    def arguments(self) -> list[str]:
-        """Return the same as a command line."""
-        window = self.inference.get("inference.window")
-        options = {
-            "--output": self.output,
-            "--window": ",".join(map(str, window)) if isinstance(window, list) else window,
-            "--overlap": self.inference.get("inference.overlap"),
-            "--precision": self.inference.get("inference.precision"),
-            "--scratch": self.scratch,
-        }
-        flags = {
-            "--tta": self.inference.get("inference.tta") is True,
-            "--no-tta": self.inference.get("inference.tta") is False,
-            "--statistics": self.statistics,
-            "--preview": self.preview,
-            "--probabilities": self.probabilities,
-            "--no-postprocessing": "inference.postprocessing" in self.inference,
-            "--skip-background": self.skip_background,
-            "--continue": self.goes_on,
-            "--overwrite": self.overwrite,
-        }
-        return [
-            *(f"{option}={value}" for option, value in options.items() if value is not None),
-            *(flag for flag, is_given in flags.items() if is_given),
-            "--",
-            *map(str, self.images),
-        ]
+    from unet3d.distributed.ranks import Ranks
 
 
 @click.command(
@@ -185,182 +117,57 @@ class _Request:
 )
 def predict(
     *,
-    images: tuple[Path, ...],
     settings: GivenSettings,
     checkpoints: tuple[Path, ...],
-    folds: tuple[int | str, ...] | None,
-    output: Path | None,
-    statistics: bool,
-    preview: bool,
-    probabilities: bool,
-    skip_background: bool,
-    scratch: Path | None,
-    goes_on: bool,
-    overwrite: bool,
+    folds: tuple[int, ...] | None,
+    **asked: Any,
 ) -> None:
     """Segment IMAGES: scan.nii.gz becomes scan_seg.nii.gz.
 
     IMAGES are files, folders of files, or folders of DICOM slices.
     """
-    if goes_on and overwrite:
+    if asked["goes_on"] and asked["overwrite"]:
         raise click.UsageError("--continue keeps results and --overwrite replaces them; drop one")
-    if scratch is not None and not os.path.isdir(scratch):
+    if asked["scratch"] is not None and not os.path.isdir(asked["scratch"]):
         raise click.BadParameter(
-            f"{scratch} is no folder; name one on a disk with space", param_hint="'--scratch'"
+            f"{asked['scratch']} is no folder; name one on a disk with space",
+            param_hint="'--scratch'",
         )
     settings.check()
-    from unet3d.distributed import is_launched
-
     ranks = begin_as_rank()
     if not checkpoints and ranks.is_first:
         checkpoints = newest_checkpoints()
-    if ranks.is_first and not is_launched():
+    if ranks.is_first:
         # What follows takes seconds before anything else can be seen.
-        click.echo(f"using {_in_words(_known(checkpoints))}")
+        click.echo(f"using {_in_words(checkpoints)}")
+    _run({**asked, "checkpoints": checkpoints, "settings": settings.changes}, ranks)
 
+
+@click.command("predict-as-rank", hidden=True)
+@click.argument("request", type=FILE)
+def predict_as_rank(request: Path) -> None:
+    """Do a rank's part of what is asked in a file, as the command that has started it."""
+    from unet3d.inputs.reading import read_json
+
+    _run(read_json(request), begin_as_rank())
+
+
+def _run(asked: dict[str, Any], ranks: "Ranks") -> None:
     with imports_at_once():
-        from unet3d.config import load_config
-        from unet3d.distributed.ranks import PREDICTION
-        from unet3d.distributed.rendezvous import joined
-        from unet3d.images.scratch import Scratch
-        from unet3d.inference.mode_choice import choose_mode
-        from unet3d.inference.networks import Networks
-        from unet3d.inference.predictor import Predictor
-        from unet3d.inference.scan_search import find_scans
-        from unet3d.parallel import ParallelDims
+        from unet3d.api import draw_preview
+        from unet3d.cli.terminal_progress import TerminalProgress
+        from unet3d.inference import prediction
+        from unet3d.inference.request import PredictionRequest
 
-    inference_changes = {
-        key: value for key, value in settings.changes.items() if key.startswith("inference.")
-    }
-    request = _Request(
-        images=images,
-        output=output,
-        inference=inference_changes,
-        statistics=statistics,
-        preview=preview,
-        probabilities=probabilities,
-        skip_background=skip_background,
-        scratch=scratch,
-        goes_on=goes_on,
-        overwrite=overwrite,
-    )
-    # The devices of training say nothing about those of prediction.
-    parallel_settings = settings.config.parallel
-    with joined(ranks, PREDICTION) as group:
-        group.open(parallel_settings.timeout_seconds)
-        # The first rank alone has the files.
-        known = [Path(name) for name in group.from_first(lambda: _known(checkpoints))]
-        networks = Networks.read(checkpoints if group.is_first else known, group)
-        inference = [
-            load_config(None, {**trained_inference(network), **inference_changes}).inference
-            for network in networks.described
-        ]
-        spread = choose_mode(parallel_settings, networks, inference, ranks)
-        dims = ParallelDims.resolve(spread, ranks=ranks)
-        if dims.num_shards > group.size:
-            _start_ranks(request, checkpoints, dims)
-            return
-        num_channels = len(networks.preprocessing.channels)
-        wanted = request.wanted()
-
-        def found() -> "FoundScans":
-            return find_scans(images, output, num_channels, wanted)
-
-        is_dealt = dims.mode == "data" and group.size > 1
-        job = None
-        if is_dealt:
-            scans = group.from_first(found, to_plain=to_plain, from_plain=from_plain)
-            job = Segmentation(scans, known, wanted, Scratch(scratch), group)
-            for room in ("unet3d.images", "unet3d.inference.scans"):  # which begin to be read
-                _say_all_of(room)
-        elif group.is_first:
-            scans = found()
-            if 1 < dims.num_replicas <= len(scans.to_segment):
-                logger.info(
-                    "%d scans dealt to %d devices", len(scans.to_segment), dims.num_replicas
-                )
-                with showing_left(scans.to_segment, overwrite):
-                    _start_ranks(request, checkpoints, dims)
-                return
-            job = Segmentation(scans, known, wanted, Scratch(scratch))
-        if job is not None:
-            job.begin()
-        if job is not None and is_dealt:
-            _segment_share(job, networks, dims, inference, skips_empty=skip_background)
-        elif group.from_first(lambda: job is not None and job.has_work):
-            predictor = Predictor(networks, spread, inference, group, skips_empty=skip_background)
-            if job is None:
-                predictor.follow()
-            else:
-                job.segment(predictor)
-    # Only now, because ranks that miss the first one would wait for it.
-    if job is not None and job.error is not None:
-        raise job.error
+    request = PredictionRequest.of(asked)
+    is_dealt = request.settings.get("parallel.mode") == "data"
+    progress = TerminalProgress(is_live=ranks.is_first and not is_dealt)
+    prediction.predict(request, ranks, progress, draw_preview)
 
 
-def _segment_share(
-    job: Segmentation,
-    networks: "Networks",
-    dims: "ParallelDims",
-    inference: "list[InferenceSettings]",
-    *,
-    skips_empty: bool,
-) -> None:
-    """Segment the scans that this rank has, on its own device; all ranks call it."""
-    from unet3d.config import ParallelSettings
-    from unet3d.inference.predictor import Predictor
-
-    if job.has_work:
-        alone = ParallelSettings(mode="none", devices=tuple(map(str, dims.devices)))
-        predictor = Predictor(networks, alone, inference, skips_empty=skips_empty)
-        _say_all_of("unet3d")
-        job.segment(predictor)
-    job.gather()
-
-
-def _say_all_of(name: str) -> None:
-    """Let this rank log there, too, because of its own scans no other rank says anything."""
-    level = logging.getLogger("unet3d").level
-    logging.getLogger(name).setLevel(min(level, logging.INFO))
-
-
-def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "ParallelDims") -> None:
-    """Segment in a process for each device.
-
-    Raises:
-        Unet3dError: A rank failed; the reason of the first one that did.
-        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
-    """
-    from unet3d.distributed.launcher import launch, meeting_folder
-    from unet3d.distributed.ranks import PREDICTION
-
-    placement = {
-        "--parallel": dims.mode,
-        "--devices": ",".join(map(str, dims.all_devices)),
-    }
-    with meeting_folder() as folder:
-        launch(
-            [
-                "predict",
-                *(f"--checkpoint={path}" for path in checkpoints),
-                *(f"{option}={value}" for option, value in placement.items()),
-                *request.arguments(),
-            ],
-            folder,
-            num_ranks=dims.num_processes,
-            max_restarts=0,
-            on_gpus=any(device.type == "cuda" for device in dims.all_devices),
-            purpose=PREDICTION,
-        )
-
-
-def _known(checkpoints: tuple[Path, ...]) -> list[str]:
-    """Return what a user knows networks by."""
+def _in_words(checkpoints: tuple[Path, ...]) -> str:
     from unet3d.nnunet.model_files import known_as
 
-    return [str(known_as(path)) for path in checkpoints]
-
-
-def _in_words(networks: list[str]) -> str:
-    names = ", ".join(networks)
-    return names if len(networks) == 1 else f"the mean of {len(networks)} networks: {names}"
+    names = ", ".join(str(known_as(path)) for path in checkpoints)
+    several = len(checkpoints) > 1
+    return f"the mean of {len(checkpoints)} networks: {names}" if several else names

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from unet3d.distributed import is_launched
 from unet3d.distributed.ranks import ERROR_FILE, TRAINING, Purpose, Ranks
 from unet3d.distributed.watch import JOIN_SECONDS, Watch
-from unet3d.errors import LostRankError
+from unet3d.errors import LostRankError, Unet3dError
 from unet3d.torch_private import Store, set_timeout
 
 Result = TypeVar("Result")
@@ -165,18 +165,29 @@ class Group:
         *,
         to_plain: Callable[[Result], Any] = lambda made: made,
         from_plain: Callable[[Any], Result] = lambda plain: plain,
+        shares_errors: bool = False,
     ) -> Result:
         """Return what the first rank makes, however long it takes; a single rank's as it is.
 
         ``to_plain`` turns it into lists, numbers and strings, ``from_plain`` back in every rank.
+        With ``shares_errors`` all ranks raise what the first one does, and can go on after it.
         """
         if self._watch is None:
             return make()
-        key = self._next_key()
+        key, store = self._next_key(), self._watch.store
         if self.is_first:
-            self._watch.store.set(key, json.dumps(to_plain(make())))
-        _await(self._watch.store, key)
-        return from_plain(json.loads(self._watch.store.get(key)))
+            try:
+                made = make()
+            except (Unet3dError, OSError) as error:
+                if shares_errors:
+                    store.set(key, json.dumps({"error": str(error)}))
+                raise
+            store.set(key, json.dumps({"made": to_plain(made)}))
+        _await(store, key)
+        sent = json.loads(store.get(key))
+        if "error" in sent:
+            raise Unet3dError(sent["error"])
+        return from_plain(sent["made"])
 
     def file_from_first(self, path: Path, read: Callable[[Path], Result]) -> Result:
         """Return what a file holds that only the first rank needs to see; others read a copy."""

@@ -64,5 +64,6 @@ def _beginning(path: Path) -> bytes:
     """Return the first bytes of a file, packed or not, of which the header is a part."""
     with open_regular(path) as file:
         is_packed = file.peek(2)[:2] == GZIP_MARK
-        content: IO[bytes] = igzip.open(file, "rb") if is_packed else file  # type: ignore[assignment]
+        opened: Any = igzip.open
+        content: IO[bytes] = opened(file, "rb") if is_packed else file
         return content.read(MAX_BYTES)

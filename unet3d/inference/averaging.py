@@ -30,24 +30,14 @@ class NetworkMean:
     """
 
     def __init__(self, averaging: Averaging, *, of_regions: bool = False) -> None:
-        """Begin without a network.
-
-        Args:
-            averaging: What is averaged.
-            of_regions: Whether logits are those of regions, and not of classes.
-        """
+        """Begin without a network."""
         self._averaging = averaging
         self._of_regions = of_regions
         self._total: Tensor | None = None
         self._num_networks = 0
 
     def add(self, logits: Tensor) -> None:
-        """Add one more network.
-
-        Args:
-            logits: Shape (K, X, Y, Z), blended over all windows, on any device; their memory is
-                taken over.
-        """
+        """Add one more network."""
         if self._averaging == "probabilities":
             if self._of_regions:
                 logits.sigmoid_()
@@ -66,9 +56,6 @@ class NetworkMean:
         """Return the mean as logits, shape (K, X, Y, Z); forget it.
 
         Of probabilities that is their logarithm, and of regions their logit.
-
-        Raises:
-            RuntimeError: No network has been added.
         """
         if self._total is None:
             raise RuntimeError("there is no mean of no networks")
@@ -89,11 +76,6 @@ def adds_up_together(
     """Return whether the logits of networks can be added up as those of one: window by window.
 
     So it is where the mean is that of logits, and all networks have the same windows.
-
-    Args:
-        networks: The networks, which may be described only.
-        settings: Those of each.
-        sizes: The size of the windows of each.
     """
     if len(networks) == 1:
         return True
@@ -108,17 +90,7 @@ def adds_up_together(
 def mean_slabs(
     networks: Sequence[Iterator[Tensor]], axis: int, averaging: Averaging, *, of_regions: bool
 ) -> Iterator[Tensor]:
-    """Yield the mean of networks, as far as all of them have come.
-
-    Args:
-        networks: The logits of each, in consecutive slabs that may end at different planes.
-        axis: The axis along which they follow each other.
-        averaging: What of them is averaged.
-        of_regions: Whether logits are those of regions, and not of classes.
-
-    Yields:
-        Consecutive slabs: :meth:`NetworkMean.logits`.
-    """
+    """Yield the mean of networks, as far as all of them have come."""
     dim = 1 + axis
     waiting: list[Tensor | None] = [None] * len(networks)
     while True:

@@ -19,29 +19,14 @@ MAX_FLOAT16 = 65504
 
 
 def refuse_diverged(model: BlockNetwork, name: str) -> None:
-    """Refuse weights with which nothing can be computed.
-
-    Args:
-        model: On any devices.
-        name: Words for it.
-
-    Raises:
-        CheckpointError: They are too large.
-    """
+    """Refuse weights with which nothing can be computed."""
     largest = _largest_weight(model)
     if not largest <= MAX_WEIGHT:
         raise CheckpointError(_weights(name, largest))
 
 
 def cause_of_non_finite(model: BlockNetwork, name: str, intensity: float, precision: str) -> str:
-    """Return the likely cause of an output that is not finite, and what to do about it.
-
-    Args:
-        model: On any devices.
-        name: Words for it.
-        intensity: The largest magnitude of the image's normalised intensities.
-        precision: What the network computes in.
-    """
+    """Return the likely cause of an output that is not finite, and what to do about it."""
     weight = _largest_weight(model)
     if not weight <= LARGEST_USUAL:
         return _weights(name, weight)

@@ -64,15 +64,7 @@ class Evaluation:
         without_prediction: tuple[str, ...] = (),
         without_label: tuple[str, ...] = (),
     ) -> "Evaluation":
-        """Return the evaluation of cases, each of which has the scores of its own labels.
-
-        Args:
-            cases: At least one.
-            scored: What was scored.
-            tolerance_mm: Of the surface Dice.
-            without_prediction: Label maps that were left out.
-            without_label: Predictions that were left out.
-        """
+        """Return the evaluation of cases, each of which has the scores of its own labels."""
         there = {label for case in cases for label in case.scores}
         order = scored.among({value for label in there for value in values_of(label)})
         labels = tuple(label for label in order if label in there)
@@ -89,11 +81,7 @@ class Evaluation:
         )
 
     def mean(self, label: Label) -> LabelScore:
-        """Return a label's means over the cases in which each number is defined.
-
-        Args:
-            label: The label.
-        """
+        """Return a label's means over the cases in which each number is defined."""
         scores = [case.scores[label] for case in self.cases]
         return LabelScore(
             dice=_mean([score.dice for score in scores]),
@@ -107,9 +95,6 @@ class Evaluation:
         """Return how many cases are in a label's mean Dice and in its mean HD95.
 
         Those of its mean surface Dice are those of its mean Dice.
-
-        Args:
-            label: The label.
         """
         scores = [case.scores[label] for case in self.cases]
         num_dice = sum(score.dice is not None for score in scores)
@@ -121,11 +106,7 @@ class Evaluation:
         return _mean([self.mean(label).dice for label in self.labels])
 
     def name_of(self, label: Label) -> str:
-        """Return what a label is called: by its name, else by its value.
-
-        Args:
-            label: The label.
-        """
+        """Return what a label is called: by its name, else by its value."""
         return self.scored.names.get(label, _key(label))
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,19 +159,6 @@ def evaluate(
     ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. Every value but 0 is a label,
     if none are named. Label maps in a folder need not all be predicted, but every prediction needs
     its label map: one that has none is more likely to be misnamed than meant to be left out.
-
-    Args:
-        predictions: A label map, or a folder of them.
-        labels: A label map, or a folder of them.
-        watch: Passes on the pairs to compare, and may show how many are done.
-        scored: Names of labels and regions, and the value that counts nowhere.
-        tolerance_mm: Of the surface Dice.
-        leave_out: Whether predictions without label map are left out instead of refused.
-
-    Raises:
-        DatasetError: A prediction has no partner, or there is nothing to compare.
-        VolumeError: A file cannot be read or is an image, two partners do not lie on one grid, or
-            they are too large for the memory.
     """
     found = find_pairs(predictions, labels, leave_out)
     cases = []
@@ -210,15 +178,7 @@ def evaluate(
 
 
 def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelMap]:
-    """Read a prediction and its label map, the prediction with its axes as the label map has them.
-
-    Args:
-        prediction_path: The prediction.
-        label_path: The label map.
-
-    Raises:
-        VolumeError: A file cannot be read, or the two do not lie on one grid.
-    """
+    """Read a prediction and its label map, with the axes of both as the label map has them."""
     prediction, label = read_label(prediction_path), read_label(label_path)
     disagreement = same_grid(prediction.geometry, label.geometry)
     if disagreement is not None:

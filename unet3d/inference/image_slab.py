@@ -1,81 +1,97 @@
 """The planes of an image that windows reach, made when they do and forgotten after."""
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.distributed.group import Group
 from unet3d.inference.windows import Windows
 from unet3d.inputs.ahead import ahead
-
-CPU = torch.device("cpu")
+from unet3d.preparation.prepared_image import CPU
 
 PIECE_VOXELS = 2**25
 """Voxels that are made at a time, unless a plane has more."""
 
 
-class Planes(Protocol):
+class Planes(ABC):
     """An image of which some planes can be had."""
 
-    @property
-    def shape(self) -> Shape:
-        """Voxels along X, Y, Z."""
-        ...
+    def __init__(self, shape: Shape, num_channels: int) -> None:
+        """Say how many voxels it has along X, Y, Z."""
+        self.shape = shape
+        self.num_channels = num_channels
 
-    @property
-    def num_channels(self) -> int:
-        """Channels."""
-        ...
-
+    @abstractmethod
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> Tensor:
-        """Return some planes, shape (C, X, Y, Z), which are there; on any device.
+        """Return some planes along an axis of X, Y, Z, shape (C, X, Y, Z), which are there.
 
-        Args:
-            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
-            begin: The first of them.
-            end: The one after the last.
-            device: Where they are wanted; there they are made, if they are made.
+        They may be on any device; if they are made, that is done where they are wanted.
         """
-        ...
+
+    def begin(self, axis: int, begin: int, end: int, device: torch.device) -> Callable[[], Tensor]:
+        """Begin to make some planes in a thread, and return what waits for them."""
+        return ahead(lambda: self.planes(axis, begin, end, device)).result
 
 
-class WholeImage:
-    """An image of which all planes are there."""
+class WholeImage(Planes):
+    """An image (C, X, Y, Z) of which all planes are there, on any device."""
 
     def __init__(self, image: Tensor) -> None:
-        """Take the image.
-
-        Args:
-            image: Shape (C, X, Y, Z).
-        """
+        """Take the image."""
+        x, y, z = image.shape[1:]
+        super().__init__((x, y, z), len(image))
         self._image = image
 
-    @property
-    def shape(self) -> Shape:
-        """Voxels along X, Y, Z."""
-        x, y, z = self._image.shape[1:]
-        return (x, y, z)
-
-    @property
-    def num_channels(self) -> int:
-        """Channels."""
-        return len(self._image)
-
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> Tensor:
-        """Return some planes, without a copy, wherever they are.
-
-        Args:
-            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
-            begin: The first of them.
-            end: The one after the last.
-            device: Makes no difference.
-        """
+        """Return some planes, without a copy, wherever they are."""
         return self._image.narrow(1 + axis, begin, end - begin)
+
+
+class SharedPlanes:
+    """Planes that the first rank makes and sends, so that it alone reads and prepares the image.
+
+    All ranks ask for the same planes in the same order. They are sent between two windows, from the
+    main thread: of the messages of several threads, each rank could have another order.
+    """
+
+    def __init__(
+        self,
+        image: Planes | None,
+        shape: Shape,
+        num_channels: int,
+        group: Group,
+        messages: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Take the image, which only the first rank has, and this rank's device for messages."""
+        self.shape = shape
+        self.num_channels = num_channels
+        self._image = image
+        self._group = group
+        self._messages = messages
+        self._device = device
+
+    def begin(self, axis: int, begin: int, end: int, device: torch.device) -> Callable[[], Tensor]:
+        """Begin to make some planes, and return what sends or receives them."""
+        size = [self.num_channels, *self.shape]
+        size[1 + axis] = end - begin
+        made = None if self._image is None else self._image.begin(axis, begin, end, device)
+
+        def arrived() -> Tensor:
+            planes = torch.empty(size, device=self._device)
+            if made is not None:
+                planes.copy_(made())
+            with self._group.translate_dist_errors(), self._group.watching(self._device):
+                dist.broadcast(planes, 0, group=self._messages)
+            return planes
+
+        return arrived
 
 
 class ImageSlab:
@@ -86,19 +102,15 @@ class ImageSlab:
 
     def __init__(
         self,
-        image: Planes,
+        image: Planes | SharedPlanes,
         windows: Windows,
         dtype: torch.dtype,
         device: torch.device = CPU,
     ) -> None:
-        """Begin before the first window.
+        """Begin before the first window, with the network's ``dtype``.
 
-        Args:
-            image: The image; a thread may ask it for planes.
-            windows: Its windows.
-            dtype: What the network expects.
-            device: Where windows are cut, best the one that computes them: each voxel is in several
-                of them, and is sent there once.
+        Windows are cut on ``device``, best the one that computes them: each voxel is in several of
+        them, and is sent there once.
         """
         self._image = image
         self._windows = windows
@@ -108,16 +120,14 @@ class ImageSlab:
         self._planes = torch.zeros(size, dtype=dtype, device=device)
         self._missing = deque(_pieces(windows))
         """Planes of the padded volume that are to be made, in their order."""
-        self._ahead: Future[Tensor] | None = None
-        """The first of them, if it is being made."""
+        self._ahead: Callable[[], Tensor] | None = None
+        """Waits for the first of them, if it is being made."""
 
     def cut(self, starts: list[tuple[int, ...]]) -> Tensor:
-        """Return windows, shape (N, C, X, Y, Z), outside of the image 0.
+        """Return windows, shape (N, C, X, Y, Z), by where they start.
 
-        That is the mean of a prepared image.
-
-        Args:
-            starts: Where they start; each call begins where the last one did, or behind it.
+        Outside of the image there is 0, the mean of a prepared one. Each call begins where the last
+        one did, or behind it.
         """
         windows = self._windows
         axis = windows.axis
@@ -138,7 +148,7 @@ class ImageSlab:
             begun, self._ahead = self._ahead or self._begun(), None
             first, behind = self._missing.popleft()
             place[axis] = slice(first - self._first, behind - self._first)
-            made = begun.result()
+            made = begun()
             if made.is_cuda:  # on another stream, which may have its memory back after this
                 made.record_stream(torch.cuda.current_stream(made.device))
             self._planes[(slice(None), *place)] = made
@@ -146,12 +156,12 @@ class ImageSlab:
             if self._missing:
                 self._ahead = self._begun()
 
-    def _begun(self) -> "Future[Tensor]":
+    def _begun(self) -> Callable[[], Tensor]:
         """Begin to make the next planes."""
         axis = self._windows.axis
         start = self._windows.inside[axis].start
         first, behind = (plane - start for plane in self._missing[0])
-        return ahead(lambda: self._image.planes(axis, first, behind, self._planes.device))
+        return self._image.begin(axis, first, behind, self._planes.device)
 
 
 def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:
@@ -169,13 +179,7 @@ def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:
 
 
 def drop_planes(tensor: Tensor, dim: int, number: int) -> None:
-    """Move the planes after the first ones to the front, and set the last ones to 0.
-
-    Args:
-        tensor: Of any shape; changed in place.
-        dim: The dimension along which the planes follow each other.
-        number: How many are dropped, at most all of them.
-    """
+    """Move the planes after the first ``number`` along ``dim`` to the front; set the last to 0."""
     kept = tensor.shape[dim] - number
     for first in range(0, kept, number):  # no piece is moved onto itself
         length = min(number, kept - first)

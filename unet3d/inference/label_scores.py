@@ -49,16 +49,7 @@ def score_maps(
     scored: ScoredLabels,
     tolerance_mm: float = TOLERANCE_MM,
 ) -> dict[Label, LabelScore]:
-    """Return the score of each label that one of two label maps has.
-
-    Args:
-        prediction: Label values, shape (X, Y, Z).
-        label: Label values on the same grid. Where it has the value to ignore, nothing counts, as
-            if both maps had background there.
-        affine: (4, 4), from voxel indices to mm.
-        scored: Labels, regions and the value to ignore.
-        tolerance_mm: Of the surface Dice.
-    """
+    """Return the score of each label that one of two label maps has."""
     if scored.ignore is not None:
         counted = label != scored.ignore
         if not counted.all():
@@ -74,16 +65,7 @@ def score_maps(
 def dice_per_class(
     prediction: Tensor | npt.NDArray[Any], target: Tensor | npt.NDArray[Any], num_classes: int
 ) -> list[float | None]:
-    """Return the Dice of each class.
-
-    Args:
-        prediction: Class indices, shape (X, Y, Z), on any device.
-        target: Class indices, shape (X, Y, Z), on the same device.
-        num_classes: Number of classes, the background included, which is class 0.
-
-    Returns:
-        A number for each class, the background first; None for a class that is in neither.
-    """
+    """Return the Dice of each class."""
     return [
         _dice(torch.as_tensor(prediction == index), torch.as_tensor(target == index))
         for index in range(num_classes)

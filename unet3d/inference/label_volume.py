@@ -21,17 +21,7 @@ class LabelVolume(SlabSink):
     def __init__(
         self, geometry: Geometry, box: Box, preprocessing: Preprocessing, scratch: Scratch
     ) -> None:
-        """Make room.
-
-        Args:
-            geometry: The scan's.
-            box: The part of it that is segmented; the rest is background.
-            preprocessing: Says what logits mean.
-            scratch: Where the labels go.
-
-        Raises:
-            VolumeError: There is no room.
-        """
+        """Make room."""
         self._preprocessing = preprocessing
         values = np.array(preprocessing.label_values)
         values = values.astype(np.min_scalar_type(values.max()))
@@ -46,12 +36,7 @@ class LabelVolume(SlabSink):
         super().__init__(self.array[box], convert)
 
     def add(self, logits: Tensor, axis: int) -> None:
-        """Take the next planes.
-
-        Args:
-            logits: Shape (K, X, Y, Z), on any device.
-            axis: Of X, Y, Z, counted from 0, the one that planes follow each other along.
-        """
+        """Take the next planes."""
         classes = classes_of(logits, self._preprocessing)
         if len(self._preprocessing.label_values) <= 256:
             classes = classes.to(torch.uint8)
@@ -68,17 +53,7 @@ class ProbabilityVolume(SlabSink):
     def __init__(
         self, path: Path, geometry: Geometry, box: Box, preprocessing: Preprocessing
     ) -> None:
-        """Make the file, and take its space.
-
-        Args:
-            path: Where to.
-            geometry: The scan's.
-            box: The part of it that is segmented; the rest is background.
-            preprocessing: Says what logits mean.
-
-        Raises:
-            OSError: The file cannot be made, or the disk is full.
-        """
+        """Make the file, and take its space."""
         self._of_regions = bool(preprocessing.regions)
         shape = (preprocessing.num_outputs, *reversed(geometry.stored_shape))
         stored = new_mapped(path, shape, np.dtype(np.float16))
@@ -96,11 +71,6 @@ class ProbabilityVolume(SlabSink):
         super().__init__(segmented)
 
     def add(self, logits: Tensor, axis: int) -> None:
-        """Take the next planes.
-
-        Args:
-            logits: Shape (K, X, Y, Z), on any device.
-            axis: Of X, Y, Z, counted from 0, the one that planes follow each other along.
-        """
+        """Take the next planes."""
         probabilities = logits.sigmoid() if self._of_regions else logits.softmax(0)
         self.take(probabilities.to(torch.float16), axis)

@@ -10,7 +10,8 @@ from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.inference.networks import Networks
-from unet3d.inference.windows import GPU_SHARE, bytes_of_voxel, computed_window
+from unet3d.inference.window_memory import GPU_SHARE, bytes_of_voxel
+from unet3d.inference.windows import computed_window
 from unet3d.memory.record import device_bytes
 from unet3d.parallel import ParallelDims
 from unet3d.parallel.spatial.division import SlabRule
@@ -30,16 +31,6 @@ def choose_mode(
     Devices of one kind each take a replica, and a part of every batch of windows. Where windows are
     too large for one of them, or are whole volumes, each takes a slab of every window, if it has
     enough planes for them. Other devices take a stage of the network each.
-
-    Args:
-        settings: Mode and devices.
-        networks: The networks.
-        inference: Windows of each.
-        ranks: The place of this process.
-
-    Raises:
-        ConfigError: Several ranks were started for a mode that runs in one.
-        DeviceError: A device is unknown or absent.
     """
     if ranks.world_size > 1:
         if settings.mode not in ("auto", "data", "spatial"):

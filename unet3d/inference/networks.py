@@ -29,17 +29,7 @@ class Networks(Sequence[Checkpoint]):
         described: Sequence[Checkpoint],
         load: Callable[[int], Checkpoint],
     ) -> None:
-        """See that they belong together.
-
-        Args:
-            names: What a user knows each of them by.
-            described: What is known of each without its weights; at least one.
-            load: Returns one of them with its weights; called from another thread.
-
-        Raises:
-            CheckpointError: One of them prepares images, or is averaged, in another way than the
-                first.
-        """
+        """See that they belong together."""
         self.names = tuple(names)
         self.described = tuple(described)
         self._load = load
@@ -67,15 +57,7 @@ class Networks(Sequence[Checkpoint]):
 
     @classmethod
     def read(cls, paths: Sequence[Path], group: Group) -> "Networks":
-        """Return the networks of files; all ranks call it.
-
-        Args:
-            paths: The checkpoints; ranks other than the first need only their number.
-            group: The ranks. Where there are several, all files are sent to them at once.
-
-        Raises:
-            CheckpointError: A file cannot be used, or the networks do not belong together.
-        """
+        """Return the networks of files; all ranks call it."""
         names = [str(known_as(path)) for path in paths]
         if group.size > 1:
             loaded = [network_from_first(path, group) for path in paths]
@@ -107,11 +89,7 @@ class Networks(Sequence[Checkpoint]):
     def __getitem__(self, index: slice) -> Sequence[Checkpoint]: ...
 
     def __getitem__(self, index: int | slice) -> Checkpoint | Sequence[Checkpoint]:
-        """Return a network with its weights, as soon as they are read.
-
-        Raises:
-            CheckpointError: They cannot be.
-        """
+        """Return a network with its weights, as soon as they are read."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not self._loaded:

@@ -25,16 +25,7 @@ class FoundPairs:
 
 
 def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
-    """Return what to compare, by name.
-
-    Args:
-        predictions: A label map, or a folder of them.
-        labels: A label map, or a folder of them.
-        leave_out: Whether predictions without label map are left out instead of refused.
-
-    Raises:
-        DatasetError: A prediction has no partner, or there is nothing to compare.
-    """
+    """Return what to compare, by name."""
     for path in (predictions, labels):
         if not path.exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")

@@ -28,15 +28,7 @@ BYTES_PER_VOXEL = 6
 
 
 def keep_largest(labels: npt.NDArray[np.integer[Any]], rules: Sequence[Rule]) -> None:
-    """Remove what rules say from a segmentation, in place.
-
-    Args:
-        labels: Label values, shape (X, Y, Z).
-        rules: Rules, in the order in which they are applied.
-
-    Raises:
-        VolumeError: The host has too little memory.
-    """
+    """Remove what rules say from a segmentation, in place."""
     for rule in rules:
         removed = small_components(labels, rule)
         if removed is not None:
@@ -47,18 +39,7 @@ def keep_largest(labels: npt.NDArray[np.integer[Any]], rules: Sequence[Rule]) ->
 def small_components(
     labels: npt.NDArray[np.integer[Any]], rule: Rule
 ) -> tuple[tuple[slice, ...], Mask] | None:
-    """Return the voxels that a rule removes from a segmentation.
-
-    Args:
-        labels: Label values, shape (X, Y, Z).
-        rule: The rule.
-
-    Returns:
-        A box, and where in it these voxels are; None where there are none.
-
-    Raises:
-        VolumeError: The host has too little memory.
-    """
+    """Return the voxels that a rule removes from a segmentation."""
     mask = mask_of(labels, rule)
     if not mask.any():
         return None
@@ -81,22 +62,13 @@ def small_components(
 
 
 def common_rules(of_networks: Iterable[Sequence[Rule]]) -> tuple[Rule, ...]:
-    """Return the rules of networks whose probabilities are averaged: those that all of them have.
-
-    Args:
-        of_networks: Those of each network; at least one.
-    """
+    """Return the rules of networks whose probabilities are averaged: those of all."""
     first, *others = of_networks
     return tuple(rule for rule in first if all(rule in other for other in others))
 
 
 def rules_in_words(rules: Sequence[Rule], name_of: Mapping[int, str]) -> str:
-    """Return what rules do, for people.
-
-    Args:
-        rules: At least one.
-        name_of: The name of each label value.
-    """
+    """Return what rules do, for people."""
     phrases = []
     for rule in rules:
         if len(rule) > 1 and set(rule) == set(name_of):

@@ -20,15 +20,10 @@ from unet3d.images.image import Image
 from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.inference.averaging import adds_up_together
 from unet3d.inference.image_slab import PIECE_VOXELS
-from unet3d.inference.mirroring import mirrored_mean
 from unet3d.inference.sliding_window import PIECE_NUMBERS
-from unet3d.inference.windows import (
-    BFLOAT16_BYTES,
-    Window,
-    Windows,
-    bytes_of_maps,
-    bytes_of_voxel,
-)
+from unet3d.inference.window_memory import BFLOAT16_BYTES, bytes_of_maps, bytes_of_voxel
+from unet3d.inference.window_network import mirrored_mean
+from unet3d.inference.windows import Window, Windows
 from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations, make_parameters_fake
 from unet3d.memory.fake_devices import fake_device
 from unet3d.parallel import Layout, autocast_dtype, parallelize
@@ -76,13 +71,7 @@ class PredictionMemory:
         return self.voxel_bytes + self.label_bytes
 
     def to_dict(self, device: str, gpu_bytes: int, available_bytes: int) -> dict[str, Any]:
-        """Return plain values, for JSON and reports.
-
-        Args:
-            device: Where it computes.
-            gpu_bytes: Memory of the GPU, if it is one.
-            available_bytes: What the host has available.
-        """
+        """Return plain values, for JSON and reports."""
         return {
             "device": device,
             "num_windows": len(self.windows.starts),
@@ -126,19 +115,7 @@ def prediction_memory(
     precisions: Sequence[str],
     gpu_bytes: int,
 ) -> PredictionMemory:
-    """Predict the memory that a scan takes.
-
-    Args:
-        image: The scan, of which nothing is read.
-        networks: The networks, which prepare it in one way and are averaged.
-        settings: The windows of each.
-        device: Where they compute, one at a time; it need not exist.
-        precisions: What each computes in, resolved, such as ``bfloat16``.
-        gpu_bytes: Memory of the GPU, if it is one.
-
-    Raises:
-        VolumeError: Nothing of the scan would be left at the networks' spacing.
-    """
+    """Predict the memory that a scan takes."""
     preprocessing = networks[0].preprocessing
     geometry = image.geometry
     if preprocessing.orientation == "stored":

@@ -18,7 +18,8 @@ from unet3d.images.files import (
     stands_for_volume,
     volume_stem,
 )
-from unet3d.inference.scans import Scan, Wanted
+from unet3d.inference.request import PredictionRequest
+from unet3d.inference.scans import Scan
 
 SUFFIX = "_seg.nii.gz"
 """How the names of our segmentations end."""
@@ -39,17 +40,13 @@ class FoundScans:
     """Those that cannot be segmented, and why."""
 
 
-def find_scans(
-    inputs: Sequence[Path],
-    output: Path | None,
-    num_channels: int,
-    wanted: Wanted,
-) -> FoundScans:
+def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     """Return what to segment and where to, once all names have been checked.
 
-    ``inputs`` are files, folders of volumes or of DICOM slices; ``output`` is a file for one scan,
-    a folder for any number, or None: beside each scan.
+    Images are files, folders of volumes or of DICOM slices; the output is a file for one scan, a
+    folder for any number, or None: beside each scan.
     """
+    inputs, output = request.images, request.output
     groups = _groups(inputs, num_channels)
     several = len(groups) > 1 or any(os.path.isdir(path) and path not in groups for path in inputs)
     is_folder = output is not None and (
@@ -70,13 +67,13 @@ def find_scans(
     for case, scan in zip(groups, scans, strict=True):
         try:
             _refuse_other_channels(case, scan.images, num_channels)
-            if not wanted.overwrite:
-                refuse_existing(scan, wanted)
-            for path in scan.results(wanted):
+            if not request.overwrite:
+                refuse_existing(scan, request)
+            for path in scan.results(request):
                 _refuse_unwritable(path)
             to_segment.append(scan)
         except ResultExistsError:
-            if len(scans) == 1 and not wanted.goes_on:
+            if len(scans) == 1 and not request.goes_on:
                 raise
             kept.append(scan)
         except Unet3dError as error:
@@ -86,15 +83,15 @@ def find_scans(
     return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
 
 
-def refuse_existing(scan: Scan, wanted: Wanted) -> None:
+def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do."""
-    results = scan.results(wanted)
+    results = scan.results(request)
     existing = [path for path in results if os.path.lexists(path)]
     if existing == results:
         raise ResultExistsError(
             f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
         )
-    if existing and not wanted.goes_on:
+    if existing and not request.goes_on:
         missing = " and ".join(path.name for path in results if path not in existing)
         raise ConfigError(
             f"{existing[0]} exists, but not {missing}; add --overwrite to make all, or --continue "

@@ -20,6 +20,7 @@ from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import write_label
 from unet3d.images.scratch import Scratch
+from unet3d.inference.request import PredictionRequest
 from unet3d.inputs.ahead import ahead
 from unet3d.memory.host import available_bytes
 
@@ -30,22 +31,6 @@ MEMORY_SHARE = 1 / 4
 
 Stamps = list[tuple[int, int, int] | None]
 """Time, size and number of each file of a scan; None for one that is not there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is to be written of each scan, and over what."""
-
-    statistics: bool = False
-    """Whether volume and intensity of each label are described, too."""
-    preview: bool = False
-    """Whether a picture is drawn."""
-    probabilities: bool = False
-    """Whether the probability of each class is written."""
-    overwrite: bool = False
-    """Whether results are replaced."""
-    goes_on: bool = False
-    """Whether results that are complete are kept also of a single scan, and others replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +60,13 @@ class Scan:
     def _beside(self, suffix: str) -> Path:
         return self.output.with_name(volume_stem(self.output) + suffix)
 
-    def results(self, wanted: Wanted) -> list[Path]:
+    def results(self, request: PredictionRequest) -> list[Path]:
         """Return the files to be written."""
         return [
             self.output,
-            *[self.statistics] * wanted.statistics,
-            *[self.preview] * wanted.preview,
-            *[self.probabilities] * wanted.probabilities,
+            *[self.statistics] * request.statistics,
+            *[self.preview] * request.preview,
+            *[self.probabilities] * request.probabilities,
         ]
 
 

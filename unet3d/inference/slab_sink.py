@@ -27,12 +27,7 @@ class SlabSink:
         target: npt.NDArray[Any],
         convert: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] = _unchanged,
     ) -> None:
-        """Take the array.
-
-        Args:
-            target: Shape (..., X, Y, Z), in any order of memory.
-            convert: What is done with a slab on the host.
-        """
+        """Take the array."""
         self._target = target
         self._convert = convert
         self._done = 0
@@ -44,15 +39,7 @@ class SlabSink:
         self._done = 0
 
     def take(self, slab: Tensor, axis: int) -> None:
-        """Take the next planes.
-
-        Args:
-            slab: Shape (..., X, Y, Z), on any device; nobody changes it any more.
-            axis: Of X, Y, Z, counted from 0, the one that planes follow each other along.
-
-        Raises:
-            Exception: What happened to one before.
-        """
+        """Take the next planes."""
         dim = slab.ndim - 3 + axis
         planes = slice(self._done, self._done + slab.shape[dim])
         self._done = planes.stop
@@ -62,11 +49,7 @@ class SlabSink:
         self._waiting.append(ahead(lambda: self._store(slab, target)))
 
     def finish(self) -> None:
-        """Wait until all planes are there.
-
-        Raises:
-            Exception: What happened to one of them.
-        """
+        """Wait until all planes are there."""
         while self._waiting:
             self._waiting.popleft().result()
 

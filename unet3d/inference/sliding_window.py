@@ -14,20 +14,16 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from unet3d.config import Shape
-from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.errors import VolumeError
 from unet3d.images.files import times
 from unet3d.images.memory_limits import refuse_beyond_memory
 from unet3d.inference.image_slab import ImageSlab, drop_planes
+from unet3d.inference.window_network import WindowNetwork, naming_devices
 from unet3d.inference.windows import Windows, gaussian_weight
-from unet3d.memory.host import is_out_of_memory, shortage_reason
-from unet3d.parallel import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -38,63 +34,28 @@ WindowsDone = Callable[[int, int], object]
 """Is told how many windows are done, and of how many. A GPU may still compute the last of them."""
 
 
-class Predicting(Protocol):
-    """What windows need of an :class:`~unet3d.parallel.Executor`."""
-
-    @property
-    def input_device(self) -> torch.device:
-        """The device where images are expected."""
-        ...
-
-    @property
-    def output_device(self) -> torch.device:
-        """The device where logits are returned."""
-        ...
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """The slots of this process."""
-        ...
-
-    def predict(self, image: Tensor) -> Tensor:
-        """Return logits (N, K, X, Y, Z) of windows (N, C, X, Y, Z).
-
-        Args:
-            image: The windows, on the input device.
-        """
-        ...
-
-
 class NonFiniteLogitsError(VolumeError):
     """The network answers with NaN or infinity, which are no reason to prefer a class."""
 
 
 def logit_slabs(
-    networks: Sequence[Predicting],
+    networks: Sequence[WindowNetwork],
     image: ImageSlab,
     windows: Windows,
     num_classes: int,
     windows_done: WindowsDone = lambda done, total: None,
     empty_logits: Sequence[float] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the logits of one volume, slab after slab along the axis of its windows.
+    """Yield the logits (K, X, Y, Z) of one volume, slab after slab along the axis of its windows.
 
-    The networks compute only while the next slab is asked for. Of several it is the mean of their
-    logits, which are added up together: that takes no more memory than one of them.
+    The networks, on the same devices, compute only while the next slab is asked for. Of several it
+    is the mean of their logits, which are added up together: that takes no more memory than one of
+    them. Where ``empty_logits`` are given, one for each class, windows in which each channel is one
+    number are skipped, and these stand where no other window is.
 
-    Args:
-        networks: Placed networks on the same devices, in evaluation mode.
-        image: The volume, before its first window.
-        windows: Its windows, for all networks.
-        num_classes: Logits of a voxel.
-        windows_done: Called before the first window and after each forward pass.
-        empty_logits: Windows in which each channel is one number are skipped, and these stand where
-            no other window is, one for each class; None: every window is computed.
-
-    Yields:
-        Shape (K, X, Y, Z) in float32 (float64 for a float64 network) with some planes of the
-        volume, on the networks' output device, or on the CPU if what is added up would take more
-        than half of that device's free memory. The receiver may change them.
+    Logits are in float32 (float64 for a float64 network) on the networks' output device, or on the
+    CPU if what is added up would take more than half of that device's free memory. The receiver may
+    change them. Ranks that compute slabs of the windows together all yield the same.
 
     Raises:
         DoesNotFitError: A device has too little memory for windows of this size.
@@ -102,7 +63,7 @@ def logit_slabs(
         NonFiniteLogitsError: A logit is NaN or infinite.
     """
     total = len(networks) * len(windows.starts)
-    with explaining_memory(networks[0], windows.shape):
+    with naming_devices(networks[0].devices, windows.shape):
         windows_done(0, total)
         if len(windows.starts) > 1:
             blending = _Blending(networks, image, windows, num_classes, empty_logits)
@@ -123,52 +84,12 @@ def logit_slabs(
             yield mean[(slice(None), *windows.inside)]
 
 
-def join_windows(executor: Predicting, image: ImageSlab, windows: Windows) -> None:
-    """Compute with other ranks what :func:`logit_slabs` yields in one of them; keep nothing.
-
-    Args:
-        executor: As there.
-        image: As there.
-        windows: As there.
-
-    Raises:
-        DoesNotFitError: A device has too little memory for windows of this size.
-    """
-    with explaining_memory(executor, windows.shape):
-        for batch in windows.batches():
-            executor.predict(image.cut(batch).to(executor.input_device))
-
-
-@contextmanager
-def explaining_memory(executor: Predicting, window: Shape) -> Iterator[None]:
-    """Return a context in which an allocation that fails is explained.
-
-    Args:
-        executor: What computes windows.
-        window: Their voxels along X, Y, Z.
-
-    Raises:
-        DoesNotFitError: One of its devices has too little memory.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        x, y, z = window
-        raise DoesNotFitError(
-            f"windows of {x}x{y}x{z} voxels do not fit on "
-            f"{', '.join(dict.fromkeys(str(slot.device) for slot in executor.slots))} "
-            f"({shortage_reason(error)}); use a smaller inference.window or more devices"
-        ) from error
-
-
 class _Blending:
     """Computes windows, and adds them up."""
 
     def __init__(
         self,
-        networks: Sequence[Predicting],
+        networks: Sequence[WindowNetwork],
         image: ImageSlab,
         windows: Windows,
         num_classes: int,

@@ -38,13 +38,9 @@ class SurfaceDistances:
         return float(max(np.percentile(distances, 95) for distances in both))
 
     def surface_dice(self, tolerance_mm: float) -> float:
-        """Return the normalised surface Dice (arXiv 1809.04430): the share that lies near enough.
+        """Return the normalised surface Dice (arXiv 1809.04430): the share within the tolerance.
 
-        Args:
-            tolerance_mm: Distance up to which a surface voxel counts as right.
-
-        Returns:
-            Surface voxels of both masks within the tolerance over all of them, from 0 to 1.
+        It counts surface voxels of both masks, from 0 to 1.
         """
         within = tolerance_mm * (1 + ROUNDING)
         both = np.concatenate([self.of_prediction_mm, self.of_label_mm])
@@ -56,11 +52,6 @@ def surface_distances(prediction: Mask, label: Mask, affine: Affine) -> SurfaceD
 
     MONAI's distances take a spacing only. Where axes are not at right angles, as in a CT of a
     tilted gantry, the same surface voxels are placed by the affine.
-
-    Args:
-        prediction: Mask with at least one voxel, shape (X, Y, Z).
-        label: Likewise.
-        affine: (4, 4), from voxel indices to mm.
     """
     # Importing it takes 3 s, which every start of a training would wait for.
     from monai.metrics import get_mask_edges, get_surface_distance

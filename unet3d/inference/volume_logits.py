@@ -10,25 +10,23 @@ import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
+from unet3d.distributed.group import Group
 from unet3d.errors import DoesNotFitError
 from unet3d.images.files import times
 from unet3d.inference.averaging import adds_up_together, mean_slabs
 from unet3d.inference.diagnosis import refuse_diverged
-from unet3d.inference.image_slab import ImageSlab, Planes
-from unet3d.inference.mirroring import MirroredNetwork
+from unet3d.inference.image_slab import ImageSlab, Planes, SharedPlanes
 from unet3d.inference.networks import Networks
-from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
-from unet3d.inference.replicated import ReplicatedNetwork
-from unet3d.inference.sliding_window import Predicting, WindowsDone, join_windows, logit_slabs
-from unet3d.inference.window_memory import empty_logits, refuse_beyond_host, slab_device
-from unet3d.inference.windows import (
-    Window,
-    Windows,
-    bytes_of_voxel,
-    longest_axis,
-)
+from unet3d.inference.placing import Placed, TrainedNetwork, window_network
+from unet3d.inference.sliding_window import WindowsDone, logit_slabs
+from unet3d.inference.window_memory import bytes_of_voxel, refuse_beyond_host, slab_device
+from unet3d.inference.windows import Window, Windows, longest_axis
+from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
+
+CERTAIN_LOGIT = 15.0
+"""A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
 
 
 class VolumeLogits:
@@ -38,36 +36,30 @@ class VolumeLogits:
         self,
         networks: Networks,
         settings: Sequence[InferenceSettings],
-        placed: PlacedNetworks | TrainedNetwork,
-        num_ranks_here: int,
+        placed: Placed,
+        group: Group,
         *,
         skips_empty: bool = False,
     ) -> None:
-        """Set it up.
+        """Take networks that are placed, one at a time, with the windows of each.
 
-        Args:
-            networks: The networks.
-            settings: Size and overlap of the windows of each.
-            placed: Where they are, one of them at a time.
-            num_ranks_here: Ranks on this host that compute each window together.
-            skips_empty: Whether windows are skipped in which each channel is one number.
+        All ranks of the group compute the same image together.
         """
         self._networks = networks
         self._settings = settings
         self._placed = placed
-        self._num_ranks_here = num_ranks_here
+        self._group = group
         self._skips_empty = skips_empty
         self._most_at_a_time: int | None = None
         """Windows of a replica, where that is less than would be fastest, for lack of memory."""
         self._num_at_a_time = [1] * len(networks)
         """Windows of a replica of each network."""
+        self._num_replicas = len(placed.executors)
         self._predicting = [
-            [
-                MirroredNetwork(placed, network.mirrored_axes(one), replica, index)
-                for replica in range(len(placed.replicas))
-            ]
+            window_network(placed, index, network.mirrored_axes(one))
             for index, (network, one) in enumerate(zip(networks.described, settings, strict=True))
         ]
+        self.input_device = self._predicting[0].input_device
 
     @property
     def name(self) -> str:
@@ -76,12 +68,8 @@ class VolumeLogits:
         return "the network" if is_alone else self._networks.names[self._placed.index]
 
     def check_weights(self) -> None:
-        """Refuse the network that is placed if nothing can be computed with it.
-
-        Raises:
-            CheckpointError: Its weights are not finite, or so large that it has diverged.
-        """
-        refuse_diverged(self._placed.executor.module, self.name)
+        """Refuse the network that is placed if its weights have diverged."""
+        refuse_diverged(self._placed.executors[0].module, self.name)
 
     def warm_up(self) -> None:
         """Compute windows of nothing, so that a GPU's kernels are there when a scan is.
@@ -94,12 +82,10 @@ class VolumeLogits:
         network = self._networks.described[self._placed.index]
         enough = 4 * max(size)  # of them there are as many as at any time
         windows = self._windows(self._placed.index, (enough, enough, enough), size)
-        predicting = self._network(self._placed.index)
         shape = (windows.batch_size, network.topology.in_channels, *windows.shape)
         with suppress(torch.OutOfMemoryError, DoesNotFitError):
-            predicting.predict(
-                torch.zeros(shape, dtype=network.dtype, device=predicting.input_device)
-            )
+            nothing = torch.zeros(shape, dtype=network.dtype, device=self.input_device)
+            self._predicting[self._placed.index].predict(nothing)
 
     def log_mirroring(self) -> None:
         """Say how many forward passes a window takes, where mirror images are asked for."""
@@ -115,32 +101,24 @@ class VolumeLogits:
                 logger.warning("no mirror images: training had none, so --tta changes nothing")
 
     def sizes(self, shape: Shape) -> list[Window]:
-        """Return the windows' size for each network; begin with these.
-
-        Args:
-            shape: Voxels along X, Y, Z of the prepared image.
-        """
+        """Return the windows' size for each network on an image of a shape; begin with these."""
         return [self._size(index) or shape for index in range(len(self._networks))]
 
     def takes_turns(self, shape: Shape) -> bool:
-        """Return whether several networks ask for the planes of an image, each for itself.
-
-        Args:
-            shape: Voxels along X, Y, Z of the prepared image.
-        """
+        """Return whether several networks ask for the planes of an image, each for itself."""
         return not self._adds_up_together(self.sizes(shape))
 
     def smaller(self, sizes: Sequence[Window]) -> list[Window] | None:
         """Return what to try next, after windows did not fit; None: nothing.
 
         First they are computed one at a time. A network that was trained on whole volumes takes
-        smaller and smaller windows then, where the settings leave their size open.
-
-        Args:
-            sizes: What was tried.
+        smaller and smaller windows then, where the settings leave their size open. Ranks try
+        nothing else, because those where there was room wait for a message.
         """
         index = self._placed.index
         window = sizes[index]
+        if self._placed.is_shared:
+            return None
         if self._most_at_a_time is None and self._settings[index].batch_size == "auto":
             self._most_at_a_time = 1
             num = self._num_at_a_time[index]
@@ -159,23 +137,12 @@ class VolumeLogits:
         return [*sizes[:index], (x, y, z), *sizes[index + 1 :]]
 
     def slabs(
-        self, image: Planes, sizes: Sequence[Window], windows_done: WindowsDone
+        self, image: Planes | SharedPlanes, sizes: Sequence[Window], windows_done: WindowsDone
     ) -> Iterator[Tensor]:
-        """Yield logits, slab after slab along the image's longest axis.
+        """Yield logits (K, X, Y, Z), slab after slab along the longest axis of a prepared image.
 
-        Args:
-            image: Prepared; its planes are asked for in their order.
-            sizes: Size of the windows of each network.
-            windows_done: Is told how many windows of all networks are done.
-
-        Yields:
-            Shape (K, X, Y, Z); of several networks, their mean.
-
-        Raises:
-            CheckpointError: A network cannot be used.
-            DoesNotFitError: A device, or the host, has too little memory for a window.
-            VolumeError: The host has too little memory to add up logits.
-            NonFiniteLogitsError: A logit is NaN or infinite.
+        Of several networks it is their mean, and their windows count together. Its planes are asked
+        for in their order. For errors, see :func:`logit_slabs`.
         """
         indices = range(len(sizes))
         if self._adds_up_together(sizes):
@@ -203,26 +170,12 @@ class VolumeLogits:
             of_regions=bool(self._networks.preprocessing.regions),
         )
 
-    def join(self, image: Planes) -> None:
-        """Compute with other ranks what :meth:`slabs` yields in one of them; keep nothing.
-
-        Args:
-            image: As there.
-
-        Raises:
-            DoesNotFitError: A device has too little memory.
-            RuntimeError: The settings leave the windows' size open.
-        """
-        size = self._size(self._placed.index)
-        if size is None:
-            raise RuntimeError("ranks that join must know the windows' size")
-        index = self._placed.index
-        windows = self._windows(index, image.shape, size)
-        slab = ImageSlab(image, windows, self._networks.described[index].dtype)
-        join_windows(self._predicting[index][0], slab, windows)
-
     def _slabs_of(
-        self, indices: Sequence[int], image: Planes, size: Window, windows_done: WindowsDone
+        self,
+        indices: Sequence[int],
+        image: Planes | SharedPlanes,
+        size: Window,
+        windows_done: WindowsDone,
     ) -> Iterator[Tensor]:
         """Yield the logits of networks that have the same windows: the mean of several."""
         for index in indices:
@@ -233,25 +186,22 @@ class VolumeLogits:
         for index in indices:
             self._num_at_a_time[index] = self._num_at_a_time[first]
         network = self._networks.described[first]
-        on_cpu = not any(device.type == "cuda" for device in self._devices)
-        refuse_beyond_host(network, windows, self._num_ranks_here if on_cpu else 0)
-        predicting = [self._network(index) for index in indices]
-        device = slab_device(network, windows, predicting[0].input_device)
+        predicting = [self._predicting[index] for index in indices]
+        on_cpu = not any(device.type == "cuda" for device in predicting[0].devices)
+        num_computing = self._group.ranks.local_world_size if on_cpu else 0
+        refuse_beyond_host(network, windows.slab, windows.shape, num_computing)
+        device = slab_device(network, windows.slab, self.input_device)
         yield from logit_slabs(
             predicting,
             ImageSlab(image, windows, network.dtype, device),
             windows,
             network.topology.num_classes,
             windows_done,
-            empty_logits(network) if self._skips_empty else None,
+            empty_logits(network.preprocessing) if self._skips_empty else None,
         )
 
     def _adds_up_together(self, sizes: Sequence[Window]) -> bool:
         return adds_up_together(self._networks.described, self._settings, sizes)
-
-    def _network(self, index: int) -> Predicting:
-        replicas = self._predicting[index]
-        return ReplicatedNetwork(replicas) if len(replicas) > 1 else replicas[0]
 
     def _windows(self, index: int, shape: Shape, size: Window) -> Windows:
         settings, network = self._settings[index], self._networks.described[index]
@@ -259,32 +209,37 @@ class VolumeLogits:
         if batch_size == "auto":
             # Several would need what has just turned out not to be there.
             batch_size = 1 if self._size(index) is None else self._most_at_a_time or "auto"
-        num_replicas = len(self._placed.replicas)
+        is_in_training = isinstance(self._placed, TrainedNetwork)
         windows = Windows.of(
             shape,
             network.topology,
             size,
             settings.overlap,
             batch_size,
-            self._devices,
-            # Ranks that join know of no other's memory.
+            self._predicting[index].devices,
+            # The shards of a training know of no other's memory.
             None
-            if isinstance(self._placed, TrainedNetwork)
+            if is_in_training
             else bytes_of_voxel(
                 network.topology,
                 network.dtype,
-                num_replicas,
+                self._num_replicas,
                 is_mirrored=bool(network.mirrored_axes(settings)),
             ),
         )
-        self._num_at_a_time[index] = windows.batch_size
-        return replace(windows, batch_size=windows.batch_size * num_replicas)
-
-    @property
-    def _devices(self) -> list[torch.device]:
-        return [slot.device for replica in self._placed.replicas for slot in replica.slots]
+        # The rank with the least memory decides.
+        self._num_at_a_time[index] = num = min(self._group.exchange(windows.batch_size))
+        return replace(windows, batch_size=num * self._num_replicas)
 
     def _size(self, index: int) -> Window | None:
         """Return the size of a network's windows; None: the whole volume, or what of it fits."""
         window = self._settings[index].window
         return self._networks.described[index].patch_size if window == "auto" else window
+
+
+def empty_logits(preprocessing: Preprocessing) -> list[float]:
+    """Return logits of voxels that nobody looked at: of the background, or of no region."""
+    logits = [-CERTAIN_LOGIT] * preprocessing.num_outputs
+    if not preprocessing.regions:
+        logits[0] = CERTAIN_LOGIT
+    return logits

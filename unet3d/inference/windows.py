@@ -22,7 +22,7 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
-from unet3d.images.memory_limits import FLOAT32_BYTES
+from unet3d.inference.window_memory import windows_at_a_time
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
 
@@ -35,88 +35,12 @@ Window = Shape | Literal["whole"]
 SIGMA = 1 / 8
 """Standard deviation of the Gaussian weight, in windows."""
 
-CPU_VOXELS = 2**20
-"""Voxels of the windows that a CPU computes at a time. Small windows alone take longer: of channels
-4 and 8, one of 16^3 takes 2.7 ms, with 63 others 0.4; of 32 to 320 channels, one of 64^3 172 ms,
-with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
-
-GPU_VOXELS = 2**23
-"""Voxels of the windows that a GPU computes at a time, if it has the memory: on an H200 588 windows
-of 128^3 took 5.1 s one by one, 3.3 s in pairs and 2.7 s four at a time."""
-
-GPU_SHARE = 1 / 4
-"""Of what is free on it, the part that they may take."""
-
-MAPS_OF_FINEST_LEVEL = 3
-"""The skip, what is upsampled to it, and the result of both."""
-
-BFLOAT16_BYTES = 2
-
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
-    """Return the voxels of a window that a network can halve.
-
-    Args:
-        wanted: Voxels along X, Y, Z.
-        strides: The network's total stride.
-    """
+    """Return the voxels of a window that a network of such total strides can halve."""
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
     # If the lowest level were one voxel, instance norm would not be defined.
     return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
-
-
-def bytes_of_maps(topology: Topology) -> int:
-    """Return what the maps of a voxel of a window take while it is computed.
-
-    Args:
-        topology: The network's.
-    """
-    return MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
-
-
-def bytes_of_voxel(
-    topology: Topology, dtype: torch.dtype, num_replicas: int = 1, *, is_mirrored: bool = False
-) -> int:
-    """Return what a voxel of a window takes of a GPU while it is computed: its maps and its logits.
-
-    Args:
-        topology: The network's.
-        dtype: The type of its parameters.
-        num_replicas: Replicas that compute as many windows each, whose logits come together.
-        is_mirrored: Whether logits are added up over mirror images.
-    """
-    # As they arrive, and joined.
-    num_logits = 2 * num_replicas if num_replicas > 1 else 1
-    logits = num_logits * BFLOAT16_BYTES + dtype.itemsize
-    if is_mirrored:  # the sum, and those of an image turned back
-        logits += FLOAT32_BYTES + BFLOAT16_BYTES
-    return bytes_of_maps(topology) + topology.num_classes * logits
-
-
-def windows_at_a_time(
-    window: Shape,
-    devices: Sequence[torch.device],
-    voxel_bytes: int | None = None,
-    free_bytes: int | None = None,
-) -> int:
-    """Return how many windows are best computed in one forward pass.
-
-    Args:
-        window: Voxels along X, Y, Z.
-        devices: The devices of the network's stages.
-        voxel_bytes: What a voxel of a window takes of a GPU while it is computed; None: it is not
-            known, or ranks that know it differently must agree.
-        free_bytes: What is free on each GPU; None: they are asked.
-    """
-    voxels = math.prod(window)
-    gpus = [device for device in devices if is_gpu(device)]
-    if not gpus:
-        return max(1, CPU_VOXELS // voxels)
-    if voxel_bytes is None:
-        return 1
-    if free_bytes is None:
-        free_bytes = min(torch.cuda.mem_get_info(device)[0] for device in gpus)
-    return max(1, min(GPU_VOXELS, int(free_bytes * GPU_SHARE) // voxel_bytes) // voxels)
 
 
 def window_starts(size: int, window: int, overlap: float) -> list[int]:
@@ -136,15 +60,9 @@ def _num_windows(size: int, window: int, overlap: float) -> int:
 
 
 def gaussian_weight(window: Shape) -> Tensor:
-    """Return the weight of each voxel of a window, 1 at the centre and never 0.
+    """Return the weight of each voxel of a window (X, Y, Z), 1 at the centre and never 0.
 
     The centre is a voxel, as in nnU-Net: of an even number of them the first of the upper half.
-
-    Args:
-        window: Voxels along X, Y, Z.
-
-    Returns:
-        Shape (X, Y, Z) in float32, on the CPU.
     """
     axes = []
     for voxels in window:
@@ -155,11 +73,7 @@ def gaussian_weight(window: Shape) -> Tensor:
 
 
 def longest_axis(size: Sequence[int]) -> int:
-    """Return the axis along which a volume is finished slab by slab: its slabs are the smallest.
-
-    Args:
-        size: Voxels along X, Y, Z.
-    """
+    """Return the axis along which a volume is finished slab by slab: its slabs are the smallest."""
     # Of equal ones the last: most files store it slowest, so that its planes lie together.
     return max(range(3), key=lambda axis: (size[axis], axis))
 
@@ -196,20 +110,10 @@ class Windows:
         voxel_bytes: int | None = None,
         free_bytes: int | None = None,
     ) -> Self:
-        """Cover a volume with windows.
+        """Cover a prepared image of a size with windows of a size, or refuse to list so many.
 
-        Args:
-            size: Voxels along X, Y, Z of the prepared image.
-            topology: The network's.
-            window: The windows' size.
-            overlap: Least share of a window that its neighbour covers too, from 0 to below 1.
-            batch_size: Windows in one forward pass, or :func:`windows_at_a_time`.
-            devices: The devices of the network's stages.
-            voxel_bytes: As there.
-            free_bytes: As there.
-
-        Raises:
-            VolumeError: They would be more than :data:`MOST_WINDOWS`.
+        Neighbours cover at least a share ``overlap`` of one another. A batch of ``auto`` is what
+        :func:`~unet3d.inference.window_memory.windows_at_a_time` says of the network's devices.
         """
         shape = _computed(size, topology, window)
         number = cls.count(size, topology, window, overlap)
@@ -266,12 +170,7 @@ class Windows:
                 yield row[first : first + self.batch_size]
 
     def place(self, start: tuple[int, ...], first: int = 0) -> tuple[slice, ...]:
-        """Return where a window is.
-
-        Args:
-            start: Where it starts.
-            first: The plane along the axis from which to count.
-        """
+        """Return where a window is that starts somewhere, counted from a ``first`` plane."""
         begins = (begin - first if axis == self.axis else begin for axis, begin in enumerate(start))
         return tuple(slice(a, a + n) for a, n in zip(begins, self.shape, strict=True))
 

@@ -1,8 +1,9 @@
 """A segmentation as people look at it: three planes of the scan, outlines, names and volumes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from unet3d.images.geometry import voxel_mm3
 from unet3d.images.image import Image
-from unet3d.reports.format import NOTHING, drawable, millilitres
+from unet3d.reports.format import NOTHING, drawable, millilitres, save_figure
 from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from unet3d.reports.planes import Structure, Survey, cut, survey, visible_box
 from unet3d.reports.views import SIDE, Layout, View, views_of
@@ -333,3 +335,21 @@ def _draw_scale(axes: Axes, down: float, width: float, inches_per_mm: float) -> 
     inches = length_mm * inches_per_mm
     axes.plot([0, inches], [down, down], color="black", linewidth=2.5, solid_capstyle="butt")
     axes.text(inches + 0.1, down, f"{length_mm:g} mm", va="center", fontsize=SMALL)
+
+
+def write_preview(
+    path: Path, image: Image, labels: npt.NDArray[Any], label_names: Mapping[int, str]
+) -> None:
+    """Draw a segmentation (X, Y, Z) over its scan into a file."""
+    structures = [Structure(name=name, values=(value,)) for value, name in label_names.items()]
+    figure = preview_figure(
+        Preview(
+            title=image.geometry.path.name,
+            image=image,
+            labels=labels,
+            structures=structures,
+            spacing_mm=image.geometry.spacing_mm,
+            voxel_ml=voxel_mm3(image.geometry.affine) / 1000,
+        )
+    )
+    save_figure(figure, path)

@@ -31,11 +31,10 @@ from unet3d.datasets.labels import Label, ScoredLabels, label_of, values_of
 from unet3d.distributed.group import Group
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.inference.computing_precision import wanted_precision
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.networks import Networks
-from unet3d.inference.placing import TrainedNetwork
+from unet3d.inference.placing import TrainedNetwork, wanted_precision
 from unet3d.inference.postprocessing import keep_largest, rules_in_words
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.scan_search import SUFFIX
@@ -205,8 +204,11 @@ class FinalValidation:
             Networks.of(checkpoint),
             self._experiment.config.parallel,
             [inference],
-            self._group,
-            TrainedNetwork(executor=self._executor, precision=self._precision),
+            placed=TrainedNetwork(
+                executor=self._executor,
+                precision=self._precision,
+                is_shared=self._num_shards > 1,
+            ),
         )
         for number, index in enumerate(share):
             if self._group.agree(interruption.signal_number or 0, self._shards):
@@ -222,10 +224,9 @@ class FinalValidation:
             with explaining_memory(str(case.images[0])):
                 scan = Scan(images=case.images, output=folder / _file_of(case))
                 image = read_scan(scan)
-                if self._shard != 0:
-                    predictor.join(image)
-                    continue
                 labels = predictor.segment(image, windows_done)
+                if self._shard != 0:  # the first shard has the same
+                    continue
                 write_segmentation(scan, labels, image.geometry, self._names)
         progress(len(share), len(share), 0, 1)
 

@@ -20,9 +20,9 @@ from unet3d.inference.label_scores import dice_per_class
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
     WindowsDone,
-    join_windows,
     logit_slabs,
 )
+from unet3d.inference.window_network import WindowNetwork
 from unet3d.inference.windows import Windows, computed_window
 from unet3d.interruption import InterruptionRequest
 from unet3d.model import SegmentationLoss
@@ -149,15 +149,16 @@ class Validator:
             [slot.device for slot in executor.slots],
         )
         slab = ImageSlab(image, windows, image_dtype(executor.module))
-        if self._shard != 0:
-            join_windows(executor, slab, windows)
-            return None
         preprocessing, axis = experiment.preprocessing, windows.axis
         classes = case.label().copy()
         done, sums, parts = 0, [], []
         try:
             num_classes = experiment.topology.num_classes
-            for logits in logit_slabs([executor], slab, windows, num_classes, windows_done):
+            for logits in logit_slabs(
+                [WindowNetwork.of(executor)], slab, windows, num_classes, windows_done
+            ):
+                if self._shard != 0:  # the first shard has the same
+                    continue
                 planes = slice(done, done + logits.shape[1 + axis])
                 truth = torch.from_numpy(classes[(*[slice(None)] * axis, planes)])
                 sums += self._sums(logits, truth)
@@ -169,6 +170,8 @@ class Validator:
                 image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
+        if self._shard != 0:
+            return None
         found = torch.cat(parts, axis)
         loss = self._loss.from_sums(torch.stack(sums).sum(0)).total.item()
         if preprocessing.ignore_value is not None:

@@ -1,4 +1,4 @@
-"""The Python interface of prediction: trained networks, and images in files or in memory."""
+"""The Python interface: what the commands do, from files or in memory."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from nibabel.spatialimages import SpatialImage
 
-from unet3d.config import Config, Shape
+from unet3d.config import Shape, parsed_value
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
@@ -25,9 +25,12 @@ from unet3d.images.image import image_of, open_image
 from unet3d.images.labels import label_image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.nifti import open_array, open_nibabel
+from unet3d.inference import prediction
 from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.request import PredictionRequest
+from unet3d.inference.segmentation import Progress
 from unet3d.nnunet.model_files import networks_in
 from unet3d.runs.finding import chosen_folds
 
@@ -36,6 +39,19 @@ logger = logging.getLogger(__name__)
 FileName = str | os.PathLike[str]
 
 Device: TypeAlias = str | int | torch.device
+
+Folds: TypeAlias = int | str | Sequence[int | str] | None
+
+SETTINGS = {
+    "devices": "parallel.devices",
+    "parallel": "parallel.mode",
+    "window": "inference.window",
+    "overlap": "inference.overlap",
+    "precision": "inference.precision",
+    "tta": "inference.tta",
+    "postprocessing": "inference.postprocessing",
+}
+"""Options of prediction that are settings, too."""
 
 Image: TypeAlias = FileName | Sequence[FileName] | SpatialImage | npt.NDArray[Any]
 """A file, the files of its channels, an image of nibabel's, or an array."""
@@ -95,7 +111,7 @@ class Segmenter:
 def load(
     checkpoint: FileName,
     *others: FileName,
-    folds: int | str | Sequence[int | str] | None = None,
+    folds: Folds = None,
     devices: Device | Sequence[Device] | None = None,
     window: Shape | str | None = None,
     overlap: float | None = None,
@@ -129,27 +145,22 @@ def load(
         ConfigError: A setting is refused.
         DeviceError: A device does not exist, or has too little memory.
     """
-    given = {
-        "inference.window": window,
-        "inference.overlap": overlap,
-        "inference.precision": precision,
-        "inference.tta": tta,
-        "inference.postprocessing": postprocessing,
-    }
-    changes = {key: value for key, value in given.items() if value is not None}
-    try:
-        chosen = chosen_folds(folds)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
-    group, paths = Group(Ranks()), map(Path, (checkpoint, *others))
+    asked = _settings(
+        devices=devices,
+        window=window,
+        overlap=overlap,
+        precision=precision,
+        tta=tta,
+        postprocessing=postprocessing,
+    )
+    request = PredictionRequest(settings=asked)
+    group = Group(Ranks())
     with ExitStack() as unpacked:
-        files = [file for path in paths for file in networks_in(path, chosen, unpacked)]
-        networks = Networks.read(list(dict.fromkeys(files)), group)
-        inference = [one.config.with_values(changes).inference for one in networks.described]
-        parallel = Config().with_values({"parallel.devices": names_of(devices)}).parallel
-        parallel = choose_mode(parallel, networks, inference, group.ranks)
+        networks = Networks.read(_files((checkpoint, *others), folds, unpacked), group)
+        inference = [request.inference(one.config) for one in networks.described]
+        parallel = choose_mode(request.placement(), networks, inference, group.ranks)
         if parallel.mode == "spatial":
             # Slabs of a volume need a process for each device, which unet3d predict starts.
             parallel = parallel.model_copy(update={"mode": "model"})
@@ -159,11 +170,103 @@ def load(
     return segmenter
 
 
+def predict(
+    images: FileName | Sequence[FileName],
+    checkpoint: FileName | Sequence[FileName],
+    *,
+    output: FileName | None = None,
+    folds: Folds = None,
+    devices: Device | Sequence[Device] | None = None,
+    **options: Any,
+) -> tuple[Path, ...]:
+    """Segment files with trained networks, as ``unet3d predict`` does.
+
+    What the command says of each scan goes to the logger ``unet3d`` at level INFO. Where several
+    devices need a process each, these are started, and end with this call.
+
+    Args:
+        images: Files, or folders of them or of DICOM slices.
+        checkpoint: As in :func:`load`; several networks are averaged.
+        output: File or folder; None: beside each image, ``scan_seg.nii.gz``.
+        folds: As in :func:`load`.
+        devices: As in :func:`load`; ``parallel`` says what is on each.
+        options: ``parallel``, those of :func:`load`, and other fields of
+            :class:`~unet3d.inference.request.PredictionRequest`, such as ``statistics=True``.
+
+    Returns:
+        The files of the segmentations, sorted: those that were made, and those that were there and
+        were kept.
+
+    Raises:
+        Unet3dError: For every reason that can be explained; a DatasetError at the end where some of
+            several scans could not be segmented.
+        TypeError: There is no such option.
+    """
+    asked = {name: options.pop(name) for name in SETTINGS if name in options}
+    unknown = options.keys() - PredictionRequest.model_fields.keys()
+    if unknown:
+        raise TypeError(f"predict() has no option {', '.join(sorted(unknown))}")
+    with ExitStack() as unpacked:
+        files = _files(_several(checkpoint), folds, unpacked)
+        request = PredictionRequest.of(
+            {
+                **options,
+                "images": _several(images),
+                "checkpoints": files,
+                "output": output,
+                "settings": _settings(devices=devices, **asked),
+            }
+        )
+        return prediction.predict(
+            request,
+            Ranks.from_environment(),
+            Progress(),
+            draw_preview,
+            say=lambda line: logger.info("%s", line),
+        )
+
+
+def _settings(devices: Device | Sequence[Device] | None, **asked: Any) -> dict[str, Any]:
+    """Return what is asked for as settings, dotted key to value."""
+    if devices is not None:
+        asked["devices"] = names_of(devices)
+    return {
+        SETTINGS[name]: parsed_value(SETTINGS[name], value)
+        for name, value in asked.items()
+        if value is not None
+    }
+
+
+def draw_preview(
+    path: Path, image: OpenedImage, labels: npt.NDArray[Any], label_names: dict[int, str]
+) -> None:
+    """Draw a segmentation over its scan into a file."""
+    from unet3d.reports.preview import write_preview  # which imports matplotlib
+
+    write_preview(path, image, labels, label_names)
+
+
 def names_of(devices: Device | Sequence[Device]) -> list[str]:
     """Return devices as settings name them; text may have commas between several."""
     if isinstance(devices, (str, int, torch.device)):
         return str(devices).split(",")
     return [str(device) for device in devices]
+
+
+def _several(names: FileName | Sequence[FileName]) -> list[Path]:
+    if isinstance(names, (str, os.PathLike)):
+        return [Path(names)]
+    return [Path(name) for name in names]
+
+
+def _files(paths: Sequence[FileName], folds: Folds, unpacked: ExitStack) -> list[Path]:
+    """Return the checkpoints that paths stand for, each once; archives are in the stack."""
+    try:
+        chosen = chosen_folds(folds)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    files = [file for path in paths for file in networks_in(Path(path), chosen, unpacked)]
+    return list(dict.fromkeys(files))
 
 
 def _volume(image: Image, affine: npt.ArrayLike | None) -> OpenedImage:

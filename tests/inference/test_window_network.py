@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from unet3d.inference.mirroring import mirrored_mean
+from unet3d.inference.window_network import mirrored_mean
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -1,0 +1,33 @@
+"""Ranks that segment images together: the labels of one process, and what ends them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import environment
+
+
+def run_ranks(folder, *more):
+    command = [sys.executable, "-m", "tests.inference.rank_images", str(folder), *more]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {path.stem: path.read_text() for path in folder.iterdir()}
+
+
+def test_ranks_segment_as_one_process_and_name_what_ends_them(tmp_path):
+    """The ranks compare their labels themselves."""
+    gone = "LostRankError: rank 1 (in the start) is gone; give the same command again"
+    assert run_ranks(tmp_path) == {
+        "memory-0": gone,
+        "memory-1": "DoesNotFitError: windows of 16x16x16 voxels do not fit on cpu (CUDA out of "
+        "memory); use a smaller inference.window or more devices",
+        "killed-0": gone,
+    }
+
+
+@pytest.mark.multigpu
+def test_gpus_segment_as_one_process(tmp_path):
+    run_ranks(tmp_path, "gpus")

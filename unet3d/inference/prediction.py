@@ -1,0 +1,182 @@
+"""A prediction as a whole: networks, scans and devices, in this process or in one for each device.
+
+All ranks run this program. With slabs of each window they segment every scan together; of a folder
+with at least as many scans as devices, each of n ranks has every n-th scan and a device of its own.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from unet3d.config import ParallelSettings
+from unet3d.distributed.launcher import launch, meeting_folder
+from unet3d.distributed.ranks import PREDICTION, Ranks
+from unet3d.distributed.rendezvous import joined
+from unet3d.errors import RankError, Unet3dError
+from unet3d.inference.mode_choice import choose_mode
+from unet3d.inference.networks import Networks
+from unet3d.inference.predictor import Predictor
+from unet3d.inference.request import PredictionRequest
+from unet3d.inference.scan_search import FoundScans, find_scans
+from unet3d.inference.scans import Scan
+from unet3d.inference.segmentation import DrawPreview, Progress, Segmentation, left_words
+from unet3d.interruption import Interrupted
+from unet3d.nnunet.model_files import known_as
+from unet3d.parallel import ParallelDims
+
+logger = logging.getLogger(__name__)
+
+RANK_COMMAND = "predict-as-rank"
+"""The command of a rank; its argument is a file with the request."""
+
+
+def predict(
+    request: PredictionRequest,
+    ranks: Ranks,
+    progress: Progress,
+    draw_preview: DrawPreview,
+    say: Callable[[str], None] | None = None,
+) -> tuple[Path, ...]:
+    """Segment scans, and return the segmentations, old and new; all ranks call it.
+
+    Processes that are started write to the terminal, or what is worth a line goes to ``say``.
+
+    Raises Unet3dError, also at the end where some scans could not be segmented.
+    """
+    parallel = request.placement()
+    with joined(ranks, PREDICTION) as group:
+        group.open(parallel.timeout_seconds)
+        paths = request.checkpoints
+        # The first rank alone has the files.
+        known = [Path(one) for one in group.from_first(lambda: [str(known_as(p)) for p in paths])]
+        networks = Networks.read(paths if group.is_first else known, group)
+        inference = [request.inference(network.config) for network in networks.described]
+        parallel = choose_mode(parallel, networks, inference, ranks)
+        dims = ParallelDims.resolve(parallel, ranks=ranks)
+        num_channels = len(networks.preprocessing.channels)
+        scans = group.from_first(
+            lambda: find_scans(request, num_channels), to_plain=_plain, from_plain=_found
+        )
+        results = tuple(sorted(scan.output for scan in (*scans.kept, *scans.to_segment)))
+        is_dealt = dims.mode == "data" and group.size > 1
+        will_deal = group.size == 1 and 1 < dims.num_replicas <= len(scans.to_segment)
+        if will_deal:
+            logger.info("%d scans dealt to %d devices", len(scans.to_segment), dims.num_replicas)
+            with _naming_left(scans.to_segment, request.overwrite, progress):
+                _start_ranks(request, dims, say)
+            return results
+        if dims.num_shards > group.size and scans.to_segment:
+            _start_ranks(request, dims, say)
+            return results
+        job = Segmentation(
+            scans,
+            request,
+            known,
+            group,
+            is_dealt=is_dealt,
+            progress=progress,
+            draw_preview=draw_preview,
+        )
+        if is_dealt:  # no other rank says anything because of the scans of this one
+            _log_in_all_ranks("unet3d.images", "unet3d.inference.scans")
+        job.begin()
+        if job.has_work:
+            if is_dealt:
+                devices = tuple(map(str, dims.devices))
+                parallel = ParallelSettings(mode="none", devices=devices)
+            predictor = Predictor(
+                networks,
+                parallel,
+                inference,
+                None if is_dealt else group,
+                skips_empty=request.skip_background,
+            )
+            if is_dealt:
+                _log_in_all_ranks("unet3d")
+            job.segment(predictor)
+        job.gather()
+    # Only now, because ranks that miss the first one would wait for it.
+    if job.error is not None:
+        raise job.error
+    return results
+
+
+def _start_ranks(
+    request: PredictionRequest, dims: ParallelDims, say: Callable[[str], None] | None
+) -> None:
+    """Segment in a process for each device."""
+    devices = list(map(str, dims.all_devices))
+    placement = {"parallel.mode": dims.mode, "parallel.devices": devices}
+    asked = request.model_copy(update={"settings": {**request.settings, **placement}})
+    with meeting_folder() as folder:
+        path = folder / "request.json"
+        path.write_text(json.dumps(asked.model_dump(mode="json")))
+        launch(
+            [RANK_COMMAND, str(path)],
+            folder,
+            num_ranks=dims.num_processes,
+            max_restarts=0,
+            on_gpus=any(device.type == "cuda" for device in dims.all_devices),
+            purpose=PREDICTION,
+            say=say,
+        )
+
+
+def _log_in_all_ranks(*names: str) -> None:
+    """Let this rank log there, too."""
+    level = logging.getLogger("unet3d").level
+    for name in names:
+        logging.getLogger(name).setLevel(min(level, logging.INFO))
+
+
+@contextmanager
+def _naming_left(scans: Sequence[Scan], overwrite: bool, progress: Progress) -> Iterator[None]:
+    """Return a context in which ranks segment scans, and which says what they leave."""
+    before = [_stamp(scan.output) for scan in scans]
+    try:
+        yield
+    except (Interrupted, RankError):
+        pairs = zip(scans, before, strict=True)
+        left = [scan for scan, stamp in pairs if _stamp(scan.output) == stamp]
+        if left:
+            progress.left(left_words(left, overwrite))
+        raise
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced; None: there is none."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _plain(found: FoundScans) -> dict[str, Any]:
+    """Return scans as one rank sends them to the others; :func:`_found` reads it."""
+    return {
+        "to_segment": [_names(scan) for scan in found.to_segment],
+        "kept": [_names(scan) for scan in found.kept],
+        "faults": [[_names(scan), str(error)] for scan, error in found.faults],
+    }
+
+
+def _found(plain: dict[str, Any]) -> FoundScans:
+    return FoundScans(
+        to_segment=tuple(map(_scan, plain["to_segment"])),
+        kept=tuple(map(_scan, plain["kept"])),
+        faults=tuple((_scan(names), Unet3dError(text)) for names, text in plain["faults"]),
+    )
+
+
+def _names(scan: Scan) -> list[str]:
+    return [str(scan.output), *map(str, scan.images)]
+
+
+def _scan(names: Sequence[str]) -> Scan:
+    output, *images = map(Path, names)
+    return Scan(images=tuple(images), output=output)

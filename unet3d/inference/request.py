@@ -1,0 +1,57 @@
+"""What is asked of a prediction: the options of ``unet3d predict`` and of ``unet3d.predict``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from unet3d.config import Config, InferenceSettings, ParallelSettings
+from unet3d.errors import ConfigError
+from unet3d.inputs.plain_data import explained
+
+
+class PredictionRequest(BaseModel):
+    """Which scans are segmented with which networks, how, and what is written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    images: tuple[Path, ...] = ()
+    """Files, or folders of them or of DICOM slices."""
+    checkpoints: tuple[Path, ...] = ()
+    """The networks' files; several are averaged."""
+    output: Path | None = None
+    """File or folder of the segmentations; None: beside each image."""
+    settings: Mapping[str, Any] = {}
+    """Of windows and devices, dotted key to value; others are as in training."""
+    statistics: bool = False
+    """Whether volume and intensity of each label are written, as JSON."""
+    preview: bool = False
+    """Whether a picture is drawn."""
+    probabilities: bool = False
+    """Whether the probability of each class is written, as a NumPy file in float16."""
+    skip_background: bool = False
+    """Whether windows of constant intensity are skipped, such as air."""
+    scratch: Path | None = None
+    """Folder for unpacked scans and labels while they are worked on; None: they are in memory."""
+    goes_on: bool = False
+    """Whether results that are complete are kept also of a single scan, and others replaced."""
+    overwrite: bool = False
+    """Whether results are replaced."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "PredictionRequest":
+        """Return what plain values ask for, or raise ConfigError."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(explained(error)) from error
+
+    def inference(self, trained: Config) -> InferenceSettings:
+        """Return how a network predicts: as it was trained to, but for what is asked."""
+        asked = {key: value for key, value in self.settings.items() if key.startswith("inference.")}
+        return trained.with_values(asked).inference
+
+    def placement(self) -> ParallelSettings:
+        """Return where networks run; the devices of training say nothing about it."""
+        return Config().with_values(self.settings).parallel
