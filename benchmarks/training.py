@@ -57,7 +57,6 @@ from unet3d.distributed.ranks import Ranks, num_cores
 from unet3d.model import UNet3d
 from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
 from unet3d.parallel.precision import to_parameter_dtype
-from unet3d.patches.augment.device import augments_on_device
 from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 from unet3d.planning.experiment import Experiment, open_dataset, plan_experiment
 from unet3d.planning.tuning_cache import resolve_auto
@@ -238,7 +237,7 @@ def measure(
             loaded.append(measurement.loaded())
             alone.append(measurement.alone(num_steps))
     device = loop.executor.input_device
-    is_on_device = augments_on_device(loop.config.patches.augmentation, device)
+    is_on_device = device.type == "cuda"
     seconds = statistics.median(turn["seconds"] for turn in loaded)
     alone_seconds = statistics.median(turn["seconds"] for turn in alone)
     return {

@@ -71,7 +71,7 @@ def test_a_run_is_that_of_the_command(folder):
         "model.num_levels": 2,
         "training.learning_rate": 0.05,
         "training.optimizer": "adamw",
-        "patches.augmentation.enabled": False,
+        "patches.augmentation": "none",
         "data.num_workers": 0,
         "data.cache": folder / "cache",
     }
@@ -90,7 +90,7 @@ def test_a_run_is_that_of_the_command(folder):
         *("train", "data", "--output", "of the command", "--preset", "full"),
         *("--preset", "quick", "--set", "training.steps_per_epoch=2"),
         *("--set", "patches.size=8,8,8", "--set", "training.learning_rate=0.05"),
-        *("--set", "training.optimizer=adamw", "--set", "patches.augmentation.enabled=false"),
+        *("--set", "training.optimizer=adamw", "--set", "patches.augmentation=none"),
         *("--set", "data.num_workers=0", "--set", f"data.cache={folder / 'cache'}"),
         *("--devices", "cpu", "--epochs", 2, "--fold", 3, "--init", "first run", "--quiet"),
     )

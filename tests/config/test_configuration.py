@@ -27,8 +27,7 @@ def test_values_of_python_are_settings():
         "data.cache": None,
         "data.spacing_mm": (1.0, 1.5, 3e-7),
         "patches.size": np.array([32, 48, 64]),
-        "patches.augmentation.enabled": False,
-        "patches.augmentation.mirror_axes": ["x", "y"],
+        "patches.augmentation": "none",
         "model.channels": [8, 16, 32],
         "memory.recompute": "off",
         "training.epochs": np.int64(3),
@@ -46,7 +45,7 @@ def test_values_of_python_are_settings():
     assert Config.from_yaml(config.to_yaml()) == config
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "training:\n", "patches:\n  augmentation:\n"])
+@pytest.mark.parametrize("text", ["", "# nothing\n", "training:\n", "memory:\n"])
 def test_an_empty_file_or_section_means_the_defaults(tmp_path, text):
     path = tmp_path / "settings.yaml"
     path.write_text(text)
@@ -85,7 +84,19 @@ def test_with_values_replaces_some_and_checks_all():
         ("model.channels=32", "is 32; give a list of whole numbers above 0 and at most 65,536 or"),
         ("model.channels=[32]", "model.channels names 1 level(s); give channels for 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
-        ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give auto or a list of x, y or z"),
+        (
+            "patches.augmentation_details.mirror_axes=x,w",
+            "augmentation_details.mirror_axes is ['x', 'w']; give auto or a list of x, y or z",
+        ),
+        (
+            "patches.augmentation_details.gamma_probability=2",
+            "augmentation_details.gamma_probability is 2; give a number of at least 0 and at most",
+        ),
+        (
+            "patches.augmentation_details.gama_probability=0",
+            "did you mean patches.augmentation_details.gamma_probability?",
+        ),
+        ("patches.augmentation_details=3", "is 3; give a mapping of names to values"),
         ("parallel.devices=1.5", "parallel.devices is 1.5; give a list of names or null"),
         ("parallel.replicas=0", "parallel.replicas is 0; give a whole number above 0"),
         ("parallel.timeout_seconds=0", "parallel.timeout_seconds is 0; give a number above 0"),

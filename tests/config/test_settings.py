@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from unet3d.config import Config, load_config
+from unet3d.config import AugmentationSettings, Config, load_config
 from unet3d.errors import ConfigError
 
 
@@ -13,8 +13,6 @@ from unet3d.errors import ConfigError
         ("parallel.devices", "0", ("0",)),
         ("parallel.devices", "0,1", ("0", "1")),
         ("parallel.devices", " cpu , cuda:0", ("cpu", "cuda:0")),
-        ("patches.augmentation.mirror_axes", "y", ("y",)),
-        ("patches.augmentation.mirror_axes", "x,y", ("x", "y")),
         ("data.spacing_mm", "1,1.5,3", (1.0, 1.5, 3.0)),
         ("patches.size", "[32, 48, 64]", (32, 48, 64)),
         ("parallel.cuts", "3", (3,)),
@@ -67,3 +65,21 @@ def test_strides_lead_through_the_levels_that_are_named():
     for change, number in (("model.num_levels=4", 4), ("model.channels=4,8", 2)):
         with pytest.raises(ConfigError, match=f"has 2 entries, for 3 levels, but .* has {number}"):
             load_config(None, [strides, change])
+
+
+def test_one_word_says_how_patches_are_changed_and_details_may_differ():
+    plain, light, full = (
+        load_config(None, [f"patches.augmentation={how}"]).patches.random_changes
+        for how in ("none", "light", "nnunet")
+    )
+    assert full == AugmentationSettings() == Config().patches.random_changes
+    assert not plain.enabled and plain.known_mirror_axes == ()
+    assert (light.rotation_probability, light.blur_probability) == (0, 0)
+    assert (light.gamma_probability, light.known_mirror_axes) == (0.3, ("y", "z"))
+    changes = ("patches.augmentation=light", "patches.augmentation_details.blur_probability=0.5")
+    config = load_config(None, changes)
+    assert config.patches.random_changes == light.model_copy(update={"blur_probability": 0.5})
+    assert Config.from_yaml(config.to_yaml()).patches == config.patches
+    for text, axes in (("y", ("y",)), ("x,y", ("x", "y"))):
+        config = load_config(None, [f"patches.augmentation_details.mirror_axes={text}"])
+        assert config.patches.random_changes.mirror_axes == axes

@@ -60,7 +60,7 @@ def test_mirror_images_take_memory_too(monkeypatch):
     # Beside what was counted above: the sum in float32, and an image's logits turned back.
     voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4) + 3 * (4 + 2)
     memory = 4 * (4 * 16 * 16 * voxel_bytes)
-    changes = ("patches.augmentation.mirror_axes=x",)
+    changes = ("patches.augmentation_details.mirror_axes=x",)
     mirrored = random_checkpoint(patch_size=(4, 16, 16), changes=changes)
     for less, mode in ((0, "data"), (4, "spatial")):
         monkeypatch.setattr(mode_choice, "device_bytes", lambda device, less=less: memory - less)

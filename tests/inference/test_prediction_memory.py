@@ -105,7 +105,7 @@ def test_mirror_images_need_the_sum_of_their_logits(tmp_path, device):
     path = scan_of(tmp_path, (64, 64, 64))
 
     def bytes_of(axes, tta):
-        changes = (f"patches.augmentation.mirror_axes={axes}",)
+        changes = (f"patches.augmentation_details.mirror_axes={axes}",)
         labels = tuple(range(60))
         network = random_checkpoint(label_values=labels, patch_size=(32, 32, 32), changes=changes)
         settings = InferenceSettings(batch_size=2, tta=tta)

@@ -80,7 +80,7 @@ def test_all_orientations_of_a_scan_are_segmented_alike(tmp_path):
     assert (np.bincount(reference.ravel(), minlength=3) > 50).all()
 
 
-MIRRORED = ("patches.augmentation.mirror_axes=x,z",)
+MIRRORED = ("patches.augmentation_details.mirror_axes=x,z",)
 MIRRORING = InferenceSettings(tta=True)
 
 SHEARED = np.diag([1.0, 1.0, 2.0, 1.0])
@@ -255,7 +255,7 @@ def test_tta_averages_over_the_axes_of_training(tmp_path):
 def test_mirrored_axes_are_named_as_the_network_sees_them(caplog):
     caplog.set_level("INFO")
     mirrored = random_checkpoint(changes=MIRRORED)
-    none = random_checkpoint(changes=("patches.augmentation.enabled=false",))
+    none = random_checkpoint(changes=("patches.augmentation=none",))
     for checkpoint, words in (
         (mirrored, "each window is predicted 4 times, mirrored along X, Z"),
         (

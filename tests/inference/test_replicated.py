@@ -118,7 +118,7 @@ def alone(image, *checkpoints, **more):
 )
 def test_any_number_of_replicas_gives_the_labels_of_one(image, count, batch_size, tta):
     """Two replicas that take 5 windows each have 4 left, for both; three of them have 9."""
-    checkpoint, shown = network_of("patches.augmentation.mirror_axes=x,z"), []
+    checkpoint, shown = network_of("patches.augmentation_details.mirror_axes=x,z"), []
     predictor = placed(count, checkpoint, batch_size=batch_size, tta=tta)
     found = predictor.segment(image, lambda *done: shown.append(done))
     np.testing.assert_array_equal(found, alone(image, checkpoint, tta=tta))
@@ -147,7 +147,7 @@ def test_a_graph_of_each_replica_serves_all_networks(image, num_networks, averag
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
     given = {"batch_size": 2, "averaging": averaging, "tta": True}
-    changes = (f"inference.averaging={averaging}", "patches.augmentation.mirror_axes=x")
+    changes = (f"inference.averaging={averaging}", "patches.augmentation_details.mirror_axes=x")
     members = [network_of(*changes, seed=seed) for seed in range(num_networks)]
     expected = alone(image, *members, **given)
     monkeypatch.setattr(placing.PlacedNetworks, "is_replayable", True)

@@ -37,7 +37,7 @@ def trained(**changes):
     }
     return replace(
         random_checkpoint(
-            changes=("patches.augmentation.mirror_axes=[y,z]", "inference.overlap=0.5")
+            changes=("patches.augmentation_details.mirror_axes=[y,z]", "inference.overlap=0.5")
         ),
         topology=TOPOLOGY,
         patch_size=(32, 48, 16),

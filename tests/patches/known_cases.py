@@ -13,18 +13,22 @@ from unet3d.patches.loader import PatchLoader
 from unet3d.patches.patches import PatchSampler
 from unet3d.preparation.cache import Cache, PreparedCase
 
-PLAIN = AugmentationSettings(enabled=False)
+PLAIN = PatchSettings(augmentation="none").random_changes
 LIVELY = AugmentationSettings(
     rotation_probability=0.7, scaling_probability=0.7, noise_probability=0.7, mirror_axes=("x",)
 )
 
-PROBABILITIES = [name for name in AugmentationSettings.model_fields if "_probability" in name]
-
 
 def probable(probability: float, **changes: object) -> AugmentationSettings:
     """Return settings in which everything has the same probability, but for ``changes``."""
-    given = {**dict.fromkeys(PROBABILITIES, probability), **changes}
+    given = {**dict.fromkeys(AugmentationSettings.probabilities(), probability), **changes}
     return AugmentationSettings.model_validate(given)
+
+
+def patch_settings(augmentation: AugmentationSettings = PLAIN, **fields: object) -> PatchSettings:
+    """Return settings of patches that are changed in this way."""
+    details = augmentation.model_dump(mode="json")
+    return PatchSettings.model_validate({**fields, "augmentation_details": details})
 
 
 def known_volume(shape: Shape) -> npt.NDArray[np.float32]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.patches.known_cases import PLAIN, make_cases, probable
+from tests.patches.known_cases import make_cases, patch_settings, probable
 from unet3d.config import PatchSettings
 from unet3d.patches.loader import PatchLoader
 from unet3d.patches.patches import PatchSampler
@@ -48,7 +48,7 @@ def loader(cases, *, on_gpu, num_workers=0, size=(24, 20, 28), settings=None):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_those_of_the_cpu(tmp_path, num_workers):
     cases = real_cases(tmp_path)
-    half = PatchSettings(augmentation=probable(0.5))  # each change alone and with others
+    half = patch_settings(probable(0.5))  # each change alone and with others
     on_gpu, on_cpu = (
         loader(cases, on_gpu=is_gpu, num_workers=num_workers, settings=half)
         for is_gpu in (True, False)
@@ -81,7 +81,7 @@ def test_a_batch_stays_as_it_is_while_the_gpu_is_busy_with_it(tmp_path):
 
 def test_whole_volumes_of_many_shapes_share_the_buffers(tmp_path):
     cases = make_cases(tmp_path, [(7, 8, 5), (12, 4, 6), (9, 9, 9), (16, 16, 12)])
-    settings = PatchSettings(augmentation=PLAIN)
+    settings = patch_settings()
     made = loader(cases, on_gpu=True, size=None, settings=settings)
     expected = loader(cases, on_gpu=False, size=None, settings=settings)
     for epoch in range(3):

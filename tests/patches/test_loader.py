@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.patches.known_cases import LIVELY, PLAIN, known_volume, make_cases, make_loader
+from tests.patches.known_cases import LIVELY, known_volume, make_cases, make_loader, patch_settings
 from unet3d.config import PatchSettings
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.patches.patches import PatchSampler
@@ -16,7 +16,7 @@ from unet3d.patches.patches import PatchSampler
 def loader(cases, size=(4, 4, 4), batch_size=2, stride=(2, 2, 2), **more):
     """Return a loader without augmentation; ``more`` may hold fields of its settings, too."""
     fields = {key: more.pop(key) for key in list(more) if key in PatchSettings.model_fields}
-    settings = PatchSettings(**{"augmentation": PLAIN, **fields})
+    settings = patch_settings(**fields)
     return make_loader(cases, settings, size=size, batch_size=batch_size, stride=stride, **more)
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from tests.patches.known_cases import PLAIN, known_volume, make_cases, probable
-from unet3d.config import PatchSettings
+from tests.patches.known_cases import known_volume, make_cases, patch_settings, probable
 from unet3d.errors import CacheError
 from unet3d.patches.patches import CutBatch, PatchSampler
 from unet3d.preparation.cache import Cache, PreparedCase
@@ -17,7 +16,7 @@ from unet3d.preparation.cache import Cache, PreparedCase
 def make_sampler(cases, size, **settings):
     return PatchSampler(
         cases=cases,
-        settings=PatchSettings(**{"augmentation": PLAIN, **settings}),
+        settings=patch_settings(**settings),
         size=size,
         stride=(2, 2, 2),
         batch_size=1,

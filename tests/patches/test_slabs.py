@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.patches.known_cases import make_loader
-from unet3d.config import AugmentationSettings, PatchSettings
+from tests.patches.known_cases import PLAIN, make_loader, patch_settings
+from unet3d.config import AugmentationSettings
 from unet3d.errors import DeviceError
 from unet3d.patches.augment.cut import Slab, shape_of
 from unet3d.patches.patches import PatchSampler
@@ -30,7 +30,7 @@ def drawn(*names, probability=1.0):
 
 
 SETTINGS = {
-    "off": AugmentationSettings(enabled=False),
+    "off": PLAIN,
     "mirrored": drawn(),
     "moved": drawn(*MOVING),
     "linear": drawn(*MOVING, *LINEAR),
@@ -63,7 +63,7 @@ def slabs(*fractions):
 
 def loader(cases, augmentation, size=SMALL, stride=(1, 1, 1), **settings):
     given = {"num_steps": 2, "seed": 3, "size": size, "stride": stride, **settings}
-    return make_loader(cases, PatchSettings(augmentation=augmentation), **given)
+    return make_loader(cases, patch_settings(augmentation), **given)
 
 
 def check(whole, shards):
@@ -137,7 +137,7 @@ def test_only_what_a_slab_needs_is_read(tmp_path):
     slab = Slab(planes=range(10), num_planes=40)
 
     def planes(name, gathers):
-        settings = PatchSettings(augmentation=SETTINGS[name])
+        settings = patch_settings(SETTINGS[name])
         sampler = PatchSampler(
             cases=cases, settings=settings, size=size, stride=(1, 1, 1), batch_size=1, seed=0
         )

@@ -70,7 +70,7 @@ def test_defaults_that_are_written_down_are_defaults(changes, num_gpus, tmp_path
         ("model.base_channels=32", {"model.base_channels", "patches.memory_gib"}),
         ("patches.memory_gib=4", {"model.base_channels", "patches.memory_gib"}),
         ("patches.size=whole", set()),
-        ("patches.augmentation.gamma_probability=0.5", {"patches.augmentation.enabled"}),
+        ("patches.augmentation_details.gamma_probability=0.5", {"patches.augmentation"}),
         ("training={steps_per_epoch: 9}", {"training.steps_per_epoch"}),
     ],
 )

@@ -88,7 +88,7 @@ def test_names_of_regions_say_whether_sides_may_be_swapped(tmp_path, region, axe
     labels = {"background": 0, region: [1, 2], "core": 2}
     root = write_msd(tmp_path / "data", 2, labels=labels, regions_class_order=[1, 2])
     experiment = plan_experiment(settings(tmp_path, root), 0)
-    assert experiment.config.patches.augmentation.mirror_axes == axes
+    assert experiment.config.patches.random_changes.mirror_axes == axes
     assert experiment.topology.num_classes == 2
 
 

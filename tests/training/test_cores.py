@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from unet3d.config import Config, load_config
-from unet3d.errors import DeviceError
 from unet3d.parallel import ParallelDims
 from unet3d.training import cores
 from unet3d.training.cores import (
@@ -56,10 +55,7 @@ def test_processes_by_cores(machine, num_cores, devices, num_ranks, preparing, l
     assert loading_processes(AUTO, devices, num_ranks) == loading
 
 
-def test_more_processes_augment_for_a_gpu_than_cut_for_it_and_settings_may_name_them(machine):
-    machine(64)
-    on_cpu = AUTO.with_values({"patches.augmentation.device": "cpu"})
-    assert loading_processes(on_cpu, (GPU,), 1) == 16
+def test_settings_may_name_the_number_of_processes(machine):
     machine(8, 8)
     config = load_config(None, ["data.num_workers=5"])
     assert preparing_processes(config, (CPU,), 1) == 5
@@ -101,19 +97,13 @@ def dims_of(device, mode):
         ({}, GPU, 8, "none", "patches are augmented on cuda:0"),
         ({}, GPU, 8, "data", "patches are augmented on the first GPU of each replica"),
         ({}, GPU, 8, "spatial", "patches are augmented on each GPU, a slab"),
-        ({"device": "cpu"}, GPU, 8, "none", "patches are augmented in 8 processes"),
+        ({}, CPU, 8, "none", "patches are augmented in 8 processes"),
         ({}, CPU, 0, "none", "patches are augmented in the training process"),
         ({}, CPU, 1, "data", "patches are augmented in 1 process of each replica"),
         ({}, CPU, 0, "spatial", "patches are augmented in the training process of each shard"),
-        ({"enabled": False}, GPU, 8, "none", "patches are not augmented"),
+        ({"augmentation": "none"}, GPU, 8, "none", "patches are not augmented"),
     ],
 )
 def test_where_patches_are_augmented_is_said(changes, device, num_processes, mode, expected):
-    config = AUTO.with_values({f"patches.augmentation.{k}": v for k, v in changes.items()})
+    config = AUTO.with_values({f"patches.{k}": v for k, v in changes.items()})
     assert augmentation_line(config, dims_of(device, mode), num_processes) == expected
-
-
-def test_a_gpu_that_is_not_there_is_refused():
-    config = AUTO.with_values({"patches.augmentation.device": "gpu"})
-    with pytest.raises(DeviceError, match="the network begins on cpu; use auto"):
-        augmentation_line(config, dims_of(CPU, "none"), 0)

@@ -154,7 +154,7 @@ def spoil_image(monkeypatch, folder, part, value):
 def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(cache, folder, monkeypatch):
     name = spoil_image(monkeypatch, folder, "training", 1e38)
     with pytest.raises(VolumeError, match=f"prepared image of case {name} ") as refused:
-        more = ("training.steps_per_epoch=20", "patches.augmentation.enabled=false")
+        more = ("training.steps_per_epoch=20", "patches.augmentation=none")
         run(settings(cache, *QUICK, *more), folder, resume=True)
     assert "learning_rate" not in str(refused.value)
 

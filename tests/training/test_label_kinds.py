@@ -17,7 +17,7 @@ FAST = (
     "training.micro_batches=2",
     "training.optimizer=adamw",
     "training.learning_rate=0.02",
-    "patches.augmentation.enabled=false",
+    "patches.augmentation=none",
     "patches.foreground_fraction=0.5",
 )
 """A few epochs are enough."""

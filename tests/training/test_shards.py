@@ -72,9 +72,9 @@ def test_two_gpus_share_patches_that_they_augment(cache, tmp_path):
     """Contrast and gamma take the statistics of a patch, which the GPUs gather from its slabs."""
     changes = (
         "patches.size=32,16,16",
-        "patches.augmentation.contrast_probability=1",
-        "patches.augmentation.gamma_probability=1",
-        "patches.augmentation.blur_probability=1",
+        "patches.augmentation_details.contrast_probability=1",
+        "patches.augmentation_details.gamma_probability=1",
+        "patches.augmentation_details.blur_probability=1",
         "training.precision=float32",
         "training.epochs=2",
     )

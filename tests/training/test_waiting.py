@@ -104,7 +104,7 @@ def test_the_first_batch_of_all_is_told_once(monkeypatch):
 
 
 def loading(**changes):
-    usual = Loading(devices=(GPU,), num_workers=2, num_ranks=1, augments_on_cpu=False)
+    usual = Loading(devices=(GPU,), num_workers=2, num_ranks=1)
     return replace(usual, **changes)
 
 
@@ -127,7 +127,6 @@ def machine_of(monkeypatch):
         (16, {}, "more data.num_workers (now 2)"),
         (16, {"num_workers": 15}, "more cores, or data.cache on a faster disk"),
         (16, {"num_ranks": 8}, "more cores, or data.cache on a faster disk"),
-        (16, {"augments_on_cpu": True}, "patches.augmentation.device=gpu"),
         (1, {"num_workers": 0}, "more cores, or data.cache on a faster disk"),
     ],
 )
@@ -162,7 +161,6 @@ def test_a_gpu_whose_patches_are_there_waits_for_the_host(machine_of):
         (16, 14, {"num_workers": 2}, 0.15, False),
         (16, 1, {"num_workers": 15}, 1.0, False),
         (16, 2, {"num_ranks": 8}, 0.5, False),
-        (16, 2, {"num_ranks": 8, "augments_on_cpu": True}, 0.7, True),
         (16, 16, {"devices": (CPU, GPU)}, 0.15, False),
     ],
 )

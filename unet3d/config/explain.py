@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from unet3d.config.settings import AUTO
+from unet3d.config.settings import AUTO, AugmentationSettings
 from unet3d.inputs.plain_data import printable, shown
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a name", Path: "a path"}
@@ -60,7 +60,8 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Mapping[str, Settin
 
 def phrase_of(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str:
     """Return a phrase for a problem that pydantic has found in a tree of settings."""
-    settings = settings_of(model)
+    details = settings_of(AugmentationSettings, "patches.augmentation_details.")
+    settings = {**settings_of(model), **details}
     location = list(map(str, problem["loc"]))
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         name = ".".join(location)
@@ -111,7 +112,7 @@ def in_words(hint: Any) -> str:
             for word in (get_args(branch) if get_origin(branch) is Literal else [in_words(branch)])
         )
     if origin is dict:
-        return "a mapping of names to lists"
+        return f"a mapping of names to {'values' if arguments[1] is Any else 'lists'}"
     if origin is tuple:
         quantity = "a list of" if arguments[-1] is ... else "three"
         return f"{quantity} {_plural(in_words(arguments[0]))}"

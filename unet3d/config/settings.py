@@ -160,13 +160,12 @@ MirrorAxis = Literal["x", "y", "z"]
 
 
 class AugmentationSettings(Section):
-    """Random changes to each training patch; each probability is that of a patch being changed."""
+    """Random changes to each training patch; each probability is that of a patch being changed.
 
-    enabled: Auto[bool] = True
-    """Whether patches are changed at all; auto: true, on a CPU false."""
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where patches are changed. gpu: on the GPU that the network begins on, beside the step
-    before; cpu: in the processes that cut them; auto: gpu where the network begins on one."""
+    The defaults are nnU-Net's. They are no settings of their own: ``patches.augmentation`` chooses
+    among them, and ``patches.augmentation_details`` may name any of them.
+    """
+
     rotation_probability: Fraction = 0.2
     """Probability of a rotation; thick slices stay in their plane."""
     rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 30.0
@@ -195,9 +194,37 @@ class AugmentationSettings(Section):
     by its name to be on the left or on the right."""
 
     @property
+    def enabled(self) -> bool:
+        """Whether anything is changed at all."""
+        return self.mirror_axes != () or any(
+            getattr(self, name) > 0 for name in type(self).probabilities()
+        )
+
+    @classmethod
+    def probabilities(cls) -> tuple[str, ...]:
+        """Return the names of the fields that are probabilities."""
+        return tuple(name for name in cls.model_fields if name.endswith("_probability"))
+
+    @property
     def known_mirror_axes(self) -> tuple[MirrorAxis, ...]:
         """The axes that are set, or Y and Z where the labels decide and are not known."""
         return ("y", "z") if self.mirror_axes == "auto" else self.mirror_axes
+
+
+AUGMENTATIONS: dict[str, dict[str, Any]] = {
+    "none": {**dict.fromkeys(AugmentationSettings.probabilities(), 0.0), "mirror_axes": ()},
+    # Without what interpolates a patch, or filters it, which takes a CPU longest.
+    "light": {
+        f"{name}_probability": 0.0 for name in ("rotation", "scaling", "blur", "low_resolution")
+    },
+    "nnunet": {},
+}
+"""Of each value of ``patches.augmentation``, what differs from nnU-Net's."""
+
+
+def _of_augmentation(details: dict[str, Any]) -> dict[str, Any]:
+    """Return details of augmentation as JSON has them, or refuse them."""
+    return AugmentationSettings.model_validate(details).model_dump(mode="json", exclude_unset=True)
 
 
 class PatchSettings(Section):
@@ -214,7 +241,18 @@ class PatchSettings(Section):
     foreground_fraction: Fraction = 0.33
     """Share of each batch, at least one patch where it is not 0, that is centred on a labelled
     voxel: of a random class, of a random one of its connected components."""
-    augmentation: AugmentationSettings = AugmentationSettings()
+    augmentation: Auto[Literal["none", "light", "nnunet"]] = "nnunet"
+    """Random changes to each patch. nnunet: those of nnU-Net's training; light: of these mirroring,
+    noise, brightness, contrast and gamma; none: patches stay as they are; auto: nnunet, on a CPU
+    none."""
+    augmentation_details: Annotated[dict[str, Any], AfterValidator(_of_augmentation)] = {}
+    """Probabilities, angles and mirror axes that differ from these, by name."""
+
+    @property
+    def random_changes(self) -> AugmentationSettings:
+        """What is drawn for each patch."""
+        known = AUGMENTATIONS[self.augmentation]
+        return AugmentationSettings.model_validate({**known, **self.augmentation_details})
 
 
 class ModelSettings(Section):

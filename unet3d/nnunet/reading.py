@@ -86,7 +86,7 @@ def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
     settings = {
         "data.spacing_mm": plan.spacing_mm,
         "patches.size": plan.patch_size,
-        "patches.augmentation.mirror_axes": tuple("xyz"[axis] for axis in mirrored),
+        "patches.augmentation_details.mirror_axes": tuple("xyz"[axis] for axis in mirrored),
         "training.precision": "float16",  # which nnU-Net trains in on GPUs
         "inference.overlap": 0.5,
         "inference.tta": bool(mirrored),

@@ -177,7 +177,7 @@ class PatchSampler:
         self.stride = stride
         self.batch_size = batch_size
         self.seed = seed
-        share, augmentation = settings.foreground_fraction, settings.augmentation
+        share, augmentation = settings.foreground_fraction, settings.random_changes
         self._num_foreground = max(1, round(share * batch_size)) if share else 0
         self.augmentation = AugmentationDraw(augmentation) if augmentation.enabled else None
 

@@ -37,7 +37,7 @@ CPU_DEFAULTS = (
     CpuDefault(values={"training.epochs": 40}),
     CpuDefault(values={"training.steps_per_epoch": 25}),
     # Too short a training to profit from it.
-    CpuDefault(values={"patches.augmentation.enabled": False}, related=("patches.augmentation",)),
+    CpuDefault(values={"patches.augmentation": "none"}, related=("patches.augmentation_details",)),
     # Converges in fewer steps; the rate is higher than usual for the few that there are.
     CpuDefault(
         values={"training.optimizer": "adamw", "training.learning_rate": 0.003},

@@ -1,9 +1,9 @@
 """From a configuration to all that training needs except devices: cases, patches, network."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from unet3d.config import Config, Shape
 from unet3d.datasets.dataset import Case, Dataset, Finding, fold_cases, load_dataset
@@ -121,13 +121,13 @@ def plan_experiment(
     check_shards(network, num_shards)
     for note in plan_notes(config, network):
         logger.info("%s", note)
+    values: dict[str, Any] = {"data.spacing_mm": preprocessing.spacing_mm or "native"}
+    if config.patches.random_changes.mirror_axes == "auto":
+        names = (*dataset.label_names, *(region.name for region in dataset.regions))
+        axes = ("y", "z") if has_sides(names) else ("x", "y", "z")
+        values["patches.augmentation_details.mirror_axes"] = axes
     return Experiment(
-        config=network.settled(config).with_values(
-            {
-                "data.spacing_mm": preprocessing.spacing_mm or "native",
-                "patches.augmentation.mirror_axes": _mirror_axes(config, dataset),
-            }
-        ),
+        config=network.settled(config).with_values(values),
         preprocessing=preprocessing,
         network=network,
         training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
@@ -135,14 +135,6 @@ def plan_experiment(
         validation_files=validation,
         split=CaseSplit.of(training, validation, Cache(config.data.cache)),
     )
-
-
-def _mirror_axes(config: Config, dataset: Dataset) -> Sequence[str]:
-    axes = config.patches.augmentation.mirror_axes
-    if axes == "auto":
-        names = (*dataset.label_names, *(region.name for region in dataset.regions))
-        axes = ("y", "z") if has_sides(names) else ("x", "y", "z")
-    return axes
 
 
 def report_findings(findings: list[Finding], shown: int = 5) -> None:

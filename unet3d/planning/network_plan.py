@@ -86,7 +86,7 @@ class NetworkPlan:
         channels, classes = self.topology.in_channels, self.topology.num_classes
         augmentation = DeviceAugmentation.on(
             layout.devices[0],
-            config.patches.augmentation,
+            config.patches.random_changes,
             (self.volume,),
             PREPARED_BYTES,
             channels,

@@ -104,8 +104,7 @@ class Checkpoint:
     @property
     def mirror_axes(self) -> tuple[int, ...]:
         """Axes, counted from 0, along which patches were mirrored in training."""
-        augmentation = self.config.patches.augmentation
-        known = augmentation.known_mirror_axes if augmentation.enabled else ()
+        known = self.config.patches.random_changes.known_mirror_axes
         return tuple("xyz".index(axis) for axis in known)
 
     def mirrored_axes(self, settings: InferenceSettings) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from functools import partial
 from unet3d.config import Config
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.spatial.executor import SpatialExecutor
-from unet3d.patches.augment.device import augments_on_device
 from unet3d.patches.loader import PatchLoader
 from unet3d.patches.patches import PatchSampler
 from unet3d.planning.experiment import Experiment
@@ -42,7 +41,7 @@ def make_loader(
         num_steps=settings.training.steps_per_epoch,
         num_workers=num_workers,
         device=device,
-        augments_on_device=augments_on_device(settings.patches.augmentation, device),
+        augments_on_device=device.type == "cuda",
         rank=dims.replica_of(dims.rank),
         num_ranks=dims.world_size // dims.num_shards,  # threads share what their process has
         slab=None if spatial is None else partial(spatial.rule.slab, shard),
@@ -59,11 +58,8 @@ def loading_of(config: Config, executor: Executor, num_workers: int, num_ranks: 
         num_workers: Processes that cut patches; 0: this one.
         num_ranks: Ranks that share this machine.
     """
-    augmentation = config.patches.augmentation
-    on_device = augments_on_device(augmentation, executor.input_device)
     return Loading(
         devices=[slot.device for slot in executor.slots],
         num_workers=num_workers,
         num_ranks=num_ranks,
-        augments_on_cpu=augmentation.enabled and not on_device,
     )

@@ -12,7 +12,6 @@ import torch
 from unet3d.config import Config
 from unet3d.distributed.ranks import num_cores
 from unet3d.parallel import ParallelDims
-from unet3d.patches.augment.device import augments_on_device
 
 MAX_PROCESSES = 16
 """The most processes that prepare cases, or make patches, for GPUs."""
@@ -59,16 +58,12 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
         config: The settings.
         devices: Those of the network.
         num_ranks: Ranks that share this machine.
-
-    Raises:
-        DeviceError: Patches are to be augmented on a GPU, and the network begins on a CPU.
     """
     if config.data.num_workers != "auto":
         return config.data.num_workers
     if not is_on_cpu(devices):
         most = preparing_processes(config, devices, num_ranks)
-        on_device = augments_on_device(config.patches.augmentation, devices[0])
-        return min(most, MAX_CUTTING) if on_device else most
+        return min(most, MAX_CUTTING)
     cores = num_cores() // num_ranks
     wanted = min(MAX_ON_CPU, cores // CORES_OF_A_LOADER)
     # Threads that the user asked for leave what they leave.
@@ -82,16 +77,12 @@ def augmentation_line(config: Config, dims: ParallelDims, num_processes: int) ->
         config: The settings.
         dims: Devices, replicas and shards.
         num_processes: Processes that cut patches, of each replica or shard.
-
-    Raises:
-        DeviceError: A GPU is asked for, and the network begins on a CPU.
     """
     device = dims.devices[0]
-    on_device = augments_on_device(config.patches.augmentation, device)
     each = "shard" if dims.num_shards > 1 else "replica" if dims.num_replicas > 1 else None
-    if not config.patches.augmentation.enabled:
+    if not config.patches.random_changes.enabled:
         return "patches are not augmented"
-    if on_device:
+    if device.type == "cuda":
         on_each = {None: f"on {device}", "shard": "on each GPU, a slab"}
         where = on_each.get(each, "on the first GPU of each replica")
     else:

@@ -93,8 +93,6 @@ class Loading:
     """Processes that cut patches; 0: the training process."""
     num_ranks: int
     """Ranks that share this machine."""
-    augments_on_cpu: bool
-    """Whether patches are changed on the host."""
 
     def note(
         self, metrics: Mapping[str, Any], start_seconds: float, loading_seconds: float
@@ -133,8 +131,6 @@ class Loading:
             if has_core and share > TOLERATED_SHARE + price:
                 return more_workers
             return "more cores, or less of patches.augmentation"
-        if self.augments_on_cpu:
-            return "patches.augmentation.device=gpu"
         if has_core:
             return more_workers
         return "more cores, or data.cache on a faster disk"

@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 
+from tests.patches.known_cases import PLAIN
 from tests.products import pairwise
 from unet3d.config import AugmentationSettings
 from unet3d.patches.augment.cut import Placement, shape_of
@@ -54,7 +55,7 @@ def staging(
 
 
 def test_staging_is_the_largest_cut_or_what_filters_take():
-    off = AugmentationSettings(enabled=False)
+    off = PLAIN
     still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
     for settings in (off, still):
         assert largest_reach(settings, (32, 30, 28), (1, 1, 1), 7) == (7, 30, 28)
@@ -71,7 +72,7 @@ def test_staging_is_the_largest_cut_or_what_filters_take():
 
 def test_staging_of_a_slab_is_that_of_what_is_made_for_it():
     plane, slab = 32 * 32, range(4, 12)
-    off = AugmentationSettings(enabled=False)
+    off = PLAIN
     assert staging(off, slab) == staging(off, slab, gathers=False) == 3 * 8 * plane
     still = {"rotation_probability": 0, "scaling_probability": 0}
     sharp = {**still, "blur_probability": 0, "low_resolution_probability": 0}

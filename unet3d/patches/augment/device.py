@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from unet3d.config import AugmentationSettings, Shape, Spacing
-from unet3d.errors import DeviceError
 from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.patches.augment.draw import SCALING_RANGE, free_axes, largest_angle
 from unet3d.patches.augment.filters import farthest_reach
@@ -15,19 +14,6 @@ from unet3d.patches.augment.recipe import number_together
 WORK_ARRAYS = 2
 """Channels in float32 that a filter keeps beside the one that it changes; one more where several
 are changed at a time, which are taken out of the others."""
-
-
-def augments_on_device(settings: AugmentationSettings, device: torch.device) -> bool:
-    """Return whether patches are made on the device that the network begins on.
-
-    DeviceError where a GPU is asked for, and the network begins on a CPU.
-    """
-    if settings.device == "gpu" and device.type != "cuda":
-        raise DeviceError(
-            f"patches.augmentation.device is gpu but the network begins on {device}; use auto, or "
-            "name a GPU first in --devices"
-        )
-    return settings.device != "cpu" and device.type == "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +39,8 @@ class DeviceAugmentation:
         num_channels: int,
         num_classes: int,
     ) -> "DeviceAugmentation | None":
-        """Return what makes batches on a device; None where they are made on the host.
-
-        DeviceError as by :func:`augments_on_device`.
-        """
-        if not augments_on_device(settings, device):
+        """Return what makes batches on a device; None where they are made on the host."""
+        if device.type != "cuda":
             return None
         return DeviceAugmentation(
             settings=settings,
