@@ -220,7 +220,7 @@ def test_the_documents_show_commands_that_exist():
             if parsed.get("config_path") is not None:
                 parsed["config_path"] = ROOT / parsed["config_path"]
             if "settings" in (given := command.with_settings(parsed)):
-                given["settings"].check()
+                assert given["settings"].config
     assert {"train", "predict", "evaluate", "check"} <= shown
 
 

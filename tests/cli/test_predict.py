@@ -414,7 +414,7 @@ def test_components_are_kept_on_request(scan):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("absent.nii.gz",), "absent.nii.gz: No such file"),
+        (("absent.nii.gz",), "there is no file or folder absent.nii.gz"),
         (("empty",), "empty holds no volumes"),
         (("scan.dcm",), "scan.dcm is not named like a volume"),
         (("a scan.nii.gz", "--window", "0,8,8"), "--window is "),

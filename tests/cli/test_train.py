@@ -194,7 +194,7 @@ def test_faults_of_data_are_said_once_on_each_machine(rank, local_rank, level, m
     place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
     for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    run("train", "data set")
+    run("train")
     assert levels == [getattr(logging, level)]
 
 

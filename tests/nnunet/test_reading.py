@@ -244,7 +244,7 @@ def test_nothing_in_a_model_is_run(tmp_path, monkeypatch):
     path = saved({**CONTENT, "logging": {"dice": np.ones(3)}}, tmp_path)
     assert "multiarray._reconstruct), and so could run code; use another one" in refusal(path)
     path.write_bytes(path.read_bytes()[:5000])
-    assert "can be used: File is not a zip file; use another one" in refusal(path)
+    assert "it is not a file of torch.save, or only a part of one; use another" in refusal(path)
 
 
 def assert_refused_or_read(content, folder):

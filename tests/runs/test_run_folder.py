@@ -142,7 +142,7 @@ def test_a_folder_is_made_before_it_is_locked(tmp_path):
     with run.locked():
         assert run.path.is_dir()
     (tmp_path / "file").write_text("in the way")
-    for name, reason in (("file", "File exists"), ("file/run", "Not a directory")):
+    for name, reason in (("file", "Not a directory"), ("file/run", "Not a directory")):
         with pytest.raises(ConfigError, match=f"cannot write to .*{name}: {reason}"):
             RunFolder(tmp_path / name).create()
         with (

@@ -45,9 +45,11 @@ class GivenSettings:
 
         return load_config(self.path, self.changes)
 
-    def check(self) -> None:
-        """Raise ConfigError where a setting is refused, before anything heavy is imported."""
-        _ = self.config
+    def check_devices(self) -> None:
+        """Refuse devices that this machine cannot have, before PyTorch is imported."""
+        from unet3d.memory.gpus import refuse_missing
+
+        refuse_missing(self.config.parallel.devices or ())
 
 
 class Setting(click.Option):

@@ -87,6 +87,9 @@ def evaluate(
         raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")
     refuse_input(json_path, predictions, labels, *(files_of(dataset) if dataset else ()))
     check_results(json_path, overwrite=overwrite)
+    from unet3d.inference.pairing import refuse_missing
+
+    refuse_missing(predictions, labels)  # before PyTorch is imported
 
     from rich.console import Console
     from rich.progress import track
@@ -183,14 +186,15 @@ def check(
 
     from dataclasses import asdict
 
+    from unet3d.datasets.dataset import load_dataset
+
+    data = settings.config.data
+    opened = load_dataset(dataset)  # before PyTorch is imported
     with working("starting") as show:
         from unet3d.datasets.contents import lines, summary
-        from unet3d.datasets.dataset import load_dataset
         from unet3d.datasets.naming import with_labels
         from unet3d.preparation.check import examine
 
-        data = settings.config.data
-        opened = load_dataset(dataset)
         if data.labels is not None:
             opened = with_labels(opened, data.labels)
         findings, _, cases = examine(opened, data.spacing_mm, show)

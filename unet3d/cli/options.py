@@ -35,9 +35,12 @@ def files_of_checkpoints(
             raise click.UsageError("--folds needs the network whose folds are meant: --checkpoint")
         return ()
     from unet3d.nnunet.model_files import networks_in
+    from unet3d.runs.finding import refuse_other_file
 
     unpacked = context.with_resource(ExitStack())
     files = [file for path in dict.fromkeys(paths) for file in networks_in(path, folds, unpacked)]
+    for file in files:
+        refuse_other_file(file)
     return tuple(dict.fromkeys(files))
 
 

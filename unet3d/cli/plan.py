@@ -118,19 +118,20 @@ def plan(
     Of each device, on DATASET or for --shape; with --predict, what the prediction of a scan takes
     of the host and of a GPU. No GPU is needed: --device-memory 80 describes one.
     """
-    settings.check()
-    dataset = settings.changes.get("data.dataset")
-    dataset = None if dataset is None else Path(dataset)
     if step_record is not None:
         _measure_rank(settings.config, step_record)
         return
+    from unet3d.datasets.dataset import load_dataset
+    from unet3d.inference.scan_search import refuse_missing
+
     if checkpoints and not scan:
         raise click.UsageError("--checkpoint is the network of --predict SCAN; add that")
     if scan:
-        if dataset is not None or measure:
+        if "data.dataset" in settings.changes or measure:
             raise click.UsageError("--predict plans one scan; drop DATASET and --measure")
         refuse_input(json_path, *scan, *checkpoints)
         check_results(json_path, overwrite=overwrite)
+        refuse_missing(scan)
         record = plan_prediction(scan, checkpoints, settings.config.parallel, device_memory)
         write_json(json_path, record, overwrite)
         return
@@ -140,10 +141,13 @@ def plan(
         raise click.UsageError("--picture shows measured times; add --measure")
     if measure and picture is None:
         picture = Path("tuning.png")
+    dataset = settings.config.data.dataset
     read = [*(files_of(dataset) if dataset else ()), *([settings.path] if settings.path else ())]
     refuse_input(json_path, *read, *([picture] if picture else ()))
     refuse_input(picture, *read)
     check_results(json_path, picture, overwrite=overwrite)
+    if dataset is not None:
+        load_dataset(dataset)  # before PyTorch is imported
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
         from unet3d.parallel import ParallelDims

@@ -133,8 +133,12 @@ def predict(
             f"{asked['scratch']} is no folder; name one on a disk with space",
             param_hint="'--scratch'",
         )
-    settings.check()
+    settings.check_devices()
+    from unet3d.inference.scan_search import refuse_missing
+
     ranks = begin_as_rank()
+    if ranks.is_first:
+        refuse_missing(asked["images"])
     if not checkpoints and ranks.is_first:
         checkpoints = newest_checkpoints()
     if ranks.is_first:

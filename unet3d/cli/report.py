@@ -83,11 +83,12 @@ def _page_of_run(path: Path, output: Path) -> str:
 
 
 def _page(segmentation: Path, image: Path, checkpoints: tuple[Path, ...]) -> str:
-    from unet3d.nnunet.loading import load_network
     from unet3d.reports.pages.segmentation_page import segmentation_page
 
     names = None
     if checkpoints:
+        from unet3d.nnunet.loading import load_network
+
         prepared = load_network(checkpoints[0], "description").preprocessing
         pairs = zip(prepared.label_values, prepared.label_names, strict=True)
         names = {value: name for value, name in pairs if value}

@@ -106,14 +106,16 @@ def train(
     DATASET is a folder with a dataset.json, as the Medical Segmentation Decathlon, nnU-Net and
     MONAI have it. Without one, heads are made up and trained on.
     """
-    if not resume:  # else they are judged with those of the run
-        settings.check()
     ranks = begin_as_rank(quiet)
     changes = dict(settings.changes)
     if changes.get("training.init") is not None:
-        from unet3d.runs.finding import checkpoint_in
+        from unet3d.runs.finding import checkpoint_in, refuse_other_file
 
         changes["training.init"] = checkpoint_in(Path(changes["training.init"]))
+        refuse_other_file(changes["training.init"])
+    if not resume and ranks.is_first:
+        is_alone = ranks.world_size == 1 and folds is None
+        _check_early(settings, output if is_alone else None)
 
     from rich.console import Console
 
@@ -136,6 +138,21 @@ def train(
     result = start_training(request, ranks, console, quiet)
     if result is not None and ranks.is_first and not quiet:
         _show(result, console)
+
+
+def _check_early(settings: GivenSettings, output: Path | None) -> None:
+    """Refuse what is wrong without waiting for PyTorch; of a run that goes on, its settings count.
+
+    ``output`` must be for a new run; ranks that torchrun starts anew find theirs there.
+    """
+    from unet3d.datasets.dataset import load_dataset
+    from unet3d.runs.run_folder import RunFolder
+
+    settings.check_devices()
+    if output is not None:
+        RunFolder(output).refuse_used()
+    if (dataset := settings.config.data.dataset) is not None:
+        load_dataset(dataset)
 
 
 def _show_folds(trained: "FoldsResult", console: "Console") -> None:

@@ -9,12 +9,11 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
-import torch
 from nibabel.volumeutils import apply_read_scaling
 
 from unet3d.config import Shape
@@ -32,6 +31,9 @@ from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.nifti import open_nifti
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import Source
+
+if TYPE_CHECKING:
+    import torch
 
 Box = tuple[slice, slice, slice]
 """A part of an image along X, Y, Z, with neither negative ends nor steps."""
@@ -51,6 +53,8 @@ def open_source(path: Path) -> Source:
 
         return open_series(path)
     if not is_volume_file(path):
+        if not os.path.exists(path):
+            raise VolumeError(f"there is no file or folder {path}; name a volume")
         if is_dicom_file(path):
             raise VolumeError(
                 f"{path} is one DICOM file; name the folder that holds all slices of its series"
@@ -195,11 +199,13 @@ class Image:
                 array[:, *piece] = self.read(piece)
         return array
 
-    def on_device(self, box: Box, device: torch.device) -> torch.Tensor:
+    def on_device(self, box: Box, device: "torch.device") -> "torch.Tensor":
         """Return a copy of a part in float32 on a device, which is sent what takes least.
 
         Shape (C, X, Y, Z), in the order of memory of the file.
         """
+        import torch  # here alone, so that commands that only look at headers start at once
+
         box = self._placed(box)
         parts = []
         for one in self._channels:

@@ -24,11 +24,16 @@ class FoundPairs:
     """Names of the predictions that have no label map."""
 
 
-def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
-    """Return what to compare, by name."""
-    for path in (predictions, labels):
+def refuse_missing(*paths: Path) -> None:
+    """Refuse what is no file and no folder."""
+    for path in paths:
         if not path.exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
+
+
+def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
+    """Return what to compare, by name."""
+    refuse_missing(predictions, labels)
     if not predictions.is_dir() and not labels.is_dir():
         return FoundPairs(pairs=[(predictions, labels)])
     label_of = _by_stem(labels)

@@ -83,6 +83,15 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
 
 
+def refuse_missing(inputs: Sequence[Path]) -> None:
+    """Refuse scans of which none is there, and folders without scans, before networks are read."""
+    if not any(os.path.exists(path) for path in inputs):
+        raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
+    for path in inputs:
+        if os.path.isdir(path):
+            _volumes_in(path)
+
+
 def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do."""
     results = scan.results(request)

@@ -1,6 +1,5 @@
 """Which devices there are, settings name or imply, how groups share them, and what is refused."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import torch
 
 from unet3d.config import ParallelSettings
 from unet3d.errors import DeviceError
+from unet3d.memory.gpus import gpu_index
 
 Devices = tuple[torch.device, ...]
 
@@ -43,12 +43,9 @@ class Machine:
         Raises:
             DeviceError: The device is unknown or does not exist.
         """
-        match = re.fullmatch(r"(?:cuda:)?(\d+)|(cpu)|(cuda)", name.strip())
-        if match is None:
-            raise DeviceError(f"device {name!r} is unknown; write 0, cuda:0 or cpu")
-        if match[2]:
+        index = gpu_index(name)
+        if index is None:
             return torch.device("cpu")
-        index = int(match[1] or 0)
         if self.is_real and index >= self.num_gpus:
             raise DeviceError(
                 f"device {name!r} does not exist; this machine has {self.description}"

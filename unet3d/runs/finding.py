@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unet3d.errors import CheckpointError, ConfigError, some
+from unet3d.errors import CheckpointError, ConfigError, reason_of, some
 from unet3d.inputs.plain_data import shown
-from unet3d.inputs.reading import read_json
+from unet3d.inputs.reading import open_regular, read_json
 from unet3d.runs.run_folder import RUNS, RunFolder
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,19 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
             "files *.pt; name a checkpoint, or the folder of a run"
         )
     return files
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise CheckpointError where a file is missing or clearly no checkpoint, without PyTorch."""
+    try:
+        with open_regular(path) as file:
+            is_archive = file.read(2) == b"PK"  # as torch.save writes
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
+    if not is_archive:
+        raise CheckpointError(
+            f"{path} is not a checkpoint; name one, the folder of a run, or a model of nnU-Net"
+        )
 
 
 def checkpoint_in(path: Path) -> Path:

@@ -6,6 +6,7 @@ Names and contents of the files are public; the README describes them.
 import itertools
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -82,10 +83,19 @@ class RunFolder:
             yield
 
     def create(self) -> None:
-        """Make the folder for a new run.
+        """Make the folder for a new run."""
+        self.refuse_used()
+        with writing(self.path):
+            make_folder(self.path)
+            tempfile.TemporaryFile(dir=self.path).close()  # refuse now, not after an epoch
+            remove_leftovers(self.path, elsewhere_s=0)  # nobody else may write here now
+            self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
 
-        It is empty, or holds what a run left that was killed before it first saved, which
-        ``data.json`` shows: a run writes it first.
+    def refuse_used(self) -> None:
+        """Refuse a folder that is not for a new run; nothing is changed.
+
+        It does not exist, is empty, or holds what a run left that was killed before it first saved,
+        which ``data.json`` shows: a run writes it first.
         """
         for file, instead in ((self.latest, "continue it with --resume, or "), (self.best, "")):
             if file.exists():
@@ -94,16 +104,14 @@ class RunFolder:
                     "--output"
                 )
         with writing(self.path):
-            make_folder(self.path)
+            if not os.path.lexists(self.path):
+                return
             names = sorted(path.name for path in self.path.iterdir() if not is_leftover(path))
             if names and self.read_data() is None:
                 raise ConfigError(
                     f"{self.path} is not empty and is no run: it holds {names[0]}; "
                     "choose another --output"
                 )
-            tempfile.TemporaryFile(dir=self.path).close()  # refuse now, not after an epoch
-            remove_leftovers(self.path, elsewhere_s=0)  # nobody else may write here now
-            self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
 
     def checkpoint(self) -> Path | None:
         """Return its latest checkpoint, the final network of a finished run, or else the best."""

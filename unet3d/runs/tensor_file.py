@@ -65,6 +65,8 @@ def read_tensors(path: Path, *, described: bool = False) -> Any:
             return torch.load(path, map_location=where, weights_only=True, mmap=True)
     except OSError:
         raise
+    except zipfile.BadZipFile as error:
+        raise ValueError("it is not a file of torch.save, or only a part of one") from error
     except Exception as error:  # of the many that a damaged file leads to, none is documented
         if is_out_of_memory(error):
             raise

@@ -1,0 +1,72 @@
+"""What is wrong with paths, devices and settings is said before PyTorch is imported."""
+
+import json
+import subprocess
+import sys
+
+from tests.command_line import error_line, process_environment
+from tests.images.samples import write_msd
+
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+class Refused:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise RuntimeError("PyTorch is imported")
+sys.meta_path.insert(0, Refused())
+from unet3d.cli.app import main
+for line in json.load(sys.stdin):
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        try:
+            main(line.split())
+        except SystemExit as ending:
+            status = ending.code
+    print(json.dumps([status, shown.getvalue()]))
+"""
+
+ERRORS = [
+    ("train nowhere", "nowhere; give its folder or its dataset.json"),
+    ("train data --devices 97", "device '97' does not exist; this machine has cpu and no CUDA"),
+    ("train data --devices gpu0", "device 'gpu0' is unknown; write 0, cuda:0 or cpu"),
+    ("train data --set training.epoch=3", "training.epoch, did you mean training.epochs?"),
+    ("train data --init missing.pt", "cannot read the checkpoint missing.pt: No such file"),
+    ("train data --init text.pt", "text.pt is not a checkpoint; name one, the folder of a run"),
+    ("train data --config missing.yaml", "cannot read the configuration missing.yaml"),
+    ("train data -o text.pt", "cannot write to text.pt: Not a directory"),
+    ("train data -o full", "full is not empty and is no run: it holds file"),
+    ("predict CT/", "there is no file or folder CT; name a scan, or a folder"),
+    ("predict full", "full holds no volumes to segment"),
+    ("predict scan.nii.gz -c text.pt", "text.pt is not a checkpoint; name one"),
+    ("predict scan.nii.gz -c full", "full has neither checkpoint-latest.pt nor"),
+    ("predict scan.nii.gz --devices 97", "device '97' does not exist"),
+    ("predict scan.nii.gz", "no checkpoint: there is no finished run in "),
+    ("plan nowhere", "nowhere; give its folder"),
+    ("plan --predict CT/", "there is no file or folder CT"),
+    ("check nowhere", "there is no data set at nowhere"),
+    ("evaluate missing.nii.gz data", "there is no file or folder missing.nii.gz"),
+    ("report scan.nii.gz --image missing.nii", "cannot read missing.nii: No such file"),
+    ("convert text.pt -o model.pt", "text.pt is not a checkpoint"),
+]
+
+
+def test_an_error_does_not_wait_for_pytorch(tmp_path):
+    write_msd(tmp_path / "data")
+    (tmp_path / "full").mkdir()
+    for name in ("text.pt", "full/file"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "scan.nii.gz").symlink_to(min(tmp_path.glob("data/imagesTr/*")))
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    lines = json.dumps([line for line, _ in ERRORS])
+    done = subprocess.run(
+        command,
+        input=lines,
+        capture_output=True,
+        text=True,
+        env=process_environment(),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for (line, words), shown in zip(ERRORS, done.stdout.splitlines(), strict=True):
+        status, errors = json.loads(shown)
+        assert status == 1 and words in error_line(errors), line
