@@ -7,6 +7,8 @@ from unet3d.cli.app import commands
 from unet3d.config import Config
 from unet3d.config.explain import settings_of
 
+SHOWN = {name: command for name, command in commands.commands.items() if not command.hidden}
+
 
 def help_of(capsys, *arguments):
     assert run(*arguments, "--help") == 0
@@ -24,7 +26,7 @@ def test_commands_stand_in_the_order_of_work_with_whole_summaries(capsys):
 
 
 def test_help_of_each_command_has_groups_and_two_examples(capsys):
-    for name, command in commands.commands.items():
+    for name, command in SHOWN.items():
         text = help_of(capsys, name)
         titles = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
         assert titles[-1] == "Common:", name
@@ -38,7 +40,7 @@ def test_help_of_each_command_has_groups_and_two_examples(capsys):
 
 
 def test_options_of_settings_name_settings():
-    named = {key for command in commands.commands.values() for key in command.of_settings.values()}
+    named = {key for command in SHOWN.values() for key in command.of_settings.values()}
     assert len(named) > 12 and named <= settings_of(Config).keys()
 
 
