@@ -49,7 +49,7 @@ from unet3d.parallel import (
     resolve_precision,
 )
 from unet3d.parallel.partition import default_cuts
-from unet3d.reports.palette import BLUE, ORANGE, VERMILION
+from unet3d.reports.figures import BLUE, ORANGE, VERMILION
 
 NUM_CLASSES = 10
 MAX_STRIDE = 16

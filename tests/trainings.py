@@ -19,7 +19,7 @@ from unet3d.distributed.commands import import_variables
 from unet3d.images.labels import read_label
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import ParallelDims
-from unet3d.reports import format as report_format
+from unet3d.reports import figures
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
@@ -54,7 +54,7 @@ def run(config, folder, resume=False, pictures=False):
 def without_pictures():
     """Leave the files of pictures empty, which take half the time of a small training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_format, "save_figure", lambda *_, **__: None)
+        patch.setattr(figures, "save_figure", lambda *_, **__: None)
         yield
 
 

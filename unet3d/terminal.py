@@ -1,11 +1,14 @@
-"""The terminal of the command line: its log, and a bar that leaves nothing behind."""
+"""The terminal of the command line: its log, and a live line with a bar."""
 
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,49 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class Show(Protocol):
+    """Shows what is done now: how much of how much, and what else there is to say of it."""
+
+    def __call__(
+        self, text: str, done: float | None = None, total: float | None = None, status: str = ""
+    ) -> None:
+        """Change the line; without a total the bar has no end."""
+
+
+@contextmanager
+def live_line(
+    console: "Console", *, is_shown: bool = True, stays: bool = False, takes_stdout: bool = True
+) -> Iterator[Show]:
+    """Show a line with a bar on a terminal while in the context; anything else gets nothing.
+
+    The line leaves nothing behind unless it ``stays``. What is printed meanwhile stands above it,
+    as far as it goes to the same terminal: stdout, if it may be a file, is not to be taken.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    with Progress(
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
+        TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
+        console=console,
+        expand=True,
+        transient=not stays,
+        redirect_stdout=takes_stdout,
+        disable=not is_shown or not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("starting", total=None, status="")
+
+        def show(
+            text: str, done: float | None = None, total: float | None = None, status: str = ""
+        ) -> None:
+            progress.update(
+                task, description=text, completed=done, total=total, status=status, refresh=True
+            )
+
+        yield show
+
+
 @contextmanager
 def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
     """Show how many cases are done: in a bar on our terminal, else in a line now and then.
@@ -34,7 +80,6 @@ def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
         return
     from rich.console import Console
     from rich.file_proxy import FileProxy
-    from rich.progress import Progress
 
     console = Console(stderr=True)
     # Another program that uses this package has a terminal, and a log, of its own.
@@ -43,9 +88,9 @@ def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
     if not is_ours or has_live_line or not console.is_terminal:
         yield _in_log(doing, num_cases)
         return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(f"{doing} {num_cases} cases", total=num_cases)
-        yield lambda num_done: progress.update(task, completed=num_done)
+    with live_line(console) as show:
+        text = f"{doing} {num_cases} cases"
+        yield lambda num_done: show(text, num_done, num_cases, f"{num_done}/{num_cases}")
 
 
 def _in_log(doing: str, num_cases: int) -> Callable[[int], None]:

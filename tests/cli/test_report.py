@@ -1,5 +1,6 @@
 """``unet3d report`` as a user meets it."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -53,14 +54,27 @@ def test_pages_lie_beside_what_they_show(folder, finished, segmentation, scan, c
     after = contents(folder)
     assert after.keys() - before.keys() == {page, folder / "a scan_seg.html"}
     assert {path: after[path] for path in before} == before
-    page.write_text("old")
-    line = refusal(capsys, "report", finished)
-    assert f"{page} exists; add --overwrite to replace it" in line
-    assert page.read_text() == "old"
-    assert run("report", finished, "--overwrite") == 0
-    assert page.read_text().startswith("<!doctype html>")
     assert run("report", finished, "-o", "pages.html") == 0
     assert Path("pages.html").read_bytes() == page.read_bytes()
+    for name in ("pages.html", "a scan_seg.html"):
+        shown = (segmentation, "--image", scan) if "seg" in name else (finished,)
+        line = refusal(capsys, "report", *shown, "-o", name)
+        assert f"{name} exists; add --overwrite to replace it" in line
+        assert run("report", *shown, "-o", name, "--overwrite") == 0
+
+
+def test_the_page_of_a_training_that_goes_on_is_made_again_and_again(folder, finished, capsys):
+    page = finished / "report.html"
+    for num_epochs in (0, 1, 2):
+        lines = [{"epoch": epoch + 1, "loss": 1.0} for epoch in range(num_epochs)]
+        (finished / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        assert run("report", finished) == 0
+        assert f"Not finished: {num_epochs} epochs are done." in page.read_text()
+    page.write_text("of somebody else")
+    line = refusal(capsys, "report", finished)
+    assert f"{page} exists; add --overwrite to replace it" in line
+    assert page.read_text() == "of somebody else"
+    assert run("report", finished, "--overwrite") == 0
 
 
 def test_nothing_but_a_page_is_written_over(
@@ -112,8 +126,16 @@ def test_folds_have_a_page_of_their_own(folder, capsys):
     for fold in (0, 1):
         write_json(folder / f"runs/all/fold{fold}/data.json", {"unet3d": "0.1.0", "fold": fold})
     (folder / "runs/all/config.yaml").touch()
-    assert run("report", "runs/all/fold1") == 0
-    assert run("report", "runs/all") == 0
+    (folder / "runs/all/fold2").mkdir()  # not begun
+    for _ in range(2):
+        assert run("report", "runs/all") == 0
     page = (folder / "runs/all/report.html").read_text()
-    assert '<a href="fold1/report.html">' in page and "unet3d report runs/all/fold0" in page
-    assert "all/fold1: fold 1" in (folder / "runs/all/fold1/report.html").read_text()
+    for fold in (0, 1):
+        assert f'<a href="fold{fold}/report.html">' in page
+        own = (folder / f"runs/all/fold{fold}/report.html").read_text()
+        assert f"all/fold{fold}: fold {fold}" in own
+    assert "fold2/report.html" not in page and not any((folder / "runs/all/fold2").iterdir())
+    (folder / "runs/all/fold0/report.html").write_text("of somebody else")
+    assert run("report", "runs/all") == 0
+    assert (folder / "runs/all/fold0/report.html").read_text() == "of somebody else"
+    assert "fold0/report.html" not in (folder / "runs/all/report.html").read_text()

@@ -144,6 +144,11 @@ def test_parameters_gradients_and_optimizer_by_arithmetic(optimizer, states, cou
         assert found.peak_bytes == kept + found.activations_bytes
 
 
+def process_peak():
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+
+
 def test_the_records_of_ranks_are_numbered_through():
     executor = spread(2)
     _, measured = measure(executor)
@@ -168,8 +173,9 @@ def test_the_records_of_ranks_are_numbered_through():
     for row in merged["slots"]:
         assert (row["device"], row["device_bytes"]) == ("cpu", device_bytes(CPU))
         found = measured[row["slot"] % 2]
-        # A CPU has no allocator that reserves.
-        assert row["measured"] == found.to_dict() | {"reserved_bytes": found.peak_bytes}
+        assert row["measured"].items() >= found.to_dict().items()
+        # A CPU has no allocator that reserves: it is what the process has had of the machine.
+        assert 0.9 * process_peak() <= row["measured"]["reserved_bytes"] <= process_peak()
         assert row["predicted"] == found.to_dict() | {"peak_bytes": 7}
     (row, _) = memory_record("model", executor.slots, measured, None, lines)["slots"]
     assert row["predicted"] is None

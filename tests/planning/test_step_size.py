@@ -63,7 +63,7 @@ def limits_of(network: NetworkPlan) -> tuple[str, str]:
 
 def said_gib(network: NetworkPlan) -> str:
     """Return how much is said to be needed."""
-    return network.limits.split("predicted to take ")[1].split(" of ")[0]
+    return network.limits.split(": ")[1].split(" of ")[0]
 
 
 def test_the_patch_fits_and_the_next_larger_one_does_not():
@@ -198,7 +198,7 @@ def test_notes_say_what_was_planned_and_why():
     (line,) = plan_notes(config, network)
     assert line.startswith(
         "patches of 40x56x40 voxels (limited by the median volume), 9 in a batch (limited by 5% of "
-        "the data's voxels): 9 on one GPU are predicted to take 1."
+        "the data's voxels); predicted memory: 1."
     )
     assert line.endswith(" of 10 GiB (patches.memory_gib)")
     config, network = planned((64, 64, 64), "patches.size=31,32,32")

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from unet3d.reports.folds import folds_table
+from unet3d.reports.scores import folds_table
 
 
 def spread(mean, deviation):

@@ -1,4 +1,5 @@
-from unet3d.reports.format import GIB, MIB, amount, drawable, millilitres, size_text, unit_for
+from unet3d.reports.figures import drawable
+from unet3d.reports.format import GIB, MIB, amount, duration, score, size_text, unit_for
 
 
 def test_amounts_have_the_digits_that_matter():
@@ -13,14 +14,15 @@ def test_units_suit_the_largest_number_and_sizes_are_along_x_y_z():
     assert unit_for(8 * GIB - 1) == ("MiB", MIB)
     assert unit_for(8 * GIB) == ("GiB", GIB)
     assert size_text((192, 192, 160)) == "192x192x160"
+    assert (score(0.12345), score(None), score(2, 1)) == ("0.123", "–", "2.0")
 
 
-def test_volumes_have_three_digits():
-    for volume_ml, text in (
-        *((0, "0 mL"), (1e-9, "1.00e-09 mL"), (0.01234, "0.0123 mL")),
-        *((99.94, "99.9 mL"), (99.96, "100 mL"), (1234.5, "1,234 mL")),
+def test_durations_read_as_people_write_them():
+    for seconds, words in (
+        *((41.4, "41 s"), (59.7, "1 min 00 s"), (61, "1 min 01 s")),
+        *((3599.6, "1 h 00 min"), (7500, "2 h 05 min"), (90000, "25 h 00 min")),
     ):
-        assert millilitres(volume_ml) == text
+        assert duration(seconds) == words
 
 
 def test_names_are_drawn_as_they_are():

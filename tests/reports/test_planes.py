@@ -3,7 +3,7 @@
 import numpy as np
 from scipy import ndimage
 
-from unet3d.reports.planes import Structure, cut, survey, visible_box
+from unet3d.reports.planes import Structure, survey, visible_box
 
 SHAPE = (20, 30, 12)
 A, B = Structure(name="a", values=(3,)), Structure(name="b", values=(7,))
@@ -37,8 +37,6 @@ def test_each_plane_has_the_largest_area_of_the_largest_structure():
     areas = [(labels == 3).sum(axis=others) for others in ((1, 2), (0, 2), (0, 1))]
     assert found.largest == 1
     assert found.position == tuple(int(area.argmax()) for area in areas) == (7, 12, 6)
-    for axis, place in enumerate(found.position):
-        np.testing.assert_array_equal(cut(labels, axis, place), labels.take(place, axis))
 
 
 def test_of_equal_planes_the_middle_one_is_taken_and_regions_count_all_their_values(tmp_path):

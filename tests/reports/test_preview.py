@@ -1,5 +1,7 @@
 """Where outlines and letters are, which names stand beside them, and what cannot be drawn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
@@ -7,7 +9,9 @@ from matplotlib.contour import QuadContourSet
 from matplotlib.patches import Rectangle
 
 from tests.reports.records import assert_is_picture
-from unet3d.reports.format import write_figure
+from unet3d.images.image import image_of
+from unet3d.images.nifti import open_array
+from unet3d.reports.figures import write_figure
 from unet3d.reports.planes import Structure
 from unet3d.reports.preview import COLOURS, MAX_ROWS, Preview, preview_figure
 
@@ -25,15 +29,20 @@ def box_of(ends=BOX):
     return labels
 
 
-def made(labels=None, **changes):
+def image(array, spacing_mm=SPACING_MM, is_anatomical=True):
+    found = image_of([open_array(array, np.diag([*spacing_mm, 1]))])
+    found.geometry = replace(found.geometry, is_anatomical=is_anatomical)
+    return found
+
+
+def made(labels=None, spacing_mm=SPACING_MM, is_anatomical=True, **changes):
     labels = box_of() if labels is None else labels
+    array = np.arange(labels.size, dtype=np.float32).reshape(labels.shape)
     values = {
         "title": "scan.nii.gz",
-        "image": np.arange(labels.size, dtype=np.float32).reshape(labels.shape),
+        "image": image(array, spacing_mm, is_anatomical),
         "labels": labels,
         "structures": [Structure(name="liver", values=(1,)), Structure(name="spleen", values=(2,))],
-        "spacing_mm": SPACING_MM,
-        "voxel_ml": 0.006,
     }
     return Preview(**values | changes)
 
@@ -68,11 +77,11 @@ def test_a_structure_is_outlined_where_it_is_on_the_intensities_of_the_plane():
         assert extent_mm(contour) == pytest.approx(expected)
         np.testing.assert_allclose(contour.get_edgecolor()[0][:3], to_rgb(COLOURS[0]))
         (across,) = {0, 1, 2} - set(SIDES[name])
-        (image,) = axes.images
-        plane = preview.image.take(middle[across], across)
-        np.testing.assert_array_equal(image.get_array(), plane.T)
+        (drawn,) = axes.images
+        plane = preview.image.read()[0].take(middle[across], across)
+        np.testing.assert_array_equal(drawn.get_array(), plane.T)
         width, height = (SHAPE[axis] * SPACING_MM[axis] for axis in SIDES[name])
-        assert image.get_extent() == [0, width, 0, height] and image.origin == "lower"
+        assert drawn.get_extent() == [0, width, 0, height] and drawn.origin == "lower"
         title = f"{name}, {middle[across] + 1} of {SHAPE[across]}"
         assert axes.get_title(loc="left") == title
 
@@ -91,6 +100,25 @@ def test_letters_say_which_way_axes_run():
         assert places["R" if name != "sagittal" else "A"] == (0, 0.5)
         assert places["S" if name != "axial" else "A"] == (0.5, 1)
     assert "Radiological view: the patient's right is on the left." in legend(figure)
+
+
+def test_where_left_is_unknown_axes_run_as_in_the_file():
+    figure = preview_figure(made(is_anatomical=False))
+    assert set(panels(figure)) == {"XY", "XZ", "YZ"}
+    for name, axes in panels(figure).items():
+        places = {text.get_text(): text.xy for text in axes.texts if text.get_text()}
+        assert places == {name[0]: (1, 0.5), name[1]: (0.5, 1)}
+        assert np.all(np.diff([axes.get_xlim(), axes.get_ylim()]) > 0)
+    words = " ".join(legend(figure))
+    assert "does not say where left and right are" in words and "Radiological" not in words
+
+
+def test_an_image_of_a_microscope_has_its_units():
+    figure = preview_figure(made(spacing_mm=(1e-5, 2e-5, 3e-5)))  # 10 x 20 x 30 nm
+    assert legend(figure)[1:3] == ["liver", "0.000720 µm³"]  # 120 voxels of 6000 nm3
+    assert legend(figure)[-1] == "50 nm"
+    figure = preview_figure(made(spacing_mm=(1e-4, 2e-4, 3e-4)))
+    assert legend(figure)[1:3] == ["liver", "0.720 µm³"] and legend(figure)[-1] == "0.5 µm"
 
 
 def test_a_millimetre_is_as_long_in_every_plane_across_and_up():
@@ -121,7 +149,7 @@ def test_of_many_structures_the_largest_are_named():
     for value in range(1, 51):
         labels[value, :, :1] = labels[value, 0, : value // 10 + 1] = value
     labels[50] = 50
-    figure = preview_figure(made(labels, structures=structures, voxel_ml=1.0))
+    figure = preview_figure(made(labels, (10.0, 10.0, 10.0), structures=structures))
     shown = legend(figure)
     assert shown[1:3] == ["s50", "100 mL"]
     assert shown[1 + 2 * MAX_ROWS] == f"and {50 - MAX_ROWS} more"
@@ -145,7 +173,7 @@ def test_a_truth_is_dashed_and_says_which_planes_are_drawn():
 
 def test_an_empty_segmentation_says_so(tmp_path):
     empty = np.zeros(SHAPE, np.uint8)
-    figure = preview_figure(made(empty, image=np.zeros(SHAPE, np.float32)))
+    figure = preview_figure(made(empty, image=image(np.zeros(SHAPE))))
     assert not any(outlines(axes) for axes in panels(figure).values())
     assert "Nothing was segmented." in legend(figure)
     write_figure(figure, tmp_path / "empty.png")
@@ -171,7 +199,7 @@ def test_any_name_and_spacing_can_be_drawn(tmp_path):
     names = ("$x_1$", "_hidden", "\ud800", "肝臓", "a" * 300)
     structures = [Structure(name=name, values=(1 + n,)) for n, name in enumerate(names)]
     for spacing_mm in ((1e-4, 1e-4, 1e-3), (1.0, 1.0, 500.0)):
-        preview = made(structures=structures, spacing_mm=spacing_mm, title="$" * 200, voxel_ml=1e-9)
+        preview = made(structures=structures, spacing_mm=spacing_mm, title="$" * 200)
         write_figure(preview_figure(preview), tmp_path / "odd.png")
         assert_is_picture(tmp_path / "odd.png")
     assert "$x" not in " ".join(legend(preview_figure(preview))).replace(r"\$", "")

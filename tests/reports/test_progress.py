@@ -7,15 +7,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from unet3d.reports.progress import ProgressLine, duration, list_within
-
-
-def test_durations_read_as_people_write_them():
-    for seconds, words in (
-        *((41.4, "41 s"), (59.7, "1 min 00 s"), (61, "1 min 01 s")),
-        *((3599.6, "1 h 00 min"), (7500, "2 h 05 min"), (90000, "25 h 00 min")),
-    ):
-        assert duration(seconds) == words
+from unet3d.reports.progress import ProgressLine, ScanProgress, list_within
 
 
 def metrics(epoch, **more):
@@ -228,3 +220,28 @@ def test_as_many_names_as_fit():
         assert list_within(["a", "bb", "ccc", "dddd"], columns) == text
         assert list_within(["x" * 99], columns) == "x" * (columns - 1) + "…"
         assert list_within(["x" * 99, "y"], columns).endswith("… and 1 more")
+
+
+def test_a_scan_has_its_stages_and_windows(monkeypatch):
+    terminal = Terminal(monkeypatch, width=100)
+    progress = ScanProgress(terminal.console, 12)
+    with progress.shown(3, "scan [a].nii.gz"):
+        progress.stage("reading")
+        assert terminal.shown()[-1].startswith("scan [a].nii.gz (3/12): reading")
+        progress.windows_done(0, 40)
+        assert "scan [a].nii.gz (3/12): predicting" in terminal.shown()[-1]
+        terminal.seconds += 5.0
+        progress.windows_done(20, 40)
+        assert terminal.shown()[-1].endswith("window 20/40  4/s  5 s left")
+        progress.windows_done(21, 40)  # too soon
+        assert not terminal.shown()
+        progress.windows_done(0, 90)  # the first ones did not fit
+        progress.windows_done(90, 90)
+        assert "finishing" in terminal.shown()[-1]
+    with ScanProgress(terminal.console, 1).shown(1, "scan.nii"):
+        pass
+    log = io.StringIO()
+    progress = ScanProgress(Console(file=log), 2)
+    with progress.shown(1, "scan.nii"):
+        progress.windows_done(2, 2)
+    assert log.getvalue() == ""

@@ -11,8 +11,8 @@ from unet3d.training.memory_report import update_reserved
 
 def test_what_captured_steps_reserve_later_is_written_down(tmp_path, monkeypatch):
     reserved = {torch.device("cuda", 0): 500, torch.device("cuda", 1): 100}
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", reserved.__getitem__)
-    devices = [torch.device("cpu"), *reserved]
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved.get(device, 0))
+    devices = [torch.device("cuda", 2), *reserved]
     executor = SimpleNamespace(slots=[SimpleNamespace(device=device) for device in devices])
     record = {"slots": [{"measured": {"reserved_bytes": 300}} for _ in devices]}
     folder = RunFolder(tmp_path)

@@ -1,22 +1,13 @@
 """``unet3d evaluate`` and ``unet3d check``."""
 
-import logging
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from unet3d.cli.command import Command, GivenSettings, examples, grouped
 from unet3d.cli.options import FILE, FiniteRange, common_options, json_option, overwrite_option
 from unet3d.cli.output import check_results, files_of, refuse_input, working, write_json
-from unet3d.errors import ConfigError, DatasetError, some
-
-if TYPE_CHECKING:
-    from unet3d.datasets.labels import ScoredLabels
-    from unet3d.inference.evaluation import Evaluation
-
-logger = logging.getLogger(__name__)
+from unet3d.errors import DatasetError
 
 
 @click.command(
@@ -52,7 +43,8 @@ logger = logging.getLogger(__name__)
         "--tolerance-mm",
         type=FiniteRange(min=0, max=1000),
         metavar="MM",
-        help="How far a surface may lie from the other and count as right in NSD; default: 1.",
+        help="How far a surface may lie from the other and count as right in NSD; default: 1, "
+        "and twice the spacing of microscopes.",
     ),
     click.option(
         "--leave-out",
@@ -92,79 +84,22 @@ def evaluate(
     refuse_missing(predictions, labels)  # before PyTorch is imported
 
     from rich.console import Console
-    from rich.progress import track
 
     from unet3d.inference.evaluation import evaluate as run_evaluation
-    from unet3d.inference.label_scores import TOLERANCE_MM
-    from unet3d.reports.scores import evaluation_table
+    from unet3d.inference.evaluation import scored_labels
+    from unet3d.reports.scores import evaluation_lines, evaluation_table
 
-    terminal = Console(stderr=True)
-    watch = partial(
-        track,
-        description="evaluating",
-        console=terminal,
-        transient=True,
-        disable=not terminal.is_terminal,
-    )
     result = run_evaluation(
         predictions,
         labels,
-        watch,
-        scored=_scored_labels(labels, dataset, checkpoint, ignore),
-        tolerance_mm=TOLERANCE_MM if tolerance_mm is None else tolerance_mm,
+        scored=scored_labels(labels, dataset, checkpoint, ignore),
+        tolerance_mm=tolerance_mm,
         leave_out=leave_out,
     )
     Console().print(evaluation_table(result))
-    _show_left_out(result, predictions, labels)
+    for line in evaluation_lines(result, tolerance_mm is None):
+        click.echo(line)
     write_json(json_path, result.to_dict(), overwrite)
-
-
-def _scored_labels(
-    labels: Path, dataset: Path | None, checkpoint: Path | None, ignore: int | None
-) -> "ScoredLabels":
-    """Return what is scored, as the named data set or checkpoint says, or that of the labels."""
-    from dataclasses import replace
-
-    from unet3d.datasets.labels import EVERY_VALUE, ScoredLabels, values_of
-    from unet3d.datasets.naming import description_of, read_scored_labels
-
-    scored, found = EVERY_VALUE, None
-    if checkpoint is not None:
-        from unet3d.nnunet.loading import load_network
-        from unet3d.runs.finding import checkpoint_in
-
-        checkpoint = checkpoint_in(checkpoint)
-        scored = ScoredLabels.of(load_network(checkpoint, "description").preprocessing)
-    elif dataset is not None:
-        scored = read_scored_labels(dataset)
-    elif (found := description_of(labels)) is not None:
-        try:
-            scored = read_scored_labels(found)
-        except DatasetError as error:  # nobody asked for it
-            logger.warning("labels have no names: %s", error)
-        else:
-            click.echo(f"labels as {found} names them")
-    if ignore is None:
-        return scored
-    if ignore in {value for label in scored.names for value in values_of(label)}:
-        raise ConfigError(
-            f"--ignore {ignore} is a label of {dataset or checkpoint or found}; give the value "
-            "that is none"
-        )
-    return replace(scored, ignore=ignore)
-
-
-def _show_left_out(result: "Evaluation", predictions: Path, labels: Path) -> None:
-    num_pairs = len(result.cases)
-    for without, what, where, partner in (
-        (result.without_prediction, "label maps", labels, "segmentation"),
-        (result.without_label, "segmentations", predictions, "label map"),
-    ):
-        if without:
-            click.echo(
-                f"{len(without)} of the {num_pairs + len(without)} {what} in {where} have no "
-                f"{partner} and do not count: {some(without)}"
-            )
 
 
 @click.command(

@@ -62,7 +62,7 @@ def plan_prediction(
         except VolumeError as error:
             raise VolumeError(f"{scan[0]}: {error}") from error
         record = memory.to_dict(str(device), gpu_bytes, available_bytes())
-    from unet3d.reports.prediction_plan import prediction_lines
+    from unet3d.reports.plan import prediction_lines
 
     for line in prediction_lines(record, scan[0].name):
         show_line(line)

@@ -1,5 +1,6 @@
 """``unet3d report``."""
 
+import os
 from pathlib import Path
 
 import click
@@ -8,6 +9,9 @@ from unet3d.cli.command import Command, examples, grouped
 from unet3d.cli.options import FILE, checkpoint_option, output_option, overwrite_option
 from unet3d.cli.output import check_writable, working
 from unet3d.errors import ConfigError, ResultExistsError
+
+REPORT = "report.html"
+"""Name of a run's page, unless another one is asked for."""
 
 
 @click.command(
@@ -38,48 +42,59 @@ def report(
     """Make a page of a RUN, or a viewer of a SEGMENTATION.
 
     Of a run, also one that has not ended: curves, Dice of each label and case, the worst and the
-    best case, memory, versions and configuration. Of a segmentation: a viewer with its labels, and
-    their volumes. The page needs no network and no other file.
+    best case, memory, versions and configuration; made again, it replaces its page. Of a run over
+    folds, each fold has its page as well. Of a segmentation: a viewer with its labels, and their
+    volumes. The page needs no network and no other file.
     """
-    if image is None and (checkpoints or not path.is_dir()):
+    is_run = image is None
+    if is_run and (checkpoints or not path.is_dir()):
         raise ConfigError(
             f"{path} is no folder of a run; to show a segmentation, name its scan with --image SCAN"
         )
-    output = output or _place(path, is_run=image is None)
+    output = output or _place(path, is_run)
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{output} is no place for a page; name a file that ends in .html")
-    if not overwrite and (output.is_symlink() or output.is_file()):
-        raise ResultExistsError(f"{output} exists; add --overwrite to replace it")
-    check_writable(output)
 
     with working(f"reading {path}"):
+        from unet3d.reports.pages.page import is_page, write_page
+
+        # The page of a run that goes on is made again and again.
+        overwrite |= is_run and output.parent.resolve() == path.resolve() and is_page(output)
+        if not overwrite and (output.is_symlink() or output.is_file()):
+            raise ResultExistsError(f"{output} exists; add --overwrite to replace it")
+        check_writable(output)
         page = _page_of_run(path, output) if image is None else _page(path, image, checkpoints)
-
-    from unet3d.inference.scans import result_file
-    from unet3d.reports.pages.page import encoded
-
-    content = encoded(page)
-    with result_file(output, overwrite) as unfinished:
-        unfinished.write_bytes(content)
-    click.echo(f"{path} -> {output} ({len(content) / 1e6:.1f} MB)")
+        num_bytes = write_page(page, output, overwrite)
+    click.echo(f"{path} -> {output} ({num_bytes / 1e6:.1f} MB)")
 
 
 def _place(path: Path, is_run: bool) -> Path:
+    if is_run:
+        return path / REPORT
     from unet3d.images.files import volume_stem
-    from unet3d.reports.pages.folds_page import REPORT
 
-    return path / REPORT if is_run else path.with_name(f"{volume_stem(path)}.html")
+    return path.with_name(f"{volume_stem(path)}.html")
 
 
 def _page_of_run(path: Path, output: Path) -> str:
-    from unet3d.reports.pages.folds_page import folds_page
-    from unet3d.reports.pages.run_page import run_page
+    """Return the page of a run; of one over folds, after each fold's page is written."""
+    from unet3d.reports.pages.run_page import has_page, run_page
     from unet3d.runs.finding import folds_in
     from unet3d.runs.run_folder import RunFolder
 
-    run = RunFolder(path)
-    is_one = any(file.is_file() for file in (run.data, run.metrics, run.latest))
-    return folds_page(path, output) if folds_in(path) and not is_one else run_page(path)
+    folds = folds_in(path)
+    if not folds or has_page(RunFolder(path), is_over_folds=True):
+        return run_page(path)
+    from unet3d.reports.pages.folds_page import folds_page
+    from unet3d.reports.pages.page import is_page, write_page
+
+    pages = {}
+    for number, fold in folds.items():
+        place = fold.path / REPORT
+        if has_page(fold) and (is_page(place) or not os.path.lexists(place)):
+            write_page(run_page(fold.path), place, overwrite=True)
+            pages[number] = place
+    return folds_page(path, folds, pages, output)
 
 
 def _page(segmentation: Path, image: Path, checkpoints: tuple[Path, ...]) -> str:

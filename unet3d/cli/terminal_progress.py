@@ -9,7 +9,7 @@ from rich.console import Console
 from unet3d.cli.output import show_error
 from unet3d.errors import Unet3dError
 from unet3d.inference.segmentation import Progress
-from unet3d.reports.scan_progress import ScanProgress
+from unet3d.reports.progress import ScanProgress
 
 
 class TerminalProgress(Progress):

@@ -156,7 +156,7 @@ def _check_early(settings: GivenSettings, output: Path | None) -> None:
 
 
 def _show_folds(trained: "FoldsResult", console: "Console") -> None:
-    from unet3d.reports.folds import folds_table
+    from unet3d.reports.scores import folds_table
 
     console.print(folds_table(trained.summary))
     console.print(

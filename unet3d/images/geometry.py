@@ -73,6 +73,9 @@ class Geometry:
     """(4, 4): from RAS voxel indices to mm."""
     orientation: Orientation = field(repr=False)
     """From the axes of the file to X, Y, Z."""
+    is_anatomical: bool = True
+    """Whether the file states which axis runs where in a patient; else nobody knows left from
+    right."""
     nifti_header: Any = field(repr=False)
     """A NIfTI header with nothing but the geometry of the file, for writing label maps."""
 
@@ -101,7 +104,11 @@ class Geometry:
 
 
 def geometry_of_affine(
-    path: Path, shape: Sequence[int], affine: Affine, spacing_mm: Sequence[float] | None = None
+    path: Path,
+    shape: Sequence[int],
+    affine: Affine,
+    spacing_mm: Sequence[float] | None = None,
+    is_anatomical: bool = True,
 ) -> Geometry:
     """Return the geometry of an array (I, J, K, C) with an affine in RAS and mm.
 
@@ -118,9 +125,10 @@ def geometry_of_affine(
     header.set_qform(affine, code="scanner")
     header.set_sform(affine, code="scanner")
     header.set_xyzt_units("mm")
-    return geometry_of_nifti(
+    found = geometry_of_nifti(
         path, shape, header, affine, spacing_mm or voxel_sizes(affine).tolist()
     )
+    return replace(found, is_anatomical=is_anatomical)
 
 
 def geometry_of_nifti(
@@ -131,7 +139,8 @@ def geometry_of_nifti(
     spacing_mm: Sequence[float] | None = None,
 ) -> Geometry:
     """Return the geometry that a NIfTI header states for an array (I, J, K, C)."""
-    if int(header["sform_code"]) <= 0 and int(header["qform_code"]) <= 0:
+    is_anatomical = int(header["sform_code"]) > 0 or int(header["qform_code"]) > 0
+    if not is_anatomical:
         logger.warning(
             "%s does not state its orientation (qform and sform codes are 0); its axes are taken "
             "as right to left, back to front, bottom to top",
@@ -157,6 +166,7 @@ def geometry_of_nifti(
         spacing_mm=(spacing[x], spacing[y], spacing[z]),
         affine=affine @ nib.orientations.inv_ornt_aff(orientation, shape[:3]),
         orientation=orientation,
+        is_anatomical=is_anatomical,
         nifti_header=geometry,
     )
 

@@ -170,7 +170,8 @@ def open_itk(path: Path) -> Source:
             f"{path} has a header that cannot be used: {error}; save it as a volume of three axes "
             "of space and one number in each voxel, in one file, raw or compressed by gzip"
         ) from error
-    if header.directions is None or (is_nrrd and "space" not in fields):
+    is_anatomical = header.directions is not None and not (is_nrrd and "space" not in fields)
+    if not is_anatomical:
         logger.warning(
             "%s does not state its orientation; its axes are taken as right to left, front to "
             "back, bottom to top",
@@ -181,7 +182,7 @@ def open_itk(path: Path) -> Source:
     is_big_endian = header.endian == "big" or header.is_big_endian
     packing: Packing = ("gzip" if is_nrrd else "zlib") if is_packed else None
     return source_in_file(
-        geometry_of_affine(path, shape, affine, spacing_mm),
+        geometry_of_affine(path, shape, affine, spacing_mm, is_anatomical),
         file or path,
         shape,
         np.dtype(f"{'>' if is_big_endian else '<'}{TYPES[header.type]}"),

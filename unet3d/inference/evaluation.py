@@ -3,7 +3,8 @@
 Only the files are needed, so predictions of any other tool can be evaluated as well.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.datasets.labels import EVERY_VALUE, Label, ScoredLabels, values_of
-from unet3d.errors import DatasetError, VolumeError
+from unet3d.datasets.naming import description_of, read_scored_labels
+from unet3d.errors import ConfigError, DatasetError, VolumeError
 from unet3d.images.files import volume_stem
 from unet3d.images.geometry import same_grid
+from unet3d.images.image import open_image
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.units import MILLIMETRES, Units, default_tolerance_mm
 from unet3d.inference.label_scores import NOWHERE, TOLERANCE_MM, LabelScore, score_maps
-from unet3d.inference.pairing import Pair, Pairs, find_pairs
+from unet3d.inference.pairing import find_pairs
+from unet3d.nnunet.loading import load_network
+from unet3d.runs.finding import checkpoint_in
+from unet3d.terminal import counting
+
+logger = logging.getLogger(__name__)
 
 MAX_VALUES_OF_ONE_SIDE = 100
 """Values that only one of two label maps may have; more are the grey values of an image."""
@@ -50,6 +59,8 @@ class Evaluation:
     """Their names, and the value that counted nowhere."""
     tolerance_mm: float = TOLERANCE_MM
     """Of the surface Dice."""
+    units: Units = MILLIMETRES
+    """In which people read distances and volumes."""
     without_prediction: tuple[str, ...] = ()
     """Names of the label maps in the folder that nobody has predicted; they count nowhere."""
     without_label: tuple[str, ...] = ()
@@ -61,6 +72,7 @@ class Evaluation:
         cases: Sequence[CaseScores],
         scored: ScoredLabels,
         tolerance_mm: float,
+        units: Units = MILLIMETRES,
         without_prediction: tuple[str, ...] = (),
         without_label: tuple[str, ...] = (),
     ) -> "Evaluation":
@@ -76,6 +88,7 @@ class Evaluation:
             labels=labels,
             scored=scored,
             tolerance_mm=tolerance_mm,
+            units=units,
             without_prediction=without_prediction,
             without_label=without_label,
         )
@@ -147,10 +160,9 @@ class Evaluation:
 def evaluate(
     predictions: Path,
     labels: Path,
-    watch: Callable[[Pairs], Iterable[Pair]] = iter,
     *,
     scored: ScoredLabels = EVERY_VALUE,
-    tolerance_mm: float = TOLERANCE_MM,
+    tolerance_mm: float | None = None,
     leave_out: bool = False,
 ) -> Evaluation:
     """Compare predictions with labels.
@@ -161,12 +173,22 @@ def evaluate(
     its label map: one that has none is more likely to be misnamed than meant to be left out.
     """
     found = find_pairs(predictions, labels, leave_out)
+    spacing_mm = open_image(found.pairs[0][1]).geometry.spacing_mm
+    if tolerance_mm is None:
+        tolerance_mm = default_tolerance_mm(spacing_mm)
     cases = []
-    for prediction, label in watch(found.pairs):
-        with explaining_memory(f"cannot compare {prediction} with {label}"):
-            cases.append(_compare(prediction, label, scored, tolerance_mm))
+    with counting("evaluating", len(found.pairs)) as show:
+        for prediction, label in found.pairs:
+            with explaining_memory(f"cannot compare {prediction} with {label}"):
+                cases.append(_compare(prediction, label, scored, tolerance_mm))
+            show(len(cases))
     evaluation = Evaluation.of(
-        cases, scored, tolerance_mm, found.without_prediction, found.without_label
+        cases,
+        scored,
+        tolerance_mm,
+        Units.of(spacing_mm),
+        found.without_prediction,
+        found.without_label,
     )
     if not evaluation.labels:
         raise DatasetError(
@@ -175,6 +197,36 @@ def evaluate(
             "there is nothing to compare"
         )
     return evaluation
+
+
+def scored_labels(
+    labels: Path, dataset: Path | None, checkpoint: Path | None, ignore: int | None
+) -> ScoredLabels:
+    """Return what is scored, as a named data set or checkpoint says, or that of the label maps.
+
+    ``ignore`` is a value of the label maps that counts nowhere; ConfigError: it is a label.
+    """
+    scored, found = EVERY_VALUE, None
+    if checkpoint is not None:
+        file = checkpoint_in(checkpoint)
+        scored = ScoredLabels.of(load_network(file, "description").preprocessing)
+    elif dataset is not None:
+        scored = read_scored_labels(dataset)
+    elif (found := description_of(labels)) is not None:
+        try:
+            scored = read_scored_labels(found)
+        except DatasetError as error:  # nobody asked for it
+            logger.warning("labels have no names: %s", error)
+        else:
+            logger.info("labels as %s names them", found)
+    if ignore is None:
+        return scored
+    if ignore in {value for label in scored.names for value in values_of(label)}:
+        raise ConfigError(
+            f"--ignore {ignore} is a label of {dataset or checkpoint or found}; give the value "
+            "that is none"
+        )
+    return replace(scored, ignore=ignore)
 
 
 def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelMap]:

@@ -1,6 +1,7 @@
 """What is written down of the memory of a training: the content of ``memory.json``."""
 
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,8 +19,13 @@ def device_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return the most that a GPU's allocator has reserved since it was measured; 0 for a CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    """Return the most that a GPU's allocator has reserved since it was measured.
+
+    On a CPU it is the most that this process has ever had of the machine's memory.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def memory_record(

@@ -290,9 +290,10 @@ def plan_fingerprint(
     if patches.size != "auto" and training.batch_size != "auto":
         return network
     needed = needed_bytes(topology, batch_shape(sizes, planned), planned)
+    of_fewer = f" of {planned}" if planned < batch_size else ""
     limits = (
         f"patches of {times(network.size)} voxels ({patch_limit}), {batch_size} in a batch "
-        f"({batch_limit}): {planned} on one GPU are predicted to take {needed / GIB:.1f} of "
+        f"({batch_limit}); predicted memory{of_fewer}: {needed / GIB:.1f} of "
         f"{allowed_bytes / GIB:.4g} GiB (patches.memory_gib)"
     )
     return replace(network, limits=limits)

@@ -1,4 +1,4 @@
-"""The memory of each slot in training: the table on the terminal and the picture."""
+"""The memory of a training: a table for the terminal, and a picture with its course in one step."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,27 +6,55 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from rich import box
 from rich.table import Table
 
-from unet3d.reports.format import NOTHING, PICTURE_WIDTH_INCHES, amount, write_figure
-from unet3d.reports.palette import BLUE, GREEN, GREY, ORANGE, SKY
-from unet3d.reports.slots import PART_HEADS, PARTS, REST, bar_parts, memory_notes, unit_of
-from unet3d.reports.timeline import PANEL_HEIGHT_INCHES, draw_timeline
+from unet3d.reports.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    WIDTH_INCHES,
+    legend_beside,
+    tidy,
+    write_figure,
+)
+from unet3d.reports.format import NOTHING, amount
+from unet3d.reports.slots import (
+    PART_HEADS,
+    PARTS,
+    REST,
+    Slots,
+    bar_parts,
+    blocks_text,
+    is_one_cpu,
+    measured_slots,
+    memory_notes,
+    unit_of,
+)
 
-COLOURS = dict(zip((*PARTS, REST), (BLUE, SKY, GREEN, ORANGE, GREY), strict=True))
+PART_COLOURS = dict(zip((*PARTS, REST), (BLUE, SKY, GREEN, ORANGE, GREY), strict=True))
+ACTION_COLOURS = {"forward": SKY, "loss": PURPLE, "backward": ORANGE, "optimizer": GREEN}
+ELSEWHERE = "another slot acts"
+PANEL_HEIGHT_INCHES = 2.3
+NEAR = 1.5
+"""The device's total is drawn where it is at most this many times the peak."""
+MAX_NAMED_ACTIONS = 100
+"""More numbers of micro-batches than this cannot be read."""
 
 
-def memory_table(record: Mapping[str, Any]) -> Table:
-    """Return the memory of each slot as a table for the terminal.
-
-    Args:
-        record: What :func:`unet3d.memory.record.memory_record` returns.
-    """
-    slots = record["slots"]
+def memory_table(record: Mapping[str, Any]) -> Table | str:
+    """Return what ``memory.json`` holds for the terminal; on one CPU that is a line."""
+    slots = measured_slots(record)
     unit, unit_bytes = unit_of(slots)
+    if is_one_cpu(slots):
+        peak = amount(slots[0]["measured"]["peak_bytes"], unit_bytes)
+        return f"Peak memory of the process: {peak} {unit}"
     table = Table(
         title=f"Memory in training ({unit}), parallel mode {record['parallel']}",
         caption=" ".join([*memory_notes(slots), *_reserved_notes(slots, unit, unit_bytes)]),
@@ -45,11 +73,11 @@ def memory_table(record: Mapping[str, Any]) -> Table:
         predicted = slot["predicted"] and slot["predicted"]["peak_bytes"]
         values += [measured["peak_bytes"], predicted, slot["device_bytes"]]
         cells = [NOTHING if value is None else amount(value, unit_bytes) for value in values]
-        table.add_row(str(slot["slot"]), slot["device"], _range(slot["blocks"]), *cells)
+        table.add_row(str(slot["slot"]), slot["device"], blocks_text(slot["blocks"]), *cells)
     return table
 
 
-def _reserved_notes(slots: Sequence[Mapping[str, Any]], unit: str, unit_bytes: int) -> list[str]:
+def _reserved_notes(slots: Slots, unit: str, unit_bytes: int) -> list[str]:
     """Return, for each GPU, what its allocator has reserved: gaps and captured steps included."""
     notes: dict[tuple[Any, str], str] = {}
     for slot in slots:
@@ -61,41 +89,38 @@ def _reserved_notes(slots: Sequence[Mapping[str, Any]], unit: str, unit_bytes: i
 
 
 def memory_figure(record: Mapping[str, Any]) -> Figure:
-    """Draw the memory of each slot as a bar, and below how it went through one step.
-
-    Args:
-        record: What :func:`unet3d.memory.record.memory_record` returns.
-    """
-    slots = record["slots"]
+    """Draw the memory of each slot as a bar, and below how it went through one step."""
+    slots = measured_slots(record)
     unit, unit_bytes = unit_of(slots)
     timelines = record.get("timeline", [])
     heights = [2.3 + 0.85 * len(slots), *[PANEL_HEIGHT_INCHES] * len(timelines)]
-    figure = Figure(figsize=(PICTURE_WIDTH_INCHES, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
     axes, *panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_bars(axes, slots, unit, unit_bytes)
-    title = f"Memory in training, parallel mode {record['parallel']}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    where = "on one CPU" if is_one_cpu(slots) else f"parallel mode {record['parallel']}"
+    figure.suptitle(
+        f"Memory in training, {where}", x=0.01, ha="left", fontsize=13, fontweight="bold"
+    )
     for panel, timeline in zip(panels, timelines, strict=True):
         totals = [slot["device_bytes"] for slot in slots if slot["slot"] in timeline["slots"]]
         draw_timeline(panel, timeline, min(totals), unit, unit_bytes)
+        names = ", ".join(map(str, timeline["slots"]))
+        of = f", slot{'s' if len(timeline['slots']) > 1 else ''} {names}"
+        title = f"One step on {timeline['device']}{'' if is_one_cpu(slots) else of}"
+        panel.set_title(title, fontsize=10, loc="left")
     return figure
 
 
 def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
-    """Write :func:`memory_figure` as a PNG.
-
-    Args:
-        record: What :func:`unet3d.memory.record.memory_record` returns.
-        path: A PNG file; one of that name is replaced.
-    """
+    """Write :func:`memory_figure` as a PNG; one of that name is replaced."""
     write_figure(memory_figure(record), path)
 
 
-def _draw_bars(axes: Axes, slots: Sequence[Mapping[str, Any]], unit: str, unit_bytes: int) -> None:
+def _draw_bars(axes: Axes, slots: Slots, unit: str, unit_bytes: int) -> None:
     rows = [bar_parts(slot, slots) for slot in slots]
     left = [0.0] * len(slots)
-    shown: list[Artist | BarContainer] = []
-    for part, colour in COLOURS.items():
+    shown: list[Any] = []
+    for part, colour in PART_COLOURS.items():
         widths = [row[part] / unit_bytes for row in rows]
         bars = axes.barh(range(len(slots)), widths, 0.5, left, color=colour, label=part)
         if any(widths):
@@ -125,13 +150,70 @@ def _draw_bars(axes: Axes, slots: Sequence[Mapping[str, Any]], unit: str, unit_b
             va="top",
             fontsize=9,
         )
-    names = [f"slot {s['slot']} on {s['device']}\n{_range(s['blocks'])}" for s in slots]
+    names = ["the process"]
+    if not is_one_cpu(slots):
+        names = [f"slot {s['slot']} on {s['device']}\n{blocks_text(s['blocks'])}" for s in slots]
     axes.set_yticks(range(len(slots)), names)
     axes.set_ylim(len(slots) - 0.35, -0.45)  # slot 0 on top
     axes.set_xlim(0, max([*left, *peaks]) * 1.04 or 1)
     axes.set_xlabel("\n".join([unit, *memory_notes(slots)]))
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, has_grid=False)
 
 
-def _range(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+def draw_timeline(
+    axes: Axes, timeline: Mapping[str, Any], device_bytes: int, unit: str, unit_bytes: int
+) -> None:
+    """Draw the memory in use over the actions of one step, the device's total where it is near."""
+    marks, slots = timeline["marks"], timeline["slots"]
+    own = [mark["slot"] is None or mark["slot"] in slots for mark in marks]
+    kinds = [mark["kind"] if is_own else ELSEWHERE for mark, is_own in zip(marks, own, strict=True)]
+    colours = ACTION_COLOURS | {ELSEWHERE: GREY}
+    peaks = [mark["peak_bytes"] / unit_bytes for mark in marks]
+    axes.bar(range(len(marks)), peaks, 1.0, color=[colours[kind] for kind in kinds])
+    line = axes.stairs(
+        [mark["bytes"] / unit_bytes for mark in marks],
+        [index - 0.5 for index in range(len(marks) + 1)],
+        color="black",
+        linewidth=1.2,
+        baseline=None,
+        label="at the end of each action",
+    )
+    lines: list[Artist] = [line]
+    most, total = max(peaks, default=0.0), device_bytes / unit_bytes
+    top = most * 1.15
+    if total <= NEAR * most:
+        lines.append(
+            axes.axhline(total, color=VERMILION, linestyle="--", linewidth=2, label="device total")
+        )
+        top = max(top, total * 1.05)
+    is_numbered = _number_actions(axes, [mark["micro_batch"] for mark in marks], own)
+    axes.set_ylabel(unit)
+    axes.set_ylim(0, top or 1)
+    axes.set_xlim(-0.5, max(len(marks) - 0.5, 0.5))
+    axes.set_xticks([])
+    numbering = ", with the numbers of their micro-batches" if is_numbered else ""
+    axes.set_xlabel(
+        f"actions in the order in which they are queued{numbering};\n"
+        "bars: the most in use during an action",
+        fontsize=9,
+    )
+    patches = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in kinds]
+    legend_beside(axes, handles=[*patches, *lines])
+    tidy(axes, has_grid=False)
+
+
+def _number_actions(axes: Axes, numbers: Sequence[int | None], own: Sequence[bool]) -> bool:
+    """Write the micro-batch of each own action below its bar, if there are several; say whether."""
+    if len(numbers) > MAX_NAMED_ACTIONS or len(set(numbers) - {None}) < 2:
+        return False
+    for index, number in enumerate(numbers):
+        if own[index] and number is not None:
+            axes.annotate(
+                str(number + 1),
+                (index, 0),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8 if len(numbers) <= MAX_NAMED_ACTIONS / 2 else 5,
+            )
+    return True

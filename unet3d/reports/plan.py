@@ -1,4 +1,4 @@
-"""A plan for people: every way of placing a training, side by side."""
+"""Plans for people: every way of placing a training side by side, and what a prediction takes."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -7,6 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from unet3d.memory.host import readable
 from unet3d.reports.format import amount, size_text
 from unet3d.reports.slots import PART_HEADS, bar_parts, memory_notes, unit_of
 
@@ -15,16 +16,12 @@ MAX_ROWS = 8
 
 
 def plan_table(record: Mapping[str, Any]) -> Table:
-    """Return what every way of placing a training would take, as a table for the terminal.
-
-    Args:
-        record: What :func:`unet3d.planning.placements.compare` returns of the ways.
-    """
+    """Return what the ways of :func:`unet3d.planning.placements.compare` take, for the terminal."""
     every_slot = [slot for way in record["ways"] for slot in way["slots"]]
     unit, unit_bytes = unit_of(every_slot, "predicted")
     notes = [*record["notes"]]
     for way in record["ways"]:
-        notes += memory_notes(way["slots"])
+        notes += memory_notes(way["slots"], "predicted")
     table = Table(
         title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
         f"{size_text(record['shape'])} voxels, {record['precision']}",
@@ -76,11 +73,7 @@ def _rows(way: Mapping[str, Any], unit_bytes: int) -> list[tuple[str, str, list[
 
 
 def plan_line(way: Mapping[str, Any]) -> str:
-    """Return a line with the time of a step and the largest volume that fits with one way.
-
-    Args:
-        way: One of the ways of a record, with its ``largest_shape``.
-    """
+    """Return the time of a step and the largest volume of one way, with the options to ask for."""
     devices = ",".join(slot["device"] for slot in way["slots"])
     shape = way["largest_shape"]
     return (
@@ -95,11 +88,7 @@ def plan_line(way: Mapping[str, Any]) -> str:
 
 
 def way_name(way: Mapping[str, Any]) -> str:
-    """Return the name of a way in the table: copies, mode and micro-batches.
-
-    Args:
-        way: One of the ways of a record.
-    """
+    """Return the name of a way in the table: copies, mode and micro-batches."""
     copies = f"{way['replicas']} x " if _has_groups(way) else ""
     return f"{copies}{way['parallel']}, {way['num_micro_batches']}"
 
@@ -111,3 +100,35 @@ def _has_groups(way: Mapping[str, Any]) -> bool:
 def _milliseconds(way: Mapping[str, Any]) -> str:
     milliseconds = 1000 * way["step_seconds"]
     return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:.0f}"
+
+
+def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
+    """Return what a scan takes of each machine, as ``PredictionMemory.to_dict`` has it."""
+    parts = {
+        "the program and the network": record["program_bytes"],
+        "the slab that is worked on": record["slab_bytes"],
+        "voxels that are unpacked": record["voxel_bytes"],
+        "labels": record["label_bytes"],
+    }
+    said = ", ".join(f"{readable(size)} {what}" for what, size in parts.items() if size)
+    lines = [
+        f"{name}: {record['num_windows']} windows of {size_text(record['window'])} voxels, "
+        f"{min(record['windows_at_a_time'], record['num_windows'])} at a time",
+    ]
+    if record["device_bytes"]:
+        fits = "fits" if record["device_bytes"] <= record["device_has_bytes"] else "DOES NOT FIT"
+        lines.append(
+            f"{record['device']}: {readable(record['device_bytes'])} of "
+            f"{readable(record['device_has_bytes'])}, {fits}"
+        )
+    lines.append(f"host: {readable(record['host_bytes'])} ({said})")
+    if record["scratch_bytes"]:
+        lines.append(
+            f"host with --scratch DIR: {readable(record['scratch_host_bytes'])}, and "
+            f"{readable(record['scratch_bytes'])} of that disk"
+        )
+    if record["host_bytes"] > record["host_available_bytes"]:
+        lines.append(
+            f"this machine has {readable(record['host_available_bytes'])} available, which is less"
+        )
+    return lines

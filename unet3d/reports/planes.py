@@ -1,7 +1,7 @@
 """The three planes through the largest structure of a label map, found plane by plane.
 
-Arrays are ``(X, Y, Z)`` in RAS. Only planes of them are taken, so they may be mapped files that
-are larger than the memory.
+Arrays are ``(X, Y, Z)``. Only planes of them are taken, so they may be mapped files that are larger
+than the memory.
 """
 
 import math
@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.images.image import Image
-
 MARGIN = 0.15
 """What is shown around the structures, as a share of their own extent on either side."""
 
 MIN_SHARE = 1 / 3
 """Share of the volume that is shown along each axis at least, so that the place can be told."""
 
-
 Ends = tuple[int, int]
 """The first voxel along an axis, and the one behind the last."""
+
+Labels = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +48,8 @@ class Survey:
     """Where any structure is along X, Y and Z; None where there is none."""
 
 
-def survey(labels: npt.NDArray[Any], structures: Sequence[Structure]) -> Survey:
-    """Return where structures lie, from one plane of a label map after the other.
-
-    Args:
-        labels: Label values, shape (X, Y, Z).
-        structures: What to look for.
-    """
+def survey(labels: Labels, structures: Sequence[Structure]) -> Survey:
+    """Return where structures lie, from one plane of a label map after the other."""
     shape = labels.shape
     values = np.array(sorted({value for one in structures for value in one.values}), np.int64)
     counts = np.zeros((shape[0], len(values)), np.int64)
@@ -63,8 +57,8 @@ def survey(labels: npt.NDArray[Any], structures: Sequence[Structure]) -> Survey:
     for x in range(shape[0]):
         plane = np.asarray(labels[x])
         inside = np.isin(plane, values)
-        filled[1][np.flatnonzero(inside.any(axis=1))] = True
-        filled[2][np.flatnonzero(inside.any(axis=0))] = True
+        filled[1] |= inside.any(axis=1)
+        filled[2] |= inside.any(axis=0)
         found = np.searchsorted(values, plane[inside])
         counts[x] = np.bincount(found, minlength=len(values))
     filled[0][:] = counts.any(axis=1)
@@ -73,12 +67,8 @@ def survey(labels: npt.NDArray[Any], structures: Sequence[Structure]) -> Survey:
     ]  # of each structure, voxels in each plane across X
     num_voxels = tuple(int(areas.sum()) for areas in areas_x)
     if not any(num_voxels):
-        return Survey(
-            num_voxels=num_voxels,
-            largest=None,
-            position=(shape[0] // 2, shape[1] // 2, shape[2] // 2),
-            box=None,
-        )
+        middle = (shape[0] // 2, shape[1] // 2, shape[2] // 2)
+        return Survey(num_voxels=num_voxels, largest=None, position=middle, box=None)
     largest = int(np.argmax(num_voxels))
     areas_y, areas_z = np.zeros(shape[1], np.int64), np.zeros(shape[2], np.int64)
     for x in np.flatnonzero(areas_x[largest]).tolist():
@@ -95,12 +85,7 @@ def survey(labels: npt.NDArray[Any], structures: Sequence[Structure]) -> Survey:
 
 
 def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, Ends, Ends]:
-    """Return what is shown along X, Y and Z: all structures, and something around them.
-
-    Args:
-        surveys: Of one or more label maps.
-        shape: Voxels of the volume.
-    """
+    """Return what is shown along X, Y and Z: the structures of all maps, and something around."""
     boxes = [found.box for found in surveys if found.box is not None]
     shown = []
     for axis, size in enumerate(shape):
@@ -111,21 +96,6 @@ def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, 
         begin = min(max((first + last - wanted) // 2, 0), size - wanted)
         shown.append((begin, begin + wanted))
     return shown[0], shown[1], shown[2]
-
-
-def cut(array: npt.NDArray[Any] | Image, axis: int, index: int) -> npt.NDArray[Any]:
-    """Return one plane of a volume, the other two axes in their order.
-
-    Args:
-        array: Shape (X, Y, Z), or an image, whose first channel is taken.
-        axis: The axis across the plane.
-        index: Its place along this axis.
-    """
-    if isinstance(array, Image):
-        return array.plane(axis, index)
-    where: list[Any] = [slice(None)] * 3
-    where[axis] = index
-    return np.asarray(array[tuple(where)])
 
 
 def _ends(there: npt.NDArray[np.bool_]) -> Ends:

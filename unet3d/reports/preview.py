@@ -14,17 +14,30 @@ from matplotlib.patches import Rectangle
 
 from unet3d.images.geometry import voxel_mm3
 from unet3d.images.image import Image
-from unet3d.reports.format import NOTHING, drawable, millilitres, save_figure
-from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW
-from unet3d.reports.planes import Structure, Survey, cut, survey, visible_box
+from unet3d.images.units import Units
+from unet3d.reports.figures import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    drawable,
+    save_figure,
+)
+from unet3d.reports.format import score
+from unet3d.reports.planes import Structure, Survey, survey, visible_box
 from unet3d.reports.views import SIDE, Layout, View, views_of
 
 COLOURS = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)
 """Those that are seen best on grey come first; behind the last they begin anew."""
 PERCENTILES = (1.0, 99.0)
 """Intensities of the planes that are black and white."""
-ENDS = (("L", "R"), ("P", "A"), ("I", "S"))
-"""Where each axis begins and ends in the patient."""
+PATIENT_ENDS = (("L", "R"), ("P", "A"), ("I", "S"))
+"""Where each axis begins and ends in a patient."""
+ARRAY_ENDS = (("", "X"), ("", "Y"), ("", "Z"))
+"""What is known of the axes of a file that does not say where left is."""
 FILL, LINE = 0.15, 1.6
 """Opacity within an outline, and its width in points."""
 DASHES = (0, (2.5, 1.5))
@@ -44,59 +57,62 @@ SWATCH = 0.2
 EMPTY = "Nothing was segmented."
 FONT, SMALL = 11, 9
 DIM = "#6B6B6B"
-INTERPOLATION = "bilinear"
+
+Labels = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Preview:
-    """What is drawn."""
+    """What is drawn: planes of the image's first channel, and label maps (X, Y, Z) on its grid."""
 
     title: str
-    image: npt.NDArray[Any] | Image
-    """Shape (X, Y, Z) in RAS, or an image, whose first channel is drawn. Of this and the label maps
-    only planes are taken."""
-    labels: npt.NDArray[Any]
-    """Label values, the same shape."""
+    image: Image
+    labels: Labels
     structures: Sequence[Structure]
     """What is outlined, in the order of the colours."""
-    spacing_mm: Sequence[float]
-    """Distance of neighbouring voxels along X, Y, Z."""
-    voxel_ml: float
-    """Volume of a voxel."""
-    truth: npt.NDArray[Any] | None = None
-    """True label values, the same shape, whose outlines are dashed, and through whose largest
-    structure the planes go; None: they are not known."""
+    truth: Labels | None = None
+    """True label values, whose outlines are dashed, and through whose largest structure the planes
+    go; None: they are not known."""
     dice: Sequence[float | None] = ()
     """With a truth: the score of each structure."""
+
+    @property
+    def units(self) -> Units:
+        """In which lengths and volumes are written."""
+        return Units.of(self.image.geometry.spacing_mm)
+
+    def volume_text(self, num_voxels: int) -> str:
+        """Return the volume of voxels."""
+        return self.units.volume_text(num_voxels * voxel_mm3(self.image.geometry.affine) / 1000)
 
 
 def preview_figure(preview: Preview) -> Figure:
     """Draw three planes through the largest structure, and a legend.
 
-    Planes in which the volume is a single row of voxels are left out.
-
-    Args:
-        preview: What is drawn.
+    Planes in which the volume is a single row of voxels are left out. The view of a patient is
+    radiological: right is on the left of the picture, as is the front in the sagittal plane.
     """
-    shape, spacing_mm = preview.labels.shape, preview.spacing_mm
-    maps: list[tuple[npt.NDArray[Any], Any]] = [(preview.labels, "-")]
+    geometry = preview.image.geometry
+    maps: list[tuple[Labels, Any]] = [(preview.labels, "-")]
     if preview.truth is not None:
         maps.append((preview.truth, DASHES))
     surveys = [survey(labels, preview.structures) for labels, _ in maps]
     guide = _guide(surveys)
     shown_mm = [
         (first * mm, last * mm)
-        for (first, last), mm in zip(visible_box(surveys, shape), spacing_mm, strict=True)
+        for (first, last), mm in zip(
+            visible_box(surveys, geometry.shape), geometry.spacing_mm, strict=True
+        )
     ]
     rows = _rows(preview, surveys)
     layout = Layout.of(
-        views_of(shape),
+        views_of(geometry.shape),
         [last - first for first, last in shown_mm],
-        (LEGEND_WIDTH if preview.truth is None else TRUE_WIDTH, _height(len(rows))),
+        (LEGEND_WIDTH if preview.truth is None else TRUE_WIDTH, ROW * (len(rows) + 7)),
     )
     figure = Figure(figsize=layout.size)
     planes = {
-        panel: cut(preview.image, panel.across, guide.position[panel.across])
+        panel: preview.image.plane(panel.across, guide.position[panel.across])
         for panel in layout.panels
     }
     window = _window(list(planes.values()))
@@ -104,18 +120,22 @@ def preview_figure(preview: Preview) -> Figure:
     for panel, place in layout.panels.items():
         axes = figure.add_axes(layout.share(place))
         index = guide.position[panel.across]
-        _draw_image(axes, panel, planes[panel], spacing_mm, window)
+        _draw_image(axes, panel, planes[panel], geometry.spacing_mm, window)
         for labels, style in maps:
-            plane = cut(labels, panel.across, index)
+            plane = np.asarray(np.moveaxis(labels, panel.across, 0)[index])
             seen |= _outline(axes, panel, plane, preview, style)
-        axes.set_xlim(shown_mm[panel.horizontal][::-1])  # radiological
+        across = shown_mm[panel.horizontal]
+        axes.set_xlim(across[::-1] if geometry.is_anatomical else across)
         axes.set_ylim(shown_mm[panel.vertical])
-        _name_edges(axes, panel)
-        axes.set_title(
-            f"{panel.name}, {index + 1} of {shape[panel.across]}", fontsize=FONT, loc="left", pad=18
-        )
+        _name_edges(axes, panel, geometry.is_anatomical)
+        name = panel.name
+        if not geometry.is_anatomical:
+            name = "XYZ"[panel.horizontal] + "XYZ"[panel.vertical]
+        title = f"{name}, {index + 1} of {geometry.shape[panel.across]}"
+        axes.set_title(title, fontsize=FONT, loc="left", pad=18)
     legend = figure.add_axes(layout.share(layout.legend))
-    _draw_legend(legend, rows, _notes(preview, surveys, rows, seen), seen, layout)
+    down = _draw_legend(legend, rows, _notes(preview, surveys, rows, seen), seen, layout)
+    _draw_scale(legend, down + 1.2 * ROW, layout, preview.units)
     figure.text(
         SIDE / layout.size[0],
         1 - 0.2 / layout.size[1],
@@ -130,11 +150,6 @@ def preview_figure(preview: Preview) -> Figure:
 def _guide(surveys: Sequence[Survey]) -> Survey:
     """Return the survey that says which planes are drawn: of the truth, unless it is empty."""
     return next((found for found in reversed(surveys) if found.largest is not None), surveys[0])
-
-
-def _height(num_rows: int) -> float:
-    """Return inches of a legend with its head, its notes and the scale."""
-    return ROW * (num_rows + 7)
 
 
 def _window(planes: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
@@ -164,19 +179,16 @@ def _draw_image(
         vmax=window[1],
         origin="lower",
         extent=(0, width, 0, height),
-        interpolation=INTERPOLATION,
+        interpolation="bilinear",
     )
     axes.set_facecolor("black")
 
 
-def _outline(
-    axes: Axes, panel: View, plane: npt.NDArray[Any], preview: Preview, style: Any
-) -> set[int]:
+def _outline(axes: Axes, panel: View, plane: Labels, preview: Preview, style: Any) -> set[int]:
     """Draw the outlines of all structures in a plane, and return which ones there are."""
-    along = (panel.horizontal, panel.vertical)
     x_mm, y_mm = (
-        (np.arange(size + 2) - 0.5) * preview.spacing_mm[axis]
-        for size, axis in zip(plane.shape, along, strict=True)
+        (np.arange(size + 2) - 0.5) * preview.image.geometry.spacing_mm[axis]
+        for size, axis in zip(plane.shape, (panel.horizontal, panel.vertical), strict=True)
     )
     there = set(np.unique(plane).tolist())
     found = set()
@@ -187,9 +199,8 @@ def _outline(
         # Padded, so that outlines are closed at the edge of the volume.
         mask = np.pad(np.isin(plane, structure.values), 1)
         rows, columns = (_around(np.flatnonzero(mask.any(axis=axis))) for axis in (1, 0))
-        inside = mask[rows, columns].T.astype(np.float32)
+        where = x_mm[rows], y_mm[columns], mask[rows, columns].T.astype(np.float32)
         colour = COLOURS[index % len(COLOURS)]
-        where = x_mm[rows], y_mm[columns], inside
         if style == "-":
             axes.contourf(*where, levels=[0.5, 1.5], colors=[colour], alpha=FILL)
         axes.contour(*where, levels=[0.5], colors=[colour], linewidths=LINE, linestyles=[style])
@@ -201,18 +212,19 @@ def _around(found: npt.NDArray[np.int64]) -> slice:
     return slice(int(found[0]) - 1, int(found[-1]) + 2)
 
 
-def _name_edges(axes: Axes, panel: View) -> None:
+def _name_edges(axes: Axes, panel: View, is_anatomical: bool) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
-    (right, left), (low, high) = ENDS[panel.horizontal], ENDS[panel.vertical]
-    places = {
-        left: ((0, 0.5), (-6, 0), "right", "center"),
-        right: ((1, 0.5), (6, 0), "left", "center"),
-        high: ((0.5, 1), (0, 4), "center", "bottom"),
-        low: ((0.5, 0), (0, -4), "center", "top"),
-    }
-    for letter, (where, offset, across, up) in places.items():
+    ends = PATIENT_ENDS if is_anatomical else ARRAY_ENDS
+    (first, last), (low, high) = ends[panel.horizontal], ends[panel.vertical]
+    left, right = (last, first) if is_anatomical else (first, last)
+    for letter, where, offset, across, up in (
+        (left, (0, 0.5), (-6, 0), "right", "center"),
+        (right, (1, 0.5), (6, 0), "left", "center"),
+        (high, (0.5, 1), (0, 4), "center", "bottom"),
+        (low, (0.5, 0), (0, -4), "center", "top"),
+    ):
         axes.annotate(
             letter,
             where,
@@ -245,26 +257,26 @@ def _rows(preview: Preview, surveys: Sequence[Survey]) -> list[_Row]:
         named = sorted(named, key=lambda index: -last[index])[:MAX_ROWS]
     rows = []
     for index in named:
-        cells = [millilitres(found.num_voxels[index] * preview.voxel_ml) for found in surveys]
+        cells = [preview.volume_text(found.num_voxels[index]) for found in surveys]
         if preview.truth is not None:
-            dice = preview.dice[index]
-            cells.append(NOTHING if dice is None else f"{dice:.3f}")
+            cells.append(score(preview.dice[index]))
         rows.append(_Row(index=index, name=structures[index].name, cells=tuple(cells)))
     left = set(range(len(structures))) - set(named)
     if left:
         num_left = sum(last[index] > 0 for index in left)
-        cells = [
-            millilitres(sum(found.num_voxels[index] for index in left) * preview.voxel_ml)
-            for found in surveys
-        ]
+        counts = (sum(found.num_voxels[index] for index in left) for found in surveys)
+        cells = [preview.volume_text(count) for count in counts]
         rows.append(_Row(index=None, name=f"and {num_left} more", cells=tuple(cells)))
     return rows
 
 
 def _draw_legend(
     axes: Axes, rows: Sequence[_Row], notes: Sequence[str], seen: set[int], layout: Layout
-) -> None:
-    """Write names and volumes below each other; the axes count inches from their upper left."""
+) -> float:
+    """Write names and volumes below each other, and return how far down that goes.
+
+    The axes count inches from their upper left.
+    """
     _, _, width, height = layout.legend
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
@@ -302,7 +314,7 @@ def _draw_legend(
             fontweight="bold" if is_warning else "normal",
             color="black" if is_warning else DIM,
         )
-    _draw_scale(axes, down + 1.2 * ROW, width, layout.inches_per_mm)
+    return down
 
 
 def _notes(
@@ -317,39 +329,38 @@ def _notes(
     if seen and any(row.index is not None and row.index not in seen for row in rows):
         notes.append("Grey names are not in these planes.")
     largest = _guide(surveys).largest
-    if largest is None:
-        notes.append("Planes: the middle ones,")
-    else:
+    planes = "Planes: the middle ones,"
+    if largest is not None:
         name = drawable(preview.structures[largest].name, MAX_LETTERS)
-        notes.append(f"Planes: those with the largest area of {name},")
-    notes.append("counted from the left, the back and below.")
-    notes.append("Radiological view: the patient's right is on the left.")
-    return notes
+        planes = f"Planes: those with the largest area of {name},"
+    if preview.image.geometry.is_anatomical:
+        return [
+            *notes,
+            planes,
+            "counted from the left, the back and below.",
+            "Radiological view: the patient's right is on the left.",
+        ]
+    return [
+        *notes,
+        planes,
+        "counted from the first voxel.",
+        "The file does not say where left and right are.",
+    ]
 
 
-def _draw_scale(axes: Axes, down: float, width: float, inches_per_mm: float) -> None:
-    """Draw a bar of a round number of millimetres, the largest of a third of the width."""
-    most = width / 3 / inches_per_mm
+def _draw_scale(axes: Axes, down: float, layout: Layout, units: Units) -> None:
+    """Draw a bar of a round length, the largest of a third of the width."""
+    most = layout.legend[2] / 3 / layout.inches_per_mm / units.mm
     power = 10.0 ** math.floor(math.log10(most))
-    length_mm = max(step * power for step in (1, 2, 5) if step * power <= most)
-    inches = length_mm * inches_per_mm
+    length = max(step * power for step in (1, 2, 5) if step * power <= most)
+    inches = length * units.mm * layout.inches_per_mm
     axes.plot([0, inches], [down, down], color="black", linewidth=2.5, solid_capstyle="butt")
-    axes.text(inches + 0.1, down, f"{length_mm:g} mm", va="center", fontsize=SMALL)
+    axes.text(inches + 0.1, down, f"{length:g} {units.length}", va="center", fontsize=SMALL)
 
 
-def write_preview(
-    path: Path, image: Image, labels: npt.NDArray[Any], label_names: Mapping[int, str]
-) -> None:
+def write_preview(path: Path, image: Image, labels: Labels, label_names: Mapping[int, str]) -> None:
     """Draw a segmentation (X, Y, Z) over its scan into a file."""
     structures = [Structure(name=name, values=(value,)) for value, name in label_names.items()]
-    figure = preview_figure(
-        Preview(
-            title=image.geometry.path.name,
-            image=image,
-            labels=labels,
-            structures=structures,
-            spacing_mm=image.geometry.spacing_mm,
-            voxel_ml=voxel_mm3(image.geometry.affine) / 1000,
-        )
-    )
-    save_figure(figure, path)
+    title = image.geometry.path.name
+    preview = Preview(title=title, image=image, labels=labels, structures=structures)
+    save_figure(preview_figure(preview), path)

@@ -1,4 +1,4 @@
-"""The progress of a training: a live line on a terminal, plain lines in a log."""
+"""The progress of trainings and predictions: a live line on a terminal, plain lines in a log."""
 
 import itertools
 import logging
@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+
+from unet3d.reports.format import duration, score
+from unet3d.terminal import live_line
 
 logger = logging.getLogger(__name__)
 
@@ -43,160 +44,102 @@ class ProgressLine:
         validation_seconds: float,
         quiet: bool,
     ) -> None:
-        """Set up the display.
+        """Set up a live line on a terminal, and a line per epoch anywhere else.
 
-        Args:
-            console: A terminal gets a live line; anything else a line per epoch.
-            num_epochs: Epochs of the whole training.
-            num_steps: Steps of one epoch.
-            validate_every: Epochs between validations; the last epoch is validated too. 0: there
-                are none.
-            validation_seconds: What a validation took; 0: none was measured yet.
-            quiet: Show nothing.
+        There are ``num_steps`` in an epoch; the last epoch is validated, too, unless
+        ``validate_every`` is 0. A validation took ``validation_seconds`` so far; 0: there was none.
         """
-        self._num_epochs = num_epochs
-        self._num_steps = num_steps
+        self._console = console
+        self._num_epochs, self._num_steps = num_epochs, num_steps
         self._validate_every = validate_every
         self._quiet = quiet
-        self._dice = "–"
-        self._done = 0
-        self._first_step: int | None = None
-        self._began = 0.0
+        self._is_live = console.is_terminal and not quiet
+        self._dice = score(None)
+        self._timed_from: tuple[int, float] | None = None
+        """Steps that were done at a time, from which on steps are timed."""
         self._step_seconds = 0.0
-        self._last_validation = self._validation_seconds = validation_seconds
-        self._validation_began: float | None = None
-        self._next_refresh = 0.0
-        self._next_line = 0.0
-        self._progress = Progress(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=40)),
-            TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
-            console=console,
-            expand=True,
-            disable=quiet or not console.is_terminal,
-        )
+        self._validation_seconds = validation_seconds
+        self._cases_began: float | None = None
+        """When the validation, or the prediction at the end, began that goes on."""
+        self._next_refresh = self._next_line = 0.0
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the line while in the context."""
-        with self._progress:
-            self._task = self._progress.add_task("starting", total=None, status="")
+        with live_line(self._console, is_shown=not self._quiet, stays=True) as self._show:
             yield
 
     def wants_loss(self) -> bool:
         """Return whether it is time to show a new loss."""
-        return not self._progress.disable and time.monotonic() >= self._next_refresh
+        return self._is_live and time.monotonic() >= self._next_refresh
 
     def step_done(self, epoch: int, step: int, loss: float) -> None:
-        """Show one step.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            step: Steps done in it.
-            loss: Loss of the step, or of the one before it.
-        """
-        now = time.monotonic()
+        """Show the loss after some steps of an epoch; epochs count from 0."""
+        now, done = time.monotonic(), epoch * self._num_steps + step
         self._next_refresh = now + REFRESH_SECONDS
-        self._done = epoch * self._num_steps + step
-        if self._first_step is None:
-            self._first_step, self._began = self._done, now
-        if self._done > self._first_step:
-            self._step_seconds = (now - self._began) / (self._done - self._first_step)
-        self._show(
+        first, began = self._timed_from = self._timed_from or (done, now)
+        if done > first:
+            self._step_seconds = (now - began) / (done - first)
+        self._show_time(
             f"epoch {epoch + 1}/{self._num_epochs} step {step}/{self._num_steps}",
             f"loss {loss:.3f}  Dice {self._dice}",
+            done,
             self._validations_until(epoch),
         )
 
     def validating(
         self, epoch: int, case: int, num_cases: int, window: int, num_windows: int
     ) -> None:
-        """Show how far a validation is.
+        """Show how many cases, and windows of the next one, a validation has done.
 
-        Args:
-            epoch: Number of the epoch that ends with it, from 0.
-            case: Cases done.
-            num_cases: Cases in all.
-            window: Windows done of the next case; 0 where none was begun.
-            num_windows: Windows of that case; at least 1.
+        It comes at the end of an epoch; epochs count from 0.
         """
-        now = time.monotonic()
-        if self._validation_began is None:
-            self._validation_began = now
-            self._next_line = now + LOG_SECONDS
-            self._next_refresh = 0.0
-        part = min(1.0, (case + window / num_windows) / max(num_cases, 1))
-        elapsed = now - self._validation_began
-        if self._last_validation:
-            self._validation_seconds = elapsed + (1 - part) * self._last_validation
-        elif part > 0:
-            self._validation_seconds = elapsed / part
-        done = self._validations_until(epoch) + part
+        part, seconds = self._cases_done(case, num_cases, window, num_windows)
+        if part:
+            self._validation_seconds = seconds / part
         text = f"validating case {min(case + 1, num_cases)}/{num_cases}"
-        if self._progress.disable:
-            if now >= self._next_line and not self._quiet:
-                self._next_line = now + LOG_SECONDS
-                left = (1 - part) * self._validation_seconds
-                logger.info("epoch %d: %s, %s left of it", epoch + 1, text, duration(left))
-        elif now >= self._next_refresh:
-            self._next_refresh = now + REFRESH_SECONDS
-            self._done = (epoch + 1) * self._num_steps
-            text = f"{text} window {window}/{num_windows}"
-            self._show(f"epoch {epoch + 1}/{self._num_epochs}", text, done)
-
-    def predicting(self, case: int, num_cases: int, window: int, num_windows: int) -> None:
-        """Show how far the prediction of the validation cases is, which comes last.
-
-        Args:
-            case: Cases done.
-            num_cases: Cases in all.
-            window: Windows done of the next case; 0 where none was begun.
-            num_windows: Windows of that case; at least 1.
-        """
-        now = time.monotonic()
-        text = f"case {min(case + 1, num_cases)}/{num_cases}"
-        if case == window == 0:
-            self._began = now  # of no step any more
-            self._next_line = now + LOG_SECONDS
-        part = (case + window / num_windows) / max(num_cases, 1)
-        left = f"  {duration((1 / part - 1) * (now - self._began))} left" if part else ""
-        if self._progress.disable:
-            if now >= self._next_line and not self._quiet:
-                self._next_line = now + LOG_SECONDS
-                logger.info("predicting %s", text)
-        elif now >= self._next_refresh:
-            self._next_refresh = now + REFRESH_SECONDS
-            self._progress.update(
-                self._task,
-                completed=part,
-                total=1.0,
-                description="predicting the validation",
-                status=f"{text} window {window}/{num_windows}{left}",
-                refresh=True,
+        left = duration((1 - part) * self._validation_seconds)
+        self._log(f"epoch {epoch + 1}: {text}, {left} left of it")
+        if self._is_due():
+            self._show_time(
+                f"epoch {epoch + 1}/{self._num_epochs}",
+                f"{text} window {window}/{num_windows}",
+                (epoch + 1) * self._num_steps,
+                self._validations_until(epoch) + part,
             )
 
-    def epoch_done(self, metrics: Mapping[str, Any], note: str | None = None) -> None:
-        """Show one epoch.
+    def predicting(self, case: int, num_cases: int, window: int, num_windows: int) -> None:
+        """Show how many validation cases, and windows of the next one, are predicted at the end."""
+        if case == window == 0:
+            self._cases_began = None
+        part, seconds = self._cases_done(case, num_cases, window, num_windows)
+        text = f"case {min(case + 1, num_cases)}/{num_cases}"
+        self._log(f"predicting {text}")
+        if self._is_due():
+            left = f"  {duration((1 / part - 1) * seconds)} left" if part else ""
+            status = f"{text} window {window}/{num_windows}{left}"
+            self._show("predicting the validation", part, 1.0, status)
 
-        Args:
-            metrics: Its line of ``metrics.jsonl``.
-            note: What else there is to say of it, in a line of its own; None: nothing.
+    def epoch_done(self, metrics: Mapping[str, Any], note: str | None = None) -> None:
+        """Show the line of ``metrics.jsonl`` of an epoch, and in a second line what else there is.
+
+        On a terminal, epochs without a validation are seen in the live line only.
         """
         epoch, seconds = metrics["epoch"], metrics["seconds"]
-        if self._validation_began is not None:
+        if self._cases_began is not None and self._timed_from is not None:
             # Steps are timed without what came between them.
-            self._began += time.monotonic() - self._validation_began
-            self._validation_began = None
+            first, began = self._timed_from
+            self._timed_from = first, began + time.monotonic() - self._cases_began
+        self._cases_began = None
         is_validated = "mean_dice" in metrics
-        validation_seconds = metrics.get("validation_seconds")
-        if validation_seconds is not None:
-            self._last_validation = self._validation_seconds = validation_seconds
-            seconds += validation_seconds
         if is_validated:
-            self._dice = _score(metrics["mean_dice"])
-        if self._quiet:
+            self._dice = score(metrics["mean_dice"])
+        if "validation_seconds" in metrics:
+            self._validation_seconds = metrics["validation_seconds"]
+            seconds += metrics["validation_seconds"]
+        if self._quiet or (self._is_live and not is_validated):
             return
-        after = self._validations_after(epoch)
+        after = self._validations_until(self._num_epochs) - self._validations_until(epoch)
         left = (self._num_epochs - epoch) * metrics["seconds"] + after * self._validation_seconds
         took = f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
         lines = _epoch_lines(
@@ -204,35 +147,46 @@ class ProgressLine:
             metrics if is_validated else None,
             f", {took} s, {self._left(left, after)}",
         )
-        if note is not None:
-            lines.append(INDENT + note)
-        for text in lines:
-            if self._progress.disable:
+        for text in [*lines, *([INDENT + note] if note else [])]:
+            if self._is_live:
+                self._console.print(text, highlight=False, markup=False)
+            else:
                 logger.info("%s", text)
-            elif is_validated:
-                self._progress.console.print(text, highlight=False, markup=False)
 
-    def _show(self, description: str, status: str, num_validations: float) -> None:
-        """Show the bar, whose length is time: steps and validations as long as they take."""
+    def _cases_done(
+        self, case: int, num_cases: int, window: int, num_windows: int
+    ) -> tuple[float, float]:
+        """Return which part of the cases is done, and in how many seconds."""
+        now = time.monotonic()
+        if self._cases_began is None:
+            self._cases_began, self._next_line, self._next_refresh = now, now + LOG_SECONDS, 0.0
+        part = min(1.0, (case + window / num_windows) / max(num_cases, 1))
+        return part, now - self._cases_began
+
+    def _log(self, text: str) -> None:
+        """Tell a log, now and then."""
+        now = time.monotonic()
+        if not self._is_live and not self._quiet and now >= self._next_line:
+            self._next_line = now + LOG_SECONDS
+            logger.info("%s", text)
+
+    def _is_due(self) -> bool:
+        """Return whether the live line is to be drawn again."""
+        now = time.monotonic()
+        if not self._is_live or now < self._next_refresh:
+            return False
+        self._next_refresh = now + REFRESH_SECONDS
+        return True
+
+    def _show_time(self, text: str, status: str, steps: int, validations: float) -> None:
+        """Show a bar whose length is time: steps and validations as long as they take."""
+        step, validation = self._step_seconds or 1.0, self._validation_seconds
+        every_validation = self._validations_until(self._num_epochs)
+        done = steps * step + validations * validation
+        total = self._num_epochs * self._num_steps * step + every_validation * validation
         if self._step_seconds:
-            step, validation = self._step_seconds, self._validation_seconds
-        else:
-            step, validation = 1.0, 0.0
-        num_steps = self._num_epochs * self._num_steps
-        of_validations = self._validations_until(self._num_epochs)
-        total = num_steps * step + of_validations * validation
-        completed = self._done * step + num_validations * validation
-        if self._step_seconds:
-            left = self._left(total - completed, of_validations - num_validations)
-            status = f"{status}  {left}"
-        self._progress.update(
-            self._task,
-            completed=completed,
-            total=total,
-            description=description,
-            status=status,
-            refresh=True,
-        )
+            status += f"  {self._left(total - done, every_validation - validations)}"
+        self._show(text, done, total, status)
 
     def _left(self, seconds: float, num_validations: float) -> str:
         """Return the time left in words; more than that where a validation is not measured yet."""
@@ -243,30 +197,49 @@ class ProgressLine:
         """Return how many validations the first epochs have."""
         if not self._validate_every:
             return 0
-        number = epoch // self._validate_every
-        is_last = epoch == self._num_epochs
-        return number + (is_last and epoch % self._validate_every != 0)
-
-    def _validations_after(self, epoch: int) -> int:
-        return self._validations_until(self._num_epochs) - self._validations_until(epoch)
+        number, rest = divmod(epoch, self._validate_every)
+        return number + (epoch == self._num_epochs and rest != 0)
 
 
-def duration(seconds: float) -> str:
-    """Return seconds as people write them, such as ``2 h 05 min`` or ``41 s``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+class ScanProgress:
+    """Shows which scan is being segmented, what is done with it, and the windows that are done."""
+
+    def __init__(self, console: Console, num_scans: int) -> None:
+        """Set up a live line, which only a terminal gets."""
+        self._console = console
+        self._num_scans = num_scans
+
+    @contextmanager
+    def shown(self, number: int, name: str) -> Iterator[None]:
+        """Show the line of one scan while in the context; scans count from 1."""
+        self._scan = f"{name} ({number}/{self._num_scans})" if self._num_scans > 1 else name
+        self._began = self._next_refresh = time.monotonic()
+        # A result goes to stdout, which may be a file, and comes between two live lines.
+        with live_line(self._console, takes_stdout=False) as self._show:
+            yield
+
+    def stage(self, name: str) -> None:
+        """Show what is done with the scan, such as ``reading``."""
+        self._show(f"{self._scan}: {name}")
+
+    def windows_done(self, done: int, total: int) -> None:
+        """Show how many windows of the scan are done; 0 begins anew, as with smaller windows."""
+        now = time.monotonic()
+        if done == 0:
+            self._began = now
+        elif now < self._next_refresh and done < total:
+            return
+        self._next_refresh = now + REFRESH_SECONDS
+        name = "finishing" if done == total else "predicting"
+        status, seconds = f"window {done}/{total}", now - self._began
+        if done and seconds:
+            left = duration((total / done - 1) * seconds)
+            status += f"  {done / seconds:.3g}/s  {left} left"
+        self._show(f"{self._scan}: {name}", done, total, status)
 
 
 def list_within(names: list[str], columns: int) -> str:
-    """Return as many names as fit, separated by commas, and how many are left out.
-
-    Args:
-        names: At least one.
-        columns: Width of the text.
-    """
+    """Return as many of the names as fit, with commas, and how many are left out."""
     texts = [_printable(name) for name in names]
     ends = list(itertools.accumulate(cell_len(text) + len(", ") for text in texts))
     for shown in range(len(texts), 0, -1):
@@ -281,9 +254,9 @@ def _epoch_lines(head: str, validation: Mapping[str, Any] | None, tail: str) -> 
     """Return the line of an epoch, and a second one where the labels' Dice has no place in it."""
     if validation is None:
         return [head + tail]
-    head = f"{head}, Dice {_score(validation['mean_dice'])}"
+    head = f"{head}, Dice {score(validation['mean_dice'])}"
     dice = [(_printable(name), value) for name, value in validation["dice"].items()]
-    labels = ", ".join(f"{name} {_score(value)}" for name, value in dice)
+    labels = ", ".join(f"{name} {score(value)}" for name, value in dice)
     line = f"{head} ({labels}){tail}"
     if cell_len(line) <= MAX_COLUMNS:
         return [line]
@@ -297,7 +270,7 @@ def _lowest(dice: list[tuple[float, str]]) -> str:
     """Return the labels with the lowest Dice, as many as fit in a line."""
     line = f"{INDENT}lowest of {len(dice)} labels:" if len(dice) > 1 else INDENT[:-1]
     for number, (value, name) in enumerate(dice):
-        text = f"{',' if number else ''} {_cut(name, MAX_NAME_COLUMNS)} {_score(value)}"
+        text = f"{',' if number else ''} {_cut(name, MAX_NAME_COLUMNS)} {score(value)}"
         if cell_len(line) + cell_len(text) > MAX_COLUMNS:
             break
         line += text
@@ -310,7 +283,3 @@ def _cut(text: str, columns: int) -> str:
 
 def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _score(dice: float | None) -> str:
-    return "–" if dice is None else f"{dice:.3f}"

@@ -11,18 +11,9 @@ from matplotlib.ticker import NullLocator
 from rich import box
 from rich.table import Table
 
-from unet3d.reports.format import (
-    NOTHING,
-    PICTURE_WIDTH_INCHES,
-    amount,
-    save_figure,
-    size_text,
-    unit_for,
-)
-from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from unet3d.reports.figures import LINES, WIDTH_INCHES, legend_beside, save_figure, tidy
+from unet3d.reports.format import NOTHING, amount, size_text, unit_for
 
-COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)
-MARKERS = "osD^vP"
 NOTE_LETTERS = 80
 """Letters of a line below the picture."""
 
@@ -67,7 +58,7 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
 
 def tuning_figure(record: Mapping[str, Any]) -> Figure:
     """Draw the time of a step against micro-batches, a line for each mode and each cut."""
-    figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 5.0), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 5.0), layout="constrained")
     axes = figure.add_subplot()
     counts = sorted({row["num_micro_batches"] for row in record["rows"]})
     number = 0
@@ -75,10 +66,8 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
         timed = [row for row in rows if row["seconds"] is not None]
         style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": "x"}
         if rows[0]["parallel"] != "none":
-            style = {
-                "color": COLOURS[number % len(COLOURS)],
-                "marker": MARKERS[number % len(MARKERS)],
-            }
+            colour, marker = LINES[number % len(LINES)]
+            style = {"color": colour, "marker": marker}
             number += 1
         out = "" if len(timed) == len(rows) else "\n(no point: out of memory)"
         axes.plot(
@@ -108,17 +97,8 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
         f"{record['batch_size']} patches of {size_text(record['size'])} voxels, "
         f"{record['precision']}, on {_hardware(record['devices'])}"
     )
-    axes.grid(color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        title="parallel",
-        alignment="left",
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-        fontsize=10,
-    )
+    tidy(axes)
+    legend_beside(axes, title="parallel", alignment="left")
     return figure
 
 

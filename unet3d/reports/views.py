@@ -1,9 +1,7 @@
 """The three directions in which people look at a volume, and where they stand on a picture.
 
 The coronal and the sagittal plane are above, the axial one and the legend below, all at one scale:
-planes beside each other show the same heights, planes above each other the same widths. Views are
-radiological: the patient's right is on the left of the picture, as is the front in the sagittal
-plane.
+planes beside each other show the same heights, planes above each other the same widths.
 """
 
 from collections.abc import Sequence
@@ -32,22 +30,19 @@ class View:
     across: int
     """The axis across the plane."""
     horizontal: int
-    """The axis that runs to the left of the picture."""
     vertical: int
-    """The axis that runs to its top."""
+    """The axis that runs to the top of the picture."""
+    place: tuple[int, int]
+    """Its column and row."""
 
 
-CORONAL = View(name="coronal", across=1, horizontal=0, vertical=2)
-SAGITTAL = View(name="sagittal", across=0, horizontal=1, vertical=2)
-AXIAL = View(name="axial", across=2, horizontal=0, vertical=1)
+CORONAL = View(name="coronal", across=1, horizontal=0, vertical=2, place=(0, 0))
+SAGITTAL = View(name="sagittal", across=0, horizontal=1, vertical=2, place=(1, 0))
+AXIAL = View(name="axial", across=2, horizontal=0, vertical=1, place=(0, 1))
 
 
 def views_of(shape: Sequence[int]) -> list[View]:
-    """Return the views in which a volume is more than a row of voxels; at least one.
-
-    Args:
-        shape: Voxels along X, Y, Z.
-    """
+    """Return the views in which a volume is more than a row of voxels; at least one."""
     views = [CORONAL, SAGITTAL, AXIAL]
     planes = [one for one in views if min(shape[one.horizontal], shape[one.vertical]) > 1]
     return planes or [max(views, key=lambda one: shape[one.horizontal] * shape[one.vertical])]
@@ -68,26 +63,22 @@ class Layout:
     def of(
         cls, views: Sequence[View], extents_mm: Sequence[float], legend: tuple[float, float]
     ) -> "Layout":
-        """Return the largest arrangement that fits.
+        """Return the largest arrangement of one or three views that fits.
 
-        Args:
-            views: What is drawn; one or three.
-            extents_mm: What is shown along X, Y and Z.
-            legend: Width and height of the legend in inches.
+        What is shown along X, Y, Z is in mm, width and height of the legend in inches.
         """
         width, height = legend
         if len(views) == 1:
             (alone,) = views
             mm = extents_mm[alone.horizontal], extents_mm[alone.vertical]
             scale = MAX_ALONE / max(mm)
-            columns = (mm[0] * scale, 0.0)
-            rows = (0.0, mm[1] * scale)
+            columns, rows = (mm[0] * scale, 0.0), (0.0, mm[1] * scale)
             places = {alone: (0, 1)}
         else:
             x, y, z = extents_mm
             scale = min(MAX_WIDTH / (x + y), MAX_HEIGHT / (y + z))
             columns, rows = (x * scale, y * scale), (z * scale, y * scale)
-            places = {one: GRID[one] for one in views}
+            places = {one: one.place for one in views}
         second = SIDE + max(columns[0], MIN_COLUMN) + 2 * SIDE
         low = BELOW + max(rows[1], height)
         high = low + ABOVE + BELOW
@@ -105,15 +96,7 @@ class Layout:
         )
 
     def share(self, inches: Inches) -> Inches:
-        """Return a place as shares of the picture.
-
-        Args:
-            inches: The place.
-        """
+        """Return a place as shares of the picture."""
         left, bottom, width, height = inches
         across, up = self.size
         return left / across, bottom / up, width / across, height / up
-
-
-GRID = {CORONAL: (0, 0), SAGITTAL: (1, 0), AXIAL: (0, 1)}
-"""Column and row of each view."""

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import values_of
-from unet3d.images.geometry import voxel_mm3
 from unet3d.images.image import open_image
 from unet3d.images.labels import on_grid_of
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
-from unet3d.reports.format import write_figure
+from unet3d.reports.figures import write_figure
 from unet3d.reports.planes import Structure
 from unet3d.reports.preview import Preview, preview_figure
 from unet3d.runs.run_folder import BEST, WORST
@@ -60,6 +59,4 @@ def _preview(
             for one in evaluation.labels
         ],
         dice=[case.scores[one].dice for one in evaluation.labels],
-        spacing_mm=image.geometry.spacing_mm,
-        voxel_ml=voxel_mm3(image.geometry.affine) / 1000,
     )

@@ -14,7 +14,6 @@ import pytest
 
 from tests.reports.pages import sample_run
 from tests.reports.pages.sample_run import write_run
-from unet3d.reports.pages.page import encoded
 from unet3d.reports.pages.run_page import run_page
 from unet3d.reports.pages.segmentation_page import segmentation_page
 
@@ -100,7 +99,7 @@ def write_page(folder, image, labels, affine, names=None):
     for name, array in (("scan", image), ("seg", labels)):
         nib.save(nib.Nifti1Image(array, affine), folder / f"{name}.nii.gz")
     page = segmentation_page(folder / "seg.nii.gz", folder / "scan.nii.gz", names)
-    (folder / "seg.html").write_bytes(encoded(page))
+    (folder / "seg.html").write_text(page)
     return folder / "seg.html"
 
 
@@ -278,7 +277,7 @@ def test_where_the_viewer_cannot_be_is_a_picture(chromium, browser, segmentation
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1200)])
 def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path, scheme, width):
     folder = write_run(tmp_path, **{"validation/cases.json": sample_run.cases(EVIL)})
-    (tmp_path / "report.html").write_bytes(encoded(run_page(folder)))
+    (tmp_path / "report.html").write_bytes(run_page(folder))
     for path in (segmentation, tmp_path / "report.html"):
         view = {"width": width, "height": 800}
         opened = Opened(browser, path, viewport=view, color_scheme=scheme)
@@ -292,7 +291,7 @@ def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path
 @pytest.mark.nightly
 def test_headings_sort_by_keyboard(browser, tmp_path):
     folder = write_run(tmp_path)
-    (tmp_path / "report.html").write_bytes(encoded(run_page(folder)))
+    (tmp_path / "report.html").write_bytes(run_page(folder))
     opened = Opened(browser, tmp_path / "report.html")
     page = opened.page
 

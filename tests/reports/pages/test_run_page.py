@@ -31,7 +31,7 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
     assert page.cells("liver") == ["liver", "0.844", "2.25", "0.844", "12.50", "10.00", "2"]
     assert page.cells("tumour") == ["tumour", "0.250", "4.75", "0.250", "12.50", "10.00", "1"]
     assert "NSD (2 mm)" in text
-    assert "Only the largest component is kept of liver and tumour; of tumour." in text
+    assert "Only the largest component is kept of liver, tumour; of tumour." in text
     # Cases: the worst first, and what has no Dice has none.
     names = [row[0] for row in page.rows]
     assert names.index("low") < names.index("high")
@@ -130,10 +130,10 @@ def without_curves(monkeypatch):
     "name", ["data.json", "summary.json", "memory.json", "validation/cases.json"]
 )
 def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, name, without_curves):
-    for damage in ("{", "[1]", '{"epochs": -1, "cases": 3, "slots": [], "unet3d": 5}', "\0"):
+    for damage in ("{", "[1]", '{"epochs": "4", "cases": 3, "slots": [], "seed": 5}', "\0"):
         page = Page(run_page(write_run(tmp_path, **{name: damage})))
         assert_closed(page)
-        assert f"{Path(name).name} is damaged: " in page.text
+        assert f"{Path(name).name} is damaged, and is left out." in page.text
         assert page.cells("liver")[0] == "liver"
 
 
@@ -144,7 +144,8 @@ def test_damaged_pictures_settings_and_metrics_are_left_out(tmp_path):
     (folder / "config.yaml").mkdir()
     page = Page(run_page(folder))
     assert "There is no configuration." in page.text
-    assert len(page.addresses) == 2  # the curves, and the best case
+    assert "metrics.jsonl is damaged, and is left out." in page.text
+    assert len(page.addresses) == 1  # the best case
 
 
 def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path, without_curves):
@@ -155,6 +156,33 @@ def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path, without_c
     page = Page(run_page(write_run(tmp_path, **{"validation/cases.json": cases})))
     assert page.cells("low") == ["low", "0.500", "organ 30 0.700"]
     assert page.cells("organ 17")[:2] == ["organ 17", "0.500"]
+
+
+def test_one_cpu_has_the_memory_of_the_process_and_no_slots(tmp_path):
+    memory = sample_run.memory()
+    memory["slots"] = [{**memory["slots"][0], "device": "cpu"}]
+    memory["slots"][0]["measured"]["reserved_bytes"] = 600 * sample_run.MIB
+    page = Page(run_page(write_run(tmp_path, **{"memory.json": memory})))
+    assert "peak memory 600 MiB of the process" in page.text and "slot" not in page.text
+    cells = ["measured", "6.00", "6.00", "12.00", "70.00", "600", "81,920"]
+    assert page.cells("measured") == cells and "predicted" not in [row[0] for row in page.rows]
+    assert "that of the whole process" in page.text and "lower bound" not in page.text
+
+
+def test_an_image_of_a_microscope_has_its_units(tmp_path):
+    """JSON has mm and mL; 2 nm are 2e-6 mm, and 5 µm3 are 5e-12 mL."""
+    data, cases = sample_run.data(), sample_run.cases()
+    data["preprocessing"]["spacing_mm"] = [1e-5, 1e-5, 4e-5]
+    cases["tolerance_mm"] = 2e-5
+    mean = cases["mean"]["1"]
+    mean |= {"hd95_mm": 2e-6, "prediction_ml": 5e-12, "label_ml": 7.5e-12}
+    cases["mean"]["2"]["hd95_mm"] = None
+    changes = {"data.json": data, "validation/cases.json": cases}
+    page = Page(run_page(write_run(tmp_path, **changes)))
+    assert page.cells("liver") == ["liver", "0.844", "2.00", "0.844", "5.00", "7.50", "2"]
+    for words in ("HD95 (nm)", "NSD (20 nm)", "predicted (µm³)", "10 x 10 x 40 nm"):
+        assert words in page.text, words
+    assert "mean HD95 2.00 nm" in page.text and " mm" not in page.text
 
 
 @partial(property_test, share=0.25)

@@ -77,10 +77,10 @@ def test_the_viewer_gets_the_scan_its_labels_and_their_places(files):
     # Okabe and Ito's sky blue and orange.
     assert [one["colour"] for one in viewer["labels"]] == [[86, 180, 233], [230, 159, 0]]
     for value, one in zip((2, 9), viewer["labels"], strict=True):
-        nearest = np.rint(apply_affine(np.linalg.inv(affine), one["mm"])).astype(int)
+        nearest = np.rint(apply_affine(np.linalg.inv(affine), one["place"])).astype(int)
         assert labels[tuple(nearest)] == value
         centre = apply_affine(affine, np.argwhere(labels == value)).mean(axis=0)
-        assert np.linalg.norm(centre - one["mm"]) < 2
+        assert np.linalg.norm(centre - one["place"]) < 2
 
 
 def test_a_scan_in_any_orientation_lies_where_it_is(tmp_path):
@@ -111,7 +111,7 @@ def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
     page = Page(segmentation_page(*files))
     row = page.cells("label 9", 1)
     assert row[1] == "label 9 (too small for the viewer)" and row[4] == "1"
-    assert json.loads(page.data["viewer-data"])["labels"][1]["mm"] is None
+    assert json.loads(page.data["viewer-data"])["labels"][1]["place"] is None
 
 
 def test_large_values_of_labels_are_shown_as_small_ones(files):

@@ -1,32 +1,30 @@
 """The page of a training over several folds: each fold, their mean and spread, and their pages."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from unet3d.reports.format import duration, score
 from unet3d.reports.pages.page import render
-from unet3d.reports.pages.run_files import FoldEntry, FoldsSummary, Summary, content_of
-from unet3d.reports.progress import duration
-from unet3d.runs.finding import folds_in
+from unet3d.reports.pages.run_page import number, part_of
 from unet3d.runs.run_folder import RunFolder
 
-REPORT = "report.html"
-"""Name of a run's page, unless another one is asked for."""
 
+def folds_page(
+    folder: Path, runs: Mapping[int, RunFolder], pages: Mapping[int, Path], output: Path
+) -> str:
+    """Return the page of a training over several folds, with links to pages of single folds.
 
-def folds_page(folder: Path, output: Path) -> str:
-    """Return the page of a training over several folds.
-
-    Args:
-        folder: That of all folds.
-        output: Where the page will be; links to the folds' own pages are relative to it.
+    The links are relative to the file that the page will be.
     """
-    runs = folds_in(folder)
-    summary, note = content_of(RunFolder(folder).summary, FoldsSummary)
-    kind = "final" if summary is not None and summary.final_mean_dice.num_folds else "last"
-    folds = {} if summary is None else summary.folds
+    notes: list[str] = []
+    summary = part_of(RunFolder(folder).summary, _summary, notes) or {}
+    rows = [
+        summary.get("folds", {}).get(str(fold)) or part_of(run.summary, _fold, notes)
+        for fold, run in runs.items()
+    ]
     num_ended = sum(run.has_summary() for run in runs.values())
     return render(
         "folds.html",
@@ -34,55 +32,68 @@ def folds_page(folder: Path, output: Path) -> str:
         scripts=[],
         title=f"{folder.absolute().name}: {len(runs)} folds",
         lead=f"{num_ended} of {len(runs)} folds have ended.",
-        notes=[note] if note else [],
-        kind=kind,
-        mean=None if summary is None else getattr(summary, f"{kind}_mean_dice"),
-        labels=_labels(summary, kind, list(runs)),
+        notes=notes,
+        figures=summary.get("figures", []),
+        labels=[
+            {**label, "dice": [label["dice"].get(str(fold)) for fold in runs]}
+            for label in summary.get("labels", [])
+        ],
         folds=[
-            _row(number, run, folds.get(str(number)), kind, output) for number, run in runs.items()
+            {
+                "number": fold,
+                "link": _link(pages[fold], output) if fold in pages else None,
+                **(row or {"mean": None, "epochs": "–", "time": "–"}),
+            }
+            for fold, row in zip(runs, rows, strict=True)
         ],
     )
 
 
-def _labels(
-    summary: FoldsSummary | None, kind: str, numbers: Sequence[int]
-) -> list[dict[str, Any]]:
-    if summary is None:
-        return []
-    spreads: Mapping[str, Any] = getattr(summary, f"{kind}_dice")
-    folds = [summary.folds.get(str(number)) for number in numbers]
-    return [
-        {
-            "name": name,
-            "spread": spread,
-            "dice": [fold and (getattr(fold, f"{kind}_dice") or {}).get(name) for fold in folds],
-        }
-        for name, spread in spreads.items()
-    ]
-
-
-def _row(
-    number: int, run: RunFolder, entry: FoldEntry | None, kind: str, output: Path
-) -> dict[str, Any]:
-    if entry is None:  # the others have not ended
-        own, _ = content_of(run.summary, Summary)
-        mean = own and (own.final.mean_dice if own.final else own.last_mean_dice)
-        epochs, seconds = (own.epochs, own.seconds) if own else (None, None)
-    else:
-        mean = getattr(entry, f"{kind}_mean_dice")
-        epochs, seconds = entry.epochs, entry.seconds
-    report = run.path / REPORT
+def _summary(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``summary.json`` over folds tells of the folds and of the labels."""
+    is_final = bool(content["final_mean_dice"]["num_folds"])
+    kind = "final" if is_final else "last"
+    mean, whose = content[f"{kind}_mean_dice"], "final networks" if is_final else "last validation"
+    figures = []
+    if mean["mean"] is not None:
+        figures.append(("mean Dice", score(mean["mean"]), f"{whose} of {mean['num_folds']} folds"))
+    if mean["standard_deviation"] is not None:
+        spread = score(mean["standard_deviation"])
+        figures.append(("spread", spread, "standard deviation over folds"))
+    folds = content["folds"]
     return {
-        "number": number,
-        "path": str(run.path),
-        "link": _link(report, output) if report.is_file() else None,
-        "mean": mean,
-        "epochs": epochs,
-        "time": None if seconds is None else duration(seconds),
+        "figures": figures,
+        "folds": {
+            index: _row(fold[f"{kind}_mean_dice"], fold["epochs"], fold["seconds"])
+            for index, fold in folds.items()
+        },
+        "labels": [
+            {
+                "name": name,
+                "mean": number(spread["mean"]),
+                "spread": score(spread["standard_deviation"]),
+                "dice": {
+                    index: number((fold[f"{kind}_dice"] or {}).get(name))
+                    for index, fold in folds.items()
+                },
+            }
+            for name, spread in content[f"{kind}_dice"].items()
+        ],
     }
 
 
-def _link(report: Path, output: Path) -> str:
+def _fold(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a fold has come to, of its own ``summary.json``, before the others have ended."""
+    final = content.get("final") or {}
+    mean = final.get("mean_dice", content.get("last_mean_dice"))
+    return _row(mean, content["epochs"], content["seconds"])
+
+
+def _row(mean: float | None, epochs: int, seconds: float) -> dict[str, Any]:
+    return {"mean": number(mean), "epochs": epochs, "time": duration(seconds)}
+
+
+def _link(page: Path, output: Path) -> str:
     """Return the address of a page, as one that is beside it or above it names it."""
-    way = os.path.relpath(report.absolute(), output.absolute().parent)
+    way = os.path.relpath(page.absolute(), output.absolute().parent)
     return quote(os.fsencode(way))

@@ -1,4 +1,4 @@
-"""What every page has: its frame, its rights, numbers in words, pictures within it.
+"""What every page has: its frame, its rights, pictures within it, and its file.
 
 All text is escaped by jinja2, and what cannot be shown, such as half a character in the name of a
 file, is written as its code. The Content-Security-Policy of a page lets nothing be loaded, and
@@ -18,22 +18,20 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from unet3d import __version__
+from unet3d.atomic import replacing
+from unet3d.errors import ConfigError, ResultExistsError, reason_of
 from unet3d.inputs.plain_data import printable
-from unet3d.inputs.reading import read_bytes
-from unet3d.reports.format import NOTHING, save_figure
+from unet3d.reports.figures import save_figure
+from unet3d.reports.format import score
 
-PICTURE_BYTES = 20 * 2**20
-"""More than any picture that a training draws."""
+GENERATOR = b'<meta name="generator" content="unet3d '
+"""Stands in the head of every page."""
 
 
 def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **content: Any) -> str:
-    """Return a page as HTML.
+    """Return a page as HTML: a template with files of CSS and JavaScript of this package.
 
-    Args:
-        template: File in ``templates``.
-        styles: Files of the package with its CSS.
-        scripts: Files of the package with its JavaScript, in the order in which they run.
-        content: What the template shows; all text in it is escaped.
+    What the template shows of the content is escaped.
     """
     style = "\n".join(map(resource, styles))
     sources = [resource(script) for script in scripts]
@@ -56,65 +54,54 @@ def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **co
     )
 
 
-def resource(name: str) -> str:
-    """Return a text file of this package.
+def write_page(page: str, path: Path, overwrite: bool) -> int:
+    """Write a page, which appears whole, and return its bytes.
 
-    Args:
-        name: Its path from the folder of this module.
+    Raises ConfigError, or ResultExistsError where a file has the name that may not be replaced.
     """
+    content = page.encode(errors="replace")
+    try:
+        with replacing(path, may_exist=overwrite) as unfinished:
+            unfinished.write_bytes(content)
+    except FileExistsError as error:
+        raise ResultExistsError.meanwhile(path) from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+    return len(content)
+
+
+def is_page(path: Path) -> bool:
+    """Tell whether a file is a page that was made here, and not a link to one."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return GENERATOR in file.read(4096)
+
+
+def resource(name: str) -> str:
+    """Return a text file of this package by its path from the folder of this module."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def encoded(page: str) -> bytes:
-    """Return a page as the content of its file.
-
-    Args:
-        page: From :func:`render`.
-    """
-    return page.encode(errors="replace")
-
-
 def picture_of(path: Path) -> str | None:
-    """Return a PNG file as a URL that holds it, or None where there is no such file.
-
-    Args:
-        path: The file.
-    """
+    """Return a PNG file as a URL that holds it, or None where there is no such file."""
     try:
-        content = read_bytes(path, PICTURE_BYTES)
+        content = path.read_bytes()
     except OSError:
         return None
     return _url("image/png", content) if content.startswith(b"\x89PNG\r\n\x1a\n") else None
 
 
-def drawing_of(figure: Figure) -> str:
-    """Return a figure as a URL that holds it, sharp at any size.
-
-    Args:
-        figure: The drawn figure.
-    """
+def drawing_of(figure: Figure, kind: str = "svg") -> str:
+    """Return a figure as a URL that holds it, as SVG, which is sharp at any size, or as PNG."""
     file = io.BytesIO()
-    save_figure(figure, file, "svg")
-    return _url("image/svg+xml", file.getvalue())
-
-
-def score(value: float | None, digits: int = 3) -> str:
-    """Return a score as people read it.
-
-    Args:
-        value: The score; None: there is none.
-        digits: Behind the point.
-    """
-    return NOTHING if value is None else f"{value:.{digits}f}"
+    save_figure(figure, file, "png" if kind == "png" else "svg")
+    return _url("image/png" if kind == "png" else "image/svg+xml", file.getvalue())
 
 
 def shade(dice: float | None) -> int | None:
-    """Return which of the ten shades of the style sheet a Dice has; None: none.
-
-    Args:
-        dice: From 0 to 1.
-    """
-    return None if dice is None else min(9, max(0, int(dice * 10)))
+    """Return which of the ten shades of the style sheet a Dice has; None: none."""
+    return None if dice is None else int(min(9.0, max(0.0, dice * 10)))
 
 
 def _finalize(value: Any) -> Any:

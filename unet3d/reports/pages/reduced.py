@@ -51,10 +51,6 @@ def steps_for(shape: Sequence[int], spacing_mm: Sequence[float]) -> tuple[int, i
     """Return how many voxels along X, Y, Z become one.
 
     The finest axis comes first, so that blocks become as near to cubes as whole numbers allow.
-
-    Args:
-        shape: Voxels of the volume.
-        spacing_mm: Their distances.
     """
     steps = [1, 1, 1]
 
@@ -70,24 +66,14 @@ def steps_for(shape: Sequence[int], spacing_mm: Sequence[float]) -> tuple[int, i
 
 
 def reduced_affine(affine: Affine, steps: Sequence[int]) -> Affine:
-    """Return the affine of blocks of voxels, from their indices to the mm of their centres.
-
-    Args:
-        affine: (4, 4), that of the voxels.
-        steps: Voxels of a block along X, Y, Z.
-    """
+    """Return the affine (4, 4) of blocks of so many voxels, to the centres of blocks."""
     blocks = np.diag([*steps, 1.0])
     blocks[:3, 3] = [(step - 1) / 2 for step in steps]
     return np.asarray(affine @ blocks)
 
 
 def means(image: npt.NDArray[np.float32], steps: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Return the mean of each block; one at the end of an axis may have fewer voxels.
-
-    Args:
-        image: Shape (X, Y, Z).
-        steps: Voxels of a block along X, Y, Z.
-    """
+    """Return the mean of each block of an image (X, Y, Z); blocks at the end may be smaller."""
     for axis, step in enumerate(steps):
         if step > 1:
             size = image.shape[axis]
@@ -100,12 +86,7 @@ def means(image: npt.NDArray[np.float32], steps: Sequence[int]) -> npt.NDArray[n
 
 
 def middles(labels: npt.NDArray[Any], steps: Sequence[int]) -> npt.NDArray[Any]:
-    """Return the label in the middle of each block.
-
-    Args:
-        labels: Shape (X, Y, Z).
-        steps: Voxels of a block along X, Y, Z.
-    """
+    """Return the label in the middle of each block of labels (X, Y, Z)."""
     for axis, step in enumerate(steps):
         if step > 1:
             size = labels.shape[axis]
@@ -115,12 +96,7 @@ def middles(labels: npt.NDArray[Any], steps: Sequence[int]) -> npt.NDArray[Any]:
 
 
 def greys_of(image: npt.NDArray[np.float32], affine: Affine) -> Greys:
-    """Return an image for a page.
-
-    Args:
-        image: Intensities, shape (X, Y, Z).
-        affine: (4, 4), from its indices to mm.
-    """
+    """Return intensities (X, Y, Z), with an affine (4, 4), for a page."""
     ends = [*GREY_PERCENTILES, *SHOWN_PERCENTILES]
     lowest, highest, black, white = np.percentile(image, ends).tolist()
     if black == white:  # nearly everything is background
@@ -138,12 +114,9 @@ def greys_of(image: npt.NDArray[np.float32], affine: Affine) -> Greys:
 
 
 def numbered(labels: npt.NDArray[Any], values: Sequence[int], affine: Affine) -> str:
-    """Return a label map for a page, as a NIfTI file in base64.
+    """Return a label map (X, Y, Z) for a page, as a NIfTI file in base64.
 
-    Args:
-        labels: Label values, shape (X, Y, Z).
-        values: Those of the labels, ascending; the first becomes 1. All others become background.
-        affine: (4, 4), from its indices to mm.
+    The first of the values, which ascend, becomes 1; all others become background.
     """
     labels = labels.astype(np.uint64)  # which has room for labels that are nowhere, too
     known = np.array([0, *values], np.uint64)

@@ -1,8 +1,6 @@
 """The page of a segmentation: a viewer of the scan with its labels, and a table of them."""
 
-import base64
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,15 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from unet3d.errors import VolumeError
-from unet3d.images.geometry import same_grid, voxel_mm3
+from unet3d.images.geometry import same_grid
 from unet3d.images.image import Image, open_image
 from unet3d.images.label_names import read_label_names
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.units import Units
 from unet3d.inference.scans import label_statistics
-from unet3d.reports.format import millilitres, save_figure, size_text
-from unet3d.reports.pages.page import render, resource
+from unet3d.reports.format import size_text
+from unet3d.reports.pages.page import drawing_of, render, resource
 from unet3d.reports.pages.reduced import (
     Affine,
     greys_of,
@@ -37,20 +36,19 @@ MAX_LABELS = 1000
 NIIVUE = "niivue/niivue.js"
 LICENCES = ("niivue/LICENSE", "niivue/LICENSES-OF-PARTS.txt")
 
+ANATOMICAL_VIEWS = ("axial", "coronal", "sagittal")
+ARRAY_VIEWS = ("XY", "XZ", "YZ")
+"""Of a file that does not say where left and right are."""
+
 
 def segmentation_page(
     segmentation: Path, image: Path, names: Mapping[int, str] | None = None
 ) -> str:
-    """Return the page of a segmentation.
+    """Return the page of a segmentation and its scan.
 
-    Args:
-        segmentation: The label map.
-        image: The scan, on the same grid.
-        names: Name of each label by its value, instead of those in the segmentation's header.
-
-    Raises:
-        VolumeError: A file cannot be read, they do not lie on one grid, the segmentation is none,
-            or memory does not suffice.
+    Names of labels by their values are those in the segmentation's header unless they are given.
+    Raises VolumeError where a file cannot be read, the two do not lie on one grid, the segmentation
+    is none, or memory does not suffice.
     """
     scan = open_image(image)
     disagreement = same_grid(open_image(segmentation).geometry, scan.geometry)
@@ -84,11 +82,17 @@ def _statistics(scan: Image, labels: LabelMap, names: Mapping[int, str] | None) 
 
 def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
     geometry, image = scan.geometry, scan.read(channel=0)[0]
+    units = Units.of(geometry.spacing_mm)
     steps = steps_for(geometry.shape, geometry.spacing_mm)
-    affine = reduced_affine(geometry.affine, steps)
+    # The viewer takes all lengths as mm, and is made for those of patients.
+    affine = np.diag([1 / units.mm] * 3 + [1]) @ reduced_affine(geometry.affine, steps)
     reduced = middles(labels.array, steps)
-    rows = _rows(statistics, reduced, affine)
+    rows = _rows(statistics, reduced, affine, units)
     greys = greys_of(means(image, steps), affine)
+    structures = [Structure(name=row["name"], values=(row["value"],)) for row in rows]
+    preview = Preview(
+        title=geometry.path.name, image=scan, labels=labels.array, structures=structures
+    )
     return render(
         "segmentation.html",
         styles=["templates/page.css", "templates/viewer.css"],
@@ -96,39 +100,41 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
         title=labels.geometry.path.name,
         notes=[],
         rows=rows,
-        picture=_picture(scan, labels, rows),
+        # What is seen without the viewer, and on paper.
+        picture=drawing_of(preview_figure(preview), "png"),
         image=Markup(greys.nifti),  # base64
         labels=Markup(numbered(reduced, [row["value"] for row in rows], affine)),
         viewer={
             "labels": [
                 {
                     "name": row["name"],
-                    "colour": _rgb(row["colour"]),
-                    "mm": row["mm"],
+                    "colour": list(bytes.fromhex(row["colour"][1:])),
+                    "place": row["place"],
                     "num_voxels": row["num_voxels"],
                 }
                 for row in rows
             ],
-            "extent_mm": [
-                size * mm for size, mm in zip(geometry.shape, geometry.spacing_mm, strict=True)
+            "extent": [
+                size * mm / units.mm
+                for size, mm in zip(geometry.shape, geometry.spacing_mm, strict=True)
             ],
+            "unit": units.length,
+            "is_anatomical": geometry.is_anatomical,
             "greys": [greys.lowest, greys.highest],
             "shown": [greys.black, greys.white],
         },
+        views=ANATOMICAL_VIEWS if geometry.is_anatomical else ARRAY_VIEWS,
+        is_anatomical=geometry.is_anatomical,
         is_reduced=max(steps) > 1,
         steps=size_text(steps),
         shape=size_text(geometry.shape),
         shown_shape=size_text(reduced.shape),
         num_channels=geometry.num_channels,
         facts=[
-            (what, value)
-            for what, value in (
-                ("segmentation", str(labels.geometry.path)),
-                ("scan", str(geometry.path)),
-                ("voxels", size_text(geometry.shape)),
-                ("spacing", " x ".join(f"{mm:.4g}" for mm in geometry.spacing_mm) + " mm"),
-            )
-            if value
+            ("segmentation", str(labels.geometry.path)),
+            ("scan", str(geometry.path)),
+            ("voxels", size_text(geometry.shape)),
+            ("spacing", units.spacing_text(geometry.spacing_mm)),
         ],
         niivue=resource(NIIVUE).partition(",")[0].removeprefix("// "),
         licences="\n\n".join(map(resource, LICENCES)).splitlines(),
@@ -136,7 +142,7 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
 
 
 def _rows(
-    statistics: Mapping[str, Any], reduced: npt.NDArray[Any], affine: Affine
+    statistics: Mapping[str, Any], reduced: npt.NDArray[Any], affine: Affine, units: Units
 ) -> list[dict[str, Any]]:
     """Return the lines of the table, in ascending order of the values."""
     rows = []
@@ -147,42 +153,20 @@ def _rows(
                 "name": name,
                 "value": found["value"],
                 "colour": COLOURS[index % len(COLOURS)],
-                "volume": millilitres(found["volume_ml"]),
-                "volume_ml": found["volume_ml"],
+                "volume": units.volume_text(found["volume_ml"]),
                 "num_voxels": found["num_voxels"],
                 "intensity": intensity,
-                "mm": _middle(reduced == found["value"], affine) if intensity else None,
+                "place": _middle(reduced == found["value"], affine) if intensity else None,
             }
         )
     return rows
 
 
 def _middle(mask: npt.NDArray[np.bool_], affine: Affine) -> list[float] | None:
-    """Return the place in mm of the voxel nearest to the middle of all; None without any."""
+    """Return the place of the voxel nearest to the middle of all; None without any."""
     where = np.argwhere(mask)
     if not len(where):
         return None
     apart = (where - where.mean(axis=0)) @ affine[:3, :3].T
     nearest = where[int(np.argmin((apart**2).sum(axis=1)))]
-    return [float(mm) for mm in affine[:3, :3] @ nearest + affine[:3, 3]]
-
-
-def _picture(scan: Image, labels: LabelMap, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is seen without the viewer, and on paper."""
-    figure = preview_figure(
-        Preview(
-            title=scan.geometry.path.name,
-            image=scan,
-            labels=labels.array,
-            structures=[Structure(name=row["name"], values=(row["value"],)) for row in rows],
-            spacing_mm=scan.geometry.spacing_mm,
-            voxel_ml=voxel_mm3(scan.geometry.affine) / 1000,
-        )
-    )
-    file = io.BytesIO()
-    save_figure(figure, file)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _rgb(colour: str) -> list[int]:
-    return list(bytes.fromhex(colour.removeprefix("#")))
+    return [float(place) for place in affine[:3, :3] @ nearest + affine[:3, 3]]

@@ -5,15 +5,18 @@
   const VIEWS = [ALL, AXIAL, CORONAL, SAGITTAL, RENDER];
   // Depth, azimuth and elevation; a depth of 2 cuts nothing.
   const CUTS = [[2, 0, 0], [0, 270, 0], [0, 90, 0], [0, 0, 0], [0, 180, 0], [0, 0, -90], [0, 0, 90]];
-  // What left and up, and the next plane, are along X, Y, Z. The patient's right is on the left.
-  const MOVES = {
-    [ALL]: { left: [1, 0, 0], up: [0, 1, 0], next: [0, 0, 1] },
-    [AXIAL]: { left: [1, 0, 0], up: [0, 1, 0], next: [0, 0, 1] },
-    [CORONAL]: { left: [1, 0, 0], up: [0, 0, 1], next: [0, 1, 0] },
-    [SAGITTAL]: { left: [0, 1, 0], up: [0, 0, 1], next: [1, 0, 0] },
-  };
   const element = (id) => document.getElementById(id);
   const data = JSON.parse(element("viewer-data").textContent);
+  // Lengths are those of data.unit, which NiiVue calls mm. The right of a patient is on the left;
+  // where the file does not say what is right, X runs to the right.
+  const LEFT = data.is_anatomical ? 1 : -1;
+  // What left and up, and the next plane, are along X, Y, Z.
+  const MOVES = {
+    [ALL]: { left: [LEFT, 0, 0], up: [0, 1, 0], next: [0, 0, 1] },
+    [AXIAL]: { left: [LEFT, 0, 0], up: [0, 1, 0], next: [0, 0, 1] },
+    [CORONAL]: { left: [LEFT, 0, 0], up: [0, 0, 1], next: [0, 1, 0] },
+    [SAGITTAL]: { left: [0, LEFT, 0], up: [0, 0, 1], next: [1, 0, 0] },
+  };
   const canvas = element("canvas");
   const shown = data.labels.map(() => true);
   const toggles = [...document.querySelectorAll(".toggle")];
@@ -37,14 +40,15 @@
     crosshairColor: [1, 1, 1, 0.7],
     crosshairWidthUnit: "mm",
     dragAndDropEnabled: false,
-    isRadiologicalConvention: true,
+    isOrientationTextVisible: data.is_anatomical,
+    isRadiologicalConvention: data.is_anatomical,
     loadingText: "",
     logLevel: "error",
     multiplanarLayout: 2,
     multiplanarShowRender: 1,
-    sagittalNoseLeft: true,
+    sagittalNoseLeft: data.is_anatomical,
     scrollRequiresFocus: true,
-    showAllOrientationMarkers: true,
+    showAllOrientationMarkers: data.is_anatomical,
   });
 
   // NiiVue looks a colour up at no less than 2/256 of the table, so the background is further up.
@@ -85,7 +89,7 @@
   };
   // A crosshair has its width in the volume; thinner than a pixel it would vanish here and there.
   const fitCrosshair = () => {
-    const [x, y, z] = data.extent_mm;
+    const [x, y, z] = data.extent;
     const fit = (across, up) => Math.min(canvas.clientWidth / across, canvas.clientHeight / up);
     const fits = {
       [ALL]: fit(x + y, y + z),
@@ -94,9 +98,9 @@
       [SAGITTAL]: fit(y, z),
       [RENDER]: fit(Math.max(x, y), Math.max(y, z)),
     };
-    const pixel_mm = 1 / fits[viewer.opts.sliceType];
-    viewer.opts.crosshairGap = 6 * pixel_mm;
-    viewer.setCrosshairWidth(1.5 * pixel_mm);
+    const pixel = 1 / fits[viewer.opts.sliceType];
+    viewer.opts.crosshairGap = 6 * pixel;
+    viewer.setCrosshairWidth(1.5 * pixel);
   };
   const setView = (view) => {
     radios.find((radio) => Number(radio.value) === view).checked = true;
@@ -109,7 +113,7 @@
     viewer.drawScene();
   };
   const largest = data.labels.reduce(
-    (best, label) => (label.mm && (!best || label.num_voxels > best.num_voxels) ? label : best),
+    (best, label) => (label.place && (!best || label.num_voxels > best.num_voxels) ? label : best),
     null,
   );
   let cut = 0;
@@ -128,17 +132,20 @@
     showGreys();
     update();
     setView(ALL);
-    if (largest) goTo(largest.mm);
+    if (largest) goTo(largest.place);
     else viewer.createOnLocationChange();
   };
 
   viewer.onLocationChange = ({ mm, values }) => {
-    const ends = ["LR", "PA", "IS"];
-    const place = ends.map((end, axis) => `${end[mm[axis] < 0 ? 0 : 1]} ${Math.abs(mm[axis]).toFixed(1)}`);
+    const place = ["LR", "PA", "IS"].map((ends, axis) =>
+      data.is_anatomical
+        ? `${ends[mm[axis] < 0 ? 0 : 1]} ${Math.abs(mm[axis]).toFixed(1)}`
+        : `${"XYZ"[axis]} ${mm[axis].toFixed(2)}`,
+    );
     const label = values[1] && data.labels[values[1].value - 1];
     const intensity = Number(values[0].value.toPrecision(4));
     element("place").textContent =
-      `${place.join("  ")} mm · intensity ${intensity} · ${label ? label.name : "no label"}`;
+      `${place.join("  ")} ${data.unit} · intensity ${intensity} · ${label ? label.name : "no label"}`;
   };
   viewer.onIntensityChange = showGreys;
 
@@ -184,7 +191,7 @@
   });
   document.querySelectorAll("button.place").forEach((button) => {
     button.disabled = false;
-    button.addEventListener("click", () => goTo(data.labels[button.dataset.number - 1].mm));
+    button.addEventListener("click", () => goTo(data.labels[button.dataset.number - 1].place));
   });
 
   new ResizeObserver(fitCrosshair).observe(canvas);

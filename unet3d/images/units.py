@@ -1,0 +1,62 @@
+"""Lengths and volumes in the unit that suits a volume: mm, µm or nm; mL or µm³."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SMALL_MM = 0.05
+"""Spacings below this are those of microscopes; so are those below it in µm, which are in nm."""
+
+UM3_PER_ML = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """In which units people read the lengths and volumes of an image."""
+
+    length: str = "mm"
+    mm: float = 1.0
+    """Millimetres in the unit of length."""
+    volume: str = "mL"
+    ml: float = 1.0
+    """Millilitres in the unit of volume."""
+
+    @classmethod
+    def of(cls, spacing_mm: Sequence[float]) -> "Units":
+        """Return the units for voxels at these distances along X, Y, Z."""
+        finest = min(spacing_mm, default=1.0)
+        if finest >= SMALL_MM:
+            return cls()
+        length, mm = ("µm", 1e-3) if finest >= SMALL_MM / 1000 else ("nm", 1e-6)
+        return cls(length=length, mm=mm, volume="µm³", ml=1 / UM3_PER_ML)
+
+    @property
+    def is_microscopic(self) -> bool:
+        """Whether this is an image of a microscope."""
+        return self.length != "mm"
+
+    def spacing_text(self, spacing_mm: Sequence[float]) -> str:
+        """Return a spacing, such as ``1 x 1 x 2.5 mm``."""
+        return " x ".join(f"{mm / self.mm:.4g}" for mm in spacing_mm) + f" {self.length}"
+
+    def length_text(self, length_mm: float) -> str:
+        """Return a length, such as ``1.5 mm`` or ``20 nm``."""
+        return f"{length_mm / self.mm:.4g} {self.length}"
+
+    def volume_text(self, volume_ml: float) -> str:
+        """Return a volume with three digits or more, such as ``1,234 mL`` or ``0.0120 µm³``."""
+        volume = volume_ml / self.ml
+        if volume >= 99.95:
+            return f"{volume:,.0f} {self.volume}"
+        return f"{volume:#.3g} {self.volume}" if volume else f"0 {self.volume}"
+
+
+MILLIMETRES = Units()
+
+
+def default_tolerance_mm(spacing_mm: Sequence[float]) -> float:
+    """Return how far a surface may lie from another and count as right in NSD.
+
+    That is 1 mm, and for images of microscopes, on which 1 mm is further than any two cells, twice
+    the finest spacing.
+    """
+    return 2 * min(spacing_mm) if Units.of(spacing_mm).is_microscopic else 1.0
