@@ -24,7 +24,7 @@ TRAINED_ELSEWHERE = {**_UNITS, "upsampling_bias": True, "norm_eps": 0.02, "negat
 def make_topology(**options):
     """Return a network of three levels; options are settings, or fields of a topology."""
     fields = {name: options.pop(name) for name in TRAINED_ELSEWHERE if name in options}
-    small = {"deep_supervision": False, "base_channels": 4, "max_channels": 16, "num_levels": 3}
+    small = {"deep_supervision": False, "base_channels": 4, "num_levels": 3}
     settings = ModelSettings(**small | options)
     return replace(plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3), **fields)
 

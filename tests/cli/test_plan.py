@@ -159,7 +159,7 @@ def test_an_amount_of_memory_that_is_none_is_refused(amount, capsys):
 
 
 def test_a_network_that_the_host_cannot_hold_is_refused(capsys):
-    wide = ("--set", "model.base_channels=65536", "--set", "model.max_channels=65536")
+    wide = ("--set", "model.channels=65536,65536")
     for options in ((), ("--measure",)):
         command = ("plan", "--devices", "cpu", "--shape", "8,8,8", *wide, *options)
         assert "a network with 65536, 65536 channels takes" in refusal(capsys, *command)

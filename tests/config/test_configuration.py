@@ -76,7 +76,7 @@ def test_with_values_replaces_some_and_checks_all():
         ("training.epochs=0", "training.epochs is 0; give a whole number above 0"),
         ("training.epochs=yes", "training.epochs is True; give a whole number above 0"),
         ("training.seed=-1", "training.seed is -1; give a whole number of at least 0"),
-        ("training.momentum=1", "training.momentum is 1; give a number of at least 0 and below 1"),
+        ("training.weight_decay=-1", "weight_decay is -1; give a number of at least 0 and at most"),
         ("training.learning_rate=.nan", "training.learning_rate is nan; give a number above 0"),
         ("patches.foreground_fraction=2", "is 2; give a number of at least 0 and at most 1"),
         ("model.norm=layer", "model.norm is 'layer'; give instance, group or batch"),

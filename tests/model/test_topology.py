@@ -46,8 +46,8 @@ def test_levels_channels_and_strides_can_be_chosen():
     usual = plan((128, 128, 128))
     assert (usual.channels, usual.num_levels) == ((32, 64, 128, 256, 320, 320), 6)
     assert usual.total_stride == (32, 32, 32)
-    by_number = plan((64, 64, 64), num_levels=3, base_channels=10, max_channels=25)
-    assert by_number.channels == (10, 20, 25)
+    by_number = plan((64, 64, 64), num_levels=3, base_channels=100)
+    assert by_number.channels == (100, 200, 320)
     chosen = plan((64, 64, 64), channels=(8, 12, 20))
     assert chosen.channels == (8, 12, 20) and len(chosen.strides) == 3
     assert plan((1024, 1024, 1024), num_levels=8).num_levels == 8

@@ -24,7 +24,7 @@ VARIANTS = [
 
 
 def make_topology(num_levels=4, **options):
-    given = {"deep_supervision": False, "base_channels": 4, "max_channels": 12, **options}
+    given = {"deep_supervision": False, "base_channels": 4, **options}
     settings = ModelSettings(num_levels=num_levels, **given)
     return plan_topology(settings, (32, 32, 16), (1.0, 1.0, 2.5), 2, 3)
 

@@ -24,7 +24,7 @@ def changed(*changes: str, num_gpus: int = 0, path: Path | None = None) -> dict[
     """Return what differs from the same settings without the values for a CPU."""
     config = load_settings(path, changes, dims_with(num_gpus), say=lambda line: None)
     plain = load_config(path, changes)
-    keys = (*VALUES, "training.warmup_steps")
+    keys = tuple(VALUES)
     before = {key: attrgetter(key)(plain) for key in keys}
     assert config.with_values(before) == plain
     after = {key: attrgetter(key)(config) for key in keys}
@@ -65,7 +65,7 @@ def test_defaults_that_are_written_down_are_defaults(changes, num_gpus, tmp_path
     [
         ("training.epochs=250", {"training.epochs"}),  # also the default, because it was asked for
         ("training.learning_rate=0.1", {"training.optimizer", "training.learning_rate"}),
-        ("training.momentum=0.9", {"training.optimizer", "training.learning_rate"}),
+        ("training.weight_decay=0.1", {"training.optimizer", "training.learning_rate"}),
         ("model.channels=4,8", {"model.base_channels", "patches.memory_gib"}),
         ("model.base_channels=32", {"model.base_channels", "patches.memory_gib"}),
         ("patches.memory_gib=4", {"model.base_channels", "patches.memory_gib"}),
@@ -100,7 +100,7 @@ def test_one_line_says_what_was_taken():
 
 def test_weights_to_begin_with_bring_their_network_and_take_a_tenth_of_the_rate():
     found = changed("training.init=a.pt")
-    expected = VALUES | {"training.learning_rate": 0.0003, "training.warmup_steps": 250}
+    expected = VALUES | {"training.learning_rate": 0.0003}
     del expected["model.base_channels"]
     assert found == expected
     assert changed("training.init=a.pt", "training.learning_rate=0.5").keys() == found.keys() - {

@@ -32,7 +32,6 @@ from unet3d.preparation.preprocess import (
     stored_image,
     takes_much,
 )
-from unet3d.preparation.resample import resampled_shape
 
 
 @pytest.fixture
@@ -109,16 +108,11 @@ def test_image_and_label_map_are_cut_to_what_is_not_zero(tmp_path, settings, tar
     for kind in ("imagesTr", "labelsTr"):
         array = np.asarray(nib.load(tmp_path / "data" / kind / "case_0.nii.gz").dataobj)[BOX]
         write_volume(root / kind / "case_0.nii.gz", array, spacing_mm=(1, 1, 2))
-    uncropped = with_(settings, crop_to_nonzero=False)
     cut = load_dataset(root)
-    of_cut, fingerprint_of_cut = plan_preprocessing(cut, uncropped)
+    of_cut, fingerprint_of_cut = plan_preprocessing(cut, settings)
     (expected,) = prepare_cases(cut.cases, of_cut, settings.cache, 0)
     assert arrays([case]) == arrays([expected])
     assert fingerprint == fingerprint_of_cut
-    # Patches are planned for the whole images where nothing is cut off.
-    plan, of_whole = plan_preprocessing(dataset, uncropped)
-    assert not plan.crops_to_nonzero and plan.channels[0].kind == "z-score"
-    assert of_whole.shapes == {resampled_shape((30, 24, 16), (1, 1, 2), plan.spacing_mm)}
 
 
 def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case(
@@ -257,8 +251,6 @@ def test_the_key_is_the_content_and_the_settings(tmp_path, settings):
     (other,) = prepare(dataset, coarse)
     assert other.folder != first.folder
     assert other.image().shape == (1, 6, 7, 5)
-    (uncropped,) = prepare(dataset, with_(settings, crop_to_nonzero=False))
-    assert uncropped.folder != first.folder
     image = np.full((12, 14, 10), 5, np.float32)
     image[0] = 1
     write_volume(dataset.cases[0].images[0], image)

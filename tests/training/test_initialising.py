@@ -233,9 +233,7 @@ def test_settings_of_another_network_are_refused(file, change, words):
 def test_the_rate_is_lower_and_rises_at_first(file):
     usual, gentle = load_config().training, resolved(file).training
     assert gentle.learning_rate == pytest.approx(usual.learning_rate / 10)
-    assert (usual.warmup_steps, gentle.warmup_steps) == (0, 250)
-    own = resolved(file, "training.learning_rate=0.5", "training.warmup_steps=3").training
-    assert (own.learning_rate, own.warmup_steps) == (0.5, 3)
+    assert resolved(file, "training.learning_rate=0.5").training.learning_rate == 0.5
 
 
 # Training
@@ -267,7 +265,7 @@ def test_a_training_begins_with_the_weights(cache, finished, tmp_path, caplog):
 def test_it_goes_on_without_the_file(cache, finished, tmp_path):
     init = shutil.copy(finished / "checkpoint-latest.pt", tmp_path / "init.pt")
     brief = ("training.epochs=1", "training.save_every_seconds=0")
-    config = fine_tuning(cache, init, "training.warmup_steps=5", *brief)
+    config = fine_tuning(cache, init, *brief)
     run(config, tmp_path / "whole")
     run_until_power_cut(config, tmp_path / "parts", num_steps=3)
     init.unlink()

@@ -140,13 +140,10 @@ class DataSettings(Section):
     data set's, but across few thick slices the 10th percentile, where both the spacing there and
     the number of voxels within a slice are more than 3 times the other; native: each case's own; or
     three numbers along X, Y, Z in mm."""
-    crop_to_nonzero: bool = True
-    """Whether images are cut to the box outside of which they are zero. Where that takes away a
-    quarter of the volume or more, z-score counts the voxels inside and sets those outside to 0;
-    elsewhere it counts all that are left, zero or not."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
-    and deviation of each case; auto: by the channel's name as in nnU-Net: CT, noNorm,
+    and deviation of each case, inside of the zeros around it where they are a quarter of the volume
+    or more; auto: by the channel's name as in nnU-Net: CT, noNorm,
     rescale_to_0_1 (0 ... 1), rgb_to_0_1 (255 becomes 1), else z-score."""
     cache: FilePath | None = None
     """Folder of the prepared arrays; null: the user's cache folder, ~/.cache/unet3d."""
@@ -262,13 +259,11 @@ class ModelSettings(Section):
     """plain: two convolutions a level; residual: residual units, one at full resolution and up to
     six on lower levels."""
     base_channels: Auto[Channels] = 32
-    """Channels at level 0; they double at each level. auto: 32, on a CPU 8."""
-    max_channels: Channels = 320
-    """Most channels that a level has."""
+    """Channels at level 0; they double at each level, up to 320. auto: 32, on a CPU 8."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
     """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
-    """Channels of each level, instead of the three settings above; null: by those."""
+    """Channels of each level, instead of the two settings above; null: by those."""
     kernels: Literal["isotropic", "anisotropic"] | Annotated[tuple[Kernel, ...], at_most(8)] = (
         "isotropic"
     )
@@ -331,20 +326,13 @@ class TrainingSettings(Section):
     patch has fewer than a quarter of the voxels of the median volume. It takes a forward pass more
     where a batch has micro-batches."""
     optimizer: Auto[Literal["sgd", "adamw"]] = "sgd"
-    """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW; auto: sgd, on a CPU
-    adamw unless the learning rate, the momentum or the weight decay is set."""
+    """sgd: stochastic gradient descent with Nesterov momentum 0.99; adamw: AdamW; auto: sgd, on a
+    CPU adamw unless the learning rate or the weight decay is set."""
     learning_rate: Auto[Annotated[float, Field(gt=0, le=1e30), NUMBER]] = 0.01
     """Initial learning rate of the polynomial decay (power 0.9); auto: 0.01, where a CPU takes
-    adamw 0.003, and a tenth of these with training.init."""
-    warmup_steps: Auto[Annotated[int, Field(ge=0, le=10**9, strict=True)]] = 0
-    """Steps in which the learning rate rises linearly to that of the decay, at most a tenth of all;
-    auto: 0, with training.init 250."""
-    momentum: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.99
-    """Nesterov momentum; sgd only."""
+    adamw 0.003, and a tenth of these with training.init, after a rise over 250 steps."""
     weight_decay: Annotated[float, Field(ge=0, le=1000), NUMBER] = 1e-3
     """Weight decay: added to the gradients by sgd, decoupled from them by adamw."""
-    gradient_clip: Annotated[float, Field(gt=0, le=1e30), NUMBER] = 12.0
-    """Largest L2 norm of all gradients together."""
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """Number format that activations are computed in; weights stay float32, or float64. auto:
     bfloat16 where every GPU has it in hardware, else float16; without a GPU, bfloat16 where the CPU

@@ -9,6 +9,12 @@ from torch import Tensor, nn
 from unet3d.config import TrainingSettings
 
 POWER = 0.9
+MOMENTUM = 0.99
+MAX_GRADIENT_NORM = 12.0
+"""Of all gradients together, as the momentum in nnU-Net's training."""
+
+WARMUP_STEPS = 250
+"""Of a training that begins with other weights: a new head has gradients without meaning."""
 
 MIN_TRAININGS_OF_WARMUP = 10
 """A warm-up is at most one part of so many of a training, which would else end before it learns."""
@@ -41,9 +47,9 @@ class Optimization:
             self.optimizer = torch.optim.SGD(
                 parameters,
                 lr=settings.learning_rate,
-                momentum=settings.momentum,
+                momentum=MOMENTUM,
                 weight_decay=settings.weight_decay,
-                nesterov=settings.momentum > 0,
+                nesterov=True,
                 fused=True,  # one pass over each parameter
             )
         else:
@@ -67,7 +73,9 @@ class Optimization:
     def learning_rate(self, step: int, num_steps: int) -> float:
         """Return the rate of one step of a training, from 0 to below ``num_steps``."""
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
-        warmup_steps = min(self.settings.warmup_steps, num_steps // MIN_TRAININGS_OF_WARMUP)
+        if self.settings.init is None:
+            return rate
+        warmup_steps = min(WARMUP_STEPS, num_steps // MIN_TRAININGS_OF_WARMUP)
         return rate * min(1.0, (step + 1) / (warmup_steps + 1))
 
     def step(self, learning_rate: float) -> None:
@@ -76,7 +84,7 @@ class Optimization:
             group["lr"] = learning_rate
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.gradient_clip)
+        nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRADIENT_NORM)
         self._begin_momentum()
         # With the scaler off, the first is a plain step and the second does nothing.
         self.scaler.step(self.optimizer)
@@ -89,7 +97,7 @@ class Optimization:
         PyTorch's fused SGD takes momentum of all parameters or of none, and leaves it as its memory
         was where the very first gradient overflows.
         """
-        if self.settings.optimizer != "sgd" or self.settings.momentum == 0:
+        if self.settings.optimizer != "sgd":
             return
         for parameter in self.module.parameters():
             state = self.optimizer.state[parameter] if parameter.grad is not None else None
@@ -103,7 +111,7 @@ class Optimization:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, onto the parameters' devices.
 
-        Momentum, weight decay and the like stay as the settings say: of the state only what was
+        Weight decay and the like stay as the settings say: of the state only what was
         gathered in training is taken. ValueError: it belongs to another optimizer or network.
         """
         own, stored = self.optimizer.state_dict()["param_groups"], state["optimizer"]

@@ -14,6 +14,9 @@ from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import PLAIN, at_most, validated
 
 MAX_LEVELS = 6
+MAX_CHANNELS = 320
+"""Of a level, unless the settings name the channels of each."""
+
 MIN_VOXELS = 4
 """No axis is halved below this many voxels: one of 7 stays, as in nnU-Net, and needs no padding."""
 
@@ -177,7 +180,7 @@ def plan_topology(
     strides = strides[:num_levels]
     kernels = _planned_kernels(settings, strides, spacing_mm)
     channels = settings.channels or tuple(
-        min(settings.base_channels * 2**level, settings.max_channels) for level in range(num_levels)
+        min(settings.base_channels * 2**level, MAX_CHANNELS) for level in range(num_levels)
     )
     own = {field.name: getattr(settings, field.name, None) for field in fields(Topology)}
     own |= {"in_channels": in_channels, "num_classes": num_classes}

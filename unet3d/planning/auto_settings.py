@@ -32,7 +32,7 @@ CPU_DEFAULTS = (
     # A tenth of the work of 32 channels, and the memory that two patches of 64^3 voxels then take.
     CpuDefault(
         values={"model.base_channels": 8, "patches.memory_gib": 1.1},
-        related=("model.channels", "model.max_channels"),
+        related=("model.channels",),
     ),
     CpuDefault(values={"training.epochs": 40}),
     CpuDefault(values={"training.steps_per_epoch": 25}),
@@ -41,7 +41,7 @@ CPU_DEFAULTS = (
     # Converges in fewer steps; the rate is higher than usual for the few that there are.
     CpuDefault(
         values={"training.optimizer": "adamw", "training.learning_rate": 0.003},
-        related=("training.momentum", "training.weight_decay"),
+        related=("training.weight_decay",),
     ),
 )
 """For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases."""
@@ -52,9 +52,6 @@ NETWORK = "model.base_channels"
 RATE_DIVISOR_OF_INIT = 10
 """Of the learning rate where a training begins with the weights of another one: a rate that suits
 random weights would destroy what they have learnt."""
-
-WARMUP_STEPS_OF_INIT = 250
-"""Steps in which the rate then rises: a head that is new has gradients without meaning at first."""
 
 NUM_SHOWN = 3
 """How many of the values are named at the start; a run's ``config.yaml`` has all."""
@@ -87,8 +84,6 @@ def load_settings(
     if has_init and config.is_open(rate):
         usual = taken.get(rate, config.training.learning_rate)
         values[rate] = float(f"{usual / RATE_DIVISOR_OF_INIT:.6g}")  # without a rounded last digit
-    if has_init and config.is_open("training.warmup_steps"):
-        values["training.warmup_steps"] = WARMUP_STEPS_OF_INIT
     if taken:
         named = [
             f"{key}={str(values[key]).lower()} instead of {str(attrgetter(key)(config)).lower()}"

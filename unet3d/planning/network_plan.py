@@ -107,7 +107,7 @@ class NetworkPlan:
 def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
     """Choose patch, batch and network without preparing a case.
 
-    Of a data set headers are read, and unless nothing is cropped, once, where images are not zero.
+    Of a data set headers are read, and once, where images are not zero.
     Where only a shape is given, there are one channel, three classes, and the spacing of the
     settings, else 1 mm. ``num_replicas`` share a batch; one that is open has a patch for each
     micro-batch of each of them.

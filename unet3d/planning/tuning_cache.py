@@ -49,7 +49,7 @@ def describe(step: Step) -> dict[str, Any]:
         "batch_size": step.batch_size,
         "batch_dice": step.loss.joins_samples,
         "regions": [list(region) for region in step.regions],
-        "optimizer": [settings.optimizer, settings.momentum > 0],
+        "optimizer": settings.optimizer,
         "devices": [hardware(device) for device in layout.devices],
         # Two stages on one GPU are not two GPUs of one kind.
         "sharing": [layout.devices.index(device) for device in layout.devices],

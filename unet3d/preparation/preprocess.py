@@ -93,13 +93,11 @@ def plan_preprocessing(
     geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
-    whole = kept = [geometry.shape for geometry in geometries]
+    whole = [geometry.shape for geometry in geometries]
     of_ct = [channel for channel, kind in enumerate(kinds) if kind == "ct"]
-    if of_ct or settings.crop_to_nonzero:
-        boxes, statistics = _found_in_voxels(dataset, Cache(settings.cache), of_ct)
-        for channel, how in zip(of_ct, statistics, strict=True):
-            channels[channel] = how
-        kept = boxes if settings.crop_to_nonzero else whole
+    kept, statistics = _found_in_voxels(dataset, Cache(settings.cache), of_ct)
+    for channel, how in zip(of_ct, statistics, strict=True):
+        channels[channel] = how
     if takes_much(whole, kept):
         masked = ChannelNormalization(kind="z-score-inside")
         channels = [masked if one.kind == "z-score" else one for one in channels]
@@ -120,7 +118,7 @@ def plan_preprocessing(
         spacing_mm=target_mm,
         channels=tuple(channels),
         channel_names=dataset.channel_names,
-        crops_to_nonzero=settings.crop_to_nonzero,
+        crops_to_nonzero=True,
         **{field.name: getattr(dataset, field.name) for field in fields(Labels)},
     )
     return preprocessing, fingerprint

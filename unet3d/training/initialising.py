@@ -26,6 +26,7 @@ from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, some
 from unet3d.inputs.plain_data import is_close
 from unet3d.model import Topology, UNet3d
+from unet3d.model.topology import MAX_CHANNELS
 from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
@@ -82,12 +83,9 @@ def _differences(config: Config, topology: Topology) -> list[str]:
     """Return which settings do not suit a network: those of the defaults are not asked for."""
     model = config.model
     by_rule = tuple(
-        min(model.base_channels * 2**level, model.max_channels)
-        for level in range(topology.num_levels)
+        min(model.base_channels * 2**level, MAX_CHANNELS) for level in range(topology.num_levels)
     )
-    has_rule = not model.channels and (
-        not config.is_open("model.base_channels") or config.differs("model.max_channels")
-    )
+    has_rule = not model.channels and not config.is_open("model.base_channels")
     asked: Mapping[str, tuple[Any, Any]] = {
         "encoder": (model.encoder, topology.encoder),
         "norm": (model.norm, topology.norm),

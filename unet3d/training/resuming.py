@@ -186,7 +186,7 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
             "regions": (_named(before), _named(now)),
             "channel names": (before.channel_names, now.channel_names),
             "data.spacing_mm": (before.spacing_mm, now.spacing_mm),
-            "data.crop_to_nonzero": (before.crops_to_nonzero, now.crops_to_nonzero),
+            "cropping": (before.crops_to_nonzero, now.crops_to_nonzero),
             "normalisation": (kinds[0], kinds[1]),
         }
     )
