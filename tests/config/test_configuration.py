@@ -121,7 +121,6 @@ def test_one_message_for_a_wrong_setting(override, message):
         ("none", ["parallel.replicas=2"], " is 2 but parallel.mode none makes no use of it; leave"),
         ("data", ["parallel.replicas=2"], "or use --parallel auto or model or spatial"),
         ("auto", ["parallel.data_parallel=true"], "mode auto makes .* or use --parallel data$"),
-        ("data", ["parallel.output_device=1"], " is 1 but only parallel.data_parallel=true"),
         ("data", ["parallel.cuts=time"], " is 'time' but parallel.mode data makes no use"),
         ("spatial", ["parallel.cuts=4,7"], r" is \(4, 7\) but parallel.mode spatial makes"),
         ("spatial", ["model.norm=batch"], " is batch but parallel.mode spatial with training"),
@@ -153,8 +152,9 @@ def test_settings_that_suit_each_other_are_taken():
     load_config(None, ["parallel.mode=model", "parallel.replicas=2", "parallel.cuts=memory"])
     load_config(None, ["parallel.mode=spatial", "parallel.replicas=2", "training.micro_batches=2"])
     load_config(None, ["parallel.replicas=2", "model.norm=batch"])  # auto: the devices decide
-    threads = ["parallel.mode=data", "parallel.data_parallel=true", "parallel.output_device=1"]
-    assert load_config(None, threads).parallel.output_device == "1"
+    for text, value in (("true", True), ("1", "1"), ("cuda:1", "cuda:1")):
+        threads = ["parallel.mode=data", f"parallel.data_parallel={text}"]
+        assert load_config(None, threads).parallel.data_parallel == value
 
 
 def test_all_errors_are_told_at_once(tmp_path):

@@ -136,7 +136,7 @@ def test_the_reason_of_a_failing_rank_is_one_line(cache, tmp_path):
 
 @pytest.mark.multigpu
 def test_nn_data_parallel_trains_in_one_process(cache, tmp_path):
-    threads = ("parallel.data_parallel=true", "parallel.devices=0,1", "parallel.output_device=1")
+    threads = ("parallel.data_parallel=1", "parallel.devices=0,1")
     more = ("parallel.mode=data", "training.epochs=1", "training.batch_size=2")
     run(settings(cache, *threads, *more), tmp_path / "run")
     rows = json.loads((tmp_path / "run" / "memory.json").read_text())["slots"]

@@ -132,7 +132,7 @@ UNSUITABLE_DEVICES = [
     # nn.DataParallel takes different GPUs.
     (f"{THREADS} devices=0,cpu", None, "to GPUs, each named once, not to cuda:0,cpu"),
     (f"{THREADS} devices=0,0", None, "to GPUs, each named once, not to cuda:0,cuda:0"),
-    (f"{THREADS} devices=0,1 output_device=2", None, "output_device is cuda:2, which is none of"),
+    ("mode=data data_parallel=2 devices=0,1", None, "data_parallel is cuda:2, which is none of"),
     # Devices that cannot share a volume.
     ("mode=spatial devices=0", None, "each of two slabs or more, got 0; name two (cpu may be"),
     ("mode=spatial devices=0,0", None, "put two slabs on one GPU, which NCCL refuses"),
@@ -161,12 +161,13 @@ def test_what_does_not_suit_the_mode_or_the_ranks_is_refused_in_one_line(
     error, settings, ranks, reason
 ):
     named = dict(setting.split("=") for setting in settings.split())
+    named = {name: value == "true" or value for name, value in named.items()}
     replicas = int(named.pop("replicas", 1))
     assert reason in refusal(4, ranks, error, replicas=replicas, **named)
 
 
 def test_threads_are_one_process_with_a_patch_for_each():
-    options = {"data_parallel": True, "devices": "0,1,3", "output_device": "1"}
+    options = {"data_parallel": "1", "devices": "0,1,3"}
     dims = resolve(4, mode="data", **options)
     assert (dims.num_processes, dims.num_replicas, dims.devices) == (1, 3, (*GPUS[:2], GPUS[3]))
     assert (dims.world_size, dims.num_stages) == (1, 1)

@@ -187,7 +187,7 @@ def test_recorded_cuts_give_way_to_another_placement(change, cuts):
     "recorded",
     [
         ("parallel.mode=model", "parallel.replicas=2", "parallel.cuts=3"),
-        ("parallel.mode=data", "parallel.data_parallel=true", "parallel.output_device=1"),
+        ("parallel.mode=data", "parallel.data_parallel=1"),
     ],
     ids=("hybrid", "threads"),
 )

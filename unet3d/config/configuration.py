@@ -107,7 +107,7 @@ class Config(Section):
                 "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
                 "recomputed; use memory.offload=none, or memory.recompute=norm"
             )
-        threads = parallel.data_parallel
+        threads = parallel.data_parallel is not False
         for name, is_set, modes in (
             ("replicas", parallel.replicas > 1, ("auto", "model", "spatial")),
             ("data_parallel", threads, ("data",)),
@@ -122,11 +122,6 @@ class Config(Section):
             raise ValueError(
                 "parallel.data_parallel takes no micro-batches, but training.micro_batches is "
                 f"{num_micro_batches}; leave one of them out"
-            )
-        if parallel.output_device is not None and not threads:
-            raise ValueError(
-                f"parallel.output_device is {parallel.output_device} but only "
-                "parallel.data_parallel=true gathers what the replicas make; leave it out"
             )
         if self.model.norm == "batch" and (mode == "spatial" or num_micro_batches > 1):
             raise ValueError(

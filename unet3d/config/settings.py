@@ -379,11 +379,9 @@ class ParallelSettings(Section):
     replicas: Annotated[int, Field(gt=0, le=1024, strict=True)] = 1
     """Modes model and spatial: groups of devices with a network each, into which the devices are
     divided in their order."""
-    data_parallel: bool = False
+    data_parallel: Annotated[bool, Field(strict=True)] | Annotated[Name, AS_TEXT] = False
     """Mode data: nn.DataParallel, with a thread for each device instead of a process. It is slower,
-    and takes more of the first device."""
-    output_device: Annotated[Name, AS_TEXT] | None = None
-    """With data_parallel: where logits are gathered and targets sent; null: the first device."""
+    and takes more of the device where logits are gathered: the first, or the one that is named."""
     timeout_seconds: Annotated[float, Field(gt=0, le=1e7), NUMBER] = 600.0
     """Seconds of silence after which a rank counts as hanging, and training ends."""
     max_restarts: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0

@@ -142,7 +142,7 @@ def check_thread_devices(devices: Sequence[torch.device], gather: torch.device |
         )
     if gather is not None and gather not in devices:
         raise DeviceError(
-            f"parallel.output_device is {gather}, which is none of {named}; name one of them"
+            f"parallel.data_parallel is {gather}, which is none of {named}; name one of them"
         )
 
 

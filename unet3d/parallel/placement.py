@@ -128,7 +128,7 @@ class ParallelDims:
         if names is None:
             names = default_names(settings, machine)
         devices = tuple(machine.device(name) for name in names)
-        if settings.data_parallel:
+        if settings.data_parallel is not False:
             return cls._of_threads(settings, machine, devices)
         mode = _possible_mode(devices) if settings.mode == "auto" else settings.mode
         check_count(mode, names)
@@ -147,8 +147,8 @@ class ParallelDims:
     def _of_threads(
         cls, settings: ParallelSettings, machine: Machine, devices: Devices
     ) -> "ParallelDims":
-        output = settings.output_device
-        gather = None if output is None else machine.device(output)
+        output = settings.data_parallel
+        gather = machine.device(output) if isinstance(output, str) else None
         check_thread_devices(devices, gather)
         return cls(
             mode="data",
@@ -162,7 +162,7 @@ class ParallelDims:
     def _of_ranks(
         cls, settings: ParallelSettings, machine: Machine, ranks: Ranks
     ) -> "ParallelDims":
-        if settings.data_parallel:
+        if settings.data_parallel is not False:
             raise ConfigError(
                 f"parallel.data_parallel=true is one process, but there are {ranks.world_size}; "
                 "leave it out under torchrun"

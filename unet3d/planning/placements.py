@@ -423,7 +423,7 @@ def _settings_of(
 def _notes(settings: ParallelSettings, memory_bytes: int | None) -> Iterator[str]:
     if settings.devices is None and not _has_gpu(memory_bytes):
         yield "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
-    if settings.data_parallel:
+    if settings.data_parallel is not False:
         yield (
             "parallel.data_parallel=true is not predicted: each step copies the network to every "
             "GPU but the first, which gathers what they make. What is shown is a process for each."

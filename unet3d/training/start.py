@@ -224,7 +224,6 @@ def forgotten_modes(recorded: Config, changes: Mapping[str, Any]) -> dict[str, A
         "parallel.replicas": 1,
         "parallel.cuts": "auto",
         "parallel.data_parallel": False,
-        "parallel.output_device": None,
     }
 
 
