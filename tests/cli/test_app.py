@@ -223,11 +223,11 @@ def test_train_predict_and_evaluate_two_channels(folder, capsys, caplog):
     output = capsys.readouterr().out
     assert output.startswith(f"using {run_folder}/checkpoint-latest.pt\n")
     assert len(output.splitlines()) == 5
-    names = {f"case_{number}_seg{end}" for number in range(4) for end in (".nii.gz", ".json")}
+    names = {f"case_{number}{end}" for number in range(4) for end in (".nii.gz", ".json")}
     assert {path.name for path in Path("out put").iterdir()} == names
-    array = labels_of("out put/case_0_seg.nii.gz")
+    array = labels_of("out put/case_0.nii.gz")
     assert set(np.unique(array)) <= {0, 1, 4}
-    statistics = json.loads(Path("out put/case_0_seg.json").read_text())
+    statistics = json.loads(Path("out put/case_0.json").read_text())
     channels = [f"case_0_000{channel}.nii.gz" for channel in range(2)]
     assert [Path(name).name for name in statistics["image"]] == channels
     right, num_voxels = statistics["labels"]["right"], np.count_nonzero(array == 4)

@@ -49,11 +49,17 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     write_checkpoint(Path("runs/middle/checkpoint-best.pt"), patch_size=(8, 8, 8))
     assert run("predict", scan, "--devices", "cpu") == 0
     assert capsys.readouterr().out.startswith("using runs/middle/checkpoint-latest.pt\n")
-    for name in ("middle", "oldest"):
-        write_json(Path("runs", name, "data.json"), {"dataset": f"/data/{name}"})
-    line = refusal(capsys, "predict", scan)
-    assert "runs/middle and runs/oldest were trained on different data sets" in line
-    assert "--checkpoint" in line
+    for name in ("newest", "middle", "oldest"):
+        write_json(Path("runs", name, "data.json"), {"dataset": "/data/a"})
+    assert run("predict", scan, "--devices", "cpu", "--overwrite") == 0
+    capsys.readouterr()
+    for name in ("newest", "oldest"):  # also one that has not ended
+        write_json(Path("runs", name, "data.json"), {"dataset": "/data/b"})
+        assert refusal(capsys, "predict", scan) == (
+            "Error: runs/ has runs of 2 data sets; add one of --checkpoint runs/middle (trained on "
+            f"/data/a), --checkpoint runs/{name} (trained on /data/b)"
+        )
+        write_json(Path("runs", name, "data.json"), {"dataset": "/data/a"})
     line = refusal(capsys, "predict", scan, "--checkpoint", "runs")
     assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt, no folds" in line
 
@@ -140,17 +146,17 @@ def test_bad_scans_among_others_are_skipped_and_only_the_end_is_an_error(predict
     cut = Path("scans/cut.nii.gz")
     cut.write_bytes(cut.read_bytes()[:-400])
     Path("scans/empty.nii.gz").touch()
-    write_json(Path("out/half_seg.json"), {})
+    write_json(Path("out/half.json"), {})
     assert run(*predicting, "scans", "--statistics", "-o", "out") == 1
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 3
     *skipped, error = captured.err.splitlines()
-    reasons = ("out/half_seg.json exists, but", "cannot read scans/cut", "scans/empty.nii.gz is")
+    reasons = ("out/half.json exists, but", "cannot read scans/cut", "scans/empty.nii.gz is")
     for line, reason in zip(skipped, reasons, strict=True):
         assert line.startswith(f"Skipped: {reason}")
     bad = ", ".join(f"scans/{name}.nii.gz" for name in ("half", "cut", "empty"))
     assert error == f"Error: 3 of 5 scans could not be segmented: {bad}"
-    assert names_in("out", "*.nii.gz") == ["first_seg.nii.gz", "last_seg.nii.gz"]
+    assert names_in("out", "*.nii.gz") == ["first.nii.gz", "last.nii.gz"]
     assert "empty.nii.gz is empty" in refusal(capsys, *predicting, "scans/empty.nii.gz")
 
 
@@ -170,7 +176,7 @@ def test_a_wrong_unit_is_refused_and_the_other_scans_are_segmented(folder, capsy
     skipped, _ = capsys.readouterr().err.splitlines()
     assert skipped.startswith("Skipped: scans/metres.nii.gz: 14x13x12 ")
     assert cause.format(1000, 1) in skipped and "fix the spacing or its unit in the he" in skipped
-    assert names_in("out") == ["good_seg.nii.gz"]
+    assert names_in("out") == ["good.nii.gz"]
     for scan, network, sizes in (("metres", at_1_mm, (1000, 1)), ("good", at_1_um, (1, 0.001))):
         asked = (f"scans/{scan}.nii.gz", "--checkpoint", network)
         for command in (("predict", *asked, "-o", "other"), ("plan", "--predict", *asked)):
@@ -184,7 +190,7 @@ def test_a_series_of_dicom_is_segmented_as_nifti_is(scan, predicting, capsys):
     write_volume(Path("all/nifti.nii.gz"), array)
     write_series(Path("all/series.1"), array, stored.affine)
     assert run(*predicting, "all", "-o", "out") == 0
-    nifti, series = (nib.load(f"out/{name}_seg.nii.gz") for name in ("nifti", "series.1"))
+    nifti, series = (nib.load(f"out/{name}.nii.gz") for name in ("nifti", "series.1"))
     assert np.unique(nifti.get_fdata()).size > 1
     np.testing.assert_allclose(series.affine, nifti.affine, atol=1e-6)
     np.testing.assert_array_equal(series.get_fdata(), nifti.get_fdata())
@@ -238,15 +244,15 @@ def while_segmenting(monkeypatch, name, act):
 def test_two_predictions_share_a_folder_and_what_exists_is_kept(into_out, monkeypatch, capsys):
     def other_process():
         for name in "ac":
-            Path(f"out/{name}_seg.nii.gz").write_text("theirs")
+            Path(f"out/{name}.nii.gz").write_text("theirs")
 
     Path("out").mkdir()
-    Path("out/b_seg.nii.gz").write_text("theirs")
+    Path("out/b.nii.gz").write_text("theirs")
     names = while_segmenting(monkeypatch, "a.nii.gz", other_process)
     assert run(*into_out) == 0
     # One was there at first, one came while we segmented it, and one before its turn.
     lines = [line.split(" (") for line in capsys.readouterr().out.splitlines()[1:]]
-    expected = [f"scans/{name}.nii.gz -> out/{name}_seg.nii.gz" for name in "bacd"]
+    expected = [f"scans/{name}.nii.gz -> out/{name}.nii.gz" for name in "bacd"]
     assert [line for line, _ in lines] == expected
     kept = [how == "kept; --overwrite replaces it)" for _, how in lines]
     assert kept == [True, True, True, False]
@@ -255,7 +261,7 @@ def test_two_predictions_share_a_folder_and_what_exists_is_kept(into_out, monkey
     assert theirs == {"a": True, "b": True, "c": True, "d": False}
     assert run(*into_out, "--overwrite") == 0
     assert "kept" not in capsys.readouterr().out
-    assert labels_of("out/b_seg.nii.gz").shape == (14, 13, 12)
+    assert labels_of("out/b.nii.gz").shape == (14, 13, 12)
 
 
 @pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
@@ -273,7 +279,7 @@ def test_after_an_interruption_the_rest_is_named(into_out, monkeypatch, capsys, 
     advice = "name these" if overwrite else "give the same command again"
     assert rest == f"Not segmented: scans/c.nii.gz, scans/d.nii.gz; to go on, {advice}"
     assert stopped.startswith("Stopped")
-    assert names_in("out") == ["a_seg.nii.gz", "b_seg.nii.gz"]
+    assert names_in("out") == ["a.nii.gz", "b.nii.gz"]
 
 
 @pytest.mark.parametrize("error", [MemoryError("no 8 TiB"), OSError(errno.EIO, "odd")], ids=str)

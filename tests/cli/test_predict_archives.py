@@ -48,7 +48,7 @@ def test_a_network_is_called_by_its_place_in_the_archive(devices, archive, tempo
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"using {CHECKPOINT}\n")
     for case in "ab":
-        statistics = json.loads(Path(f"out/{case}_seg.json").read_text())
+        statistics = json.loads(Path(f"out/{case}.json").read_text())
         assert statistics["checkpoints"] == [CHECKPOINT]
     assert not list(temporary.glob(".unfinished-*"))
 

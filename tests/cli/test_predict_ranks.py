@@ -27,7 +27,7 @@ EXACT = ("training.precision=float64",)
 
 def assert_same(folder, other, names):
     """Compare the segmentations of scans, which are all that there is."""
-    assert names_in(folder) == [f"{name}_seg.nii.gz" for name in names]
+    assert names_in(folder) == [f"{name}.nii.gz" for name in names]
     for file in names_in(folder):
         expected = labels_of(Path(other, file))
         assert len(np.unique(expected)) == 3
@@ -104,7 +104,7 @@ def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
     arguments = ("predict", scans, "--checkpoint", network, "--overlap", "0.3")
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
     Path("dealt").mkdir()
-    shutil.copy("alone/c_seg.nii.gz", "dealt")
+    shutil.copy("alone/c.nii.gz", "dealt")
     done = warm.run([*arguments, *DEALT, "-o", "dealt", "--continue"])
     assert done.returncode == 1
     dealt, *said, error = done.stderr.splitlines()
@@ -146,13 +146,13 @@ def start(checkpoint, how):
         shutil.copy(first, f"scans/{number:02}.nii.gz")
     words = ("predict", "scans", "-o", "out", "--checkpoint", checkpoint, *how)
     process = warm.start([*words, "--window", "8,8,8", "--overlap", "0.8"])
-    wait_until(Path("out/00_seg.nii.gz").exists, process)
+    wait_until(Path("out/00.nii.gz").exists, process)
     return process
 
 
 def assert_nothing_half():
     for name in names_in("out"):
-        assert name.endswith("_seg.nii.gz") and labels_of(f"out/{name}").shape == SHAPE
+        assert name.endswith(".nii.gz") and labels_of(f"out/{name}").shape == SHAPE
 
 
 by_night = pytest.mark.nightly

@@ -30,18 +30,23 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+def stamps_of(folder):
+    status = {path.name: path.stat() for path in Path(folder).iterdir()}
+    return {name: (one.st_ino, one.st_mtime_ns, one.st_size) for name, one in status.items()}
+
+
 def test_a_single_scan_with_all_results_is_kept(scan, predicting, monkeypatch, capsys):
     arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out", "--continue")
     assert run(*arguments) == 0  # there is nothing yet
-    made = {path.name: path.stat() for path in Path("out").iterdir()}
-    assert sorted(made) == sorted(f"a scan_seg{ending}" for ending in ENDINGS)
+    made = stamps_of("out")
+    assert sorted(made) == sorted(f"a scan{ending}" for ending in ENDINGS)
     monkeypatch.setattr(Predictor, "segment", lambda *_: pytest.fail("segmented again"))
     capsys.readouterr()
     assert run(*arguments) == 0
     captured = capsys.readouterr()
-    kept = f"{scan} -> out/a scan_seg.nii.gz (kept; --overwrite replaces it)\n"
+    kept = f"{scan} -> out/a scan.nii.gz (kept; --overwrite replaces it)\n"
     assert captured.out.endswith(kept) and not captured.err
-    assert {path.name: path.stat() for path in Path("out").iterdir()} == made
+    assert stamps_of("out") == made
 
 
 def test_results_that_are_incomplete_are_made_again(scan, predicting, capsys):
@@ -49,12 +54,23 @@ def test_results_that_are_incomplete_are_made_again(scan, predicting, capsys):
     assert run(*arguments) == 0
     made = contents("out")
     for lost in ENDINGS[:2]:
-        Path(f"out/a scan_seg{lost}").unlink()
+        Path(f"out/a scan{lost}").unlink()
         for path in Path("out").iterdir():
             path.write_bytes(b"of another network")
         line = refusal(capsys, *arguments)
-        assert f"but not a scan_seg{lost}; add --overwrite to make all, or --continue" in line
+        assert f"but not a scan{lost}; add --overwrite to make all, or --continue" in line
         assert run(*arguments, "--continue") == 0
+        assert "kept" not in capsys.readouterr().out
+        assert contents("out") == made
+
+
+def test_results_that_are_cut_off_are_made_again(scan, predicting, capsys):
+    arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out", "--continue")
+    assert run(*arguments) == 0
+    made = contents("out")
+    for name, content in made.items():
+        Path("out", name).write_bytes(content[: len(content) - 20])
+        assert run(*arguments) == 0
         assert "kept" not in capsys.readouterr().out
         assert contents("out") == made
 
@@ -83,7 +99,7 @@ def test_files_for_which_there_is_no_space_are_named(scan, predicting, monkeypat
     assert line.startswith(f"Error: {scan}: reading 14x13x12x1 voxels takes ")
     assert line.endswith("of disk: No space left on device; name another folder with --scratch")
     assert refusal(capsys, *predicting, scan, *ALL_RESULTS, "-o", "out") == (
-        "Error: cannot write out/a scan_seg.npy: No space left on device; choose another --output"
+        "Error: cannot write out/a scan.npy: No space left on device; choose another --output"
     )
     assert not names_in("disk") and not names_in("out")
 
@@ -105,7 +121,7 @@ def test_without_space_for_one_result_there_is_none(scan, predicting, ending, mo
         if ending == ".nii.gz":
             patched.setattr("unet3d.images.labels.write_nifti", full)
         line = refusal(capsys, *predicting, scan, *ALL_RESULTS, "-o", "out")
-    assert f"cannot write out/a scan_seg{ending}: No space left on device" in line
+    assert f"cannot write out/a scan{ending}: No space left on device" in line
     assert not names_in("out")
     assert run(*predicting, scan, *ALL_RESULTS, "-o", "out") == 0
 

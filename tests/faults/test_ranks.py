@@ -224,7 +224,7 @@ def test_a_rank_of_a_prediction_that_hangs_is_named(is_stuck, tmp_path):
     arguments += ("whole", "--parallel", "spatial", "--devices", CPUS)
     more = (stuck if is_stuck else None, LIMITS[CPUS])
     process = warm.call(stuck_device.run, [*map(str, arguments)], *more)
-    wait_until(lambda: any(out.glob("*_seg.nii.gz")), process)
+    wait_until(lambda: any(out.glob("*.nii.gz")), process)
     family, (_, second) = family_of(process.pid), children_of(process.pid)
     if is_stuck:
         lose_second(stuck, process, second)

@@ -72,7 +72,7 @@ def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(tmp_path, 
         (scan,) = found_of([given], None, 1).to_segment
         assert scan.images == (images,) and scan.output.resolve() == tmp_path / name
     (scan,) = found_of([series], tmp_path / "out", 1).to_segment
-    assert scan.output == tmp_path / "out" / name
+    assert scan.output == tmp_path / "out/CT 1.2.840.nii.gz"
 
 
 def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path):
@@ -150,13 +150,29 @@ def test_output_is_a_file_or_a_folder(tmp_path):
     path = write_volume(tmp_path / "scan.nii.gz", noise((4, 5, 6)))
     for given, inside in (
         ("mine.nii", ""),
-        ("new folder", "scan_seg.nii.gz"),
-        ("there.already", "scan_seg.nii.gz"),
+        ("new folder", "scan.nii.gz"),
+        ("there.already", "scan.nii.gz"),
+        (".", "scan_seg.nii.gz"),
     ):
         (scan,) = found_of([path], tmp_path / given, 1).to_segment
         assert scan.output == tmp_path / given / inside
         write_segmentation(scan, np.ones((4, 5, 6), np.uint8), open_image(path).geometry, {})
         assert scan.output.is_file()
+
+
+def test_in_another_folder_a_segmentation_pairs_with_its_label_map(tmp_path):
+    names = ["case_0000.nii.gz", "scan_0001.nii.gz", "b_0000.nii.gz", "b_0001.nii.gz"]
+    case, other, *channels = touch(tmp_path, *names)
+    for given, num_channels, name in (
+        ([case], 1, "case"),
+        ([other], 1, "scan_0001"),
+        (channels, 2, "b"),
+        ([case], 2, "case"),  # with both channels in one file
+    ):
+        (scan,) = found_of(given, tmp_path / "out", num_channels).to_segment
+        assert scan.output == tmp_path / "out" / f"{name}.nii.gz"
+    twin = touch(tmp_path, "case.nii")
+    refuses([case, *twin], "would both be written to", tmp_path / "out")
 
 
 def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
@@ -167,7 +183,7 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
         assert [scan.output.parent for scan in found.to_segment] == [output, output]
     scans[1].unlink()  # a folder may hold any number
     (scan,) = found_of([tmp_path / "scans"], output, 1).to_segment
-    assert scan.output == output / "a_seg.nii.gz"
+    assert scan.output == output / "a.nii.gz"
     (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
     assert scan.output == tmp_path / "seg.nii"
     refuses(scans[:1], "results.v2: segmentations are written as NIfTI; name a", output)

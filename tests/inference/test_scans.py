@@ -7,20 +7,23 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.images.samples import noise, write_volume
 from unet3d.errors import ResultExistsError, VolumeError
 from unet3d.images.image import open_image
-from unet3d.images.labels import read_label
+from unet3d.images.labels import read_label, write_label
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import (
     Scan,
+    is_whole,
     label_statistics,
     read_scan,
     result_file,
     write_segmentation,
     write_statistics,
 )
+from unet3d.reports.format import save_figure
 
 
 @pytest.fixture
@@ -122,3 +125,23 @@ def test_statistics_of_a_tilted_gantry_are_in_true_ml(tmp_path, caplog):
     # A stack of slices of 3 x 2.5 mm, tilted, and 12 mm along the table: base times height.
     assert statistics["all"]["volume_ml"] == pytest.approx(3 * 2.5 * cosine * 12 / 1000, rel=1e-6)
     assert caplog.text.count("miss a right angle by 25 degrees") == 1
+
+
+@pytest.mark.parametrize("ending", [".nii.gz", ".nii", ".json", ".png", ".npy"])
+def test_a_result_that_is_cut_off_is_not_whole(ending, tmp_path, header):
+    path = tmp_path / f"scan{ending}"
+    if ending == ".json":
+        path.write_text('{"labels": {}}')
+    elif ending == ".png":
+        save_figure(Figure((1, 1)), path)
+    elif ending == ".npy":
+        np.save(path, np.zeros((3, 4, 5), np.float16))
+    else:
+        write_label(path, LABELS, header)
+    assert is_whole(path)
+    content = path.read_bytes()
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        assert not is_whole(path), length
+    path.unlink()
+    assert not is_whole(path)

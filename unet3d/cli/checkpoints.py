@@ -2,29 +2,30 @@
 
 from pathlib import Path
 
-from unet3d.errors import ConfigError
+from unet3d.errors import ConfigError, some
 
 
 def newest_checkpoints() -> tuple[Path, ...]:
-    """Return the checkpoints of the newest finished run.
+    """Return the checkpoints of the newest finished run, or raise ConfigError.
 
-    Raises:
-        ConfigError: There is none, or there are such of several data sets.
+    Also where runs of several data sets are there, finished or not: the scan may belong to any.
     """
-    from unet3d.runs.finding import checkpoints_in, dataset_of, newest_run
+    from unet3d.runs.finding import checkpoints_in, dataset_of, newest_runs
     from unet3d.runs.run_folder import RUNS
 
-    run = newest_run(finished=True)
-    if run is None:
+    finished = newest_runs(finished=True)
+    if not finished:
         raise ConfigError(
             f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
             "--checkpoint FILE, or make one with unet3d train DATASET"
         )
-    dataset = dataset_of(run)
-    other = newest_run(finished=True, suits=lambda one: dataset_of(one) != dataset)
-    if other is not None:
-        raise ConfigError(
-            f"{run.path} and {other.path} were trained on different data sets; name one of them "
-            "with --checkpoint"
-        )
-    return checkpoints_in(run.path)
+    newest: dict[str, Path] = {}
+    for run in (*finished, *newest_runs(finished=False)):
+        newest.setdefault(dataset_of(run), run.path)
+    if len(newest) > 1:
+        known = [
+            f"--checkpoint {path} ({f'trained on {dataset}' if dataset else 'of unknown data'})"
+            for dataset, path in newest.items()
+        ]
+        raise ConfigError(f"runs/ has runs of {len(newest)} data sets; add one of {some(known)}")
+    return checkpoints_in(finished[0].path)

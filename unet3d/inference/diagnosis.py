@@ -1,11 +1,16 @@
 """What is wrong with a network or an image that nothing can be computed with, in words."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from unet3d.errors import CheckpointError
+from unet3d.config import Shape
+from unet3d.errors import CheckpointError, some
+from unet3d.images.files import times
+from unet3d.images.image import Image
+from unet3d.inference.windows import Window
 from unet3d.model import BlockNetwork
 
 MAX_WEIGHT = 1e6
@@ -16,6 +21,12 @@ LARGEST_USUAL = 1e4
 """Weights and intensities beyond this are named as the cause of an output that is not finite."""
 
 MAX_FLOAT16 = 65504
+
+FAR_SMALLER = 16
+"""How many times the voxels of a scan a window may have that a network was trained for."""
+
+MAX_LABELS = 20
+"""Whole numbers that an image may hold and be taken for a label map."""
 
 
 def refuse_diverged(model: BlockNetwork, name: str) -> None:
@@ -41,6 +52,38 @@ def cause_of_non_finite(model: BlockNetwork, name: str, intensity: float, precis
             "reaches further"
         )
     return "its intensities are probably unlike those of the training; look at the image"
+
+
+def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
+    """Yield why an image is probably not what the network was trained for, to warn about.
+
+    Prepared it has so many voxels along X, Y, Z, and is segmented in such windows.
+    """
+    path = image.geometry.path
+    if min(image.geometry.shape) == 1:
+        yield f"{path} is a single slice; the network was trained on volumes, and may find nothing"
+    elif window != "whole" and FAR_SMALLER * math.prod(shape) <= math.prod(window):
+        yield (
+            f"{path} has {times(shape)} voxels at the spacing of the network, whose windows have "
+            f"{times(window)}; look at the spacing in its header"
+        )
+    values = [_few_values(image, channel) for channel in range(image.num_channels)]
+    if all(values):
+        yield (
+            f"{path} holds the whole numbers {some(values[0])} alone, as a label map does; name the "
+            "scan itself"
+        )
+
+
+def _few_values(image: Image, channel: int) -> list[int]:
+    """Return the values in the middle of a channel, if they are a few whole numbers."""
+    found: set[float] = set()
+    for axis, size in enumerate(image.geometry.shape):
+        plane = image.read(image.planes(axis, slice(size // 2, size // 2 + 1)), channel)
+        found.update(np.unique(plane).tolist())
+        if len(found) > MAX_LABELS or not all(value.is_integer() for value in found):
+            return []
+    return sorted(map(int, found))
 
 
 def _weights(name: str, largest: float) -> str:

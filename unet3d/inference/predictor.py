@@ -17,7 +17,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.image import Box, Image
 from unet3d.images.scratch import Scratch
-from unet3d.inference.diagnosis import cause_of_non_finite
+from unet3d.inference.diagnosis import cause_of_non_finite, doubts
 from unet3d.inference.image_slab import Planes, SharedPlanes
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.inference.networks import Networks
@@ -98,6 +98,7 @@ class Predictor:
         """
         self._group = group or Group(Ranks())
         self._networks = networks
+        self._warns = placed is None  # a training has looked at its cases
         self._placed = placed or PlacedNetworks(
             networks, parallel, self._group, [settings.precision for settings in inference]
         )
@@ -227,6 +228,9 @@ class Predictor:
             found = PreparedImage(seen.cut(box), preprocessing)
         except VolumeError as error:
             raise VolumeError(f"{path}: {error}") from error
+        if self._warns:
+            for doubt in doubts(seen, found.shape, self._logits.sizes(found.shape)[0]):
+                logger.warning("%s", doubt)
         labels = LabelVolume(seen.geometry, box, preprocessing, scratch)
         results: list[LabelVolume | ProbabilityVolume] = [labels]
         if probabilities is not None:

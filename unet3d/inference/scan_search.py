@@ -19,10 +19,10 @@ from unet3d.images.files import (
     volume_stem,
 )
 from unet3d.inference.request import PredictionRequest
-from unet3d.inference.scans import Scan
+from unet3d.inference.scans import Scan, is_whole
 
 SUFFIX = "_seg.nii.gz"
-"""How the names of our segmentations end."""
+"""How the names of segmentations end that lie beside their scan."""
 
 CHANNEL = re.compile(r"(.+)_\d{4}")
 """How the file of one channel is named, without its ending."""
@@ -58,9 +58,11 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
         raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
     scans = []
     for case, images in groups.items():
-        name = (case.name if len(images) > 1 else volume_stem(images[0])) + SUFFIX
-        beside = images[0].with_name(name)
-        place = beside if output is None else output / name if is_folder else output
+        stem = case.name if len(images) > 1 else volume_stem(images[0])
+        if output is None or is_folder:
+            place = _place(stem, images[0].parent, output)
+        else:
+            place = output
         scans.append(Scan(images=images, output=place))
     _refuse_collisions(scans)
     to_segment, kept, faults = [], [], []
@@ -92,11 +94,24 @@ def refuse_missing(inputs: Sequence[Path]) -> None:
             _volumes_in(path)
 
 
+def _place(stem: str, folder: Path, output: Path | None) -> Path:
+    """Return where a segmentation goes: in another folder it has the name of the scan's case.
+
+    So it pairs with a label map by name; nnU-Net's number of the only channel is no part of it.
+    """
+    if output is None or os.path.realpath(output) == os.path.realpath(folder):
+        return (output or folder) / f"{stem}{SUFFIX}"
+    return output / f"{stem.removesuffix('_0000')}.nii.gz"
+
+
 def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
-    """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do."""
+    """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do.
+
+    Where a prediction goes on, results that are cut off do not count, and may be replaced.
+    """
     results = scan.results(request)
     existing = [path for path in results if os.path.lexists(path)]
-    if existing == results:
+    if existing == results and not (request.goes_on and not all(map(is_whole, results))):
         raise ResultExistsError(
             f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
         )

@@ -2,9 +2,10 @@
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,16 @@ from unet3d.images.labels import write_label
 from unet3d.images.scratch import Scratch
 from unet3d.inference.request import PredictionRequest
 from unet3d.inputs.ahead import ahead
+from unet3d.inputs.reading import open_regular, read_json
 from unet3d.memory.host import available_bytes
 
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 1 / 4
 """Of what is available, the part that a scan may take that is not needed yet."""
+
+PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+"""The last piece of every picture."""
 
 Stamps = list[tuple[int, int, int] | None]
 """Time, size and number of each file of a scan; None for one that is not there."""
@@ -68,6 +73,23 @@ class Scan:
             *[self.preview] * request.preview,
             *[self.probabilities] * request.probabilities,
         ]
+
+
+def is_whole(result: Path) -> bool:
+    """Return whether a result can be read to its end."""
+    with suppress(OSError, EOFError, ValueError, VolumeError):
+        if result.suffix == ".json":
+            read_json(result)
+        elif result.suffix == ".npy":
+            np.load(result, mmap_mode="r")
+        elif result.suffix == ".png":
+            with open_regular(result) as file:
+                file.seek(-len(PNG_END), os.SEEK_END)
+                return file.read() == PNG_END
+        else:
+            open_image([result]).load()
+        return True
+    return False
 
 
 def stamps(scan: Scan) -> Stamps:

@@ -118,6 +118,11 @@ def newest_run(
     It has come to its end, with all its folds, where only finished ones are asked for, and suits;
     the newest ones are asked first.
     """
+    return next(filter(suits, newest_runs(finished)), None)
+
+
+def newest_runs(finished: bool) -> list[RunFolder]:
+    """Return the runs below ``runs/``, or the finished ones; first what was written to last."""
     written = []
     for path in RUNS.iterdir() if RUNS.is_dir() else ():
         run = RunFolder(path)
@@ -126,8 +131,7 @@ def newest_run(
         times = [os.path.getmtime(file) for file in files if os.path.isfile(file)]
         if times:
             written.append((max(times), path.name, run))
-    newest_first = (run for _, _, run in sorted(written, key=lambda one: one[:2], reverse=True))
-    return next(filter(suits, newest_first), None)
+    return [run for _, _, run in sorted(written, key=lambda one: one[:2], reverse=True)]
 
 
 def dataset_of(run: RunFolder) -> str:
