@@ -70,8 +70,8 @@ def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
     values = [_few_values(image, channel) for channel in range(image.num_channels)]
     if all(values):
         yield (
-            f"{path} holds the whole numbers {some(values[0])} alone, as a label map does; name the "
-            "scan itself"
+            f"{path} holds the whole numbers {some(values[0])} alone, as a label map does; name "
+            "the scan itself"
         )
 
 
