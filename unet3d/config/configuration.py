@@ -20,15 +20,14 @@ from pydantic import ValidationError, model_validator
 from unet3d.config.explain import phrase_of, settings_of
 from unet3d.config.settings import (
     DataSettings,
-    FilePath,
     InferenceSettings,
     MemorySettings,
     ModelSettings,
     ParallelSettings,
     PatchSettings,
-    Section,
     TrainingSettings,
 )
+from unet3d.config.values import FilePath, Section
 from unet3d.errors import ConfigError, reason_of
 from unet3d.inputs.plain_data import explained, printable, shown
 from unet3d.inputs.reading import read_bytes

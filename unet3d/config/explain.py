@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from unet3d.config.settings import AUTO, AugmentationSettings
+from unet3d.config.settings import AugmentationSettings
+from unet3d.config.values import AUTO
 from unet3d.inputs.plain_data import printable, shown
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a name", Path: "a path"}
