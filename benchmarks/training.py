@@ -61,6 +61,7 @@ from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 from unet3d.planning.experiment import Experiment, open_dataset, plan_experiment
 from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training.context import RunContext
 from unet3d.training.cores import leave_cores
 from unet3d.training.loop import TrainingLoop
 from unet3d.training.waiting import DataClock
@@ -126,16 +127,15 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
     model = UNet3d(experiment.topology)
     to_parameter_dtype(model, precision)
     leave_cores(num_workers, dims.devices, 1)
-    return TrainingLoop(
+    context = RunContext(
         experiment=replace(experiment, config=config),
         executor=parallelize(model, Layout.of(config, dims, precision)),
         folder=RunFolder(folder),
-        precision=precision,
-        num_workers=num_workers,
-        prediction=None,
-        dims=dims,
         group=Group(Ranks()),
+        dims=dims,
+        precision=precision,
     )
+    return TrainingLoop(context, num_workers, prediction=None)
 
 
 def batch_on_host(experiment: Experiment) -> Batch:

@@ -256,6 +256,7 @@ def test_what_cannot_be_is_refused_in_words(folder, options, kind, words):
 def test_what_only_the_command_does_is_named(folder, monkeypatch):
     (folder / "runs/all").mkdir(parents=True)
     (folder / "runs/all/folds.json").write_text('{"folds": [0, 1]}')
+    (folder / "runs/all/config.yaml").touch()
     with pytest.raises(ConfigError, match="several folds; continue it with unet3d train --resume"):
         unet3d.train(output="runs/all", resume=True)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():

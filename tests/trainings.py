@@ -16,13 +16,16 @@ from torch._subclasses import FakeTensor
 from tests import warm
 from unet3d.config import load_config
 from unet3d.distributed.commands import import_variables
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
 from unet3d.images.labels import read_label
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import ParallelDims
 from unet3d.reports import figures
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.job import train
+from unet3d.training.plan import Plan
+from unet3d.training.start import Run, train_run
 
 SMALL = (
     "data.phantom_shape=24,24,24",
@@ -44,10 +47,12 @@ def settings(cache, *overrides):
     return load_config(None, [*SMALL, f"data.cache={cache}", *overrides])
 
 
-def run(config, folder, resume=False, pictures=False):
+def run(config, folder, resume=False, pictures=False, console=None):
     """Train in this process; without ``pictures`` their files are empty."""
+    plan = Plan(config=config, dims=ParallelDims.resolve(config.parallel)).placed()
+    wanted = Run(plan=plan, folder=RunFolder(folder), resume=resume)
     with nullcontext() if pictures else without_pictures():
-        return train(config, RunFolder(folder), resume, Console(quiet=True), quiet=True)
+        return train_run(wanted, Group(Ranks()), console or Console(quiet=True), console is None)
 
 
 @contextmanager

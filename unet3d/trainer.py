@@ -22,8 +22,9 @@ from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.runs.finding import checkpoint_in
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.cross_validation import request_over_folds
-from unet3d.training.start import RunRequest, choose_run, train_run
+from unet3d.training.folds import request_over_folds
+from unet3d.training.plan import Request
+from unet3d.training.start import choose_run, train_run
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def train(
         "training.init": None if init is None else checkpoint_in(Path(init)),
     }
     changes = {key: value for key, value in named.items() if value is not None}
-    request = RunRequest(
+    request = Request(
         config_path=None if config is None else Path(config),
         changes={
             **preset_changes([preset] if isinstance(preset, str) else preset),
@@ -140,7 +141,7 @@ def train(
     )
 
 
-def _train(request: RunRequest, ranks: Ranks) -> RunFolder:
+def _train(request: Request, ranks: Ranks) -> RunFolder:
     group = Group(ranks)
     run = choose_run(request, group)
     # Processes that are started write what is worth a line here; quiet ones only warn.

@@ -24,10 +24,7 @@ from tests.trainings import (
 )
 from unet3d.atomic import append, write_atomically
 from unet3d.config import load_config
-from unet3d.runs.run_folder import RunFolder
 from unet3d.training import start
-from unet3d.training.loop import TrainingResult
-from unet3d.training.state import TrainingState
 
 TRAINING = ("train", "data", *SMALL, "--output", "run")
 
@@ -148,40 +145,27 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch_unless_it_is_quiet():
     lines = [line for line in done.stderr.splitlines() if line.startswith("epoch ")]
     assert [line.split(":")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert "\x1b" not in done.stdout + done.stderr  # no colours in a log
-    assert done.stdout.splitlines()[-1].endswith("Checkpoints, metrics and pictures: run")
+    assert done.stdout.splitlines()[-1].endswith("unet3d report run")
     going_on = ["train", "--resume", "--output", "run", "--epochs", "4", "--quiet"]
     quiet = warm.run_call(without_drawing, going_on)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert json.loads(Path("run/summary.json").read_text())["epochs"] == 4
 
 
-@pytest.mark.parametrize(
-    ("last", "best", "pictures", "drawn", "words"),
-    [
-        (None, -1.0, (), "", "Mean Dice none yet. The"),
-        (
-            *(0.8, 0.8, ("worst.png",), " One of them, drawn: run/validation/worst.png."),
-            "Mean Dice 0.800, of the final network. The",
-        ),
-        (
-            *(0.7, 0.9, ("worst.png", "best.png")),
-            " The worst and the best of them, drawn: run/validation/worst.png and "
-            "run/validation/best.png.",
-            "network. That after epoch 3 has 0.900: checkpoint-best.pt. The",
-        ),
-    ],
-)
-def test_the_last_line(last, best, pictures, drawn, words, monkeypatch, capsys):
-    state = TrainingState(last_dice={"a": last}, best_dice=best, best_epoch=3)
-    result = TrainingResult(folder=RunFolder(Path("run")), state=state, final_dice=0.5, memory=None)
-    Path("run/validation").mkdir(parents=True)
-    for name in pictures:
-        Path("run/validation", name).touch()
-    monkeypatch.setattr(start, "start_training", lambda *_: result)
-    assert run("train") == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    scored = " validation cases as predict segments them: mean Dice 0.500, run/validation."
-    assert f"{words}{scored}{drawn} Checkpoints, metrics and pictures: run" in line
+def test_the_last_lines_are_the_dice_and_what_to_do_next(own_run, capsys):
+    summary = json.loads((own_run / "summary.json").read_text())
+    summary["final"] |= {"mean_dice": 0.5, "dice": {"left": 0.5, "right one": None}}
+    (own_run / "summary.json").write_text(json.dumps(summary))
+    assert run("train", "--resume", "--output", "run") == 0  # nothing is left to do
+    assert capsys.readouterr().out.splitlines() == [
+        "Dice of 1 validation case(s), segmented as predict does:",
+        "  mean       0.500",
+        "  left       0.500",
+        "  right one  none",
+        "The run: run",
+        "To segment scans: unet3d predict SCAN -c run",
+        "To see its curves and pictures: unet3d report run",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +197,7 @@ def test_a_training_on_every_case_has_no_validation(data, capsys, caplog):
     assert record["training"].keys() == cases
     assert (record["fold"], record["validation"]) == ("none", {})
     summary = json.loads((folder / "summary.json").read_text())
-    for key in ("best_dice", "best_epoch", "last_mean_dice", "final"):
+    for key in ("best_dice", "best_epoch", "final"):
         assert summary[key] is None
     assert not (folder / "checkpoint-best.pt").exists() and not (folder / "validation").exists()
     assert run("train", "--resume", "--output", "run", "--epochs", "3", "--quiet") == 0
@@ -245,16 +229,17 @@ def test_resume_takes_the_run_of_the_data_set_that_is_named(finished, data, caps
     other = write_msd(Path("other"), shape=(12, 14, 13))
     before = contents(Path("runs"))
     line = refusal(capsys, "train", other, "--resume", "--epochs", 2)
-    assert "no run in runs was made with " in line and "--output" in line
+    assert "no run to resume in runs that was made with " in line and "--output" in line
     line = refusal(capsys, "train", other, "--resume", "--epochs", 2, "--output", "runs/a")
     assert "3 case(s) with other contents (case_0, case_1, case_2)" in line
     assert contents(Path("runs")) == before
-    assert run("train", data, "--resume", "--epochs", 2, "--quiet") == 0
+    again = ("train", data, "--resume", "--epochs", 2, "--output", "runs/a")
+    assert run(*again, "--quiet") == 0  # the same data at another place
     assert json.loads(Path("runs/a/summary.json").read_text())["epochs"] == 2
     capsys.readouterr()
     assert run("train", data, "--resume") == 0  # which is finished
     shown = capsys.readouterr()
-    assert "Mean Dice" in shown.out and "runs/a" in shown.out
+    assert "Dice of 1 validation case(s)" in shown.out and "runs/a" in shown.out
 
 
 def test_an_output_folder_with_other_files_is_left_alone(data, capsys):
@@ -279,7 +264,7 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(monkeypatch, capsys, na
     actual = append, write_atomically
     for module in ("unet3d.runs.run_folder.append", "unet3d.training.metrics.append"):
         monkeypatch.setattr(module, full)
-    monkeypatch.setattr("unet3d.reports.format.write_atomically", full)
+    monkeypatch.setattr("unet3d.reports.figures.write_atomically", full)
     line = refusal(capsys, *TRAINING)
     place = "tensorboard" if name.startswith("events") else name
     assert line.startswith(f"Error: cannot write to run/{place}: No space left on device; make it")

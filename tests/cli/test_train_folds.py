@@ -14,7 +14,7 @@ from tests.command_line import names_in, refusal, wait_until
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.trainings import assert_same_weights, contents, without_drawing
 from unet3d.runs.finding import recorded_folds
-from unet3d.training import cross_validation
+from unet3d.training import folds
 
 CHANGES = (
     *("data.phantom_shape=16,16,16", "data.num_workers=0"),
@@ -50,15 +50,15 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
     # The summary is over the folds.
     each = [summary_of(top / name) for name in ("fold0", "fold2")]
     found = summary_of(top)
-    for key in ("last_mean_dice", "best_dice"):
-        values = [one[key] for one in each]
-        expected = {"mean": mean(values), "standard_deviation": stdev(values), "num_folds": 2}
-        assert found[key] == pytest.approx(expected)
+    values = [one["best_dice"] for one in each]
+    expected = {"mean": mean(values), "standard_deviation": stdev(values), "num_folds": 2}
+    assert found["best_dice"] == pytest.approx(expected)
     final = [one["final"]["mean_dice"] for one in each]
     assert found["final_mean_dice"]["mean"] == pytest.approx(mean(final))
-    assert found["last_dice"].keys() == each[0]["last_dice"].keys() != set()
-    for label, spread in found["last_dice"].items():
-        known = [one["last_dice"][label] for one in each if one["last_dice"][label] is not None]
+    dice = [one["final"]["dice"] for one in each]
+    assert found["final_dice"].keys() == dice[0].keys() != set()
+    for label, spread in found["final_dice"].items():
+        known = [one[label] for one in dice if one[label] is not None]
         assert spread["mean"] == (pytest.approx(mean(known)) if known else None)
         assert spread["num_folds"] == len(known)
     assert f"{mean(final):.3f}" in output
@@ -143,7 +143,7 @@ def test_folds_that_fail_are_named_and_there_is_no_summary(monkeypatch, capsys):
         asked.update({name: goes_on_after(name) for name in commands})
         return {"fold0": 1, "fold1": -signal.SIGKILL}
 
-    monkeypatch.setattr(cross_validation, "run_commands", fail)
+    monkeypatch.setattr(folds, "run_commands", fail)
     options = ("--folds", "all", "--output", "folds", "--quiet", "--devices", "cpu")
     assert refusal(capsys, "train", *SMALL, *options) == (
         "Error: 2 of 3 folds did not come to their end: fold0 failed, fold1 was killed by SIGKILL, "

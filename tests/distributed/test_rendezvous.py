@@ -11,7 +11,8 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import name_of_start
 from unet3d.errors import RankError
-from unet3d.training.start import RunRequest, choose_run
+from unet3d.training.plan import Request
+from unet3d.training.start import choose_run
 
 
 def start_all(store, num_ranks):
@@ -49,7 +50,7 @@ def test_restarted_ranks_continue_their_own_run_only(tmp_path, restart_count):
         store,
     )
     (tmp_path / "checkpoint-latest.pt").touch()  # of a run of somebody else
-    request = RunRequest(config_path=None, changes=(), output=tmp_path, resume=False)
+    request = Request(output=tmp_path)
     assert not choose_run(request, group).resume
     group.begin(str(tmp_path))
     assert choose_run(request, group).resume

@@ -1,28 +1,28 @@
 """Settings that are auto: what suits a CPU, and weights to begin with."""
 
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.config import Config, load_config
 from unet3d.config.configuration import commented_yaml
 from unet3d.parallel import Machine, ParallelDims
-from unet3d.planning.auto_settings import CPU_DEFAULTS, load_settings
+from unet3d.planning.auto_settings import CPU_DEFAULTS, suited_to
 from unet3d.planning.network_plan import plan_without_data
 
 VALUES = {key: value for default in CPU_DEFAULTS for key, value in default.values.items()}
 
 
-def dims_with(num_gpus: int) -> Callable[[ParallelSettings], ParallelDims]:
-    machine = Machine(num_gpus=num_gpus)
-    return lambda settings: ParallelDims.resolve(settings, machine)
+def suited(path: Path | None, changes: tuple[str, ...], num_gpus: int) -> tuple[Config, str | None]:
+    config = load_config(path, changes)
+    dims = ParallelDims.resolve(config.parallel, Machine(num_gpus=num_gpus))
+    return suited_to(config, dims.all_devices)
 
 
 def changed(*changes: str, num_gpus: int = 0, path: Path | None = None) -> dict[str, object]:
     """Return what differs from the same settings without the values for a CPU."""
-    config = load_settings(path, changes, dims_with(num_gpus), say=lambda line: None)
+    config, _ = suited(path, changes, num_gpus)
     plain = load_config(path, changes)
     keys = tuple(VALUES)
     before = {key: attrgetter(key)(plain) for key in keys}
@@ -52,12 +52,12 @@ def test_defaults_that_are_written_down_are_defaults(changes, num_gpus, tmp_path
     full, empty = tmp_path / "full.yaml", tmp_path / "empty.yaml"
     full.write_text(commented_yaml(Config()))
     empty.touch()
-    without = load_settings(None, changes, dims_with(num_gpus))
+    without, _ = suited(None, changes, num_gpus)
     for path in (full, empty):
-        assert load_settings(path, changes, dims_with(num_gpus)) == without
+        assert suited(path, changes, num_gpus)[0] == without
     # What a run writes down is obeyed, whatever it is.
     empty.write_text(without.to_yaml())
-    assert load_settings(empty, (), dims_with(0)) == without
+    assert suited(empty, (), 0)[0] == without
 
 
 @pytest.mark.parametrize(
@@ -79,23 +79,19 @@ def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change, kept):
 
 
 def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes():
-    config = load_settings(None, ["data.phantom_shape=128,128,128"], dims_with(0))
+    config, _ = suited(None, ("data.phantom_shape=128,128,128",), 0)
     network = plan_without_data(config)
     assert (network.size, network.batch_size) == ((64, 64, 64), 2)
 
 
 def test_one_line_says_what_was_taken():
-    lines: list[str] = []
-    load_settings(None, ["training.epochs=3"], dims_with(0), say=lines.append)
-    (line,) = lines
+    _, line = suited(None, ("training.epochs=3",), 0)
     assert (
         line == "for a CPU: model.base_channels=8 instead of 32, patches.memory_gib=1.1 instead of "
         "10.0, training.steps_per_epoch=25 instead of 250 and 3 more; what you set yourself stands"
     )
-    everything = [f"{key}={value}" for key, value in VALUES.items()]
-    load_settings(None, everything, dims_with(0), say=lines.append)
-    load_settings(None, [], dims_with(1), say=lines.append)
-    assert len(lines) == 1
+    everything = tuple(f"{key}={value}" for key, value in VALUES.items())
+    assert suited(None, everything, 0)[1] is suited(None, (), 1)[1] is None
 
 
 def test_weights_to_begin_with_bring_their_network_and_take_a_tenth_of_the_rate():

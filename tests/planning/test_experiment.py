@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from tests.images.samples import write_json, write_msd, write_nnunet, write_volume
+from tests.trainings import run
 from unet3d.config import Config, load_config
 from unet3d.datasets.dataset import Finding, load_dataset
 from unet3d.errors import ConfigError, DatasetError, DeviceError
@@ -18,8 +18,6 @@ from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.planning import experiment
 from unet3d.planning.experiment import plan_experiment, report_findings
 from unet3d.preparation.check import examine
-from unet3d.runs.run_folder import RunFolder
-from unet3d.training.job import train
 
 
 def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
@@ -179,7 +177,7 @@ def test_training_refuses_with_the_words_of_the_checks(tmp_path):
 
 
 def assert_trains(folder: Path, config: Config, classes: set[str]) -> None:
-    train(config, RunFolder(folder / "run"), False, Console(quiet=True), quiet=True)
+    run(config, folder / "run")
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert set(summary["dice"]) == classes
     assert 0 <= summary["best_dice"] <= 1

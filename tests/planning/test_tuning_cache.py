@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
+from tests import trainings
 from tests.command_line import run
 from unet3d.config import Config, load_config
 from unet3d.model import UNet3d
@@ -21,8 +21,6 @@ from unet3d.planning.tuning_cache import (
     resolve_auto,
 )
 from unet3d.records import remember
-from unet3d.runs.run_folder import RunFolder
-from unet3d.training.job import train
 
 CPU = torch.device("cpu")
 CHOICE = TunedConfig(
@@ -183,7 +181,7 @@ def test_training_takes_the_choice_and_records_it(tmp_path, caplog):
     config, here = settings(cache), step(cache)
     remember_tuned(config, here, CHOICE)
     with caplog.at_level("INFO"):
-        train(config, RunFolder(folder), False, Console(quiet=True), quiet=True)
+        trainings.run(config, folder)
     stages = stages_of(folder)
     assert [len(blocks) for blocks in stages] == [3, len(UNet3d(here.topology).blocks()) - 3]
     assert caplog.text.count("what plan --measure measured") == 1

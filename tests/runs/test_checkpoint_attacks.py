@@ -66,7 +66,7 @@ def content_of(optimizer="adamw"):
                 "seconds": 1.25,
                 "total_seconds": 60.0,
                 "best_dice": 0.75,
-                "last_dice": {"organ": 0.75, "lésion": None},
+                "best_labels": {"organ": 0.75, "lésion": None},
             },
             "random": torch.get_rng_state(),
             "optimizer": stepped(model, config.training).optimizer.state_dict(),

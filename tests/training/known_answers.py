@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from tests.networks import random_checkpoint
 from unet3d.config import load_config
+from unet3d.interruption import InterruptionRequest
 from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.training.cases import CaseRanks, Watcher
 from unet3d.training.validation import Validator
 
 NAMES = ("background", "liver", "tumour", "absent")
@@ -77,7 +79,13 @@ def validator(cases, group, num_shards=1, executor=None, window="4,4,4", ignore_
         patch_size=known.patch_size,
         validation=tuple(cases),
     )
-    return Validator(experiment, executor or Reader(), group, num_shards)
+    context = SimpleNamespace(experiment=experiment, executor=executor or Reader())
+    return Validator(context, CaseRanks.of(group, num_shards))
+
+
+def watcher(interruption=None, progress=lambda *_: None):
+    request = interruption or InterruptionRequest()
+    return Watcher(num_steps=10, interruption=request, progress=progress)
 
 
 def expected(cases):
@@ -109,7 +117,6 @@ def loss_of(case):
 
 def assert_right(found, cases):
     wanted = expected(cases)
-    assert found.stop == 0
     assert set(found.dice) == set(NAMES[1:])
     for name, value in wanted.items():
         assert found.dice[name] == (None if value is None else pytest.approx(value, rel=1e-6))

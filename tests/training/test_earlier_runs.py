@@ -1,20 +1,15 @@
-"""Which run is continued, and with which settings."""
+"""Which run is continued."""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.images.samples import write_msd
-from tests.networks import write_checkpoint
-from unet3d.config import Config, load_config
-from unet3d.datasets.dataset import load_dataset
-from unet3d.errors import CheckpointError, ConfigError, DatasetError
-from unet3d.preparation.cache import Cache
-from unet3d.runs.case_split import CaseSplit
+from unet3d.config import Config
+from unet3d.errors import ConfigError
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.earlier_runs import recorded_settings, run_to_resume
+from unet3d.training.earlier_runs import run_to_resume
+from unet3d.training.plan import Request
 
 
 @pytest.fixture(autouse=True)
@@ -23,82 +18,46 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def begun_run(name, seconds, dataset, with_record=True):
+def begun_run(name, seconds, dataset, is_saved=True):
     """Make a run as far as it is looked at to choose it."""
     run = RunFolder(Path("runs") / name)
     run.path.mkdir(parents=True)
-    config = Config() if dataset is None else load_config(None, [f"data.dataset={dataset}"])
-    run.write_config(config)
-    if with_record:
-        cases = () if dataset is None else load_dataset(dataset).cases
-        split = CaseSplit.of(cases[:-1], cases[-1:], Cache(Path("cache")))
-        run.write_data({"dataset": None if dataset is None else str(dataset), **asdict(split)})
-    run.latest.touch()
-    os.utime(run.latest, (seconds, seconds))
+    run.write_config(Config())
+    run.write_data({"dataset": None if dataset is None else str(dataset)})
+    if is_saved:
+        run.latest.touch()
+    for file in run.path.iterdir():
+        os.utime(file, (seconds, seconds))
     return run.path
 
 
-def test_the_newest_run_of_a_data_set_is_found_wherever_that_is_now(here):
-    for number, name in enumerate(("a", "b", "c", "d")):
-        write_msd(here / name, shape=(8, 8, 8 + number))
+def chosen(dataset=None, output=None, **options):
+    changes = {} if dataset is None else {"data.dataset": dataset}
+    return run_to_resume(Request(changes=changes, output=output), **options).path
+
+
+def test_the_newest_run_of_a_data_set_is_found(here):
+    for name in ("a", "b"):
+        (here / name).mkdir()
+        (here / name / "dataset.json").touch()
     begun_run("old-a", 100, here / "a")
-    new_a = begun_run("new-a", 200, here / "a")
+    new_a = begun_run("new-a", 200, here / "a" / "dataset.json")
     b = begun_run("b", 300, here / "b")
-    phantom = begun_run("phantom", 400, None)
-    old_c = begun_run("c", 250, here / "c", with_record=False)
-    cache = Path("cache")
-    assert run_to_resume(None).path == phantom
-    assert run_to_resume(None, here / "a", cache).path == new_a
-    assert run_to_resume(None, here / "a" / "dataset.json", cache).path == new_a
-    assert run_to_resume(None, Path("b"), cache).path == b
-    assert run_to_resume(None, here / "c", cache).path == old_c
-    (here / "a").rename(here / "moved")
-    assert run_to_resume(None, here / "moved", cache).path == new_a
-    with pytest.raises(ConfigError, match="no run in runs was made with .*d; name one with --out"):
-        run_to_resume(None, here / "d", cache)
-    with pytest.raises(DatasetError, match="there is no data set at"):
-        run_to_resume(None, here / "nowhere", cache)
-    assert run_to_resume(b, here / "d", cache).path == b  # the folder is named
-
-
-def test_a_damaged_record_makes_no_run_of_the_data_set(here):
-    write_msd(here / "a")
-    path = begun_run("run", 100, None)
-    for record in (
-        *("", "[]", "{}", '{"unet3d": "1", "dataset": 7}'),
-        '{"unet3d": "1", "training": {"a": 1}}',
-    ):
-        (path / "data.json").write_text(record)
-        with pytest.raises(ConfigError, match="no run in runs was made with"):
-            run_to_resume(None, here / "a", Cache(Path("cache")))
+    killed = begun_run("killed before its first checkpoint", 500, None, is_saved=False)
+    begun_run("phantom", 400, None)
+    assert chosen() == killed
+    assert chosen(here / "a") == chosen(here / "a" / "dataset.json") == new_a
+    assert chosen(Path("b")) == b
+    assert chosen(here / "a", output=b) == b  # the folder is named
+    (b / "folds.json").write_text('{"folds": [0]}')
+    assert chosen(over_folds=True) == b
 
 
 def test_without_any_run_it_is_said(here):
-    for arguments in ((None,), (None, here), (Path("x"),)):
-        with pytest.raises(ConfigError, match=r"there is no run to resume in (runs|x); start one"):
-            run_to_resume(*arguments)
-
-
-@pytest.mark.parametrize("damage", [b"\0" * 9, b"\xff\xfe", b"", b"data: [", "half", None])
-def test_settings_are_taken_from_the_checkpoint_where_their_file_is_damaged(here, damage, caplog):
-    run = RunFolder(here / "run")
-    write_checkpoint(run.latest)
-    run.write_config(load_config(None, ["training.epochs=7"]))
-    with recorded_settings(run) as path:
-        assert load_config(path).training.epochs == 7
-    assert not caplog.records
-    text = run.config.read_bytes()
-    run.config.unlink()
-    if damage is not None:
-        run.config.write_bytes(text[: text.index(b"parallel:")] if damage == "half" else damage)
-    with recorded_settings(run) as path:
-        assert load_config(path).training.epochs == 250
-    (warning,) = caplog.messages
-    assert "run/config.yaml is damaged (" in warning and "checkpoint-latest.pt are used" in warning
-    run.config.write_bytes(text.replace(b"epochs: 7", b"epochs: many"))  # somebody wrote it wrong
-    with pytest.raises(ConfigError, match="training.epochs is 'many'"), recorded_settings(run):
-        pass
-    run.config.write_bytes(b"")
-    run.latest.write_bytes(b"damaged too")
-    with pytest.raises(CheckpointError), recorded_settings(run):
-        pass
+    for options, words in (
+        ({}, "in runs"),
+        ({"dataset": here}, f"in runs that was made with {here}"),
+        ({"output": Path("x")}, "in x"),
+    ):
+        with pytest.raises(ConfigError, match=f"there is no run to resume {words}; name one with"):
+            chosen(**options)

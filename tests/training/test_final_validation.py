@@ -15,7 +15,7 @@ from tests.command_line import run as run_command
 from tests.images.samples import write_volume
 from tests.rank_threads import in_threads
 from tests.reports.records import assert_is_picture
-from tests.training.known_answers import Reader, checkpoint
+from tests.training.known_answers import Reader, checkpoint, watcher
 from tests.trainings import assert_same_weights, run, settings, without_pictures
 from unet3d.config import load_config
 from unet3d.datasets.dataset import Case
@@ -30,7 +30,9 @@ from unet3d.planning.experiment import open_dataset
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import final_validation
+from unet3d.training.cases import CaseRanks, Stopped
 from unet3d.training.component_choice import Choice
+from unet3d.training.context import RunContext
 from unet3d.training.final_validation import FinalValidation
 
 CPU = torch.device("cpu")
@@ -96,8 +98,8 @@ def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
 ):
     before = record_of(finished)
     (folder / "validation/stale_seg.nii.gz").write_bytes(b"")
-    result = run(of_two_folds(cache), folder, resume=True)
-    assert record_of(folder) == before and result.final_dice == before["mean_dice"]
+    run(of_two_folds(cache), folder, resume=True)
+    assert record_of(folder) == before
     assert not (folder / "validation/stale_seg.nii.gz").exists()
     assert_same_weights(folder, finished)
 
@@ -151,7 +153,7 @@ def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
         return found
 
     chosen = (Choice(rule=(1,), dice_before=0.25, dice_after=0.5),)
-    monkeypatch.setattr(final_validation, "choose_components", lambda *_: (chosen, 0))
+    monkeypatch.setattr(final_validation, "choose_components", lambda *_: chosen)
     run(of_two_folds(cache), folder, resume=True)
     assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ((1,),)
     assert load_checkpoint(folder / "checkpoint-best.pt").postprocessing == ()
@@ -171,7 +173,7 @@ def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
     assert any(not np.array_equal(kept[name], everything[name]) for name in kept)
 
     # A network that is trained on has none until it is decided again.
-    monkeypatch.setattr(final_validation, "choose_components", lambda *_: ((), 0))
+    monkeypatch.setattr(final_validation, "choose_components", lambda *_: ())
     run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
     assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ()
 
@@ -212,11 +214,16 @@ def validate(cases, folder, *changes, group=None, request=None):
         validation_files=tuple(cases),
         split=SimpleNamespace(training={"other": ""}, validation={case.name: "" for case in cases}),
     )
-    dims = ParallelDims(mode="data", replicas=((CPU,),) * group.size, num_replicas=group.size)
-    validation = FinalValidation(
-        experiment=experiment, executor=executor, folder=RunFolder(folder), dims=dims, group=group
+    context = RunContext(
+        experiment=experiment,
+        executor=executor,
+        folder=RunFolder(folder),
+        group=group,
+        dims=ParallelDims(mode="data", replicas=((CPU,),) * group.size, num_replicas=group.size),
+        precision="float32",
     )
-    return validation.run(known, 10, request or InterruptionRequest()), executor
+    validation = FinalValidation(context, CaseRanks(group=group))
+    return validation.run(known, watcher(request)), executor
 
 
 NOT_KEPT = "inference.postprocessing=false"
@@ -242,9 +249,9 @@ def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
         answer = nib.load(case.images[0]).get_fdata()
         assert found.shape == shape and np.array_equal(found, answer)
     for result, _ in results:
-        assert result.rules == () and record["postprocessing"] == []
-        assert result.mean_dice == record["mean_dice"]
-        assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)
+        assert result.choices == () and record["postprocessing"] == []
+        assert result.evaluation.mean_dice == record["mean_dice"]
+        assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, record["mean_dice"])
     windows = [executor.num_windows for _, executor in results]
     assert all(windows[:num_busy]) and not any(windows[num_busy:])
 
@@ -281,8 +288,7 @@ def test_small_components_are_removed_where_that_helps(tmp_path, empty):
         wanted[f"{name}_seg.nii.gz"] = label
     with without_pictures():
         results = in_threads(5, lambda group: validate(cases, empty, group=group))
-    assert {result.rules for result, _ in results} == {((1,),)}
-    assert {result.mean_dice for result, _ in results} == {1.0}
+    assert {result.evaluation.mean_dice for result, _ in results} == {1.0}
     record = record_of(empty)
     assert record["cases"][-1]["case"] == "case_3" and len(record["cases"]) == 4
     (choice,) = record["postprocessing"]
@@ -302,16 +308,19 @@ def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(cases, empty):
     told = InterruptionRequest()
     told.signal_number = 15
     requests = [InterruptionRequest(), told]
-    results = in_threads(
-        2, lambda group: validate(cases, empty, group=group, request=requests[group.ranks.rank])
-    )
-    assert [result.stop for result, _ in results] == [15, 15]
+
+    def stopped(group):
+        with pytest.raises(Stopped) as stop:
+            validate(cases, empty, group=group, request=requests[group.ranks.rank])
+        return stop.value.signal_number
+
+    assert in_threads(2, stopped) == [15, 15]
     assert not list(empty.iterdir())
 
 
 def test_a_case_that_is_gone_is_named_and_without_any_there_is_nothing(cases, empty):
     result, executor = validate((), empty)
-    assert (result.mean_dice, result.to_dict(), executor.num_windows) == (None, None, 0)
+    assert (result, executor.num_windows) == (None, 0)
     assert not list(empty.iterdir())
     cases[2].images[0].unlink()
     with pytest.raises(VolumeError, match=r"images/2\.nii\.gz"):

@@ -18,8 +18,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import Topology, UNet3d, plan_topology
-from unet3d.parallel import Machine, ParallelDims
-from unet3d.planning.auto_settings import load_settings
+from unet3d.planning.auto_settings import suited_to
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
@@ -30,6 +29,7 @@ assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 STEM, HEADS = "encoder.levels.0.0.", "decoder.heads."
 OLD = ("liver", "tumour")
+GPU = torch.device("cuda", 0)
 
 DEEP = Topology(
     in_channels=2,
@@ -185,8 +185,7 @@ def test_another_network_is_refused(file):
 
 
 def resolved(file, *changes, path=None):
-    dims_of = partial(ParallelDims.resolve, machine=Machine(num_gpus=1))
-    config = load_settings(path, [f"training.init={file}", *changes], dims_of)
+    config, _ = suited_to(load_config(path, [f"training.init={file}", *changes]), [GPU])
     return settings_of_init(config)
 
 

@@ -44,14 +44,6 @@ def state_of(folder):
     return state["epoch"], state["step"]
 
 
-def test_ranks_that_nobody_has_started_are_missed(cache, tmp_path):
-    config = settings(cache, "parallel.mode=data", "parallel.devices=cpu,cpu")
-    words = "parallel.mode data on 2 devices is 2 processes, but this is 1; start them with "
-    with pytest.raises(ConfigError, match=words):
-        run(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_folder_holds_what_is_promised(finished):
     assert {path.name for path in finished.iterdir()} == {
         "data.json",
@@ -79,7 +71,6 @@ def test_a_run_folder_holds_what_is_promised(finished):
     assert summary["best_dice"] == best["mean_dice"]
     assert summary["best_epoch"] == best["epoch"]
     assert summary["dice"] == best["dice"]
-    assert summary["last_dice"] == lines[-1]["dice"]
     training = sum(line["seconds"] for line in lines)
     validation = sum(line.get("validation_seconds", 0) for line in lines)
     assert summary["training_seconds"] == pytest.approx(training)
@@ -138,10 +129,8 @@ def test_the_cut_is_balanced_where_it_is_not_named(cache, tmp_path, caplog):
     with caplog.at_level("INFO"):
         run(settings(cache, *changes), tmp_path / "balanced")
     assert "balanced by time: cut before" in caplog.text
-    assert "memory.offload" not in caplog.text
-    changes = (*changes, "parallel.cuts=2", "memory.offload=skips")
+    changes = (*changes, "parallel.cuts=2")
     run(settings(cache, *changes), tmp_path / "named")
-    assert "memory.offload=skips does nothing here: a CPU's memory is the host's" in caplog.text
     record = json.loads((tmp_path / "named" / "memory.json").read_text())
     assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
 

@@ -2,7 +2,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from unet3d.parallel import ParallelDims
-from unet3d.training.final_result import FinalResult
 from unet3d.training.metrics import ScalarFile, epoch_metrics, run_summary
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
@@ -54,21 +53,18 @@ def test_tensorboard_gets_what_is_known(tmp_path):
     }
 
 
-def test_the_summary_tells_the_best_validation_from_the_last():
-    state = TrainingState().next_epoch({"a": 0.75, "b": 0.25}, 4.0)
-    state.note_dice(0.5)
+def test_the_summary_is_of_the_best_validation_and_of_all_seconds():
+    state = TrainingState().next_epoch(4.0)
+    state.note_dice({"a": 0.75, "b": 0.25}, 0.5)
     state.seconds, state.waited_seconds = 10.0, 4.0
-    state = state.next_epoch({"a": 0.5, "b": 0.25}, 2.0)
-    state.note_dice(0.375)
+    state = state.next_epoch(2.0)
+    state.note_dice({"a": 0.5, "b": 0.25}, 0.375)
     cpu = torch.device("cpu")
     dims = ParallelDims(mode="spatial", replicas=((cpu,) * 3,) * 2, num_replicas=2, num_shards=3)
-    final = FinalResult(evaluation=None)
-    summary = run_summary(state, dims=dims, devices=["cpu"] * 6, precision="float32", final=final)
+    summary = run_summary(state, dims=dims, devices=["cpu"] * 6, precision="float32", final=None)
     assert summary["final"] is None
     assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["spatial", 2, 3]
     assert (summary["best_dice"], summary["best_epoch"]) == (0.5, 1)
-    assert summary["last_mean_dice"] == 0.375
     assert summary["dice"] == {"a": 0.75, "b": 0.25}
-    assert summary["last_dice"] == {"a": 0.5, "b": 0.25}
     keys = ("seconds", "training_seconds", "validation_seconds", "waited_seconds")
     assert [summary[key] for key in keys] == [16.0, 10.0, 6.0, 4.0]

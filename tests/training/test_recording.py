@@ -1,5 +1,6 @@
 """Who writes what a run tells of itself, and when; what is in it, ``test_job`` sees."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.parallel import ParallelDims
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import recording
-from unet3d.training.final_result import FinalResult
+from unet3d.training.context import RunContext
 from unet3d.training.metrics import epoch_metrics
 from unet3d.training.recording import RunRecorder
 from unet3d.training.state import TrainingState
@@ -27,17 +28,16 @@ def _record_of_no_data(monkeypatch):
     monkeypatch.setattr(recording, "data_record", lambda experiment: {})
 
 
-def recorder(group, folder):
-    experiment = SimpleNamespace(config=Config())
-    executor = SimpleNamespace(slots=[SimpleNamespace(device=torch.device("cpu"))])
-    return RunRecorder(
-        experiment=experiment,
-        executor=executor,
+def recorder(group, folder, devices=(CPU,)):
+    context = RunContext(
+        experiment=SimpleNamespace(config=Config()),
+        executor=SimpleNamespace(slots=[SimpleNamespace(device=device) for device in devices]),
         folder=RunFolder(folder),
-        precision="float32",
-        dims=ParallelDims(mode="data", replicas=((CPU,),) * group.size, num_replicas=group.size),
         group=group,
+        dims=ParallelDims(mode="data", replicas=((CPU,),) * group.size, num_replicas=group.size),
+        precision="float32",
     )
+    return RunRecorder(context)
 
 
 def test_only_the_first_rank_writes(tmp_path):
@@ -48,7 +48,7 @@ def test_only_the_first_rank_writes(tmp_path):
         one.begin()
         one.write_epoch(METRICS)
         one.draw_progress(is_due=False)
-        one.write_summary(TrainingState(), FinalResult(evaluation=None))
+        one.write_summary(TrainingState(), None)
 
     in_threads(2, record)
     assert {path.name for path in (tmp_path / "0").iterdir()} == FILES
@@ -88,3 +88,16 @@ def test_the_first_epoch_is_drawn_and_then_no_more_than_one_a_minute(tmp_path, m
     one.draw_progress(is_due=True)
     one.draw_progress(is_due=False)
     assert drawn[3:] == [(1160, "mine/fold0: fold 0 of phantom")]
+
+
+def test_what_captured_steps_reserve_later_is_written_down(tmp_path, monkeypatch):
+    reserved = {torch.device("cuda", 0): 500, torch.device("cuda", 1): 100}
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved.get(device, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    one = recorder(Group(Ranks()), tmp_path, (torch.device("cuda", 2), *reserved))
+    one.update_reserved()
+    assert not (tmp_path / "memory.json").exists()
+    one.memory = {"slots": [{"measured": {"reserved_bytes": 300}} for _ in range(3)]}
+    one.update_reserved()
+    record = json.loads((tmp_path / "memory.json").read_text())
+    assert [slot["measured"]["reserved_bytes"] for slot in record["slots"]] == [300, 500, 300]

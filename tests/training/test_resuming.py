@@ -134,25 +134,6 @@ def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(place, change, 
     assert len(taken) == num_steps
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_a_warning(place, caplog):
-    path = place / "run/checkpoint-latest.pt"
-    content = torch.load(path, weights_only=True)
-    del content["split"]
-    for name in ("best_epoch", "best_labels", "validation_seconds", "last_validation_seconds"):
-        del content["training"]["state"][name]
-    torch.save(content, path)
-    (place / "run/data.json").unlink()
-    assert "data.fold changed" in refusal(place, "data.fold=1")
-    caplog.clear()
-    resume(place)
-    (warning,) = (one.message for one in caplog.records if one.levelno == logging.WARNING)
-    assert "before runs recorded their cases" in warning
-    assert (place / "run/data.json").is_file()
-    caplog.clear()
-    resume(place, "training.epochs=3")
-    assert "recorded" not in caplog.text
-
-
 def test_a_change_that_fails_in_the_first_step_leaves_all_as_it_was(place):
     def fail(number):
         raise ConfigError("no memory for a batch of 8")

@@ -1,6 +1,5 @@
 """Which run is meant, and that all ranks mean the same one."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,10 @@ from unet3d.config import Config, load_config, parsed_changes
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
-from unet3d.training import start
-from unet3d.training.start import (
-    RunRequest,
-    choose_mode,
-    choose_run,
-    forgotten_modes,
-    without_stale_cuts,
-)
+from unet3d.parallel import ParallelDims
+from unet3d.training import plan as planning
+from unet3d.training.plan import Plan, Request
+from unet3d.training.start import choose_run
 
 ALONE = Group(Ranks())
 CHANGES = (
@@ -29,14 +24,13 @@ CHANGES = (
 
 
 def request(changes=CHANGES, **others):
-    usual = RunRequest(config_path=None, changes={}, output=None, resume=False)
-    return replace(usual, changes=parsed_changes(changes), **others)
+    return Request(changes=parsed_changes(changes), **others)
 
 
 def begin(run):
     """Leave what a run has on the disk after its first epoch."""
     run.folder.create()
-    run.folder.write_config(run.config)
+    run.folder.write_config(run.plan.config)
     run.folder.latest.touch()
 
 
@@ -57,15 +51,15 @@ def planned(monkeypatch):
         settings = config.parallel.model_copy(update={"mode": mode, "replicas": count})
         return settings, "parallel: as planned"
 
-    monkeypatch.setattr(start, "plan_without_data", lambda config, num_replicas: None)
-    monkeypatch.setattr(start, "planned_mode", plan)
+    monkeypatch.setattr(planning, "plan_without_data", lambda config, num_replicas: None)
+    monkeypatch.setattr(planning, "choose_mode", plan)
     return told
 
 
 def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch):
     run = choose_run(request(), ALONE)
-    assert run.config.data.dataset == Path("some/where").absolute()
-    assert run.config.patches.size == (16, 16, 24)
+    assert run.plan.config.data.dataset == Path("some/where").absolute()
+    assert run.plan.config.patches.size == (16, 16, 24)
     assert run.folder.path.parent == Path("runs") and not run.resume
     assert run.folder.path.name.startswith("where-fold0-")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
@@ -81,12 +75,12 @@ def test_all_ranks_get_the_run_of_the_first(here):
         return choose_run(request(changes=own, output=here / str(group.ranks.rank)), group)
 
     first, second = in_threads(2, choose)
-    assert first.config == second.config
+    assert first.plan.config == second.plan.config
     assert first.folder.path == second.folder.path == here / "0"
-    assert isinstance(second.config, Config)
-    assert second.config.training.learning_rate == 3e-05
-    assert second.config.parallel.mode == "data"  # of several ranks, where no mode is named
-    assert second.config.data.dataset == Path("some/where").absolute()
+    assert isinstance(second.plan.config, Config)
+    assert second.plan.config.training.learning_rate == 3e-05
+    assert second.plan.config.parallel.mode == "data"  # of several ranks, where no mode is named
+    assert second.plan.config.data.dataset == Path("some/where").absolute()
 
 
 def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here):
@@ -97,7 +91,12 @@ def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here):
     changes = ("training.epochs=7",)
     run = choose_run(request(changes=changes, output=here / "run", resume=True), ALONE)
     assert run.resume and run.folder.path == here / "run"
-    assert run.config == started.config.with_values({"training.epochs": 7})
+    assert run.plan.config == started.plan.config.with_values({"training.epochs": 7})
+
+
+def placed(config, ranks):
+    dims = ParallelDims.resolve(config.parallel, ranks=ranks)
+    return Plan(config=config, dims=dims).placed(ranks)
 
 
 @pytest.mark.parametrize(
@@ -114,20 +113,21 @@ def test_what_is_not_open_is_not_planned(changes, num_ranks, mode, planned):
     config = load_config(None, changes)
     names = config.parallel.devices or ("cpu",) * num_ranks
     config = config.with_values({"parallel.devices": list(names)})
-    chosen = choose_mode(config, place(num_ranks - 1, num_ranks))
-    assert chosen == config.with_values({"parallel.mode": mode})
+    chosen = placed(config, place(num_ranks - 1, num_ranks))
+    assert chosen.config == config.with_values({"parallel.mode": mode})
     assert not planned
 
 
-def test_auto_becomes_what_is_planned(planned, caplog):
-    caplog.set_level("INFO", logger="unet3d")
+def test_auto_becomes_what_is_planned(planned):
     for mode, num_ranks in (("auto", 1), ("auto", 4), ("none", 4)):  # as one process recorded it
         config = load_config(None, [f"parallel.mode={mode}", "parallel.devices=cpu,cpu,cpu,cpu"])
         ranks = place(0, num_ranks)
-        chosen = choose_mode(config, ranks)
-        assert chosen == config.with_values({"parallel.mode": "spatial", "parallel.replicas": 2})
+        chosen = placed(config, ranks)
+        spatial = {"parallel.mode": "spatial", "parallel.replicas": 2}
+        assert chosen.config == config.with_values(spatial)
+        assert (chosen.dims.mode, chosen.dims.num_shards) == ("spatial", 2)
         assert planned.pop() == (ranks if num_ranks > 1 else None)
-        assert caplog.messages.pop() == "parallel: as planned"
+        assert chosen.notes == ("parallel: as planned",)
 
 
 MODEL = ("parallel.mode=model", "parallel.devices=cpu,cpu")
@@ -141,7 +141,9 @@ SPATIAL = ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "paralle
         ((), ("parallel.devices=cpu,cpu,cpu,cpu",), "spatial"),
         (DATA, ("parallel.devices=cpu",), "none"),
         ((*MODEL, "parallel.cuts=3"), ("parallel.devices=cpu",), "none"),
-        (MODEL, ("parallel.devices=cpu,cpu,cpu",), "model"),
+        (MODEL, ("parallel.devices=cpu,cpu",), "model"),
+        (MODEL, ("parallel.devices=cpu,cpu,cpu",), "data"),
+        (MODEL, ("training.epochs=3",), "model"),
         (SPATIAL, ("parallel.mode=data",), "data"),
         (DATA, ("parallel.mode=spatial",), "spatial"),
     ],
@@ -150,52 +152,34 @@ SPATIAL = ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "paralle
 def test_a_run_goes_on_in_a_mode_that_suits_the_devices(here, started, changes, mode):
     begin(choose_run(request(changes=(*CHANGES, *started), output=here / "run"), ALONE))
     run = choose_run(request(changes=changes, output=here / "run", resume=True), ALONE)
-    assert run.config.parallel.mode == mode
+    assert run.plan.config.parallel.mode == mode
 
 
 def test_settings_that_are_auto_suit_a_cpu(here, caplog):
     caplog.set_level("INFO", "unet3d")
     started = choose_run(request(changes=("parallel.devices=cpu", "training.epochs=7")), ALONE)
-    assert started.config.model.base_channels == 8
-    assert started.config.training.epochs == 7
+    assert started.plan.config.model.base_channels == 8
+    assert started.plan.config.training.epochs == 7
     assert "for a CPU: model.base_channels=8 instead of 32" in caplog.text
     begin(started)
     caplog.clear()
     # A run goes on as it was begun.
     again = choose_run(request(changes=(), output=started.folder.path, resume=True), ALONE)
-    assert again.config == started.config
+    assert again.plan.config == started.plan.config
     assert "for a CPU" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("change", "cuts"),
-    [
-        ({"training.epochs": 9}, (3,)),
-        ({"parallel.cuts": [5], "parallel.devices": ["cpu", "cpu"]}, (5,)),
-        ({"parallel.cuts": "time"}, "time"),
-        ({"parallel.devices": ["cpu", "cpu", "cpu"]}, "auto"),
-    ],
-    ids=str,
-)
-def test_recorded_cuts_give_way_to_another_placement(change, cuts):
-    placed = ("parallel.mode=model", "parallel.devices=cpu,cpu", "parallel.cuts=3")
-    recorded = load_config(None, placed)
-    assert without_stale_cuts(recorded.with_values(change), recorded).parallel.cuts == cuts
+def test_a_file_changes_what_it_names_of_a_run_that_goes_on(here):
+    begin(choose_run(request(output=here / "run"), ALONE))
+    (here / "more.yaml").write_text("training: {epochs: 9}")
+    more = request(config_path=here / "more.yaml", changes=(), output=here / "run", resume=True)
+    config = choose_run(more, ALONE).plan.config
+    assert (config.training.epochs, config.training.learning_rate) == (9, 3e-05)
 
 
-@pytest.mark.parametrize(
-    "recorded",
-    [
-        ("parallel.mode=model", "parallel.replicas=2", "parallel.cuts=3"),
-        ("parallel.mode=data", "parallel.data_parallel=1"),
-    ],
-    ids=("hybrid", "threads"),
-)
-def test_a_run_can_be_resumed_in_any_mode(recorded):
-    before = load_config(None, recorded)
-    assert forgotten_modes(before, {"parallel.mode": before.parallel.mode}) == {}
-    for mode in {"none", "data", "model"} - {before.parallel.mode}:
-        changes = {"parallel.mode": mode}
-        reset = forgotten_modes(before, changes)
-        resumed = load_config(None, {**parsed_changes(recorded), **reset, **changes})
-        assert resumed.parallel == load_config(None, changes).parallel
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(here):
+    started = choose_run(request(output=here / "run"), ALONE)
+    begin(started)
+    started.folder.latest.unlink()
+    again = choose_run(request(changes=(), output=here / "run", resume=True), ALONE)
+    assert not again.resume and again.plan.config == started.plan.config

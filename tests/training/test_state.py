@@ -51,14 +51,14 @@ def test_a_loss_that_is_no_number_is_noticed_unless_it_is_of_no_sample():
 
 
 def test_the_best_validation_is_remembered_over_epochs():
-    state = TrainingState().next_epoch({"a": 0.0}, 1.5)
-    assert state.note_dice(0.0)
-    state = state.next_epoch({"a": 0.75, "b": 0.25}, 2.5)
-    assert state.note_dice(0.5)
+    state = TrainingState().next_epoch(1.5)
+    assert state.note_dice({"a": 0.0}, 0.0)
+    state = state.next_epoch(2.5)
+    assert state.note_dice({"a": 0.75, "b": 0.25}, 0.5)
     state.seconds, state.waited_seconds = 2.0, 0.5
-    state = state.next_epoch({"a": 0.5, "b": None}, 0.5)
-    assert not state.note_dice(0.5)
-    assert not state.note_dice(None)
+    state = state.next_epoch(0.5)
+    assert not state.note_dice({"a": 0.5, "b": None}, 0.5)
+    assert not state.note_dice({"a": None}, None)
     state.seconds, state.waited_seconds = 3.0, 1.0
     state = state.next_epoch(None)
     assert state == TrainingState(
@@ -70,7 +70,6 @@ def test_the_best_validation_is_remembered_over_epochs():
         best_dice=0.5,
         best_epoch=2,
         best_labels={"a": 0.75, "b": 0.25},
-        last_dice={"a": 0.5, "b": None},
     )
 
 
@@ -98,7 +97,6 @@ def test_a_state_is_read_back_and_one_of_an_earlier_version_too():
         {"seconds": -1.0},
         {"loss": {}},
         {"loss": {"total": 1.0, "dice": 1.0, "cross_entropy": math.inf}},
-        {"last_dice": {"a": 5.0}},
         {"best_labels": {"a": "0.5"}},
         {"best_dice": 1e30},
         {"best_dice": -2.0},

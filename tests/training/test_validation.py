@@ -17,12 +17,14 @@ from tests.training.known_answers import (
     expected_loss,
     made_cases,
     validator,
+    watcher,
 )
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import DeviceError
 from unet3d.interruption import InterruptionRequest
+from unet3d.training.cases import Stopped
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_ignored_voxels_are_in_no_score(cases):
         case.truth[is_ignored] = len(NAMES)
         partly.append(case)
     assert any((case.answer[case.truth == len(NAMES)] == 3).any() for case in partly)
-    found = validator(partly, Group(Ranks()), ignore_value=9).validate(1, 10, InterruptionRequest())
+    found = validator(partly, Group(Ranks()), ignore_value=9).validate(1, watcher())
     assert found.loss == pytest.approx(expected_loss(partly), rel=1e-5)
     for case in partly:  # as if these voxels had never been
         case.answer[case.truth == len(NAMES)] = 0
@@ -50,14 +52,14 @@ def test_ignored_voxels_are_in_no_score(cases):
 def test_the_loss_of_a_volume_is_that_of_its_slabs(cases, monkeypatch):
     monkeypatch.setattr("unet3d.training.validation.MAX_LOGITS", 1000)
     wide = [Case(case.name, case.answer, case.truth.astype(np.uint16)) for case in cases]
-    found = validator(wide, Group(Ranks())).validate(1, 10, InterruptionRequest())
+    found = validator(wide, Group(Ranks())).validate(1, watcher())
     assert found.loss == pytest.approx(expected_loss(cases), rel=1e-5)
 
 
 def test_the_dice_of_each_label_is_the_mean_over_the_cases_and_every_window_is_told_of(cases):
     told = []
     found = validator(cases, Group(Ranks())).validate(
-        1, 10, InterruptionRequest(), lambda *numbers: told.append(numbers)
+        1, watcher(progress=lambda *numbers: told.append(numbers))
     )
     assert_right(found, cases)
     assert found.seconds > 0
@@ -115,7 +117,7 @@ def check_scores(group):
     cases, executor = made_cases(), SharedReader(group)
     told = []
     found = validator(cases, group, NUM_SHARDS, executor).validate(
-        1, 10, InterruptionRequest(), lambda *progress: told.append(progress)
+        1, watcher(progress=lambda *progress: told.append(progress))
     )
     assert_right(found, cases)
     assert group.exchange(any(num_done for _, _, num_done, _ in told)) == [True] * 4
@@ -128,8 +130,9 @@ def check_stops(group):
     for moments in ((0, 1, 2, 9), (9, 1, 9, 9), (9, 9, 0, 9), (2, 9, 9, 1)):
         executor = SharedReader(group)
         request = LateRequest(moments[group.ranks.rank])
-        found = validator(made_cases(), group, NUM_SHARDS, executor).validate(1, 10, request)
-        assert found.stop == 15 and found.dice == {}
+        with pytest.raises(Stopped) as stopped:
+            validator(made_cases(), group, NUM_SHARDS, executor).validate(1, watcher(request))
+        assert stopped.value.signal_number == 15
         counts = group.exchange(executor.num_windows)
         assert counts[0] == counts[1] and counts[2] == counts[3]
 

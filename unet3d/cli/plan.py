@@ -150,31 +150,12 @@ def plan(
         load_dataset(dataset)  # before PyTorch is imported
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
-        from unet3d.parallel import ParallelDims
-        from unet3d.planning.auto_settings import load_settings
-        from unet3d.planning.network_plan import plan_notes, plan_without_data, slow_on_cpu
-        from unet3d.planning.placements import dims_of, memory_of
-        from unet3d.planning.step_size import within_gpus
-        from unet3d.training.initialising import settings_of_init
+        from unet3d.training.plan import Plan, Request
 
-        notes: list[str] = []
-        config = load_settings(
-            settings.path,
-            settings.changes,
-            lambda settings: dims_of(settings, memory_bytes),
-            say=notes.append,
-        )
-        config = settings_of_init(config)
-        if measure:
-            dims = ParallelDims.resolve(config.parallel)
-        else:
-            dims = dims_of(config.parallel, memory_bytes)
-        gpus = [device for device in dims.all_devices if device.type == "cuda"]
-        config = within_gpus(config, memory_of(gpus, memory_bytes).values())
-        network = plan_without_data(config, dims.num_replicas)
-        notes += plan_notes(config, network)
-        config = network.settled(config)
-        notes += [slow] if (slow := slow_on_cpu(network, dims.all_devices[0])) else []
+        request = Request(config_path=settings.path, changes=settings.changes)
+        planned = Plan.of(request, is_described=not measure, gpu_bytes=memory_bytes)
+        notes = [*planned.notes, *planned.network_notes()]
+        config, network = planned.network.settled(planned.config), planned.network
     if picture is not None:
         _measure(config, network, notes, picture, json_path, overwrite)
     else:

@@ -1,8 +1,10 @@
 """``unet3d train``."""
 
+import shlex
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,9 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from unet3d.runs.run_folder import RunFolder
-    from unet3d.training.cross_validation import FoldsResult
     from unet3d.training.loop import TrainingResult
-    from unet3d.training.state import TrainingState
 
 
 @click.command(
@@ -119,10 +119,11 @@ def train(
 
     from rich.console import Console
 
-    from unet3d.training.cross_validation import request_over_folds, train_folds
-    from unet3d.training.start import RunRequest, start_training
+    from unet3d.training.folds import request_over_folds, train_folds
+    from unet3d.training.plan import Request
+    from unet3d.training.start import start_training
 
-    request = RunRequest(
+    request = Request(
         config_path=settings.path,
         changes=changes,
         output=output,
@@ -131,9 +132,9 @@ def train(
     console = Console()
     over_folds = request_over_folds(request, folds, ranks)
     if over_folds is not None:
-        trained = train_folds(over_folds, folds, quiet, partial(click.echo, err=True))
+        folder = train_folds(over_folds, folds, quiet, partial(click.echo, err=True))
         if not quiet:
-            _show_folds(trained, console)
+            _show_folds(folder, console)
         return
     result = start_training(request, ranks, console, quiet)
     if result is not None and ranks.is_first and not quiet:
@@ -155,55 +156,45 @@ def _check_early(settings: GivenSettings, output: Path | None) -> None:
         load_dataset(dataset)
 
 
-def _show_folds(trained: "FoldsResult", console: "Console") -> None:
+def _show_folds(folder: "RunFolder", console: "Console") -> None:
+    from unet3d.inputs.reading import read_json
     from unet3d.reports.scores import folds_table
 
-    console.print(folds_table(trained.summary))
-    console.print(
-        f"The folds and their summary: {trained.folder.path}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(folds_table(read_json(folder.summary)))
+    _show_what_to_do(folder, console)
 
 
 def _show(result: "TrainingResult", console: "Console") -> None:
+    from unet3d.inputs.reading import read_json
     from unet3d.reports.memory import memory_table
 
     if result.memory is not None:
         console.print(memory_table(result.memory))
-    final = ""
-    if result.final_dice is not None:
-        final = (
-            f" The validation cases as predict segments them: mean Dice {result.final_dice:.3f}, "
-            f"{result.folder.validation}.{_pictures_line(result.folder)}"
-        )
-    console.print(
-        f"{_dice_line(result.state)}{final} Checkpoints, metrics and pictures: "
-        f"{result.folder.path}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    for line in _dice_lines(read_json(result.folder.summary).get("final")):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    _show_what_to_do(result.folder, console)
 
 
-def _pictures_line(run: "RunFolder") -> str:
-    """Return where the pictures of the cases are, after a space; nothing where there are none."""
-    names = run.validation_pictures()
-    if not names:
-        return ""
-    whose = "The worst and the best of them" if len(names) > 1 else "One of them"
-    return f" {whose}, drawn: {' and '.join(str(run.validation / name) for name in names)}."
+def _dice_lines(final: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield what the final network has come to: its mean Dice, and that of each label."""
+    if final is None:
+        yield "Trained on every case, without validation."
+        return
+
+    def number(dice: float | None) -> str:
+        return "none" if dice is None else f"{dice:.3f}"
+
+    yield f"Dice of {final['num_cases']} validation case(s), segmented as predict does:"
+    width = max(len(name) for name in ("mean", *final["dice"]))
+    for name, dice in (("mean", final["mean_dice"]), *final["dice"].items()):
+        yield f"  {name:{width}}  {number(dice)}"
 
 
-def _dice_line(state: "TrainingState") -> str:
-    """Return what the final network has come to, and where the best one was better."""
-    last, best = state.last_mean_dice, state.best_dice
-    if not state.last_dice:
-        return "Trained on every case, without validation."
-    if last is None:
-        return "Mean Dice none yet."
-    line = f"Mean Dice {last:.3f}, of the final network."
-    if f"{best:.3f}" > f"{last:.3f}":
-        line += f" That after epoch {state.best_epoch} has {best:.3f}: checkpoint-best.pt."
-    return line
+def _show_what_to_do(folder: "RunFolder", console: "Console") -> None:
+    path = shlex.quote(str(folder.path))
+    for line in (
+        f"The run: {path}",
+        f"To segment scans: unet3d predict SCAN -c {path}",
+        f"To see its curves and pictures: unet3d report {path}",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ in an option, and are kept absolute. The resolved configuration of a run is writ
 """
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import reduce
 from operator import attrgetter, getitem
@@ -135,6 +135,18 @@ class Config(Section):
         for key, value in values.items():
             _put(tree, key, value)
         return _validated(tree, "settings")
+
+    def flat(self, only_set: bool = False) -> dict[str, Any]:
+        """Return settings as plain values by dotted key, all of them or only those that are set."""
+
+        def items(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+            for key, value in tree.items():
+                if isinstance(value, dict):
+                    yield from items(value, f"{prefix}{key}.")
+                else:
+                    yield f"{prefix}{key}", value
+
+        return dict(items(self.model_dump(mode="json", exclude_unset=only_set), ""))
 
     def is_open(self, key: str) -> bool:
         """Return whether a setting, by its dotted key, is ``auto``: nobody has set it."""

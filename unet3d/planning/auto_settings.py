@@ -4,18 +4,15 @@ The defaults in :mod:`unet3d.config.settings` suit a GPU: on two CPU cores they 
 the built-in phantoms. What a user sets is always obeyed, in a file as in an option.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, ParallelSettings, load_config
-from unet3d.errors import some
-from unet3d.parallel import ParallelDims
+import torch
 
-logger = logging.getLogger(__name__)
+from unet3d.config import Config
+from unet3d.errors import some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,37 +54,30 @@ NUM_SHOWN = 3
 """How many of the values are named at the start; a run's ``config.yaml`` has all."""
 
 
-def load_settings(
-    path: Path | None,
-    changes: Mapping[str, Any] | Iterable[str],
-    dims_of: Callable[[ParallelSettings], ParallelDims],
-    say: Callable[[str], object] = logger.info,
-) -> Config:
-    """Read settings and decide those that are ``auto`` by devices and by weights to begin with.
+def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, str | None]:
+    """Return settings whose ``auto`` ones suit some devices and weights to begin with.
 
-    ``dims_of`` resolves the devices; ``say`` receives a line on what was taken for a CPU.
+    The line says what was taken for a CPU; None: nothing.
     """
-    config = load_config(path, changes)
     has_init = config.training.init is not None
-    taken = {
-        key: value
-        for default in CPU_DEFAULTS
-        if all(map(config.is_open, default.values))
-        and not any(map(config.differs, default.related))
-        for key, value in default.values.items()
-        if not (has_init and key == NETWORK)
-    }
-    if taken and any(one.type != "cpu" for one in dims_of(config.parallel).all_devices):
-        taken = {}
+    taken: dict[str, Any] = {}
+    if all(device.type == "cpu" for device in devices):
+        taken = {
+            key: value
+            for default in CPU_DEFAULTS
+            if all(map(config.is_open, default.values))
+            and not any(map(config.differs, default.related))
+            for key, value in default.values.items()
+            if not (has_init and key == NETWORK)
+        }
     values = dict(taken)
     rate = "training.learning_rate"
     if has_init and config.is_open(rate):
         usual = taken.get(rate, config.training.learning_rate)
         values[rate] = float(f"{usual / RATE_DIVISOR_OF_INIT:.6g}")  # without a rounded last digit
-    if taken:
-        named = [
-            f"{key}={str(values[key]).lower()} instead of {str(attrgetter(key)(config)).lower()}"
-            for key in taken
-        ]
-        say(f"for a CPU: {some(named, NUM_SHOWN)}; what you set yourself stands")
-    return config.with_values(values) if values else config
+    named = [
+        f"{key}={str(values[key]).lower()} instead of {str(attrgetter(key)(config)).lower()}"
+        for key in taken
+    ]
+    line = f"for a CPU: {some(named, NUM_SHOWN)}; what you set yourself stands" if taken else None
+    return config.with_values(values) if values else config, line

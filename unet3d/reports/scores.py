@@ -81,11 +81,9 @@ def evaluation_lines(evaluation: Evaluation, is_default_tolerance: bool) -> list
 def folds_table(summary: Mapping[str, Any]) -> Table:
     """Return the Dice of each label in each fold, of the ``summary.json`` over folds.
 
-    That is how each fold's final network segments its validation cases, or where no fold has these
-    scores the last validation in training.
+    It is that of the validation cases as each fold's final network segments them.
     """
     folds: Mapping[str, Mapping[str, Any]] = summary["folds"]
-    kind = "final" if summary["final_mean_dice"]["num_folds"] else "last"
     table = Table(
         title=f"Validation Dice of {len(folds)} folds",
         caption=f"in training, mean of the best networks: {score(summary['best_dice']['mean'])}",
@@ -96,11 +94,11 @@ def folds_table(summary: Mapping[str, Any]) -> Table:
     for name in (*(f"fold {fold}" for fold in shown), "mean", "spread"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [
-        (label, [(folds[fold][f"{kind}_dice"] or {}).get(label) for fold in shown], spread)
-        for label, spread in summary[f"{kind}_dice"].items()
+        (label, [(folds[fold]["final_dice"] or {}).get(label) for fold in shown], spread)
+        for label, spread in summary["final_dice"].items()
     ]
-    means = [folds[fold][f"{kind}_mean_dice"] for fold in shown]
-    rows.append(("mean", means, summary[f"{kind}_mean_dice"]))
+    means = [folds[fold]["final_mean_dice"] for fold in shown]
+    rows.append(("mean", means, summary["final_mean_dice"]))
     for number, (label, dice, spread) in enumerate(rows, start=1):
         values = (*dice, spread["mean"], spread["standard_deviation"])
         ends = number == len(rows) - 1

@@ -126,7 +126,7 @@ def newest_runs(finished: bool) -> list[RunFolder]:
     written = []
     for path in RUNS.iterdir() if RUNS.is_dir() else ():
         run = RunFolder(path)
-        latest = [run.latest, *(fold.latest for fold in folds_in(path).values())]
+        latest = [run.config, run.latest, *(fold.latest for fold in folds_in(path).values())]
         files = [run.summary] if finished else latest
         times = [os.path.getmtime(file) for file in files if os.path.isfile(file)]
         if times:

@@ -16,17 +16,7 @@ from unet3d.runs.run_folder import BEST, WORST
 
 
 def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:
-    """Draw the case with the lowest mean Dice, and of several the one with the highest.
-
-    Args:
-        folder: Where the predictions are, and the pictures go.
-        evaluation: The scores, the worst case first; cases without a Dice are not drawn.
-        cases: The files of the same cases.
-
-    Raises:
-        VolumeError: A file cannot be read, or is too large for the memory.
-        OSError: A picture cannot be written.
-    """
+    """Draw the case with the lowest mean Dice, and of several the one with the highest."""
     images = {case.name: case.images[0] for case in cases}
     scored = [case for case in evaluation.cases if case.mean_dice is not None]
     chosen = {}

@@ -13,18 +13,15 @@ cases may be too large for the memory.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unet3d.datasets.labels import Label, ScoredLabels, mask_of, values_of
-from unet3d.distributed.group import Group
-from unet3d.images.memory_limits import explaining_memory
-from unet3d.inference.evaluation import read_pair
+from unet3d.images.labels import LabelMap
 from unet3d.inference.postprocessing import Rule, keep_largest, small_components
-from unet3d.interruption import InterruptionRequest
 
 Dice = list[float | None]
 """Of each label; None where neither side has it."""
@@ -41,57 +38,29 @@ class Choice:
     """The same with it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnCase:
-    """The files of a case that this rank looks at."""
-
-    prediction: Path
-    label: Path
+Work = Callable[[LabelMap, LabelMap], list[Dice]]
+"""What is done with a prediction and its label map."""
 
 
 def choose_components(
-    cases: Sequence[OwnCase],
-    scored: ScoredLabels,
-    group: Group,
-    interruption: InterruptionRequest,
-    note: Callable[[str], object],
-) -> tuple[tuple[Choice, ...], int]:
-    """Return the rules that help on all cases, and the signal that asked to stop; 0: none.
-
-    Args:
-        cases: Those of this rank; all ranks call it, some without any.
-        scored: The labels, and the value to ignore.
-        group: The ranks, which all return the same.
-        interruption: Ends it before the next case.
-        note: Is told what is done.
-
-    Raises:
-        VolumeError: A file cannot be read.
-        RankError: Another rank died or hangs.
-    """
+    over_cases: Callable[[Work, str], list[list[Dice]]], scored: ScoredLabels
+) -> tuple[Choice, ...]:
+    """Return the rules that help on all cases; ``over_cases`` does work on each, and names it."""
     labels = list(scored.names)
     chosen: list[Choice] = []
-    for step, candidates in enumerate(_steps(labels)):
-        own = []
-        for case in cases:
-            if interruption.signal_number:
-                break
-            note(f"the components of {case.prediction.name}, step {step + 1}")
-            with explaining_memory(f"cannot look for components in {case.prediction}"):
-                rules = [choice.rule for choice in chosen]
-                own.append(_tried(case, rules, candidates, scored, labels))
-        answers = group.exchange([interruption.signal_number or 0, own])
-        stop = max(number for number, _ in answers)
-        if stop:
-            return (), stop
-        found = [case for _, of_rank in answers for case in of_rank]
+    for step, candidates in enumerate(_steps(labels), start=1):
+        rules = [choice.rule for choice in chosen]
+        found = over_cases(
+            partial(_tried, rules=rules, candidates=candidates, scored=scored),
+            f"the components of the validation, step {step}",
+        )
         means = [_means([case[number] for case in found]) for number in range(len(candidates) + 1)]
         for rule, after in zip(candidates, means[1:], strict=True):
             judged = [index for index, label in enumerate(labels) if values_of(label) == rule]
             choice = _judged(rule, means[0], after, judged or range(len(labels)))
             if choice is not None:
                 chosen.append(choice)
-    return tuple(chosen), 0
+    return tuple(chosen)
 
 
 def _steps(labels: Sequence[Label]) -> list[list[Rule]]:
@@ -106,14 +75,14 @@ def _steps(labels: Sequence[Label]) -> list[list[Rule]]:
 
 
 def _tried(
-    case: OwnCase,
+    predicted: LabelMap,
+    labelled: LabelMap,
     rules: Sequence[Rule],
     candidates: Sequence[Rule],
     scored: ScoredLabels,
-    labels: Sequence[Label],
 ) -> list[Dice]:
     """Return the Dice of each label with some rules, and with one candidate more each time."""
-    prediction, label = (volume.array for volume in read_pair(case.prediction, case.label))
+    prediction, label, labels = predicted.array, labelled.array, list(scored.names)
     keep_largest(prediction, rules)
     counted = None if scored.ignore is None else label != scored.ignore
     counts = [_counts(prediction, label, counted, one) for one in labels]

@@ -27,22 +27,12 @@ training process cuts them itself. With 16, patches of 96^3 and 32 to 256 channe
 
 
 def is_on_cpu(devices: Sequence[torch.device]) -> bool:
-    """Return whether a part of the network is on a CPU.
-
-    Args:
-        devices: Those of the network.
-    """
+    """Return whether a part of the network is on a CPU."""
     return any(device.type == "cpu" for device in devices)
 
 
 def preparing_processes(config: Config, devices: Sequence[torch.device], num_ranks: int) -> int:
-    """Return how many processes prepare cases, before the network is there; 0: this one.
-
-    Args:
-        config: The settings.
-        devices: Those of the network.
-        num_ranks: Ranks that share this machine.
-    """
+    """Return how many processes prepare cases, before the network is there; 0: this one."""
     if config.data.num_workers != "auto":
         return config.data.num_workers
     cores = num_cores() // num_ranks
@@ -52,13 +42,7 @@ def preparing_processes(config: Config, devices: Sequence[torch.device], num_ran
 
 
 def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks: int) -> int:
-    """Return how many processes cut patches while the network trains; 0: this one.
-
-    Args:
-        config: The settings.
-        devices: Those of the network.
-        num_ranks: Ranks that share this machine.
-    """
+    """Return how many processes cut patches while the network trains; 0: this one."""
     if config.data.num_workers != "auto":
         return config.data.num_workers
     if not is_on_cpu(devices):
@@ -71,13 +55,7 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
 
 
 def augmentation_line(config: Config, dims: ParallelDims, num_processes: int) -> str:
-    """Return what to say of where patches are augmented.
-
-    Args:
-        config: The settings.
-        dims: Devices, replicas and shards.
-        num_processes: Processes that cut patches, of each replica or shard.
-    """
+    """Return what to say of where patches are augmented."""
     device = dims.devices[0]
     each = "shard" if dims.num_shards > 1 else "replica" if dims.num_replicas > 1 else None
     if not config.patches.random_changes.enabled:
@@ -93,13 +71,7 @@ def augmentation_line(config: Config, dims: ParallelDims, num_processes: int) ->
 
 
 def leave_cores(num_processes: int, devices: Sequence[torch.device], num_ranks: int) -> None:
-    """Have a network on a CPU compute with the cores that the processes beside it leave.
-
-    Args:
-        num_processes: Processes that cut patches.
-        devices: Those of the network.
-        num_ranks: Ranks that share this machine.
-    """
+    """Have a network on a CPU compute with the cores that the processes beside it leave."""
     if is_on_cpu(devices) and not _are_threads_set():
         left = max(1, num_cores() // num_ranks - num_processes)
         torch.set_num_threads(min(torch.get_num_threads(), left))

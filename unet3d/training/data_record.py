@@ -10,11 +10,7 @@ from unet3d.reports.progress import MAX_COLUMNS, list_within
 
 
 def data_record(experiment: Experiment) -> dict[str, Any]:
-    """Return what ``data.json`` holds beside the version.
-
-    Args:
-        experiment: The cases and their preparation.
-    """
+    """Return what ``data.json`` holds beside the version."""
     config = experiment.config
     return {
         "dataset": None if config.data.dataset is None else str(config.data.dataset),
@@ -27,11 +23,7 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
 
 
 def dataset_name(config: Config) -> str:
-    """Return what the data set of a training is called: its folder, or ``phantom``.
-
-    Args:
-        config: The settings.
-    """
+    """Return what the data set of a training is called: its folder, or ``phantom``."""
     source = config.data.dataset
     if source is None:
         return "phantom"
@@ -42,9 +34,6 @@ def data_lines(experiment: Experiment) -> list[str]:
     """Return which cases train and which validate, in lines of at most 80 columns.
 
     A third one names those that validate although they train, under another name.
-
-    Args:
-        experiment: The cases.
     """
     split, fold = experiment.split, experiment.config.data.fold
     lines = [

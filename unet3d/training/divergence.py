@@ -35,9 +35,6 @@ def suspects(losses: Sequence[StepLoss]) -> list[str]:
     """Return the cases that may have made the loss NaN or infinite, the likeliest first.
 
     A bad image shows in the loss of its own step, or through its gradients in that of the next.
-
-    Args:
-        losses: Of the steps since all was well, in their order.
     """
     totals = [loss.terms.total.item() for loss in losses]
     first_bad = next((i for i, total in enumerate(totals) if not math.isfinite(total)), len(losses))
@@ -46,22 +43,14 @@ def suspects(losses: Sequence[StepLoss]) -> list[str]:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether no number is NaN or infinite; this waits for the devices.
-
-    Args:
-        tensors: On any devices, of any types.
-    """
+    """Return whether no number is NaN or infinite; this waits for the devices."""
     numbers = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
     largest = torch.nn.utils.get_total_norm(numbers, math.inf)
     return math.isfinite(largest.item())
 
 
 def image_fault(cases: Sequence[PreparedCase]) -> str | None:
-    """Return what is wrong with the first image that no network can be trained on, or None.
-
-    Args:
-        cases: The cases to look at; each image is read as a whole.
-    """
+    """Return what is wrong with the first image that no network can be trained on, or None."""
     for case in cases:
         image = torch.from_numpy(case.image().copy())
         low, high = (extreme.item() for extreme in torch.aminmax(image))
@@ -76,13 +65,7 @@ def image_fault(cases: Sequence[PreparedCase]) -> str | None:
 
 
 def divergence_error(what: str, fault: str | None, learning_rate: float) -> Unet3dError:
-    """Return the error for a training that is not finite any more.
-
-    Args:
-        what: What is not finite, and where.
-        fault: What :func:`image_fault` found in the images since the last finite number.
-        learning_rate: Of the settings.
-    """
+    """Return the error for a training that is not finite any more."""
     if fault is not None:
         return VolumeError(
             f"{what}: {fault}; correct the image or leave the case out (unet3d check names "

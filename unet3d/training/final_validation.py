@@ -7,296 +7,252 @@ keep (:mod:`unet3d.training.component_choice`), and the others are removed. ``ca
 scores that ``unet3d evaluate`` would find, the worst case first; that one and the best one are
 drawn.
 
-Replicas divide the cases; the shards of a replica compute each of its cases together, and the first
-of them writes. Only the ranks on the first one's machine write, because the run's folder may be on
-a disk of that machine. The folder is written under another name, and gets its own when it is whole:
-whoever stops in the middle leaves nothing, and begins again with ``--resume``.
+Only the ranks on the first one's machine write, because the run's folder may be on a disk of that
+machine. The folder is written under another name, and gets its own when it is whole: whoever stops
+in the middle leaves nothing, and begins again with ``--resume``.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from unet3d import __version__
 from unet3d.atomic import unfinished_folder
 from unet3d.datasets.dataset import Case
-from unet3d.datasets.labels import Label, ScoredLabels, label_of, values_of
-from unet3d.distributed.group import Group
+from unet3d.datasets.labels import ScoredLabels, label_of, values_of
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import TrainedNetwork, wanted_precision
-from unet3d.inference.postprocessing import keep_largest, rules_in_words
+from unet3d.inference.postprocessing import Rule, keep_largest, rules_in_words
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.scan_search import SUFFIX
 from unet3d.inference.scans import Scan, read_scan, write_segmentation
-from unet3d.interruption import InterruptionRequest
-from unet3d.parallel import Executor, ParallelDims, image_dtype, resolve_precision
+from unet3d.parallel import image_dtype, resolve_precision
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.checkpoint import Checkpoint
-from unet3d.runs.run_folder import RunFolder, writing
+from unet3d.runs.run_folder import writing
 from unet3d.training.case_pictures import draw_extremes
-from unet3d.training.component_choice import Choice, OwnCase, choose_components
-from unet3d.training.final_result import FinalResult, cases_record
+from unet3d.training.cases import CaseRanks, Watcher, WindowsDone, over_cases
+from unet3d.training.component_choice import Choice, choose_components
+from unet3d.training.context import RunContext
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int, int, int], object]
-"""Is told how far a rank is: cases done and in all, windows of the next case done and in all."""
 
-Scores = dict[int, dict[Label, LabelScore]]
-"""By the place of a case among the validation cases."""
+@dataclass(frozen=True, kw_only=True)
+class FinalResult:
+    """What the final network makes of the validation cases, the same in all ranks."""
+
+    evaluation: Evaluation
+    """The scores, the worst case first."""
+    choices: tuple[Choice, ...]
+    """The components that are kept from now on."""
+    seconds: float
+    """Time that it took this rank."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the run's summary holds of it."""
+        found = self.evaluation
+        return {
+            "mean_dice": found.mean_dice,
+            "dice": {found.name_of(label): found.mean(label).dice for label in found.labels},
+            "num_cases": len(found.cases),
+            "postprocessing": [list(choice.rule) for choice in self.choices],
+            "seconds": self.seconds,
+        }
 
 
 class FinalValidation:
     """Predicts and scores the validation cases of one run."""
 
-    def __init__(
-        self,
-        *,
-        experiment: Experiment,
-        executor: Executor,
-        folder: RunFolder,
-        dims: ParallelDims,
-        group: Group,
-    ) -> None:
-        """Prepare nothing but the ranks' connections; all of them call it.
-
-        Args:
-            experiment: The cases, and the settings of prediction.
-            executor: The placed network.
-            folder: The run's files.
-            dims: Replicas and shards.
-            group: The ranks: shard after shard, replica after replica.
-
-        Raises:
-            DeviceError: The network cannot be computed here in what inference.precision says.
-        """
-        config = experiment.config
+    def __init__(self, context: RunContext, ranks: CaseRanks) -> None:
+        """Refuse a network that cannot be computed here in what ``inference.precision`` says."""
+        config, dims, group = context.experiment.config, context.dims, context.group
+        preparation = context.experiment.preprocessing
         wanted = wanted_precision(
             config.inference.precision,
-            image_dtype(executor.module),
+            image_dtype(context.executor.module),
             config.training.precision,
             dims.all_devices,
         )
         self._precision = resolve_precision(
             wanted, dims.devices, group.exchange, "inference.precision"
         )
-        self._experiment = experiment
-        self._executor = executor
-        self._folder = folder
-        self._group = group
-        self._num_shards = dims.num_shards
-        self._replica, self._shard = divmod(group.ranks.rank, dims.num_shards)
-        self._num_replicas = dims.num_replicas
-        self._shards: dist.ProcessGroup | None = None
-        if dims.num_shards > 1:
-            self._shards = group.new_group(torch.device("cpu"), dims.num_shards)
-        self._scored = ScoredLabels.of(experiment.preprocessing)
-        values, names = experiment.preprocessing.label_values, experiment.preprocessing.label_names
+        self._context = context
+        self._ranks = ranks
+        values, names = preparation.label_values, preparation.label_names
         self._names = dict(list(zip(values, names, strict=True))[1:])
+        num_ranks = group.exchange(group.ranks.local_world_size)[0]
+        self._num_writing = min(dims.num_replicas, -(-num_ranks // dims.num_shards))
 
-    def run(
-        self,
-        checkpoint: Checkpoint,
-        num_steps: int,
-        interruption: InterruptionRequest,
-        progress: Progress = lambda *_: None,
-    ) -> FinalResult:
-        """Write the folder, and return the scores; all ranks call it.
+    def run(self, checkpoint: Checkpoint, watcher: Watcher) -> FinalResult | None:
+        """Write the folder, and return the scores; None: no case validates. All ranks call it.
 
-        Args:
-            checkpoint: The final network.
-            num_steps: Steps done since the beginning.
-            interruption: Ends it before the next case of this rank.
-            progress: Is told about the share of this rank's replica.
-
-        Raises:
-            VolumeError: A case cannot be read, predicted or written.
-            ConfigError: The run's folder cannot be written to.
-            DoesNotFitError: A device has too little memory.
-            RankError: Another rank died or hangs.
+        Raises Stopped, and Unet3dError for a case that cannot be read, predicted or written.
         """
-        cases = self._experiment.validation_files
+        cases = self._context.experiment.validation_files
         if not cases:
-            return FinalResult(evaluation=None)
+            return None
         began = time.monotonic()
         logger.info(
             "predicting %d validation case(s) with the final network in %s",
             len(cases),
             self._precision,
         )
-        share = self._share(len(cases))
         with self._unfinished() as folder:
-            note = partial(self._group.note, num_steps)
-            self._predict(share, checkpoint, folder, interruption, progress, note)
-            stop = max(self._group.exchange(interruption.signal_number or 0))
-            if stop:
-                return FinalResult(evaluation=None, stop=stop)
-            choices, stop = self._choose_components(share, folder, interruption, note)
-            if stop:
-                return FinalResult(evaluation=None, stop=stop)
-            own = self._score(share, folder, interruption, note)
-            answers = self._group.exchange([interruption.signal_number or 0, _to_plain(own)])
-            stop = max(number for number, _ in answers)
-            if stop:
-                return FinalResult(evaluation=None, stop=stop)
-            found: Scores = {}
-            for _, plain in answers:
-                found |= _from_plain(plain)
-            evaluation = self._evaluation(found)
-            if self._group.is_first:
-                note("the pictures of the validation")
-                with writing(self._folder.validation):
-                    draw_extremes(folder, evaluation, cases)
-                    record = cases_record(
-                        self._experiment, self._folder.latest.name, evaluation, choices
-                    )
-                    self._folder.publish_validation(folder, record)
+            self._predict(folder, checkpoint, watcher)
+            choices = self._choose_components(folder, watcher)
+            evaluation = self._evaluation(folder, watcher)
+            if self._context.group.is_first:
+                self._publish(folder, evaluation, choices)
         seconds = time.monotonic() - began
         return FinalResult(evaluation=evaluation, choices=choices, seconds=seconds)
-
-    def _share(self, num_cases: int) -> range:
-        """Return the places of the cases that this rank's replica predicts."""
-        ranks_of_first = self._group.exchange(self._group.ranks.local_world_size)[0]
-        num_writing = min(self._num_replicas, -(-ranks_of_first // self._num_shards))
-        if self._replica >= num_writing:
-            return range(0)
-        return range(self._replica, num_cases, num_writing)
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
         """Make the folder that is written to; the first rank deletes it if it is not published."""
-        if not self._group.is_first:
-            yield Path(self._group.from_first(str))
+        group, path = self._context.group, self._context.folder.validation
+        if not group.is_first:
+            yield Path(group.from_first(str))
             return
-        path = self._folder.validation
         with writing(path), unfinished_folder(path) as folder:
-            yield Path(self._group.from_first(lambda: str(folder)))
+            yield Path(group.from_first(lambda: str(folder)))
 
-    def _predict(
-        self,
-        share: range,
-        checkpoint: Checkpoint,
-        folder: Path,
-        interruption: InterruptionRequest,
-        progress: Progress,
-        note: Callable[[str], object],
-    ) -> None:
-        if not share:
-            return
-        self._executor.module.eval()
-        inference = self._experiment.config.inference
-        if self._num_shards > 1 and inference.window == "auto":
-            # The first shard cannot look for windows that fit while the others wait for it.
-            window = self._experiment.patch_size or "whole"
+    def _predict(self, folder: Path, checkpoint: Checkpoint, watcher: Watcher) -> None:
+        experiment, executor = self._context.experiment, self._context.executor
+        executor.module.eval()
+        inference = experiment.config.inference
+        if self._ranks.num_shards > 1 and inference.window == "auto":
+            # The first slab cannot look for windows that fit while the others wait for it.
+            window = experiment.patch_size or "whole"
             inference = inference.model_copy(update={"window": window})
         predictor = Predictor(
             Networks.of(checkpoint),
-            self._experiment.config.parallel,
+            experiment.config.parallel,
             [inference],
             placed=TrainedNetwork(
-                executor=self._executor,
+                executor=executor,
                 precision=self._precision,
-                is_shared=self._num_shards > 1,
+                is_shared=self._ranks.num_shards > 1,
             ),
         )
-        for number, index in enumerate(share):
-            if self._group.agree(interruption.signal_number or 0, self._shards):
-                return
-            case = self._experiment.validation_files[index]
-            what = f"the prediction of validation case {case.name}"
 
-            def windows_done(done: int, total: int, number: int = number, what: str = what) -> None:
-                note(f"{what}, window {done} of {total}")
-                progress(number, len(share), done, total)
-
-            note(what)
+        def predict(case: Case, windows_done: WindowsDone) -> None:
             with explaining_memory(str(case.images[0])):
                 scan = Scan(images=case.images, output=folder / _file_of(case))
                 image = read_scan(scan)
                 labels = predictor.segment(image, windows_done)
-                if self._shard != 0:  # the first shard has the same
-                    continue
-                write_segmentation(scan, labels, image.geometry, self._names)
-        progress(len(share), len(share), 0, 1)
+                if self._ranks.has_results:  # the other slabs have the same
+                    write_segmentation(scan, labels, image.geometry, self._names)
 
-    def _choose_components(
-        self,
-        share: range,
-        folder: Path,
-        interruption: InterruptionRequest,
-        note: Callable[[str], object],
-    ) -> tuple[tuple[Choice, ...], int]:
-        """Decide on all predictions, and apply that to this rank's; return it, and the signal."""
-        if not self._experiment.config.inference.postprocessing:
-            return (), 0
-        cases = [self._experiment.validation_files[index] for index in share]
-        own = [
-            OwnCase(prediction=folder / _file_of(case), label=case.label)
-            for case in (cases if self._shard == 0 else ())
-        ]
-        choices, stop = choose_components(own, self._scored, self._group, interruption, note)
+        self._over_cases(predict, watcher, "the prediction of the validation", with_slabs=True)
+
+    def _over_cases(self, work: Any, watcher: Watcher, what: str, **options: bool) -> list[Any]:
+        cases = self._context.experiment.validation_files
+        writing = self._num_writing
+        return over_cases(self._ranks, cases, work, watcher, what, num_replicas=writing, **options)
+
+    def _choose_components(self, folder: Path, watcher: Watcher) -> tuple[Choice, ...]:
+        """Decide which components to keep by all predictions, and remove the others."""
+        experiment = self._context.experiment
+        if not experiment.config.inference.postprocessing:
+            return ()
+
+        def over_pairs(work: Any, what: str) -> list[Any]:
+            def on_pair(case: Case, _: WindowsDone) -> Any:
+                with explaining_memory(f"cannot look for components in {_file_of(case)}"):
+                    return work(*read_pair(folder / _file_of(case), case.label))
+
+            return self._over_cases(on_pair, watcher, what)
+
+        chosen = choose_components(over_pairs, ScoredLabels.of(experiment.preprocessing))
         # Merged labels are scored by all of their values, and predicted by the lowest of them.
         choices = tuple(
             replace(choice, rule=tuple(value for value in choice.rule if value in self._names))
-            for choice in choices
+            for choice in chosen
         )
         rules = [choice.rule for choice in choices]
-        if rules and not stop:
+        if rules:
             logger.info("post-processing: %s", rules_in_words(rules, self._names))
-            for case in own:
-                with explaining_memory(f"cannot post-process {case.prediction}"):
-                    prediction = read_label(case.prediction)
-                    keep_largest(prediction.array, rules)
-                    write_label(
-                        case.prediction, prediction.array, prediction.geometry, names=self._names
-                    )
-        return choices, stop
+            self._over_cases(
+                lambda case, _: self._keep_components(folder / _file_of(case), rules),
+                watcher,
+                "the components of the validation",
+            )
+        return choices
 
-    def _score(
-        self,
-        share: range,
-        folder: Path,
-        interruption: InterruptionRequest,
-        note: Callable[[str], object],
-    ) -> Scores:
-        """Return the scores of this rank's share; none in a shard that is not the first."""
-        scores: Scores = {}
-        for index in share if self._shard == 0 else ():
-            if interruption.signal_number:
-                break
-            case = self._experiment.validation_files[index]
-            note(f"the scores of validation case {case.name}")
+    def _keep_components(self, path: Path, rules: Sequence[Rule]) -> None:
+        with explaining_memory(f"cannot post-process {path}"):
+            prediction = read_label(path)
+            keep_largest(prediction.array, rules)
+            write_label(path, prediction.array, prediction.geometry, names=self._names)
+
+    def _evaluation(self, folder: Path, watcher: Watcher) -> Evaluation:
+        """Return the scores of all cases, the worst case first."""
+        experiment = self._context.experiment
+        scored = ScoredLabels.of(experiment.preprocessing)
+
+        def score(case: Case, _: WindowsDone) -> list[Any]:
             with explaining_memory(f"cannot score {case.name}"):
                 prediction, label = read_pair(folder / _file_of(case), case.label)
-                scores[index] = score_maps(
-                    prediction.array, label.array, label.geometry.affine, self._scored
-                )
-        return scores
+                affine = label.geometry.affine
+                scores = score_maps(prediction.array, label.array, affine, scored)
+            return [[list(values_of(one)), asdict(found)] for one, found in scores.items()]
 
-    def _evaluation(self, scores: Scores) -> Evaluation:
-        """Return the scores of all cases, the worst case first."""
+        found = self._over_cases(score, watcher, "the scores of the validation")
         cases = [
             CaseScores(
                 name=case.name,
                 prediction=Path(_file_of(case)),
                 label=case.label,
-                scores=scores[index],
+                scores={label_of(values): LabelScore(**score) for values, score in scores},
             )
-            for index, case in enumerate(self._experiment.validation_files)
+            for case, scores in zip(experiment.validation_files, found, strict=True)
         ]
-        evaluation = Evaluation.of(cases, self._scored, TOLERANCE_MM)
+        evaluation = Evaluation.of(cases, scored, TOLERANCE_MM)
         return replace(evaluation, cases=tuple(sorted(evaluation.cases, key=_worst_first)))
+
+    def _publish(self, folder: Path, evaluation: Evaluation, choices: Sequence[Choice]) -> None:
+        experiment, run = self._context.experiment, self._context.folder
+        with writing(run.validation):
+            draw_extremes(folder, evaluation, experiment.validation_files)
+            record = _cases_record(experiment, run.latest.name, evaluation, choices)
+            run.publish_validation(folder, record)
+
+
+def _cases_record(
+    experiment: Experiment, checkpoint: str, evaluation: Evaluation, choices: Sequence[Choice]
+) -> dict[str, Any]:
+    """Return what ``cases.json`` holds; ``checkpoint`` is the file's name of the network."""
+    config, split = experiment.config, experiment.split
+    found = evaluation.to_dict()
+    for entry, case in zip(found["cases"], evaluation.cases, strict=True):
+        entry["mean_dice"] = case.mean_dice
+    left_out = ("without_prediction", "without_label")
+    return {
+        "unet3d": __version__,
+        "checkpoint": checkpoint,
+        "epochs": config.training.epochs,
+        "fold": config.data.fold,
+        "training": sorted(split.training),
+        "validation": sorted(split.validation),
+        "postprocessing": [
+            {
+                "largest_component_of": list(choice.rule),
+                "dice_before": choice.dice_before,
+                "dice_after": choice.dice_after,
+            }
+            for choice in choices
+        ],
+        **{key: value for key, value in found.items() if key not in left_out},
+    }
 
 
 def _file_of(case: Case) -> str:
@@ -307,17 +263,3 @@ def _file_of(case: Case) -> str:
 def _worst_first(case: CaseScores) -> float:
     """Return what cases are sorted by; those without any label come last."""
     return 2.0 if case.mean_dice is None else case.mean_dice
-
-
-def _to_plain(scores: Scores) -> list[Any]:
-    return [
-        [index, [[list(values_of(label)), asdict(score)] for label, score in of_case.items()]]
-        for index, of_case in scores.items()
-    ]
-
-
-def _from_plain(plain: Sequence[Any]) -> Scores:
-    return {
-        index: {label_of(values): LabelScore(**score) for values, score in of_case}
-        for index, of_case in plain
-    }

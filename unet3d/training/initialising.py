@@ -44,15 +44,7 @@ OF_DATA = ("in_channels", "num_classes", "deep_supervision")
 
 
 def settings_of_init(config: Config) -> Config:
-    """Return the settings with the network and the spacing of the checkpoint to begin with.
-
-    Args:
-        config: Settings as the user wrote them; without ``training.init`` nothing is changed.
-
-    Raises:
-        CheckpointError: It cannot be read.
-        ConfigError: A setting that was given asks for another network.
-    """
+    """Return the settings with the network and the spacing of the checkpoint to begin with."""
     path = config.training.init
     model = config.model
     if path is None or (model.strides is not None and model.channels is not None):  # it is done
@@ -130,17 +122,7 @@ def _words(value: Any) -> str:
 
 
 def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: Group) -> None:
-    """Give a new network the weights of a checkpoint, and say what is new; all ranks call it.
-
-    Args:
-        path: The checkpoint; only the first rank must see it.
-        model: With random weights, the same in all ranks.
-        preprocessing: Channels and labels of its images.
-        group: The ranks, connected.
-
-    Raises:
-        CheckpointError: It cannot be used, or is of another network.
-    """
+    """Give a new network the weights of a checkpoint, and say what is new; all ranks call it."""
     checkpoint = network_from_first(path, group)
     try:
         news = take_weights(model, preprocessing, checkpoint)
@@ -177,19 +159,7 @@ def _preparation(preprocessing: Preprocessing) -> dict[str, Any]:
 
 
 def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:
-    """Give a new network the weights of a checkpoint, as far as it has weights for it.
-
-    Args:
-        model: With random weights, which stay where there are no others.
-        preprocessing: Channels and labels of its images.
-        checkpoint: What it begins with.
-
-    Returns:
-        What is new, in words.
-
-    Raises:
-        ValueError: The networks differ in more than stem and heads.
-    """
+    """Give a new network the weights of a checkpoint, as far as it has weights for it."""
     topology, before = model.topology, checkpoint.topology
     like = replace(before, **{name: getattr(topology, name) for name in OF_DATA})
     if like != topology:

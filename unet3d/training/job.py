@@ -1,18 +1,16 @@
-"""Training: from settings to data, network, devices and the loop that runs on them."""
+"""One training in this process, or in one of its ranks: data, network, devices, loop."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from rich.console import Console
 
 from unet3d.config import Config
 from unet3d.distributed.group import Group
-from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError, DoesNotFitError
+from unet3d.errors import DoesNotFitError
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import UNet3d
 from unet3d.model.unet import refuse_beyond_memory
@@ -27,8 +25,8 @@ from unet3d.parallel import (
 from unet3d.parallel.precision import cpu_has_bfloat16, precision_on, to_parameter_dtype
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.cuts import choose_cuts
-from unet3d.planning.experiment import plan_experiment
-from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.experiment import Experiment, plan_experiment
+from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
 from unet3d.planning.out_of_memory import (
     explain_out_of_memory,
     refuse_beyond_host,
@@ -37,6 +35,7 @@ from unet3d.planning.out_of_memory import (
 from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.reports.slots import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training.context import RunContext
 from unet3d.training.cores import (
     augmentation_line,
     leave_cores,
@@ -46,8 +45,8 @@ from unet3d.training.cores import (
 from unet3d.training.data_record import data_lines
 from unet3d.training.initialising import begin_with
 from unet3d.training.loop import TrainingLoop, TrainingResult
+from unet3d.training.plan import Plan
 from unet3d.training.resuming import Past
-from unet3d.training.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -55,115 +54,127 @@ MIN_VALIDATION_CASES = 10
 """With fewer, which network is best on them is chance."""
 
 
-def for_ranks(config: Config, dims: ParallelDims) -> Config:
-    """Return the settings with the mode that they mean.
-
-    Args:
-        config: As the user wrote it.
-        dims: The devices.
-    """
-    if config.parallel.mode == dims.mode:
-        return config
-    return config.with_values({"parallel.mode": dims.mode})
-
-
 def train(
-    config: Config,
-    folder: RunFolder,
-    resume: bool,
-    console: Console,
-    quiet: bool,
-    group: Group | None = None,
+    plan: Plan, folder: RunFolder, resume: bool, console: Console, quiet: bool, group: Group
 ) -> TrainingResult:
-    """Train a network, or continue to.
+    """Train what is planned in a folder, or continue to; all ranks call it.
 
-    Args:
-        config: The settings; when resuming, those of the run with what the user changed.
-        folder: Where the run's files go.
-        resume: Continue from the folder's latest checkpoint.
-        console: For the live line.
-        quiet: No progress at all.
-        group: The ranks that do it together; None: this process alone.
-
-    Raises:
-        Unet3dError: For every reason that we can explain.
-        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
+    Raises Interrupted for Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
     """
-    group = group or Group(Ranks())
-    dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
-    if group.size != dims.world_size:
-        raise ConfigError(
-            f"parallel.mode {dims.mode} on {len(dims.all_devices)} devices is "
-            f"{dims.world_size} processes, but this is {group.size}; start them with unet3d train, "
-            "or with torchrun"
-        )
-    config = for_ranks(config, dims)
-    batch_size = config.training.batch_size
-    warning = None if batch_size == "auto" else dims.check_batch(batch_size)
+    config, dims = plan.config, plan.dims
+    num_workers = loading_processes(config, dims.devices, group.ranks.local_world_size)
+    augmentation = augmentation_line(config, dims, num_workers)
+    with folder.locked() if group.is_first else nullcontext():
+        past = _open_folder(plan, folder, resume) if group.is_first else None
+        precision = _resolve_precision(plan, past, group)
+        if group.is_first:
+            group.begin(str(folder.path))
+        experiment = _prepare_data(plan, group)
+        if _is_finished(past, experiment, group):
+            return TrainingResult(folder=folder, memory=None)
+        _say_what_is_trained_on(experiment, folder, quiet or not group.is_first)
+        group.open(config.parallel.timeout_seconds)
+        experiment, step, prediction = _place(experiment, dims, precision, group)
+        leave_cores(num_workers, dims.devices, group.ranks.local_world_size)
+        with _explaining_memory(step, dims):
+            executor = _make_network(experiment, step, dims, group, is_new=not resume)
+            context = RunContext(
+                experiment=experiment,
+                executor=executor,
+                folder=folder,
+                group=group,
+                dims=dims,
+                precision=precision,
+            )
+            loop = TrainingLoop(context, num_workers, prediction)
+            if resume:
+                loop.load()
+            _say_where_it_runs(context, step)
+            logger.info("%s", augmentation)
+            return loop.run(console, quiet)
+
+
+def _open_folder(plan: Plan, folder: RunFolder, resume: bool) -> Past | None:
+    """Make the folder of a new run; of one that is continued, return what it was, unchanged."""
+    if not resume:
+        folder.create()
+        return None
+    folder.check_resumable()
+    past = Past.of(folder)
+    past.check_settings(plan.config)
+    return past
+
+
+def _resolve_precision(plan: Plan, past: Past | None, group: Group) -> str:
+    """Return what to compute in; a run on CPUs that leaves it open keeps what it has begun with."""
+
+    def wanted() -> str:
+        setting, recorded = plan.config.training.precision, past.state.cpu_precision if past else ""
+        is_on_cpus = all(device.type == "cpu" for device in plan.dims.all_devices)
+        keeps = recorded == "float32" or (recorded == "bfloat16" and cpu_has_bfloat16())
+        return recorded if setting == "auto" and is_on_cpus and keeps else setting
+
+    return resolve_precision(group.from_first(wanted), plan.dims.devices, group.exchange)
+
+
+def _prepare_data(plan: Plan, group: Group) -> Experiment:
+    """Check and prepare the data, once on each machine, and plan the network for them."""
+    config, dims = plan.config, plan.dims
+    warning = None
+    if config.training.batch_size != "auto":
+        warning = dims.check_batch(config.training.batch_size)
     if warning is not None and group.is_first:
         logger.warning(warning)
-    with folder.locked() if group.is_first else nullcontext():
-        try:
-            return _train(
-                config=config,
-                folder=folder,
-                resume=resume,
-                console=console,
-                quiet=quiet,
-                dims=dims,
-                group=group,
-            )
-        finally:
-            if group.is_first:
-                folder.discard_if_empty()
-
-
-def _train(
-    *,
-    config: Config,
-    folder: RunFolder,
-    resume: bool,
-    console: Console,
-    quiet: bool,
-    dims: ParallelDims,
-    group: Group,
-) -> TrainingResult:
-    """Train in a folder that is this process's own, or its first rank's."""
-    num_ranks = group.ranks.local_world_size
-    num_preparing = preparing_processes(config, dims.devices, num_ranks)
-    num_workers = loading_processes(config, dims.devices, num_ranks)
-    augmentation = augmentation_line(config, dims, num_workers)
-    past: Past | None = None
-    if group.is_first:
-        past = _open_folder(config, folder, resume)
-    finished = _if_finished(group, past, config, is_checked=False)
-    if finished is not None:
-        return TrainingResult(folder=folder, state=finished, memory=None)
-    wanted = group.from_first(lambda: _wanted_precision(config, dims, past))
-    precision = resolve_precision(wanted, dims.devices, group.exchange)
-    if group.is_first:
-        group.begin(str(folder.path))
-    experiment = group.in_turn(
+    num_processes = preparing_processes(config, dims.devices, group.ranks.local_world_size)
+    return group.in_turn(
         lambda: plan_experiment(
-            config, num_preparing, dims.num_stages, dims.num_shards, dims.num_replicas
+            config, num_processes, dims.num_stages, dims.num_shards, dims.num_replicas
         )
     )
-    if past is not None:
+
+
+def _is_finished(past: Past | None, experiment: Experiment, group: Group) -> bool:
+    """Return whether nothing is left to do, and say how to go on; all ranks call it.
+
+    Only the first one knows the run, and refuses data or a network that are not the run's.
+    """
+
+    def finished() -> bool:
+        if past is None:
+            return False
         past.check_experiment(experiment)
-    finished = _if_finished(group, past, config, is_checked=True)
-    if finished is not None:
-        return TrainingResult(folder=folder, state=finished, memory=None)
+        epochs = experiment.config.training.epochs
+        if not past.is_finished(epochs):
+            return False
+        logger.info(
+            "%s is finished: %d of %d epochs are done; to train on, give --resume --epochs with "
+            "more",
+            past.folder.path,
+            past.state.epoch,
+            epochs,
+        )
+        return True
+
+    return group.from_first(finished)
+
+
+def _say_what_is_trained_on(experiment: Experiment, folder: RunFolder, quiet: bool) -> None:
     for line in data_lines(experiment):
         logger.info("%s", line)
     num_cases = len(experiment.validation)
-    if group.is_first and not quiet and 0 < num_cases < MIN_VALIDATION_CASES:
+    if not quiet and 0 < num_cases < MIN_VALIDATION_CASES:
         logger.warning(
             "%d validation case(s) are too few to choose a network by: their Dice depends on which "
             "ones they are; use the final network, as predict does, rather than %s",
             num_cases,
             folder.best.name,
         )
-    group.open(config.parallel.timeout_seconds)
+
+
+def _place(
+    experiment: Experiment, dims: ParallelDims, precision: str, group: Group
+) -> tuple[Experiment, Step, MemoryEstimate | None]:
+    """Decide micro-batches and cuts, and predict the memory of a step; None: there is no way to."""
     step = experiment.step(dims, precision)
     planned = experiment.network.size_in(step.batch_size)
     config = group.from_first(
@@ -171,51 +182,50 @@ def _train(
         to_plain=lambda resolved: resolved.model_dump(mode="json"),
         from_plain=Config.from_plain,
     )
-    experiment = replace(experiment, config=config)
-    torch.default_generator.manual_seed(config.training.seed)  # nothing is drawn on GPUs
-    refuse_beyond_memory(experiment.topology)
-    model = UNet3d(experiment.topology)
-    if config.training.init is not None and not resume:
-        begin_with(config.training.init, model, experiment.preprocessing, group)
-    to_parameter_dtype(model, precision)
     step = replace(step, layout=Layout.of(config, dims, precision), settings=config.training)
-    if config.memory.offload != "none" and all(device.type == "cpu" for device in dims.devices):
-        logger.warning(
-            "memory.offload=%s does nothing here: a CPU's memory is the host's already",
-            config.memory.offload,
-        )
     with _explaining_memory(step, dims):
         cuts = group.from_first(lambda: _cuts(config, step))
     step = replace(step, layout=replace(step.layout, cuts=cuts and tuple(cuts)))
     prediction = None
+    refuse_beyond_memory(experiment.topology)  # a prediction makes weights without touching them
     if dims.predicts_memory:
         prediction = predict_memory(step)
         refuse_beyond_host(prediction)
         warn_if_too_large(prediction)
-    leave_cores(num_workers, dims.devices, num_ranks)
-    executor = _executor(dims, model, step.layout, group)
-    loop = TrainingLoop(
-        experiment=experiment,
-        executor=executor,
-        folder=folder,
-        precision=precision,
-        num_workers=num_workers,
-        prediction=prediction,
-        dims=dims,
-        group=group,
-    )
-    if resume:
-        loop.load()
+    return replace(experiment, config=config), step, prediction
+
+
+def _cuts(config: Config, step: Step) -> tuple[int, ...] | None:
+    """Return where the settings cut the network; None: at the default place."""
+    balance = config.parallel.balance
+    return config.parallel.cut_blocks if balance is None else choose_cuts(step, balance)
+
+
+def _make_network(
+    experiment: Experiment, step: Step, dims: ParallelDims, group: Group, is_new: bool
+) -> Executor:
+    """Return the network on its devices: with random weights, or new with those to begin with."""
+    settings = experiment.config.training
+    torch.default_generator.manual_seed(settings.seed)  # nothing is drawn on GPUs
+    model = UNet3d(experiment.topology)
+    if settings.init is not None and is_new:
+        begin_with(settings.init, model, experiment.preprocessing, group)
+    to_parameter_dtype(model, step.precision)
+    if dims.uses_threads:
+        layout = step.layout
+        return DataParallelExecutor(model, dims.devices, dims.gather_device, layout.autocast)
+    return parallelize(model, step.layout, group)
+
+
+def _say_where_it_runs(context: RunContext, step: Step) -> None:
+    executor = context.executor
     for slot in executor.slots:
-        precise = precision_on(slot.device, precision)
+        precise = precision_on(slot.device, context.precision)
         logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
     if isinstance(executor, SpatialExecutor):
         division = executor.rule.divide(step.size)
-        planes = [len(division.slab(shard)) for shard in range(dims.num_shards)]
+        planes = [len(division.slab(shard)) for shard in range(context.dims.num_shards)]
         logger.info("%s", slab_line(planes))
-    logger.info("%s", augmentation)
-    with _explaining_memory(step, dims):
-        return loop.run(console, quiet)
 
 
 @contextmanager
@@ -234,70 +244,3 @@ def _explaining_memory(step: Step, dims: ParallelDims) -> Iterator[None]:
             "first GPU, or use a smaller --batch-size"
         )
         raise DoesNotFitError(reason) from error
-
-
-def _open_folder(config: Config, folder: RunFolder, resume: bool) -> Past | None:
-    """Make the folder of a new run; of one that is continued, return what it was, unchanged."""
-    if not resume:
-        folder.create()
-        return None
-    folder.check_resumable()
-    past = Past.of(folder)
-    past.check_settings(config)
-    return past
-
-
-def _wanted_precision(config: Config, dims: ParallelDims, past: Past | None) -> str:
-    """Return the setting, or what a run on CPUs that it leaves open has computed in before."""
-    wanted, recorded = config.training.precision, past.state.cpu_precision if past else ""
-    is_on_cpus = all(device.type == "cpu" for device in dims.all_devices)
-    keeps = recorded == "float32" or (recorded == "bfloat16" and cpu_has_bfloat16())
-    return recorded if wanted == "auto" and is_on_cpus and keeps else wanted
-
-
-def _if_finished(
-    group: Group, past: Past | None, config: Config, is_checked: bool
-) -> TrainingState | None:
-    """Return where a run with nothing left to do stands, and say how to go on; else None.
-
-    Args:
-        group: The ranks; all of them call it, and only the first one knows the run.
-        past: The run; None: it is a new one.
-        config: The settings of now.
-        is_checked: Whether its data and network are known to be those of now. If not, only a run
-            whose settings say so counts.
-    """
-
-    def state() -> TrainingState | None:
-        if past is None or not past.is_finished(config):
-            return None
-        if not is_checked and not past.has_source_of(config):
-            return None
-        logger.info(
-            "%s is finished: %d of %d epochs are done; to train on, give --resume --epochs with "
-            "more",
-            past.folder.path,
-            past.state.epoch,
-            config.training.epochs,
-        )
-        return past.state
-
-    def from_plain(values: Any) -> TrainingState | None:
-        return None if values is None else TrainingState.from_plain(values)
-
-    def to_plain(found: TrainingState | None) -> Any:
-        return None if found is None else asdict(found)
-
-    return group.from_first(state, to_plain=to_plain, from_plain=from_plain)
-
-
-def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -> Executor:
-    if dims.uses_threads:
-        return DataParallelExecutor(model, dims.devices, dims.gather_device, layout.autocast)
-    return parallelize(model, layout, group)
-
-
-def _cuts(config: Config, step: Step) -> tuple[int, ...] | None:
-    """Return where the settings cut the network; None: at the default place."""
-    balance = config.parallel.balance
-    return config.parallel.cut_blocks if balance is None else choose_cuts(step, balance)

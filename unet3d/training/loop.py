@@ -14,43 +14,35 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from unet3d.distributed import is_started
-from unet3d.distributed.group import Group
 from unet3d.errors import Unet3dError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.meter import measured_steps
 from unet3d.model import LossTerms, SegmentationLoss
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.precision import image_dtype
 from unet3d.patches.patches import Batch
-from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.batches import loading_of, make_loader
+from unet3d.training.batches import make_loader
+from unet3d.training.cases import CaseRanks, Stopped, Watcher
+from unet3d.training.context import RunContext
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
-from unet3d.training.final_result import FinalResult
-from unet3d.training.final_validation import FinalValidation
-from unet3d.training.memory_report import report_memory, update_reserved
+from unet3d.training.final_validation import FinalResult, FinalValidation
 from unet3d.training.metrics import epoch_metrics
 from unet3d.training.recording import RunRecorder
 from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation, Validator
-from unet3d.training.waiting import DataClock
+from unet3d.training.waiting import DataClock, Loading
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a finished training has to show."""
+    """A training that has come to its end; what it has come to is in its folder."""
 
     folder: RunFolder
     """The run."""
-    state: TrainingState
-    """Where the training stands at its end."""
-    final_dice: float | None = None
-    """Mean Dice of the validation cases as the final network predicts them; None where there are
-    none, or nothing was left to do."""
     memory: dict[str, Any] | None
     """What ``memory.json`` holds; None where nothing was left to train."""
 
@@ -59,89 +51,48 @@ class TrainingLoop:
     """One training, or one rank's share of it."""
 
     def __init__(
-        self,
-        *,
-        experiment: Experiment,
-        executor: Executor,
-        folder: RunFolder,
-        precision: str,
-        num_workers: int,
-        prediction: MemoryEstimate | None,
-        dims: ParallelDims,
-        group: Group,
+        self, context: RunContext, num_workers: int, prediction: MemoryEstimate | None
     ) -> None:
-        """Prepare the first step.
+        """Prepare the first step; ``num_workers`` processes cut patches, 0: this one.
 
-        Args:
-            experiment: Cases, preparation and patch size.
-            executor: The placed network.
-            folder: Where the run's files go.
-            precision: Decides about the scaler of float16; shown in the summary.
-            num_workers: Processes that cut patches; 0: this one.
-            prediction: What its memory should be, to stand beside what is measured; None: there
-                is none.
-            dims: Which replica and which slab of its volumes are this rank's.
-            group: The ranks that train together; the first writes and shows.
+        The memory that is predicted will stand beside what is measured.
         """
-        self.group = group
-        self.experiment = experiment
+        self.context = context
+        self.group, self.executor = context.group, context.executor
+        self.experiment = experiment = context.experiment
         self.config = experiment.config
-        self.executor = executor
-        self.folder = folder
-        self.prediction = prediction
+        self._prediction = prediction
+        dims = context.dims
         is_on_cpus = all(device.type == "cpu" for device in dims.all_devices)
-        self._cpu_precision = precision if is_on_cpus else ""
+        self._cpu_precision = context.precision if is_on_cpus else ""
         self.state = TrainingState(cpu_precision=self._cpu_precision)
-        self.optimization = Optimization(executor.module, self.config.training, precision)
+        self.optimization = Optimization(
+            context.executor.module, self.config.training, context.precision
+        )
         regions = experiment.preprocessing.region_classes
         self._loss = SegmentationLoss.of(self.config.training, regions)
-        # All shards of a replica return its loss.
+        # All slabs of a replica return its loss.
         self._adds_loss = dims.shard_of(dims.rank) == 0
-        self.loader = make_loader(experiment, executor, dims, num_workers)
-        self.validator = Validator(experiment, executor, group, dims.num_shards)
-        self.final_validation = FinalValidation(
-            experiment=experiment,
-            executor=executor,
-            folder=folder,
-            dims=dims,
-            group=group,
-        )
-        self.saver = CheckpointSaver(
-            experiment=experiment,
-            module=executor.module,
-            optimization=self.optimization,
-            folder=folder,
-            group=group,
-        )
-        self.recorder = RunRecorder(
-            experiment=experiment,
-            executor=executor,
-            folder=folder,
-            precision=precision,
-            dims=dims,
-            group=group,
-        )
-        self.memory: dict[str, Any] | None = None
-        self._clock = DataClock(executor.input_device)
-        num_ranks_here = group.ranks.local_world_size
-        self._loading = loading_of(self.config, executor, num_workers, num_ranks_here)
+        self.loader = make_loader(context, num_workers)
+        case_ranks = CaseRanks.of(context.group, dims.num_shards)
+        self.validator = Validator(context, case_ranks)
+        self.final_validation = FinalValidation(context, case_ranks)
+        self.saver = CheckpointSaver(context, self.optimization)
+        self.recorder = RunRecorder(context)
+        self._clock = DataClock(context.executor.input_device)
+        self._loading = Loading.of(context, num_workers)
 
     def load(self) -> None:
         """Continue from the latest checkpoint; no file is changed before the first step is taken.
 
-        Raises:
-            CheckpointError: It is of another network or optimizer.
+        Raises CheckpointError where it is of another network or optimizer.
         """
         state = self.saver.load(self.loader.num_steps)
         self.state = replace(state, cpu_precision=self._cpu_precision)
         self.recorder.resumed_epoch = self.state.epoch
 
     def run(self, console: Console, quiet: bool) -> TrainingResult:
-        """Train to the last epoch.
-
-        Args:
-            console: For the live line.
-            quiet: No progress at all.
+        """Train to the last epoch, with a live line on the console.
 
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
@@ -171,23 +122,19 @@ class TrainingLoop:
                 validation = self._validate(line, interruption) if is_due else None
                 metrics = self._end_epoch(validation)
                 self.recorder.write_epoch(metrics)
-                if is_due:
-                    self._keep(validation)
+                self._keep(validation, is_due)
                 self.recorder.draw_progress(is_due)
                 waits = self._clock.take_start(), self.loader.take_waited()
                 line.epoch_done(metrics, self._loading.note(metrics, *waits))
             self.recorder.begin()
-            if self.memory is not None:
-                update_reserved(self.memory, self.executor, self.folder, self.group)
+            self.recorder.update_reserved()
             final = self._validate_finally(line, interruption)
         self.recorder.write_summary(self.state, final)
-        return TrainingResult(
-            folder=self.folder, state=self.state, final_dice=final.mean_dice, memory=self.memory
-        )
+        return TrainingResult(folder=self.context.folder, memory=self.recorder.memory)
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
         """Take the steps that are left of an epoch, the first time under measurement."""
-        is_measured = self.memory is None and self.state.step < self.loader.num_steps
+        is_measured = self.recorder.memory is None and self.state.step < self.loader.num_steps
         with self._measured_memory() if is_measured else nullcontext():
             self._take_steps(line, interruption)
 
@@ -250,9 +197,7 @@ class TrainingLoop:
     def _add_steps(self, losses: list[StepLoss]) -> None:
         """Add what was measured of steps to the state, and empty the list; waits for the devices.
 
-        Raises:
-            ConfigError: Training has diverged; the last checkpoint is from before.
-            VolumeError: An image that it was trained on is the reason.
+        Raises ConfigError or VolumeError where training has diverged; what is saved is from before.
         """
         terms = [(loss.num_samples, loss.terms) for loss in losses]
         self.state.add_steps(terms, self._clock.read(), self.group)
@@ -262,11 +207,7 @@ class TrainingLoop:
         losses.clear()
 
     def _check_weights(self) -> None:
-        """See that the network can be saved, which its losses cannot show before the next step.
-
-        Raises:
-            ConfigError: Training has diverged; the last checkpoint is from before.
-        """
+        """See that the network can be saved, which its losses cannot show before the next step."""
         if any(self.group.exchange(not self.saver.is_finite())):
             raise self._diverged("the weights are not finite", None)
 
@@ -281,7 +222,7 @@ class TrainingLoop:
         return divergence_error(where, fault, self.config.training.learning_rate)
 
     def _is_due(self) -> bool:
-        """Return whether this epoch ends with a validation and a checkpoint."""
+        """Return whether this epoch ends with a validation."""
         number, settings = self.state.epoch + 1, self.config.training
         return number % settings.validate_every == 0 or number == settings.epochs
 
@@ -290,27 +231,34 @@ class TrainingLoop:
         self._check_weights()
         if not self.experiment.validation:
             return None
-        epoch = self.state.epoch
-        number = epoch + 1
-        num_steps = number * self.loader.num_steps
-        progress = partial(line.validating, epoch)
-        validation = self.validator.validate(number, num_steps, interruption, progress)
-        if validation.stop:
+        number = self.state.epoch + 1
+        watcher = Watcher(
+            num_steps=number * self.loader.num_steps,
+            interruption=interruption,
+            progress=partial(line.validating, self.state.epoch),
+        )
+        try:
+            return self.validator.validate(number, watcher)
+        except Stopped as stopped:
             self.saver.save(self.state)
-            self._stop(validation.stop)
-        return validation
+            self._stop(stopped.signal_number)
 
     def _validate_finally(
         self, line: ProgressLine, interruption: InterruptionRequest
-    ) -> FinalResult:
+    ) -> FinalResult | None:
         """Predict the validation cases with the final network, and keep what comes out."""
-        num_steps = self.state.epoch * self.loader.num_steps
-        checkpoint = self.saver.checkpoint(self.state)
-        final = self.final_validation.run(checkpoint, num_steps, interruption, line.predicting)
-        if final.stop:
-            self._stop(final.stop)
-        if final.rules != self.saver.postprocessing:
-            self.saver.save(self.state, postprocessing=final.rules)
+        watcher = Watcher(
+            num_steps=self.state.epoch * self.loader.num_steps,
+            interruption=interruption,
+            progress=line.predicting,
+        )
+        try:
+            final = self.final_validation.run(self.saver.checkpoint(self.state), watcher)
+        except Stopped as stopped:
+            self._stop(stopped.signal_number)
+        rules = () if final is None else tuple(choice.rule for choice in final.choices)
+        if rules != self.saver.postprocessing:
+            self.saver.save(self.state, postprocessing=rules)
         return final
 
     def _end_epoch(self, validation: Validation | None) -> dict[str, Any]:
@@ -322,16 +270,16 @@ class TrainingLoop:
             learning_rate=self._learning_rate((self.state.epoch + 1) * num_steps - 1),
             validation=validation,
         )
-        if validation is None:
-            self.state = self.state.next_epoch(None)
-        else:
-            self.state = self.state.next_epoch(validation.dice, validation.seconds)
+        self.state = self.state.next_epoch(None if validation is None else validation.seconds)
         return metrics
 
-    def _keep(self, validation: Validation | None) -> None:
-        """Save the network, as the best one too where a validation says so."""
-        improved = validation is not None and self.state.note_dice(validation.mean_dice)
-        self.saver.save(self.state, improved)
+    def _keep(self, validation: Validation | None, is_due: bool) -> None:
+        """Save the network where an epoch ends with that, as the best one too if it is."""
+        improved = validation is not None and self.state.note_dice(
+            validation.dice, validation.mean_dice
+        )
+        if is_due:
+            self.saver.save(self.state, improved)
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""
@@ -344,12 +292,4 @@ class TrainingLoop:
         optimizer = self.optimization.optimizer
         with measured_steps(self.executor, optimizer) as meter:
             yield
-        self.memory = report_memory(
-            meter,
-            mode=self.config.parallel.mode,
-            executor=self.executor,
-            optimizer=optimizer,
-            prediction=self.prediction,
-            folder=self.folder,
-            group=self.group,
-        )
+        self.recorder.write_memory(meter, optimizer, self._prediction)

@@ -1,4 +1,4 @@
-"""What a run writes of its numbers: a line for each epoch, scalars for TensorBoard, a summary."""
+"""The numbers of a run: a line for each epoch, the same for TensorBoard, and a summary."""
 
 import io
 import platform
@@ -16,7 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from unet3d import __version__
 from unet3d.atomic import append
 from unet3d.parallel import ParallelDims
-from unet3d.training.final_result import FinalResult
+from unet3d.training.final_validation import FinalResult
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
 
@@ -24,13 +24,9 @@ from unet3d.training.validation import Validation
 def epoch_metrics(
     state: TrainingState, *, num_steps: int, learning_rate: float, validation: Validation | None
 ) -> dict[str, Any]:
-    """Return a line of ``metrics.jsonl``.
+    """Return a line of ``metrics.jsonl``, at the end of an epoch of so many steps.
 
-    Args:
-        state: At the end of the epoch's steps.
-        num_steps: Steps in an epoch.
-        learning_rate: Of the epoch's last step.
-        validation: The one at the epoch's end; None where there was none.
+    The learning rate is that of its last step; without a validation there is no Dice.
     """
     mean = state.mean_loss
     metrics: dict[str, Any] = {
@@ -60,28 +56,14 @@ class ScalarFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Begin a file.
-
-        Args:
-            folder: Where; made if it is missing.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Begin a file in a folder, which is made if it is missing."""
         folder.mkdir(exist_ok=True)
         # TensorBoard reads files with such names, in the order of their names.
         self._path = folder / f"events.out.tfevents.{int(time.time()):010}.{uuid.uuid4().hex}"
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Write the numbers of an epoch.
-
-        Args:
-            metrics: What :func:`epoch_metrics` returned.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write the numbers of an epoch, which :func:`epoch_metrics` returned."""
         keys = ("loss", "dice_loss", "cross_entropy", "learning_rate")
         values = {key: metrics[key] for key in keys}
         for name, dice in metrics.get("dice", {}).items():
@@ -111,32 +93,22 @@ def run_summary(
     dims: ParallelDims,
     devices: Sequence[str],
     precision: str,
-    final: FinalResult,
+    final: FinalResult | None,
 ) -> dict[str, Any]:
-    """Return what ``summary.json`` holds.
+    """Return what ``summary.json`` holds; ``devices`` are the names of those of all ranks.
 
     ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
-    whose network is ``checkpoint-best.pt``; ``last_mean_dice`` and ``last_dice`` are of the final
-    network, which is ``checkpoint-latest.pt``; where no case validates they are None or empty.
-    ``seconds`` are those of the steps and of the validations together, without the preparation
-    before them; ``waited_seconds`` are the part of the steps' that the devices waited for data.
-    ``final`` is what the final network makes of the validation cases, segmented as
-    ``unet3d predict`` does; its ``seconds`` are not in the others.
-
-    Args:
-        state: At the end of the training.
-        dims: Mode, replicas and shards.
-        devices: Names of the devices of all ranks.
-        precision: What the network computed in.
-        final: The validation at its end.
+    whose network is ``checkpoint-best.pt``; where no case validates they are None or empty.
+    ``final`` is what the final network, ``checkpoint-latest.pt``, makes of the validation cases,
+    segmented as ``unet3d predict`` does. ``seconds`` are those of the steps and of the validations
+    together, without the preparation before and ``final`` after them; ``waited_seconds`` are the
+    part of the steps' that the devices waited for data.
     """
     return {
         "best_dice": state.best_dice if state.best_epoch else None,
         "best_epoch": state.best_epoch or None,
         "dice": state.best_labels,
-        "last_mean_dice": state.last_mean_dice,
-        "last_dice": state.last_dice,
-        "final": final.to_dict(),
+        "final": None if final is None else final.to_dict(),
         "epochs": state.epoch,
         "seconds": state.total_seconds + state.validation_seconds,
         "training_seconds": state.total_seconds,
@@ -157,10 +129,6 @@ def run_summary(
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device with the name of its hardware.
-
-    Args:
-        device: A CPU or CUDA device of this machine.
-    """
+    """Return a device of this machine with the name of its hardware."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return f"{device} ({name})"

@@ -4,13 +4,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from unet3d.distributed.group import Group
-from unet3d.parallel import Executor, ParallelDims
-from unet3d.planning.experiment import Experiment
+import torch
+
+from unet3d.memory.meter import MemoryMeter
+from unet3d.memory.record import memory_record, merged_records, reserved_bytes
+from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
-from unet3d.runs.run_folder import RunFolder, writing
+from unet3d.reports.memory import write_memory_picture
+from unet3d.runs.run_folder import writing
+from unet3d.training.context import RunContext
 from unet3d.training.data_record import data_record, dataset_name
-from unet3d.training.final_result import FinalResult
+from unet3d.training.final_validation import FinalResult
 from unet3d.training.metrics import ScalarFile, device_name, run_summary
 from unet3d.training.state import TrainingState
 
@@ -21,35 +25,16 @@ DRAWING_SECONDS = 60.0
 class RunRecorder:
     """Writes the files of one run; in all ranks but the first it writes nothing."""
 
-    def __init__(
-        self,
-        *,
-        experiment: Experiment,
-        executor: Executor,
-        folder: RunFolder,
-        precision: str,
-        dims: ParallelDims,
-        group: Group,
-    ) -> None:
-        """Write nothing yet.
-
-        Args:
-            experiment: Cases, preparation and settings.
-            executor: The placed network.
-            folder: Where the files go.
-            precision: What the network computes in.
-            dims: Replicas and shards.
-            group: The ranks; all of them call this.
-        """
+    def __init__(self, context: RunContext) -> None:
+        """Write nothing yet; all ranks call it."""
         self.resumed_epoch: int | None = None
         """Complete epochs of the run that is continued; None: it is a new one."""
-        self._experiment = experiment
-        self._folder = folder
-        self._precision = precision
-        self._dims = dims
-        self._group = group
-        own_devices = [device_name(slot.device) for slot in executor.slots]
-        self._devices = [name for names in group.exchange(own_devices) for name in names]
+        self.memory: dict[str, Any] | None = None
+        """What ``memory.json`` holds; None: no step was measured yet."""
+        self._context = context
+        self._folder, self._group = context.folder, context.group
+        own_devices = [device_name(slot.device) for slot in context.executor.slots]
+        self._devices = [name for names in self._group.exchange(own_devices) for name in names]
         self._scalars: ScalarFile | None = None
         self._next_drawing = 0.0
 
@@ -63,29 +48,57 @@ class RunRecorder:
             return
         if self.resumed_epoch is not None:
             self._folder.reopen(self.resumed_epoch)
-        self._folder.write_data(data_record(self._experiment))
-        self._folder.write_config(self._experiment.config)
+        self._folder.write_data(data_record(self._context.experiment))
+        self._folder.write_config(self._context.experiment.config)
         with writing(self._folder.tensorboard):
             self._scalars = ScalarFile(self._folder.tensorboard)
 
-    def write_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Add the numbers of an epoch.
+    def write_memory(
+        self,
+        meter: MemoryMeter,
+        optimizer: torch.optim.Optimizer,
+        prediction: MemoryEstimate | None,
+    ) -> None:
+        """Write the memory of each slot, measured and predicted; all ranks call it after a step."""
+        measured = meter.read(optimizer)
+        own = memory_record(
+            self._context.experiment.config.parallel.mode,
+            self._context.executor.slots,
+            measured,
+            None if prediction is None else prediction.memory,
+            meter.timeline(measured),
+        )
+        self.memory = merged_records(self._group.exchange(own))
+        if self._group.is_first:
+            self._folder.write_json(self._folder.memory, self.memory)
+            with writing(self._folder.memory_picture):
+                write_memory_picture(self.memory, self._folder.memory_picture)
 
-        Args:
-            metrics: Its line of ``metrics.jsonl``.
+    def update_reserved(self) -> None:
+        """Write down what allocators have reserved in the end; all ranks call it.
+
+        Steps are measured while they are launched; those of small volumes are captured later, and
+        keep memory of their own.
         """
+        if self.memory is None:
+            return
+        own = [reserved_bytes(slot.device) for slot in self._context.executor.slots]
+        reserved = [number for numbers in self._group.exchange(own) for number in numbers]
+        for slot, number in zip(self.memory["slots"], reserved, strict=True):
+            measured = slot["measured"]
+            measured["reserved_bytes"] = max(number, measured["reserved_bytes"])
+        if self._group.is_first:
+            self._folder.write_json(self._folder.memory, self.memory)
+
+    def write_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Add the numbers of an epoch, a line of ``metrics.jsonl``."""
         if self._scalars is not None:
             self._folder.append_metrics(metrics)
             with writing(self._folder.tensorboard):
                 self._scalars.write(metrics)
 
     def draw_progress(self, is_due: bool) -> None:
-        """Draw the numbers of all epochs.
-
-        Args:
-            is_due: Whether to draw in any case. If not, the first epoch is drawn all the same, and
-                any other at the end of which the picture is old.
-        """
+        """Draw the numbers of all epochs, if it is due or the picture is old or missing."""
         now = time.monotonic()
         if not self._group.is_first or not (is_due or now >= self._next_drawing):
             return
@@ -95,26 +108,21 @@ class RunRecorder:
             write_progress_picture(self._folder.read_metrics(), self._title(), path)
 
     def _title(self) -> str:
-        config, path = self._experiment.config, self._folder.path.absolute()
+        config, path = self._context.experiment.config, self._folder.path.absolute()
         fold = "every case" if config.data.fold == "none" else f"fold {config.data.fold}"
         is_one_of_several = path.name == fold.replace(" ", "")
         run = f"{path.parent.name}/{path.name}" if is_one_of_several else path.name
         return f"{run}: {fold} of {dataset_name(config)}"
 
-    def write_summary(self, state: TrainingState, final: FinalResult) -> None:
-        """Write what the training has come to.
-
-        Args:
-            state: At its end.
-            final: What the final network makes of the validation cases.
-        """
+    def write_summary(self, state: TrainingState, final: FinalResult | None) -> None:
+        """Write what the training has come to at its end."""
         if not self._group.is_first:
             return
         summary = run_summary(
             state,
-            dims=self._dims,
+            dims=self._context.dims,
             devices=self._devices,
-            precision=self._precision,
+            precision=self._context.precision,
             final=final,
         )
         self._folder.write_json(self._folder.summary, summary)

@@ -6,7 +6,7 @@ batch, patches, devices.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,20 +46,16 @@ class Past:
     """Its network."""
     preprocessing: Preprocessing
     """How its images were prepared."""
-    split: CaseSplit | None
-    """Its cases; None: it was saved before they were recorded."""
+    split: CaseSplit
+    """Its cases."""
     state: TrainingState
     """Where it stood."""
 
     @classmethod
     def of(cls, folder: RunFolder) -> "Past":
-        """Read the latest checkpoint of a run.
-
-        Raises:
-            CheckpointError: It cannot be used.
-        """
+        """Read the latest checkpoint of a run."""
         checkpoint = load_checkpoint(folder.latest)
-        if not checkpoint.training:
+        if not checkpoint.training or checkpoint.split is None:
             raise CheckpointError(
                 f"{folder.latest} holds a network but no training to continue; start a new run"
             )
@@ -76,36 +72,13 @@ class Past:
             state=state,
         )
 
-    def is_finished(self, config: Config) -> bool:
-        """Return whether nothing is left to do with some settings.
-
-        Args:
-            config: The settings of now.
-        """
-        # A run of an older version lacks the predictions of its validation cases.
-        is_validated = (
-            self.split is None or not self.split.validation or self.folder.has_validation()
-        )
-        is_trained = self.state.epoch >= config.training.epochs
-        return is_trained and is_validated and self.folder.has_summary()
-
-    def has_source_of(self, config: Config) -> bool:
-        """Return whether some settings name the run's own data and network.
-
-        Args:
-            config: The settings of now.
-        """
-        return (config.data, config.model) == (self.config.data, self.config.model)
+    def is_finished(self, epochs: int) -> bool:
+        """Return whether nothing is left to do of so many epochs."""
+        is_validated = not self.split.validation or self.folder.has_validation()
+        return self.state.epoch >= epochs and is_validated and self.folder.has_summary()
 
     def check_settings(self, config: Config) -> None:
-        """See that the settings suit the run, as far as that can be said without the data.
-
-        Args:
-            config: The settings of now.
-
-        Raises:
-            ConfigError: One of them does not; the message names all that do not.
-        """
+        """See that the settings suit the run, as far as that can be said without the data."""
         before, now = self.config, config
         self._refuse(
             _changed(
@@ -125,23 +98,10 @@ class Past:
             )
 
     def check_experiment(self, experiment: Experiment) -> None:
-        """See that the data are those of the run, and its network; say what else has changed.
-
-        Args:
-            experiment: The settings and data of now.
-
-        Raises:
-            ConfigError: The cases, their contents or their preparation are others, or the network.
-        """
-        if self.split is None:
-            logger.warning(
-                "%s was saved before runs recorded their cases: that they are the same cannot be "
-                "checked",
-                self.folder.latest,
-            )
+        """See that the data are those of the run, and its network; say what else has changed."""
         self._refuse(
             [
-                *(experiment.split.changes_since(self.split) if self.split is not None else ()),
+                *experiment.split.changes_since(self.split),
                 *_changes_of_preparation(self.preprocessing, experiment.preprocessing),
             ]
         )
@@ -150,7 +110,7 @@ class Past:
                 f"{self.folder.latest} holds another network than the settings now ask for; "
                 "resume with the settings of config.yaml, or start a new run in another --output"
             )
-        before, now = dict(_flat(self.config)), dict(_flat(experiment.config))
+        before, now = self.config.flat(), experiment.config.flat()
         changes = [
             f"{key} from {before[key]} to {now[key]}"
             for key in now
@@ -221,16 +181,3 @@ def _in_words(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return "that of each case" if value is None else str(value)
-
-
-def _flat(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of all sections, under dotted names."""
-
-    def items(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                yield from items(value, f"{path}{key}.")
-            else:
-                yield f"{path}{key}", value
-
-    return items(config.model_dump(mode="json"), "")

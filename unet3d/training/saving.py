@@ -7,14 +7,11 @@ from dataclasses import asdict, replace
 import torch
 from torch import is_tensor
 
-from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
 from unet3d.inference.postprocessing import Rule
-from unet3d.model import BlockNetwork
 from unet3d.model.optimizer import Optimization
-from unet3d.planning.experiment import Experiment
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from unet3d.runs.run_folder import RunFolder
+from unet3d.training.context import RunContext
 from unet3d.training.divergence import all_finite
 from unet3d.training.state import TrainingState
 
@@ -24,29 +21,12 @@ logger = logging.getLogger(__name__)
 class CheckpointSaver:
     """Writes and reads the checkpoints of one run."""
 
-    def __init__(
-        self,
-        *,
-        experiment: Experiment,
-        module: BlockNetwork,
-        optimization: Optimization,
-        folder: RunFolder,
-        group: Group,
-    ) -> None:
-        """Start the time until the first checkpoint.
-
-        Args:
-            experiment: Network, preparation and settings, which a checkpoint holds too.
-            module: The network; its parameters may be on any devices.
-            optimization: Of its parameters.
-            folder: Where the files are.
-            group: The ranks; the first one writes and reads.
-        """
-        self._experiment = experiment
-        self._module = module
+    def __init__(self, context: RunContext, optimization: Optimization) -> None:
+        """Start the time until the first checkpoint."""
+        self._context = context
+        self._folder, self._group = context.folder, context.group
+        self._module = context.executor.module
         self._optimization = optimization
-        self._folder = folder
-        self._group = group
         self._saved_at = time.monotonic()
         self.postprocessing: tuple[Rule, ...] = ()
         """What the latest checkpoint says of components; of a network that is trained on, nothing
@@ -57,7 +37,7 @@ class CheckpointSaver:
         if not self._group.is_first:
             return False
         age = time.monotonic() - self._saved_at
-        return age >= self._experiment.config.training.save_every_seconds
+        return age >= self._context.experiment.config.training.save_every_seconds
 
     def save(
         self,
@@ -65,12 +45,9 @@ class CheckpointSaver:
         improved: bool = False,
         postprocessing: tuple[Rule, ...] = (),
     ) -> None:
-        """Write the latest checkpoint in the first rank.
+        """Write the latest checkpoint in the first rank; the best so far is written as such first.
 
-        Args:
-            state: Where the training stands.
-            improved: Whether the network is the best so far; then it is written as such first.
-            postprocessing: The components that its predictions keep.
+        ``postprocessing`` are the components that its predictions keep.
         """
         self.postprocessing = postprocessing
         if not self._group.is_first:
@@ -82,17 +59,14 @@ class CheckpointSaver:
         self._saved_at = time.monotonic()  # writing takes time, too
 
     def checkpoint(self, state: TrainingState) -> Checkpoint:
-        """Return what a checkpoint holds now; its tensors are the network's own.
-
-        Args:
-            state: Where the training stands.
-        """
+        """Return what a checkpoint holds now; its tensors are the network's own."""
+        experiment = self._context.experiment
         return Checkpoint(
-            topology=self._experiment.topology,
-            preprocessing=self._experiment.preprocessing,
-            patch_size=self._experiment.patch_size,
-            config=self._experiment.config,
-            split=self._experiment.split,
+            topology=experiment.topology,
+            preprocessing=experiment.preprocessing,
+            patch_size=experiment.patch_size,
+            config=experiment.config,
+            split=experiment.split,
             model=self._module.state_dict(),
             training={
                 "state": asdict(state),
@@ -110,11 +84,8 @@ class CheckpointSaver:
     def load(self, num_steps: int) -> TrainingState:
         """Take up the latest checkpoint in all ranks, and return where it stands.
 
-        Args:
-            num_steps: Steps of an epoch, which may be fewer than before.
-
-        Raises:
-            CheckpointError: Its optimizer is another one, or it is not finite.
+        An epoch has ``num_steps``, which may be fewer than before. Raises CheckpointError where
+        the optimizer is another one, or weights are not finite.
         """
         path = self._folder.latest
         checkpoint = self._group.file_from_first(path, load_checkpoint)

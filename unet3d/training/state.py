@@ -51,19 +51,15 @@ class TrainingState:
     """Epoch, from 1, after which it was reached; 0 where that is not known."""
     best_labels: dict[str, Dice | None] = field(default_factory=dict)
     """Dice of each label in that validation."""
-    last_dice: dict[str, Dice | None] = field(default_factory=dict)
-    """Dice of each label in the last validation."""
 
     def add_steps(
         self, losses: Sequence[tuple[int, LossTerms]], waited_seconds: float, group: Group
     ) -> None:
         """Add what some steps, of all ranks, have measured; this waits for the devices.
 
-        Args:
-            losses: For each step the number of this rank's samples, and their mean loss.
-            waited_seconds: Time that this rank's device waited for their data; the mean over the
-                ranks counts, because all of them take the same time for a step.
-            group: The ranks; all of them call it.
+        For each step there are the number of this rank's samples, and their mean loss. Of the time
+        that devices waited for data the mean over the ranks counts, because all of them take the
+        same time for a step.
         """
         counted = [(num_samples, terms) for num_samples, terms in losses if num_samples]
         own = [
@@ -82,37 +78,20 @@ class TrainingState:
         return math.isfinite(self.loss["total"])
 
     @property
-    def last_mean_dice(self) -> float | None:
-        """Mean Dice of the last validation; None before the first one, or where nothing counts."""
-        known = [dice for dice in self.last_dice.values() if dice is not None]
-        return sum(known) / len(known) if known else None
-
-    @property
     def mean_loss(self) -> dict[str, float]:
         """Mean over the samples of the epoch so far."""
         return {name: value / max(self.num_samples, 1) for name, value in self.loss.items()}
 
-    def note_dice(self, mean_dice: float | None) -> bool:
-        """Return whether the last validation is the best so far, and remember it if it is.
-
-        Args:
-            mean_dice: Mean Dice of the validation; None where no label is in any case.
-        """
+    def note_dice(self, dice: dict[str, float | None], mean_dice: float | None) -> bool:
+        """Return whether the last validation is the best so far, and remember it if it is."""
         if mean_dice is None or mean_dice <= self.best_dice:
             return False
-        self.best_dice, self.best_epoch, self.best_labels = mean_dice, self.epoch, self.last_dice
+        self.best_dice, self.best_epoch, self.best_labels = mean_dice, self.epoch, dice
         return True
 
-    def next_epoch(
-        self, dice: dict[str, float | None] | None, validation_seconds: float = 0.0
-    ) -> "TrainingState":
-        """Return the state at the start of the next epoch.
-
-        Args:
-            dice: Dice of each label in this epoch's validation; None where there was none.
-            validation_seconds: Time that the validation took.
-        """
-        is_validated = dice is not None
+    def next_epoch(self, validation_seconds: float | None) -> "TrainingState":
+        """Return the state at the start of the next epoch; None: there was no validation."""
+        last = self.last_validation_seconds if validation_seconds is None else validation_seconds
         return replace(
             self,
             epoch=self.epoch + 1,
@@ -123,19 +102,15 @@ class TrainingState:
             waited_seconds=0.0,
             total_seconds=self.total_seconds + self.seconds,
             total_waited_seconds=self.total_waited_seconds + self.waited_seconds,
-            validation_seconds=self.validation_seconds + validation_seconds,
-            last_validation_seconds=(
-                validation_seconds if is_validated else self.last_validation_seconds
-            ),
-            last_dice=self.last_dice if dice is None else dice,
+            validation_seconds=self.validation_seconds + (validation_seconds or 0.0),
+            last_validation_seconds=last,
         )
 
     @classmethod
     def from_plain(cls, values: Any) -> "TrainingState":
         """Return the state whose fields a checkpoint holds; those that it lacks have defaults.
 
-        Raises:
-            ValueError: A field is unknown, of another type, or not finite.
+        Raises ValueError where a field is unknown, of another type, or not finite.
         """
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
             raise ValueError("it holds no state of a training")

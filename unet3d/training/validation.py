@@ -1,37 +1,29 @@
-"""Dice and loss of the validation cases, which the replicas divide among them.
-
-The shards of a replica compute each of its cases together, and the first of them scores it.
-"""
+"""Dice and loss of the validation cases."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.distributed.group import Group
 from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.label_scores import dice_per_class
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
-    WindowsDone,
     logit_slabs,
 )
 from unet3d.inference.window_network import WindowNetwork
 from unet3d.inference.windows import Windows, computed_window
-from unet3d.interruption import InterruptionRequest
 from unet3d.model import SegmentationLoss
-from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.parallel.spatial.division import SlabRule
-from unet3d.planning.experiment import Experiment
 from unet3d.preparation.cache import PreparedCase
 from unet3d.preparation.transform import classes_of
+from unet3d.training.cases import CaseRanks, Watcher, WindowsDone, over_cases
+from unet3d.training.context import RunContext
 from unet3d.training.divergence import divergence_error, image_fault
 
 MAX_LOGITS = 2**24
@@ -47,91 +39,52 @@ class Validation:
     has it."""
     mean_dice: float | None
     """Mean over the labels."""
-    loss: float | None = None
-    """Mean over the cases of the training's loss, at full resolution; None where it was stopped."""
-    seconds: float = field(default=0.0, compare=False)
+    loss: float | None
+    """Mean over the cases of the training's loss, at full resolution."""
+    seconds: float = field(compare=False)
     """Time that it took this rank."""
-    stop: int = 0
-    """Number of the signal that ended it early; 0: it is complete."""
-
-
-Progress = Callable[[int, int, int, int], object]
-"""Is told how far a rank is: cases done and in all, windows of the next case done and in all."""
 
 
 class Validator:
     """Segments the validation cases as prediction would, and compares them with their labels."""
 
-    def __init__(
-        self, experiment: Experiment, executor: Executor, group: Group, num_shards: int = 1
-    ) -> None:
-        """Prepare to validate; all ranks call it.
-
-        Args:
-            experiment: Cases, labels and the settings of prediction.
-            executor: The placed network.
-            group: The ranks: shard after shard, replica after replica.
-            num_shards: How many of them have a slab of the same volume.
-
-        Raises:
-            DeviceError: A window has too few planes for them.
-        """
-        self._experiment = experiment
-        self._executor = executor
-        self._group = group
-        regions = experiment.preprocessing.region_classes
-        self._loss = SegmentationLoss.of(experiment.config.training, regions)
-        self._replica, self._shard = divmod(group.ranks.rank, num_shards)
-        self._num_replicas = group.size // num_shards
-        self._shards: dist.ProcessGroup | None = None
-        if num_shards > 1:
-            self._shards = group.new_group(torch.device("cpu"), num_shards)
-            # It would be found out after an epoch.
-            rule = SlabRule(topology=experiment.topology, num_shards=num_shards)
+    def __init__(self, context: RunContext, ranks: CaseRanks) -> None:
+        """Refuse windows with too few planes for the slabs, which would be found after an epoch."""
+        self._experiment = context.experiment
+        self._executor = context.executor
+        self._ranks = ranks
+        regions = self._experiment.preprocessing.region_classes
+        self._loss = SegmentationLoss.of(self._experiment.config.training, regions)
+        if ranks.num_shards > 1:
+            rule = SlabRule(topology=self._experiment.topology, num_shards=ranks.num_shards)
             for size in self._window_sizes():
                 rule.divide(size)
 
-    def validate(
-        self,
-        epoch: int,
-        num_steps: int,
-        interruption: InterruptionRequest,
-        progress: Progress = lambda *_: None,
-    ) -> Validation:
-        """Return the Dice of each label, each case counted once; all ranks call it.
+    def validate(self, epoch: int, watcher: Watcher) -> Validation:
+        """Return the Dice of each label after an epoch, each case counted once.
 
-        Args:
-            epoch: Number of the epoch that ends with it, from 1.
-            num_steps: Steps done since the beginning.
-            interruption: Ends it before the next case of this replica.
-            progress: Is told about the share of this rank's replica.
-
-        Raises:
-            ConfigError: The network has diverged.
-            VolumeError: It cannot segment an image, which is at fault itself.
+        Raises ConfigError where the network has diverged, VolumeError where an image is at fault,
+        and Stopped.
         """
         began = time.monotonic()
         self._executor.module.eval()
-        cases = self._experiment.validation
-        own: dict[int, tuple[float, list[float | None]]] = {}
-        share = range(self._replica, len(cases), self._num_replicas)
-        for number, index in enumerate(share):
-            if self._group.agree(interruption.signal_number or 0, self._shards):
-                break
-            name = cases[index].name
-            self._group.note(num_steps, f"validation of epoch {epoch}, case {name}")
-            scores = self._scores(cases[index], partial(progress, number, len(share)))
-            if scores is not None:
-                own[index] = scores
-        progress(len(share), len(share), 0, 1)
-        answers = self._group.exchange([interruption.signal_number or 0, list(own.items())])
-        stop = max(number for number, _ in answers)
-        if stop:
-            return Validation(dice={}, mean_dice=None, stop=stop)
-        by_case = {index: values for _, items in answers for index, values in items}
-        seconds = time.monotonic() - began
-        losses, dice = zip(*(by_case[index] for index in range(len(cases))), strict=True)
-        return self._mean_over_cases(losses, dice, seconds)
+        found = over_cases(
+            self._ranks,
+            self._experiment.validation,
+            self._scores,
+            watcher,
+            f"validation of epoch {epoch}",
+            with_slabs=True,
+        )
+        losses, dice = zip(*found, strict=True)
+        names = self._experiment.preprocessing.scored
+        means = {name: _mean([of[index] for of in dice]) for index, name in enumerate(names)}
+        return Validation(
+            dice=means,
+            mean_dice=_mean(list(means.values())),
+            loss=_mean(losses),
+            seconds=time.monotonic() - began,
+        )
 
     def _scores(
         self, case: PreparedCase, windows_done: WindowsDone
@@ -157,7 +110,7 @@ class Validator:
             for logits in logit_slabs(
                 [WindowNetwork.of(executor)], slab, windows, num_classes, windows_done
             ):
-                if self._shard != 0:  # the first shard has the same
+                if not self._ranks.has_results:  # the first rank of the replica has the same
                     continue
                 planes = slice(done, done + logits.shape[1 + axis])
                 truth = torch.from_numpy(classes[(*[slice(None)] * axis, planes)])
@@ -170,7 +123,7 @@ class Validator:
                 image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
-        if self._shard != 0:
+        if not self._ranks.has_results:
             return None
         found = torch.cat(parts, axis)
         loss = self._loss.from_sums(torch.stack(sums).sum(0)).total.item()
@@ -210,18 +163,6 @@ class Validator:
             return {computed_window(window, stride)}
         cases = self._experiment.validation
         return {computed_window(case.shape, stride) for case in cases}
-
-    def _mean_over_cases(
-        self, losses: Sequence[float], dice: Sequence[list[float | None]], seconds: float
-    ) -> Validation:
-        names = self._experiment.preprocessing.scored
-        means = {name: _mean([of[index] for of in dice]) for index, name in enumerate(names)}
-        return Validation(
-            dice=means,
-            mean_dice=_mean(list(means.values())),
-            loss=_mean(losses),
-            seconds=seconds,
-        )
 
 
 def _is_any_of(classes: Tensor, some: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.patches.patches import Batch
+from unet3d.training.context import RunContext
 from unet3d.training.cores import is_on_cpu
 
 TOLERATED_SHARE = 0.1
@@ -26,22 +27,14 @@ class DataClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with no time.
-
-        Args:
-            device: Where the images are wanted; its current stream computes the steps.
-        """
+        """Begin with no time; the current stream of the device computes the steps."""
         self._device = device
         self._host_seconds = 0.0
         self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._start_seconds: float | None = None
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and time how long each is waited for.
-
-        Args:
-            batches: What is done with a batch before the next is asked for is not counted.
-        """
+        """Yield batches, and time how long each is waited for, without what is done with it."""
         iterator = iter(batches)
         while True:
             idle, began = self._event(), time.monotonic()
@@ -94,43 +87,41 @@ class Loading:
     num_ranks: int
     """Ranks that share this machine."""
 
+    @classmethod
+    def of(cls, context: RunContext, num_workers: int) -> "Loading":
+        """Return how the batches of a training are made."""
+        return cls(
+            devices=[slot.device for slot in context.executor.slots],
+            num_workers=num_workers,
+            num_ranks=context.group.ranks.local_world_size,
+        )
+
     def note(
         self, metrics: Mapping[str, Any], start_seconds: float, loading_seconds: float
     ) -> str | None:
         """Return what to say of an epoch that waited for its data; None: nothing.
 
-        Args:
-            metrics: Its line of ``metrics.jsonl``.
-            start_seconds: Part of what it waited that the other epochs do not.
-            loading_seconds: How long this process waited for patches to be cut, without the start.
+        ``start_seconds`` are the part of what it waited that other epochs do not;
+        ``loading_seconds`` is how long this process waited for patches to be cut, without that.
         """
         waited = metrics["waited_seconds"] - start_seconds
         seconds = metrics["seconds"] - start_seconds
         if waited <= TOLERATED_SHARE * seconds:
             return None
-        share = waited / seconds
-        percent = f"{100 * share:.0f} %"
+        percent = f"{100 * waited / seconds:.0f} %"
         if loading_seconds <= TOLERATED_SHARE * seconds and not is_on_cpu(self.devices):
             # A GPU also waits while this process queues the work of steps that are shorter.
             return f"waited {percent} for the host, which queues such short steps too slowly"
-        return f"waited {percent} for data: try {self._what_helps(share)}"
+        return f"waited {percent} for data: try {self._what_helps()}"
 
-    def _what_helps(self, share: float) -> str:
-        """Return what makes a share smaller, and costs less than that brings.
-
-        Args:
-            share: Of the time, above :data:`TOLERATED_SHARE`.
-        """
+    def _what_helps(self) -> str:
+        """Return what makes that share smaller."""
         cores = max(1, num_cores() // self.num_ranks)  # ranks may be more than cores
-        more_workers = f"more data.num_workers (now {self.num_workers})"
-        has_core = self.num_workers < cores - 1
-        if is_on_cpu(self.devices):
-            is_free = torch.get_num_threads() + self.num_workers < cores
-            # Else the network has a core less for each process beside it.
-            price = 0.0 if is_free else 1 / cores
-            if has_core and share > TOLERATED_SHARE + price:
-                return more_workers
-            return "more cores, or less of patches.augmentation"
-        if has_core:
-            return more_workers
-        return "more cores, or data.cache on a faster disk"
+        on_cpu = is_on_cpu(self.devices)
+        # A network on a CPU computes with every core that it can get.
+        used = torch.get_num_threads() if on_cpu else 1
+        if used + self.num_workers < cores:
+            return f"more data.num_workers (now {self.num_workers})"
+        return "more cores, or " + (
+            "less of patches.augmentation" if on_cpu else "data.cache on a faster disk"
+        )

@@ -1,0 +1,117 @@
+"""Work on the validation cases, which the ranks of a training divide among them.
+
+Replicas take cases in turn. Where a replica is several ranks with a slab of each volume, these work
+on each of its cases together, and the first of them has the result::
+
+    rank          0         1         2         3
+    replica       0         0         1         1
+    cases         0, 2, 4   0, 2, 4   1, 3      1, 3
+    results       0, 2, 4             1, 3
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from unet3d.distributed.group import Group
+from unet3d.interruption import InterruptionRequest
+
+Case = TypeVar("Case")
+
+Progress = Callable[[int, int, int, int], object]
+"""Is told how far a rank is: cases done and in all, windows of the next case done and in all."""
+
+WindowsDone = Callable[[int, int], None]
+"""Is told how many windows of a case are done, and how many there are."""
+
+
+class Stopped(Exception):
+    """A signal has ended the work early, at the same case in all ranks."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRanks:
+    """How ranks divide cases among them."""
+
+    group: Group
+    num_shards: int = 1
+    """Ranks in a row that have a slab of the same volume."""
+    shards: dist.ProcessGroup | None = None
+    """Those of this rank's replica; None: it is alone."""
+
+    @classmethod
+    def of(cls, group: Group, num_shards: int) -> "CaseRanks":
+        """Connect the slabs of each replica; all ranks call it."""
+        shards = group.new_group(torch.device("cpu"), num_shards) if num_shards > 1 else None
+        return cls(group=group, num_shards=num_shards, shards=shards)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether this rank is the first one of its replica."""
+        return self.group.ranks.rank % self.num_shards == 0
+
+    def share(self, num_cases: int, num_replicas: int | None = None) -> range:
+        """Return the places of the cases of this rank's replica; of so many, the first ones."""
+        num_replicas = num_replicas or self.group.size // self.num_shards
+        replica = self.group.ranks.rank // self.num_shards
+        return range(replica, num_cases if replica < num_replicas else 0, num_replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watcher:
+    """Who is told how the work on cases goes on, and may end it."""
+
+    num_steps: int
+    """Training steps done since the beginning, for the other ranks."""
+    interruption: InterruptionRequest
+    """Ends the work before the next case of this rank."""
+    progress: Progress = lambda *_: None
+
+
+def over_cases(
+    ranks: CaseRanks,
+    cases: Sequence[Case],
+    work: Callable[[Case, WindowsDone], Any],
+    watcher: Watcher,
+    what: str,
+    *,
+    num_replicas: int | None = None,
+    with_slabs: bool = False,
+) -> list[Any]:
+    """Return what ``work`` gives for each case, as plain values, in all ranks; all of them call it.
+
+    ``with_slabs``: all ranks of a replica work on each of its cases, else the first of them alone.
+    Raises Stopped in all ranks if one of them was asked to stop.
+    """
+    group, request = ranks.group, watcher.interruption
+    share = ranks.share(len(cases), num_replicas)
+    if not with_slabs and not ranks.has_results:
+        share = range(0)
+    own: list[tuple[int, Any]] = []
+    for number, index in enumerate(share):
+        if group.agree(request.signal_number or 0, ranks.shards if with_slabs else None):
+            break
+        title = f"{what}, case {getattr(cases[index], 'name', index)}"
+
+        def windows_done(done: int, total: int, number: int = number, title: str = title) -> None:
+            group.note(watcher.num_steps, f"{title}, window {done} of {total}")
+            watcher.progress(number, len(share), done, total)
+
+        group.note(watcher.num_steps, title)
+        result = work(cases[index], windows_done)
+        if ranks.has_results:
+            own.append((index, result))
+    watcher.progress(len(share), len(share), 0, 1)
+    answers = group.exchange([request.signal_number or 0, own])
+    stop = max(number for number, _ in answers)
+    if stop:
+        raise Stopped(stop)
+    found = {index: result for _, results in answers for index, result in results}
+    return [found[index] for index in range(len(cases))]
