@@ -1,18 +1,45 @@
-"""The checkpoints that a command takes where none is named."""
+"""The checkpoints that a command takes: those that are named, or those of the newest run."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+import click
 
 from unet3d.errors import ConfigError, some
 
 
-def newest_checkpoints() -> tuple[Path, ...]:
-    """Return the checkpoints of the newest finished run, or raise ConfigError.
+def named_checkpoints(
+    paths: Sequence[Path], folds: tuple[int, ...] | None = None
+) -> tuple[Path, ...]:
+    """Return the checkpoints that paths stand for, each of them once.
 
-    Also where runs of several data sets are there, finished or not: the scan may belong to any.
+    An archive is unpacked for as long as the command lasts.
+    """
+    from unet3d.nnunet.model_files import networks_in
+    from unet3d.runs.finding import refuse_other_file
+
+    unpacked = click.get_current_context().with_resource(ExitStack())
+    files = [file for path in dict.fromkeys(paths) for file in networks_in(path, folds, unpacked)]
+    for file in files:
+        refuse_other_file(file)
+    return tuple(dict.fromkeys(files))
+
+
+def wanted_checkpoints(
+    paths: Sequence[Path], folds: tuple[int, ...] | None = None
+) -> tuple[Path, ...]:
+    """Return the checkpoints that paths stand for; without paths, those of the newest finished run.
+
+    Refused where runs of several data sets are there, finished or not: a scan may belong to any.
     """
     from unet3d.runs.finding import checkpoints_in, dataset_of, newest_runs
     from unet3d.runs.run_folder import RUNS
 
+    if paths:
+        return named_checkpoints(paths, folds)
+    if folds is not None:
+        raise click.UsageError("--folds needs the network whose folds are meant: --checkpoint")
     finished = newest_runs(finished=True)
     if not finished:
         raise ConfigError(
@@ -24,7 +51,7 @@ def newest_checkpoints() -> tuple[Path, ...]:
         newest.setdefault(dataset_of(run), run.path)
     if len(newest) > 1:
         known = [
-            f"--checkpoint {path} ({f'trained on {dataset}' if dataset else 'of unknown data'})"
+            f"--checkpoint {path} (trained on {dataset or 'phantoms'})"
             for dataset, path in newest.items()
         ]
         raise ConfigError(f"runs/ has runs of {len(newest)} data sets; add one of {some(known)}")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from unet3d.cli.checkpoints import named_checkpoints
 from unet3d.cli.command import Command, examples, grouped
 from unet3d.cli.options import (
     FILE,
-    files_of_checkpoints,
     folds_option,
     output_option,
     overwrite_option,
@@ -26,12 +26,6 @@ FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip"
 """Ends the names of files; that of a folder may have a dot, too: ``models.v2``."""
 
 
-def _networks_of(
-    context: click.Context, parameter: click.Parameter, path: Path
-) -> tuple[Path, ...]:
-    return files_of_checkpoints(context, parameter, (path,))
-
-
 @click.command(
     cls=Command,
     epilog=examples(
@@ -39,7 +33,7 @@ def _networks_of(
         "unet3d convert runs/mine -o my_model --to nnunet",
     ),
 )
-@click.argument("checkpoints", metavar="MODEL", type=FILE, callback=_networks_of)
+@click.argument("model", type=FILE)
 @grouped(
     "Conversion",
     click.option(
@@ -62,8 +56,8 @@ def _networks_of(
 )
 def convert(
     *,
-    checkpoints: tuple[Path, ...],
-    folds: tuple[int | str, ...] | None,
+    model: Path,
+    folds: tuple[int, ...] | None,
     format_: str,
     output: Path,
     overwrite: bool,
@@ -72,6 +66,7 @@ def convert(
 
     MODEL is a folder or an archive of nnU-Net, or a checkpoint or a run of unet3d.
     """
+    checkpoints = named_checkpoints([model], folds)
     is_file = output.suffix.lower() in FILES and not output.is_dir()
     if is_file and (format_ == "nnunet" or output.suffix != ".pt"):
         what = "a folder" if format_ == "nnunet" else "a file *.pt, or a folder"

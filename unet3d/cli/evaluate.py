@@ -5,7 +5,14 @@ from pathlib import Path
 import click
 
 from unet3d.cli.command import Command, GivenSettings, examples, grouped
-from unet3d.cli.options import FILE, FiniteRange, common_options, json_option, overwrite_option
+from unet3d.cli.options import (
+    FILE,
+    FiniteRange,
+    checkpoint_option,
+    common_options,
+    json_option,
+    overwrite_option,
+)
 from unet3d.cli.output import check_results, files_of, refuse_input, working, write_json
 from unet3d.errors import DatasetError
 
@@ -27,11 +34,8 @@ from unet3d.errors import DatasetError
         help="Data set that names labels, regions and what to ignore; default: the one that "
         "LABELS lies in, as labelsTr does.",
     ),
-    click.option(
-        "-c",
-        "--checkpoint",
-        type=FILE,
-        help="Checkpoint or run that names labels instead, as its data.labels chose them.",
+    checkpoint_option(
+        "Checkpoint or run that names labels instead, as its data.labels chose them."
     ),
     click.option(
         "--ignore",

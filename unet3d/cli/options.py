@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,62 +15,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 FILE = click.Path(path_type=Path)
 
 
-def files_of_checkpoints(
-    context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]
-) -> tuple[Path, ...]:
-    """Return the checkpoints that paths stand for, each of them once.
-
-    Args:
-        context: Of click; an archive is unpacked as long as it lasts.
-        parameter: The option, or the argument.
-        paths: Files and folders; see :func:`~unet3d.nnunet.model_files.networks_in`.
-
-    Raises:
-        CheckpointError: A folder has none.
-    """
-    folds = context.params.get("folds")
-    if not paths:
-        if folds is not None:
-            raise click.UsageError("--folds needs the network whose folds are meant: --checkpoint")
-        return ()
-    from unet3d.nnunet.model_files import networks_in
-    from unet3d.runs.finding import refuse_other_file
-
-    unpacked = context.with_resource(ExitStack())
-    files = [file for path in dict.fromkeys(paths) for file in networks_in(path, folds, unpacked)]
-    for file in files:
-        refuse_other_file(file)
-    return tuple(dict.fromkeys(files))
-
-
-def _files_of_first_rank(
-    context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]
-) -> tuple[Path, ...]:
-    """Return the checkpoints in the first rank, and none in others: they need no files."""
-    from unet3d.distributed.ranks import Ranks
-
-    if paths and not Ranks.from_environment().is_first:
-        return ()
-    return files_of_checkpoints(context, parameter, paths)
-
-
-def checkpoint_option(what: str, *, for_ranks: bool = False) -> Callable[[Function], Function]:
-    """Return a decorator that adds the option which names networks.
-
-    Args:
-        what: What they are for.
-        for_ranks: Whether the first rank gives what it has of them to the others, so that one
-            archive is unpacked once.
-    """
-    return click.option(
-        "-c",
-        "--checkpoint",
-        "checkpoints",
-        type=FILE,
-        multiple=True,
-        callback=_files_of_first_rank if for_ranks else files_of_checkpoints,
-        help=what,
-    )
+def checkpoint_option(help_: str, *, several: bool = False) -> Callable[[Function], Function]:
+    """Return a decorator that adds the option which names networks."""
+    names = ("-c", "--checkpoint", "checkpoints" if several else "checkpoint")
+    return click.option(*names, type=FILE, multiple=several, help=help_)
 
 
 class Folds(click.ParamType[tuple[int, ...] | None]):
@@ -95,7 +42,6 @@ folds_option = click.option(
     "--folds",
     type=Folds(),
     metavar="LIST",
-    is_eager=True,  # before the networks are looked for
     help="Which folds of the network, such as 0,2; default: all that it has.",
 )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from unet3d.cli.checkpoints import wanted_checkpoints
 from unet3d.cli.command import Command, DatasetArgument, GivenSettings, Setting, examples, grouped
 from unet3d.cli.options import (
     FILE,
@@ -71,7 +72,7 @@ TOO_LARGE = (
         multiple=True,
         help="What the prediction of this scan takes; repeatable: the files of its channels.",
     ),
-    checkpoint_option("With --predict: as for unet3d predict."),
+    checkpoint_option("With --predict: as for unet3d predict.", several=True),
 )
 @grouped(
     "Devices",
@@ -132,6 +133,7 @@ def plan(
         refuse_input(json_path, *scan, *checkpoints)
         check_results(json_path, overwrite=overwrite)
         refuse_missing(scan)
+        checkpoints = wanted_checkpoints(checkpoints)
         record = plan_prediction(scan, checkpoints, settings.config.parallel, device_memory)
         write_json(json_path, record, overwrite)
         return

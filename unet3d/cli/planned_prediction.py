@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unet3d.cli.checkpoints import newest_checkpoints
 from unet3d.cli.output import show_line, working
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ def plan_prediction(
 
     Args:
         scan: Its file, or its files, or a folder of DICOM slices.
-        checkpoints: The networks; none: those of the newest finished run.
+        checkpoints: The networks.
         parallel: Where it computes.
         device_memory: GiB of a GPU that need not be here; None: as in this machine.
 
@@ -38,7 +37,7 @@ def plan_prediction(
         from unet3d.nnunet.loading import load_network
         from unet3d.parallel import ParallelDims, resolve_precision
 
-        networks = [load_network(path) for path in checkpoints or newest_checkpoints()]
+        networks = [load_network(path) for path in checkpoints]
         image = open_image(scan)
         if device_memory is not None:
             device = torch.device("cuda", 0)

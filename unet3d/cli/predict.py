@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unet3d.cli.checkpoints import newest_checkpoints
+from unet3d.cli.checkpoints import wanted_checkpoints
 from unet3d.cli.command import Command, GivenSettings, Setting, examples, grouped
 from unet3d.cli.options import (
     FILE,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     checkpoint_option(
         "Checkpoint, run, or model of nnU-Net as a folder or an archive; repeatable: several are "
         "averaged. Default: the newest finished run.",
-        for_ranks=True,
+        several=True,
     ),
     folds_option,
     click.option(
@@ -139,11 +139,11 @@ def predict(
     ranks = begin_as_rank()
     if ranks.is_first:
         refuse_missing(asked["images"])
-    if not checkpoints and ranks.is_first:
-        checkpoints = newest_checkpoints()
-    if ranks.is_first:
+        checkpoints = wanted_checkpoints(checkpoints, folds)
         # What follows takes seconds before anything else can be seen.
         click.echo(f"using {_in_words(checkpoints)}")
+    else:
+        checkpoints = ()  # the first one has the files
     _run({**asked, "checkpoints": checkpoints, "settings": settings.changes}, ranks)
 
 

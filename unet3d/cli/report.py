@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from unet3d.cli.checkpoints import named_checkpoints
 from unet3d.cli.command import Command, examples, grouped
 from unet3d.cli.options import FILE, checkpoint_option, output_option, overwrite_option
 from unet3d.cli.output import check_writable, working
@@ -35,7 +36,7 @@ def report(
     *,
     path: Path,
     image: Path | None,
-    checkpoints: tuple[Path, ...],
+    checkpoint: Path | None,
     output: Path | None,
     overwrite: bool,
 ) -> None:
@@ -47,7 +48,7 @@ def report(
     volumes. The page needs no network and no other file.
     """
     is_run = image is None
-    if is_run and (checkpoints or not path.is_dir()):
+    if is_run and (checkpoint or not path.is_dir()):
         raise ConfigError(
             f"{path} is no folder of a run; to show a segmentation, name its scan with --image SCAN"
         )
@@ -63,7 +64,7 @@ def report(
         if not overwrite and (output.is_symlink() or output.is_file()):
             raise ResultExistsError(f"{output} exists; add --overwrite to replace it")
         check_writable(output)
-        page = _page_of_run(path, output) if image is None else _page(path, image, checkpoints)
+        page = _page_of_run(path, output) if image is None else _page(path, image, checkpoint)
         num_bytes = write_page(page, output, overwrite)
     click.echo(f"{path} -> {output} ({num_bytes / 1e6:.1f} MB)")
 
@@ -97,14 +98,15 @@ def _page_of_run(path: Path, output: Path) -> str:
     return folds_page(path, folds, pages, output)
 
 
-def _page(segmentation: Path, image: Path, checkpoints: tuple[Path, ...]) -> str:
+def _page(segmentation: Path, image: Path, checkpoint: Path | None) -> str:
     from unet3d.reports.pages.segmentation_page import segmentation_page
 
     names = None
-    if checkpoints:
+    if checkpoint:
         from unet3d.nnunet.loading import load_network
 
-        prepared = load_network(checkpoints[0], "description").preprocessing
+        first = named_checkpoints([checkpoint])[0]
+        prepared = load_network(first, "description").preprocessing
         pairs = zip(prepared.label_values, prepared.label_names, strict=True)
         names = {value: name for value, name in pairs if value}
     return segmentation_page(segmentation, image, names)

@@ -138,5 +138,5 @@ def dataset_of(run: RunFolder) -> str:
     """Return where the data are that a run was trained on; empty where it does not say so."""
     for one in (run, *folds_in(run.path).values()):
         with suppress(OSError, ValueError, TypeError, LookupError):
-            return str(read_json(one.data)["dataset"])
+            return str(read_json(one.data)["dataset"] or "")
     return ""
