@@ -3,3 +3,16 @@
 ``image.open_image`` opens a file of any format: ``nifti``, ``nrrd`` and ``metaimage``, ``dicom``. A
 format is a function that returns a ``source.Source``.
 """
+
+import sys
+from typing import Any
+
+if "nibabel" not in sys.modules and "pydicom" not in sys.modules:
+    # nibabel imports pydicom, in a seventh of a second, for DICOM in the headers of NIfTI files,
+    # which nobody reads here.
+    modules: dict[str, Any] = sys.modules
+    modules["pydicom"] = None
+    try:
+        import nibabel as nibabel
+    finally:
+        del modules["pydicom"]

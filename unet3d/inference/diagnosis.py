@@ -80,7 +80,8 @@ def _few_values(image: Image, channel: int) -> list[int]:
     found: set[float] = set()
     for axis, size in enumerate(image.geometry.shape):
         plane = image.read(image.planes(axis, slice(size // 2, size // 2 + 1)), channel)
-        found.update(np.unique(plane).tolist())
+        values = np.sort(plane, axis=None)
+        found.update(values[np.diff(values, prepend=np.nan) != 0].tolist())
         if len(found) > MAX_LABELS or not all(value.is_integer() for value in found):
             return []
     return sorted(map(int, found))
