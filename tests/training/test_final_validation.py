@@ -64,7 +64,8 @@ def record_of(folder):
 
 
 def label_maps(folder):
-    return {path.name: read_label(path).array for path in folder.rglob("*_seg.nii.gz")}
+    found = {path.name: read_label(path).array for path in folder.rglob("*.nii.gz")}
+    return {name.removesuffix(".nii.gz").removesuffix("_seg"): one for name, one in found.items()}
 
 
 def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(finished, cache):
@@ -149,7 +150,7 @@ def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
     def predicted(output, *words):
         assert run_command("predict", *images, "-o", output, *options, *words) == 0
         found = label_maps(output)
-        assert found.keys() == {f"{name}_seg.nii.gz" for name in names}
+        assert found.keys() == set(names)
         return found
 
     chosen = (Choice(rule=(1,), dice_before=0.25, dice_after=0.5),)
@@ -168,7 +169,8 @@ def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
     everything = predicted(tmp_path / "all", "--no-postprocessing")
     for name, array in label_maps(folder / "validation").items():
         assert array.any() and np.array_equal(kept[name], array)
-        ours, theirs = (nib.load(one / name) for one in (folder / "validation", tmp_path / "kept"))
+        paths = folder / f"validation/{name}_seg.nii.gz", tmp_path / f"kept/{name}.nii.gz"
+        ours, theirs = map(nib.load, paths)
         assert np.array_equal(ours.affine, theirs.affine)
     assert any(not np.array_equal(kept[name], everything[name]) for name in kept)
 
@@ -285,7 +287,7 @@ def test_small_components_are_removed_where_that_helps(tmp_path, empty):
         image = write_volume(tmp_path / f"{number}.nii", answer.astype(np.float32))
         target = write_volume(tmp_path / f"{name}.nii", label)
         cases.append(Case(name=name, images=(image,), label=target))
-        wanted[f"{name}_seg.nii.gz"] = label
+        wanted[name] = label
     with without_pictures():
         results = in_threads(5, lambda group: validate(cases, empty, group=group))
     assert {result.evaluation.mean_dice for result, _ in results} == {1.0}
