@@ -23,7 +23,6 @@ from unet3d.inference.scans import (
     write_segmentation,
     write_statistics,
 )
-from unet3d.reports.format import save_figure
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def test_a_result_that_is_cut_off_is_not_whole(ending, tmp_path, header):
     if ending == ".json":
         path.write_text('{"labels": {}}')
     elif ending == ".png":
-        save_figure(Figure((1, 1)), path)
+        Figure((1, 1)).savefig(path)
     elif ending == ".npy":
         np.save(path, np.zeros((3, 4, 5), np.float16))
     else:

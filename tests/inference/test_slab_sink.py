@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.inference.slab_sink import MAX_WAITING, SlabSink
+from unet3d.inference.label_volume import MAX_WAITING, SlabSink
 
 SHAPE = (7, 6, 5)
 

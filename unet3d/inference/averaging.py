@@ -18,56 +18,35 @@ PIECE_NUMBERS = 2**22
 """Numbers whose exponentials are in memory at a time, beside the logits that they replace."""
 
 
-class NetworkMean:
-    """Adds up what networks say of each class, one network after the other.
+def mean_of(slabs: Sequence[Tensor], averaging: Averaging, *, of_regions: bool) -> Tensor:
+    """Return the mean of what networks say of each class, as logits (K, X, Y, Z).
 
     Every network counts the same, and each voxel is given to the class of the largest mean. Of
-    probabilities, as in nnU-Net's ensembles (arXiv 1904.08128), the mean is returned as its
-    logarithm: that is what the softmax of logits gives back, so it is resampled and compared as
-    logits are, and several copies of a network segment as one of them does. The probabilities of
-    regions, which overlap, are averaged each for itself. The mean of logits, as of nnU-Net's folds,
-    is what it is.
+    probabilities, as in nnU-Net's ensembles (arXiv 1904.08128), it is returned as its logarithm:
+    that is what the softmax of logits gives back, so it is resampled and compared as logits are,
+    and several copies of a network segment as one of them does. The probabilities of regions, which
+    overlap, are averaged each for itself, and returned as their logit. The mean of logits, as of
+    nnU-Net's folds, is what it is. The memory of the slabs, on any devices, is taken over.
     """
-
-    def __init__(self, averaging: Averaging, *, of_regions: bool = False) -> None:
-        """Begin without a network."""
-        self._averaging = averaging
-        self._of_regions = of_regions
-        self._total: Tensor | None = None
-        self._num_networks = 0
-
-    def add(self, logits: Tensor) -> None:
-        """Add one more network."""
-        if self._averaging == "probabilities":
-            if self._of_regions:
-                logits.sigmoid_()
-            else:
-                _to_probabilities(logits)
-        self._num_networks += 1
-        if self._total is None:
-            self._total = logits
-            return
+    total, *others = slabs
+    for logits in slabs:
+        if averaging == "probabilities" and of_regions:
+            logits.sigmoid_()
+        elif averaging == "probabilities":
+            _to_probabilities(logits)
+    for logits in others:
         if logits.device.type == "cpu":  # where the device has too little memory for all of them
-            self._total = self._total.cpu()
-        dtype = torch.promote_types(self._total.dtype, logits.dtype)
-        self._total = self._total.to(dtype).add_(logits.to(self._total.device))
-
-    def logits(self) -> Tensor:
-        """Return the mean as logits, shape (K, X, Y, Z); forget it.
-
-        Of probabilities that is their logarithm, and of regions their logit.
-        """
-        if self._total is None:
-            raise RuntimeError("there is no mean of no networks")
-        mean = self._total.div_(self._num_networks)
-        self._total, self._num_networks = None, 0
-        if self._averaging == "logits":
-            return mean
-        # A probability that has become 0, or 1 of a region, has none that could be resampled.
-        number = torch.finfo(mean.dtype)
-        if self._of_regions:
-            return mean.clamp_(number.tiny, 1 - number.eps).logit_()
-        return mean.clamp_min_(number.tiny).log_()
+            total = total.cpu()
+        dtype = torch.promote_types(total.dtype, logits.dtype)
+        total = total.to(dtype).add_(logits.to(total.device))
+    mean = total.div_(len(slabs))
+    if averaging == "logits":
+        return mean
+    # A probability that has become 0, or 1 of a region, has none that could be resampled.
+    number = torch.finfo(mean.dtype)
+    if of_regions:
+        return mean.clamp_(number.tiny, 1 - number.eps).logit_()
+    return mean.clamp_min_(number.tiny).log_()
 
 
 def adds_up_together(
@@ -102,12 +81,10 @@ def mean_slabs(
         if not known:  # all of them cover the same volume
             return
         num_planes = min(slab.shape[dim] for slab in known)
-        mean = NetworkMean(averaging, of_regions=of_regions)
-        for slab in known:
-            mean.add(slab.narrow(dim, 0, num_planes))
+        complete = [slab.narrow(dim, 0, num_planes) for slab in known]
         left = [slab.narrow(dim, num_planes, slab.shape[dim] - num_planes) for slab in known]
         waiting = [slab if slab.shape[dim] else None for slab in left]
-        yield mean.logits()
+        yield mean_of(complete, averaging, of_regions=of_regions)
 
 
 def _to_probabilities(logits: Tensor) -> None:

@@ -1,5 +1,8 @@
 """What is found in a scan, on its own grid: label values, and the probability of each class."""
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,59 @@ from torch import Tensor
 
 from unet3d.images.geometry import Geometry
 from unet3d.images.image import Box
-from unet3d.images.scratch import Scratch, new_mapped
-from unet3d.inference.slab_sink import SlabSink
+from unet3d.images.scratch import Scratch, forget_pages, new_mapped
+from unet3d.inputs.ahead import ahead
 from unet3d.preparation.transform import Preprocessing, classes_of
+
+MAX_WAITING = 2
+"""Slabs that are on their way."""
+
+
+class SlabSink:
+    """Fills an array on the host, slab by slab, while the next windows are computed."""
+
+    def __init__(
+        self,
+        target: npt.NDArray[Any],
+        convert: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] = lambda slab: slab,
+    ) -> None:
+        """Take an array (..., X, Y, Z), in any order of memory, and what slabs are turned to."""
+        self._target = target
+        self._convert = convert
+        self._done = 0
+        self._waiting: deque[Future[None]] = deque()
+
+    def begin(self) -> None:
+        """Begin anew, with the first slab."""
+        self.finish()
+        self._done = 0
+
+    def take(self, slab: Tensor, axis: int) -> None:
+        """Take the next planes (..., X, Y, Z) along an axis; nobody changes them any more.
+
+        Also raises what happened to a slab before.
+        """
+        dim = slab.ndim - 3 + axis
+        planes = slice(self._done, self._done + slab.shape[dim])
+        self._done = planes.stop
+        target = self._target[(slice(None),) * dim + (planes,)]
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting.popleft().result()
+        self._waiting.append(ahead(lambda: self._store(slab, target)))
+
+    def finish(self) -> None:
+        """Wait until all planes are there."""
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def _store(self, slab: Tensor, target: npt.NDArray[Any]) -> None:
+        if slab.device.type != "cpu":
+            # The GPU brings the voxels into the order of the target, which a CPU does slowly.
+            order = sorted(range(slab.ndim), key=lambda dim: -abs(target.strides[dim]))
+            back = [order.index(dim) for dim in range(slab.ndim)]
+            slab = slab.permute(order).contiguous().cpu().permute(back)
+        target[...] = self._convert(slab.numpy())
+        forget_pages(target)
 
 
 class LabelVolume(SlabSink):
@@ -21,7 +74,7 @@ class LabelVolume(SlabSink):
     def __init__(
         self, geometry: Geometry, box: Box, preprocessing: Preprocessing, scratch: Scratch
     ) -> None:
-        """Make room."""
+        """Make room for a scan, of which a box is segmented, and the rest is background."""
         self._preprocessing = preprocessing
         values = np.array(preprocessing.label_values)
         values = values.astype(np.min_scalar_type(values.max()))
@@ -36,7 +89,7 @@ class LabelVolume(SlabSink):
         super().__init__(self.array[box], convert)
 
     def add(self, logits: Tensor, axis: int) -> None:
-        """Take the next planes."""
+        """Take the logits (K, X, Y, Z) of the next planes along an axis, on any device."""
         classes = classes_of(logits, self._preprocessing)
         if len(self._preprocessing.label_values) <= 256:
             classes = classes.to(torch.uint8)
@@ -53,7 +106,7 @@ class ProbabilityVolume(SlabSink):
     def __init__(
         self, path: Path, geometry: Geometry, box: Box, preprocessing: Preprocessing
     ) -> None:
-        """Make the file, and take its space."""
+        """Make the file, and take its space, for a scan of which a box is segmented."""
         self._of_regions = bool(preprocessing.regions)
         shape = (preprocessing.num_outputs, *reversed(geometry.stored_shape))
         stored = new_mapped(path, shape, np.dtype(np.float16))
@@ -71,6 +124,6 @@ class ProbabilityVolume(SlabSink):
         super().__init__(segmented)
 
     def add(self, logits: Tensor, axis: int) -> None:
-        """Take the next planes."""
+        """Take the logits (K, X, Y, Z) of the next planes along an axis, on any device."""
         probabilities = logits.sigmoid() if self._of_regions else logits.softmax(0)
         self.take(probabilities.to(torch.float16), axis)

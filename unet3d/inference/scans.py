@@ -16,7 +16,7 @@ import numpy.typing as npt
 from unet3d.atomic import make_folder, replacing
 from unet3d.datasets.labels import class_indices
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
-from unet3d.images.files import members, volume_stem
+from unet3d.images.files import volume_stem
 from unet3d.images.geometry import Geometry, shear_warning, voxel_mm3
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import write_label
@@ -33,9 +33,6 @@ MEMORY_SHARE = 1 / 4
 
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 """The last piece of every picture."""
-
-Stamps = list[tuple[int, int, int] | None]
-"""Time, size and number of each file of a scan; None for one that is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +89,6 @@ def is_whole(result: Path) -> bool:
     return False
 
 
-def stamps(scan: Scan) -> Stamps:
-    """Return what changes when a file of a scan is written."""
-    found: Stamps = []
-    for file in (file for image in scan.images for file in members(image)):
-        try:
-            status = file.stat()
-            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-        except OSError:
-            found.append(None)
-    return found
-
-
 def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
     """Read the image of a scan, with all its channels; packed voxels go to ``scratch``."""
     image = open_image(scan.images, scratch)
@@ -121,7 +106,7 @@ class ScansAhead:
         """Take them; nothing is read yet, and packed voxels will go to ``scratch``."""
         self._scans = tuple(scans)
         self._scratch = scratch
-        self._begun: dict[int, Future[tuple[Image, Stamps] | None]] = {}
+        self._begun: dict[int, Future[Image | None]] = {}
 
     def begin(self, number: int = 0) -> None:
         """Begin with a scan now, by default with the first one."""
@@ -129,26 +114,23 @@ class ScansAhead:
             scan = self._scans[number]
             self._begun[number] = ahead(lambda: self._read_small(scan))
 
-    def take(self, number: int) -> tuple[Image, Stamps]:
-        """Return a scan by its place among all, and the stamps that its files had before.
+    def take(self, number: int) -> Image:
+        """Return a scan by its place among all, and begin with the next one.
 
-        Reading the next one begins. What could not be read ahead is raised here.
+        What could not be read ahead is raised here.
         """
         begun = self._begun.pop(number, None)
         self._begun.clear()  # of one that nobody took
         found = None if begun is None else begun.result()
-        found = found or self._read(self._scans[number])
+        found = found or read_scan(self._scans[number], self._scratch)
         self.begin(number + 1)
         return found
 
-    def _read_small(self, scan: Scan) -> tuple[Image, Stamps] | None:
+    def _read_small(self, scan: Scan) -> Image | None:
         """Read a scan, unless it takes much of the memory that others may need before it."""
         needed = open_image(scan.images).unpacked_bytes if self._scratch.is_memory else 0
-        return self._read(scan) if needed <= MEMORY_SHARE * available_bytes() else None
-
-    def _read(self, scan: Scan) -> tuple[Image, Stamps]:
-        before = stamps(scan)
-        return read_scan(scan, self._scratch), before
+        fits = needed <= MEMORY_SHARE * available_bytes()
+        return read_scan(scan, self._scratch) if fits else None
 
 
 def write_segmentation(

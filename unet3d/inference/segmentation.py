@@ -20,7 +20,6 @@ from unet3d.errors import (
     RankError,
     ResultExistsError,
     Unet3dError,
-    VolumeError,
     reason_of,
     some,
 )
@@ -33,10 +32,8 @@ from unet3d.inference.scan_search import FoundScans, refuse_existing
 from unet3d.inference.scans import (
     Scan,
     ScansAhead,
-    Stamps,
     label_statistics,
     result_file,
-    stamps,
     write_segmentation,
     write_statistics,
 )
@@ -197,11 +194,10 @@ class Segmentation:
         scan, request = self._scans[number], self._request
         image: Image | None = None
         npy: Path | None = None
-        before: Stamps = []
         with explaining_memory(str(scan.images[0])), ExitStack() as results:
 
             def begin() -> None:
-                nonlocal image, npy, before
+                nonlocal image, npy
                 if not request.overwrite:
                     # Another process may be at work in the same folder.
                     refuse_existing(scan, request)
@@ -210,7 +206,7 @@ class Segmentation:
                         result_file(scan.probabilities, self._replaces(scan))
                     )
                 self._progress.stage("reading")
-                image, before = self._ahead.take(number)
+                image = self._ahead.take(number)
                 self._progress.stage("preparing")
 
             def windows_done(done: int, total: int) -> None:
@@ -221,19 +217,10 @@ class Segmentation:
             labels = predictor.segment(image, windows_done, self._scratch, npy)
             if image is None or labels is None:  # the first rank has them
                 return
-            self._write(scan, image, labels, before, predictor.label_names, results)
-        for path, is_written, verb, option in (
-            (scan.statistics, request.statistics, "describe", "--statistics"),
-            (scan.preview, request.preview, "show", "--preview"),
-            (scan.probabilities, request.probabilities, "belong to", "--probabilities"),
-        ):
-            if not is_written and os.path.lexists(path):
-                logger.warning(
-                    "%s was there before and may %s another segmentation; %s writes it",
-                    path,
-                    verb,
-                    option,
-                )
+            self._write(scan, image, labels, predictor.label_names, results)
+        for path in {scan.statistics, scan.preview, scan.probabilities} - {*scan.results(request)}:
+            if os.path.lexists(path):
+                logger.warning("%s was there before and may be of another segmentation", path)
 
     def _replaces(self, scan: Scan) -> bool:
         """Return whether results are replaced: of a scan that goes on, those of another network."""
@@ -246,7 +233,6 @@ class Segmentation:
         scan: Scan,
         image: Image,
         labels: npt.NDArray[Any],
-        before: Stamps,
         names: dict[int, str],
         results: ExitStack,
     ) -> None:
@@ -257,11 +243,6 @@ class Segmentation:
         if request.preview:
             picture = results.enter_context(result_file(scan.preview, replaces))
             self._draw_preview(picture, image, labels, names)
-        if stamps(scan) != before:
-            raise VolumeError(
-                f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
-                "segment it again"
-            )
         if found is not None:
             path = results.enter_context(result_file(scan.statistics, replaces))
             write_statistics(path, scan, found, self._known_as)
