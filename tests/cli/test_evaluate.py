@@ -23,6 +23,16 @@ def test_check_of_a_sound_data_set(monkeypatch, capsys):
     assert told == ["reading headers", *(f"checking case_{n}, {n + 1} of 3" for n in range(3))]
 
 
+def test_check_finds_what_training_would_refuse_of_the_cases(capsys):
+    write_msd(Path("one"), num_cases=1)
+    line = refusal(capsys, "check", "one", "--json", "findings.json")
+    assert line == "Error: one: 1 cases, 1 error(s), 0 warning(s); fix the errors before training"
+    (finding,) = json.loads(Path("findings.json").read_text())["findings"]
+    assert finding["case"] == "one" and "it needs two, one to train on and" in finding["message"]
+    assert finding["message"] in refusal(capsys, "train", "one", "--devices", "cpu")
+    assert run("check", "one", "--set", "data.fold=none") == 0
+
+
 def test_evaluate_explains_what_does_not_match(capsys):
     label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
     other = write_volume(Path("predictions/y.nii.gz"), blob_label((9, 8, 6)))

@@ -92,6 +92,12 @@ def test_folds_on_several_devices_train_at_the_same_time():
     assert_same_weights(Path("folds/fold1"), Path("alone"))
     line = train(*options, "--folds", "all")[2].splitlines()[-1]
     assert "folds holds a run over folds already; continue it with --resume" in line
+    # A record that is damaged is made again by who names the folds.
+    Path("folds/folds.json").write_text('{"fol')
+    line = train("--resume", "--output", "folds")[2].splitlines()[-1]
+    assert "folds.json is damaged; name the folds of the run, such as --folds 0,1" in line
+    assert train("--resume", "--folds", "0", "--output", "folds", "--quiet")[0] == 0
+    assert recorded_folds(Path("folds")) == (0, 1)
 
 
 @pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.nightly)])
@@ -147,7 +153,8 @@ def test_folds_that_fail_are_named_and_there_is_no_summary(monkeypatch, capsys):
     options = ("--folds", "all", "--output", "folds", "--quiet", "--devices", "cpu")
     assert refusal(capsys, "train", *SMALL, *options) == (
         "Error: 2 of 3 folds did not come to their end: fold0 failed, fold1 was killed by SIGKILL, "
-        "so fold2 did not begin; to go on, add --resume --output folds"
+        "so fold2 did not begin; each has said why. Repair that, or remove the folder of a fold "
+        "that is to begin anew, and add --resume --output folds"
     )
     assert asked == {"fold0": True, "fold1": False, "fold2": False}
     assert not Path("folds/summary.json").exists()

@@ -248,7 +248,7 @@ def test_drawn_folds_validate_every_case_once(tmp_path, caplog):
     assert (len(train), len(validation)) == (2, 1)
     assert "only 3 cases, so 3 folds, not 5" in caplog.text
     lonely = load_dataset(write_msd(tmp_path, num_cases=1))
-    with pytest.raises(DatasetError, match="at least two"):
+    with pytest.raises(DatasetError, match="it needs two, one to"):
         fold_cases(lonely, 0, 5, seed=0)
     for every in (dataset, lonely):
         assert fold_cases(every, "none", 5, seed=0) == (every.cases, ())

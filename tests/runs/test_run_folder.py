@@ -63,7 +63,9 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path, name, own
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     with (
         run.locked(),
-        pytest.raises(ConfigError, match="mine is not empty and is no run: .*; choose another"),
+        pytest.raises(
+            ConfigError, match="mine is not empty and is no run: .*; move it away, or choose"
+        ),
     ):
         run.create()
     run.discard_if_empty()

@@ -118,7 +118,7 @@ def check(
 ) -> None:
     """Say what DATASET holds, and what would break training.
 
-    Of the settings, data.labels and data.spacing_mm count.
+    Of the settings, data.labels, data.spacing_mm, data.fold and data.num_folds count.
     """
     refuse_input(json_path, *files_of(dataset), *([settings.path] if settings.path else ()))
     check_results(json_path, overwrite=overwrite)
@@ -131,6 +131,7 @@ def check(
     opened = load_dataset(dataset)  # before PyTorch is imported
     with working("starting") as show:
         from unet3d.datasets.contents import lines, summary
+        from unet3d.datasets.dataset import Finding, fold_cases
         from unet3d.datasets.naming import with_labels
         from unet3d.preparation.check import examine
 
@@ -138,6 +139,13 @@ def check(
             opened = with_labels(opened, data.labels)
         findings, _, cases = examine(opened, data.spacing_mm, show)
         contents = summary(opened, cases)
+        if not opened.faults:  # which make no folds, and are findings already
+            try:
+                fold_cases(opened, data.fold, data.num_folds, settings.config.training.seed)
+            except DatasetError as error:
+                findings.append(
+                    Finding(case=opened.root.name, severity="error", message=str(error))
+                )
     for line in lines(contents):
         click.echo(line)
     for finding in findings:

@@ -35,8 +35,8 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
     names = sorted(names)
     if len(names) < 2:
         raise DatasetError(
-            f"the data set has {len(names)} labelled case(s); it needs at least two, one to train "
-            "on and one to validate on"
+            f"the data set has {len(names)} labelled case(s); it needs two, one to train on and "
+            "one to validate on; add cases, or train without validation: --fold none"
         )
     if len(names) < num_folds:
         logger.warning("only %d cases, so %d folds, not %d", len(names), len(names), num_folds)

@@ -50,7 +50,7 @@ def recorded_folds(path: Path) -> tuple[int, ...] | None:
         folds = None
     numbers = folds if isinstance(folds, list) else []
     if not numbers or any(type(fold) is not int or fold < 0 for fold in numbers):
-        raise ConfigError(f"{file} is damaged; name the folds with --folds and another --output")
+        raise ConfigError(f"{file} is damaged; name the folds of the run, such as --folds 0,1")
     return tuple(numbers)
 
 

@@ -38,6 +38,10 @@ RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
 
 
+AWAY = "move it away"
+"""What helps where a file is in the way of a run."""
+
+
 class RunFolder:
     """The files of one run."""
 
@@ -97,10 +101,10 @@ class RunFolder:
         It does not exist, is empty, or holds what a run left that was killed before it first saved,
         which ``data.json`` shows: a run writes it first.
         """
-        for file, instead in ((self.latest, "continue it with --resume, or "), (self.best, "")):
+        for file, instead in ((self.latest, "continue it with --resume"), (self.best, AWAY)):
             if file.exists():
                 raise ConfigError(
-                    f"{self.path} holds {file.name} of a run already; {instead}choose another "
+                    f"{self.path} holds {file.name} of a run already; {instead}, or choose another "
                     "--output"
                 )
         with writing(self.path):
@@ -109,7 +113,7 @@ class RunFolder:
             names = sorted(path.name for path in self.path.iterdir() if not is_leftover(path))
             if names and self.read_data() is None:
                 raise ConfigError(
-                    f"{self.path} is not empty and is no run: it holds {names[0]}; "
+                    f"{self.path} is not empty and is no run: it holds {names[0]}; {AWAY}, or "
                     "choose another --output"
                 )
 

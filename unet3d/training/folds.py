@@ -22,7 +22,7 @@ from unet3d.errors import ConfigError, Unet3dError, some
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.planning.experiment import open_dataset, plan_experiment
-from unet3d.runs.finding import FOLDS, recorded_folds
+from unet3d.runs.finding import FOLDS, folds_in, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.earlier_runs import run_to_resume
@@ -51,7 +51,7 @@ def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Req
     if not request.resume or ranks.world_size > 1:
         return None if folds is None else request
     folder = run_to_resume(request, over_folds=folds is not None and request.output is None)
-    if recorded_folds(folder.path) is not None:
+    if _folds_of(folder, folds) is not None:
         return replace(request, output=folder.path)
     if folds is not None:
         raise ConfigError(
@@ -93,7 +93,8 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
             left = [fold for fold in numbers if _summary_of(runs[fold]).get("epochs", 0) < epochs]
             if left:
                 folder.write_config(_prepare_cases(plans[0], left[0]))
-                folder.write_json(folder.path / FOLDS, {"folds": list(numbers)})
+            folder.write_json(folder.path / FOLDS, {"folds": list(numbers)})
+            if left:
                 folder.summary.unlink(missing_ok=True)  # not finished any more
                 _log_places(plans, left, [fold for fold in numbers if fold not in left])
                 _train(folder, {fold: runs[fold] for fold in left}, plans, quiet, say)
@@ -105,7 +106,7 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
 
 def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tuple[int, ...]:
     """Return the folds that are named, with those that a run is over already."""
-    recorded = recorded_folds(old_run.path) or () if old_run is not None else ()
+    recorded = () if old_run is None else _folds_of(old_run, named) or ()
     if named is None:
         return recorded
     data = config.data
@@ -121,6 +122,17 @@ def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tu
             "others, or set data.num_folds"
         )
     return tuple(sorted(wanted.union(recorded)))
+
+
+def _folds_of(run: RunFolder, named: str | None) -> tuple[int, ...] | None:
+    """Return the folds that a run records; with a lost record, if some are named, those begun."""
+    begun = tuple(folds_in(run.path)) or None
+    try:
+        return recorded_folds(run.path) or (begun if named and not run.latest.exists() else None)
+    except ConfigError:
+        if named is None:
+            raise
+        return begun
 
 
 def _folder(request: Request, old_run: RunFolder | None, config: Config) -> RunFolder:
@@ -194,7 +206,8 @@ def _train(
         begin = f", so {some(others)} did not begin" if others else ""
         raise Unet3dError(
             f"{len(failed)} of {len(runs)} folds did not come to their end: {some(failed)}{begin}; "
-            f"to go on, add --resume --output {folder.path}"
+            "each has said why. Repair that, or remove the folder of a fold that is to begin anew, "
+            f"and add --resume --output {folder.path}"
         )
 
 
