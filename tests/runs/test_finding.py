@@ -5,8 +5,8 @@ import os
 import pytest
 
 from unet3d.errors import CheckpointError
-from unet3d.runs.finding import checkpoints_in, chosen_folds, folds_in, newest_run
-from unet3d.runs.run_folder import RunFolder
+from unet3d.runs.finding import checkpoints_in, chosen_folds, newest_run
+from unet3d.runs.run_folder import RunFolder, folds_in
 
 
 def put_run(folder, name, begun, finished):

@@ -80,8 +80,7 @@ def _place(path: Path, is_run: bool) -> Path:
 def _page_of_run(path: Path, output: Path) -> str:
     """Return the page of a run; of one over folds, after each fold's page is written."""
     from unet3d.reports.pages.run_page import has_page, run_page
-    from unet3d.runs.finding import folds_in
-    from unet3d.runs.run_folder import RunFolder
+    from unet3d.runs.run_folder import RunFolder, folds_in
 
     folds = folds_in(path)
     if not folds or has_page(RunFolder(path), is_over_folds=True):

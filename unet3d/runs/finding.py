@@ -10,12 +10,9 @@ from pathlib import Path
 from unet3d.errors import CheckpointError, ConfigError, reason_of, some
 from unet3d.inputs.plain_data import shown
 from unet3d.inputs.reading import open_regular, read_json
-from unet3d.runs.run_folder import RUNS, RunFolder
+from unet3d.runs.run_folder import RUNS, RunFolder, folds_in
 
 logger = logging.getLogger(__name__)
-
-FOLD = re.compile("fold([0-9]{1,4})")
-"""Name of the folder of one fold, within that of the run over several of them."""
 
 FOLDS = "folds.json"
 """File of a run over several folds that says which they are."""
@@ -52,13 +49,6 @@ def recorded_folds(path: Path) -> tuple[int, ...] | None:
     if not numbers or any(type(fold) is not int or fold < 0 for fold in numbers):
         raise ConfigError(f"{file} is damaged; name the folds of the run, such as --folds 0,1")
     return tuple(numbers)
-
-
-def folds_in(path: Path) -> dict[int, RunFolder]:
-    """Return the runs of single folds within the folder of a run over several, by their number."""
-    names = os.listdir(path) if path.is_dir() else []
-    matches = sorted((int(found[1]), name) for name in names if (found := FOLD.fullmatch(name)))
-    return {number: RunFolder(path / name) for number, name in matches}
 
 
 def checkpoints_in(path: Path) -> tuple[Path, ...]:

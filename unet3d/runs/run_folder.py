@@ -7,12 +7,13 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unet3d import __version__
 from unet3d.atomic import (
@@ -24,9 +25,11 @@ from unet3d.atomic import (
     remove_leftovers,
     write_atomically,
 )
-from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.reading import read_json
+
+if TYPE_CHECKING:
+    from unet3d.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ WORST, BEST = "worst.png", "best.png"
 """The pictures of two cases in it; of one case only the first."""
 RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
+FOLD = re.compile("fold([0-9]{1,4})")
+"""Name of the folder of one fold, within that of the run over several of them."""
 
 
 AWAY = "move it away"
@@ -160,7 +165,7 @@ class RunFolder:
         if self.is_made and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
-    def write_config(self, config: Config) -> None:
+    def write_config(self, config: "Config") -> None:
         """Write the resolved configuration."""
         _write(self.config, config.to_yaml())
 
@@ -209,6 +214,13 @@ class RunFolder:
             num_damaged = len(finished) - len(lines)
             logger.warning("%s: %d damaged line(s) are left out", self.metrics, num_damaged)
         return lines
+
+
+def folds_in(path: Path) -> dict[int, RunFolder]:
+    """Return the runs of single folds within the folder of a run over several, by their number."""
+    names = os.listdir(path) if path.is_dir() else []
+    matches = sorted((int(found[1]), name) for name in names if (found := FOLD.fullmatch(name)))
+    return {number: RunFolder(path / name) for number, name in matches}
 
 
 def make_run(name: str) -> RunFolder:

@@ -277,7 +277,7 @@ def test_where_the_viewer_cannot_be_is_a_picture(chromium, browser, segmentation
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1200)])
 def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path, scheme, width):
     folder = write_run(tmp_path, **{"validation/cases.json": sample_run.cases(EVIL)})
-    (tmp_path / "report.html").write_bytes(run_page(folder))
+    (tmp_path / "report.html").write_text(run_page(folder))
     for path in (segmentation, tmp_path / "report.html"):
         view = {"width": width, "height": 800}
         opened = Opened(browser, path, viewport=view, color_scheme=scheme)
@@ -291,7 +291,7 @@ def test_pages_fit_their_width_in_light_and_dark(browser, segmentation, tmp_path
 @pytest.mark.nightly
 def test_headings_sort_by_keyboard(browser, tmp_path):
     folder = write_run(tmp_path)
-    (tmp_path / "report.html").write_bytes(run_page(folder))
+    (tmp_path / "report.html").write_text(run_page(folder))
     opened = Opened(browser, tmp_path / "report.html")
     page = opened.page
 

@@ -4,7 +4,7 @@ from tests.images.samples import write_json
 from tests.reports.pages.html import Page, assert_closed
 from tests.reports.pages.sample_run import write_run
 from unet3d.reports.pages import folds_page as module
-from unet3d.runs.finding import folds_in
+from unet3d.runs.run_folder import folds_in
 
 
 def folds_page(folder, output, with_pages=()):

@@ -4,6 +4,7 @@ It shows what the folder of the run holds by now. Each part is made of one file;
 missing has no part, and one that is damaged is named.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,6 @@ import yaml
 
 from unet3d.errors import CheckpointError, reason_of, some
 from unet3d.images.units import Units
-from unet3d.inputs.reading import read_json
 from unet3d.reports.curves import progress_figure
 from unet3d.reports.format import amount, duration, score
 from unet3d.reports.pages.page import drawing_of, picture_of, render
@@ -98,7 +98,7 @@ def part_of(
     path: Path,
     make: Callable[[Any], Part],
     notes: list[str],
-    read: Callable[[Path], Any] = read_json,
+    read: Callable[[Path], Any] = lambda path: json.loads(path.read_bytes()),
 ) -> Part | None:
     """Return what a function makes of a file; None, and a note, where that is damaged."""
     if not path.is_file():
@@ -206,7 +206,7 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
         (
             "mean Dice",
             score(content.get("mean_dice")),
-            f"{len(cases)} validation cases, final network",
+            f"{len(cases)} validation case{'s' if len(cases) != 1 else ''}, final network",
         )
     ]
     for key, what, digits, unit in (

@@ -1,0 +1,58 @@
+"""How much of the package a command takes: the modules whose functions run, and those it loads.
+
+Ceilings only go down: who follows a command has to open what runs.
+"""
+
+import subprocess
+import sys
+
+from tests.command_line import SMALL, process_environment, scan_array
+from tests.images.samples import write_volume
+
+COUNT = """
+import sys, threading
+ran = set()
+def note(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and not code.co_name.startswith("<"):  # the body of a module, a class
+        if code.co_flags & 1 and code.co_filename.endswith(".py"):
+            ran.add(code.co_filename)
+threading.setprofile(note)
+sys.setprofile(note)
+from unet3d.cli.app import main
+try:
+    main()
+except SystemExit as ending:
+    assert not ending.code, ending.code
+sys.setprofile(None)
+import unet3d
+root = unet3d.__path__[0] + "/"
+loaded = [name for name in sys.modules if name.partition(".")[0] == "unet3d"]
+print("modules", len([name for name in ran if name.startswith(root)]), len(loaded))
+"""
+
+
+def counted(*arguments: object) -> tuple[int, int]:
+    """Return how many modules run, and how many are loaded, by ``unet3d ARGUMENTS``."""
+    command = [sys.executable, "-c", COUNT, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=process_environment(), timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    _, num_run, num_loaded = done.stdout.splitlines()[-1].split()
+    return int(num_run), int(num_loaded)
+
+
+def test_commands_take_no_more_of_the_package_than_before(tmp_path):
+    phantoms = ("--set", "data.phantom_shape=16,16,16")
+    run = tmp_path / "run"
+    scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
+    for command, most in (
+        (("train", *SMALL, *phantoms, "--output", run), (176, 252)),
+        (("predict", scan, "--checkpoint", run), (107, 182)),
+        (("report", run), (20, 42)),
+    ):
+        found = counted(*command)
+        assert all(one <= limit for one, limit in zip(found, most, strict=True)), (
+            f"{command[0]}: {found} modules run and are loaded, at most {most}"
+        )
