@@ -1,6 +1,7 @@
 """What a data set holds, beside numpy and nibabel, and cases that are far out."""
 
 import json
+from dataclasses import replace
 
 import nibabel as nib
 import numpy as np
@@ -127,6 +128,20 @@ def case_of(number, spacing_mm=(1.0, 1.0, 1.0), middle=100.0, num_voxels=1000):
         intensities={0: [0, 10, middle, 200, 250]},
         num_voxels={0: 500, 1: num_voxels, 2: 900 + 20 * number},
     )
+
+
+def test_an_image_of_a_microscope_has_its_units(tmp_path):
+    """1000 voxels of 10 nm are 0.001 µm3; JSON has mm and mL."""
+    dataset = load_dataset(write_msd(tmp_path))
+    nm = (1e-5, 1e-5, 1e-5)
+    case = replace(case_of(1, nm), voxel_ml=1e-18)
+    far = replace(case_of(2, (1e-5, 1e-5, 3e-5), num_voxels=3), voxel_ml=1e-18)
+    found = summary(dataset, [*[case] * 9, far])
+    told = "\n".join(lines(found))
+    assert "10x10x10 (median), 10x10x10 to 10x10x30 nm" in told
+    assert "  left      in 10 of 10 cases, 0.001 (median), 3e-06 to 0.001 µm³" in told
+    assert found["outliers"][0]["why"] == ["spacing 10x10x30 nm", "left 3e-06 µm³"]
+    assert found["spacing_mm"]["median"] == pytest.approx(nm)
 
 
 def test_cases_that_are_far_out_are_named(tmp_path):

@@ -16,6 +16,7 @@ from unet3d.config import Shape, Spacing
 from unet3d.datasets.dataset import Dataset
 from unet3d.datasets.labels import ScoredLabels, values_of
 from unet3d.images.files import times
+from unet3d.images.units import MILLIMETRES, Units
 from unet3d.inputs.plain_data import printable
 
 PERCENTILES = (0, 1, 50, 99, 100)
@@ -87,7 +88,11 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
                 far_out.setdefault(case.name, []).append(text)
 
     look(np.log(shapes), (f"shape {times(shape)}" for shape in shapes))
-    look(np.log(spacings_mm), (f"spacing {times(mm)} mm" for mm in spacings_mm))
+    units = _units(_spread(spacings_mm))
+    look(
+        np.log(spacings_mm),
+        (f"spacing {times(mm / units.mm)} {units.length}" for mm in spacings_mm),
+    )
     for number, name in enumerate(dataset.channel_names):
         unknown = [math.nan] * len(PERCENTILES)
         found = np.array([case.intensities.get(number, unknown) for case in cases])
@@ -97,7 +102,8 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
             inner = found[:, 1:-1] / (spread["median"][-2] - spread["median"][1] or 1.0)
             look(inner, (f"{name} {_listed(of_case[1:-1])}" for of_case in found))
     for name, found in volumes_ml.items():
-        look(np.log(found)[:, None], (f"{name} {volume:.4g} mL" for volume in found))
+        volumes = (f"{name} {ml / units.ml:.4g} {units.volume}" for ml in found)
+        look(np.log(found)[:, None], volumes)
     return {
         "name": dataset.root.name,
         "num_cases": len(dataset.cases),
@@ -118,9 +124,13 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
 def lines(found: dict[str, Any]) -> Iterator[str]:
     """Put a summary into about ten lines."""
     channels, labels, outliers = found["channels"], found["labels"], found["outliers"]
+    units = _units(found["spacing_mm"])
     rows = [
         ("shape", _told(found["shape"], times, "voxels")),
-        ("spacing", _told(found["spacing_mm"], times, "mm")),
+        (
+            "spacing",
+            _told(found["spacing_mm"], lambda mm: times(np.divide(mm, units.mm)), units.length),
+        ),
     ]
     for channel in channels[:MAX_LISTED]:
         text, spread = "unknown", channel["intensities"]
@@ -131,7 +141,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for label in labels[:MAX_LISTED]:
         text = f"in {label['num_cases']} of {found['num_label_maps']} cases"
         if label["num_cases"]:
-            text += f", {_told(label['volume_ml'], '{:.4g}'.format, 'mL')}"
+            volume = _told(label["volume_ml"], lambda ml: f"{ml / units.ml:.4g}", units.volume)
+            text += f", {volume}"
         rows.append((label["name"], text))
     named = [f"{one['case']} ({'; '.join(one['why'])})" for one in outliers[:MAX_LISTED]]
     rows.append(("outliers", ", ".join(named) or "none"))
@@ -143,6 +154,11 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     names = [printable(name, MAX_NAME) for name, _ in rows]
     for name, (_, text) in zip(names, rows, strict=True):
         yield f"  {name:{max(map(len, names))}}  {printable(text, MAX_LINE)}"
+
+
+def _units(spacings_mm: dict[str, Any] | None) -> Units:
+    """Return the units for the spread of spacings."""
+    return MILLIMETRES if spacings_mm is None else Units.of(spacings_mm["median"])
 
 
 def _volumes_ml(cases: Sequence[CaseContents], values: Sequence[int]) -> Numbers:

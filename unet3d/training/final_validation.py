@@ -24,10 +24,12 @@ from unet3d import __version__
 from unet3d.atomic import unfinished_folder
 from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import ScoredLabels, label_of, values_of
+from unet3d.images.image import open_image
 from unet3d.images.labels import read_label, write_label
 from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.units import Units, default_tolerance_mm
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
-from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
+from unet3d.inference.label_scores import LabelScore, score_maps
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import TrainedNetwork, wanted_precision
 from unet3d.inference.postprocessing import Rule, keep_largest, rules_in_words
@@ -198,12 +200,14 @@ class FinalValidation:
         """Return the scores of all cases, the worst case first."""
         experiment = self._context.experiment
         scored = ScoredLabels.of(experiment.preprocessing)
+        spacing_mm = open_image(experiment.validation_files[0].images[0]).geometry.spacing_mm
+        tolerance_mm = default_tolerance_mm(spacing_mm)
 
         def score(case: Case, _: WindowsDone) -> list[Any]:
             with explaining_memory(f"cannot score {case.name}"):
                 prediction, label = read_pair(folder / _file_of(case), case.label)
                 affine = label.geometry.affine
-                scores = score_maps(prediction.array, label.array, affine, scored)
+                scores = score_maps(prediction.array, label.array, affine, scored, tolerance_mm)
             return [[list(values_of(one)), asdict(found)] for one, found in scores.items()]
 
         found = self._over_cases(score, watcher, "the scores of the validation")
@@ -216,7 +220,7 @@ class FinalValidation:
             )
             for case, scores in zip(experiment.validation_files, found, strict=True)
         ]
-        evaluation = Evaluation.of(cases, scored, TOLERANCE_MM)
+        evaluation = Evaluation.of(cases, scored, tolerance_mm, Units.of(spacing_mm))
         return replace(evaluation, cases=tuple(sorted(evaluation.cases, key=_worst_first)))
 
     def _publish(self, folder: Path, evaluation: Evaluation, choices: Sequence[Choice]) -> None:

@@ -11,6 +11,7 @@ from unet3d.memory.record import memory_record, merged_records, reserved_bytes
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.memory import write_memory_picture
+from unet3d.reports.slots import is_one_cpu
 from unet3d.runs.run_folder import writing
 from unet3d.training.context import RunContext
 from unet3d.training.data_record import data_record, dataset_name
@@ -71,11 +72,14 @@ class RunRecorder:
         self.memory = merged_records(self._group.exchange(own))
         if self._group.is_first:
             self._folder.write_json(self._folder.memory, self.memory)
-            with writing(self._folder.memory_picture):
-                write_memory_picture(self.memory, self._folder.memory_picture)
+            self._draw_memory(self.memory)
+
+    def _draw_memory(self, record: dict[str, Any]) -> None:
+        with writing(self._folder.memory_picture):
+            write_memory_picture(record, self._folder.memory_picture)
 
     def update_reserved(self) -> None:
-        """Write down what allocators have reserved in the end; all ranks call it.
+        """Write down what allocators, or a process on a CPU, have reserved; all ranks call it.
 
         Steps are measured while they are launched; those of small volumes are captured later, and
         keep memory of their own.
@@ -89,6 +93,8 @@ class RunRecorder:
             measured["reserved_bytes"] = max(number, measured["reserved_bytes"])
         if self._group.is_first:
             self._folder.write_json(self._folder.memory, self.memory)
+            if is_one_cpu(self.memory["slots"]):  # where this is the peak that is shown
+                self._draw_memory(self.memory)
 
     def write_epoch(self, metrics: Mapping[str, Any]) -> None:
         """Add the numbers of an epoch, a line of ``metrics.jsonl``."""
