@@ -22,8 +22,8 @@ from unet3d.errors import ConfigError, Unet3dError, some
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.planning.experiment import open_dataset, plan_experiment
-from unet3d.runs.finding import FOLDS, folds_in, recorded_folds
-from unet3d.runs.run_folder import RunFolder, make_run
+from unet3d.runs.finding import FOLDS, recorded_folds
+from unet3d.runs.run_folder import RunFolder, folds_in, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.earlier_runs import run_to_resume
 from unet3d.training.plan import Plan, Request
