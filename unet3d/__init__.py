@@ -2,7 +2,7 @@
 
 From Python, ``unet3d.load("runs/mine").segment("scan.nii.gz")`` segments as ``unet3d predict``
 does, see :func:`unet3d.api.load`, and ``unet3d.train("DATASET")`` trains as ``unet3d train``
-does, see :func:`unet3d.trainer.train`.
+does, see :func:`unet3d.api.train`.
 """
 
 import importlib
@@ -12,10 +12,10 @@ __version__ = "0.1.0"
 
 _INTERFACE = {
     "Segmenter": "unet3d.api",
-    "TrainedRun": "unet3d.trainer",
+    "TrainedRun": "unet3d.api",
     "load": "unet3d.api",
     "predict": "unet3d.api",
-    "train": "unet3d.trainer",
+    "train": "unet3d.api",
 }
 
 

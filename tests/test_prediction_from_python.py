@@ -13,7 +13,14 @@ import unet3d
 from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
-from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
+from unet3d.errors import (
+    CheckpointError,
+    ConfigError,
+    DatasetError,
+    DeviceError,
+    ResultExistsError,
+    VolumeError,
+)
 from unet3d.images.image import image_of
 from unet3d.images.nifti import open_array
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -211,3 +218,31 @@ def test_an_archive_is_there_as_long_as_the_segmenter(tmp_path, monkeypatch):
         unet3d.load(archive, folds="one", devices="cpu")
     with pytest.raises(CheckpointError, match=r"model\.zip/Dataset001_Phantoms/model has no .* 2;"):
         unet3d.load(archive, folds=[2], devices="cpu")
+
+
+def test_files_are_segmented_as_the_command_does(checkpoint, file, tmp_path, caplog):
+    """With all that it writes, in this process or in ranks, and what is wrong at the end."""
+    bad = tmp_path / "bad.nii.gz"
+    bad.write_bytes(b"nothing")
+    words = ("--checkpoint", checkpoint, "--devices", "cpu", "--overlap", 0.25, "--statistics")
+    assert run("predict", file, "-o", tmp_path / "command", *words) == 0
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "command").iterdir()}
+    asked = {"overlap": 0.25, "statistics": True}
+    for devices, parallel in (("cpu", None), (["cpu", "cpu"], "spatial")):
+        caplog.clear()
+        output = tmp_path / str(parallel)
+        with caplog.at_level("INFO", logger="unet3d"):
+            found = unet3d.predict(
+                file, checkpoint, output=output, devices=devices, parallel=parallel, **asked
+            )
+        assert found == (output / "scan.nii.gz",)
+        assert {path.name: path.read_bytes() for path in output.iterdir()} == expected
+        assert "computing on cpu" in caplog.text
+        with pytest.raises(DatasetError, match="1 of 2 scans could not be segmented: .*bad.nii"):
+            unet3d.predict([file, bad], [checkpoint], output=output, devices=devices)
+    with pytest.raises(ResultExistsError, match=r"scan\.nii\.gz exists"):
+        unet3d.predict(file, checkpoint, output=output)
+    with pytest.raises(TypeError, match="has no option sharpen"):
+        unet3d.predict(file, checkpoint, sharpen=True)
+    with pytest.raises(ConfigError, match="inference.overlap is 2"):
+        unet3d.predict(file, checkpoint, overlap=2.0)

@@ -29,9 +29,10 @@ from tests.trainings import (
     without_pictures,
     words,
 )
-from unet3d import trainer
+from unet3d import api
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, DeviceError, Unet3dError
 from unet3d.interruption import SIGNALS, Interrupted
+from unet3d.training import start
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +181,7 @@ def test_a_run_that_is_stopped_goes_on(cache, undisturbed, caplog):
 
 def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch):
     events = []
-    train_run = trainer.train_run
+    train_run = start.train_run
 
     def watched(*values, **options):
         events.append("begins")
@@ -188,7 +189,7 @@ def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch
         events.append("ends")
         return result
 
-    monkeypatch.setattr(trainer, "train_run", watched)
+    monkeypatch.setattr(start, "train_run", watched)
     options = [("a", cache), (None, cache, {"training.epochs": 1})]
     with ThreadPoolExecutor(2) as threads:
         runs = list(threads.map(lambda own: train(*own), options))
@@ -270,11 +271,11 @@ def test_a_full_disk_is_explained(monkeypatch):
     def fill(*_, **__):
         raise OSError(28, "No space left on device", "run/metrics.jsonl")
 
-    monkeypatch.setattr(trainer, "train_run", fill)
+    monkeypatch.setattr(start, "train_run", fill)
     with pytest.raises(Unet3dError, match=r"^run/metrics\.jsonl: No space left on device$"):
         unet3d.train(output="run", devices="cpu")
 
 
 def test_the_interface_is_found():
     assert {"train", "TrainedRun"} <= set(dir(unet3d))
-    assert unet3d.train is trainer.train and unet3d.TrainedRun is trainer.TrainedRun
+    assert unet3d.train is api.train and unet3d.TrainedRun is api.TrainedRun
