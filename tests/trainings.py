@@ -24,6 +24,7 @@ from unet3d.parallel import ParallelDims
 from unet3d.reports import figures
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training.initialising import network_to_begin_with
 from unet3d.training.plan import Plan
 from unet3d.training.start import Run, train_run
 
@@ -49,8 +50,11 @@ def settings(cache, *overrides):
 
 def run(config, folder, resume=False, pictures=False, console=None):
     """Train in this process; without ``pictures`` their files are empty."""
-    plan = Plan(config=config, dims=ParallelDims.resolve(config.parallel)).placed()
-    wanted = Run(plan=plan, folder=RunFolder(folder), resume=resume)
+    own = RunFolder(folder)
+    config, architecture = network_to_begin_with(config, own if resume else None)
+    dims = ParallelDims.resolve(config.parallel)
+    plan = Plan(config=config, dims=dims, architecture=architecture).placed()
+    wanted = Run(plan=plan, folder=own, resume=resume)
     with nullcontext() if pictures else without_pictures():
         return train_run(wanted, Group(Ranks()), console or Console(quiet=True), console is None)
 

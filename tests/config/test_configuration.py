@@ -82,7 +82,7 @@ def test_with_values_replaces_some_and_checks_all():
         ("model.norm=layer", "model.norm is 'layer'; give instance, group or batch"),
         ("model.num_levels=9", "give a whole number of at least 2 and at most 8 or auto"),
         ("model.channels=32", "is 32; give a list of whole numbers above 0 and at most 65,536 or"),
-        ("model.channels=[32]", "model.channels names 1 level(s); give channels for 2 to 8"),
+        ("model.channels=[32]", "model.channels names 1 level(s); give 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         (
             "patches.augmentation_details.mirror_axes=x,w",

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from unet3d.config import AugmentationSettings, Config, load_config
+from unet3d.config.explain import settings_of
 from unet3d.errors import ConfigError
 
 
@@ -58,13 +59,8 @@ def test_a_batch_has_a_patch_for_each_micro_batch():
         load_config(None, ["training.micro_batches=8", "training.batch_size=4"])
 
 
-def test_strides_lead_through_the_levels_that_are_named():
-    strides = "model.strides=[[1,2,2],[2,2,2]]"
-    assert load_config(None, [strides]).model.strides == ((1, 2, 2), (2, 2, 2))
-    assert load_config(None, [strides, "model.num_levels=3"]).model.num_levels == 3
-    for change, number in (("model.num_levels=4", 4), ("model.channels=4,8", 2)):
-        with pytest.raises(ConfigError, match=f"has 2 entries, for 3 levels, but .* has {number}"):
-            load_config(None, [strides, change])
+def test_there_are_fifty_settings():
+    assert sum(not setting.is_section for setting in settings_of(Config).values()) == 50
 
 
 def test_one_word_says_how_patches_are_changed_and_details_may_differ():

@@ -7,6 +7,7 @@ from unet3d.config import ModelSettings
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import validated
 from unet3d.model import Topology, plan_topology
+from unet3d.model.topology import topology_like
 
 ISOTROPIC = (1.0, 1.0, 1.0)
 HALF, CUBE = (2, 2, 2), (3, 3, 3)
@@ -51,9 +52,6 @@ def test_levels_channels_and_strides_can_be_chosen():
     chosen = plan((64, 64, 64), channels=(8, 12, 20))
     assert chosen.channels == (8, 12, 20) and len(chosen.strides) == 3
     assert plan((1024, 1024, 1024), num_levels=8).num_levels == 8
-    topology = plan((64, 64, 64), (1.0, 1.0, 5.0), strides=((1, 2, 2), WITHIN))
-    assert topology.strides == ((1, 1, 1), (1, 2, 2), WITHIN)
-    assert topology.channels == (32, 64, 128)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +60,20 @@ def test_levels_channels_and_strides_can_be_chosen():
         ((16, 16, 10), {"num_levels": 4}, "4 levels but a patch of 16x16x10 voxels gives 3"),
         ((16, 16, 10), {"channels": (4,) * 4}, "4 levels but a patch of 16x16x10 voxels gives 3"),
         ((6, 6, 5), {}, "2 levels but a patch of 6x6x5 voxels gives 1, .*larger"),
-        ((4, 3, 2), {"strides": (HALF, HALF)}, "strides are 4x4x4 in all, which leaves one"),
     ],
 )
 def test_patches_that_are_too_small_are_refused(size, options, message):
     with pytest.raises(ConfigError, match=message):
         plan(size, **options)
+
+
+def test_a_trained_network_is_taken_for_other_images_and_labels():
+    trained = replace(plan((32, 32, 32), num_levels=4), **NEW_FIELDS)
+    assert topology_like(trained, (16, 16, 8), 2, 5, False) == replace(
+        trained, in_channels=2, num_classes=5, deep_supervision=False
+    )
+    with pytest.raises(ConfigError, match="leaves one voxel of a patch of 8x8x4, because it divid"):
+        topology_like(trained, (8, 8, 4), 2, 5, False)
 
 
 def kernels_of(topology):
@@ -145,9 +151,10 @@ def test_topologies_are_read_from_plain_values_and_earlier_files():
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_options_and_units_are_those_that_are_named(encoder):
-    options = {"encoder": encoder, "norm": "instance", "deep_supervision": True, **NEW_FIELDS}
+    options = {"encoder": encoder, "norm": "instance", "deep_supervision": True}
     topology = plan((32, 32, 32), num_levels=4, **options)
     assert topology.to_dict().items() >= options.items()
+    topology = replace(topology, **NEW_FIELDS)
     assert units_of(topology) == ([1, 3, 2, 1], [1, 3, 2])
     assert plan((32, 32, 32), norm="group").norm == "group"
     # A residual encoder has nnU-Net's units at any number of levels.

@@ -17,13 +17,15 @@ from unet3d.datasets.labels import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
-from unet3d.model import Topology, UNet3d, plan_topology
+from unet3d.model import Topology, UNet3d
 from unet3d.planning.auto_settings import suited_to
+from unet3d.planning.network_plan import plan_fingerprint
 from unet3d.preparation.normalization import ChannelNormalization
+from unet3d.preparation.preprocess import Fingerprint
 from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import save_checkpoint
-from unet3d.training.initialising import begin_with, settings_of_init, take_weights
+from unet3d.training.initialising import begin_with, network_to_begin_with, take_weights
 
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
@@ -186,7 +188,17 @@ def test_another_network_is_refused(file):
 
 def resolved(file, *changes, path=None):
     config, _ = suited_to(load_config(path, [f"training.init={file}", *changes]), [GPU])
-    return settings_of_init(config)
+    return network_to_begin_with(config)[0]
+
+
+def planned(file, size, spacing_mm, *changes):
+    """Return the network that is planned for two channels and three classes."""
+    config, architecture = network_to_begin_with(
+        load_config(None, [f"training.init={file}", *changes])
+    )
+    shape = Fingerprint(spacing_mm=spacing_mm, shape=size, shapes=frozenset([size]), num_cases=9)
+    given = config.with_values({"patches.size": size, "training.batch_size": 2})
+    return plan_fingerprint(given, shape, 2, 3, architecture=architecture).topology
 
 
 def test_defaults_that_are_written_down_ask_for_no_network(tmp_path):
@@ -202,15 +214,13 @@ def test_defaults_that_are_written_down_ask_for_no_network(tmp_path):
 def test_network_and_spacing_are_those_of_the_checkpoint(file):
     config = resolved(file)
     assert config.model.channels == DEEP.channels
-    assert config.model.strides == DEEP.strides[1:]
     assert config.data.spacing_mm == (1.0, 1.0, 2.5)
     assert config.patches.size == "auto"
-    # What was set stands, and what has been resolved needs no file.
+    # What was set stands, and what a run has recorded suits the checkpoint.
     assert resolved(file, "data.spacing_mm=median").data.spacing_mm == "median"
-    for done in (config.with_values({"training.init": "/gone.pt"}), load_config()):
-        assert settings_of_init(done) is done
+    assert network_to_begin_with(load_config()) == (load_config(), None)
     again = Config.from_yaml(config.to_yaml())
-    assert again == config and settings_of_init(again) == config
+    assert again == config and network_to_begin_with(again) == (config, DEEP)
     same = ("model.channels=4,6,8,8", "model.num_levels=4", "model.norm=instance")
     assert resolved(file, *same).model == config.model
 
@@ -284,21 +294,19 @@ def test_every_part_of_a_network_of_another_program_is_taken(tmp_path):
     }
     checkpoint = trained(**changes)
     save_checkpoint(checkpoint, tmp_path / "model.pt")
-    config = resolved(tmp_path / "model.pt", "model.kernels=anisotropic")
-    topology = plan_topology(config.model, (16, 16, 16), (1.0, 1.0, 1.0), 2, 3)
+    topology = planned(tmp_path / "model.pt", (16, 16, 16), (1.0, 1.0, 1.0))
     assert topology == checkpoint.topology
-    assert Config.from_yaml(config.to_yaml()).model == config.model
     model = UNet3d(topology)
     assert take_weights(model, checkpoint.preprocessing, checkpoint) == "nothing is new"
     assert_equal(model.state_dict(), checkpoint.model)
-    with pytest.raises(ConfigError, match="model.units"):
-        resolved(tmp_path / "model.pt", "model.units=[2,2,2,2]")
+    with pytest.raises(ConfigError, match="leaves one voxel of a patch of 8x8x2, because it divi"):
+        planned(tmp_path / "model.pt", (8, 8, 2), (1.0, 1.0, 1.0))
 
 
 def test_a_model_of_nnunet_may_be_named_itself(tmp_path):
     path = write_model(tmp_path / "model", 0) / "fold_0/checkpoint_final.pth"
     config = resolved(path)
-    assert plan_topology(config.model, (32, 48, 16), (1.0, 0.5, 3.0), 2, 3) == TOPOLOGY
+    assert planned(path, (32, 48, 16), (1.0, 0.5, 3.0)) == TOPOLOGY
     assert config.data.spacing_mm == (1.0, 0.5, 3.0)
     network = UNet3d(TOPOLOGY)
     begin_with(path, network, preparing(2, "organ", "lésion"), Group(Ranks()))

@@ -51,7 +51,7 @@ def planned(monkeypatch):
         settings = config.parallel.model_copy(update={"mode": mode, "replicas": count})
         return settings, "parallel: as planned"
 
-    monkeypatch.setattr(planning, "plan_without_data", lambda config, num_replicas: None)
+    monkeypatch.setattr(planning, "plan_without_data", lambda *_: None)
     monkeypatch.setattr(planning, "choose_mode", plan)
     return told
 

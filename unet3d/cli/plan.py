@@ -245,6 +245,8 @@ def _measure_rank(config: "Config", step_record: Path) -> None:
 
     from unet3d.planning.network_plan import plan_without_data
     from unet3d.planning.sweep import measure_rank
+    from unet3d.training.initialising import network_to_begin_with
 
-    network = plan_without_data(config)
+    config, architecture = network_to_begin_with(config)
+    network = plan_without_data(config, architecture=architecture)
     measure_rank(network.settled(config), network, step_record)

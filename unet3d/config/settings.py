@@ -17,7 +17,6 @@ from unet3d.config.values import (
     FilePath,
     Fold,
     Fraction,
-    Kernel,
     LabelNames,
     Many,
     Name,
@@ -26,8 +25,6 @@ from unet3d.config.values import (
     Section,
     Shape,
     Spacing,
-    Strides,
-    Units,
 )
 from unet3d.inputs.plain_data import at_most
 
@@ -179,44 +176,21 @@ class ModelSettings(Section):
     """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of the two settings above; null: by those."""
-    kernels: Literal["isotropic", "anisotropic"] | Annotated[tuple[Kernel, ...], at_most(8)] = (
-        "isotropic"
-    )
+    kernels: Literal["isotropic", "anisotropic"] = "isotropic"
     """isotropic: 3 x 3 x 3 voxels; anisotropic: one voxel along an axis while its spacing is 2 or
-    more times the finest, as across thick slices, and three below; or 1 or 3 voxels along X, Y, Z
-    for each level, such as [[3,3,1],[3,3,3]]."""
-    strides: Annotated[tuple[Strides, ...], at_most(8)] | None = None
-    """Strides along X, Y, Z from each level to the next, such as [[1,2,2],[2,2,2]] for three
-    levels; null: from patch size and spacing."""
+    more times the finest, as across thick slices, and three below."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """What intermediate features are normalised over: each channel of each sample (instance),
     groups of channels of each sample, or each channel of the batch."""
     deep_supervision: bool = True
     """Whether coarser levels of the decoder have a loss of their own too."""
-    units: Annotated[tuple[Units, ...], at_most(8)] | None = None
-    """Convolutions, or residual units, of each level; null: 2, of residual units 1, 3, 4 and 6."""
-    decoder_units: Annotated[tuple[Units, ...], at_most(8)] | None = None
-    """Convolutions of each level of the decoder, full resolution first; null: 2, beside a residual
-    encoder 1."""
-    upsampling_bias: bool = False
-    """Whether transposed convolutions have a bias, which changes the border of an image alone."""
-    norm_eps: Annotated[float, Field(gt=0, le=1), NUMBER] = 1e-5
-    """What normalisations add to the variance."""
-    negative_slope: Fraction = 0.01
-    """Slope of each LeakyReLU below zero."""
 
     @model_validator(mode="after")
     def _levels_agree(self) -> Self:
-        """Refuse strides of another number of levels than the settings name."""
-        named = self.num_levels if self.channels is None else len(self.channels)
-        if self.channels is not None and not 2 <= len(self.channels) <= 8:
-            raise ValueError(f"model.channels names {named} level(s); give channels for 2 to 8")
-        found = named if self.strides is None else len(self.strides) + 1
-        if self.strides is not None and (found == 1 or named not in ("auto", found)):
-            raise ValueError(
-                f"model.strides has {len(self.strides)} entries, for {found} levels, but the model "
-                f"has {named}; give one for each level but the first"
-            )
+        """Refuse channels of another number of levels than is named, or than a network has."""
+        num_levels = 2 if self.channels is None else len(self.channels)
+        if not 2 <= num_levels <= 8:
+            raise ValueError(f"model.channels names {num_levels} level(s); give 2 to 8")
         return self
 
 

@@ -90,14 +90,6 @@ Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """A number of things that are in memory, or run, at the same time."""
 Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
-"""Voxels of a level along one axis in one voxel of the next level."""
-Strides = tuple[Stride, Stride, Stride]
-Taps = Literal[1, 3]
-"""Voxels of a kernel along one axis."""
-Kernel = tuple[Taps, Taps, Taps]
-"""Voxels of a kernel along X, Y, Z."""
-Units = Annotated[int, Field(ge=1, le=64, strict=True)]
 Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 Shape = tuple[Voxels, Voxels, Voxels]
 """Voxels along X, Y, Z."""

@@ -4,14 +4,23 @@ They follow from spacing and patch size.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from unet3d.config import Channels, Kernel, ModelSettings, Shape, Spacing, Strides, Taps, Units
+from unet3d.config import Channels, ModelSettings, Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.inputs.plain_data import PLAIN, at_most, validated
+from unet3d.inputs.plain_data import PLAIN, at_most
+
+Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
+"""Voxels of a level along one axis in one voxel of the next level."""
+Strides = tuple[Stride, Stride, Stride]
+Taps = Literal[1, 3]
+"""Voxels of a kernel along one axis."""
+Kernel = tuple[Taps, Taps, Taps]
+"""Voxels of a kernel along X, Y, Z."""
+Units = Annotated[int, Field(ge=1, le=64, strict=True)]
 
 MAX_LEVELS = 6
 MAX_CHANNELS = 320
@@ -164,11 +173,7 @@ def plan_topology(
         ConfigError: More levels are asked for than the patch can be halved to, it cannot be halved
             at all, or the settings of levels do not belong together.
     """
-    if settings.strides is None:
-        strides = _strides(size, spacing_mm)
-    else:
-        strides = ((1, 1, 1), *settings.strides)
-        _refuse_single_voxel(size, strides)
+    strides = _strides(size, spacing_mm)
     wanted = len(settings.channels) if settings.channels else settings.num_levels
     num_levels = min(max(len(strides), 2), MAX_LEVELS) if wanted == "auto" else wanted
     if num_levels > len(strides):
@@ -182,13 +187,34 @@ def plan_topology(
     channels = settings.channels or tuple(
         min(settings.base_channels * 2**level, MAX_CHANNELS) for level in range(num_levels)
     )
-    own = {field.name: getattr(settings, field.name, None) for field in fields(Topology)}
-    own |= {"in_channels": in_channels, "num_classes": num_classes}
-    own |= {"channels": channels, "strides": strides, "kernels": kernels}
-    try:
-        return validated(Topology, {name: own[name] for name in own if own[name] is not None})
-    except ValueError as error:
-        raise ConfigError(f"model: {error}; change these settings") from error
+    return Topology(
+        in_channels=in_channels,
+        num_classes=num_classes,
+        channels=channels,
+        strides=strides,
+        kernels=kernels,
+        encoder=settings.encoder,
+        norm=settings.norm,
+        deep_supervision=settings.deep_supervision,
+    )
+
+
+def topology_like(
+    trained: Topology, size: Shape, in_channels: int, num_classes: int, deep_supervision: bool
+) -> Topology:
+    """Return a trained network for patches of some size, other images, labels and losses."""
+    total = trained.total_stride
+    if all(voxels <= step for voxels, step in zip(size, total, strict=True)):
+        raise ConfigError(
+            f"the network to begin with leaves one voxel of a patch of {'x'.join(map(str, size))}, "
+            f"because it divides by {'x'.join(map(str, total))}; use a larger patch"
+        )
+    return replace(
+        trained,
+        in_channels=in_channels,
+        num_classes=num_classes,
+        deep_supervision=deep_supervision,
+    )
 
 
 def stated_kernels(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
@@ -202,22 +228,8 @@ def _planned_kernels(
     """Return the kernels of levels; none where all are cubes."""
     if settings.kernels == "isotropic":
         return ()
-    if settings.kernels == "anisotropic":
-        # Without one kernel across slices, a network of few levels would see each slice alone.
-        kernels: tuple[Kernel, ...] = (*_kernels(strides, spacing_mm)[:-1], _CUBE)
-    else:
-        kernels = settings.kernels
-    return stated_kernels(kernels)
-
-
-def _refuse_single_voxel(size: Shape, strides: tuple[Shape, ...]) -> None:
-    """Refuse strides that leave one voxel of a patch, which cannot be normalised."""
-    total = [math.prod(stride[axis] for stride in strides) for axis in range(3)]
-    if all(voxels <= step for voxels, step in zip(size, total, strict=True)):
-        raise ConfigError(
-            f"model.strides are {'x'.join(map(str, total))} in all, which leaves one voxel of a "
-            f"patch of {'x'.join(map(str, size))}; use a larger patch, or fewer levels"
-        )
+    # Without one kernel across slices, a network of few levels would see each slice alone.
+    return stated_kernels((*_kernels(strides, spacing_mm)[:-1], _CUBE))
 
 
 def _strides(size: Shape, spacing_mm: Spacing) -> tuple[Shape, ...]:

@@ -102,6 +102,7 @@ def plan_experiment(
     num_stages: int = 1,
     num_shards: int = 1,
     num_replicas: int = 1,
+    architecture: Topology | None = None,
 ) -> Experiment:
     """Check and prepare the data, and choose patch, batch and network.
 
@@ -116,7 +117,8 @@ def plan_experiment(
     )
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, geometries)
     # Before the cases are prepared: what cannot be trained is refused without it.
-    network = network_of(dataset, config, (preprocessing, fingerprint), num_replicas)
+    planned = (preprocessing, fingerprint)
+    network = network_of(dataset, config, planned, num_replicas, architecture)
     check_stages(config, network, num_stages)
     check_shards(network, num_shards)
     for note in plan_notes(config, network):

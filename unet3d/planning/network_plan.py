@@ -13,6 +13,7 @@ from unet3d.datasets.dataset import Dataset, load_dataset
 from unet3d.datasets.phantom import LABEL_NAMES, NUM_CASES, SPACING_MM
 from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
+from unet3d.model.topology import topology_like
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout, ParallelDims
 from unet3d.parallel.partition import check_cuts, check_num_stages
@@ -104,20 +105,22 @@ class NetworkPlan:
         )
 
 
-def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
+def plan_without_data(
+    config: Config, num_replicas: int = 1, architecture: Topology | None = None
+) -> NetworkPlan:
     """Choose patch, batch and network without preparing a case.
 
     Of a data set headers are read, and once, where images are not zero.
     Where only a shape is given, there are one channel, three classes, and the spacing of the
     settings, else 1 mm. ``num_replicas`` share a batch; one that is open has a patch for each
-    micro-batch of each of them.
+    micro-batch of each of them. An ``architecture`` to begin with is taken as it is.
     """
     data = config.data
     if data.dataset is not None:
         dataset = load_dataset(data.dataset)
         without_statistics = data.model_copy(update={"normalization": "none"})
         planned = plan_preprocessing(dataset, without_statistics)
-        return network_of(dataset, config, planned, num_replicas)
+        return network_of(dataset, config, planned, num_replicas, architecture)
     shape = data.phantom_shape
     fingerprint = Fingerprint(
         spacing_mm=SPACING_MM if isinstance(data.spacing_mm, str) else data.spacing_mm,
@@ -126,7 +129,9 @@ def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
         num_cases=NUM_CASES,
     )
     num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
-    return plan_fingerprint(config, fingerprint, 1, num_classes, num_replicas)
+    return plan_fingerprint(
+        config, fingerprint, 1, num_classes, num_replicas, architecture=architecture
+    )
 
 
 def network_of(
@@ -134,6 +139,7 @@ def network_of(
     config: Config,
     planned: tuple[Preprocessing, Fingerprint],
     num_replicas: int = 1,
+    architecture: Topology | None = None,
 ) -> NetworkPlan:
     """Return the network for a data set of which is known how it is prepared."""
     preprocessing, fingerprint = planned
@@ -144,6 +150,7 @@ def network_of(
         preprocessing.num_outputs,
         num_replicas,
         preprocessing.region_classes,
+        architecture,
     )
 
 
@@ -219,6 +226,7 @@ def plan_fingerprint(
     num_outputs: int,
     num_replicas: int = 1,
     regions: Regions = (),
+    architecture: Topology | None = None,
 ) -> NetworkPlan:
     """Return the network for data of which only this is known; classes include the background.
 
@@ -233,6 +241,9 @@ def plan_fingerprint(
 
     @cache
     def plan(size: Shape) -> Topology:
+        if architecture is not None:
+            deep = config.model.deep_supervision
+            return topology_like(architecture, size, num_channels, num_outputs, deep)
         return plan_topology(config.model, size, spacing_mm, num_channels, num_outputs)
 
     def plan_with(topology: Topology, sizes: frozenset[Shape], batch_size: int) -> NetworkPlan:

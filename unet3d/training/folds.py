@@ -157,7 +157,7 @@ def _prepare_cases(plan: Plan, fold: int) -> Config:
     config, dims = plan.config.with_values({"data.fold": fold}), plan.dims
     num_processes = preparing_processes(config, dims.all_devices, 1)
     counts = (dims.num_stages, dims.num_shards, dims.num_replicas)
-    return plan_experiment(config, num_processes, *counts).config
+    return plan_experiment(config, num_processes, *counts, plan.architecture).config
 
 
 def _log_places(plans: Sequence[Plan], left: Sequence[int], finished: Sequence[int]) -> None:

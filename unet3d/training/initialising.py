@@ -1,9 +1,9 @@
 """Beginning a run with the weights of another one, for the same or other labels and channels.
 
-The network is that of the checkpoint: its encoder, levels, channels, strides, kernels and
-normalisation, and its images have the spacing that its features know. What of this the settings
-leave open is taken from there, and written into them; so a run that goes on does not need the file
-again. Patches may have another size, because no weight depends on it.
+The network is that of the checkpoint, and its images have the spacing that its features know. What
+of this the settings can say is written into them, where they leave it open. A run that goes on has
+the network in its own checkpoint, so it does not need the file again. Patches may have another
+size, because no weight depends on it.
 
 The heads are made anew where the labels are others, and the stem where the number of channels is:
 there is no weight for them.
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unet3d.config import Config, Kernel
+from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, some
 from unet3d.inputs.plain_data import is_close
@@ -30,6 +30,8 @@ from unet3d.model.topology import MAX_CHANNELS
 from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
+from unet3d.runs.finding import folds_in
+from unet3d.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -43,32 +45,37 @@ OF_DATA = ("in_channels", "num_classes", "deep_supervision")
 """Fields of a topology that stem and heads depend on, and nothing else."""
 
 
-def settings_of_init(config: Config) -> Config:
-    """Return the settings with the network and the spacing of the checkpoint to begin with."""
+def network_to_begin_with(
+    config: Config, old_run: RunFolder | None = None
+) -> tuple[Config, Topology | None]:
+    """Return the network of ``training.init``, and settings that suit it; None: there is none.
+
+    A run that goes on, or a fold of it, has that network in a checkpoint of its own.
+    """
     path = config.training.init
-    model = config.model
-    if path is None or (model.strides is not None and model.channels is not None):  # it is done
-        return config
+    if path is None:
+        return config, None
+    if old_run is not None:
+        runs = (old_run, *folds_in(old_run.path).values())
+        path = next((file for run in runs if (file := run.checkpoint()) is not None), path)
     checkpoint = load_network(path, "description")
     topology = checkpoint.topology
     differences = _differences(config, topology)
     if differences:
         raise ConfigError(
-            f"training.init ({path}) is another network than the settings ask for: "
+            f"training.init ({config.training.init}) is another network than the settings ask for: "
             f"{'; '.join(differences)}; leave these settings out"
         )
     values: dict[str, Any] = {
         "model.encoder": topology.encoder,
         "model.norm": topology.norm,
-        "model.kernels": _kernels_of(topology),
+        "model.kernels": "anisotropic" if topology.kernels else "isotropic",
         "model.num_levels": topology.num_levels,
         "model.channels": topology.channels,
-        "model.strides": topology.strides[1:],
-        **{f"model.{name}": value for name, value in _details_of(topology).items()},
     }
     if config.is_open("data.spacing_mm"):
         values["data.spacing_mm"] = checkpoint.preprocessing.spacing_mm or "native"
-    return config.with_values(values)
+    return config.with_values(values), topology
 
 
 def _differences(config: Config, topology: Topology) -> list[str]:
@@ -81,11 +88,8 @@ def _differences(config: Config, topology: Topology) -> list[str]:
     asked: Mapping[str, tuple[Any, Any]] = {
         "encoder": (model.encoder, topology.encoder),
         "norm": (model.norm, topology.norm),
-        "kernels": (_exact_kernels(model.kernels, topology), _kernels_of(topology)),
         "num_levels": (model.num_levels, topology.num_levels),
         "channels": (by_rule if has_rule else model.channels, topology.channels),
-        "strides": (model.strides, topology.strides[1:]),
-        **{name: (getattr(model, name), value) for name, value in _details_of(topology).items()},
     }
     return [
         f"model.{name} {_words(wanted)}, but the checkpoint has {_words(found)}"
@@ -93,28 +97,6 @@ def _differences(config: Config, topology: Topology) -> list[str]:
         if wanted not in (None, "auto", found)
         and (config.differs(f"model.{name}") or (name == "channels" and has_rule))
     ]
-
-
-def _kernels_of(topology: Topology) -> str | tuple[Kernel, ...]:
-    return topology.kernels or "isotropic"
-
-
-def _exact_kernels(
-    wanted: str | tuple[Kernel, ...], topology: Topology
-) -> str | tuple[Kernel, ...]:
-    """Return kernels that were given; of ``anisotropic`` ones those that the checkpoint has."""
-    return topology.kernels or wanted if wanted == "anisotropic" else wanted
-
-
-def _details_of(topology: Topology) -> dict[str, Any]:
-    """Return what networks of other programs have otherwise, by the names of the settings."""
-    return {
-        "units": topology.units or None,
-        "decoder_units": topology.decoder_units or None,
-        "upsampling_bias": topology.upsampling_bias,
-        "norm_eps": topology.norm_eps,
-        "negative_slope": topology.negative_slope,
-    }
 
 
 def _words(value: Any) -> str:

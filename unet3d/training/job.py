@@ -128,7 +128,12 @@ def _prepare_data(plan: Plan, group: Group) -> Experiment:
     num_processes = preparing_processes(config, dims.devices, group.ranks.local_world_size)
     return group.in_turn(
         lambda: plan_experiment(
-            config, num_processes, dims.num_stages, dims.num_shards, dims.num_replicas
+            config,
+            num_processes,
+            dims.num_stages,
+            dims.num_shards,
+            dims.num_replicas,
+            plan.architecture,
         )
     )
 

@@ -15,13 +15,15 @@ from typing import Any
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
+from unet3d.inputs.plain_data import validated
+from unet3d.model import Topology
 from unet3d.parallel import ParallelDims
 from unet3d.planning.auto_settings import suited_to
 from unet3d.planning.network_plan import NetworkPlan, plan_notes, plan_without_data, slow_on_cpu
 from unet3d.planning.placements import choose_mode, dims_of, memory_of
 from unet3d.planning.step_size import within_gpus
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.initialising import settings_of_init
+from unet3d.training.initialising import network_to_begin_with
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class Plan:
     """Every setting."""
     dims: ParallelDims
     """Devices, replicas, stages and slabs, as this process sees them."""
+    architecture: Topology | None = None
+    """The network that it begins with; None: one is planned for the data."""
     notes: tuple[str, ...] = ()
     """What was decided, in lines for the user."""
 
@@ -78,10 +82,11 @@ class Plan:
         else:
             dims = ParallelDims.resolve(config.parallel, ranks=ranks)
         config, note = suited_to(config, dims.all_devices)
-        config = settings_of_init(config)
+        config, architecture = network_to_begin_with(config, old_run)
         gpus = [device for device in dims.all_devices if device.type == "cuda"]
         config = within_gpus(config, memory_of(gpus, gpu_bytes).values())
-        return cls(config=config, dims=dims, notes=() if note is None else (note,))
+        notes = () if note is None else (note,)
+        return cls(config=config, dims=dims, architecture=architecture, notes=notes)
 
     def placed(self, ranks: Ranks | None = None) -> "Plan":
         """Return the plan with a parallel mode in place of ``auto``, the fastest that fits.
@@ -95,7 +100,7 @@ class Plan:
             return self
         if not has_ranks and len(self.dims.all_devices) == 1:
             return replace(self, config=config.with_values({"parallel.mode": "none"}))
-        network = plan_without_data(config, config.parallel.replicas)
+        network = plan_without_data(config, config.parallel.replicas, self.architecture)
         chosen, line = choose_mode(config, network, ranks if has_ranks else None)
         return replace(
             self.on(chosen.mode, chosen.devices, chosen.replicas, ranks),
@@ -117,7 +122,7 @@ class Plan:
     @cached_property
     def network(self) -> NetworkPlan:
         """Patch, batch and network, planned from the headers of the data set."""
-        return plan_without_data(self.config, self.dims.num_replicas)
+        return plan_without_data(self.config, self.dims.num_replicas, self.architecture)
 
     def network_notes(self) -> list[str]:
         """Return what was made of patch and batch, in lines for the user."""
@@ -126,14 +131,20 @@ class Plan:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the plan as a rank sends it to the others."""
-        return {"config": self.config.model_dump(mode="json"), "notes": self.notes}
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "architecture": self.architecture and self.architecture.to_dict(),
+            "notes": self.notes,
+        }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any], ranks: Ranks) -> "Plan":
         """Return the plan of another rank, with the devices of this one."""
         config = Config.from_plain(values["config"])
         dims = ParallelDims.resolve(config.parallel, ranks=ranks)
-        return cls(config=config, dims=dims, notes=tuple(values["notes"]))
+        architecture = values["architecture"] and validated(Topology, values["architecture"])
+        notes = tuple(values["notes"])
+        return cls(config=config, dims=dims, architecture=architecture, notes=notes)
 
 
 def _settings(request: Request, old_run: RunFolder | None) -> Config:
