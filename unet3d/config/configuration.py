@@ -42,14 +42,20 @@ lines that differ from the defaults: delete the others."""
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "quick": {"training.epochs": 50},
-    "full": {"training.epochs": 1000},
+    "quick": {"training.epochs": 50, "training.steps_per_epoch": 250},
+    "full": {
+        "patches.memory_gib": 10.0,
+        "patches.augmentation": "nnunet",
+        "training.epochs": 1000,
+        "training.steps_per_epoch": 250,
+        "training.optimizer": "sgd",
+    },
     "resenc-m": {"model.encoder": "residual", "patches.memory_gib": 8.38},
     "resenc-l": {"model.encoder": "residual", "patches.memory_gib": 22.35},
 }
-"""Of each preset, dotted key to value. ``full`` is as long as nnU-Net's training (Isensee et al.,
-Nature Methods 2021). ``resenc-m`` and ``resenc-l`` are its residual encoders, planned to 9 and 24
-GB (10^9 bytes) of a GPU (Isensee et al., arXiv 2404.09556)."""
+"""Of each preset, dotted key to value: the same on every device. ``full`` is as long as nnU-Net's
+training (Isensee et al., Nature Methods 2021). ``resenc-m`` and ``resenc-l`` are its residual
+encoders, planned to 9 and 24 GB (10^9 bytes) of a GPU (Isensee et al., arXiv 2404.09556)."""
 
 
 class _PlainLoader(yaml.SafeLoader):

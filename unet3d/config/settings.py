@@ -245,11 +245,7 @@ class TrainingSettings(Section):
 
     @property
     def num_patches(self) -> int:
-        """The number of patches in a step, once it is decided.
-
-        Raises:
-            ValueError: It is still to be planned.
-        """
+        """The number of patches in a step; ValueError while it is still to be planned."""
         if self.batch_size == "auto":
             raise ValueError("training.batch_size is auto: it has not been planned yet")
         return self.batch_size
