@@ -92,12 +92,10 @@ def test_folds_on_several_devices_train_at_the_same_time():
     assert_same_weights(Path("folds/fold1"), Path("alone"))
     line = train(*options, "--folds", "all")[2].splitlines()[-1]
     assert "folds holds a run over folds already; continue it with --resume" in line
-    # A record that is damaged is made again by who names the folds.
+    # A record that is damaged is made again.
     Path("folds/folds.json").write_text('{"fol')
-    line = train("--resume", "--output", "folds")[2].splitlines()[-1]
-    assert "folds.json is damaged; name the folds of the run, such as --folds 0,1" in line
-    assert train("--resume", "--folds", "0", "--output", "folds", "--quiet")[0] == 0
-    assert recorded_folds(Path("folds")) == (0, 1)
+    assert train("--resume", "--output", "folds", "--quiet")[0] == 0
+    assert json.loads(Path("folds/folds.json").read_text()) == {"folds": [0, 1]}
 
 
 @pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.nightly)])
@@ -140,11 +138,23 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(monkeypatch, capsys):
     assert not list(Path().glob("runs/*"))
 
 
+def test_folds_are_found_without_their_record(capsys):
+    for fold in (0, 2):
+        Path(f"folds/fold{fold}").mkdir(parents=True)
+    for content in (None, "{", "[]", '{"folds": []}', '{"folds": [-1]}', '{"folds": ["0"]}'):
+        if content is not None:
+            Path("folds/folds.json").write_text(content)
+        assert recorded_folds(Path("folds")) == (0, 2)
+    line = refusal(capsys, "train", *SMALL, "--folds", "0,1", "--output", "folds")
+    assert "folds holds a run over folds already; continue it with --resume" in line
+    assert recorded_folds(Path("folds/fold0")) is None
+
+
 def test_folds_that_fail_are_named_and_there_is_no_summary(monkeypatch, capsys):
     asked = {}
 
     def fail(commands, slots, *, goes_on_after, **more):
-        Path("folds/fold0").mkdir()
+        Path("folds/fold0").mkdir(exist_ok=True)
         Path("folds/fold0/checkpoint-latest.pt").touch()
         asked.update({name: goes_on_after(name) for name in commands})
         return {"fold0": 1, "fold1": -signal.SIGKILL}

@@ -14,7 +14,7 @@ from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.model import plan_topology, unet
 from unet3d.parallel import ParallelDims
 from unet3d.patches.patches import padded_shape
-from unet3d.planning.network_plan import NetworkPlan, plan_fingerprint, plan_notes, slow_on_cpu
+from unet3d.planning.network_plan import NetworkPlan, plan_fingerprint, plan_notes
 from unet3d.planning.placements import timed_options
 from unet3d.planning.step_size import (
     MIN_EDGE,
@@ -207,19 +207,6 @@ def test_notes_say_what_was_planned_and_why():
     assert "(as set)" in line
     config, network = planned((64, 64, 64), "patches.size=32,32,32", "training.batch_size=2")
     assert plan_notes(config, network) == []
-
-
-def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu():
-    cpu = torch.device("cpu")
-    _, large = planned((128, 128, 128), "training.batch_size=2")
-    line = slow_on_cpu(large, cpu)
-    assert "4.2 million voxels" in line and "patches.memory_gib" in line
-    assert slow_on_cpu(large, GPU) is None
-    _, small = planned((32, 32, 32))
-    assert slow_on_cpu(small, cpu) is None
-    set_both = ("patches.size=128,128,128", "training.batch_size=2")
-    _, asked = planned((128, 128, 128), *set_both)
-    assert slow_on_cpu(asked, cpu) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How long steps are predicted to take: against what was measured, and how it changes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from unet3d.planning.step_time import (
     Links,
     count_work,
     links_between,
+    long_on_cpu,
     message_seconds,
 )
 from unet3d.planning.step_time import step_seconds as seconds
@@ -117,6 +119,18 @@ def test_replicas_take_a_share_of_the_batch_each():
     assert 1.7 < one / two < 2
     # Two H200, 2 x 2 patches of 128^3, with the buckets of DDP: 20.0 ms (docs/distributed.md).
     assert 1000 * two == pytest.approx(20.0, rel=0.06)
+
+
+def test_a_training_that_takes_days_on_a_cpu_is_warned_of():
+    step = make_step((CPU,), (128,) * 3, 2, precision="float32", model=LARGE)
+    for epochs, unit in ((1000, "days"), (20, "hours")):
+        long = replace(step, settings=step.settings.model_copy(update={"epochs": epochs}))
+        hours = seconds(step) * epochs * 250 / 3600
+        number = hours / 24 if unit == "days" else hours
+        assert f"about {number:.0f} {unit} on a CPU ({epochs} epochs of 250" in long_on_cpu(long)
+    brief = {"epochs": 1, "steps_per_epoch": 2}
+    assert long_on_cpu(replace(step, settings=step.settings.model_copy(update=brief))) is None
+    assert long_on_cpu(on_gpu(128)) is None
 
 
 def test_processes_share_the_cores_of_a_cpu(monkeypatch):

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 
+from tests.command_line import run as command
 from tests.reports.records import assert_is_picture
 from tests.trainings import (
     assert_same_weights,
@@ -200,6 +201,20 @@ def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
     assert stopped.value.can_resume and stopped.value.signal_number == signal.SIGTERM
     assert state_of(folder) == state
     run(settings(cache), folder, resume=True)
+    assert_same_weights(folder, finished)
+    assert losses(folder) == losses(finished)
+
+
+def test_the_first_checkpoint_comes_after_the_first_epoch_and_before_it_a_run_begins_anew(
+    finished, cache, tmp_path
+):
+    folder, config = tmp_path / "run", settings(cache, "training.save_every_seconds=1000")
+    run_until_power_cut(config, folder, num_steps=2)
+    assert not (folder / "checkpoint-latest.pt").exists()
+    run_until_power_cut(config, folder, num_steps=6)  # without --resume too
+    assert state_of(folder) == (1, 0)
+    (folder / "checkpoint-latest.pt").unlink()
+    assert command("train", "--resume", "--output", folder, "--quiet") == 0
     assert_same_weights(folder, finished)
     assert losses(folder) == losses(finished)
 

@@ -25,9 +25,6 @@ from unet3d.planning.step_size import GIB, MIN_BATCH, plan_batch, plan_patch
 from unet3d.preparation.preprocess import Fingerprint, plan_preprocessing
 from unet3d.preparation.transform import Preprocessing
 
-CPU_VOXELS = 2**20
-"""Voxels of a batch, from which a training on a CPU is called slow: a step takes seconds."""
-
 PREPARED_BYTES = 2
 """What a voxel of a prepared image takes where none is there to ask: float16."""
 
@@ -185,17 +182,6 @@ def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
     if limits is not None:
         notes.append(limits)
     return notes
-
-
-def slow_on_cpu(network: NetworkPlan, first: torch.device) -> str | None:
-    """Return a line where a planned step is much work for a CPU, or None."""
-    num_voxels = network.batch_size * math.prod(network.size_in(network.batch_size))
-    if network.limits is None or first.type != "cpu" or num_voxels <= CPU_VOXELS:
-        return None
-    return (
-        f"a batch of {num_voxels / 1e6:.1f} million voxels is slow on a CPU: set a smaller "
-        "patches.memory_gib or patches.size, and a smaller model.base_channels"
-    )
 
 
 def batch_shape(sizes: Collection[Shape], num_patches: int) -> Shape:

@@ -27,6 +27,9 @@ from unet3d.parallel.partition import block_flops
 from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.planning.memory_estimate import Step
 
+LONG_SECONDS = 12 * 3600
+"""A training on a CPU for which this is predicted is warned of."""
+
 NORM_PASSES = 8
 """How often a normalisation with its activation goes through its map: three times forward, five
 times backward."""
@@ -315,6 +318,20 @@ def element_bytes(precision: str) -> int:
     """Return the bytes of a number in a map, in a resolved precision."""
     dtype: torch.dtype = getattr(torch, precision)
     return dtype.itemsize
+
+
+def long_on_cpu(step: Step) -> str | None:
+    """Return a line where a training is predicted to take very long on a CPU, or None."""
+    seconds = step_seconds(step) if step.layout.devices[0].type == "cpu" else None
+    epochs, steps = step.settings.epochs, step.settings.steps_per_epoch
+    hours = (seconds or 0.0) * epochs * steps / 3600
+    if seconds is None or 3600 * hours < LONG_SECONDS:
+        return None
+    words = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.0f} hours"
+    return (
+        f"predicted to take about {words} on a CPU ({epochs} epochs of {steps} steps of "
+        f"{seconds:.2g} s); train on a GPU, or leave presets out: what is open is smaller on a CPU"
+    )
 
 
 def step_seconds(step: Step, copied_per_second: float | None = None) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unet3d.errors import CheckpointError, ConfigError, reason_of, some
+from unet3d.errors import CheckpointError, reason_of, some
 from unet3d.inputs.plain_data import shown
 from unet3d.inputs.reading import open_regular, read_json
 from unet3d.runs.run_folder import RUNS, RunFolder, folds_in
@@ -36,19 +36,13 @@ def chosen_folds(folds: str | int | Sequence[str | int] | None) -> tuple[int, ..
 def recorded_folds(path: Path) -> tuple[int, ...] | None:
     """Return which folds the run of a folder is over; None: it is not over several.
 
-    Raises ConfigError where the record is damaged.
+    Where the record is missing or damaged, they are those that have begun.
     """
-    file = path / FOLDS
-    if not file.is_file():
-        return None
-    try:
-        folds = read_json(file)["folds"]
-    except (OSError, ValueError, TypeError, LookupError):
-        folds = None
-    numbers = folds if isinstance(folds, list) else []
-    if not numbers or any(type(fold) is not int or fold < 0 for fold in numbers):
-        raise ConfigError(f"{file} is damaged; name the folds of the run, such as --folds 0,1")
-    return tuple(numbers)
+    with suppress(OSError, ValueError, TypeError, LookupError):
+        folds = read_json(path / FOLDS)["folds"]
+        if folds and all(type(fold) is int and fold >= 0 for fold in folds):
+            return tuple(folds)
+    return tuple(folds_in(path)) or None
 
 
 def checkpoints_in(path: Path) -> tuple[Path, ...]:

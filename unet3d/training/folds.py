@@ -23,7 +23,7 @@ from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.planning.experiment import open_dataset, plan_experiment
 from unet3d.runs.finding import FOLDS, recorded_folds
-from unet3d.runs.run_folder import RunFolder, folds_in, make_run
+from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.earlier_runs import run_to_resume
 from unet3d.training.plan import Plan, Request
@@ -51,7 +51,7 @@ def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Req
     if not request.resume or ranks.world_size > 1:
         return None if folds is None else request
     folder = run_to_resume(request, over_folds=folds is not None and request.output is None)
-    if _folds_of(folder, folds) is not None:
+    if recorded_folds(folder.path) is not None:
         return replace(request, output=folder.path)
     if folds is not None:
         raise ConfigError(
@@ -106,7 +106,7 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
 
 def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tuple[int, ...]:
     """Return the folds that are named, with those that a run is over already."""
-    recorded = () if old_run is None else _folds_of(old_run, named) or ()
+    recorded = () if old_run is None else recorded_folds(old_run.path) or ()
     if named is None:
         return recorded
     data = config.data
@@ -122,17 +122,6 @@ def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tu
             "others, or set data.num_folds"
         )
     return tuple(sorted(wanted.union(recorded)))
-
-
-def _folds_of(run: RunFolder, named: str | None) -> tuple[int, ...] | None:
-    """Return the folds that a run records; with a lost record, if some are named, those begun."""
-    begun = tuple(folds_in(run.path)) or None
-    try:
-        return recorded_folds(run.path) or (begun if named and not run.latest.exists() else None)
-    except ConfigError:
-        if named is None:
-            raise
-        return begun
 
 
 def _folder(request: Request, old_run: RunFolder | None, config: Config) -> RunFolder:

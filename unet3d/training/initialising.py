@@ -30,8 +30,7 @@ from unet3d.model.topology import MAX_CHANNELS
 from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
-from unet3d.runs.finding import folds_in
-from unet3d.runs.run_folder import RunFolder
+from unet3d.runs.run_folder import RunFolder, folds_in
 
 logger = logging.getLogger(__name__)
 

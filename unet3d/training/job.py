@@ -32,6 +32,7 @@ from unet3d.planning.out_of_memory import (
     refuse_beyond_host,
     warn_if_too_large,
 )
+from unet3d.planning.step_time import long_on_cpu
 from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.reports.slots import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
@@ -197,6 +198,8 @@ def _place(
         prediction = predict_memory(step)
         refuse_beyond_host(prediction)
         warn_if_too_large(prediction)
+    if group.is_first and (long := long_on_cpu(step)) is not None:
+        logger.warning("%s", long)
     return replace(experiment, config=config), step, prediction
 
 

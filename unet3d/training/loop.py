@@ -118,11 +118,14 @@ class TrainingLoop:
                 self.recorder.begin()
             while self.state.epoch < settings.epochs:
                 self._train_epoch(line, interruption)
-                is_due = self._is_due()
+                is_due, is_kept = self._is_due(), self._is_due() or self.state.epoch == 0
+                if is_kept:
+                    self._check_weights()
                 validation = self._validate(line, interruption) if is_due else None
                 metrics = self._end_epoch(validation)
                 self.recorder.write_epoch(metrics)
-                self._keep(validation, is_due)
+                if is_kept:
+                    self._keep(validation)
                 self.recorder.draw_progress(is_due)
                 waits = self._clock.take_start(), self.loader.take_waited()
                 line.epoch_done(metrics, self._loading.note(metrics, *waits))
@@ -227,8 +230,7 @@ class TrainingLoop:
         return number % settings.validate_every == 0 or number == settings.epochs
 
     def _validate(self, line: ProgressLine, interruption: InterruptionRequest) -> Validation | None:
-        """See that the network can be saved, and validate it; None where no case validates."""
-        self._check_weights()
+        """Validate the network; None where no case validates."""
         if not self.experiment.validation:
             return None
         number = self.state.epoch + 1
@@ -273,13 +275,12 @@ class TrainingLoop:
         self.state = self.state.next_epoch(None if validation is None else validation.seconds)
         return metrics
 
-    def _keep(self, validation: Validation | None, is_due: bool) -> None:
-        """Save the network where an epoch ends with that, as the best one too if it is."""
+    def _keep(self, validation: Validation | None) -> None:
+        """Save the network at the end of an epoch, as the best one too if it is."""
         improved = validation is not None and self.state.note_dice(
             validation.dice, validation.mean_dice
         )
-        if is_due:
-            self.saver.save(self.state, improved)
+        self.saver.save(self.state, improved)
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""

@@ -19,9 +19,10 @@ from unet3d.inputs.plain_data import validated
 from unet3d.model import Topology
 from unet3d.parallel import ParallelDims
 from unet3d.planning.auto_settings import suited_to
-from unet3d.planning.network_plan import NetworkPlan, plan_notes, plan_without_data, slow_on_cpu
+from unet3d.planning.network_plan import NetworkPlan, plan_notes, plan_without_data
 from unet3d.planning.placements import choose_mode, dims_of, memory_of
 from unet3d.planning.step_size import within_gpus
+from unet3d.planning.step_time import long_on_cpu
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.initialising import network_to_begin_with
 
@@ -126,8 +127,9 @@ class Plan:
 
     def network_notes(self) -> list[str]:
         """Return what was made of patch and batch, in lines for the user."""
-        slow = slow_on_cpu(self.network, self.dims.all_devices[0])
-        return [*plan_notes(self.config, self.network), *([slow] if slow else [])]
+        settled = self.network.settled(self.config)
+        long = long_on_cpu(self.network.step(settled, self.dims, "float32"))
+        return [*plan_notes(self.config, self.network), *([long] if long else [])]
 
     def to_plain(self) -> dict[str, Any]:
         """Return the plan as a rank sends it to the others."""
