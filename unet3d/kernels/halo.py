@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet3d.kernels.padding import empty_map, with_padding
+from unet3d.kernels.padding import empty_map, has_room, with_padding
 from unet3d.kernels.sharding import Halo, Shard, current_shard
 from unet3d.torch_private import is_held_elsewhere
 
@@ -55,6 +55,19 @@ def put_halo(x: Tensor, halo: Halo) -> None:
             memory[:, at].zero_()
         else:
             memory[:, at].copy_(plane)
+
+
+def planes_beside(x: Tensor, shard: Shard) -> Halo:
+    """Return the planes of the slabs beside a map, (N, C, 1, Y, Z), stored as it is."""
+    memory = _memory(x)
+    return tuple(  # type: ignore[return-value]
+        None if plane is None else _stored_like(x, plane.permute(0, 3, 1, 2).unsqueeze(2))
+        for plane in shard.exchange(memory[:, 0], memory[:, -1])
+    )
+
+
+def _stored_like(x: Tensor, plane: Tensor) -> Tensor:
+    return empty_map(plane, pads=True).copy_(plane) if has_room(x) else plane
 
 
 def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:

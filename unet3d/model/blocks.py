@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from unet3d.kernels.sharding import Shard, sharded
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -25,6 +27,10 @@ class Block:
     """Part of the network that it belongs to, such as ``encoder``, ``decoder`` or ``head``."""
     level: int = 0
     """Resolution at which it works; 0 is the full one."""
+    shard: Shard | None = None
+    """The slab that its maps are; None: they are whole."""
+    enter: Callable[[Tensor], Tensor] | None = None
+    """What makes its maps of those that it reads, if they are of other planes."""
 
 
 AfterBlock = Callable[[Block, Tensor], None]
@@ -36,7 +42,9 @@ RunBlock = Callable[[Block, Mapping[str, Tensor]], Tensor]
 
 def run_block(block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return what a block makes of its inputs, which it gets by name."""
-    made: Tensor = block.module(*(inputs[name] for name in block.inputs))
+    given = [inputs[name] for name in block.inputs]
+    with sharded(block.shard):
+        made: Tensor = block.module(*(given if block.enter is None else map(block.enter, given)))
     return made
 
 

@@ -23,7 +23,7 @@ def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, .
     readers: dict[str, list[nn.Module | None]] = defaultdict(list)
     for block in blocks:
         for name in block.inputs:
-            readers[name].append(block.module)
+            readers[name].append(None if block.enter else block.module)
     for name in outputs:
         readers[name].append(None)
     return tuple(_told(block, readers[block.name]) for block in blocks)

@@ -235,7 +235,12 @@ class SkippedUnit(UpsampledUnit):
     def __init__(self, unit: UpsampledUnit, skip: Convolution) -> None:
         """Join a unit and a convolution with a 3x3x3 kernel and stride 1."""
         super().__init__(unit.up, unit.unit)
+        self.joined = unit
         self.skip = skip
+
+    def upsampled(self, x: Tensor) -> Tensor:
+        """Return the convolution of the upsampled features, as the unit does it."""
+        return self.joined.upsampled(x)
 
     def convolved(self, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what is normalised, and what is added to it before."""

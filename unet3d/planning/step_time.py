@@ -355,11 +355,11 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
 
     def seconds(block: BlockWork) -> float:
         again = layout.recompute == "level" and block.in_encoder
-        factor = LEVEL_FACTOR if again else 1.0
+        factor, defers = LEVEL_FACTOR if again else 1.0, layout.recompute != "level"
         if division is None or block.level >= division.num_divided:
-            return factor * block.seconds(rates, defers=layout.recompute != "level")
+            return factor * block.seconds(rates, defers=defers)
         share = division.most_planes() / division.planes()
-        return SLAB_FACTOR * factor * block.seconds(rates, share, defers=False)
+        return SLAB_FACTOR * factor * block.seconds(rates, share, defers=defers)
 
     total = sum(map(seconds, work))
     if layout.offload == "skips" and not on_cpu:

@@ -21,9 +21,10 @@ from tests.shards import run_shards
 from unet3d.errors import ConfigError, DeviceError, RankError
 from unet3d.kernels import recompute
 from unet3d.kernels.conv.hopper import api as hopper
+from unet3d.kernels.conv.hopper import op
 from unet3d.kernels.norm import volume as norm
 from unet3d.kernels.sharding import sharded
-from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy
+from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy, layers
 from unet3d.parallel import Layout, graph, parallelize, step
 from unet3d.parallel.exchange import FlatExchange
 from unet3d.parallel.spatial import division
@@ -205,10 +206,24 @@ def test_the_head_follows_whole_levels(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"encoder": "residual"}], ids=str)
 @pytest.mark.parametrize("smallest", [0, 12 * 40 * 4 * 2], ids=str)
 def test_hand_written_convolutions_are_transparent(options, smallest, monkeypatch):
-    """Their moments are those of slabs; where levels are whole, residual units are fused."""
+    """Slabs tell one another planes that are normalised as they are read, and add skips."""
     monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", smallest)
     case = Case(topology_of(**options), (40, 16, 8), num_samples=2)
     monkeypatch.setattr(hopper, "suits", lambda x, inputs, outputs: True)
+    monkeypatch.setattr(layers, "CHANNELS_BY_HAND", case.plain.topology.channels)
+    monkeypatch.setattr(step, "convolves_by_hand", lambda device, lowered: True)
+    halos, convolve, sums, add = [], op.convolve, [], op.add_convolution
+
+    def convolving(x, kernel, *given, **sides):
+        halos.append([plane is not None for plane in given[4:]])
+        return convolve(x, kernel, *given, **sides)
+
+    def adding(y, *given, **sides):
+        sums.append(y.shape)
+        return add(y, *given, **sides)
+
+    monkeypatch.setattr(op, "convolve", convolving)
+    monkeypatch.setattr(op, "add_convolution", adding)
     seen, merge = [], norm.reference.merge
 
     def watched(moments, *numbers):
@@ -218,6 +233,8 @@ def test_hand_written_convolutions_are_transparent(options, smallest, monkeypatc
     monkeypatch.setattr(norm.reference, "merge", watched)
     case.check(3, recompute="norm")
     assert 4 in seen  # from a convolution
+    assert all(one in halos for one in ([False, True], [True, True], [True, False]))
+    assert sums
 
 
 @pytest.mark.parametrize("threshold", [4 * 14 * 16 * 8, 8 * 7 * 8 * 4, 12 * (3 * 4 * 2 + 6)])

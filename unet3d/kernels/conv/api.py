@@ -79,8 +79,10 @@ def conv3x3x3(
         x = x.to(slabs.lowered(x))
         y: Tensor = stem(x, weight.to(x.dtype), *x_padding)
         return y
-    # What is left to do with a map is done there, and nowhere else.
-    if deferred_of(x) is not None or hopper.suits(x, x.shape[1], weight.shape[0]):
+    # What is left to do with a map is done there, and nowhere else: it has no halo yet.
+    if deferred_of(x) is not None:
+        return hopper.convolve(x, weight, (1, 1), moments)
+    if hopper.suits(x, x.shape[1], weight.shape[0]):
         return hopper.convolve(x, weight, x_padding, moments)
     if can_fold(x, min(weight.shape[:2])):
         y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding)  # type: ignore[no-untyped-call]

@@ -74,7 +74,7 @@ def instance_norm(
         eps=eps,
         slope=negative_slope,
         shard=shard,
-        halo_of=shard if has_halo else None,
+        halo_of=shard if has_halo and not is_deferred else None,
         pads=pads_output and stages is not reference and wants_padding(x),
         is_deferred=is_deferred,
     )

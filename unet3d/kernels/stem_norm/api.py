@@ -64,11 +64,10 @@ def conv3x3x3_instance_norm(
         shard=shard,
         halo_of=shard if has_halo else None,
         pads=pads_output,
-        is_deferred=normalizes(x, kernel.shape[0], outputs_of_reader),
     )
-    given = (x, kernel.to(x.dtype), weight, bias, norm, x_padding())
-    made, padded, y, mean, rstd, *planes = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
-    if padded:
+    given = (x, kernel.to(x.dtype), weight, bias, norm, outputs_of_reader, x_padding())
+    made, norm, y, mean, rstd, *planes = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
+    if norm.pads:
         mark_padded(made)
     made_of = (y, weight.detach(), bias.detach(), mean, rstd)
     return norm.passed_on(made, *made_of, halo=(planes[0], planes[1]))
@@ -85,12 +84,15 @@ class _StemNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         norm: VolumeNorm,
+        outputs_of_reader: int | None,
         padding: tuple[int, int],
-    ) -> tuple[Tensor | bool | None, ...]:
+    ) -> tuple[Tensor | VolumeNorm | None, ...]:
         y, moments = stem_with_moments(x, kernel, *padding)
         affine = (weight, bias, *norm.statistics(y, moments=moments))
-        pads = norm.pads and wants_padding(y)
-        made, halo = norm._replace(pads=pads).normalized(y, *affine)
+        norm = norm._replace(pads=norm.pads and wants_padding(y))
+        if normalizes(y, y.shape[1], outputs_of_reader):
+            norm = norm._replace(is_deferred=True, halo_of=None)
+        made, halo = norm.normalized(y, *affine)
         # Where the reader normalises, both are one map, and the reader saves it too.
         offer(made if norm.is_deferred else y, cache(lambda: stem(x, kernel, *padding)), x)
         ctx.save_for_backward(x, kernel, y, *affine)
@@ -98,13 +100,13 @@ class _StemNorm(torch.autograd.Function):
         planes = (plane for plane in halo if plane is not None)
         ctx.mark_non_differentiable(y, *affine[2:], *planes)
         ctx.set_materialize_grads(False)  # those have none, and zeros would be launches
-        return made, pads, y, *affine[2:], *halo
+        return made, norm, y, *affine[2:], *halo
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None, None, None
+            return (None,) * 7
         x, kernel, y, *affine = ctx.saved_tensors
         norm: VolumeNorm = ctx.norm
         dy, own = norm.own_sums(dy, y, *affine)
@@ -121,4 +123,4 @@ class _StemNorm(torch.autograd.Function):
         )
         dbias, dweight = own.sum(1)
         dweight, dbias = dweight.to(affine[0].dtype), dbias.to(affine[1].dtype)
-        return None, dkernel, dweight, dbias, None, None
+        return None, dkernel, dweight, dbias, None, None, None

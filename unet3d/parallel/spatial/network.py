@@ -1,8 +1,8 @@
 """A U-Net whose blocks work on slabs of a volume, and on whole maps where those are small.
 
-The blocks have the names and the modules of the plain network, so nothing else needs to know. Each
-of them runs where :func:`~unet3d.kernels.sharding.sharded` says that maps are slabs, or whole, also
-when backward runs it again. Between divided and whole levels there are two passages::
+The blocks have the names and the modules of the plain network. Each of them runs where
+:func:`~unet3d.kernels.sharding.sharded` says that maps are slabs, or whole, also when backward runs
+it again. Between divided and whole levels there are two passages::
 
     level    0   slab ──────────────────────────────────── slab
              1      slab ─────────┬────────────────── slab
@@ -14,7 +14,7 @@ send, so that their gradients are those of one loss, and the gathered slabs get 
 loss (:mod:`unet3d.kernels.sharding` has the convention).
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from unet3d.kernels import upsample, with_halo
 from unet3d.kernels.conv.planes import some_planes
 from unet3d.kernels.halo import inner
 from unet3d.kernels.padding import channels_last, empty_map
-from unet3d.kernels.sharding import sharded
 from unet3d.model import Block, BlockNetwork, UNet3d
 from unet3d.model.layers import HeadUnit, UpsampledUnit
 from unet3d.parallel.spatial.shard import VolumeShard
@@ -78,14 +77,11 @@ def _on_slab(block: Block, network: UNet3d, shard: VolumeShard) -> Block:
         # Of a whole level only the first block of the encoder reads the last slabs.
         reads_slab = block.inputs == (network.encoder.outputs()[low - 1],)
         gather = partial(_gathered, shard=shard, level=low - 1)
-        wrapped = _Entering(module, None, gather if reads_slab else None)
-    else:
-        if level == low - 1 and low < network.topology.num_levels:
-            module = _taking_slabs(module, shard, level)
-        wrapped = _Entering(module, shard, with_halo if block.inputs == ("image",) else None)
-    return Block(
-        name=block.name, module=wrapped, inputs=block.inputs, path=block.path, level=block.level
-    )
+        return replace(block, enter=gather if reads_slab else None)
+    if level == low - 1 and low < network.topology.num_levels:
+        module = _taking_slabs(module, shard, level)
+    enter = with_halo if block.inputs == ("image",) else None
+    return replace(block, module=module, shard=shard, enter=enter)
 
 
 def _taking_slabs(module: nn.Module, shard: VolumeShard, level: int) -> nn.Module:
@@ -97,22 +93,6 @@ def _taking_slabs(module: nn.Module, shard: VolumeShard, level: int) -> nn.Modul
     return module
 
 
-class _Entering(nn.Module):
-    """A block that runs where maps are slabs, or whole, once its inputs have come there."""
-
-    def __init__(
-        self, inner: nn.Module, shard: VolumeShard | None, enter: Callable[[Tensor], Tensor] | None
-    ) -> None:
-        super().__init__()
-        self.inner = inner
-        self._shard = shard
-        self._enter = enter
-
-    def forward(self, *inputs: Tensor) -> Any:
-        with sharded(self._shard):
-            return self.inner(*(inputs if self._enter is None else map(self._enter, inputs)))
-
-
 class _SlabUpsampledUnit(UpsampledUnit):
     """A unit of the lowest divided level, which reads features of a level that is whole."""
 
@@ -121,8 +101,8 @@ class _SlabUpsampledUnit(UpsampledUnit):
         self._shard = shard
         self._level = level
 
-    def convolved(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is normalised, and what is added to it before; x is whole."""
+    def upsampled(self, x: Tensor) -> Tensor:
+        """Return the convolution of the upsampled features, of those of a whole map."""
         shard, step = self._shard, self.up.stride[0]
         own = shard.division.slab(shard.index, self._level)
         x = _MeanGradient.apply(x, shard)  # type: ignore[no-untyped-call]
@@ -132,7 +112,7 @@ class _SlabUpsampledUnit(UpsampledUnit):
         fine = upsample(coarse, self.up.weight, self.up.stride)
         start = first * step
         fine = _planes_of(fine, range(own.start - 1 - start, own.stop + 1 - start))
-        return self.with_bias(self.unit.conv(fine)), added
+        return self.with_bias(self.unit.conv(fine))
 
 
 def _planes_of(x: Tensor, planes: range) -> Tensor:

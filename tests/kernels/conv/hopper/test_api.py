@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.comparison import LAYOUTS, SIDES, assert_same, padded, results, tensor
+from tests.kernels.comparison import (
+    LAYOUTS,
+    SIDES,
+    assert_same,
+    channels_last,
+    padded,
+    results,
+    tensor,
+)
 from unet3d.kernels import (
     conv3x3x3,
     conv3x3x3_instance_norm,
@@ -362,11 +370,18 @@ def test_who_normalises_what_it_loads(everywhere, monkeypatch):
     x = tensor(1, 4, 5, 4, 6)
     assert api.normalizes(x, 4, 32)
     assert not api.normalizes(x, 4, None)
-    with sharded(SimpleNamespace()):  # the neighbours would get halos that are not normalised
-        assert not api.normalizes(x, 4, 32)
     monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: (inputs, outputs) == (4, 32))
     assert api.normalizes(x, 4, 32)
     assert not api.normalizes(x, 4, 33)
+
+
+@pytest.mark.parametrize(("planes", "suits"), [(32, True), (31, False)])
+def test_all_slabs_do_as_the_largest(planes, suits, monkeypatch):
+    """Where one normalises what it loads, it gives and takes planes that are not."""
+    monkeypatch.setattr(api, "available", lambda device: True)
+    with FakeTensorMode(), sharded(SimpleNamespace(of_largest=lambda n: n * planes // 8)):
+        x = torch.empty(1, 32, 8, 32, 32, device="cpu:0", dtype=torch.bfloat16)
+        assert api.normalizes(channels_last(x), 32, 32) == suits
 
 
 def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):

@@ -52,17 +52,17 @@ BYTES_OF_LARGE_MAPS = 40 * 2**30
 
 CALLS = {
     "convolve": lambda of, v: of.convolve(
-        v.x, v.kernel, *v.affine, slope=v.slope, **v.sides, moments=False
+        v.x, v.kernel, *v.affine, *v.halo, slope=v.slope, **v.sides, moments=False
     ),
     "moments": lambda of, v: of.convolve(
-        v.x, v.kernel, *v.affine, slope=v.slope, **v.sides, moments=True
+        v.x, v.kernel, *v.affine, *v.halo, slope=v.slope, **v.sides, moments=True
     ),
     "moments_of_sum": lambda of, v: added(of, v, copied(v.dy)),
     "input_gradient": lambda of, v: of.input_gradient(
         v.dy, v.kernel, None if v.weight is None else v.x, *v.affine, slope=v.slope, **v.sides
     ),
     "weight_gradient": lambda of, v: (
-        of.weight_gradient(v.dy, v.x, *v.affine, slope=v.slope, before=v.before),
+        of.weight_gradient(v.dy, v.x, *v.affine, *v.halo, slope=v.slope, before=v.before),
     ),
 }
 """The operations, of the kernels or of the reference, with what each takes; they return tuples.
@@ -94,6 +94,12 @@ class Values:
     slope: float
     before: int
     after: int
+    preceding: torch.Tensor | None
+    following: torch.Tensor | None
+
+    @property
+    def halo(self):
+        return self.preceding, self.following
 
     @property
     def affine(self):
@@ -123,8 +129,21 @@ def hopper():
         pytest.skip("needs a Hopper GPU")
 
 
-def noise(channels, shape, slope=None, dtype=BFLOAT16, layout="dense", sides=(1, 1), *, seed=0):
-    """Return noise for the operations; a map with too few planes has one of zeros on each side."""
+def noise(
+    channels,
+    shape,
+    slope=None,
+    dtype=BFLOAT16,
+    layout="dense",
+    sides=(1, 1),
+    beside=(False, False),
+    *,
+    seed=0,
+):
+    """Return noise for the operations; a map with too few planes has one of zeros on each side.
+
+    ``beside`` says on which sides a map that is normalised has a plane of a neighbour instead.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def random(*shape):
@@ -139,6 +158,12 @@ def noise(channels, shape, slope=None, dtype=BFLOAT16, layout="dense", sides=(1,
         exact = 0.5 + random(samples, inputs).double()  # in two numbers, as a normalisation has it
         mean = torch.stack((exact.float(), (exact - exact.float()).float()), dim=-1)
         rstd = 0.5 + random(samples, inputs).abs()
+    halo = [
+        laid_out((0.5 + 1.5 * random(samples, inputs, 1, *size[1:])).to(dtype), layout)
+        if has_plane and side == 1 and slope is not None
+        else None
+        for has_plane, side in zip(beside, (before, after), strict=True)
+    ]
     return Values(
         x=laid_out((0.5 + 1.5 * random(samples, inputs, *size)).to(dtype), layout),
         dy=laid_out(
@@ -152,6 +177,8 @@ def noise(channels, shape, slope=None, dtype=BFLOAT16, layout="dense", sides=(1,
         slope=1.0 if slope is None else slope,
         before=before,
         after=after,
+        preceding=halo[0],
+        following=halo[1],
     )
 
 
@@ -203,7 +230,13 @@ def check_moments(moments, name, values):
         # Values of a low type are few, and each is rounded alike wherever it lies: what is made of
         # them has another mean.
         read = activated(exact.x, *exact.affine, values.slope).to(values.x.dtype)
-        exact = replace(exact, x=read.double(), weight=None, bias=None, mean=None, rstd=None)
+        none = {"weight": None, "bias": None, "mean": None, "rstd": None}
+        beside = {
+            name: activated(plane, *exact.affine, values.slope).to(values.x.dtype).double()
+            for name in ("preceding", "following")
+            if (plane := getattr(exact, name)) is not None
+        }
+        exact = replace(exact, x=read.double(), **none, **beside)
     expected, _ = CALLS[name](reference, exact)
     n, c, *space = expected.shape
     assert moments.shape[1:] == (4, n, c) and moments.dtype == torch.float32
@@ -272,6 +305,17 @@ def test_against_float64(name, channels, shape, slope, stored):
     check(name, noise(channels, shape, slope, *stored))
 
 
+@pairwise(
+    channels=CHANNELS,
+    shape=SHAPES,
+    stored=[one for one in STORED if 1 in one[2]],
+    beside=[(True, True), (True, False), (False, True)],
+)
+@pytest.mark.parametrize("name", ["convolve", "moments", "weight_gradient"])
+def test_slabs_beside_others_against_float64(name, channels, shape, stored, beside):
+    check(name, noise(channels, shape, 0.01, *stored, beside))
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("slope", [None, 0.01], ids=str)
 @pytest.mark.parametrize(
@@ -280,7 +324,7 @@ def test_against_float64(name, channels, shape, slope, stored):
     ids=str,
 )
 def test_small_maps(channels, shape, slope, name):
-    check(name, noise(channels, shape, slope=slope, layout="room"), "cpu")
+    check(name, noise(channels, shape, slope, layout="room", beside=(False, True)), "cpu")
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)

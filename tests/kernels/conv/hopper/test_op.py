@@ -8,6 +8,7 @@ from unet3d.kernels.conv.hopper import op
 from unet3d.kernels.padding import empty_map
 
 NO_AFFINE = (None,) * 4
+NO_HALO = (None,) * 2
 
 
 @pytest.mark.parametrize("pads", [False, True])
@@ -21,10 +22,10 @@ def test_fake_gpus_return_maps_and_parts(sides, pads):
         kernel = torch.empty(64, 32, 3, 3, 3, device=x.device, dtype=x.dtype)
         mean = torch.empty(2, 32, 2, device=x.device)
         affine = (mean[0, :, 0], mean[0, :, 1], mean, mean[..., 0])
-        y, moments = op.convolve(x, kernel, *affine, **options, moments=True)
+        y, moments = op.convolve(x, kernel, *affine, *NO_HALO, **options, moments=True)
         dx, sums = op.input_gradient(y, kernel, x, *affine, **options)
-        dweight = op.weight_gradient(y, x, *affine, slope=0.01, before=before)
-        _, no_moments = op.convolve(x, kernel, *NO_AFFINE, **options, moments=False)
+        dweight = op.weight_gradient(y, x, *affine, *NO_HALO, slope=0.01, before=before)
+        _, no_moments = op.convolve(x, kernel, *NO_AFFINE, *NO_HALO, **options, moments=False)
         _, no_sums = op.input_gradient(y, kernel, None, *NO_AFFINE, **options)
     assert (y.shape, dx.shape) == ((2, 64, 6 + sum(sides), 6, 5), x.shape)
     assert {y.dtype, dx.dtype} == {torch.bfloat16}
@@ -44,5 +45,5 @@ def test_large_maps_have_a_program_on_each_processor():
         for outputs, programs in ((32, 132), (64, 66)):
             kernel = torch.empty(outputs, 32, 3, 3, 3, device=x.device, dtype=x.dtype)
             options = {"slope": 1.0, "before": 1, "after": 1, "moments": True}
-            _, moments = op.convolve(x, kernel, *NO_AFFINE, **options)
+            _, moments = op.convolve(x, kernel, *NO_AFFINE, *NO_HALO, **options)
             assert moments.shape == (programs * op.WARPS, 4, 1, outputs)

@@ -11,6 +11,7 @@ from unet3d.kernels.norm import reference as norm
 
 EPS = 1e-5
 NO_AFFINE = (None,) * 4
+NO_HALO = (None,) * 2
 CHANNELS = [(3, 5), (4, 2)]
 
 
@@ -53,9 +54,13 @@ def test_operations_are_those_of_a_normalised_map(channels, sides, slope):
     expected.backward(dy)
     kernel, of_kernel = kernel.detach(), kernel.grad
 
-    y, moments = reference.convolve(x, kernel, *affine, slope=slope, **sides, moments=True)
+    y, moments = reference.convolve(
+        x, kernel, *affine, *NO_HALO, slope=slope, **sides, moments=True
+    )
     dx, sums = reference.input_gradient(dy, kernel, x, *affine, slope=slope, **sides)
-    dweight = reference.weight_gradient(dy, x, *affine, slope=slope, before=sides["before"])
+    dweight = reference.weight_gradient(
+        dy, x, *affine, *NO_HALO, slope=slope, before=sides["before"]
+    )
     of_weight, of_bias = (leaf.grad for leaf in leaves)
     assert_same(
         [y, dx, dweight, *sums[0]], [expected.detach(), z.grad, of_kernel, of_bias, of_weight]
@@ -66,6 +71,25 @@ def test_operations_are_those_of_a_normalised_map(channels, sides, slope):
     assert y.is_contiguous(memory_format=torch.channels_last_3d)
 
 
+@pytest.mark.parametrize("ends", [(2, 6), (0, 4), (1, 5)], ids=str)
+def test_slabs_with_planes_of_their_neighbours_are_parts_of_a_map(ends):
+    whole, kernel, dy = maps((3, 5), (1, 1))
+    affine, options, slab = affine_for(whole), {"slope": 0.01, "before": 1}, slice(*ends)
+    halo = [
+        whole[:, :, plane : plane + 1] if 0 <= plane < 6 else None
+        for plane in (ends[0] - 1, ends[1])
+    ]
+    x, given = whole[:, :, slab], {**options, "after": 1, "moments": True}
+    y, _ = reference.convolve(x, kernel, *affine, *halo, **given)
+    expected, _ = reference.convolve(whole, kernel, *affine, *NO_HALO, **given)
+    assert_same([y], [expected[:, :, slab]])
+    # The gradient of a part of the result has nothing to do with the rest of the map.
+    dy, around = dy[:, :, slab], torch.zeros_like(dy)
+    around[:, :, slab] = dy
+    dweight = reference.weight_gradient(dy, x, *affine, *halo, **options)
+    assert_same([dweight], [reference.weight_gradient(around, whole, *affine, *NO_HALO, **options)])
+
+
 @pytest.mark.parametrize("sides", SIDES, ids=str)
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
 def test_operations_are_those_of_a_map(channels, sides):
@@ -74,9 +98,11 @@ def test_operations_are_those_of_a_map(channels, sides):
     expected = convolved(*leaves, sides)
     gradients = torch.autograd.grad(expected, leaves, dy)
     options = {"slope": 0.01, "before": sides[0]}
-    y, moments = op.convolve(x, kernel, *NO_AFFINE, **options, after=sides[1], moments=False)
+    y, moments = op.convolve(
+        x, kernel, *NO_AFFINE, *NO_HALO, **options, after=sides[1], moments=False
+    )
     dx, sums = op.input_gradient(dy, kernel, None, *NO_AFFINE, **options, after=sides[1])
-    dweight = op.weight_gradient(dy, x, *NO_AFFINE, **options)
+    dweight = op.weight_gradient(dy, x, *NO_AFFINE, *NO_HALO, **options)
     assert_same([y, dx, dweight], [expected.detach(), *gradients])
     assert (moments.shape, sums.shape) == ((0, 4, *y.shape[:2]), (0, 2, *x.shape[:2]))
 
@@ -97,17 +123,19 @@ def test_with_the_stages_of_a_normalisation_they_are_a_block():
     gradients = torch.autograd.grad(expected, leaves, dy)
 
     sides, options = {"before": 1, "after": 1}, {"slope": 0.01}
-    y, moments = reference.convolve(x, first, *NO_AFFINE, slope=1.0, **sides, moments=True)
+    y, moments = reference.convolve(
+        x, first, *NO_AFFINE, *NO_HALO, slope=1.0, **sides, moments=True
+    )
     voxels = y[0, 0].numel()
     mean, rstd, _ = norm.merge(moments[:, :3], voxels, EPS)  # the rest of the mean is 0
     affine = (weight, bias, mean, rstd)
-    out, _ = reference.convolve(y, second, *affine, **options, **sides, moments=False)
+    out, _ = reference.convolve(y, second, *affine, *NO_HALO, **options, **sides, moments=False)
     dz, sums = reference.input_gradient(dy, second, y, *affine, **options, **sides)
-    of_second = reference.weight_gradient(dy, y, *affine, **options, before=1)
+    of_second = reference.weight_gradient(dy, y, *affine, *NO_HALO, **options, before=1)
     total = norm.total(sums)
     between = norm.gradient(dz, y, *affine, total=total, voxels=voxels, **options)
     dx, _ = reference.input_gradient(between, first, None, *NO_AFFINE, slope=1.0, **sides)
-    of_first = reference.weight_gradient(between, x, *NO_AFFINE, slope=1.0, before=1)
+    of_first = reference.weight_gradient(between, x, *NO_AFFINE, *NO_HALO, slope=1.0, before=1)
     of_bias, of_weight = total.sum(1)
     found = [out, dx, of_first, of_weight, of_bias, of_second]
     assert_same(found, [expected.detach(), *gradients], 1e-10)
@@ -117,8 +145,8 @@ def test_low_types_keep_their_maps_and_sum_in_float32():
     x, kernel, dy = (value.bfloat16() for value in maps((3, 5), (1, 1)))
     affine = [value.float() for value in affine_for(x)]
     sides = {"slope": 0.01, "before": 1, "after": 1}
-    y, moments = reference.convolve(x, kernel, *affine, **sides, moments=True)
+    y, moments = reference.convolve(x, kernel, *affine, *NO_HALO, **sides, moments=True)
     dx, sums = reference.input_gradient(dy, kernel, x, *affine, **sides)
-    dweight = reference.weight_gradient(dy, x, *affine, slope=0.01, before=1)
+    dweight = reference.weight_gradient(dy, x, *affine, *NO_HALO, slope=0.01, before=1)
     assert {y.dtype, dx.dtype} == {torch.bfloat16}
     assert {moments.dtype, sums.dtype, dweight.dtype} == {torch.float32}

@@ -8,6 +8,9 @@ that the normalisation needs with the gradient::
 
     convolve ─ y, moments ─ merge ─ y, affine ─ convolve             forward
     ... ─ gradient of y ─ total ─ dx, sums ─ input_gradient ─ ...    backward
+
+A slab's reader gets it without halo, and asks the neighbours for their planes itself: those of what
+is to be normalised, with the same statistics. In backward it gives them the gradients of these.
 """
 
 from typing import Any
@@ -18,10 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.hopper import op
 from unet3d.kernels.conv.hopper.driver import available
+from unet3d.kernels.halo import planes_beside
 from unet3d.kernels.marks import Deferred, deferred_of, mark_moments, mark_sums
+from unet3d.kernels.norm.volume import stages_for
 from unet3d.kernels.padding import can_fold, is_laid_out, laid_out, with_marks
 from unet3d.kernels.recompute import normalized_from
-from unet3d.kernels.sharding import current_shard
+from unet3d.kernels.sharding import Shard, current_shard, number_of_largest
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
@@ -52,7 +57,8 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
         and x.dtype in TYPES
         and inputs in CHANNELS
         and outputs in CHANNELS
-        and x.numel() // x.shape[1] >= min_voxels(inputs, outputs)
+        # A slab's reader exchanges planes or does not, as those of the others.
+        and number_of_largest(x.numel() // x.shape[1]) >= min_voxels(inputs, outputs)
         and is_laid_out(x)
         # Their moments are merged by Triton.
         and triton_available(x)
@@ -75,16 +81,18 @@ def normalizes(x: Tensor, channels: int, outputs: int | None) -> bool:
         outputs: Channels that the only reader makes, a 3x3x3 convolution with stride 1; None: the
             map has other readers.
     """
-    # A slab would exchange halos of the normalised map.
-    return outputs is not None and current_shard() is None and suits(x, channels, outputs)
+    return outputs is not None and suits(x, channels, outputs)
 
 
 def convolve(x: Tensor, weight: Tensor, x_padding: tuple[int, int], moments: bool) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), zeros around; may be differentiated.
 
-    With ``moments`` the result is marked with its own. What is left to do with x is done.
+    With ``moments`` the result is marked with its own. What is left to do with x is done; if it is
+    a slab, ``x_padding`` is that of a whole map.
     """
-    given = (x, weight, None, deferred_of(x), None, x_padding, moments)
+    deferred = deferred_of(x)
+    shard = None if deferred is None else current_shard()
+    given = (x, weight, None, deferred, None, shard, x_padding, moments)
     y, parts = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
     return mark_moments(y, parts) if moments else y
 
@@ -95,13 +103,13 @@ def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: tuple[int, 
     The map must be a result that nobody else reads. Where x is a normalised map that backward would
     recompute, the gradient of the weight normalises what it loads instead.
     """
-    given = (x, weight, y, None, normalized_from(x), x_padding, True)
+    given = (x, weight, y, None, normalized_from(x), None, x_padding, True)
     made, parts = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
     return mark_moments(with_marks(made, y), parts)
 
 
 class _Convolution(torch.autograd.Function):
-    """Keeps x and the kernel, or what x is normalised from."""
+    """Keeps x, or what x is normalised from, the kernel, and planes of the slabs beside x."""
 
     @staticmethod
     def forward(
@@ -111,20 +119,23 @@ class _Convolution(torch.autograd.Function):
         added_to: Tensor | None,
         deferred: Deferred | None,
         source: tuple[Tensor, Deferred] | None,
+        shard: Shard | None,
         x_padding: tuple[int, int],
         moments: bool,
     ) -> tuple[Tensor, Tensor]:
         kernel, (before, after) = weight.to(x.dtype), x_padding
         sides = {"before": before, "after": after}
         affine, slope = (_NO_AFFINE, 1.0) if deferred is None else deferred
+        halo = (None, None) if shard is None else planes_beside(x, shard)
         if added_to is None:
-            y, parts = op.convolve(x, kernel, *affine, slope=slope, **sides, moments=moments)
+            given = (x, kernel, *affine, *halo)
+            y, parts = op.convolve(*given, slope=slope, **sides, moments=moments)
         else:
             parts, y = op.add_convolution(added_to, x, kernel, **sides), added_to.detach()
         if source is not None:
             x, (affine, slope) = source
-        ctx.save_for_backward(x, kernel, *affine)
-        ctx.sides, ctx.slope, ctx.weight_dtype = sides, slope, weight.dtype
+        ctx.save_for_backward(x, kernel, *affine, *halo)
+        ctx.shard, ctx.sides, ctx.slope, ctx.weight_dtype = shard, sides, slope, weight.dtype
         ctx.is_deferred, ctx.adds = deferred is not None, added_to is not None
         ctx.mark_non_differentiable(parts)
         ctx.set_materialize_grads(False)  # these have none, and zeros would be launches
@@ -134,16 +145,49 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None, None, None, None
-        x, kernel, *affine = ctx.saved_tensors
+            return (None,) * 8
+        x, kernel, *rest = ctx.saved_tensors
+        affine, halo = rest[:4], rest[4:]
         given, dx, dweight = laid_out(dy), None, None
         if ctx.needs_input_grad[1]:
             before = ctx.sides["before"]
-            dweight = op.weight_gradient(given, x, *affine, slope=ctx.slope, before=before)
+            dweight = op.weight_gradient(given, x, *affine, *halo, slope=ctx.slope, before=before)
             dweight = dweight.to(ctx.weight_dtype)
         if not ctx.is_deferred:
             x, affine = None, _NO_AFFINE  # x may have been recomputed, only for that
         if ctx.needs_input_grad[0]:
             dx, sums = op.input_gradient(given, kernel, x, *affine, slope=ctx.slope, **ctx.sides)
+            if ctx.shard is not None:
+                more = _add_from_beside(
+                    dx, given, kernel, x, *affine, slope=ctx.slope, shard=ctx.shard
+                )
+                sums = torch.cat((sums, *more))
             dx = mark_sums(dx, sums) if ctx.is_deferred else dx
-        return dx, dweight, dy if ctx.adds else None, None, None, None, None
+        return dx, dweight, dy if ctx.adds else None, None, None, None, None, None
+
+
+def _add_from_beside(
+    dx: Tensor, dy: Tensor, kernel: Tensor, x: Tensor, *affine: Any, slope: float, shard: Shard
+) -> list[Tensor]:
+    """Add what the neighbours' results make of the first and last plane of a slab's gradient.
+
+    Returns the sums of that, which is all that differs between the gradients before and after.
+    """
+    ends = ((0, {"before": 0, "after": 2}), (-1, {"before": 2, "after": 0}))
+    sent = [
+        op.input_gradient(_plane(dy, end), kernel, None, *_NO_AFFINE, slope=1.0, **sides)[0]
+        for end, sides in ends
+    ]
+    received = shard.exchange(*(plane.squeeze(2).permute(0, 2, 3, 1) for plane in sent))
+    sums = []
+    for (end, _), plane in zip(ends, received, strict=True):
+        if plane is not None:
+            more, of_x = plane.permute(0, 3, 1, 2).unsqueeze(2), laid_out(_plane(x, end))
+            _plane(dx, end).add_(more)
+            sums.append(stages_for(of_x).sums(more, of_x, *affine, slope=slope))
+    return sums
+
+
+def _plane(x: Tensor, end: int) -> Tensor:
+    """Return the first or last plane of a map, (N, C, 1, Y, Z)."""
+    return x.narrow(2, 0 if end == 0 else x.shape[2] - 1, 1)

@@ -154,6 +154,12 @@ struct Map {
     int y, z;
 };
 
+// The planes before and behind a map that is a slab, whose voxels lie as the map's do; null: zeros.
+struct Halo {
+    const unsigned short *before, *behind;
+    i64 sample;
+};
+
 // Loads planes of HEIGHT x WIDTH voxels, 32 channels each, and normalises them on the way; zeros where there
 // is no volume. Each of LOADING threads has 8 channels of some voxels. A plane is loaded and normalised before
 // the slot in shared memory that it goes to is free.
@@ -163,7 +169,7 @@ struct NormalizedPlanes {
     uint4 loaded[COUNT];
     int offset[COUNT];
     u32 inside;  // bit k: voxel k is in the volume; the others load some voxel and store zeros
-    const unsigned short* volume;
+    const unsigned short *volume, *before, *behind;
     i64 pitch;
     int sample = -1, first, quarter, x, X;
     u32 to, table;   // in shared memory: scale and shift of each channel of the sample
@@ -176,7 +182,8 @@ struct NormalizedPlanes {
 
     // Unconditional: a branch around it would wait for it. Volatile: it may not move before the fence.
     __device__ __forceinline__ void fetch(int piece) {
-        const unsigned short* plane = volume + min(max(x, 0), X - 1) * pitch + piece * 32;
+        const unsigned short* plane = x < 0 ? before : x < X ? volume + x * pitch : behind;
+        plane = (plane ? plane : volume) + piece * 32;
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
             asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -195,9 +202,10 @@ struct NormalizedPlanes {
                          : "r"(table + (piece * 32 + quarter * 8 + c * 2) * 8));
     }
 
-    // Begins a column at plane x; planes before 0 and from X on are zeros. `channel` is the first of 32 * PIECES.
+    // Begins a column at plane x; planes -1 and X are of the halo. `channel` is the first of 32 * PIECES.
     __device__ __forceinline__ void begin(
-        const Map& map, const Affine& affine, int channel, int n, int x_, int y0, int z0, int X_, int Y, int Z) {
+        const Map& map, const Halo& halo, const Affine& affine, int channel, int n, int x_, int y0, int z0, int X_,
+        int Y, int Z) {
         if (n != sample) {
             sample = n;
             wait_for_loaders();  // until none reads the one before
@@ -210,7 +218,10 @@ struct NormalizedPlanes {
             wait_for_loaders();
             if (PIECES == 1) read_table(0);
         }
-        volume = map.data + n * map.sample + channel + quarter * 8;
+        const int own = channel + quarter * 8;
+        volume = map.data + n * map.sample + own;
+        before = halo.before ? halo.before + n * halo.sample + own : nullptr;
+        behind = halo.behind ? halo.behind + n * halo.sample + own : nullptr;
         pitch = map.x, x = x_, X = X_, inside = 0;
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
@@ -225,7 +236,7 @@ struct NormalizedPlanes {
     // Normalises the 32 channels of a plane that were fetched, while the slot for them may still be in use.
     __device__ __forceinline__ void normalize(int piece, float slope) {
         if (PIECES > 1) read_table(piece);
-        const u32 known = x >= 0 && x < X ? inside : 0;
+        const u32 known = (x < 0 ? before : x < X ? volume : behind) ? inside : 0;
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
             u32* word[4] = {&loaded[k].x, &loaded[k].y, &loaded[k].z, &loaded[k].w};

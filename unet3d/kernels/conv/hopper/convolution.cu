@@ -40,7 +40,8 @@ constexpr u32 A_HIGH = (ROW * 64) >> 4 | 2u << 30, A_MIDDLE = 1u << 16;
 constexpr u32 B_HIGH = 128 >> 4, B_MIDDLE = (160 * 16) >> 4 << 16;
 
 struct Arguments {
-    Map x;  // with NORM; else the tensor map says it
+    Map x;      // with NORM; else the tensor map says it
+    Halo halo;  // with NORM
     Affine affine;
     const void* weights;
     Map y;
@@ -346,7 +347,7 @@ convolution(const __grid_constant__ TensorMap map, const __grid_constant__ Argum
             const int z = column % in_z * COLUMN_Z - 1, y = column / in_z % in_y * COLUMN_Y - 1;
             const int n = column / in_z / in_y;
 #if NORM
-            planes.begin(g.x, g.affine, 0, n, x, y, z, g.X, g.Y, g.Z);
+            planes.begin(g.x, g.halo, g.affine, 0, n, x, y, z, g.X, g.Y, g.Z);
 #endif
             for (int i = 0; i < count + 2; i++) {
 #pragma unroll

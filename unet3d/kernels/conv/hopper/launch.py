@@ -37,6 +37,13 @@ class _Map(ctypes.Structure):
     )
 
 
+class _Halo(ctypes.Structure):
+    _fields_ = (("before", _Pointer), ("behind", _Pointer), ("sample", ctypes.c_longlong))
+
+
+_NO_HALO = _Halo()
+
+
 class _Affine(ctypes.Structure):
     _fields_ = (
         *((name, _Pointer) for name in ("weight", "bias", "mean", "rstd")),
@@ -48,6 +55,7 @@ class _Affine(ctypes.Structure):
 class _Convolution(ctypes.Structure):
     _fields_ = (
         ("x", _Map),
+        ("halo", _Halo),
         ("affine", _Affine),
         ("weights", _Pointer),
         ("y", _Map),
@@ -60,25 +68,27 @@ class _Convolution(ctypes.Structure):
 class _Weights(ctypes.Structure):
     _fields_ = (
         ("x", _Map),
+        ("halo", _Halo),
         ("affine", _Affine),
         ("sums", _Pointer),
-        *((name, ctypes.c_int) for name in ("N", "X", "Y", "Z", "before")),
+        *((name, ctypes.c_int) for name in ("N", "X", "Y", "Z", "before", "around")),
     )
 
 
 def convolve(
     x: Tensor,
     kernel: Tensor,
-    *affine: Tensor | None,
+    *given: Tensor | None,
     slope: float,
     before: int,
     after: int,
     moments: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    affine, halo = _affine(given[:4], slope), _halo(*given[4:])
     y = empty_result(x, kernel.shape[0], x.shape[2] + before + after - 2)
     epilogue = _MOMENTS if moments else _NOTHING
-    rows = _convolve(y, x, kernel, _affine(affine, slope), None, epilogue, before, turned=False)
+    rows = _convolve(y, x, kernel, affine, None, epilogue, before, turned=False, halo=halo)
     return y, rows
 
 
@@ -113,6 +123,7 @@ def _convolve(
     before: int,
     *,
     turned: bool,
+    halo: _Halo = _NO_HALO,
 ) -> Tensor:
     """Write a convolution to y, and return moments or sums in as many rows as there are warps."""
     n, inputs, *size = x.shape
@@ -128,6 +139,7 @@ def _convolve(
     weights = flat[_places(outputs, inputs, turned, is_last, x.device)]
     arguments = _Convolution(
         x=_map(x),
+        halo=halo,
         affine=affine or _Affine(),
         weights=weights.data_ptr(),
         y=_map(y),
@@ -149,28 +161,32 @@ def _convolve(
 
 
 def weight_gradient(
-    dy: Tensor, x: Tensor, *affine: Tensor | None, slope: float, before: int
+    dy: Tensor, x: Tensor, *given: Tensor | None, slope: float, before: int
 ) -> Tensor:
     """Return the gradient of the kernel (O, I, 3, 3, 3)."""
-    n, channels, *size = x.shape
+    affine, halo = _affine(given[:4], slope), _halo(*given[4:])
+    around = int(any(plane is not None for plane in given[4:]))
+    n, channels, planes, *size = x.shape
+    planes += 2 * around
     inputs, outputs = channels // GROUP, dy.shape[1] // GROUP
-    programs = num_programs(x, size[0], inputs * outputs, _processors(x.device))
+    programs = num_programs(x, planes, inputs * outputs, _processors(x.device))
     sums = x.new_empty((programs, inputs * outputs, PAIRS * 64 * 96), dtype=torch.float32)
-    given = _affine(affine, slope)
     arguments = _Weights(
         x=_map(x),
-        affine=given or _Affine(),
+        halo=halo,
+        affine=affine or _Affine(),
         sums=sums.data_ptr(),
         N=n,
-        X=size[0],
-        Y=size[1],
-        Z=size[2],
-        before=before,
+        X=planes,
+        Y=size[0],
+        Z=size[1],
+        before=before - around,
+        around=around,
     )
-    x_box = _NO_MAP if given else tensor_map(x, (COLUMN + 2, COLUMN + 2))
+    x_box = _NO_MAP if affine else tensor_map(x, (COLUMN + 2, COLUMN + 2))
     boxes = x_box, tensor_map(dy, (COLUMN, COLUMN))
     counts = ctypes.c_int(inputs), ctypes.c_int(outputs)
-    function = _weights(given is not None, x.dtype == torch.float16)
+    function = _weights(affine is not None, x.dtype == torch.float16)
     function.launch(x.device, programs * inputs * outputs, *boxes, arguments, *counts)
     places = _gradient_places(outputs, inputs, x.device)
     return sums.sum(0).reshape(-1)[places].view(dy.shape[1], channels, 3, 3, 3)
@@ -184,6 +200,13 @@ def _processors(device: torch.device) -> int:
 def _map(x: Tensor) -> _Map:
     sample, _, *space = x.stride()
     return _Map(x.data_ptr(), sample, *space)
+
+
+def _halo(before: Tensor | None, behind: Tensor | None) -> _Halo:
+    """Return the planes beside a map (N, C, 1, Y, Z), stored as it is, of which one may miss."""
+    sample = next((plane.stride(0) for plane in (before, behind) if plane is not None), 0)
+    pointers = (None if plane is None else plane.data_ptr() for plane in (before, behind))
+    return _Halo(*pointers, sample)
 
 
 def _affine(affine: tuple[Tensor | None, ...], slope: float) -> _Affine | None:

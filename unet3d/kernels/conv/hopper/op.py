@@ -13,7 +13,8 @@ have room around Z (:mod:`unet3d.kernels.padding`), with multiples of 32 channel
 Moments and sums are those of the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), in as
 many parts as there are warps that multiply. An ``affine`` is what those take: weight (C,), bias
 (C,), mean (N, C, M) and 1 / deviation (N, C); all zeros around a map stay zeros. ``before`` and
-``after`` are the planes of zeros around X.
+``after`` are the planes of zeros around X. Where a map that is normalised is a slab, planes of its
+neighbours (N, C, 1, Y, Z), stored as the map is, take the place of the zero planes next to it.
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ from unet3d.kernels.padding import empty_result
 from unet3d.kernels.triton_support import operation
 
 _MAY_BE_AFFINE = "Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd"
+_MAY_BE_HALO = "Tensor? preceding, Tensor? following"
 
 GROUP = 32
 """Channels that a program takes at a time."""
@@ -51,7 +53,7 @@ def _empty_parts(y: Tensor, numbers: int, wanted: bool) -> Tensor:
 
 
 def _fake_convolve(
-    x: Tensor, kernel: Tensor, *affine: Any, slope: float, before: int, after: int, moments: bool
+    x: Tensor, kernel: Tensor, *given: Any, slope: float, before: int, after: int, moments: bool
 ) -> tuple[Tensor, Tensor]:
     y = empty_result(x, len(kernel), x.shape[2] + before + after - 2)
     return y, _empty_parts(y, 4, moments)
@@ -72,8 +74,8 @@ def _fake_input_gradient(
 
 convolve = operation(
     "hopper_convolve",
-    f"(Tensor x, Tensor kernel, {_MAY_BE_AFFINE}, *, float slope, int before, int after,"
-    " bool moments) -> (Tensor, Tensor)",
+    f"(Tensor x, Tensor kernel, {_MAY_BE_AFFINE}, {_MAY_BE_HALO}, *, float slope, int before,"
+    " int after, bool moments) -> (Tensor, Tensor)",
     "conv.hopper.launch.convolve",
     _fake_convolve,
 )
@@ -92,9 +94,10 @@ input_gradient = operation(
 )
 weight_gradient = operation(
     "hopper_weight_gradient",
-    f"(Tensor dy, Tensor x, {_MAY_BE_AFFINE}, *, float slope, int before) -> Tensor",
+    f"(Tensor dy, Tensor x, {_MAY_BE_AFFINE}, {_MAY_BE_HALO}, *, float slope, int before)"
+    " -> Tensor",
     "conv.hopper.launch.weight_gradient",
-    lambda dy, x, *affine, slope, before: x.new_empty(
+    lambda dy, x, *given, slope, before: x.new_empty(
         (dy.shape[1], x.shape[1], 3, 3, 3), dtype=torch.float32
     ),
 )

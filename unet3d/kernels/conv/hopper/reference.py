@@ -18,14 +18,14 @@ _AROUND = (2, 3, 4)
 def convolve(
     x: Tensor,
     kernel: Tensor,
-    *affine: Any,
+    *given: Any,
     slope: float,
     before: int,
     after: int,
     moments: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the convolution of a map, normalised first where an affine is given, and moments."""
-    y = F.conv3d(_padded(_normalized(x, *affine, slope=slope), before, after), kernel)
+    y = F.conv3d(_extended(x, given, slope, before, after), kernel)
     if not moments:
         return channels_last(y), x.new_empty((0, 4, *y.shape[:2]), dtype=_exact(x))
     return channels_last(y), _moments(y)
@@ -57,10 +57,10 @@ def input_gradient(
     return dx, torch.stack((g.sum(_AROUND), (g * normal).sum(_AROUND)))[None]
 
 
-def weight_gradient(dy: Tensor, x: Tensor, *affine: Any, slope: float, before: int) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor, *given: Any, slope: float, before: int) -> Tensor:
     """Return the gradient of the kernel (O, I, 3, 3, 3)."""
     after = dy.shape[2] + 2 - x.shape[2] - before
-    padded = _padded(_normalized(x, *affine, slope=slope), before, after)
+    padded = _extended(x, given, slope, before, after)
     shape = (dy.shape[1], x.shape[1], 3, 3, 3)
     exact = (padded.to(_exact(x)), shape, dy.to(_exact(x)))
     dweight: Tensor = conv3d_weight(*exact)  # type: ignore[no-untyped-call]
@@ -75,6 +75,14 @@ def _moments(y: Tensor) -> Tensor:
 
 def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _extended(x: Tensor, given: tuple[Any, ...], slope: float, before: int, after: int) -> Tensor:
+    """Return what is convolved, with planes of neighbours and zeros around."""
+    *affine, preceding, following = given
+    planes = [plane for plane in (preceding, x, following) if plane is not None]
+    z = _normalized(torch.cat(planes, 2), *affine, slope=slope)
+    return _padded(z, before - (preceding is not None), after - (following is not None))
 
 
 def _padded(x: Tensor, before: int, after: int) -> Tensor:

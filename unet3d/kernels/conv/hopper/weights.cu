@@ -18,11 +18,13 @@ constexpr int DY_PLANE = COLUMN * COLUMN * 64, DY_SLOTS = 5;
 constexpr int PAIRS = 5;
 
 struct Arguments {
-    Map x;  // with NORM; else the tensor map says it
+    Map x;      // with NORM; else the tensor map says it
+    Halo halo;  // with NORM
     Affine affine;
     float* sums;    // (programs, parts, PAIRS, 64, 96)
-    int N, X, Y, Z; // of x
-    int before;     // planes of zeros before x
+    int N, X, Y, Z; // of x, with its halo
+    int before;     // planes of zeros before that
+    int around;     // planes of the halo on each side
 };
 
 // Taps (ky, kz) of a pair: (0,0) (0,1), (1,0) (1,1), (2,0) (2,1), (0,2) (1,2), (2,2) (2,2).
@@ -141,7 +143,7 @@ weights(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorM
             const int column = p / g.X, x = p % g.X, count = min(g.X - x, end - p);
             const int z = column % in_z * COLUMN, y = column / in_z % in_y * COLUMN, n = column / in_z / in_y;
 #if NORM
-            planes.begin(g.x, g.affine, x_channel, n, x, y - 1, z - 1, g.X, g.Y, g.Z);
+            planes.begin(g.x, g.halo, g.affine, x_channel, n, x - g.around, y - 1, z - 1, g.X - 2 * g.around, g.Y, g.Z);
 #endif
             for (int i = 0; i < count + 2; i++) {
                 if (thread == 0) {
