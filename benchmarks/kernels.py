@@ -60,6 +60,7 @@ SLOPE = 0.01
 EPS = 1e-5
 SIDES = (1, 1)
 NO_AFFINE = (None, None, None, None)
+NO_HALO = (None, None)
 NUM_INPUTS = 3
 WARM_SECONDS = 0.06
 """Of launches before the first that counts: a GPU's clock falls while it works."""
@@ -230,13 +231,15 @@ def done_by(
         if form.of_sum:
             operations.add_convolution(dy, x, kernel, before=before, after=after)
             return dy
-        result, _ = operations.convolve(x, kernel, *given, **options, moments=form.adds_up)
+        result, _ = operations.convolve(
+            x, kernel, *given, *NO_HALO, **options, moments=form.adds_up
+        )
     elif form.kind == "input_gradient":
         options = {"slope": SLOPE, "before": before, "after": after}
         read = x if form.adds_up else None
         result, _ = operations.input_gradient(dy, kernel, read, *given, **options)
     else:
-        result = operations.weight_gradient(dy, x, *given, slope=SLOPE, before=before)
+        result = operations.weight_gradient(dy, x, *given, *NO_HALO, slope=SLOPE, before=before)
     return result
 
 

@@ -455,10 +455,10 @@ def test_the_operations_are_registered_as_pytorch_wants_it(shape, layout):
         v = noise((32, 64), shape, slope=slope, layout=layout)
         options = {"slope": v.slope, **v.sides}
         for moments in (False, True):
-            called(op.convolve, v.x, v.kernel, *v.affine, **options, moments=moments)
+            called(op.convolve, v.x, v.kernel, *v.affine, *v.halo, **options, moments=moments)
         x = None if slope is None else v.x
         called(op.input_gradient, v.dy, v.kernel, x, *v.affine, **options)
-        called(op.weight_gradient, v.dy, v.x, *v.affine, slope=v.slope, before=v.before)
+        called(op.weight_gradient, v.dy, v.x, *v.affine, *v.halo, slope=v.slope, before=v.before)
         called(op.add_convolution, copied(v.dy), v.x, v.kernel, **v.sides)
 
 
@@ -488,12 +488,12 @@ def test_maps_of_more_than_2_31_elements(samples, edge, layout):
             yield [v[:, :, at : at + 1].double() for v in maps]
 
     with nan_in_new_memory():
-        y, moments = op.convolve(x, kernel, *[None] * 4, slope=1.0, before=1, after=1, moments=True)
+        y, moments = op.convolve(x, kernel, *[None] * 6, slope=1.0, before=1, after=1, moments=True)
     inside = {"slope": 1.0, "before": 0, "after": 0}
     for start in (0, middle, edge - 2):
         given = planes(x, start - 1, start + 3)
         expected, _ = reference.convolve(
-            given, kernel.double(), *[None] * 4, **inside, moments=False
+            given, kernel.double(), *[None] * 6, **inside, moments=False
         )
         check_map(y[:, :, start : start + 2], expected, ROUNDING[BFLOAT16][0])
     count, variance, mean = merged(moments)
@@ -507,7 +507,7 @@ def test_maps_of_more_than_2_31_elements(samples, edge, layout):
     assert ((mean - want_mean).abs() / want.sqrt()).max() < 1e-5
     assert (variance / want - 1).abs().max() < 1e-4
 
-    dweight = op.weight_gradient(y, x, *[None] * 4, slope=1.0, before=1)
+    dweight = op.weight_gradient(y, x, *[None] * 6, slope=1.0, before=1)
     expected = torch.zeros(channels, channels, 3, 3, 3, dtype=torch.float64, device=x.device)
     for at in range(edge):
         near, plane = F.pad(planes(x, at - 1, at + 2), (1, 1, 1, 1)), planes(y, at, at + 1)
