@@ -89,22 +89,22 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it():
     assert more.batch_size == 6
     assert math.prod(more.size) < math.prod(free.size)
     assert limits_of(more) == ("limited by memory", "as set")
-    config, large = planned(data, "patches.memory_gib=1.8", "patches.size=64,64,64")
+    config, large = planned(data, "patches.memory_gib=1.4", "patches.size=64,64,64")
     assert large.size == (64, 64, 64)
     assert limits_of(large) == ("as set", "limited by memory")
     one_more = {"batch_size": large.batch_size + 1}
     assert large.batch_size > 2
-    assert needed_gib(config, large) <= 1.8 < needed_gib(config, large, **one_more)
+    assert needed_gib(config, large) <= 1.4 < needed_gib(config, large, **one_more)
     # A patch that is set may be so large that one is all that fits.
-    _, single = planned(data, "patches.memory_gib=1.8", "patches.size=160,160,160")
+    _, single = planned(data, "patches.memory_gib=1.4", "patches.size=160,160,160")
     assert (single.size, single.batch_size) == ((160, 160, 160), 1)
     _, both = planned(data, "patches.size=160,160,160", "training.batch_size=9")
     assert (both.size, both.batch_size, both.limits) == ((160, 160, 160), 9, None)
     # What is kept for backward counts.
-    few = ("patches.memory_gib=1.8", "patches.size=64,64,64", "memory.recompute=off")
+    few = ("patches.memory_gib=1.4", "patches.size=64,64,64", "memory.recompute=off")
     config, kept = planned(data, *few)
     assert kept.batch_size < large.batch_size
-    assert needed_gib(config, kept) <= 1.8 < needed_gib(config, large)
+    assert needed_gib(config, kept) <= 1.4 < needed_gib(config, large)
 
 
 @pytest.mark.parametrize(

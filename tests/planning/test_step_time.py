@@ -61,7 +61,8 @@ def test_gpus_take_what_h200_took(edge, one_ms, two_ms):
         (128, 7, 1, 44.5),
         (256, 1, 1, 49.3),
         (384, 1, 1, 166.3),
-        (256, 1, 2, 31.3),
+        (256, 1, 2, 28.8),
+        (384, 1, 2, 90.4),
     ],
 )
 def test_gpus_with_hand_written_convolutions(edge, batch_size, num_shards, milliseconds):
@@ -89,17 +90,13 @@ def times_as_fast(edge: int, count: int) -> float:
     return seconds(on_gpu(edge)) / seconds(on_gpu(edge, num_shards=count))
 
 
-@pytest.mark.usefixtures("all_by_cudnn")
-def test_large_volumes_go_by_the_number_of_gpus():
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_large_volumes_go_by_the_number_of_gpus(by_hand, monkeypatch):
+    if not by_hand:
+        monkeypatch.setattr(step_time, "convolves_by_hand", lambda device, dtype: False)
     for count in (2, 4, 8):
         small, large = (times_as_fast(edge, count) for edge in (256, 1024))
         assert small < large and 0.93 * count < large < 1.07 * count
-
-
-def test_slabs_gain_less_from_hand_written_convolutions():
-    """Their normalised maps are written, for the neighbours."""
-    for count in (2, 8):
-        assert 0.85 * count < times_as_fast(1024, count) < 0.93 * count
 
 
 def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
@@ -173,7 +170,7 @@ def test_hand_written_convolutions_are_those_of_a_step(encoder, monkeypatch):
             (outputs, inputs), map_of_outputs = sizes_of(*tensors)
             voxels = map_of_outputs.numel() // map_of_outputs.shape[1]
             num_operations.append(2 * 27 * inputs * outputs * voxels)
-            num_normalizing.append(name == "convolve" and tensors[-1] is not None)
+            num_normalizing.append(name == "convolve" and tensors[2] is not None)
             return function(*tensors, **options)
 
         monkeypatch.setattr(op, name, watched)

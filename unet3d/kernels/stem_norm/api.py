@@ -70,7 +70,8 @@ def conv3x3x3_instance_norm(
     if norm.pads:
         mark_padded(made)
     made_of = (y, weight.detach(), bias.detach(), mean, rstd)
-    return norm.passed_on(made, *made_of, halo=(planes[0], planes[1]))
+    passed: Tensor = norm.passed_on(made, *made_of, halo=(planes[0], planes[1]))
+    return passed
 
 
 class _StemNorm(torch.autograd.Function):
