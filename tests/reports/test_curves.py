@@ -1,7 +1,5 @@
 import math
 
-import numpy as np
-
 from tests.reports.records import assert_is_picture, curves, legend
 from unet3d.reports.curves import progress_figure, write_progress_picture
 
@@ -44,17 +42,6 @@ def test_a_single_epoch_is_a_point_and_many_labels_are_not_named():
     dice = progress_figure(metrics_of(10, [f"region {n}" for n in range(116)]), "run").axes[1]
     assert legend(dice) == ["mean of 116 labels  0.900", "best  0.900\nin epoch 10"]
     assert len(dice.get_lines()) == 118
-
-
-def test_a_label_that_is_in_no_case_leaves_a_gap():
-    metrics = metrics_of(4, ["a", "b"])
-    metrics[1]["dice"]["b"] = None
-    metrics[3]["dice"]["a"] = None
-    metrics[3]["loss"] = math.nan
-    loss, dice, _ = progress_figure(metrics, "run").axes
-    np.testing.assert_array_equal(curves(dice)["b  0.750"][1], [math.nan, 0.75])
-    np.testing.assert_array_equal(curves(dice)["a  –"][1], [0.5, math.nan])
-    assert math.isnan(loss.get_lines()[0].get_ydata()[-1])
 
 
 def test_the_first_of_the_best_validations_is_marked():

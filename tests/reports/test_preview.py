@@ -11,9 +11,9 @@ from matplotlib.patches import Rectangle
 from tests.reports.records import assert_is_picture
 from unet3d.images.image import image_of
 from unet3d.images.nifti import open_array
-from unet3d.reports.figures import write_figure
+from unet3d.reports.figures import LABELS, write_figure
 from unet3d.reports.planes import Structure
-from unet3d.reports.preview import COLOURS, MAX_ROWS, Preview, preview_figure
+from unet3d.reports.preview import MAX_ROWS, Preview, preview_figure
 
 SPACING_MM = (1.0, 2.0, 3.0)
 SHAPE = (20, 16, 12)
@@ -75,7 +75,7 @@ def test_a_structure_is_outlined_where_it_is_on_the_intensities_of_the_plane():
         (contour,) = outlines(axes)
         expected = [end * SPACING_MM[axis] for axis in SIDES[name] for end in BOX[axis]]
         assert extent_mm(contour) == pytest.approx(expected)
-        np.testing.assert_allclose(contour.get_edgecolor()[0][:3], to_rgb(COLOURS[0]))
+        np.testing.assert_allclose(contour.get_edgecolor()[0][:3], to_rgb(LABELS[0]))
         (across,) = {0, 1, 2} - set(SIDES[name])
         (drawn,) = axes.images
         plane = preview.image.read()[0].take(middle[across], across)
@@ -121,22 +121,13 @@ def test_an_image_of_a_microscope_has_its_units():
     assert legend(figure)[1:3] == ["liver", "0.720 µm³"] and legend(figure)[-1] == "0.5 µm"
 
 
-def test_a_millimetre_is_as_long_in_every_plane_across_and_up():
-    figure = preview_figure(made(np.ones(SHAPE, np.uint8)))
-    mm = [np.ptp([axes.get_xlim(), axes.get_ylim()], axis=1) for axes in panels(figure).values()]
-    inches = [
-        axes.get_position().size * figure.get_size_inches() for axes in panels(figure).values()
-    ]
-    np.testing.assert_allclose(np.divide(inches, mm), inches[0][0] / mm[0][0])
-
-
 def test_names_and_volumes_stand_beside_their_colours():
     labels = box_of()
     labels[0, 0, 0] = 2
     figure = preview_figure(made(labels))
     assert legend(figure)[:5] == ["volume", "liver", "0.720 mL", "spleen", "0.00600 mL"]
     swatches = [one for one in figure.axes[-1].patches if isinstance(one, Rectangle)]
-    for swatch, colour in zip(swatches, COLOURS, strict=False):
+    for swatch, colour in zip(swatches, LABELS, strict=False):
         np.testing.assert_allclose(swatch.get_edgecolor()[:3], to_rgb(colour))
     assert "Grey names are not in these planes." in legend(figure)
     assert "Planes: those with the largest area of liver," in legend(figure)

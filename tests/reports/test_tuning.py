@@ -96,26 +96,6 @@ def test_one_device_that_is_faster_is_marked_and_said(record):
     assert [(text.get_text(), text.xy) for text in axes.texts] == [("fastest: 200.0 ms", (4, 200))]
 
 
-def test_modes_have_a_row_and_a_point_each(record):
-    record["rows"] = [
-        row(ONE, [], 1, 0.12, predicted=0.134),
-        row("data over 2 GPUs", [], 1, None, predicted=0.07),
-        row("spatial over 2 GPUs", [], 1, 0.06, "chosen fastest", predicted=0.071),
-    ]
-    record["best_one_device_seconds"] = 0.12
-    assert [(line[0], line[2], line[3]) for line in cells(tuning_table(record))] == [
-        ("none, on cuda:0", "120.0", "134.0"),
-        ("data over 2 GPUs", "out of memory", "70.0"),
-        ("spatial over 2 GPUs", "60.0", "71.0"),
-    ]
-    assert tuning_lines(record) == [
-        "The fastest is spatial over 2 GPUs, with 1 micro-batch(es): 60.0 ms a step against 120.0 "
-        "on one device."
-    ]
-    (axes,) = tuning_figure(record).axes
-    assert curves(axes)["spatial over 2 GPUs"] == ([1], [60.0])
-
-
 def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     record["num_left_out"] = 3
     assert tuning_lines(record)[1:] == ["There was no time for 3 of 12 settings."]
@@ -127,10 +107,16 @@ def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     assert all(not times for _, times in curves(tuning_figure(record).axes[0]).values())
 
 
-def test_a_small_network_on_a_cpu_is_in_mib(record):
-    record["rows"] = [row("none, on cpu", [], 1, 0.4)]
+def test_modes_have_names_and_a_cpu_has_a_lower_bound(record):
+    record["rows"] = [
+        row("none, on cpu", [], 1, 0.12),
+        row("spatial over 2 CPUs", [], 1, 0.06, "chosen fastest"),
+    ]
     record["rows"][0] |= {"devices": ["cpu"], "peak_bytes": [3 * 1024**2]}
+    record["rows"][1]["peak_bytes"] = [2 * 1024**2] * 2
     table = tuning_table(record)
-    assert heads(table)[-1] == "peak MiB"
-    assert cells(table)[0][-1] == "3.00"
-    assert "lower bound" in str(table.caption)
+    assert [line[0] for line in cells(table)] == ["none, on cpu", "spatial over 2 CPUs"]
+    assert [line[-1] for line in cells(table)] == ["3.00", "2.00"]
+    assert heads(table)[-1] == "peak MiB" and "lower bound" in str(table.caption)
+    (axes,) = tuning_figure(record).axes
+    assert curves(axes)["spatial over 2 CPUs"] == ([1], [60.0])

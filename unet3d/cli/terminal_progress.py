@@ -1,5 +1,6 @@
 """What ``unet3d predict`` shows while it works: a line for each scan, and a live one."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,10 @@ from rich.console import Console
 from unet3d.cli.output import show_error
 from unet3d.errors import Unet3dError
 from unet3d.inference.segmentation import Progress
-from unet3d.reports.progress import ScanProgress
+from unet3d.reports.format import duration
+from unet3d.terminal import live_line
+
+REFRESH_SECONDS = 0.5
 
 
 class TerminalProgress(Progress):
@@ -18,7 +22,6 @@ class TerminalProgress(Progress):
     def __init__(self, *, is_live: bool) -> None:
         """Say whether a terminal gets a live line, which those of other ranks would mix with."""
         self._console = Console(stderr=True, force_terminal=None if is_live else False)
-        self._live = ScanProgress(self._console, 0)
 
     def said(self, line: str) -> None:
         """Show what became of a scan."""
@@ -35,14 +38,27 @@ class TerminalProgress(Progress):
     @contextmanager
     def scan(self, number: int, num_scans: int, name: str) -> Iterator[None]:
         """Show the live line of a scan."""
-        self._live = ScanProgress(self._console, num_scans)
-        with self._live.shown(number, name):
+        self._scan = f"{name} ({number}/{num_scans})" if num_scans > 1 else name
+        self._began = self._next_refresh = time.monotonic()
+        # A result goes to stdout, which may be a file, and comes between two live lines.
+        with live_line(self._console, takes_stdout=False) as self._show:
             yield
 
     def stage(self, name: str) -> None:
         """Show what is done with it."""
-        self._live.stage(name)
+        self._show(f"{self._scan}: {name}")
 
     def windows_done(self, done: int, total: int) -> None:
-        """Show how many windows are done."""
-        self._live.windows_done(done, total)
+        """Show how many windows are done; 0 begins anew, as with smaller windows."""
+        now = time.monotonic()
+        if done == 0:
+            self._began = now
+        elif now < self._next_refresh and done < total:
+            return
+        self._next_refresh = now + REFRESH_SECONDS
+        name = "finishing" if done == total else "predicting"
+        status, seconds = f"window {done}/{total}", now - self._began
+        if done and seconds:
+            left = duration((total / done - 1) * seconds)
+            status += f"  {done / seconds:.3g}/s  {left} left"
+        self._show(f"{self._scan}: {name}", done, total, status)

@@ -18,6 +18,9 @@ SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#C8C8C8"
 LINES = tuple(zip((BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION), "osD^vP", strict=True))
 """Colour and marker of one line after the other, so that they can be told apart without colours."""
 
+LABELS = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)
+"""Of outlined labels: those that are seen best on grey come first."""
+
 WIDTH_INCHES = 9.0
 DOTS_PER_INCH = 120
 

@@ -11,19 +11,8 @@ from matplotlib.patches import Patch
 from rich import box
 from rich.table import Table
 
-from unet3d.reports.figures import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    WIDTH_INCHES,
-    legend_beside,
-    tidy,
-    write_figure,
-)
+from unet3d.reports import figures
+from unet3d.reports.figures import legend_beside, tidy, write_figure
 from unet3d.reports.format import NOTHING, amount
 from unet3d.reports.slots import (
     PART_HEADS,
@@ -38,9 +27,16 @@ from unet3d.reports.slots import (
     unit_of,
 )
 
-PART_COLOURS = dict(zip((*PARTS, REST), (BLUE, SKY, GREEN, ORANGE, GREY), strict=True))
-ACTION_COLOURS = {"forward": SKY, "loss": PURPLE, "backward": ORANGE, "optimizer": GREEN}
 ELSEWHERE = "another slot acts"
+
+PART_COLOURS = {
+    **dict(zip(PARTS, (figures.BLUE, figures.SKY, figures.GREEN, figures.ORANGE), strict=True)),
+    REST: figures.GREY,
+}
+ACTION_COLOURS = {
+    **{"forward": figures.SKY, "loss": figures.PURPLE, "backward": figures.ORANGE},
+    **{"optimizer": figures.GREEN, ELSEWHERE: figures.GREY},
+}
 PANEL_HEIGHT_INCHES = 2.3
 NEAR = 1.5
 """The device's total is drawn where it is at most this many times the peak."""
@@ -94,7 +90,7 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
     unit, unit_bytes = unit_of(slots)
     timelines = record.get("timeline", [])
     heights = [2.3 + 0.85 * len(slots), *[PANEL_HEIGHT_INCHES] * len(timelines)]
-    figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(figures.WIDTH_INCHES, sum(heights)), layout="constrained")
     axes, *panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_bars(axes, slots, unit, unit_bytes)
     where = "on one CPU" if is_one_cpu(slots) else f"parallel mode {record['parallel']}"
@@ -167,9 +163,8 @@ def draw_timeline(
     marks, slots = timeline["marks"], timeline["slots"]
     own = [mark["slot"] is None or mark["slot"] in slots for mark in marks]
     kinds = [mark["kind"] if is_own else ELSEWHERE for mark, is_own in zip(marks, own, strict=True)]
-    colours = ACTION_COLOURS | {ELSEWHERE: GREY}
     peaks = [mark["peak_bytes"] / unit_bytes for mark in marks]
-    axes.bar(range(len(marks)), peaks, 1.0, color=[colours[kind] for kind in kinds])
+    axes.bar(range(len(marks)), peaks, 1.0, color=[ACTION_COLOURS[kind] for kind in kinds])
     line = axes.stairs(
         [mark["bytes"] / unit_bytes for mark in marks],
         [index - 0.5 for index in range(len(marks) + 1)],
@@ -183,7 +178,9 @@ def draw_timeline(
     top = most * 1.15
     if total <= NEAR * most:
         lines.append(
-            axes.axhline(total, color=VERMILION, linestyle="--", linewidth=2, label="device total")
+            axes.axhline(
+                total, color=figures.VERMILION, linestyle="--", linewidth=2, label="device total"
+            )
         )
         top = max(top, total * 1.05)
     is_numbered = _number_actions(axes, [mark["micro_batch"] for mark in marks], own)
@@ -197,7 +194,8 @@ def draw_timeline(
         "bars: the most in use during an action",
         fontsize=9,
     )
-    patches = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in kinds]
+    shown = {kind: colour for kind, colour in ACTION_COLOURS.items() if kind in kinds}
+    patches = [Patch(color=colour, label=kind) for kind, colour in shown.items()]
     legend_beside(axes, handles=[*patches, *lines])
     tidy(axes, has_grid=False)
 

@@ -15,23 +15,11 @@ from matplotlib.patches import Rectangle
 from unet3d.images.geometry import voxel_mm3
 from unet3d.images.image import Image
 from unet3d.images.units import Units
-from unet3d.reports.figures import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    YELLOW,
-    drawable,
-    save_figure,
-)
+from unet3d.reports.figures import LABELS, drawable, save_figure
 from unet3d.reports.format import score
 from unet3d.reports.planes import Structure, Survey, survey, visible_box
 from unet3d.reports.views import SIDE, Layout, View, views_of
 
-COLOURS = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)
-"""Those that are seen best on grey come first; behind the last they begin anew."""
 PERCENTILES = (1.0, 99.0)
 """Intensities of the planes that are black and white."""
 PATIENT_ENDS = (("L", "R"), ("P", "A"), ("I", "S"))
@@ -200,7 +188,7 @@ def _outline(axes: Axes, panel: View, plane: Labels, preview: Preview, style: An
         mask = np.pad(np.isin(plane, structure.values), 1)
         rows, columns = (_around(np.flatnonzero(mask.any(axis=axis))) for axis in (1, 0))
         where = x_mm[rows], y_mm[columns], mask[rows, columns].T.astype(np.float32)
-        colour = COLOURS[index % len(COLOURS)]
+        colour = LABELS[index % len(LABELS)]
         if style == "-":
             axes.contourf(*where, levels=[0.5, 1.5], colors=[colour], alpha=FILL)
         axes.contour(*where, levels=[0.5], colors=[colour], linewidths=LINE, linestyles=[style])
@@ -291,7 +279,7 @@ def _draw_legend(
         is_seen = row.index is None or row.index in seen
         colour = "black" if is_seen else DIM
         if row.index is not None:
-            swatch = COLOURS[row.index % len(COLOURS)]
+            swatch = LABELS[row.index % len(LABELS)]
             face = (swatch, 0.6) if is_seen else "none"
             place = (0, down - SWATCH / 3)
             axes.add_patch(

@@ -1,6 +1,5 @@
-"""The progress of trainings and predictions: a live line on a terminal, plain lines in a log."""
+"""The progress of a training: a live line on a terminal, plain lines in a log."""
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -199,55 +198,6 @@ class ProgressLine:
             return 0
         number, rest = divmod(epoch, self._validate_every)
         return number + (epoch == self._num_epochs and rest != 0)
-
-
-class ScanProgress:
-    """Shows which scan is being segmented, what is done with it, and the windows that are done."""
-
-    def __init__(self, console: Console, num_scans: int) -> None:
-        """Set up a live line, which only a terminal gets."""
-        self._console = console
-        self._num_scans = num_scans
-
-    @contextmanager
-    def shown(self, number: int, name: str) -> Iterator[None]:
-        """Show the line of one scan while in the context; scans count from 1."""
-        self._scan = f"{name} ({number}/{self._num_scans})" if self._num_scans > 1 else name
-        self._began = self._next_refresh = time.monotonic()
-        # A result goes to stdout, which may be a file, and comes between two live lines.
-        with live_line(self._console, takes_stdout=False) as self._show:
-            yield
-
-    def stage(self, name: str) -> None:
-        """Show what is done with the scan, such as ``reading``."""
-        self._show(f"{self._scan}: {name}")
-
-    def windows_done(self, done: int, total: int) -> None:
-        """Show how many windows of the scan are done; 0 begins anew, as with smaller windows."""
-        now = time.monotonic()
-        if done == 0:
-            self._began = now
-        elif now < self._next_refresh and done < total:
-            return
-        self._next_refresh = now + REFRESH_SECONDS
-        name = "finishing" if done == total else "predicting"
-        status, seconds = f"window {done}/{total}", now - self._began
-        if done and seconds:
-            left = duration((total / done - 1) * seconds)
-            status += f"  {done / seconds:.3g}/s  {left} left"
-        self._show(f"{self._scan}: {name}", done, total, status)
-
-
-def list_within(names: list[str], columns: int) -> str:
-    """Return as many of the names as fit, with commas, and how many are left out."""
-    texts = [_printable(name) for name in names]
-    ends = list(itertools.accumulate(cell_len(text) + len(", ") for text in texts))
-    for shown in range(len(texts), 0, -1):
-        more = f" and {len(texts) - shown} more" if shown < len(texts) else ""
-        if ends[shown - 1] - len(", ") + len(more) <= columns:
-            return ", ".join(texts[:shown]) + more
-    more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
-    return _cut(texts[0], max(2, columns - len(more))) + more
 
 
 def _epoch_lines(head: str, validation: Mapping[str, Any] | None, tail: str) -> list[str]:

@@ -5,8 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from unet3d.config import Config
+from unet3d.errors import some
 from unet3d.planning.experiment import Experiment
-from unet3d.reports.progress import MAX_COLUMNS, list_within
+
+MAX_NAMES = 2
+"""Cases that a line names."""
 
 
 def data_record(experiment: Experiment) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def dataset_name(config: Config) -> str:
 
 
 def data_lines(experiment: Experiment) -> list[str]:
-    """Return which cases train and which validate, in lines of at most 80 columns.
+    """Return which cases train and which validate, a line each.
 
     A third one names those that validate although they train, under another name.
     """
@@ -49,4 +52,4 @@ def data_lines(experiment: Experiment) -> list[str]:
 
 
 def _line(head: str, names: Iterable[str]) -> str:
-    return f"{head}: {list_within(sorted(names), MAX_COLUMNS - len(head) - len(': '))}"
+    return f"{head}: {some(sorted(names), MAX_NAMES)}"

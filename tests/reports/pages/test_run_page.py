@@ -3,15 +3,11 @@
 import base64
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from tests.mutations import mutated, property_test
 from tests.reports.pages import sample_run
 from tests.reports.pages.html import Page, assert_closed
 from tests.reports.pages.sample_run import write_run
@@ -183,21 +179,3 @@ def test_an_image_of_a_microscope_has_its_units(tmp_path):
     for words in ("HD95 (nm)", "NSD (20 nm)", "predicted (µm³)", "10 x 10 x 40 nm"):
         assert words in page.text, words
     assert "mean HD95 2.00 nm" in page.text and " mm" not in page.text
-
-
-@partial(property_test, share=0.25)
-@given(data=st.data())
-def test_no_content_of_a_file_is_more_than_text(tmp_path_factory, data, without_curves):
-    names = ("data.json", "memory.json", "summary.json", "validation/cases.json")
-    name = data.draw(st.sampled_from(names))
-    content = getattr(sample_run, Path(name).stem)()
-    changed = json.dumps(data.draw(mutated(content)), default=repr, skipkeys=True)
-    pictures = dict.fromkeys(("memory.png", "validation/worst.png", "validation/best.png"))
-    folder = write_run(tmp_path_factory.mktemp("run"), **{name: changed, **pictures})
-    text = run_page(folder)
-    text.encode()
-    page = Page(text)
-    assert_closed(page)
-    assert len(page.sources["script"]) == 1
-    if changed == json.dumps(content):
-        assert "damaged" not in page.text

@@ -16,6 +16,7 @@ from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.units import Units
 from unet3d.inference.scans import label_statistics
+from unet3d.reports.figures import LABELS
 from unet3d.reports.format import size_text
 from unet3d.reports.pages.page import drawing_of, render, resource
 from unet3d.reports.pages.reduced import (
@@ -28,7 +29,7 @@ from unet3d.reports.pages.reduced import (
     steps_for,
 )
 from unet3d.reports.planes import Structure
-from unet3d.reports.preview import COLOURS, Preview, preview_figure
+from unet3d.reports.preview import Preview, preview_figure
 
 MAX_LABELS = 1000
 """Different values of a label map; more are the grey values of an image."""
@@ -152,7 +153,7 @@ def _rows(
             {
                 "name": name,
                 "value": found["value"],
-                "colour": COLOURS[index % len(COLOURS)],
+                "colour": LABELS[index % len(LABELS)],
                 "volume": units.volume_text(found["volume_ml"]),
                 "num_voxels": found["num_voxels"],
                 "intensity": intensity,
