@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from unet3d.config import Config, load_config
-from unet3d.parallel import ParallelDims
 from unet3d.training import cores
 from unet3d.training.cores import (
-    augmentation_line,
     leave_cores,
     loading_processes,
     preparing_processes,
@@ -81,29 +79,3 @@ def test_the_network_leaves_the_cores_of_the_others(machine):
         machine(8)
         leave_cores(num_processes, (device,), num_ranks)
         assert torch.get_num_threads() == left, (num_processes, device, num_ranks)
-
-
-def dims_of(device, mode):
-    replicas = {"none": ((device,),), "data": ((device,),) * 2, "spatial": ((device,) * 2,)}[mode]
-    num_shards = 2 if mode == "spatial" else 1
-    return ParallelDims(
-        mode=mode, replicas=replicas, num_replicas=len(replicas), num_shards=num_shards
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "device", "num_processes", "mode", "expected"),
-    [
-        ({}, GPU, 8, "none", "patches are augmented on cuda:0"),
-        ({}, GPU, 8, "data", "patches are augmented on the first GPU of each replica"),
-        ({}, GPU, 8, "spatial", "patches are augmented on each GPU, a slab"),
-        ({}, CPU, 8, "none", "patches are augmented in 8 processes"),
-        ({}, CPU, 0, "none", "patches are augmented in the training process"),
-        ({}, CPU, 1, "data", "patches are augmented in 1 process of each replica"),
-        ({}, CPU, 0, "spatial", "patches are augmented in the training process of each shard"),
-        ({"augmentation": "none"}, GPU, 8, "none", "patches are not augmented"),
-    ],
-)
-def test_where_patches_are_augmented_is_said(changes, device, num_processes, mode, expected):
-    config = AUTO.with_values({f"patches.{k}": v for k, v in changes.items()})
-    assert augmentation_line(config, dims_of(device, mode), num_processes) == expected

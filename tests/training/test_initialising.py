@@ -16,13 +16,12 @@ from unet3d.config.configuration import commented_yaml
 from unet3d.datasets.labels import Region
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import CheckpointError, ConfigError
+from unet3d.errors import ConfigError
 from unet3d.model import Topology, UNet3d
 from unet3d.planning.auto_settings import suited_to
 from unet3d.planning.network_plan import plan_fingerprint
 from unet3d.preparation.normalization import ChannelNormalization
 from unet3d.preparation.preprocess import Fingerprint
-from unet3d.preparation.resample import Interpolation
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import save_checkpoint
 from unet3d.training.initialising import begin_with, network_to_begin_with, take_weights
@@ -123,64 +122,6 @@ def test_heads_that_the_checkpoint_lacks_are_new_and_types_of_numbers_converted(
     words = take_weights(model, checkpoint.preprocessing, double)
     assert words == "new: the heads of level 1"
     assert_equal(model.state_dict(), {**checkpoint.model, **new})
-
-
-def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    checkpoint = trained()
-    there = replace(
-        checkpoint.preprocessing,
-        orientation="stored",
-        interpolation=Interpolation(across_slices=0, logits_across_slices=0, clips=True),
-        channels=(ChannelNormalization(kind="z-score-inside"),) * 2,
-        crops_to_nonzero=True,
-    )
-    save_checkpoint(replace(checkpoint, preprocessing=there), tmp_path / "a.pt")
-    model = network(2)
-    begin_with(tmp_path / "a.pt", model, checkpoint.preprocessing, Group(Ranks()))
-    assert_equal(model.state_dict(), checkpoint.model)
-    begins, differs = caplog.messages
-    assert begins == f"begins with the weights of {tmp_path / 'a.pt'}; nothing is new"
-    assert differs == (
-        "images are prepared otherwise than for it: orientation ras instead of stored; "
-        "normalization z-score instead of z-score-inside; crops_to_nonzero False instead of True; "
-        "interpolation.across_slices 1 instead of 0; interpolation.logits_across_slices 1 instead "
-        "of 0; interpolation.clips False instead of True"
-    )
-    caplog.clear()
-    save_checkpoint(checkpoint, tmp_path / "b.pt")
-    begin_with(tmp_path / "b.pt", model, checkpoint.preprocessing, Group(Ranks()))
-    assert len(caplog.messages) == 1
-
-
-def test_each_channel_may_be_normalised_otherwise(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    cases = [
-        (("ct", "none"), ("none", "ct"), ["ct, none instead of none, ct"]),
-        (("ct", "ct"), ("ct", "none"), ["ct instead of ct, none"]),
-        (("ct", "ct"), ("ct",), []),  # another stem, of which another line tells
-    ]
-    for new, old, words in cases:
-        wanted, found = (
-            replace(
-                preparing(len(kinds), *OLD),
-                channels=tuple(ChannelNormalization(kind=one) for one in kinds),
-            )
-            for kinds in (new, old)
-        )
-        save_checkpoint(replace(trained(in_channels=len(old)), preprocessing=found), tmp_path / "a")
-        caplog.clear()
-        begin_with(tmp_path / "a", network(2, in_channels=len(new)), wanted, Group(Ranks()))
-        told = "images are prepared otherwise than for it: normalization "
-        assert caplog.messages[1:] == [told + line for line in words]
-
-
-def test_another_network_is_refused(file):
-    other = network(2, channels=(4, 6, 8, 16), norm="group")
-    words = r"deep.pt: it holds another network than the settings ask for: channels \(4, 6, 8, 8\) "
-    words += r"instead of \(4, 6, 8, 16\); norm instance instead of group; leave the"
-    with pytest.raises(CheckpointError, match=words):
-        begin_with(file, other, trained().preprocessing, Group(Ranks()))
 
 
 # Settings

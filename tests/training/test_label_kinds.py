@@ -125,7 +125,7 @@ def test_merged_labels_are_trained_as_if_the_files_had_them(tmp_path, cache, cap
         tmp_path / "scores.json",
     )
     assert command("train", "--resume", "--output", ours, "--set", "data.labels=organ") == 1
-    assert "cannot be continued: label names changed from" in capsys.readouterr().err
+    assert "cannot be continued: label_names changed from" in capsys.readouterr().err
     assert command(*evaluate, "--checkpoint", ours) == 0
     scores = json.loads((tmp_path / "scores.json").read_text())["mean"]
     dice = []

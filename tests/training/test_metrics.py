@@ -49,7 +49,7 @@ def test_tensorboard_gets_what_is_known(tmp_path):
         "dice/mean": [(5, 0.25)],
         "mean_dice": [(5, 0.5)],
         "validation_loss": [(5, 0.75)],
-        "waited_share": [(5, 0.25)],
+        "waited_seconds": [(5, 0.625)],
     }
 
 

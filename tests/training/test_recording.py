@@ -47,7 +47,7 @@ def test_only_the_first_rank_writes(tmp_path):
         one = recorder(group, folder)
         one.begin()
         one.write_epoch(METRICS)
-        one.draw_progress(is_due=False)
+        one.draw_progress()
         one.write_summary(TrainingState(), None)
 
     in_threads(2, record)
@@ -70,24 +70,24 @@ def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp
     assert [line["epoch"] for line in RunFolder(tmp_path).read_metrics()] == [1, 2]
 
 
-def test_the_first_epoch_is_drawn_and_then_no_more_than_one_a_minute(tmp_path, monkeypatch):
-    now = 1000.0
+def test_the_picture_names_the_fold_of_several(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(recording.time, "monotonic", lambda: now)
-    monkeypatch.setattr(
-        recording, "write_progress_picture", lambda _, title, path: drawn.append((now, title))
-    )
+    monkeypatch.setattr(recording, "write_progress_picture", lambda *values: drawn.append(values))
     one = recorder(Group(Ranks()), tmp_path / "mine" / "fold0")
-    (tmp_path / "mine" / "fold0").mkdir(parents=True)
+    one.draw_progress()
+    assert [title for _, title, _ in drawn] == ["mine/fold0: fold 0 of phantom"]
+
+
+def test_without_tensorboard_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "HAS_TENSORBOARD", False)
+    one = recorder(Group(Ranks()), tmp_path)
     one.begin()
     one.write_epoch(METRICS)
-    for _ in range(8):
-        one.draw_progress(is_due=False)
-        now += 20
-    assert [when for when, _ in drawn] == [1000, 1060, 1120]
-    one.draw_progress(is_due=True)
-    one.draw_progress(is_due=False)
-    assert drawn[3:] == [(1160, "mine/fold0: fold 0 of phantom")]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.yaml",
+        "data.json",
+        "metrics.jsonl",
+    }
 
 
 def test_what_captured_steps_reserve_later_is_written_down(tmp_path, monkeypatch):

@@ -70,8 +70,8 @@ def refusal(place, *changes):
         ),
         (("training.optimizer=adamw",), "training.optimizer changed from sgd to adamw"),
         (("data.num_folds=2",), "in training before, in validation now"),
-        (("data.normalization=none",), "normalisation changed from z-score to none"),
-        (("data.spacing_mm=2,2,2",), "data.spacing_mm changed from 1.0, 1.0, 1.0 to 2.0, 2.0, 2.0"),
+        (("data.normalization=none",), "channels changed from [z-score] to [none]"),
+        (("data.spacing_mm=2,2,2",), "spacing_mm changed from [1.0, 1.0, 1.0] to [2.0, 2.0, 2.0]"),
         (("data.dataset=null",), "new in"),
         (("model.base_channels=8",), "another network"),
         (("training.epochs=1",), "training.epochs is 1, but "),
@@ -93,7 +93,7 @@ def test_other_data_are_refused(place):
     write_json(place / "data/dataset.json", description)
     line = refusal(place)
     assert line.startswith(f"{place / 'run'} cannot be continued: 1 case(s) with other contents (")
-    assert "; label names changed from background, " in line and "another --output" in line
+    assert "; label_names changed from [background, " in line and "another --output" in line
 
 
 def test_what_may_change_is_named_and_takes_effect(place, caplog):

@@ -11,7 +11,6 @@ import torch
 
 from unet3d.config import Config
 from unet3d.distributed.ranks import num_cores
-from unet3d.parallel import ParallelDims
 
 MAX_PROCESSES = 16
 """The most processes that prepare cases, or make patches, for GPUs."""
@@ -52,22 +51,6 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
     wanted = min(MAX_ON_CPU, cores // CORES_OF_A_LOADER)
     # Threads that the user asked for leave what they leave.
     return min(wanted, max(0, cores - torch.get_num_threads())) if _are_threads_set() else wanted
-
-
-def augmentation_line(config: Config, dims: ParallelDims, num_processes: int) -> str:
-    """Return what to say of where patches are augmented."""
-    device = dims.devices[0]
-    each = "shard" if dims.num_shards > 1 else "replica" if dims.num_replicas > 1 else None
-    if not config.patches.random_changes.enabled:
-        return "patches are not augmented"
-    if device.type == "cuda":
-        on_each = {None: f"on {device}", "shard": "on each GPU, a slab"}
-        where = on_each.get(each, "on the first GPU of each replica")
-    else:
-        counted = {0: "in the training process", 1: "in 1 process"}
-        where = counted.get(num_processes, f"in {num_processes} processes")
-        where += f" of each {each}" if each is not None else ""
-    return f"patches are augmented {where}"
 
 
 def leave_cores(num_processes: int, devices: Sequence[torch.device], num_ranks: int) -> None:

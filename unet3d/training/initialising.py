@@ -9,13 +9,11 @@ The heads are made anew where the labels are others, and the stem where the numb
 there is no weight for them.
 
 Images are prepared as for any training here: in RAS, interpolated and normalised as the settings
-say. Where the checkpoint's were prepared otherwise, as those of nnU-Net's models are, one line says
-what differs.
+say.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ from torch import Tensor
 
 from unet3d.config import Config
 from unet3d.distributed.group import Group
-from unet3d.errors import CheckpointError, ConfigError, some
-from unet3d.inputs.plain_data import is_close
+from unet3d.errors import ConfigError, some
 from unet3d.model import Topology, UNet3d
 from unet3d.model.topology import MAX_CHANNELS
 from unet3d.nnunet.loading import load_network, network_from_first
@@ -39,9 +36,6 @@ STEM = "encoder.levels.0.0."
 
 HEADS = "decoder.heads."
 """Begins the names of the parameters that write logits, one head for each level with a loss."""
-
-OF_DATA = ("in_channels", "num_classes", "deep_supervision")
-"""Fields of a topology that stem and heads depend on, and nothing else."""
 
 
 def network_to_begin_with(
@@ -104,67 +98,27 @@ def _words(value: Any) -> str:
 
 def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: Group) -> None:
     """Give a new network the weights of a checkpoint, and say what is new; all ranks call it."""
-    checkpoint = network_from_first(path, group)
-    try:
-        news = take_weights(model, preprocessing, checkpoint)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    news = take_weights(model, preprocessing, network_from_first(path, group))
     logger.info("begins with the weights of %s; %s", path, news)
-    differences = _other_preparation(preprocessing, checkpoint.preprocessing)
-    if differences:
-        logger.info("images are prepared otherwise than for it: %s", "; ".join(differences))
-
-
-def _other_preparation(new: Preprocessing, old: Preprocessing) -> list[str]:
-    """Return how images are prepared otherwise than they were, in words.
-
-    Statistics of intensities are those of the data, and so always others.
-    """
-    wanted, found = _preparation(new), _preparation(old)
-    return [
-        f"{name} {_words(wanted[name])} instead of {_words(found[name])}"
-        for name in wanted
-        if not is_close(wanted[name], found[name])
-    ]
-
-
-def _preparation(preprocessing: Preprocessing) -> dict[str, Any]:
-    kinds = tuple(channel.kind for channel in preprocessing.channels)
-    return {
-        "orientation": preprocessing.orientation,
-        "spacing_mm": preprocessing.spacing_mm or "native",
-        "normalization": kinds if len(set(kinds)) > 1 else kinds[:1],
-        "crops_to_nonzero": preprocessing.crops_to_nonzero,
-        **{f"interpolation.{k}": v for k, v in asdict(preprocessing.interpolation).items()},
-    }
 
 
 def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:
-    """Give a new network the weights of a checkpoint, as far as it has weights for it."""
+    """Give a new network the weights of a checkpoint, as far as it has weights for it.
+
+    Returns what is new, in words.
+    """
     topology, before = model.topology, checkpoint.topology
-    like = replace(before, **{name: getattr(topology, name) for name in OF_DATA})
-    if like != topology:
-        wanted, found = topology.to_dict(), like.to_dict()
-        differences = [
-            f"{name} {found[name]} instead of {wanted[name]}"
-            for name in wanted
-            if wanted[name] != found[name]
-        ]
-        raise ValueError(
-            f"it holds another network than the settings ask for: {'; '.join(differences)}; leave "
-            "the settings of the model out, and these are taken from it"
-        )
     old, new = checkpoint.preprocessing, preprocessing
     news: list[str] = []
     left_out: list[str] = []
     if topology.in_channels != before.in_channels:
         left_out.append(STEM)
-        news.append(
-            f"the stem ({_listed(new.channel_names)} instead of {_listed(old.channel_names)})"
-        )
+        names = [some(list(one.channel_names)) for one in (new, old)]
+        news.append(f"the stem ({' instead of '.join(names)})")
     if (list(new.scored), topology.num_classes) != (list(old.scored), before.num_classes):
         left_out.append(HEADS)
-        news.append(f"the heads ({_listed(new.scored)} instead of {_listed(old.scored)})")
+        names = [some(list(one.scored)) for one in (new, old)]
+        news.append(f"the heads ({' instead of '.join(names)})")
     weights = {
         name: value
         for name, value in checkpoint.model.items()
@@ -183,7 +137,3 @@ def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkp
 def _levels_of_heads(weights: Mapping[str, Tensor]) -> set[int]:
     names = [name.removeprefix(HEADS) for name in weights if name.startswith(HEADS)]
     return {int(name.partition(".")[0]) for name in names}
-
-
-def _listed(names: Iterable[str]) -> str:
-    return some(list(names))

@@ -38,7 +38,6 @@ from unet3d.reports.slots import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.context import RunContext
 from unet3d.training.cores import (
-    augmentation_line,
     leave_cores,
     loading_processes,
     preparing_processes,
@@ -51,9 +50,6 @@ from unet3d.training.resuming import Past
 
 logger = logging.getLogger(__name__)
 
-MIN_VALIDATION_CASES = 10
-"""With fewer, which network is best on them is chance."""
-
 
 def train(
     plan: Plan, folder: RunFolder, resume: bool, console: Console, quiet: bool, group: Group
@@ -64,7 +60,6 @@ def train(
     """
     config, dims = plan.config, plan.dims
     num_workers = loading_processes(config, dims.devices, group.ranks.local_world_size)
-    augmentation = augmentation_line(config, dims, num_workers)
     with folder.locked() if group.is_first else nullcontext():
         past = _open_folder(plan, folder, resume) if group.is_first else None
         precision = _resolve_precision(plan, past, group)
@@ -73,7 +68,8 @@ def train(
         experiment = _prepare_data(plan, group)
         if _is_finished(past, experiment, group):
             return TrainingResult(folder=folder, memory=None)
-        _say_what_is_trained_on(experiment, folder, quiet or not group.is_first)
+        for line in data_lines(experiment):
+            logger.info("%s", line)
         group.open(config.parallel.timeout_seconds)
         experiment, step, prediction = _place(experiment, dims, precision, group)
         leave_cores(num_workers, dims.devices, group.ranks.local_world_size)
@@ -91,7 +87,6 @@ def train(
             if resume:
                 loop.load()
             _say_where_it_runs(context, step)
-            logger.info("%s", augmentation)
             return loop.run(console, quiet)
 
 
@@ -162,19 +157,6 @@ def _is_finished(past: Past | None, experiment: Experiment, group: Group) -> boo
         return True
 
     return group.from_first(finished)
-
-
-def _say_what_is_trained_on(experiment: Experiment, folder: RunFolder, quiet: bool) -> None:
-    for line in data_lines(experiment):
-        logger.info("%s", line)
-    num_cases = len(experiment.validation)
-    if not quiet and 0 < num_cases < MIN_VALIDATION_CASES:
-        logger.warning(
-            "%d validation case(s) are too few to choose a network by: their Dice depends on which "
-            "ones they are; use the final network, as predict does, rather than %s",
-            num_cases,
-            folder.best.name,
-        )
 
 
 def _place(

@@ -126,7 +126,7 @@ class TrainingLoop:
                 self.recorder.write_epoch(metrics)
                 if is_kept:
                     self._keep(validation)
-                self.recorder.draw_progress(is_due)
+                    self.recorder.draw_progress()
                 waits = self._clock.take_start(), self.loader.take_waited()
                 line.epoch_done(metrics, self._loading.note(metrics, *waits))
             self.recorder.begin()

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unet3d import __version__
 from unet3d.atomic import append
@@ -19,6 +16,18 @@ from unet3d.parallel import ParallelDims
 from unet3d.training.final_validation import FinalResult
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
+
+try:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    HAS_TENSORBOARD = True
+except ImportError:  # an extra
+    HAS_TENSORBOARD = False
+
+SCALARS = ("loss", "dice_loss", "cross_entropy", "learning_rate", "waited_seconds")
+"""What TensorBoard gets of each epoch."""
 
 
 def epoch_metrics(
@@ -60,29 +69,23 @@ class ScalarFile:
         folder.mkdir(exist_ok=True)
         # TensorBoard reads files with such names, in the order of their names.
         self._path = folder / f"events.out.tfevents.{int(time.time()):010}.{uuid.uuid4().hex}"
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._append(file_version="brain.Event:2")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write the numbers of an epoch, which :func:`epoch_metrics` returned."""
-        keys = ("loss", "dice_loss", "cross_entropy", "learning_rate")
-        values = {key: metrics[key] for key in keys}
-        for name, dice in metrics.get("dice", {}).items():
-            values[f"dice/{name}"] = dice
-        values["mean_dice"] = metrics.get("mean_dice")  # a label may be called mean
-        values["validation_loss"] = metrics.get("validation_loss")
-        if metrics["seconds"]:
-            values["waited_share"] = metrics["waited_seconds"] / metrics["seconds"]
+        keys = (*SCALARS, "mean_dice", "validation_loss")
+        values = {f"dice/{name}": dice for name, dice in metrics.get("dice", {}).items()}
+        values |= {key: metrics.get(key) for key in keys}  # a label may be called mean
         known = [
             Summary.Value(tag=tag, simple_value=value)
             for tag, value in values.items()
             if value is not None
         ]
-        self._append(
-            Event(wall_time=time.time(), step=metrics["epoch"], summary=Summary(value=known))
-        )
+        self._append(step=metrics["epoch"], summary=Summary(value=known))
 
-    def _append(self, event: Event) -> None:
+    def _append(self, **fields: Any) -> None:
         record = io.BytesIO()
+        event = Event(wall_time=time.time(), **fields)
         RecordWriter(record).write(event.SerializeToString())
         append(self._path, record.getvalue())
 

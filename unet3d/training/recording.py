@@ -1,6 +1,5 @@
 """What a run's folder tells of a training beside its checkpoints; the first rank writes it."""
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +15,8 @@ from unet3d.runs.run_folder import writing
 from unet3d.training.context import RunContext
 from unet3d.training.data_record import data_record, dataset_name
 from unet3d.training.final_validation import FinalResult
-from unet3d.training.metrics import ScalarFile, device_name, run_summary
+from unet3d.training.metrics import HAS_TENSORBOARD, ScalarFile, device_name, run_summary
 from unet3d.training.state import TrainingState
-
-DRAWING_SECONDS = 60.0
-"""Age at which a picture of the progress is old; to draw one takes about a second."""
 
 
 class RunRecorder:
@@ -37,7 +33,7 @@ class RunRecorder:
         own_devices = [device_name(slot.device) for slot in context.executor.slots]
         self._devices = [name for names in self._group.exchange(own_devices) for name in names]
         self._scalars: ScalarFile | None = None
-        self._next_drawing = 0.0
+        self._has_begun = False
 
     def begin(self) -> None:
         """Make the folder ready, once.
@@ -45,14 +41,16 @@ class RunRecorder:
         A run that is continued is left as it was until there is something to save: a change of
         its settings that fails in the first step must not stay in its ``config.yaml``.
         """
-        if self._scalars is not None or not self._group.is_first:
+        if self._has_begun or not self._group.is_first:
             return
+        self._has_begun = True
         if self.resumed_epoch is not None:
             self._folder.reopen(self.resumed_epoch)
         self._folder.write_data(data_record(self._context.experiment))
         self._folder.write_config(self._context.experiment.config)
-        with writing(self._folder.tensorboard):
-            self._scalars = ScalarFile(self._folder.tensorboard)
+        if HAS_TENSORBOARD:
+            with writing(self._folder.tensorboard):
+                self._scalars = ScalarFile(self._folder.tensorboard)
 
     def write_memory(
         self,
@@ -98,17 +96,16 @@ class RunRecorder:
 
     def write_epoch(self, metrics: Mapping[str, Any]) -> None:
         """Add the numbers of an epoch, a line of ``metrics.jsonl``."""
-        if self._scalars is not None:
+        if self._group.is_first:
             self._folder.append_metrics(metrics)
+        if self._scalars is not None:
             with writing(self._folder.tensorboard):
                 self._scalars.write(metrics)
 
-    def draw_progress(self, is_due: bool) -> None:
-        """Draw the numbers of all epochs, if it is due or the picture is old or missing."""
-        now = time.monotonic()
-        if not self._group.is_first or not (is_due or now >= self._next_drawing):
+    def draw_progress(self) -> None:
+        """Draw the numbers of all epochs, which takes about a second."""
+        if not self._group.is_first:
             return
-        self._next_drawing = now + DRAWING_SECONDS
         path = self._folder.progress_picture
         with writing(path):
             write_progress_picture(self._folder.read_metrics(), self._title(), path)

@@ -6,23 +6,24 @@ batch, patches, devices.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unet3d.config import Config
-from unet3d.errors import CheckpointError, ConfigError, some
+from unet3d.config.configuration import in_yaml
+from unet3d.errors import CheckpointError, ConfigError
 from unet3d.inputs.plain_data import is_close
-from unet3d.model import Topology
 from unet3d.planning.experiment import Experiment
-from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.case_split import CaseSplit
-from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
+FIXED = ("data.fold", "training.seed", "training.optimizer")
+"""Settings that make it another run."""
 SILENT = ("data.", "parallel.", "memory.")
 """Settings that change nothing of what is learned, or whose effect is compared by itself."""
 ALSO_SILENT = (
@@ -36,16 +37,12 @@ ALSO_SILENT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What a run was when it last saved, without its tensors."""
+    """What a run was when it last saved."""
 
     folder: RunFolder
     """The run's files."""
-    config: Config
-    """Its settings."""
-    topology: Topology
-    """Its network."""
-    preprocessing: Preprocessing
-    """How its images were prepared."""
+    saved: Checkpoint
+    """Its settings, network, preparation and cases."""
     split: CaseSplit
     """Its cases."""
     state: TrainingState
@@ -54,23 +51,16 @@ class Past:
     @classmethod
     def of(cls, folder: RunFolder) -> "Past":
         """Read the latest checkpoint of a run."""
-        checkpoint = load_checkpoint(folder.latest)
-        if not checkpoint.training or checkpoint.split is None:
+        saved = load_checkpoint(folder.latest)
+        if not saved.training or saved.split is None:
             raise CheckpointError(
                 f"{folder.latest} holds a network but no training to continue; start a new run"
             )
         try:
-            state = TrainingState.from_plain(checkpoint.training.get("state"))
+            state = TrainingState.from_plain(saved.training.get("state"))
         except ValueError as error:
             raise CheckpointError(f"{folder.latest} cannot be resumed from: {error}") from error
-        return cls(
-            folder=folder,
-            config=checkpoint.config,
-            topology=checkpoint.topology,
-            preprocessing=checkpoint.preprocessing,
-            split=checkpoint.split,
-            state=state,
-        )
+        return cls(folder=folder, saved=saved, split=saved.split, state=state)
 
     def is_finished(self, epochs: int) -> bool:
         """Return whether nothing is left to do of so many epochs."""
@@ -79,16 +69,8 @@ class Past:
 
     def check_settings(self, config: Config) -> None:
         """See that the settings suit the run, as far as that can be said without the data."""
-        before, now = self.config, config
-        self._refuse(
-            _changed(
-                {
-                    "data.fold": (before.data.fold, now.data.fold),
-                    "training.seed": (before.training.seed, now.training.seed),
-                    "training.optimizer": (before.training.optimizer, now.training.optimizer),
-                }
-            )
-        )
+        before, now = self.saved.config.flat(), config.flat()
+        self._refuse(_changed(before, now, FIXED))
         done, epochs = self.state.epoch, config.training.epochs
         if epochs < done + (self.state.step > 0):
             part = f" and {self.state.step} steps" if self.state.step else ""
@@ -99,18 +81,14 @@ class Past:
 
     def check_experiment(self, experiment: Experiment) -> None:
         """See that the data are those of the run, and its network; say what else has changed."""
-        self._refuse(
-            [
-                *experiment.split.changes_since(self.split),
-                *_changes_of_preparation(self.preprocessing, experiment.preprocessing),
-            ]
-        )
-        if self.topology != experiment.topology:
+        preparation = self.saved.preprocessing.to_dict(), experiment.preprocessing.to_dict()
+        self._refuse([*experiment.split.changes_since(self.split), *_changed(*preparation)])
+        if self.saved.topology != experiment.topology:
             raise CheckpointError(
                 f"{self.folder.latest} holds another network than the settings now ask for; "
                 "resume with the settings of config.yaml, or start a new run in another --output"
             )
-        before, now = self.config.flat(), experiment.config.flat()
+        before, now = self.saved.config.flat(), experiment.config.flat()
         changes = [
             f"{key} from {before[key]} to {now[key]}"
             for key in now
@@ -120,7 +98,7 @@ class Past:
             logger.info("changed since the run was saved: %s", ", ".join(changes))
         measured = [
             config.inference.model_copy(update={"postprocessing": True})  # not during a training
-            for config in (self.config, experiment.config)
+            for config in (self.saved.config, experiment.config)
         ]
         if measured[0] != measured[1] and self.state.best_dice >= 0:
             logger.warning(
@@ -136,48 +114,19 @@ class Past:
             )
 
 
-def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[str]:
-    kinds = [", ".join(channel.kind for channel in one.channels) for one in (before, now)]
-    changes = _changed(
-        {
-            "label names": (before.label_names, now.label_names),
-            "values of labels": (_merged(before), _merged(now)),
-            "the ignored label": (before.ignore_value, now.ignore_value),
-            "regions": (_named(before), _named(now)),
-            "channel names": (before.channel_names, now.channel_names),
-            "data.spacing_mm": (before.spacing_mm, now.spacing_mm),
-            "cropping": (before.crops_to_nonzero, now.crops_to_nonzero),
-            "normalisation": (kinds[0], kinds[1]),
-        }
-    )
-    if not changes and not is_close(before.to_dict(), now.to_dict()):
-        changes.append("the statistics of intensities over all cases of the data set changed")
-    return changes
-
-
-def _named(preprocessing: Preprocessing) -> tuple[str, ...]:
-    return tuple(
-        f"{one.name} of {some(one.values)} as {one.written}" for one in preprocessing.regions
-    )
-
-
-def _merged(preprocessing: Preprocessing) -> tuple[str, ...]:
-    values = preprocessing.raw_values or [(value,) for value in preprocessing.label_values]
-    return tuple(
-        f"{name} of {some(of_one)}"
-        for name, of_one in zip(preprocessing.label_names, values, strict=True)
-    )
-
-
-def _changed(values: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def _changed(
+    before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str] | None = None
+) -> list[str]:
+    """Return what differs in plain values, a phrase for each key."""
+    changed = [key for key in keys or now if not is_close(before.get(key), now.get(key))]
     return [
-        f"{name} changed from {_in_words(before)} to {_in_words(now)}"
-        for name, (before, now) in values.items()
-        if not is_close(before, now)
+        f"{key} changed from {_in_words(before.get(key))} to {_in_words(now.get(key))}"
+        for key in changed
     ]
 
 
 def _in_words(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return "that of each case" if value is None else str(value)
+    """Return a plain value; of channels, whose statistics are long, how they are normalised."""
+    if isinstance(value, list):
+        value = [one.get("kind", one) if isinstance(one, dict) else one for one in value]
+    return in_yaml(value)
