@@ -173,15 +173,9 @@ def test_an_empty_segmentation_says_so(tmp_path):
     assert len(outlines(panels(missed)["axial"])) == 1
 
 
-def test_planes_of_a_single_row_are_left_out(tmp_path):
-    for shape, names in (
-        ((9, 8, 1), {"axial"}),
-        ((9, 8, 2), {"axial", "coronal", "sagittal"}),
-        ((1, 9, 1), {"sagittal"}),
-        ((1, 1, 1), {"coronal"}),
-    ):
+def test_planes_of_a_single_row_can_be_drawn(tmp_path):
+    for shape in ((9, 8, 1), (1, 9, 1), (1, 1, 1)):
         figure = preview_figure(made(np.ones(shape, np.uint8)))
-        assert set(panels(figure)) == names
         assert all(len(outlines(axes)) == 1 for axes in panels(figure).values())
         write_figure(figure, tmp_path / "flat.png")
 

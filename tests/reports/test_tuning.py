@@ -82,13 +82,11 @@ def test_the_table_has_every_number(record):
 
 
 def test_one_device_that_is_faster_is_marked_and_said(record):
-    assert str(tuning_table(record).caption).startswith("*: the fastest. Times are medians")
     record["rows"][2:3] = [row(ONE, [], 4, 0.2, "fastest")]
     record["rows"][-1]["fastest"] = False
     table = tuning_table(record)
     shown = [line[1] for line in cells(table)]
-    assert shown == ["1", "2", "4*", "1", "2", "4", "1", "2", "4+"]
-    assert "*: the fastest. +: the fastest on cuda:0,cuda:1." in str(table.caption)
+    assert shown == ["1", "2", "4*", "1", "2", "4", "1", "2", "4"]
     (line,) = tuning_lines(record)
     assert line.startswith("One device is faster here: 200.0 ms a step on cuda:0 against 250.0 on")
     assert "Leave out --parallel model" in line

@@ -18,7 +18,7 @@ from unet3d.images.units import Units
 from unet3d.reports.figures import LABELS, drawable, save_figure
 from unet3d.reports.format import score
 from unet3d.reports.planes import Structure, Survey, survey, visible_box
-from unet3d.reports.views import SIDE, Layout, View, views_of
+from unet3d.reports.views import SIDE, Layout, View
 
 PERCENTILES = (1.0, 99.0)
 """Intensities of the planes that are black and white."""
@@ -77,8 +77,8 @@ class Preview:
 def preview_figure(preview: Preview) -> Figure:
     """Draw three planes through the largest structure, and a legend.
 
-    Planes in which the volume is a single row of voxels are left out. The view of a patient is
-    radiological: right is on the left of the picture, as is the front in the sagittal plane.
+    The view of a patient is radiological: right is on the left of the picture, as is the front in
+    the sagittal plane.
     """
     geometry = preview.image.geometry
     maps: list[tuple[Labels, Any]] = [(preview.labels, "-")]
@@ -94,7 +94,6 @@ def preview_figure(preview: Preview) -> Figure:
     ]
     rows = _rows(preview, surveys)
     layout = Layout.of(
-        views_of(geometry.shape),
         [last - first for first, last in shown_mm],
         (LEGEND_WIDTH if preview.truth is None else TRUE_WIDTH, ROW * (len(rows) + 7)),
     )

@@ -29,9 +29,8 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"Measured training steps\n{record['batch_size']} patches of "
         f"{size_text(record['size'])} voxels, {record['precision']}",
-        caption=" ".join(_marks(record))
-        + " Times are medians of the slowest rank; the ratio is to the best step of one device; "
-        "the peak is that of the fullest device."
+        caption="*: the fastest. Times are medians of the slowest rank; the ratio is to the best "
+        "step of one device; the peak is that of the fullest device."
         + (" A CPU's peak is the sum of what is counted: a lower bound." * has_cpu),
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -46,7 +45,7 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
             seconds, predicted, ratio = row["seconds"], row["predicted_seconds"], row["ratio"]
             table.add_row(
                 name if row is rows[0] else "",
-                f"{row['num_micro_batches']}{_mark(row)}",
+                f"{row['num_micro_batches']}{'*' if row['fastest'] else ' '}",
                 "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
                 NOTHING if predicted is None else f"{1000 * predicted:.1f}",
                 NOTHING if ratio is None else f"{ratio:.2f}x",
@@ -136,21 +135,6 @@ def tuning_lines(record: Mapping[str, Any]) -> list[str]:
             f"{len(record['rows']) + record['num_left_out']} settings."
         )
     return lines
-
-
-def _mark(row: Mapping[str, Any]) -> str:
-    if row["fastest"]:
-        return "*"
-    return "+" if row["chosen"] else " "
-
-
-def _marks(record: Mapping[str, Any]) -> list[str]:
-    """Return the meanings of the marks that are in the table, a sentence each."""
-    marks = {_mark(row): row["devices"] for row in record["rows"]}
-    meanings = ["*: the fastest."] if "*" in marks else []
-    if "+" in marks:
-        meanings.append(f"+: the fastest on {','.join(marks['+'])}.")
-    return meanings
 
 
 def _lines(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 MAX_WIDTH, MAX_HEIGHT = 7.6, 7.6
 """Inches for both columns and both rows of planes."""
-MAX_ALONE = 5.0
-"""Inches of a plane that is the only one."""
 MIN_PANEL, MIN_COLUMN = 0.15, 1.7
 """Inches of a plane, and of the place for its title."""
 SIDE, ABOVE, BELOW = 0.32, 0.52, 0.3
@@ -41,11 +39,7 @@ SAGITTAL = View(name="sagittal", across=0, horizontal=1, vertical=2, place=(1, 0
 AXIAL = View(name="axial", across=2, horizontal=0, vertical=1, place=(0, 1))
 
 
-def views_of(shape: Sequence[int]) -> list[View]:
-    """Return the views in which a volume is more than a row of voxels; at least one."""
-    views = [CORONAL, SAGITTAL, AXIAL]
-    planes = [one for one in views if min(shape[one.horizontal], shape[one.vertical]) > 1]
-    return planes or [max(views, key=lambda one: shape[one.horizontal] * shape[one.vertical])]
+VIEWS = (CORONAL, SAGITTAL, AXIAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,36 +54,29 @@ class Layout:
     inches_per_mm: float
 
     @classmethod
-    def of(
-        cls, views: Sequence[View], extents_mm: Sequence[float], legend: tuple[float, float]
-    ) -> "Layout":
-        """Return the largest arrangement of one or three views that fits.
+    def of(cls, extents_mm: Sequence[float], legend: tuple[float, float]) -> "Layout":
+        """Return the largest arrangement that fits.
 
         What is shown along X, Y, Z is in mm, width and height of the legend in inches.
         """
+        x, y, z = extents_mm
         width, height = legend
-        if len(views) == 1:
-            (alone,) = views
-            mm = extents_mm[alone.horizontal], extents_mm[alone.vertical]
-            scale = MAX_ALONE / max(mm)
-            columns, rows = (mm[0] * scale, 0.0), (0.0, mm[1] * scale)
-            places = {alone: (0, 1)}
-        else:
-            x, y, z = extents_mm
-            scale = min(MAX_WIDTH / (x + y), MAX_HEIGHT / (y + z))
-            columns, rows = (x * scale, y * scale), (z * scale, y * scale)
-            places = {one: one.place for one in views}
+        scale = min(MAX_WIDTH / (x + y), MAX_HEIGHT / (y + z))
+        columns, rows = (x * scale, y * scale), (z * scale, y * scale)
         second = SIDE + max(columns[0], MIN_COLUMN) + 2 * SIDE
         low = BELOW + max(rows[1], height)
         high = low + ABOVE + BELOW
         panels = {}
-        for one, (column, row) in places.items():
+        for view in VIEWS:
+            column, row = view.place
             size = max(MIN_PANEL, columns[column]), max(MIN_PANEL, rows[row])
             left, bottom = (SIDE, second)[column], (high, low - size[1])[row]
-            panels[one] = (left, bottom, *size)
-        top = low + ABOVE if len(views) == 1 else high + rows[0] + ABOVE
+            panels[view] = (left, bottom, *size)
         return cls(
-            size=(second + max(columns[1], MIN_COLUMN, width) + SIDE, top + HEAD),
+            size=(
+                second + max(columns[1], MIN_COLUMN, width) + SIDE,
+                high + max(rows[0], MIN_PANEL) + ABOVE + HEAD,
+            ),
             panels=panels,
             legend=(second, low - height, width, height),
             inches_per_mm=scale,
