@@ -43,7 +43,7 @@ def choose_cuts(step: Step, balance: Literal["encoder-decoder", "time", "memory"
         ends = enumerate(pairwise((0, *cuts, len(names))))
         costs = [f"{1000 * cost(stage, *run):.3g} ms" for stage, run in ends]
     else:
-        cuts, peaks = _memory_cuts(step)
+        cuts, peaks = _memory_cuts(step, default_cuts(model, step.layout))
         costs = [f"{peak / 2**20:,.0f} MiB" for peak in peaks]
     logger.info(
         "balanced by %s: cut before %s (parallel.cuts=%s); predicted for each stage %s",
@@ -67,11 +67,11 @@ def _time_cost(step: Step) -> StageCost:
     return lambda stage, start, end: sum(seconds[devices[stage]][start:end])
 
 
-def _memory_cuts(step: Step) -> tuple[Cuts, tuple[int, ...]]:
+def _memory_cuts(step: Step, default: Cuts) -> tuple[Cuts, tuple[int, ...]]:
     """Return the cuts whose fullest stage needs least memory, and the predicted peak of each stage.
 
-    It begins where the maps that are kept are shared equally. Then stages hand blocks to their
-    neighbours while that lowers the peaks, the highest first.
+    It begins with the default, and where the maps that are kept are shared equally. From each
+    stages hand blocks to their neighbours while that lowers the peaks, the highest first.
     """
     layout, topology = step.layout, step.topology
 
@@ -90,15 +90,15 @@ def _memory_cuts(step: Step) -> tuple[Cuts, tuple[int, ...]]:
         num_alive = min(num_portions, num_stages - stage)
         return num_alive * sum(block.moved_bytes for block in work[start:end])
 
-    cuts = cheapest_cuts(kept, len(work), num_stages)
-    while True:
-        best = min(
-            [cuts, *_neighbours(cuts, len(work))],
-            key=lambda found: sorted(peaks(found), reverse=True),
-        )
-        if best == cuts:
-            return cuts, peaks(cuts)
-        cuts = best
+    def highest(cuts: Cuts) -> list[int]:
+        return sorted(peaks(cuts), reverse=True)
+
+    def lowered(cuts: Cuts) -> Cuts:
+        best = min([cuts, *_neighbours(cuts, len(work))], key=highest)
+        return cuts if best == cuts else lowered(best)
+
+    cuts = min(map(lowered, (default, cheapest_cuts(kept, len(work), num_stages))), key=highest)
+    return cuts, peaks(cuts)
 
 
 def _neighbours(cuts: Cuts, num_blocks: int) -> Iterator[Cuts]:
