@@ -129,6 +129,10 @@ def test_folds_have_a_page_of_their_own(folder, capsys):
     (folder / "runs/all/fold2").mkdir()  # not begun
     for _ in range(2):
         assert run("report", "runs/all") == 0
+        shown = [line.split(" (")[0] for line in capsys.readouterr().out.splitlines()]
+        assert shown == [
+            f"runs/all{one} -> runs/all{one}/report.html" for one in ("/fold0", "/fold1", "")
+        ]
     page = (folder / "runs/all/report.html").read_text()
     for fold in (0, 1):
         assert f'<a href="fold{fold}/report.html">' in page

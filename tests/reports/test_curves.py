@@ -53,15 +53,6 @@ def test_the_first_of_the_best_validations_is_marked():
     assert figure.get_suptitle() == "runs/mine: fold 0 of heads"
 
 
-def test_curves_can_be_told_apart_without_colours_and_are_inside_the_scale():
-    axes = progress_figure(metrics_of(4, ["_left", *map(str, range(11))]), "run").axes[1]
-    lines = axes.get_lines()[:12]
-    assert len({(line.get_marker(), line.get_linestyle()) for line in lines}) == 12
-    assert legend(axes)[0] == " _left  0.750"  # which matplotlib would leave out
-    low, high = axes.get_ylim()
-    assert low < 0 and high > 1
-
-
 def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "progress.png"
     path.write_bytes(b"the picture of the epoch before")

@@ -92,7 +92,8 @@ def _page_of_run(path: Path, output: Path) -> str:
     for number, fold in folds.items():
         place = fold.path / REPORT
         if has_page(fold) and (is_page(place) or not os.path.lexists(place)):
-            write_page(run_page(fold.path), place, overwrite=True)
+            num_bytes = write_page(run_page(fold.path), place, overwrite=True)
+            click.echo(f"{fold.path} -> {place} ({num_bytes / 1e6:.1f} MB)")
             pages[number] = place
     return folds_page(path, folds, pages, output)
 

@@ -17,8 +17,7 @@ from unet3d.images.image import Image
 from unet3d.images.units import Units
 from unet3d.reports.figures import LABELS, drawable, save_figure
 from unet3d.reports.format import score
-from unet3d.reports.planes import Structure, Survey, survey, visible_box
-from unet3d.reports.views import SIDE, Layout, View
+from unet3d.reports.planes import SIDE, Layout, Structure, Survey, View, survey, visible_box
 
 PERCENTILES = (1.0, 99.0)
 """Intensities of the planes that are black and white."""

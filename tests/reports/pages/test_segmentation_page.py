@@ -114,22 +114,6 @@ def test_a_large_scan_is_reduced_and_the_page_says_so(files, monkeypatch):
     assert json.loads(page.data["viewer-data"])["labels"][1]["place"] is None
 
 
-def test_large_values_of_labels_are_shown_as_small_ones(files):
-    """Such as those of Allen's atlas, which are numbers of a registry; one is in no voxel."""
-    far, absent = 614454277, 4_000_000_000
-    small = Page(segmentation_page(*files, {2: "area", 9: "spot", absent: "absent"}))
-    _, labels = scan_and_labels()
-    large = np.array([0, 0, far, 0, 0, 0, 0, 0, 0, 2**32 - 1], np.uint32)[labels]
-    path = write_volume(files[0].with_name("far.nii.gz"), large, SPACING_MM)
-    page = Page(segmentation_page(path, files[1], {far: "area", 2**32 - 1: "spot", 3: "absent"}))
-    assert page.cells("area", 1)[2:] == [str(far), *small.cells("area", 1)[3:]]
-    assert names_in_the_viewer(small) == ["area", "spot", "absent"]
-    assert names_in_the_viewer(page) == ["absent", "area", "spot"]  # by their values
-    shown = np.asarray(volume_of(page, "viewer-labels").dataobj)
-    expected = np.array([0, 0, 2, 0, 0, 0, 0, 0, 0, 3])[labels]
-    np.testing.assert_array_equal(shown, expected)
-
-
 def test_the_header_names_the_labels(files):
     """No other file is needed, and labels of one name stay apart."""
     header = open_image(files[1]).geometry
