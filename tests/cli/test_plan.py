@@ -215,4 +215,4 @@ def test_the_settings_are_those_that_training_would_take(options, channels, is_c
     assert run("plan", "--shape", "16,16,16", *options) == 0
     ((_, network),) = asked
     assert list(network.topology.channels) == channels
-    assert ("for a CPU: " in capsys.readouterr().out) == is_cpu
+    assert ("suit a CPU" in capsys.readouterr().out) == is_cpu

@@ -137,7 +137,7 @@ def timed(monkeypatch, tmp_path):
 
 
 def test_a_cpu_computes_in_what_it_convolves_faster_in(timed, caplog, tmp_path):
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG", "unet3d.parallel")
     seconds, asked = timed
     assert resolve_precision("auto", [CPU]) == "float32"
     (line,) = caplog.messages

@@ -30,7 +30,7 @@ def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
 def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(tmp_path, caplog):
     root = write_msd(tmp_path / "data")
     overrides = ("patches.size=24,17,16", "patches.memory_gib=0.5", "model.num_levels=2")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         experiment = plan_experiment(settings(tmp_path, root, *overrides), 0)
     assert experiment.patch_size == (24, 18, 16)  # multiples of 2
     assert experiment.config.training.batch_size == 1

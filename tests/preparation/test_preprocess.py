@@ -296,7 +296,7 @@ def test_the_box_of_a_changed_image_is_found_again_in_all_channels(tmp_path, set
     image[29, 3, 0] = 1
     write_volume(second, image)
     assert shape() == (26, 20, 12)
-    assert caplog.messages == ["reading 1 cases"] * 2
+    assert caplog.messages.count("reading 1 cases") == 2
 
 
 @pytest.mark.parametrize("modality", ["MRI", "CT"])
@@ -414,14 +414,11 @@ def test_a_long_preparation_says_how_far_it_is(tmp_path, settings, monkeypatch, 
     dataset = load_dataset(write_msd(tmp_path / "data"))
     monkeypatch.setattr(terminal, "LOG_SECONDS", 0.0)
     prepare(dataset, settings)
-    folder = tmp_path / "cache"
     hashing = ["hashing 3 cases: 1 done", "hashing 3 cases: 2 done"]
     assert caplog.messages == [
         *hashing,
-        "reading 3 cases",
         *("reading 3 cases: 1 done", "reading 3 cases: 2 done"),
         *hashing,  # which takes no time any more
-        f"preparing 3 of 3 cases into {folder}",
         *("preparing 3 cases: 1 done", "preparing 3 cases: 2 done"),
     ]
 

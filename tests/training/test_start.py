@@ -160,7 +160,7 @@ def test_settings_that_are_auto_suit_a_cpu(here, caplog):
     started = choose_run(request(changes=("parallel.devices=cpu", "training.epochs=7")), ALONE)
     assert started.plan.config.model.base_channels == 8
     assert started.plan.config.training.epochs == 7
-    assert "for a CPU: model.base_channels=8 instead of 32" in caplog.text
+    assert "suit a CPU, such as model.base_channels=8 instead of 32" in caplog.text
     begin(started)
     caplog.clear()
     # A run goes on as it was begun.

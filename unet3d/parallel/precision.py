@@ -130,14 +130,12 @@ def bfloat16_is_faster() -> bool:
         "torch": torch.__version__,
     }
     times, path = None, None
-    level = logging.DEBUG
     try:
         path = users_cache() / "processors" / f"{key_of(processor)}.json"
         times = recall(path, lambda record: (float(record["float32"]), float(record["bfloat16"])))
     except CacheError as error:
         logger.debug("nothing is kept of this processor: %s", error)
     if times is None:
-        level = logging.INFO  # once for a processor
         times = convolution_seconds(torch.float32), convolution_seconds(torch.bfloat16)
         try:
             if path is not None:
@@ -145,8 +143,7 @@ def bfloat16_is_faster() -> bool:
         except CacheError as error:
             logger.debug("nothing is kept of this processor: %s", error)
     is_faster = times[0] > MIN_GAIN * times[1]
-    logger.log(
-        level,
+    logger.debug(
         "this CPU computes in %s: a convolution takes %.1f ms in float32 and %.1f in bfloat16",
         "bfloat16" if is_faster else "float32",
         *(1000 * seconds for seconds in times),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from unet3d.config import Config
-from unet3d.errors import some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +49,6 @@ RATE_DIVISOR_OF_INIT = 10
 """Of the learning rate where a training begins with the weights of another one: a rate that suits
 random weights would destroy what they have learnt."""
 
-NUM_SHOWN = 3
-"""How many of the values are named at the start; a run's ``config.yaml`` has all."""
-
 
 def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, str | None]:
     """Return settings whose ``auto`` ones suit some devices and weights to begin with.
@@ -79,5 +75,5 @@ def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, 
         f"{key}={str(values[key]).lower()} instead of {str(attrgetter(key)(config)).lower()}"
         for key in taken
     ]
-    line = f"for a CPU: {some(named, NUM_SHOWN)}; what you set yourself stands" if taken else None
+    line = f"{len(named)} setting(s) suit a CPU, such as {named[0]}" if taken else None
     return config.with_values(values) if values else config, line

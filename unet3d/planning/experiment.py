@@ -122,7 +122,7 @@ def plan_experiment(
     check_stages(config, network, num_stages)
     check_shards(network, num_shards)
     for note in plan_notes(config, network):
-        logger.info("%s", note)
+        logger.log(logging.DEBUG if note == network.limits else logging.INFO, "%s", note)
     values: dict[str, Any] = {"data.spacing_mm": preprocessing.spacing_mm or "native"}
     if config.patches.random_changes.mirror_axes == "auto":
         names = (*dataset.label_names, *(region.name for region in dataset.regions))

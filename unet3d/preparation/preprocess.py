@@ -145,7 +145,7 @@ def _found_in_voxels(
     known = recall(record, read)
     if known is not None:
         return known
-    logger.info("reading %d cases", len(cases))
+    logger.debug("reading %d cases", len(cases))
     with counting("reading", len(cases)) as watch:
         # To start processes would take longer than most data sets do.
         found = _in_threads(
@@ -236,7 +236,7 @@ def prepare_cases(
     found = _in_threads(load, tasks)
     lacking = [task for task, result in zip(tasks, found, strict=True) if result is None]
     if lacking:
-        logger.info("preparing %d of %d cases into %s", len(lacking), len(tasks), store.folder)
+        logger.debug("preparing %d of %d cases into %s", len(lacking), len(tasks), store.folder)
         prepare = partial(_prepare, store=store, preprocessing=preprocessing)
         with counting("preparing", len(lacking)) as watch:
             map_items(prepare, lacking, num_workers, watch)

@@ -11,6 +11,7 @@ from rich.console import Console
 from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.errors import DoesNotFitError
+from unet3d.images.files import times
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import UNet3d
 from unet3d.model.unet import refuse_beyond_memory
@@ -50,6 +51,14 @@ from unet3d.training.resuming import Past
 
 logger = logging.getLogger(__name__)
 
+SPREAD = {
+    "none": "",
+    "data": ", a copy of the network on each",
+    "spatial": ", a slab of each volume on each",
+    "model": ", a part of the network on each",
+}
+"""What each device has in each parallel mode."""
+
 
 def train(
     plan: Plan, folder: RunFolder, resume: bool, console: Console, quiet: bool, group: Group
@@ -86,7 +95,7 @@ def train(
             loop = TrainingLoop(context, num_workers, prediction)
             if resume:
                 loop.load()
-            _say_where_it_runs(context, step)
+            _say_how_it_is_trained(context, step)
             return loop.run(console, quiet)
 
 
@@ -207,15 +216,31 @@ def _make_network(
     return parallelize(model, step.layout, group)
 
 
-def _say_where_it_runs(context: RunContext, step: Step) -> None:
-    executor = context.executor
+def _say_how_it_is_trained(context: RunContext, step: Step) -> None:
+    executor, dims, training = context.executor, context.dims, context.experiment.config.training
+    channels = context.experiment.topology.channels
+    num_weights = sum(weight.numel() for weight in executor.module.parameters())
+    logger.info(
+        "network: %d to %d channels on %d levels, %.3g million weights",
+        *(channels[0], channels[-1], len(channels), num_weights / 1e6),
+    )
+    logger.info("each step: %d patch(es) of %s voxels", step.settings.num_patches, times(step.size))
+    where = " and ".join(
+        f"{device} in {precision_on(device, context.precision)}"
+        for device in dict.fromkeys(dims.all_devices)
+    )
+    logger.info("runs on: %s%s", where, SPREAD[dims.mode])
+    logger.info(
+        "length: %d epochs of %d steps; the first one tells how long they take",
+        *(training.epochs, training.steps_per_epoch),
+    )
     for slot in executor.slots:
         precise = precision_on(slot.device, context.precision)
-        logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
+        logger.debug("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
     if isinstance(executor, SpatialExecutor):
         division = executor.rule.divide(step.size)
-        planes = [len(division.slab(shard)) for shard in range(context.dims.num_shards)]
-        logger.info("%s", slab_line(planes))
+        planes = [len(division.slab(shard)) for shard in range(dims.num_shards)]
+        logger.debug("%s", slab_line(planes))
 
 
 @contextmanager
