@@ -190,7 +190,7 @@ def test_a_training_on_every_case_has_no_validation(data, capsys, caplog):
     assert run("train", data, *SMALL, "--fold", "none", "--output", "run") == 0
     said = capsys.readouterr()
     assert "Trained on every case, without validation." in said.out
-    assert "no validation: every case is trained on (fold none)" in caplog.messages
+    assert "data: data, 3 cases train, none validate (fold none)" in caplog.messages
     folder = Path("run")
     cases = {path.name.partition(".")[0] for path in Path("data/labelsTr").iterdir()}
     record = json.loads((folder / "data.json").read_text())

@@ -281,7 +281,7 @@ def test_damaged_entries_are_made_again(tmp_path, settings, caplog):
 
 
 def test_the_box_of_a_changed_image_is_found_again_in_all_channels(tmp_path, settings, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     dataset = write_in_zeros(tmp_path / "data", [BOX], (30, 24, 16), (1, 1, 1))
     second = write_volume(tmp_path / "second.nii", np.zeros((30, 24, 16), np.float32))
     (case,) = dataset.cases

@@ -35,14 +35,8 @@ def test_the_record_says_all_that_a_run_is_made_with():
 
 
 def test_who_trains_and_who_validates_is_said():
-    assert data_lines(experiment(["b", "a"], ["c"])) == [
-        "training on 2 case(s): a, b",
-        "validating on 1 case(s) (fold 0): c",
-    ]
-    made = experiment([f"hippocampus_{number:03d}" for number in range(208)], ["x"])
-    assert data_lines(made)[0] == (
-        "training on 208 case(s): hippocampus_000, hippocampus_001 and 206 more"
-    )
+    made = experiment(["b", "a"], ["c"])
+    assert data_lines(made) == ["data: phantom, 2 cases train, 1 validate (fold 0)"]
     made.split = CaseSplit(training={"a": "1", "b": "2"}, validation={"c": "3", "d": "2"})
     *_, last = data_lines(made)
     assert last == "1 of these are trained on too, under other names: d"

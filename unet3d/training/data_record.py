@@ -1,6 +1,5 @@
 """Which data a run is made with: ``data.json``, and what is said of it at the start."""
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -34,22 +33,16 @@ def dataset_name(config: Config) -> str:
 
 
 def data_lines(experiment: Experiment) -> list[str]:
-    """Return which cases train and which validate, a line each.
+    """Return how many cases train and validate; a second line names those that do both.
 
-    A third one names those that validate although they train, under another name.
+    The same case may stand in a data set twice, under two names.
     """
-    split, fold = experiment.split, experiment.config.data.fold
+    split, config = experiment.split, experiment.config
     lines = [
-        _line(f"training on {len(split.training)} case(s)", split.training),
-        _line(f"validating on {len(split.validation)} case(s) (fold {fold})", split.validation)
-        if split.validation
-        else "no validation: every case is trained on (fold none)",
+        f"data: {dataset_name(config)}, {len(split.training)} cases train, "
+        f"{len(split.validation) or 'none'} validate (fold {config.data.fold})"
     ]
     if split.twins:
-        head = f"{len(split.twins)} of these are trained on too, under other names"
-        lines.append(_line(head, split.twins))
+        names = some(sorted(split.twins), MAX_NAMES)
+        lines.append(f"{len(split.twins)} of these are trained on too, under other names: {names}")
     return lines
-
-
-def _line(head: str, names: Iterable[str]) -> str:
-    return f"{head}: {some(sorted(names), MAX_NAMES)}"
