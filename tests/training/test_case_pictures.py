@@ -12,8 +12,8 @@ from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import ScoredLabels
 from unet3d.inference.evaluation import Evaluation, evaluate
 from unet3d.inference.label_scores import TOLERANCE_MM
-from unet3d.training import case_pictures
-from unet3d.training.case_pictures import draw_extremes
+from unet3d.training import final_validation
+from unet3d.training.final_validation import draw_extremes
 
 SHAPE, SPACING_MM = (24, 20, 16), (1.0, 1.0, 2.0)
 TRUE = (slice(4, 12), slice(6, 15), slice(3, 9))
@@ -49,13 +49,13 @@ def made(folder, shifts, ignore=None):
 def figures(monkeypatch):
     """The figures that are written, by the names of their files."""
     written = {}
-    write = case_pictures.write_figure
+    write = final_validation.write_figure
 
     def note(figure, path):
         written[path.name] = figure
         write(figure, path)
 
-    monkeypatch.setattr(case_pictures, "write_figure", note)
+    monkeypatch.setattr(final_validation, "write_figure", note)
     return written
 
 

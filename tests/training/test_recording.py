@@ -1,21 +1,25 @@
 """Who writes what a run tells of itself, and when; what is in it, ``test_job`` sees."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.networks import random_checkpoint
 from tests.rank_threads import in_threads
-from unet3d.config import Config
+from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.inputs.plain_data import validated
 from unet3d.parallel import ParallelDims
+from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import recording
 from unet3d.training.context import RunContext
 from unet3d.training.metrics import epoch_metrics
-from unet3d.training.recording import RunRecorder
+from unet3d.training.recording import RunRecorder, data_lines, data_record
 from unet3d.training.state import TrainingState
 
 CPU = torch.device("cpu")
@@ -101,3 +105,36 @@ def test_what_captured_steps_reserve_later_is_written_down(tmp_path, monkeypatch
     one.update_reserved()
     record = json.loads((tmp_path / "memory.json").read_text())
     assert [slot["measured"]["reserved_bytes"] for slot in record["slots"]] == [300, 500, 300]
+
+
+def made_with(training, validation, *changes):
+    return SimpleNamespace(
+        config=load_config(None, changes),
+        preprocessing=random_checkpoint(label_values=(0, 7)).preprocessing,
+        split=CaseSplit(
+            training=dict.fromkeys(training, "0" * 32),
+            validation=dict.fromkeys(validation, "1" * 32),
+        ),
+    )
+
+
+def test_the_record_says_all_that_a_run_is_made_with():
+    made = made_with(["a", "b"], ["c"], "data.dataset=some/where", "data.fold=2")
+    record = data_record(made)
+    assert json.loads(json.dumps(record)) == record
+    assert record["dataset"] == str(Path("some/where").absolute())
+    assert (record["fold"], record["seed"]) == (2, 0)
+    assert record["preprocessing"]["label_values"] == [0, 7]
+    assert record["validation"] == {"c": "1" * 32}
+    assert validated(CaseSplit, record) == made.split
+    assert record["fingerprint"] == made.split.fingerprint
+    other = made_with(["a", "c"], ["b"])
+    assert data_record(other)["fingerprint"] != record["fingerprint"]
+
+
+def test_who_trains_and_who_validates_is_said():
+    made = made_with(["b", "a"], ["c"])
+    assert data_lines(made) == ["data: phantom, 2 cases train, 1 validate (fold 0)"]
+    made.split = CaseSplit(training={"a": "1", "b": "2"}, validation={"c": "3", "d": "2"})
+    *_, last = data_lines(made)
+    assert last == "1 of these are trained on too, under other names: d"

@@ -25,8 +25,7 @@ from unet3d.planning.experiment import open_dataset, plan_experiment
 from unet3d.runs.finding import FOLDS, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
-from unet3d.training.earlier_runs import run_to_resume
-from unet3d.training.plan import Plan, Request
+from unet3d.training.plan import Plan, Request, run_to_resume
 from unet3d.training.start import refuse_init_of_old_run, run_name
 
 logger = logging.getLogger(__name__)

@@ -43,10 +43,10 @@ from unet3d.training.cores import (
     loading_processes,
     preparing_processes,
 )
-from unet3d.training.data_record import data_lines
 from unet3d.training.initialising import begin_with
 from unet3d.training.loop import TrainingLoop, TrainingResult
 from unet3d.training.plan import Plan
+from unet3d.training.recording import data_lines
 from unet3d.training.resuming import Past
 
 logger = logging.getLogger(__name__)

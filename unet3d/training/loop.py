@@ -20,11 +20,12 @@ from unet3d.memory.meter import measured_steps
 from unet3d.model import LossTerms, SegmentationLoss
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel.precision import image_dtype
-from unet3d.patches.patches import Batch
+from unet3d.parallel.spatial.executor import SpatialExecutor
+from unet3d.patches.loader import PatchLoader
+from unet3d.patches.patches import Batch, PatchSampler
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.batches import make_loader
 from unet3d.training.cases import CaseRanks, Stopped, Watcher
 from unet3d.training.context import RunContext
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
@@ -73,7 +74,7 @@ class TrainingLoop:
         self._loss = SegmentationLoss.of(self.config.training, regions)
         # All slabs of a replica return its loss.
         self._adds_loss = dims.shard_of(dims.rank) == 0
-        self.loader = make_loader(context, num_workers)
+        self.loader = _make_loader(context, num_workers)
         case_ranks = CaseRanks.of(context.group, dims.num_shards)
         self.validator = Validator(context, case_ranks)
         self.final_validation = FinalValidation(context, case_ranks)
@@ -294,3 +295,30 @@ class TrainingLoop:
         with measured_steps(self.executor, optimizer) as meter:
             yield
         self.recorder.write_memory(meter, optimizer, self._prediction)
+
+
+def _make_loader(context: RunContext, num_workers: int) -> PatchLoader:
+    """Return the loader of a rank; ``num_workers`` processes cut patches, 0: this one."""
+    experiment, dims, executor = context.experiment, context.dims, context.executor
+    settings, device = experiment.config, executor.input_device
+    spatial = executor if isinstance(executor, SpatialExecutor) else None
+    shard = dims.shard_of(dims.rank)
+    sampler = PatchSampler(
+        cases=experiment.training,
+        settings=settings.patches,
+        size=experiment.patch_size,
+        stride=experiment.topology.total_stride,
+        batch_size=settings.training.num_patches,
+        seed=settings.training.seed,
+    )
+    return PatchLoader(
+        sampler,
+        num_steps=settings.training.steps_per_epoch,
+        num_workers=num_workers,
+        device=device,
+        augments_on_device=device.type == "cuda",
+        rank=dims.replica_of(dims.rank),
+        num_ranks=dims.world_size // dims.num_shards,  # threads share what their process has
+        slab=None if spatial is None else partial(spatial.rule.slab, shard),
+        gather=None if spatial is None else spatial.gather,
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
+from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import validated
 from unet3d.model import Topology
 from unet3d.parallel import ParallelDims
@@ -23,7 +24,8 @@ from unet3d.planning.network_plan import NetworkPlan, plan_notes, plan_without_d
 from unet3d.planning.placements import choose_mode, dims_of, memory_of
 from unet3d.planning.step_size import within_gpus
 from unet3d.planning.step_time import long_on_cpu
-from unet3d.runs.run_folder import RunFolder
+from unet3d.runs.finding import dataset_of, newest_run, recorded_folds
+from unet3d.runs.run_folder import RUNS, RunFolder
 from unet3d.training.initialising import network_to_begin_with
 
 logger = logging.getLogger(__name__)
@@ -147,6 +149,40 @@ class Plan:
         architecture = values["architecture"] and validated(Topology, values["architecture"])
         notes = tuple(values["notes"])
         return cls(config=config, dims=dims, architecture=architecture, notes=notes)
+
+
+def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
+    """Return the run to continue: that of a folder, or else the newest of the data set.
+
+    It may be one over several folds, and must be with ``over_folds``. One that was killed before
+    its first checkpoint counts, as its settings are there.
+    """
+    named = {key: value for key, value in request.changes.items() if key == "data.dataset"}
+    dataset = load_config(request.config_path, named).data.dataset
+
+    def suits(run: RunFolder) -> bool:
+        if over_folds and recorded_folds(run.path) is None:
+            return False
+        made_with = dataset_of(run)
+        if dataset is None:
+            return True
+        return bool(made_with) and _description(Path(made_with)) == _description(dataset)
+
+    run = newest_run(finished=False, suits=suits) if request.output is None else None
+    if request.output is not None and RunFolder(request.output).config.is_file():
+        run = RunFolder(request.output)
+    if run is None:
+        made_with = "" if request.output or dataset is None else f" that was made with {dataset}"
+        raise ConfigError(
+            f"there is no run to resume in {request.output or RUNS}{made_with}; name one with "
+            "--output, or start one without --resume"
+        )
+    return run
+
+
+def _description(path: Path) -> Path:
+    """Return the file that describes a data set, which may be named by its folder."""
+    return (path / "dataset.json" if path.is_dir() else path).resolve()
 
 
 def _settings(request: Request, old_run: RunFolder | None) -> Config:

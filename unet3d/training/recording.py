@@ -1,22 +1,28 @@
 """What a run's folder tells of a training beside its checkpoints; the first rank writes it."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from unet3d.config import Config
+from unet3d.errors import some
 from unet3d.memory.meter import MemoryMeter
 from unet3d.memory.record import memory_record, merged_records, reserved_bytes
+from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.memory import write_memory_picture
 from unet3d.reports.slots import is_one_cpu
 from unet3d.runs.run_folder import writing
 from unet3d.training.context import RunContext
-from unet3d.training.data_record import data_record, dataset_name
 from unet3d.training.final_validation import FinalResult
 from unet3d.training.metrics import HAS_TENSORBOARD, ScalarFile, device_name, run_summary
 from unet3d.training.state import TrainingState
+
+MAX_NAMES = 2
+"""Cases that a line names."""
 
 
 class RunRecorder:
@@ -129,3 +135,40 @@ class RunRecorder:
             final=final,
         )
         self._folder.write_json(self._folder.summary, summary)
+
+
+def data_record(experiment: Experiment) -> dict[str, Any]:
+    """Return what ``data.json`` holds beside the version."""
+    config = experiment.config
+    return {
+        "dataset": None if config.data.dataset is None else str(config.data.dataset),
+        "fingerprint": experiment.split.fingerprint,
+        "fold": config.data.fold,
+        "seed": config.training.seed,
+        "preprocessing": experiment.preprocessing.to_dict(),
+        **asdict(experiment.split),
+    }
+
+
+def dataset_name(config: Config) -> str:
+    """Return what the data set of a training is called: its folder, or ``phantom``."""
+    source = config.data.dataset
+    if source is None:
+        return "phantom"
+    return source.parent.name if source.is_file() else source.name
+
+
+def data_lines(experiment: Experiment) -> list[str]:
+    """Return how many cases train and validate; a second line names those that do both.
+
+    The same case may stand in a data set twice, under two names.
+    """
+    split, config = experiment.split, experiment.config
+    lines = [
+        f"data: {dataset_name(config)}, {len(split.training)} cases train, "
+        f"{len(split.validation) or 'none'} validate (fold {config.data.fold})"
+    ]
+    if split.twins:
+        names = some(sorted(split.twins), MAX_NAMES)
+        lines.append(f"{len(split.twins)} of these are trained on too, under other names: {names}")
+    return lines

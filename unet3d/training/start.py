@@ -19,11 +19,10 @@ from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
 from unet3d.interruption import Interrupted
 from unet3d.runs.run_folder import RunFolder, make_run
-from unet3d.training.data_record import dataset_name
-from unet3d.training.earlier_runs import run_to_resume
 from unet3d.training.job import train
 from unet3d.training.loop import TrainingResult
-from unet3d.training.plan import Plan, Request
+from unet3d.training.plan import Plan, Request, run_to_resume
+from unet3d.training.recording import dataset_name
 
 logger = logging.getLogger(__name__)
 

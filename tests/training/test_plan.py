@@ -1,4 +1,4 @@
-"""Which run is continued."""
+"""Which run is continued; what a run is planned as, ``test_start`` sees."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,7 @@ import pytest
 from unet3d.config import Config
 from unet3d.errors import ConfigError
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.earlier_runs import run_to_resume
-from unet3d.training.plan import Request
+from unet3d.training.plan import Request, run_to_resume
 
 
 @pytest.fixture(autouse=True)
