@@ -1,5 +1,8 @@
 """Records to make reports of, and what the reports show."""
 
+import io
+import re
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -60,6 +63,23 @@ def printed(table: Table, width: int) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get()
+
+
+class Terminal:
+    """What a terminal of some width has shown, and a clock."""
+
+    def __init__(self, monkeypatch, width=80):
+        self.seconds = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
+        self._text = io.StringIO()
+        self.console = Console(file=self._text, force_terminal=True, width=width)
+
+    def shown(self):
+        """Return the lines since the last call, without what moves the cursor and colours."""
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._text.getvalue())
+        self._text.seek(0)
+        self._text.truncate()
+        return [line.rstrip() for line in re.split("[\r\n]", text) if line.strip()]
 
 
 def assert_is_picture(path: Path) -> None:

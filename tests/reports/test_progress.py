@@ -1,12 +1,12 @@
 import io
 import logging
-import re
 import time
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.reports.records import Terminal
 from unet3d.reports.progress import ProgressLine
 
 
@@ -21,23 +21,6 @@ def line_on(console=None, **changes):
     counts = {"num_epochs": 10, "num_steps": 4, "validate_every": 5, "validation_seconds": 0.0}
     console = console or Console(file=io.StringIO())
     return ProgressLine(console, **{**counts, "quiet": False, **changes})
-
-
-class Terminal:
-    """What a terminal of some width has shown, and a clock."""
-
-    def __init__(self, monkeypatch, width=80):
-        self.seconds = 100.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
-        self._text = io.StringIO()
-        self.console = Console(file=self._text, force_terminal=True, width=width)
-
-    def shown(self):
-        """Return the lines since the last call, without what moves the cursor and colours."""
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._text.getvalue())
-        self._text.seek(0)
-        self._text.truncate()
-        return [line.rstrip() for line in re.split("[\r\n]", text) if line.strip()]
 
 
 def test_a_terminal_gets_a_live_line(monkeypatch):
