@@ -9,7 +9,7 @@ import pytest
 from tests.command_line import refusal, run
 from tests.images.samples import write_msd
 from tests.trainings import contents
-from unet3d.planning import placements, sweep
+from unet3d.planning import comparison, placements, sweep
 from unet3d.reports import plan, tuning
 
 SMALL = (
@@ -33,7 +33,7 @@ def asked(monkeypatch):
         found.append((config, network))
         return [], {"notes": [], "ways": [], "choice": None}
 
-    monkeypatch.setattr(placements, "compare", compare)
+    monkeypatch.setattr(comparison, "compare", compare)
     monkeypatch.setattr(plan, "plan_table", lambda record: "a table")
     return found
 
@@ -79,7 +79,7 @@ def test_options_reach_the_prediction(capsys):
 
 
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_predicted(capsys, monkeypatch):
-    monkeypatch.setattr(placements, "compare", None)
+    monkeypatch.setattr(comparison, "compare", None)
     for name, reason in (("absent/p", "No such file or directory"), ("n" * 300, "File name too")):
         for options in (("--json", name), ("--measure", "--picture", name)):
             line = refusal(capsys, "plan", "--shape", "16,16,16", *options)

@@ -8,15 +8,10 @@ from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.parallel import ParallelDims
 from unet3d.parallel.spatial.division import SlabRule
-from unet3d.planning import placements
+from unet3d.planning import ways as ways_of_training
 from unet3d.planning.network_plan import NetworkPlan, plan_without_data
-from unet3d.planning.placements import (
-    PlacementOption,
-    memory_of,
-    placed,
-    possible_dims,
-    timed_options,
-)
+from unet3d.planning.placements import PlacementOption, timed_options
+from unet3d.planning.ways import memory_of, placed, possible_dims
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(8))
@@ -132,5 +127,5 @@ def test_memory_of_devices_that_are_not_here(monkeypatch):
     both = memory_of((CPU, GPUS[0]), 5)  # what is given is that of the GPU
     assert both[GPUS[0]] == 5 and both[CPU] > 5
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(placements, "device_bytes", lambda device: 7)
+    monkeypatch.setattr(ways_of_training, "device_bytes", lambda device: 7)
     assert memory_of(GPUS[:2], None) == {GPUS[0]: 7, GPUS[1]: 7}  # taken to be alike

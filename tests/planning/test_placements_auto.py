@@ -11,14 +11,11 @@ from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
 from unet3d.planning import placements
+from unet3d.planning import ways as ways_of_training
 from unet3d.planning.network_plan import plan_without_data
-from unet3d.planning.placements import (
-    PlacementOption,
-    choose_mode,
-    possible_dims,
-    timed_options,
-)
+from unet3d.planning.placements import PlacementOption, choose_mode, timed_options
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
+from unet3d.planning.ways import possible_dims
 
 GIB = 1024**3
 
@@ -30,7 +27,7 @@ def gpus(monkeypatch):
     torch.backends.cudnn.version()  # which asks all GPUs when it is first called
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setattr(placements, "device_bytes", lambda device: int(has["gib"] * GIB))
+    monkeypatch.setattr(ways_of_training, "device_bytes", lambda device: int(has["gib"] * GIB))
 
     def measure_link(devices, are_here=True):
         is_known = are_here and len(set(devices)) > 1
@@ -54,7 +51,7 @@ def options_of(config: Config, num_gpus: int) -> list[PlacementOption]:
     """Return all that such a training could be placed as, with the time of a step of each."""
     network = plan_without_data(config)
     devices = tuple(torch.device("cuda", index) for index in range(num_gpus))
-    memory = placements.memory_of(devices, None)
+    memory = ways_of_training.memory_of(devices, None)
     return timed_options(config, network, possible_dims(config, network, devices), memory)
 
 

@@ -19,10 +19,11 @@ from unet3d.errors import DeviceError, DoesNotFitError, Unet3dError
 from unet3d.parallel.network_executor import NetworkExecutor
 from unet3d.planning import placements, sweep
 from unet3d.planning.network_plan import plan_without_data
-from unet3d.planning.placements import choose_mode, placed, timed_options
+from unet3d.planning.placements import choose_mode, timed_options
 from unet3d.planning.step_time import step_seconds
 from unet3d.planning.sweep import StepTime, Sweep, measure, measure_rank, micro_batch_counts
 from unet3d.planning.tuning_cache import recall_tuned, resolve_auto
+from unet3d.planning.ways import placed
 
 FLOAT32 = "training.precision=float32"
 SMALL = (

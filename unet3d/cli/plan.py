@@ -173,7 +173,7 @@ def _predict(
     overwrite: bool,
 ) -> None:
     """Show the memory of every way, and then the largest volumes as they are found."""
-    from unet3d.planning.placements import compare
+    from unet3d.planning.comparison import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
 
     with working("predicting") as show:

@@ -143,16 +143,7 @@ class MemoryEstimate:
 
 
 def predict_memory(step: Step) -> MemoryEstimate:
-    """Count what every slot holds in a training step.
-
-    Args:
-        step: The training step.
-
-    Raises:
-        DeviceError: There are more devices than blocks, or the cuts do not fit them.
-        ConfigError: The network cannot be trained in this layout.
-        VolumeError: The size is no multiple of the total stride.
-    """
+    """Count what every slot holds in a training step."""
     topology, layout, settings = step.topology, step.layout, step.settings
     with torch.device("meta"):
         model = UNet3d(topology)
@@ -204,12 +195,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
 def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
     """Count what every shard of a replica holds in a training step; one of each kind is run.
 
-    Args:
-        step: The training step of any of them, or of a network that is not divided.
-
-    Raises:
-        DeviceError: The patch has too few planes for the shards.
-        ConfigError: The network cannot be trained in this layout.
+    The step is that of any of them, or of a network that is not divided.
     """
     known: dict[tuple[int, int], MemoryEstimate] = {}
     for shard in step.shards():

@@ -37,16 +37,9 @@ from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.link_speed import link_line, measure_link
 from unet3d.planning.memory_estimate import Step, empty_batch
 from unet3d.planning.network_plan import NetworkPlan, check_stages
-from unet3d.planning.placements import (
-    PlacementOption,
-    in_words,
-    memory_of,
-    placed,
-    possible_dims,
-    settings_for,
-    timed_options,
-)
+from unet3d.planning.placements import PlacementOption, timed_options
 from unet3d.planning.tuning_cache import TunedConfig, hardware, remember_tuned
+from unet3d.planning.ways import in_words, memory_of, placed, possible_dims, settings_for
 
 logger = logging.getLogger(__name__)
 

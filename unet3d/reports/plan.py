@@ -16,7 +16,7 @@ MAX_ROWS = 8
 
 
 def plan_table(record: Mapping[str, Any]) -> Table:
-    """Return what the ways of :func:`unet3d.planning.placements.compare` take, for the terminal."""
+    """Return what the ways of :func:`unet3d.planning.comparison.compare` take, for the terminal."""
     every_slot = [slot for way in record["ways"] for slot in way["slots"]]
     unit, unit_bytes = unit_of(every_slot, "predicted")
     notes = [*record["notes"]]

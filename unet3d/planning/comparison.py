@@ -1,0 +1,150 @@
+"""All ways of placing a training side by side, as ``unet3d plan`` shows them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from unet3d.config import Config, ParallelSettings
+from unet3d.model.unet import refuse_beyond_memory
+from unet3d.parallel import ParallelDims
+from unet3d.planning.cuts import choose_cuts
+from unet3d.planning.link_speed import link_line, measure_link
+from unet3d.planning.network_plan import NetworkPlan, check_stages
+from unet3d.planning.placements import PlacementOption, best_of, choice_line, timed_options
+from unet3d.planning.tuning_cache import resolve_auto
+from unet3d.planning.ways import (
+    all_devices,
+    devices_of_ranks,
+    dims_of,
+    has_gpu,
+    if_possible,
+    is_here,
+    memory_of,
+    numbered,
+    possible_dims,
+    settings_for,
+)
+
+
+def compare(
+    config: Config,
+    network: NetworkPlan,
+    memory_bytes: int | None,
+    watch: Callable[[int, int], object] = lambda number, total: None,
+) -> tuple[list[PlacementOption], dict[str, Any]]:
+    """Predict one device and several, with one micro-batch and with the configured number.
+
+    The record of these options has slots as in a run's ``memory.json``, and under ``choice`` what
+    mode ``auto`` chooses; the largest patches, which take longer to find, are left out.
+    ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
+    ``watch`` is told before each prediction how many there were and will be in all.
+    """
+    config = network.settled(config)
+    asked = dims_of(config.parallel, memory_bytes)
+    check_stages(config, network, asked.num_stages)
+    refuse_beyond_memory(network.topology)  # predictions make the weights, and do not touch them
+    candidates: tuple[ParallelDims, ...] = (asked,)  # what auto chooses from; else one
+    if config.parallel.mode == "auto":
+        candidates = possible_dims(config, network, asked.all_devices) or candidates
+    every = _beside(candidates, config, network, asked)
+    several = all_devices(every)
+    link = measure_link(several, are_here=memory_bytes is None)
+    memory = memory_of(several, memory_bytes)
+    timed = {option.dims: option for option in timed_options(config, network, every, memory, link)}
+    notes = list(_notes(config.parallel, memory_bytes))
+    notes += [] if link is None else [f"{link_line(link)}."]
+    chosen, choice = asked, None
+    if candidates != (asked,):
+        watch(0, len(every))
+        options = [timed[dims] for dims in candidates]
+        best = best_of(options)
+        chosen = best.dims
+        choice = choice_line(options, best)
+    if memory_bytes is None and all(map(is_here, chosen.all_devices)):
+        placement = settings_for(config.parallel, chosen)
+        config = resolve_auto(config.model_copy(update={"parallel": placement}), timed[chosen].step)
+    # A cut that depends on times or bytes is the training's.
+    balance = config.parallel.balance
+    counts = sorted({1, config.training.num_micro_batches})
+    ways: list[PlacementOption] = []
+    rows: list[dict[str, Any]] = []
+    for dims in every:
+        for count in counts:
+            watch(len(ways), len(every) * len(counts))
+            way, is_chosen = timed[dims], dims == chosen
+            cuts = config.parallel.cut_blocks if is_chosen else None
+            if way.step.layout.num_micro_batches != count or cuts is not None:
+                way = way.divided(count, cuts)
+            if is_chosen and dims.mode == "model" and balance is not None:
+                cuts = choose_cuts(way.step, balance)
+                way = replace(way, balance=balance).divided(count, cuts)
+            ways.append(way)
+            is_asked = is_chosen and count == config.training.num_micro_batches
+            rows.append({**_row(way, memory), "asked": is_asked})
+    step = ways[0].step  # the option of one device, which has the whole batch
+    return ways, {
+        "shape": list(step.size),
+        "batch_size": step.batch_size,
+        "precision": step.precision,
+        "channels": list(step.topology.channels),
+        "notes": notes,
+        "choice": choice,
+        "ways": rows,
+    }
+
+
+def _row(way: PlacementOption, memory: Mapping[torch.device, int]) -> dict[str, Any]:
+    dims = way.dims
+    slots: list[dict[str, Any]] = []
+    for rank, devices in enumerate(devices_of_ranks(dims)):
+        prediction = way.shards[dims.shard_of(rank)]
+        for slot, device in zip(prediction.slots, devices, strict=True):
+            row = {
+                "slot": len(slots),
+                "device": str(device),
+                "blocks": list(slot.blocks),
+                "device_bytes": memory[device],
+                "predicted": prediction.memory[slot.index].to_dict(),
+            }
+            slots.append({**row, "rank": rank} if dims.num_processes > 1 else row)
+    return {
+        "parallel": dims.mode,
+        "replicas": dims.num_replicas,
+        "shards": dims.num_shards,
+        "num_micro_batches": way.step.layout.num_micro_batches,
+        "balance": way.balance,
+        "fits": way.fits,
+        "step_seconds": way.seconds,
+        "step_is_measured": way.is_measured,
+        "slots": slots,
+    }
+
+
+def _beside(
+    candidates: Sequence[ParallelDims], config: Config, network: NetworkPlan, asked: ParallelDims
+) -> list[ParallelDims]:
+    """Return candidates with what a reader compares them with, one device first.
+
+    That is all that can be on the same devices, or where it is one, on two; and two stages.
+    """
+    devices = asked.all_devices
+    if len(devices) == 1:
+        devices = (devices[0], numbered(devices[0], (devices[0].index or 0) + 1))
+    alone = config.parallel.model_copy(update={"replicas": 1})
+    free = config.model_copy(update={"parallel": alone})
+    found = [*possible_dims(free, network, devices), *candidates]
+    if all(dims.mode != "model" for dims in found):
+        found += if_possible(free, network, "model", devices[:2], 1)
+    return list(dict.fromkeys(found))
+
+
+def _notes(settings: ParallelSettings, memory_bytes: int | None) -> Iterator[str]:
+    if settings.devices is None and not has_gpu(memory_bytes):
+        yield "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
+    if settings.data_parallel is not False:
+        yield (
+            "parallel.data_parallel=true is not predicted: each step copies the network to every "
+            "GPU but the first, which gathers what they make. What is shown is a process for each."
+        )
