@@ -14,9 +14,10 @@ from unet3d.errors import ConfigError, DeviceError
 from unet3d.model import UNet3d
 from unet3d.parallel.partition import default_cuts
 from unet3d.planning import step_time
+from unet3d.planning.block_work import count_work
 from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.memory_estimate import Step
-from unet3d.planning.step_time import CPU_CORE, H200, count_work, num_cores
+from unet3d.planning.step_time import CPU_CORE, H200, num_cores
 
 TINY = SMALL.model_copy(update={"num_levels": 2})
 

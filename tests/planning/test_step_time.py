@@ -16,13 +16,13 @@ from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning import step_time
+from unet3d.planning.block_work import count_work
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.step_time import (
     BESIDE_SECONDS,
     GLOO,
     NVLINK,
     Links,
-    count_work,
     links_between,
     long_on_cpu,
     message_seconds,

@@ -21,8 +21,9 @@ from unet3d.parallel.partition import (
     check_num_stages,
     default_cuts,
 )
+from unet3d.planning.block_work import count_work
 from unet3d.planning.memory_estimate import Step, predict_memory
-from unet3d.planning.step_time import count_work, element_bytes, rates_of
+from unet3d.planning.step_time import element_bytes, rates_of
 
 logger = logging.getLogger(__name__)
 
