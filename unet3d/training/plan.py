@@ -8,6 +8,7 @@ and :attr:`Plan.network` tells that from headers alone.
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError
+from unet3d.errors import ConfigError, DeviceError
 from unet3d.inputs.plain_data import validated
 from unet3d.model import Topology
 from unet3d.parallel import ParallelDims
@@ -131,8 +132,11 @@ class Plan:
     def network_notes(self) -> list[str]:
         """Return what was made of patch and batch, in lines for the user."""
         settled = self.network.settled(self.config)
-        long = long_on_cpu(self.network.step(settled, self.dims, "float32"))
-        return [*plan_notes(self.config, self.network), *([long] if long else [])]
+        notes = plan_notes(self.config, self.network)
+        with suppress(DeviceError):  # of mode auto: so many slabs may not be what it will take
+            long = long_on_cpu(self.network.step(settled, self.dims, "float32"))
+            notes += [long] if long else []
+        return notes
 
     def to_plain(self) -> dict[str, Any]:
         """Return the plan as a rank sends it to the others."""
