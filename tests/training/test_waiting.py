@@ -90,17 +90,6 @@ def test_what_comes_between_the_batches_is_not_waiting(monkeypatch):
         assert clock.read() == pytest.approx(1.0), device
 
 
-def test_the_first_batch_of_all_is_told_once(monkeypatch):
-    machine, clock = Machine(monkeypatch), DataClock(CPU)
-    assert clock.take_start() == 0.0
-    for _ in range(2):
-        assert len(list(clock.timed(machine.batches(3.0, 0.5)))) == 2
-    assert clock.take_start() == pytest.approx(3.0)
-    list(clock.timed(machine.batches(3.0)))
-    assert clock.take_start() == 0.0
-    assert clock.read() == pytest.approx(10.0)
-
-
 def loading(**changes):
     usual = Loading(devices=(GPU,), num_workers=2, num_ranks=1)
     return replace(usual, **changes)
@@ -132,30 +121,18 @@ def machine_of(monkeypatch):
 )
 def test_who_waits_is_told_what_helps(machine_of, cores, threads, changes, expected):
     machine_of(cores, threads)
-    note = loading(**changes).note({"seconds": 20.0, "waited_seconds": 6.8}, 0.0, 6.8)
+    note = loading(**changes).note({"seconds": 20.0, "waited_seconds": 6.8}, 6.8)
     assert note == f"waited 34 % for data: try {expected}"
     assert len(INDENT + note) <= MAX_COLUMNS
 
 
 def test_a_gpu_whose_patches_are_there_waits_for_the_host(machine_of):
     machine_of(16, 1)
-    metrics = {"seconds": 23.0, "waited_seconds": 12.0}  # of the start, 3 s
-    note = loading().note(metrics, 3.0, 1.9)
+    metrics = {"seconds": 20.0, "waited_seconds": 9.0}
+    note = loading().note(metrics, 1.9)
     assert note == "waited 45 % for the host, which queues such short steps too slowly"
-    assert "for data" in loading().note(metrics, 3.0, 2.1)
-
-
-def test_little_is_not_told(machine_of):
-    machine_of(16, 1)
-    for waited, start, is_told in (
-        (1.0, 0.0, False),  # a tenth
-        (1.01, 0.0, True),
-        (5.0, 4.5, False),  # what is left of it is 0.5 of 5.5 s
-        (5.0, 4.0, True),
-        (4.0, 5.0, False),  # other ranks were faster to start
-    ):
-        note = loading().note({"seconds": 10.0, "waited_seconds": waited}, start, waited)
-        assert (note is not None) == is_told, (waited, start)
+    assert "for data" in loading().note(metrics, 2.1)
+    assert loading().note({"seconds": 20.0, "waited_seconds": 2.0}, 2.0) is None  # a tenth
 
 
 LATE_SECONDS = 0.1

@@ -26,7 +26,7 @@ from unet3d.runs.finding import FOLDS, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.plan import Plan, Request, run_to_resume
-from unet3d.training.start import refuse_init_of_old_run, run_name
+from unet3d.training.start import run_name
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,6 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
     old_run = RunFolder(request.output) if request.resume and request.output else None
     if "data.fold" in request.changes:
         raise ConfigError("--fold is given for a run over several folds; leave it out, or --folds")
-    if old_run is not None:
-        refuse_init_of_old_run(request)
     plan = Plan.of(request, old_run=old_run)
     devices = plan.dims.all_devices
     if plan.config.parallel.mode == "auto" and len(devices) > 1:

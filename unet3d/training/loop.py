@@ -117,6 +117,7 @@ class TrainingLoop:
         ):
             if self.recorder.resumed_epoch is None:
                 self.recorder.begin()
+            is_first = True
             while self.state.epoch < settings.epochs:
                 self._train_epoch(line, interruption)
                 is_due, is_kept = self._is_due(), self._is_due() or self.state.epoch == 0
@@ -128,8 +129,9 @@ class TrainingLoop:
                 if is_kept:
                     self._keep(validation)
                     self.recorder.draw_progress()
-                waits = self._clock.take_start(), self.loader.take_waited()
-                line.epoch_done(metrics, self._loading.note(metrics, *waits))
+                note = self._loading.note(metrics, self.loader.take_waited())
+                line.epoch_done(metrics, None if is_first else note)  # its processes start
+                is_first = False
             self.recorder.begin()
             self.recorder.update_reserved()
             final = self._validate_finally(line, interruption)

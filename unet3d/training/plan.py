@@ -162,6 +162,10 @@ def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
     It may be one over several folds, and must be with ``over_folds``. One that was killed before
     its first checkpoint counts, as its settings are there.
     """
+    if "training.init" in request.changes:
+        raise ConfigError(
+            "training.init begins a new run, and --resume continues one; leave one out"
+        )
     named = {key: value for key, value in request.changes.items() if key == "data.dataset"}
     dataset = load_config(request.config_path, named).data.dataset
 

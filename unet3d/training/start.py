@@ -92,11 +92,11 @@ def _choose_run(request: Request, group: Group) -> Run:
     old_run = None
     if request.resume:
         old_run = run_to_resume(request)
-        refuse_init_of_old_run(request)
     plan = Plan.of(request, group.ranks, old_run=old_run).placed(group.ranks)
     if old_run is not None:
         return Run(plan=plan, folder=old_run, resume=old_run.latest.exists())
-    if group.size > 1 and request.output is None and _may_be_restarted():
+    may_be_restarted = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"
+    if group.size > 1 and request.output is None and may_be_restarted:
         raise ConfigError(
             "torchrun may restart the ranks, which then must find the run again; name its "
             "folder with --output, or use torchrun --max-restarts 0"
@@ -106,18 +106,6 @@ def _choose_run(request: Request, group: Group) -> Run:
     folder = RunFolder(request.output)
     has_begun = group.has_begun(str(folder.path))
     return Run(plan=plan, folder=folder, resume=has_begun and folder.latest.exists())
-
-
-def refuse_init_of_old_run(request: Request) -> None:
-    """Refuse weights to begin with where a run is to be continued."""
-    if "training.init" in request.changes:
-        raise ConfigError(
-            "training.init begins a new run, and --resume continues one; leave one out"
-        )
-
-
-def _may_be_restarted() -> bool:
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"
 
 
 def run_name(config: Config, folds: str | None = None) -> str:

@@ -31,7 +31,6 @@ class DataClock:
         self._device = device
         self._host_seconds = 0.0
         self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._start_seconds: float | None = None
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches, and time how long each is waited for, without what is done with it."""
@@ -42,8 +41,6 @@ class DataClock:
             if batch is None:
                 return
             elapsed = time.monotonic() - began
-            if self._start_seconds is None:
-                self._start_seconds = elapsed
             ready = self._event()
             if idle is None or ready is None:
                 self._host_seconds += elapsed
@@ -58,13 +55,6 @@ class DataClock:
             self._gaps[-1][1].synchronize()
             seconds += sum(idle.elapsed_time(ready) for idle, ready in self._gaps) / 1000
             self._gaps.clear()
-        return seconds
-
-    def take_start(self) -> float:
-        """Return, once, the seconds of the very first batch, which loading processes start with."""
-        if self._start_seconds is None:
-            return 0.0
-        seconds, self._start_seconds = self._start_seconds, 0.0
         return seconds
 
     def _event(self) -> torch.cuda.Event | None:
@@ -96,16 +86,12 @@ class Loading:
             num_ranks=context.group.ranks.local_world_size,
         )
 
-    def note(
-        self, metrics: Mapping[str, Any], start_seconds: float, loading_seconds: float
-    ) -> str | None:
+    def note(self, metrics: Mapping[str, Any], loading_seconds: float) -> str | None:
         """Return what to say of an epoch that waited for its data; None: nothing.
 
-        ``start_seconds`` are the part of what it waited that other epochs do not;
-        ``loading_seconds`` is how long this process waited for patches to be cut, without that.
+        ``loading_seconds`` is how long this process waited for patches to be cut.
         """
-        waited = metrics["waited_seconds"] - start_seconds
-        seconds = metrics["seconds"] - start_seconds
+        waited, seconds = metrics["waited_seconds"], metrics["seconds"]
         if waited <= TOLERATED_SHARE * seconds:
             return None
         percent = f"{100 * waited / seconds:.0f} %"
