@@ -212,8 +212,7 @@ def test_train_predict_and_evaluate_two_channels(folder, capsys, caplog):
     (run_folder,) = Path("runs").iterdir()
     assert run_folder.name.startswith("raw data-fold0-")
     assert "Memory in training" in output and "decoder.0.skip" in output
-    assert f"Checkpoints, metrics and pictures: {run_folder}" in output
-    assert f"One of them, drawn: {run_folder}/validation/worst.png." in output
+    assert f"To segment scans: unet3d predict SCAN -c '{run_folder}'" in output
     assert_is_picture(run_folder / "validation/worst.png")
     epochs = [record.message for record in caplog.records if record.message.startswith("epoch ")]
     assert len(epochs) == 30 and epochs[0].startswith("epoch 1/30: loss ")

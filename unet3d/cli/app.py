@@ -4,7 +4,6 @@ Heavy imports are inside the commands, so that ``--help`` is instant.
 """
 
 import io
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,25 +16,20 @@ from unet3d.cli.command import Commands, debug_option, is_debugging
 from unet3d.cli.config import config
 from unet3d.cli.convert import convert
 from unet3d.cli.evaluate import check, evaluate
-from unet3d.cli.log_format import OneLineFormatter
-from unet3d.cli.output import show_error
+from unet3d.cli.output import log_to_terminal, show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict, predict_as_rank
 from unet3d.cli.report import report
 from unet3d.cli.train import train
 from unet3d.errors import Unet3dError, reason_of
 from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
-from unet3d.terminal import TerminalHandler
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit.
+    """Run the command line, by default with the arguments of the process, and exit.
 
     Exit status: 0 done; 1 a problem that we explain; 2 wrong usage; 130, 143 and 129 after Ctrl-C,
     SIGTERM and SIGHUP.
-
-    Args:
-        arguments: Arguments without the program's name; None: those of the process.
     """
     from unet3d.distributed import is_launched, is_started
     from unet3d.distributed.ranks import die_with_launcher, leave, report_end, wait_passively
@@ -46,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             # Names of files and labels may hold what the terminal's encoding, or any, does not.
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    _log_to_terminal()
+    log_to_terminal()
     try:
         with interruptible():
             die_with_launcher()
@@ -59,20 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except Unet3dError as error:
-        report_end(error)
-        if is_debugging():
-            raise
-        if not is_launched():  # else the process that started the ranks shows it, once
-            show_error(error)
-        leave(1)
-    except OSError as error:  # such as a full disk, in the middle of a run
-        place = f"{error.filename}: " if error.filename else ""
-        explained = Unet3dError(f"{place}{reason_of(error)}; --debug shows where")
+    except (Unet3dError, OSError) as error:
+        explained = error if isinstance(error, Unet3dError) else _of_system(error)
         report_end(explained)
         if is_debugging():
             raise
-        if not is_launched():
+        if not is_launched():  # else the process that started the ranks shows it, once
             show_error(explained)
         leave(1)
     except Interrupted as interruption:
@@ -94,17 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         leave(1)
 
 
-def _log_to_terminal() -> None:
-    handler = TerminalHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("unet3d").setLevel(logging.INFO)
+def _of_system(error: OSError) -> Unet3dError:
+    """Return the error for one such as a full disk, in the middle of a run."""
+    place = f"{error.filename}: " if error.filename else ""
+    return Unet3dError(f"{place}{reason_of(error)}; --debug shows where")
 
 
 @click.group(
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    params=[debug_option()],
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, params=[debug_option()]
 )
 @click.version_option(__version__, message="unet3d %(version)s")
 def commands() -> None:

@@ -138,6 +138,11 @@ class Commands(click.Group):
         return list(self.commands)
 
 
+def setting(key: str, name: str, metavar: str | None, text: str, **more: Any) -> Option:
+    """Return a decorator that adds an option which is a setting, by the setting's dotted key."""
+    return click.option(name, cls=Setting, setting=key, metavar=metavar, help=text, **more)
+
+
 def grouped(title: str, *options: Option) -> Callable[[Function], Function]:
     """Return a decorator that adds options, which help shows together under a title."""
 

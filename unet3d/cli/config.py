@@ -7,8 +7,7 @@ from unet3d.cli.options import common_options
 
 
 @click.command(
-    cls=Command,
-    epilog=examples("unet3d config > mine.yaml", "unet3d config --preset full"),
+    cls=Command, epilog=examples("unet3d config > mine.yaml", "unet3d config --preset full")
 )
 @common_options
 def config(settings: GivenSettings) -> None:

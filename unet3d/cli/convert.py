@@ -8,14 +8,9 @@ import click
 
 from unet3d.cli.checkpoints import named_checkpoints
 from unet3d.cli.command import Command, examples, grouped
-from unet3d.cli.options import (
-    FILE,
-    folds_option,
-    output_option,
-    overwrite_option,
-)
-from unet3d.cli.output import check_writable, refuse_input, working
-from unet3d.errors import ConfigError, ResultExistsError, reason_of
+from unet3d.cli.options import FILE, folds_option, output_option, overwrite_option
+from unet3d.cli.output import check_result, refuse_input, working
+from unet3d.errors import ConfigError, reason_of
 
 if TYPE_CHECKING:
     from unet3d.runs.checkpoint import Checkpoint
@@ -55,12 +50,7 @@ FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip"
     overwrite_option,
 )
 def convert(
-    *,
-    model: Path,
-    folds: tuple[int, ...] | None,
-    format_: str,
-    output: Path,
-    overwrite: bool,
+    *, model: Path, folds: tuple[int, ...] | None, format_: str, output: Path, overwrite: bool
 ) -> None:
     """Turn a model of nnU-Net into a checkpoint, or back.
 
@@ -86,9 +76,7 @@ def convert(
             "with --folds, or a folder with --output"
         )
     for target in targets.values():
-        if not overwrite and (target.is_symlink() or target.exists()):
-            raise ResultExistsError(f"{target} exists; add --overwrite to replace it")
-        check_writable(target)
+        check_result(target, *checkpoints, overwrite=overwrite)
     from unet3d.nnunet.model_files import known_as
     from unet3d.runs.checkpoint import save_checkpoint
 

@@ -13,7 +13,7 @@ from unet3d.cli.options import (
     json_option,
     overwrite_option,
 )
-from unet3d.cli.output import check_results, files_of, refuse_input, working, write_json
+from unet3d.cli.output import check_result, files_of, working, write_json
 from unet3d.errors import DatasetError
 
 
@@ -81,8 +81,7 @@ def evaluate(
     """
     if dataset is not None and checkpoint is not None:
         raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")
-    refuse_input(json_path, predictions, labels, *(files_of(dataset) if dataset else ()))
-    check_results(json_path, overwrite=overwrite)
+    check_result(json_path, predictions, labels, *files_of(dataset), overwrite=overwrite)
     from unet3d.inference.pairing import refuse_missing
 
     refuse_missing(predictions, labels)  # before PyTorch is imported
@@ -120,8 +119,7 @@ def check(
 
     Of the settings, data.labels, data.spacing_mm, data.fold and data.num_folds count.
     """
-    refuse_input(json_path, *files_of(dataset), *([settings.path] if settings.path else ()))
-    check_results(json_path, overwrite=overwrite)
+    check_result(json_path, *files_of(dataset), settings.path, overwrite=overwrite)
 
     from dataclasses import asdict
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from unet3d.cli.command import COMMON, Setting, grouped
+from unet3d.cli.command import COMMON, grouped, setting
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -80,46 +80,41 @@ common_options = grouped(
 )
 """Options that name a configuration; each counts more than those before it."""
 
-devices_option = click.option(
+devices_option = setting(
+    "parallel.devices",
     "--devices",
-    cls=Setting,
-    setting="parallel.devices",
-    metavar="LIST",
-    help="GPUs such as 0,1, or cpu; default: GPU 0, or the CPU where there is none.",
+    "LIST",
+    "GPUs such as 0,1, or cpu; default: GPU 0, or the CPU where there is none.",
 )
 
-parallel_option = click.option(
+parallel_option = setting(
+    "parallel.mode",
     "--parallel",
-    cls=Setting,
-    setting="parallel.mode",
-    metavar="MODE",
-    help="What is on each device. data: a copy of the network; spatial: a slab of each volume; "
+    "MODE",
+    "What is on each device. data: a copy of the network; spatial: a slab of each volume; "
     "model: a part of the network; none: there is one device; auto: the fastest that fits "
     "(default).",
 )
 
-replicas_option = click.option(
+replicas_option = setting(
+    "parallel.replicas",
     "--replicas",
-    cls=Setting,
-    setting="parallel.replicas",
-    metavar="R",
-    help="Groups that --devices are divided into, each with a network on several of them.",
+    "R",
+    "Groups that --devices are divided into, each with a network on several of them.",
 )
 
 batch_options = (
-    click.option(
+    setting(
+        "training.batch_size",
         "--batch-size",
-        cls=Setting,
-        setting="training.batch_size",
-        metavar="N",
-        help="Patches in a step; default: as many as suit the data.",
+        "N",
+        "Patches in a step; default: as many as suit the data.",
     ),
-    click.option(
+    setting(
+        "training.micro_batches",
         "--micro-batches",
-        cls=Setting,
-        setting="training.micro_batches",
-        metavar="M",
-        help="Portions of a batch, which keep all devices of --parallel model busy.",
+        "M",
+        "Portions of a batch, which keep all devices of --parallel model busy.",
     ),
 )
 

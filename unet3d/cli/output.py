@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,25 +16,50 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unet3d.atomic import replacing
+from unet3d.cli.command import is_debugging
 from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, reason_of
+from unet3d.terminal import TerminalHandler
 
 if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
+
+SPLITS = "splits_final.json"
+"""nnU-Net's file of folds, in the folder of a data set."""
+
+
+class OneLineFormatter(logging.Formatter):
+    """Makes each message one line without control characters, which names of files may hold.
+
+    With ``--debug`` it says where a message comes from; tracebacks keep their lines.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line of a message."""
+        from unet3d.inputs.plain_data import printable
+
+        line = super().formatMessage(record)
+        if is_debugging():
+            line = f"{record.levelname} {record.name}: {line}"
+        return printable(line, max_length=len(line))
+
+
+def log_to_terminal() -> None:
+    """Log on stderr, above a live line where there is one."""
+    handler = TerminalHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("unet3d").setLevel(logging.INFO)
 
 
 def begin_as_rank(quiet: bool = False) -> "Ranks":
     """Return the place of this process, of which the first rank alone logs; before PyTorch loads.
 
-    Args:
-        quiet: Whether it only warns, too.
-
-    Raises:
-        ConfigError: The variables of torchrun contradict one another.
+    ``quiet``: that one only warns.
     """
     from unet3d.distributed.ranks import Ranks, silence_torch
 
     ranks, ours = Ranks.from_environment(), logging.getLogger("unet3d")
-    if ranks.world_size > 1 and not ours.isEnabledFor(logging.DEBUG):
+    if ranks.world_size > 1 and not is_debugging():
         silence_torch()
     if quiet or not ranks.is_first:
         ours.setLevel(logging.WARNING)
@@ -43,12 +69,7 @@ def begin_as_rank(quiet: bool = False) -> "Ranks":
 
 
 def show_error(error: Unet3dError, what: str = "Error") -> None:
-    """Show an explained error as one line on stderr.
-
-    Args:
-        error: The error; its message may have several lines.
-        what: Word that begins the line.
-    """
+    """Show an explained error as one line on stderr, which begins with a word."""
     from unet3d.inputs.plain_data import printable
 
     line = f"{what}: {' '.join(str(error).split())}"
@@ -56,75 +77,45 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
 
 
 def show_line(content: Any) -> None:
-    """Print a line, which stays whole however wide the terminal is, or a table.
-
-    Args:
-        content: Text without markup, or what rich prints.
-    """
+    """Print a line, which stays whole however wide the terminal is, or a table of rich."""
     from rich.console import Console
 
     is_text = isinstance(content, str)
     Console().print(content, highlight=False, markup=False, soft_wrap=is_text)
 
 
-def files_of(dataset: Path) -> tuple[Path, ...]:
-    """Return the files that describe a data set.
-
-    Args:
-        dataset: Its folder, or its dataset.json.
-    """
-    return dataset, dataset / "dataset.json", dataset / "splits_final.json"
+def files_of(dataset: Path | None) -> tuple[Path, ...]:
+    """Return the files that describe a data set."""
+    return () if dataset is None else (dataset, dataset / "dataset.json", dataset / SPLITS)
 
 
-def refuse_input(path: Path | None, *inputs: Path) -> None:
-    """Refuse to write results over what they are made from.
-
-    Args:
-        path: Where results go; None: nowhere.
-        inputs: What the command reads, besides volumes.
-
-    Raises:
-        ConfigError: The file is one of those, or named like a volume.
-    """
-    if path is None:
-        return
+def refuse_input(path: Path, *inputs: Path | None) -> None:
+    """Refuse to write results over what they are made from, or over a volume."""
     from unet3d.images.files import is_volume_file
 
-    if is_volume_file(path) or os.path.realpath(path) in map(os.path.realpath, inputs):
+    read = [os.path.realpath(one) for one in inputs if one is not None]
+    if is_volume_file(path) or os.path.realpath(path) in read:
         raise ConfigError(f"{path} is no place for the results; name another file")
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Refuse files that cannot be written, before the work whose results they are to hold.
+def check_result(path: Path | None, *inputs: Path | None, overwrite: bool) -> None:
+    """Refuse a file that is an input, cannot be written or exists, before the work is done.
 
-    Args:
-        paths: Files of options; None: the option was not given.
-
-    Raises:
-        ConfigError: One of them cannot be written there.
+    None stands for an option that was not given.
     """
-    for path in paths:
-        if path is None:
-            continue
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-            with tempfile.TemporaryFile(dir=path.parent), suppress(FileNotFoundError):
-                if not stat.S_ISREG(path.lstat().st_mode):  # such as /dev/stdout, a link
-                    raise OSError(EINVAL, "it is not a regular file", str(path))
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
-
-
-def check_results(*paths: Path | None, overwrite: bool) -> None:
-    """Refuse files of options that exist, unless they may be replaced, or cannot be written.
-
-    None stands for an option that was not given. Call it before the work.
-    """
-    check_writable(*paths)
-    for path in paths:
-        if path is not None and not overwrite and os.path.lexists(path):
-            raise ResultExistsError(f"{path} exists; add --overwrite to replace it")
+    if path is None:
+        return
+    refuse_input(path, *inputs)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent), suppress(FileNotFoundError):
+            if not stat.S_ISREG(path.lstat().st_mode):  # such as /dev/stdout, a link
+                raise OSError(EINVAL, "it is not a regular file", str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+    if not overwrite and os.path.lexists(path):
+        raise ResultExistsError(f"{path} exists; add --overwrite to replace it")
 
 
 @contextmanager
@@ -141,14 +132,7 @@ def writing_result(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being done, as long as it takes; nothing is left of it.
-
-    Args:
-        text: What is begun with.
-
-    Yields:
-        Takes what is done from then on.
-    """
+    """Show on a terminal what is being done, as long as it takes; yield what changes the text."""
     from rich.console import Console
     from rich.text import Text
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unet3d.cli.checkpoints import wanted_checkpoints
-from unet3d.cli.command import Command, DatasetArgument, GivenSettings, Setting, examples, grouped
+from unet3d.cli.command import Command, DatasetArgument, GivenSettings, examples, grouped, setting
 from unet3d.cli.options import (
     FILE,
     FiniteRange,
@@ -22,9 +22,8 @@ from unet3d.cli.options import (
     replicas_option,
 )
 from unet3d.cli.output import (
-    check_results,
+    check_result,
     files_of,
-    refuse_input,
     show_line,
     working,
     write_json,
@@ -53,13 +52,7 @@ TOO_LARGE = (
 @click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
 @grouped(
     "Training",
-    click.option(
-        "--shape",
-        cls=Setting,
-        setting="patches.size",
-        metavar="X,Y,Z",
-        help="Voxels of a patch; default: as training chooses.",
-    ),
+    setting("patches.size", "--shape", "X,Y,Z", "Voxels of a patch; default: as training chooses."),
     *batch_options,
 )
 @grouped(
@@ -130,8 +123,7 @@ def plan(
     if scan:
         if "data.dataset" in settings.changes or measure:
             raise click.UsageError("--predict plans one scan; drop DATASET and --measure")
-        refuse_input(json_path, *scan, *checkpoints)
-        check_results(json_path, overwrite=overwrite)
+        check_result(json_path, *scan, *checkpoints, overwrite=overwrite)
         refuse_missing(scan)
         checkpoints = wanted_checkpoints(checkpoints)
         record = plan_prediction(scan, checkpoints, settings.config.parallel, device_memory)
@@ -144,10 +136,9 @@ def plan(
     if measure and picture is None:
         picture = Path("tuning.png")
     dataset = settings.config.data.dataset
-    read = [*(files_of(dataset) if dataset else ()), *([settings.path] if settings.path else ())]
-    refuse_input(json_path, *read, *([picture] if picture else ()))
-    refuse_input(picture, *read)
-    check_results(json_path, picture, overwrite=overwrite)
+    read = (*files_of(dataset), settings.path)
+    check_result(json_path, *read, picture, overwrite=overwrite)
+    check_result(picture, *read, overwrite=overwrite)
     if dataset is not None:
         load_dataset(dataset)  # before PyTorch is imported
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unet3d.cli.checkpoints import wanted_checkpoints
-from unet3d.cli.command import Command, GivenSettings, Setting, examples, grouped
+from unet3d.cli.command import Command, GivenSettings, examples, grouped, setting
 from unet3d.cli.options import (
     FILE,
     checkpoint_option,
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @click.command(
     cls=Command,
     epilog=examples(
-        "unet3d predict scan.nii.gz",
-        "unet3d predict scans/ -c runs/mine -o segmentations/",
+        "unet3d predict scan.nii.gz", "unet3d predict scans/ -c runs/mine -o segmentations/"
     ),
 )
 @click.argument("images", type=FILE, nargs=-1, required=True)
@@ -39,47 +38,42 @@ if TYPE_CHECKING:
         several=True,
     ),
     folds_option,
-    click.option(
+    setting(
+        "inference.window",
         "--window",
-        cls=Setting,
-        setting="inference.window",
-        metavar="X,Y,Z",
-        help="Voxels of a window, or whole; default: as in training.",
+        "X,Y,Z",
+        "Voxels of a window, or whole; default: as in training.",
     ),
-    click.option(
+    setting(
+        "inference.overlap",
         "--overlap",
-        cls=Setting,
-        setting="inference.overlap",
-        metavar="SHARE",
-        help="Share of a window that its neighbour covers too, 0 to 0.95; default: as in training.",
+        "SHARE",
+        "Share of a window that its neighbour covers too, 0 to 0.95; default: as in training.",
     ),
-    click.option(
+    setting(
+        "inference.precision",
         "--precision",
-        cls=Setting,
-        setting="inference.precision",
-        metavar="TYPE",
-        help="bfloat16, float16 or float32; default: what suits training and device.",
+        "TYPE",
+        "bfloat16, float16 or float32; default: what suits training and device.",
     ),
-    click.option(
+    setting(
+        "inference.tta",
         "--tta/--no-tta",
-        cls=Setting,
-        setting="inference.tta",
+        None,
+        "Average over mirror images: up to 8 times the work; default: as in training.",
         default=None,
-        help="Average over mirror images: up to 8 times the work; default: as in training.",
     ),
-    click.option(
+    setting(
+        "inference.postprocessing",
         "--no-postprocessing",
-        cls=Setting,
-        setting="inference.postprocessing",
+        None,
+        "Keep all components, also where validation has shown that the largest is better.",
         is_flag=True,
         flag_value=False,
         default=None,
-        help="Keep all components, also where validation has shown that the largest is better.",
     ),
     click.option(
-        "--skip-background",
-        is_flag=True,
-        help="Skip windows of constant intensity, such as air.",
+        "--skip-background", is_flag=True, help="Skip windows of constant intensity, such as air."
     ),
 )
 @grouped(

@@ -8,8 +8,8 @@ import click
 from unet3d.cli.checkpoints import named_checkpoints
 from unet3d.cli.command import Command, examples, grouped
 from unet3d.cli.options import FILE, checkpoint_option, output_option, overwrite_option
-from unet3d.cli.output import check_writable, working
-from unet3d.errors import ConfigError, ResultExistsError
+from unet3d.cli.output import check_result, working
+from unet3d.errors import ConfigError
 
 REPORT = "report.html"
 """Name of a run's page, unless another one is asked for."""
@@ -33,12 +33,7 @@ REPORT = "report.html"
     overwrite_option,
 )
 def report(
-    *,
-    path: Path,
-    image: Path | None,
-    checkpoint: Path | None,
-    output: Path | None,
-    overwrite: bool,
+    *, path: Path, image: Path | None, checkpoint: Path | None, output: Path | None, overwrite: bool
 ) -> None:
     """Make a page of a RUN, or a viewer of a SEGMENTATION.
 
@@ -61,9 +56,7 @@ def report(
 
         # The page of a run that goes on is made again and again.
         overwrite |= is_run and output.parent.resolve() == path.resolve() and is_page(output)
-        if not overwrite and (output.is_symlink() or output.is_file()):
-            raise ResultExistsError(f"{output} exists; add --overwrite to replace it")
-        check_writable(output)
+        check_result(output, overwrite=overwrite)
         page = _page_of_run(path, output) if image is None else _page(path, image, checkpoint)
         num_bytes = write_page(page, output, overwrite)
     click.echo(f"{path} -> {output} ({num_bytes / 1e6:.1f} MB)")

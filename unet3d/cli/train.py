@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unet3d.cli.command import Command, DatasetArgument, GivenSettings, Setting, examples, grouped
+from unet3d.cli.command import Command, DatasetArgument, GivenSettings, examples, grouped, setting
 from unet3d.cli.options import (
     FILE,
     batch_options,
@@ -30,26 +30,18 @@ if TYPE_CHECKING:
 @click.command(
     cls=Command,
     epilog=examples(
-        "unet3d train DATASET --devices 0,1",
-        "unet3d train --resume -o runs/mine --epochs 200",
+        "unet3d train DATASET --devices 0,1", "unet3d train --resume -o runs/mine --epochs 200"
     ),
 )
 @click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
 @grouped(
     "Training",
-    click.option(
-        "--epochs",
-        cls=Setting,
-        setting="training.epochs",
-        metavar="N",
-        help="Epochs in all; more with --resume extend a run.",
-    ),
-    click.option(
+    setting("training.epochs", "--epochs", "N", "Epochs in all; more with --resume extend a run."),
+    setting(
+        "data.fold",
         "--fold",
-        cls=Setting,
-        setting="data.fold",
-        metavar="K|none",
-        help="Which fifth of the cases validates, from 0; none: train on all of them.",
+        "K|none",
+        "Which fifth of the cases validates, from 0; none: train on all of them.",
     ),
     click.option(
         "--folds",
@@ -57,33 +49,26 @@ if TYPE_CHECKING:
         help="Train several folds, all or 0,1,2: one on each of --devices at the same time, or "
         "with another --parallel than auto one after another on all of them.",
     ),
-    click.option(
+    setting(
+        "training.init",
         "--init",
-        cls=Setting,
-        setting="training.init",
+        None,
+        "Begin with the network of a checkpoint or of a run, also for other labels.",
         type=FILE,
-        help="Begin with the network of a checkpoint or of a run, also for other labels.",
     ),
     *batch_options,
-    click.option(
-        "--seed",
-        cls=Setting,
-        setting="training.seed",
-        metavar="S",
-        help="Seed of every random choice.",
-    ),
+    setting("training.seed", "--seed", "S", "Seed of every random choice."),
 )
 @grouped(
     "Devices",
     devices_option,
     parallel_option,
     replicas_option,
-    click.option(
+    setting(
+        "parallel.max_restarts",
         "--max-restarts",
-        cls=Setting,
-        setting="parallel.max_restarts",
-        metavar="N",
-        help="How often to go on by itself when one of several processes dies.",
+        "N",
+        "How often to go on by itself when one of several processes dies.",
     ),
 )
 @grouped(
@@ -94,12 +79,7 @@ if TYPE_CHECKING:
 )
 @common_options
 def train(
-    *,
-    settings: GivenSettings,
-    folds: str | None,
-    output: Path | None,
-    resume: bool,
-    quiet: bool,
+    *, settings: GivenSettings, folds: str | None, output: Path | None, resume: bool, quiet: bool
 ) -> None:
     """Train a network on DATASET.
 
@@ -123,12 +103,7 @@ def train(
     from unet3d.training.plan import Request
     from unet3d.training.start import start_training
 
-    request = Request(
-        config_path=settings.path,
-        changes=changes,
-        output=output,
-        resume=resume,
-    )
+    request = Request(config_path=settings.path, changes=changes, output=output, resume=resume)
     console = Console()
     over_folds = request_over_folds(request, folds, ranks)
     if over_folds is not None:

@@ -1,7 +1,6 @@
 import logging
 
-from unet3d.cli.log_format import OneLineFormatter
-from unet3d.cli.output import show_error
+from unet3d.cli.output import OneLineFormatter, show_error
 from unet3d.errors import VolumeError
 
 HOSTILE = "scan\n\x1b[31m\udcff.nii"
