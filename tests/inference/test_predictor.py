@@ -14,7 +14,7 @@ from tests.images.samples import SPACING_MM, noise, write_volume
 from tests.inference.blending import blended
 from tests.networks import place, random_checkpoint, reseeded
 from unet3d.config import InferenceSettings
-from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
+from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.image import open_image
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
@@ -298,20 +298,6 @@ def scaled(checkpoint, factor, part=""):
     return replace(checkpoint, model=model)
 
 
-@pytest.mark.parametrize("factor", [1e10, math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_of_a_training_that_diverged_are_refused(factor, dtype, tmp_path):
-    """With 1e10 every variance overflows, every logit is 0 and everything background."""
-    sound = random_checkpoint(dtype=dtype)
-    message = "weights (reach|are NaN).*has diverged; use another"
-    for part in ("", "encoder.levels.0"):
-        with pytest.raises(CheckpointError, match=f"^the network's {message}"):
-            place(scaled(sound, factor, part))
-    found = place(Networks.of(sound, scaled(sound, factor)))
-    with pytest.raises(CheckpointError, match=f"^network 2's {message}"):
-        found.segment(volume_of(noise(), tmp_path))
-
-
 def test_large_weights_that_change_nothing_are_taken(checkpoint, predictor, tmp_path):
     """Each convolution is normalised, so its scale does not matter."""
     image = volume_of(noise(), tmp_path)
@@ -338,14 +324,8 @@ def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
     larger = volume_of(noise((24, 16, 16)) * 1e6, tmp_path / "larger")
     half = "in float16, numbers beyond 65504 overflow; add --precision bfloat16"
     cases = (
-        (checkpoint, image, "float32", "its intensities are probably unlike"),
+        (checkpoint, image, "float32", "its intensities are unlike those of the training, or"),
         (checkpoint, image, "float16", half),
-        (
-            scaled(checkpoint, 1e5, "head"),
-            image,
-            "float16",
-            r"the network's weights reach \d.*has di",
-        ),
         (
             not_normalised(checkpoint),
             larger,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
@@ -16,7 +16,7 @@ from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
 
 
-class Networks(Sequence[Checkpoint]):
+class Networks:
     """Trained networks that are averaged; they prepare an image in one way.
 
     Only what the files say of them is read at first. The weights of the first network are read when
@@ -29,7 +29,7 @@ class Networks(Sequence[Checkpoint]):
         described: Sequence[Checkpoint],
         load: Callable[[int], Checkpoint],
     ) -> None:
-        """See that they belong together."""
+        """See that they belong together, as far as is known of them without their weights."""
         self.names = tuple(names)
         self.described = tuple(described)
         self._load = load
@@ -57,7 +57,7 @@ class Networks(Sequence[Checkpoint]):
 
     @classmethod
     def read(cls, paths: Sequence[Path], group: Group) -> "Networks":
-        """Return the networks of files; all ranks call it."""
+        """Return the networks of files; of several ranks the first one sends them to all."""
         names = [str(known_as(path)) for path in paths]
         if group.size > 1:
             loaded = [network_from_first(path, group) for path in paths]
@@ -80,18 +80,11 @@ class Networks(Sequence[Checkpoint]):
         return self.described[0].preprocessing
 
     def __len__(self) -> int:
+        """Return how many there are."""
         return len(self.described)
 
-    @overload
-    def __getitem__(self, index: int) -> Checkpoint: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Checkpoint]: ...
-
-    def __getitem__(self, index: int | slice) -> Checkpoint | Sequence[Checkpoint]:
-        """Return a network with its weights, as soon as they are read."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Checkpoint:
+        """Return a network with its weights, as soon as they are read, or raise CheckpointError."""
         if not self._loaded:
             self._loaded = each_ahead(self._load, range(len(self)))
         return self._loaded[index].result()

@@ -6,17 +6,16 @@ with at least as many scans as devices, each of n ranks has every n-th scan and 
 
 import json
 import logging
-import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from unet3d.config import ParallelSettings
 from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.errors import RankError, Unet3dError
+from unet3d.errors import RankError
 from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
@@ -59,7 +58,9 @@ def predict(
         dims = ParallelDims.resolve(parallel, ranks=ranks)
         num_channels = len(networks.preprocessing.channels)
         scans = group.from_first(
-            lambda: find_scans(request, num_channels), to_plain=_plain, from_plain=_found
+            lambda: find_scans(request, num_channels),
+            to_plain=lambda found: found.model_dump(mode="json"),
+            from_plain=FoundScans.model_validate,
         )
         results = tuple(sorted(scan.output for scan in (*scans.kept, *scans.to_segment)))
         is_dealt = dims.mode == "data" and group.size > 1
@@ -136,47 +137,18 @@ def _log_in_all_ranks(*names: str) -> None:
 @contextmanager
 def _naming_left(scans: Sequence[Scan], overwrite: bool, progress: Progress) -> Iterator[None]:
     """Return a context in which ranks segment scans, and which says what they leave."""
-    before = [_stamp(scan.output) for scan in scans]
+    began = time.time()
     try:
         yield
     except (Interrupted, RankError):
-        pairs = zip(scans, before, strict=True)
-        left = [scan for scan, stamp in pairs if _stamp(scan.output) == stamp]
+        left = [scan for scan in scans if not _is_written(scan.output, began)]
         if left:
             progress.left(left_words(left, overwrite))
         raise
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced; None: there is none."""
+def _is_written(path: Path, began: float) -> bool:
     try:
-        status = os.lstat(path)
+        return path.stat().st_mtime >= began - 0.1  # clocks of file systems tick more slowly
     except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
-def _plain(found: FoundScans) -> dict[str, Any]:
-    """Return scans as one rank sends them to the others; :func:`_found` reads it."""
-    return {
-        "to_segment": [_names(scan) for scan in found.to_segment],
-        "kept": [_names(scan) for scan in found.kept],
-        "faults": [[_names(scan), str(error)] for scan, error in found.faults],
-    }
-
-
-def _found(plain: dict[str, Any]) -> FoundScans:
-    return FoundScans(
-        to_segment=tuple(map(_scan, plain["to_segment"])),
-        kept=tuple(map(_scan, plain["kept"])),
-        faults=tuple((_scan(names), Unet3dError(text)) for names, text in plain["faults"]),
-    )
-
-
-def _names(scan: Scan) -> list[str]:
-    return [str(scan.output), *map(str, scan.images)]
-
-
-def _scan(names: Sequence[str]) -> Scan:
-    output, *images = map(Path, names)
-    return Scan(images=tuple(images), output=output)
+        return False

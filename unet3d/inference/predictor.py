@@ -105,7 +105,6 @@ class Predictor:
         self._logits = VolumeLogits(
             networks, inference, self._placed, self._group, skips_empty=skips_empty
         )
-        self._logits.check_weights()
         device = self._logits.input_device
         self._messages = self._group.new_group(device) if self._group.size > 1 else None
         of_networks = [
@@ -198,7 +197,9 @@ class Predictor:
         try:
             self._fill(job, planes, windows_done)
         except NonFiniteLogitsError as error:  # which is so in all ranks
-            raise VolumeError(f"{path} cannot be segmented: {error}; {self._cause(job)}") from error
+            largest = 0.0 if job is None else job.found.largest
+            cause = cause_of_non_finite(largest, self._placed.precision)
+            raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error
         except VolumeError as error:
             # Not so in all ranks, of which others wait for this one then.
             kind = DoesNotFitError if self._placed.is_shared else VolumeError
@@ -263,13 +264,6 @@ class Predictor:
                 sizes = smaller
                 continue
             return
-
-    def _cause(self, job: _Job | None) -> str:
-        """Return the likely cause of an output that is not finite."""
-        largest = 0.0 if job is None else job.found.largest
-        return cause_of_non_finite(
-            self.executor.module, self._logits.name, largest, self._placed.precision
-        )
 
 
 def _write(job: _Job, slabs: Iterator[torch.Tensor], axis: int) -> None:

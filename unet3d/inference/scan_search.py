@@ -3,10 +3,10 @@
 import functools
 import os
 import re
-import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
 
 from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, VolumeError, reason_of
 from unet3d.images.files import (
@@ -28,15 +28,16 @@ CHANNEL = re.compile(r"(.+)_\d{4}")
 """How the file of one channel is named, without its ending."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundScans:
+class FoundScans(BaseModel):
     """The scans that were asked for, by what is to be done with them."""
+
+    model_config = ConfigDict(frozen=True)
 
     to_segment: tuple[Scan, ...]
     """Those to segment now."""
     kept: tuple[Scan, ...]
     """Those whose results exist, and stay as they are."""
-    faults: tuple[tuple[Scan, Unet3dError], ...]
+    faults: tuple[tuple[Scan, str], ...]
     """Those that cannot be segmented, and why."""
 
 
@@ -71,8 +72,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
             _refuse_other_channels(case, scan.images, num_channels)
             if not request.overwrite:
                 refuse_existing(scan, request)
-            for path in scan.results(request):
-                _refuse_unwritable(path)
+            _refuse_unwritable(scan.output)
             to_segment.append(scan)
         except ResultExistsError:
             if len(scans) == 1 and not request.goes_on:
@@ -81,7 +81,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
         except Unet3dError as error:
             if len(scans) == 1:
                 raise
-            faults.append((scan, error))
+            faults.append((scan, str(error)))
     return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
 
 
@@ -145,19 +145,12 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
 
 def _refuse_unwritable(path: Path) -> None:
     """Refuse what would fail only once everything has been computed."""
-    reason = ""
-    try:
-        if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
-            reason = "there is something that is no file"
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        reason = reason_of(error)
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"{folder} is no folder that you can write to"
-    if reason:
-        raise ConfigError(f"cannot write {path}: {reason}; choose another --output")
+        raise ConfigError(
+            f"cannot write {path}: {folder} is no folder that you can write to; choose another "
+            "--output"
+        )
 
 
 def _refuse_other_channels(case: Path, files: Sequence[Path], num_channels: int) -> None:

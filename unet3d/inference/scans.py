@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
 
 from unet3d.atomic import make_folder, replacing
 from unet3d.datasets.labels import class_indices
@@ -35,9 +35,10 @@ PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 """The last piece of every picture."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scan:
+class Scan(BaseModel):
     """One image to segment, and where its segmentation goes."""
+
+    model_config = ConfigDict(frozen=True)
 
     images: tuple[Path, ...]
     """One file, or one for each channel."""

@@ -113,7 +113,7 @@ class Segmentation:
             self._keep(scan)
         for scan, error in scans.faults if group.is_first else ():
             self._failures.append(scan.images[0])
-            progress.failed(error)
+            progress.failed(Unet3dError(error))
 
     def begin(self) -> None:
         """Begin to read, while networks are placed on their devices."""

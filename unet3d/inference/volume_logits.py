@@ -14,7 +14,6 @@ from unet3d.distributed.group import Group
 from unet3d.errors import DoesNotFitError
 from unet3d.images.files import times
 from unet3d.inference.averaging import adds_up_together, mean_slabs
-from unet3d.inference.diagnosis import refuse_diverged
 from unet3d.inference.image_slab import ImageSlab, Planes, SharedPlanes
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import Placed, TrainedNetwork, window_network
@@ -60,16 +59,6 @@ class VolumeLogits:
             for index, (network, one) in enumerate(zip(networks.described, settings, strict=True))
         ]
         self.input_device = self._predicting[0].input_device
-
-    @property
-    def name(self) -> str:
-        """Words for the network that is placed."""
-        is_alone = len(self._networks) == 1
-        return "the network" if is_alone else self._networks.names[self._placed.index]
-
-    def check_weights(self) -> None:
-        """Refuse the network that is placed if its weights have diverged."""
-        refuse_diverged(self._placed.executors[0].module, self.name)
 
     def warm_up(self) -> None:
         """Compute windows of nothing, so that a GPU's kernels are there when a scan is.
@@ -178,9 +167,8 @@ class VolumeLogits:
         windows_done: WindowsDone,
     ) -> Iterator[Tensor]:
         """Yield the logits of networks that have the same windows: the mean of several."""
-        for index in indices:
+        for index in indices:  # so that one that cannot be read ends it before the first window
             self._placed.use(index)
-            self.check_weights()
         first = indices[0]
         windows = self._windows(first, image.shape, size)
         for index in indices:

@@ -27,7 +27,7 @@ from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
 
 MOST_WINDOWS = 2**21
-"""A volume of 4096^3 voxels has no more of 64^3. Beyond, a spacing is wrong."""
+"""A volume of 4096^3 voxels has no more of 64^3. A list of more would fill the memory."""
 
 Window = Shape | Literal["whole"]
 """Voxels along X, Y, Z of a window, or the whole volume at once."""
