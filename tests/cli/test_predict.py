@@ -7,19 +7,15 @@ import os
 import sys
 from pathlib import Path
 
-import click
 import nibabel as nib
 import numpy as np
 import pytest
 
 from tests.command_line import labels_of, names_in, refusal, run, scan_array
-from tests.images.dicom_series import write_series
 from tests.images.samples import write_json, write_volume
 from tests.networks import write_checkpoint
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
-from unet3d.images.labels import read_label
 from unet3d.inference.networks import Networks
-from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import Scan, read_scan
@@ -111,18 +107,6 @@ def test_a_network_that_cannot_be_read_ends_all_scans(into_out, capsys):
     assert "other.pt is not a checkpoint that can be used" in lines[-1]
 
 
-def test_the_first_line_comes_before_the_heavy_work(scan, checkpoint, monkeypatch):
-    shown = []
-    monkeypatch.setattr(click, "echo", lambda text, **_: shown.append(text))
-
-    def load(path, part):
-        assert shown == [f"using {checkpoint}"]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("unet3d.inference.networks.load_network", load)
-    assert run("predict", scan, "--checkpoint", checkpoint) == 130
-
-
 # Which scans
 
 
@@ -182,20 +166,6 @@ def test_a_wrong_unit_is_refused_and_the_other_scans_are_segmented(folder, capsy
         for command in (("predict", *asked, "-o", "other"), ("plan", "--predict", *asked)):
             line = refusal(capsys, *command, "--devices", "cpu")
             assert f"scans/{scan}.nii.gz: 14x13x12 " in line and cause.format(*sizes) in line
-
-
-def test_a_series_of_dicom_is_segmented_as_nifti_is(scan, predicting, capsys):
-    stored = nib.load(scan)
-    array = np.asanyarray(stored.dataobj).astype(np.int16)
-    write_volume(Path("all/nifti.nii.gz"), array)
-    write_series(Path("all/series.1"), array, stored.affine)
-    assert run(*predicting, "all", "-o", "out") == 0
-    nifti, series = (nib.load(f"out/{name}.nii.gz") for name in ("nifti", "series.1"))
-    assert np.unique(nifti.get_fdata()).size > 1
-    np.testing.assert_allclose(series.affine, nifti.affine, atol=1e-6)
-    np.testing.assert_array_equal(series.get_fdata(), nifti.get_fdata())
-    assert run(*predicting, "all/series.1/") == 0
-    assert Path("all/series.1_seg.nii.gz").exists()
 
 
 def test_names_that_are_no_text_are_shown_all_the_same(predicting, monkeypatch):
@@ -299,19 +269,6 @@ def test_whatever_is_explained_does_not_end_a_folder(into_out, error, monkeypatc
 # What it takes and what it writes
 
 
-def test_what_memory_cannot_hold_is_refused_at_once(scan, predicting, monkeypatch, capsys):
-    write_volume(scan, scan_array((40, 30, 20)))
-    monkeypatch.setattr("unet3d.memory.host.SMALL_BYTES", 0)
-    monkeypatch.setattr("unet3d.runs.tensor_file.shortage", lambda *_: None)  # compared before
-    for name in ("preparation.resample", "images.scratch"):
-        monkeypatch.setattr(f"unet3d.{name}.refuse_beyond_memory", lambda *_: None)
-    logits = "adding up the logits of 40x30x20 voxels and 3 classes takes 281.2 KiB"
-    window = "a window of 8x8x8 voxels, with the image around it, takes 36.75 KiB"
-    for available, words in ((200_000, f"a scan.nii.gz: {logits}"), (10_000, window)):
-        monkeypatch.setattr("unet3d.memory.host.available_bytes", lambda limit=available: limit)
-        assert words in refusal(capsys, *predicting, scan)
-
-
 def test_files_of_an_earlier_segmentation_are_pointed_out(scan, predicting, caplog):
     assert run(*predicting, scan, "--statistics", "--preview", "--probabilities") == 0
     assert "was there before" not in caplog.text
@@ -355,17 +312,6 @@ def test_options_reach_the_windows(scan, checkpoint, predicting, options, change
     assert (segmented(scan, checkpoint) != expected).any() == bool(changes)
 
 
-@pytest.mark.parametrize(("options", "is_mirrored"), [((), True), (("--no-tta",), False)], ids=str)
-def test_mirror_images_are_those_of_the_network(scan, options, is_mirrored, caplog):
-    network = write_checkpoint(Path("network.pt"), changes=("inference.tta=true",))
-    arguments = ("predict", scan, "--checkpoint", network, "--devices", "cpu", "--window", "8,8,8")
-    assert run(*arguments, "-o", "found.nii", *options) == 0
-    said = "each window is predicted 4 times, mirrored along Y, Z"
-    assert (said in caplog.text) == is_mirrored
-    expected = segmented(scan, network, window=(8, 8, 8), tta=is_mirrored)
-    np.testing.assert_array_equal(labels_of("found.nii"), expected)
-
-
 def test_every_setting_of_prediction_is_that_of_the_network():
     given = {
         **{"window": (24, 16, 8), "overlap": 0.25, "batch_size": 3, "precision": "float32"},
@@ -377,17 +323,6 @@ def test_every_setting_of_prediction_is_that_of_the_network():
     asked = {"tta": False, "window": "whole", "overlap": 0.5, "postprocessing": True}
     request = PredictionRequest(settings={f"inference.{name}": one for name, one in asked.items()})
     assert request.inference(config) == InferenceSettings(**{**given, **asked})
-
-
-def test_components_are_kept_on_request(scan):
-    network = write_checkpoint(Path("network.pt"), patch_size=(8, 8, 8), postprocessing=((1,),))
-    arguments = ("predict", scan, "--checkpoint", network, "--devices", "cpu")
-    assert run(*arguments, "-o", "kept.nii") == 0
-    assert run(*arguments, "-o", "all.nii", "--no-postprocessing") == 0
-    kept, everything = (read_label(name).array for name in ("kept.nii", "all.nii"))
-    assert not np.array_equal(kept, everything)
-    keep_largest(everything, [(1,)])
-    np.testing.assert_array_equal(kept, everything)
 
 
 @pytest.mark.parametrize(

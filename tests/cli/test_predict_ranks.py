@@ -124,16 +124,6 @@ def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
     assert_same("dealt", "alone", "acde")
 
 
-def test_fewer_scans_than_devices_have_their_windows_dealt(scans):
-    network = write_checkpoint(Path("network.pt"), dtype=torch.float64, changes=EXACT)
-    arguments = ("predict", scans, "--checkpoint", network)
-    assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
-    done = warm.run([*arguments, "--devices", "cpu,cpu,cpu,cpu", "-o", "dealt"])
-    assert done.returncode == 1
-    assert done.stderr.startswith("computing on cpu in float64, windows dealt to 4 replicas\n")
-    assert_same("dealt", "alone", "ac")
-
-
 # How it ends
 
 SHAPE = (24, 22, 20)

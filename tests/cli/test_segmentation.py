@@ -1,7 +1,6 @@
 """``unet3d predict`` continued, killed or interrupted, on small disks, with all of its results."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -195,33 +194,6 @@ def test_what_is_killed_is_continued(scan, predicting):
     assert run(*arguments, "-o", "undisturbed") == 0
     assert contents("out") == contents("undisturbed")
     assert names_in("out", ".*") == []  # what the killed one has left is gone
-
-
-def test_a_mapped_scan_that_is_cut_off_leaves_nothing(predicting):
-    """What the file has lost cannot be had any more; the system may even end the process."""
-    path = write_volume(Path("a.nii"), scan_array((24, 16, 12)))
-    process = start((*predicting, path, *ALL_RESULTS, "-o", "out"), WINDOWS, window_s=0.2)
-    os.truncate(path, 2000)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0 and "Traceback" not in errors
-    assert all(name.startswith(".unfinished-") for name in names_in("out"))
-
-
-def test_windows_in_air_are_skipped(predicting, caplog):
-    array = np.full((64, 16, 16), -1000, np.int16)
-    array[:20] = scan_array((20, 16, 16))
-    path = write_volume(Path("a.nii.gz"), array)
-    assert run(*predicting, path, "-o", "all.nii") == 0
-    assert "skipped" not in caplog.text
-    assert run(*predicting, path, "-o", "some.nii", "--skip-background", "--statistics") == 0
-    # Windows of 8 start at 0, 4, ..., 56 along X, and at 0, 4, 8 elsewhere.
-    assert "skipped 90 of 135 windows, which are empty" in caplog.text
-    found, expected = labels_of("some.nii"), labels_of("all.nii")
-    np.testing.assert_array_equal(found[:20], expected[:20])
-    assert not found[24:].any() and expected[24:].any()
-    statistics = json.loads(Path("some.json").read_text())["labels"]
-    for one in statistics.values():
-        assert one["num_voxels"] == (found == one["value"]).sum()
 
 
 @pytest.mark.parametrize(

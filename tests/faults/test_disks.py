@@ -64,7 +64,7 @@ def size_in_kib(folder):
 
 def assert_all_or_none(out):
     """See that a scan has all of its results, so that the same command does it again, or none."""
-    made = [path for path in out.glob("*_seg.*") if not path.name.endswith(".nii.gz")]
+    made = [path for path in out.glob("scan_*") if not path.name.endswith(".nii.gz")]
     of_scan = Counter(path.stem for path in made)
     assert of_scan == {path.name[:-7]: 3 for path in out.glob("*.nii.gz")}
 

@@ -35,13 +35,6 @@ def test_only_the_largest_component_of_the_values_stays(rule):
         assert labels.dtype == dtype and np.array_equal(labels, wanted)
 
 
-def test_a_single_line_of_voxels_may_have_gaps():
-    for line in ((1, 1, 6), (1, 6, 1), (6, 1, 1)):
-        labels = np.array([1, 0, 1, 0, 1, 1], np.uint8).reshape(line)
-        keep_largest(labels, [(1,)])
-        assert np.array_equal(labels.reshape(-1), [0, 0, 0, 0, 1, 1])
-
-
 def test_rules_are_applied_one_after_the_other():
     # The larger part of label 1 goes with the first rule, so that the smaller one stays.
     labels = np.zeros((9, 9, 30), np.uint8)

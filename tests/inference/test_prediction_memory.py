@@ -5,10 +5,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -75,19 +73,6 @@ def test_windows_are_those_that_settings_ask_for(tmp_path):
     assert (whole.shape, whole.batch_size) == ((32, 24, 24), 3)
 
 
-def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path):
-    image = nib.Nifti1Image(np.zeros((40, 24, 90), np.int16), np.diag([1.0, 1.0, 2.0, 1.0]))
-    turned = image.as_reoriented(np.array([[2, 1], [0, -1], [1, 1]]))  # stored as 24x90x40
-    nib.save(turned, tmp_path / "scan.nii.gz")
-    network = replace(random_checkpoint(spacing_mm=(1.0, 2.0, 1.0)), patch_size=(16, 32, 8))
-    preprocessing = replace(network.preprocessing, orientation="stored")
-    found = planned(tmp_path / "scan.nii.gz", replace(network, preprocessing=preprocessing))
-    assert turned.shape == (24, 90, 40)
-    assert found.windows.size == (24, 90, 40)
-    assert found.windows.shape == (16, 32, 8)
-    assert found.label_bytes == found.voxel_bytes // 2 == 24 * 90 * 40
-
-
 def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path):
     network = random_checkpoint(patch_size=(64, 64, 64))
     path = scan_of(tmp_path, (64, 64, 400))
@@ -97,25 +82,6 @@ def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path):
     assert sums < large.device_bytes - 1024**3 < 2**32
     assert small.device_bytes < large.device_bytes
     assert large.slab_bytes < planned(path, network).slab_bytes
-
-
-@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_mirror_images_need_the_sum_of_their_logits(tmp_path, device):
-    """Of many classes they are most of what windows take."""
-    path = scan_of(tmp_path, (64, 64, 64))
-
-    def bytes_of(axes, tta):
-        changes = (f"patches.augmentation_details.mirror_axes={axes}",)
-        labels = tuple(range(60))
-        network = random_checkpoint(label_values=labels, patch_size=(32, 32, 32), changes=changes)
-        settings = InferenceSettings(batch_size=2, tta=tta)
-        found = planned(path, network, device, 24_000 * 2**20, settings)
-        return np.array([found.device_bytes, found.host_bytes])
-
-    needed = 2 * 32**3 * 60 * (4 if device == CPU else 2)  # less than the sum in float32
-    plain = bytes_of("x,y", tta=False)
-    assert sum(bytes_of("x,y", tta=True)) > sum(plain) + needed
-    assert bytes_of("[]", tta=True)[0] == plain[0]
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
@@ -158,17 +124,3 @@ def test_it_is_near_what_the_command_takes(tmp_path, shape, spacing):
     assert "windows of 64x64x64 voxels" in asked.stdout
     predicted = json.loads((tmp_path / "m.json").read_text())["host_bytes"]
     assert predicted == pytest.approx(peak_bytes, rel=0.25)
-
-
-def test_maps_take_twice_as_much_in_float32_and_sums_a_number_for_each_class(tmp_path):
-    path = scan_of(tmp_path, (40, 40, 40))
-    one = InferenceSettings(batch_size=1)
-    in_types = [
-        planned(path, random_checkpoint(), settings=one, precision=precision).slab_bytes
-        for precision in ("bfloat16", "float32")
-    ]
-    # Three maps of 4 channels at full resolution, which have 2 bytes and 4.
-    assert in_types[1] - in_types[0] == 16**3 * 3 * 4 * 2
-    more = planned(path, random_checkpoint(label_values=(0, 1, 2, 3)), settings=one).slab_bytes
-    # A sum in float32, and twice their mean; what a window takes is less.
-    assert 0 <= more - in_types[1] - 40 * 40 * 16 * 3 * 4 < 16**3 * 3 * 4

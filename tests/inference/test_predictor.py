@@ -169,15 +169,6 @@ def test_what_is_zero_around_a_scan_is_background(tmp_path):
     np.testing.assert_array_equal(found, np.pad(expected, ((7, 3), (1, 2), (0, 0))))
 
 
-def test_only_what_is_kept_of_a_scan_takes_memory(checkpoint, tmp_path, monkeypatch):
-    volume = volume_of(np.pad(noise((16, 16, 16)), ((4, 20),) * 3), tmp_path)
-    monkeypatch.setattr(host, "SMALL_BYTES", 0)
-    monkeypatch.setattr(host, "available_bytes", lambda: 40**3 * 8)
-    with pytest.raises(VolumeError, match="40x40x40 voxels"):
-        place(checkpoint).segment(volume)
-    assert place(prepared_by(checkpoint, crops_to_nonzero=True)).segment(volume).any()
-
-
 # Several networks
 
 
@@ -252,23 +243,6 @@ def test_tta_averages_over_the_axes_of_training(tmp_path):
     assert (found != plain).mean() > 0.02
 
 
-def test_mirrored_axes_are_named_as_the_network_sees_them(caplog):
-    caplog.set_level("INFO")
-    mirrored = random_checkpoint(changes=MIRRORED)
-    none = random_checkpoint(changes=("patches.augmentation=none",))
-    for checkpoint, words in (
-        (mirrored, "each window is predicted 4 times, mirrored along X, Z"),
-        (
-            prepared_by(mirrored, orientation="stored"),
-            "each window is predicted 4 times, mirrored along I, K",
-        ),
-        (none, "no mirror images: training had none, so --tta changes nothing"),
-    ):
-        caplog.clear()
-        place(checkpoint, inference=MIRRORING)
-        assert words in caplog.messages
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [("0",), ("0", "0"), ("cpu", "0")])
 def test_a_gpu_gives_nearly_the_same_labels(checkpoint, predictor, tmp_path, devices):
@@ -287,22 +261,6 @@ def test_channels_that_do_not_suit_the_network_are_refused(predictor, tmp_path):
 
 
 # Numbers that nothing can be computed with
-
-
-def scaled(checkpoint, factor, part=""):
-    """Return the network with some of its weights made larger."""
-    model = {
-        name: value * factor if part in name and value.is_floating_point() else value
-        for name, value in checkpoint.model.items()
-    }
-    return replace(checkpoint, model=model)
-
-
-def test_large_weights_that_change_nothing_are_taken(checkpoint, predictor, tmp_path):
-    """Each convolution is normalised, so its scale does not matter."""
-    image = volume_of(noise(), tmp_path)
-    large = place(scaled(checkpoint, 1000.0, part="encoder")).segment(image)
-    assert (large == predictor.segment(image)).mean() > 0.99
 
 
 def not_normalised(checkpoint):

@@ -1,7 +1,7 @@
 """Which scans are segmented, where to, and which results are kept."""
 
 import os
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from unet3d.errors import ConfigError, ResultExistsError, VolumeError
 from unet3d.images.image import open_image
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scan_search import find_scans, refuse_existing
-from unet3d.inference.scans import read_scan, write_segmentation
+from unet3d.inference.scans import write_segmentation
 
 
 def touch(folder, *names):
@@ -121,30 +121,6 @@ def test_a_scan_that_is_named_in_two_ways_counts_once(tmp_path, monkeypatch):
             assert len(found_of(inputs, tmp_path / "out", 1).to_segment) == 1
 
 
-def test_every_link_to_one_scan_is_a_scan(tmp_path):
-    (path,) = touch(tmp_path, "elsewhere/a.nii.gz")
-    scans = tmp_path / "scans"
-    scans.mkdir()
-    for index in range(100):
-        (scans / f"{index}.nii.gz").symlink_to(path)
-    # What cannot be read stops no folder; it is named when it is its turn.
-    (scans / "loop.nii.gz").symlink_to("loop.nii.gz")
-    (scans / "nowhere.nii.gz").symlink_to("absent.nii.gz")
-    os.mkfifo(scans / "pipe.nii.gz")
-    found = found_of([scans, scans / "loop.nii.gz"], None, 1)
-    assert len({scan.output for scan in found.to_segment}) == 103
-    by_name = {scan.images[0].name: scan for scan in found.to_segment}
-    words = {
-        "loop": "symbolic links",
-        "nowhere": "No such file",
-        "pipe": "not a regular",
-        "7": "is em",
-    }
-    for name, said in words.items():
-        with pytest.raises(VolumeError, match=said):
-            read_scan(by_name[f"{name}.nii.gz"])
-
-
 def test_output_is_a_file_or_a_folder(tmp_path):
     (tmp_path / "there.already").mkdir()
     path = write_volume(tmp_path / "scan.nii.gz", noise((4, 5, 6)))
@@ -187,23 +163,6 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
     assert scan.output == tmp_path / "seg.nii"
     refuses(scans[:1], "results.v2: segmentations are written as NIfTI; name a", output)
-
-
-def test_files_of_a_folder_are_not_compared_with_all_others(tmp_path, monkeypatch):
-    touch(tmp_path, *(f"case{number}_000{n}.nii.gz" for number in range(100) for n in range(2)))
-    num_compared, equal = 0, Path.__eq__
-
-    def counted(path, other):
-        nonlocal num_compared
-        num_compared += 1
-        return equal(path, other)
-
-    monkeypatch.setattr(PurePath, "__eq__", counted)
-    for num_channels, num_scans in ((1, 200), (2, 100)):
-        num_compared = 0
-        found = found_of([tmp_path], tmp_path / "out", num_channels)
-        assert len(found.to_segment) == num_scans
-        assert num_compared < 10 * 200
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path):
@@ -257,30 +216,6 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(tmp_path):
         assert names(kept) == ["a.nii.gz"]
 
 
-def test_pictures_are_results_as_statistics_are(tmp_path):
-    a, there = touch(tmp_path, "a.nii.gz", "a_seg.nii.gz")
-    words = f"{there} exists, but not a_seg.png; add --overwrite to make all"
-    refuses([a], words, preview=True)
-    words = "exists, but not a_seg.json and a_seg.png; add --overwrite to make all"
-    refuses([a], words, statistics=True, preview=True)
-    there.unlink()  # what nobody asks for does not matter
-    assert names(found_of([a], None, 1).to_segment) == ["a.nii.gz"]
-
-
-def test_whatever_has_the_name_counts_as_a_result(tmp_path):
-    for kind, make in {
-        "folder": Path.mkdir,
-        "absent": lambda output: output.symlink_to("absent"),
-        "loop": lambda output: output.symlink_to(output.name),
-    }.items():
-        scan, output = touch(tmp_path / kind, "a.nii.gz", "a_seg.nii.gz")
-        output.unlink()
-        make(output)
-        with pytest.raises(ResultExistsError):
-            found_of([scan], None, 1)
-        assert found_of([scan], None, 1, overwrite=True).to_segment
-
-
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(
     tmp_path, monkeypatch
 ):
@@ -297,11 +232,3 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
         words = f"cannot write.*{place}.*choose another"
         for output in (tmp_path / place, tmp_path / place / "deeper"):
             refuses([a], words, output, overwrite=True)
-
-
-def test_a_folder_that_cannot_be_listed_is_explained(tmp_path, monkeypatch):
-    def refuse(self):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    refuses([tmp_path], f"cannot list {tmp_path}: Permission denied")

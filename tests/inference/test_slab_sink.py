@@ -1,13 +1,12 @@
 """Slabs arrive where they belong, in their order, and errors where somebody can hear of them."""
 
 import itertools
-import threading
 
 import numpy as np
 import pytest
 import torch
 
-from unet3d.inference.label_volume import MAX_WAITING, SlabSink
+from unet3d.inference.label_volume import SlabSink
 
 SHAPE = (7, 6, 5)
 
@@ -43,36 +42,6 @@ def test_it_converts_on_the_host_and_begins_anew():
         sink.take(slab, 2)
     sink.finish()
     np.testing.assert_array_equal(target, np.array([0, 7, 300])[whole.numpy()])
-
-
-class Gate:
-    """Converts when it may."""
-
-    def __init__(self):
-        self.opened = threading.Event()
-        self.num_begun = 0
-
-    def __call__(self, array):
-        self.num_begun += 1
-        assert self.opened.wait(10)
-        return array
-
-
-def test_some_are_on_their_way_and_no_more():
-    gate = Gate()
-    target = np.zeros(SHAPE)
-    sink = SlabSink(target, gate)
-    for _ in range(MAX_WAITING):
-        sink.take(torch.ones(1, 6, 5), 0)  # returns at once
-    third = threading.Thread(target=lambda: sink.take(torch.ones(1, 6, 5), 0))
-    third.start()
-    third.join(0.2)
-    assert third.is_alive() and not target.any()
-    gate.opened.set()
-    third.join(10)
-    sink.finish()
-    assert gate.num_begun == MAX_WAITING + 1
-    assert target[: MAX_WAITING + 1].all() and not target[MAX_WAITING + 1 :].any()
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

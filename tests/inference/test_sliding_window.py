@@ -157,45 +157,6 @@ def test_what_a_network_returns_stays_its_own(window):
     assert (kept == 1).all()
 
 
-def test_a_bad_network_is_refused_at_its_first_window():
-    executor = Voxelwise(lambda image: image * math.nan)
-    with pytest.raises(NonFiniteLogitsError):
-        predict_logits(executor, make_image((64, 64, 32)), WINDOW, 0.5, 2)
-    assert len(executor.batches) == 1
-    image = make_image((64, 20, 10))
-    image[:, :40] = -1.5  # air, whose windows are skipped
-    with pytest.raises(NonFiniteLogitsError):
-        predict_logits(executor, image, WINDOW, 0.5, 1, empty_logits=EMPTY)
-    assert len(executor.batches) == 2
-    windows = Windows.of((64, 20, 10), executor.module.topology, WINDOW, 0.5, 1, [CPU])
-    with pytest.raises(NonFiniteLogitsError):  # of several networks the last one, too
-        list(logit_slabs([Voxelwise(), executor], slab_of(image, windows), windows, 2))
-    assert len(executor.batches) == 3
-
-
-@pytest.mark.parametrize(
-    ("window", "batch_size", "expected"),
-    [
-        ("whole", 1, [(0, 1), (1, 1)]),
-        (WINDOW, 1, [(done, 4) for done in range(5)]),
-        (WINDOW, 3, [(0, 4), (3, 4), (4, 4)]),
-    ],
-    ids=str,
-)
-def test_it_says_how_many_windows_are_done(window, batch_size, expected):
-    executor, calls = Voxelwise(), []
-    predict_logits(
-        executor,
-        make_image((20, 20, 8)),
-        window,
-        0.5,
-        batch_size,
-        lambda *numbers: calls.append((*numbers, len(executor.batches))),
-    )
-    assert [(done, total) for done, total, _ in calls] == expected
-    assert [batches for *_, batches in calls] == list(range(len(expected)))
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size):
     executor = Voxelwise()

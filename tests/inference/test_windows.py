@@ -34,18 +34,6 @@ def test_starts_cover_an_axis_with_the_overlap_asked_for(overlap):
             assert max(steps) - min(steps) <= 1  # evenly spread
 
 
-def test_no_more_windows_than_needed():
-    assert window_starts(100, 100, 0.5) == [0]
-    assert window_starts(101, 100, 0.5) == [0, 1]
-    assert window_starts(150, 100, 0.5) == [0, 50]
-    assert window_starts(151, 100, 0.5) == [0, 26, 51]
-    assert window_starts(300, 100, 0.0) == [0, 100, 200]
-    assert window_starts(46, 31, 0.5) == [0, 15]  # within half a voxel
-    assert window_starts(47, 31, 0.5) == [0, 8, 16]
-    # 20 * (1 - 0.9) is 1.9999999999999996 in floating point, yet two voxels are meant.
-    assert window_starts(40, 20, 0.9) == list(range(0, 21, 2))
-
-
 @pytest.mark.parametrize("window", [(16, 16, 16), (64, 9, 4), (5, 1, 8), (40, 56, 40), (2, 3, 1)])
 def test_weights_are_scipys_gaussian_of_a_point(window):
     point = np.zeros(window)
