@@ -48,9 +48,9 @@ def test_commands_take_no_more_of_the_package_than_before(tmp_path):
     run = tmp_path / "run"
     scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
     for command, most in (
-        (("train", *SMALL, *phantoms, "--output", run), (176, 252)),
-        (("predict", scan, "--checkpoint", run), (107, 182)),
-        (("report", run), (20, 42)),
+        (("train", *SMALL, *phantoms, "--output", run), (171, 245)),
+        (("predict", scan, "--checkpoint", run), (105, 180)),
+        (("report", run), (20, 40)),
     ):
         found = counted(*command)
         assert all(one <= limit for one, limit in zip(found, most, strict=True)), (

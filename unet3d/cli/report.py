@@ -8,7 +8,7 @@ import click
 from unet3d.cli.checkpoints import named_checkpoints
 from unet3d.cli.command import Command, examples, grouped
 from unet3d.cli.options import FILE, checkpoint_option, output_option, overwrite_option
-from unet3d.cli.output import check_result, working
+from unet3d.cli.output import check_result, working, writing_result
 from unet3d.errors import ConfigError
 
 REPORT = "report.html"
@@ -52,14 +52,20 @@ def report(
         raise ConfigError(f"{output} is no place for a page; name a file that ends in .html")
 
     with working(f"reading {path}"):
-        from unet3d.reports.pages.page import is_page, write_page
+        from unet3d.reports.pages.page import is_page
 
         # The page of a run that goes on is made again and again.
         overwrite |= is_run and output.parent.resolve() == path.resolve() and is_page(output)
         check_result(output, overwrite=overwrite)
         page = _page_of_run(path, output) if image is None else _page(path, image, checkpoint)
-        num_bytes = write_page(page, output, overwrite)
-    click.echo(f"{path} -> {output} ({num_bytes / 1e6:.1f} MB)")
+        _write(path, page, output, overwrite)
+
+
+def _write(shown: Path, page: str, place: Path, overwrite: bool) -> None:
+    content = page.encode(errors="replace")
+    with writing_result(place, overwrite) as unfinished:
+        unfinished.write_bytes(content)
+    click.echo(f"{shown} -> {place} ({len(content) / 1e6:.1f} MB)")
 
 
 def _place(path: Path, is_run: bool) -> Path:
@@ -79,14 +85,13 @@ def _page_of_run(path: Path, output: Path) -> str:
     if not folds or has_page(RunFolder(path), is_over_folds=True):
         return run_page(path)
     from unet3d.reports.pages.folds_page import folds_page
-    from unet3d.reports.pages.page import is_page, write_page
+    from unet3d.reports.pages.page import is_page
 
     pages = {}
     for number, fold in folds.items():
         place = fold.path / REPORT
         if has_page(fold) and (is_page(place) or not os.path.lexists(place)):
-            num_bytes = write_page(run_page(fold.path), place, overwrite=True)
-            click.echo(f"{fold.path} -> {place} ({num_bytes / 1e6:.1f} MB)")
+            _write(fold.path, run_page(fold.path), place, overwrite=True)
             pages[number] = place
     return folds_page(path, folds, pages, output)
 

@@ -1,4 +1,4 @@
-"""What every page has: its frame, its rights, pictures within it, and its file.
+"""What every page has: its frame, its rights, pictures within it.
 
 All text is escaped by jinja2, and what cannot be shown, such as half a character in the name of a
 file, is written as its code. The Content-Security-Policy of a page lets nothing be loaded, and
@@ -18,8 +18,6 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from unet3d import __version__
-from unet3d.atomic import replacing
-from unet3d.errors import ConfigError, ResultExistsError, reason_of
 from unet3d.inputs.plain_data import printable
 from unet3d.reports.figures import save_figure
 from unet3d.reports.format import score
@@ -52,22 +50,6 @@ def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **co
         version=__version__,
         **content,
     )
-
-
-def write_page(page: str, path: Path, overwrite: bool) -> int:
-    """Write a page, which appears whole, and return its bytes.
-
-    Raises ConfigError, or ResultExistsError where a file has the name that may not be replaced.
-    """
-    content = page.encode(errors="replace")
-    try:
-        with replacing(path, may_exist=overwrite) as unfinished:
-            unfinished.write_bytes(content)
-    except FileExistsError as error:
-        raise ResultExistsError.meanwhile(path) from error
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
-    return len(content)
 
 
 def is_page(path: Path) -> bool:
