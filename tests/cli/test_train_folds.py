@@ -13,6 +13,7 @@ from tests import warm
 from tests.command_line import names_in, refusal, wait_until
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.trainings import assert_same_weights, contents, without_drawing
+from unet3d.config import load_config
 from unet3d.runs.finding import recorded_folds
 from unet3d.training import folds
 
@@ -83,6 +84,8 @@ def test_folds_on_several_devices_train_at_the_same_time():
     status, _, errors = train(*options, "--folds", "0,1", "--epochs", 1)
     assert status == 0, errors
     assert "folds 0, 1, one at a time on each of cpu, cpu" in errors.splitlines()
+    asked = load_config(Path("folds/config.yaml")).parallel  # so that they go on side by side
+    assert (asked.mode, asked.devices) == ("auto", ("cpu", "cpu"))
     for name in ("fold0", "fold1"):
         assert f"\n{name}: epoch 1/1: loss" in errors
         summary = summary_of(Path("folds", name))

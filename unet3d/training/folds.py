@@ -89,7 +89,10 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
                 folder.create()
             left = [fold for fold in numbers if _summary_of(runs[fold]).get("epochs", 0) < epochs]
             if left:
-                folder.write_config(_prepare_cases(plans[0], left[0]))
+                config = _prepare_cases(plans[0], left[0])
+                if len(plans) > 1:  # how all of them are placed, not the first
+                    config = config.model_copy(update={"parallel": plan.config.parallel})
+                folder.write_config(config)
             folder.write_json(folder.path / FOLDS, {"folds": list(numbers)})
             if left:
                 folder.summary.unlink(missing_ok=True)  # not finished any more
