@@ -70,8 +70,8 @@ def test_with_values_replaces_some_and_checks_all():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("patches.size=1,2", "patches.size is [1, 2]; give auto, whole or three whole numbers abo"),
-        ("patches.size=8,8,0", "is [8, 8, 0]; give auto, whole or three whole numbers"),
+        ("patches.size=1,2", "patches.size is 1,2; give auto, whole or three whole numbers abo"),
+        ("patches.size=8,8,0", "is 8,8,0; give auto, whole or three whole numbers"),
         ("data.labels={}", "data.labels is {}; give a mapping of names to lists, a list of whole"),
         ("training.epochs=0", "training.epochs is 0; give a whole number above 0"),
         ("training.epochs=yes", "training.epochs is True; give a whole number above 0"),
@@ -86,7 +86,7 @@ def test_with_values_replaces_some_and_checks_all():
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         (
             "patches.augmentation_details.mirror_axes=x,w",
-            "augmentation_details.mirror_axes is ['x', 'w']; give auto or a list of x, y or z",
+            "augmentation_details.mirror_axes is x,w; give auto or a list of x, y or z",
         ),
         (
             "patches.augmentation_details.gamma_probability=2",
@@ -179,7 +179,7 @@ def test_what_is_wrong_with_an_option_is_not_blamed_on_the_file(tmp_path):
         ("training.epoch=1", "unknown setting training.epoch, did you mean"),
         ("training.micro_batches=4", "training.micro_batches is 4 but a batch has 2 patches"),
     ):
-        assert refusal(override, path=path).startswith(f"settings: {reason}")
+        assert refusal(override, path=path).startswith(reason)
     path.write_text("training: [1]\n")
     assert refusal("training.seed=3", path=path) == "training is [1], not a section"
     path.write_text("training: {epochs: -1}\n")

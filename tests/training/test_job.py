@@ -167,7 +167,7 @@ def test_so_is_one_on_a_gpu(cache, tmp_path):
     """With convolutions of every kind, launched at first and replayed later."""
     changes = (
         *("parallel.mode=none", "parallel.devices=0", "training.precision=bfloat16"),
-        *("data.phantom.shape=80,64,64", "patches.size=64,64,64", "training.batch_size=2"),
+        *("data.phantom_shape=80,64,64", "patches.size=64,64,64", "training.batch_size=2"),
         *("model.base_channels=32", "model.num_levels=4"),
     )
     config = settings(cache, *changes, "training.save_every_seconds=0")

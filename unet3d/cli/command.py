@@ -105,15 +105,14 @@ class Command(click.Command):
 
     def _as_typed(self, message: str, ctx: click.Context) -> str:
         """Return a message with the options that were typed in place of their settings."""
-        named = message
         for parameter in self.params:
             name, setting = parameter.name or "", self.of_settings.get(parameter.name or "")
             if setting and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
                 is_option = isinstance(parameter, click.Option)
                 typed = parameter.opts[0] if is_option else parameter.human_readable_name
                 key = rf"(?:--set )?(?<![\w.]){re.escape(setting)}(?![\w.]\w)"
-                named = re.sub(key, typed, named)
-        return named if named == message else named.removeprefix("settings: ")
+                message = re.sub(key, typed, message)
+        return message
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in groups, all with one first column."""

@@ -140,7 +140,7 @@ class Config(Section):
         tree = self.model_dump(mode="json", exclude_unset=True)
         for key, value in values.items():
             _put(tree, key, value)
-        return _validated(tree, "settings")
+        return _validated(tree)
 
     def flat(self, only_set: bool = False) -> dict[str, Any]:
         """Return settings as plain values by dotted key, all of them or only those that are set."""
@@ -167,7 +167,7 @@ class Config(Section):
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "Config":
         """Read what ``model_dump(mode="json")`` gave, such as from another rank."""
-        return _validated(dict(values), "settings")
+        return _validated(dict(values))
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":
@@ -193,7 +193,7 @@ def load_config(
         ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
             are named at once.
     """
-    source, tree = "settings", {}
+    source, tree = "", {}
     if path is not None:
         try:
             tree = _parsed(read_bytes(path, MAX_BYTES).decode(), str(path))
@@ -203,7 +203,7 @@ def load_config(
         source = str(path)
         with suppress(ConfigError):
             _validated(tree, source)
-            source = "settings"  # the file alone is right, so a change is what is wrong
+            source = ""  # the file alone is right, so a change is what is wrong
     values = changes if isinstance(changes, Mapping) else parsed_changes(changes)
     for key, value in values.items():
         _put(tree, key, value)
@@ -302,12 +302,12 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _validated(tree: dict[str, Any], source: str) -> Config:
+def _validated(tree: dict[str, Any], source: str = "") -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         problems = explained(error, lambda problem: phrase_of(problem, Config, tree))
-        raise ConfigError(f"{source}: {problems}") from error
+        raise ConfigError(f"{source}: {problems}" if source else problems) from error
 
 
 def _comment(text: str, indent: str) -> list[str]:

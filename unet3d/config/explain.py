@@ -18,6 +18,9 @@ from unet3d.config.values import AUTO
 from unet3d.inputs.plain_data import printable, shown
 
 _NOUNS = {int: "a whole number", float: "a number", str: "a name", Path: "a path"}
+MAX_SHOWN = 8
+"""Values of a list that a message shows one by one."""
+
 _LIMITS = {"gt": "above", "ge": "of at least", "le": "at most", "lt": "below"}
 
 
@@ -76,7 +79,15 @@ def phrase_of(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str
     if problem["type"] == "value_error":  # of a validator of ours
         is_of_section = not key or settings[key].is_section
         return f"{'' if is_of_section else f'{key} '}{problem['ctx']['error']}"
-    return f"{key} is {shown(tree)}; give {settings[key].allowed}"
+    return f"{key} is {_as_typed(tree)}; give {settings[key].allowed}"
+
+
+def _as_typed(value: Any) -> str:
+    """Return a value for a message: a short list as an option takes it, with commas."""
+    is_short = isinstance(value, list | tuple) and 0 < len(value) <= MAX_SHOWN
+    if is_short and all(type(one) in (int, float, str) for one in value):
+        return ",".join(printable(one) for one in value)
+    return shown(value)
 
 
 def _suggestion(location: list[str], settings: Mapping[str, Setting]) -> str:

@@ -61,8 +61,8 @@ class DataSettings(Section):
     """Folder of the prepared arrays; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
     """Processes that prepare cases, then cut patches, and augment them where no GPU does; 0: in the
-    training process; auto: as many as the cores allow, to cut for a GPU at most 8, and 16 where
-    they augment too; to cut beside a network on a CPU one for 32 cores, so none on most."""
+    training process; auto: as many as the cores allow, at most 16, to cut for a GPU 8; to cut
+    beside a network on a CPU one for 32 cores, so none on most."""
 
 
 MirrorAxis = Literal["x", "y", "z"]
