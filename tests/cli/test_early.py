@@ -29,6 +29,8 @@ ERRORS = [
     ("train nowhere", "nowhere; give its folder or its dataset.json"),
     ("train data --devices 97", "device '97' does not exist; this machine has cpu and no CUDA"),
     ("train data --devices gpu0", "device 'gpu0' is unknown; write 0, cuda:0 or cpu"),
+    ("train nowhere --resume", "nowhere; give its folder or its dataset.json"),
+    ("train --resume --devices 97", "device '97' does not exist"),
     ("train data --set training.epoch=3", "training.epoch, did you mean training.epochs?"),
     ("train data --init missing.pt", "cannot read the checkpoint missing.pt: No such file"),
     ("train data --init text.pt", "text.pt is not a checkpoint; name one, the folder of a run"),

@@ -93,9 +93,12 @@ def train(
 
         changes["training.init"] = checkpoint_in(Path(changes["training.init"]))
         refuse_other_file(changes["training.init"])
-    if not resume and ranks.is_first:
-        is_alone = ranks.world_size == 1 and folds is None
-        _check_early(settings, output if is_alone else None)
+    if ranks.is_first:
+        _check_early(settings.without_context() if resume else settings)
+        if output is not None and not resume and folds is None and ranks.world_size == 1:
+            from unet3d.runs.run_folder import RunFolder
+
+            RunFolder(output).refuse_used()  # ranks that torchrun starts anew find theirs there
 
     from rich.console import Console
 
@@ -116,17 +119,11 @@ def train(
         _show(result, console)
 
 
-def _check_early(settings: GivenSettings, output: Path | None) -> None:
-    """Refuse what is wrong without waiting for PyTorch; of a run that goes on, its settings count.
-
-    ``output`` must be for a new run; ranks that torchrun starts anew find theirs there.
-    """
+def _check_early(settings: GivenSettings) -> None:
+    """Refuse settings, devices and a data set without waiting for PyTorch."""
     from unet3d.datasets.dataset import load_dataset
-    from unet3d.runs.run_folder import RunFolder
 
     settings.check_devices()
-    if output is not None:
-        RunFolder(output).refuse_used()
     if (dataset := settings.config.data.dataset) is not None:
         load_dataset(dataset)
 
