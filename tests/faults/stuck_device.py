@@ -4,9 +4,9 @@ import os
 import time
 from functools import partial
 
-import unet3d.config
 from tests.trainings import bare
 from unet3d.distributed import watch
+from unet3d.inference.request import PredictionRequest
 
 
 class StuckProgress:
@@ -33,13 +33,13 @@ def run(words, stuck, limit=None):
     As soon as the file ``stuck`` is there, rank 0 stops in the call that would wait for its
     device; None: no device is watched.
     """
-    load_config = unet3d.config.load_config
+    placement = PredictionRequest.placement
 
-    def with_limit(path, changes=()):
-        return load_config(path, [*changes, f"parallel.timeout_seconds={limit}"])
+    def with_limit(request):
+        return placement(request).model_copy(update={"timeout_seconds": limit})
 
     if limit is not None:
-        unet3d.config.load_config = with_limit
+        PredictionRequest.placement = with_limit  # type: ignore[method-assign]
     if stuck is not None:
         watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
     bare(words)
