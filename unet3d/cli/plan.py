@@ -29,7 +29,6 @@ from unet3d.cli.output import (
     write_json,
     writing_result,
 )
-from unet3d.cli.planned_prediction import plan_prediction
 from unet3d.errors import DoesNotFitError
 
 if TYPE_CHECKING:
@@ -126,7 +125,15 @@ def plan(
         check_result(json_path, *scan, *checkpoints, overwrite=overwrite)
         refuse_missing(scan)
         checkpoints = wanted_checkpoints(checkpoints)
-        record = plan_prediction(scan, checkpoints, settings.config.parallel, device_memory)
+        with working("predicting"):
+            from unet3d.inference.prediction_memory import planned_prediction
+
+            parallel = settings.config.parallel
+            record = planned_prediction(scan, checkpoints, parallel, device_memory)
+        from unet3d.reports.plan import prediction_lines
+
+        for line in prediction_lines(record, scan[0].name):
+            show_line(line)
         write_json(json_path, record, overwrite)
         return
     if measure and device_memory is not None:

@@ -15,18 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unet3d.config import InferenceSettings, Shape
-from unet3d.images.image import Image
+from unet3d.config import InferenceSettings, ParallelSettings, Shape
+from unet3d.errors import VolumeError
+from unet3d.images.image import Image, open_image
 from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.inference.averaging import adds_up_together
 from unet3d.inference.image_slab import PIECE_VOXELS
+from unet3d.inference.placing import wanted_precision
 from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.window_memory import BFLOAT16_BYTES, bytes_of_maps, bytes_of_voxel
 from unet3d.inference.window_network import mirrored_mean
 from unet3d.inference.windows import Window, Windows
 from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations, make_parameters_fake
 from unet3d.memory.fake_devices import fake_device
-from unet3d.parallel import Layout, autocast_dtype, parallelize
+from unet3d.memory.host import available_bytes
+from unet3d.nnunet.loading import load_network
+from unet3d.parallel import (
+    Layout,
+    ParallelDims,
+    autocast_dtype,
+    parallelize,
+    resolve_precision,
+)
 from unet3d.preparation.interpolation import SOURCE_VOXELS
 from unet3d.preparation.resample import visible_shape
 from unet3d.runs.checkpoint import Checkpoint
@@ -56,11 +66,6 @@ class PredictionMemory:
     """Of the host, or of a disk: the labels."""
 
     @property
-    def host_bytes(self) -> int:
-        """Of the host, if nothing is on a disk."""
-        return self.program_bytes + self.slab_bytes + self.voxel_bytes + self.label_bytes
-
-    @property
     def scratch_host_bytes(self) -> int:
         """Of the host, with a folder for what is worked on."""
         return self.program_bytes + self.slab_bytes
@@ -70,24 +75,66 @@ class PredictionMemory:
         """Of that folder."""
         return self.voxel_bytes + self.label_bytes
 
-    def to_dict(self, device: str, gpu_bytes: int, available_bytes: int) -> dict[str, Any]:
+    @property
+    def host_bytes(self) -> int:
+        """Of the host, if nothing is on a disk."""
+        return self.scratch_host_bytes + self.scratch_bytes
+
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON and reports."""
-        return {
-            "device": device,
-            "num_windows": len(self.windows.starts),
-            "window": list(self.windows.shape),
-            "windows_at_a_time": self.windows.batch_size,
-            "device_bytes": self.device_bytes,
-            "device_has_bytes": gpu_bytes,
-            "host_bytes": self.host_bytes,
-            "host_available_bytes": available_bytes,
-            "program_bytes": self.program_bytes,
-            "slab_bytes": self.slab_bytes,
-            "voxel_bytes": self.voxel_bytes,
-            "label_bytes": self.label_bytes,
-            "scratch_host_bytes": self.scratch_host_bytes,
-            "scratch_bytes": self.scratch_bytes,
+        windows = self.windows
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                *("device_bytes", "host_bytes", "program_bytes", "slab_bytes", "voxel_bytes"),
+                *("label_bytes", "scratch_host_bytes", "scratch_bytes"),
+            )
         }
+        return {
+            "num_windows": len(windows.starts),
+            "window": list(windows.shape),
+            "windows_at_a_time": windows.batch_size,
+            **sizes,
+        }
+
+
+def planned_prediction(
+    scan: Sequence[Path],
+    checkpoints: Sequence[Path],
+    parallel: ParallelSettings,
+    device_memory: float | None,
+) -> dict[str, Any]:
+    """Return what a scan takes of the host and of a device, as plain values.
+
+    The device is the first of the settings, or a GPU of so many GiB that need not be here.
+    """
+    networks = [load_network(path) for path in checkpoints]
+    if device_memory is not None:
+        device = torch.device("cuda", 0)
+        gpu_bytes = int(device_memory * 1024**3)
+        precision = "bfloat16"
+    else:
+        device = ParallelDims.resolve(parallel).all_devices[0]
+        gpu_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+        precision = resolve_precision("auto", [device])
+    settings = [one.config.inference for one in networks]
+    wanted = [
+        wanted_precision(one.precision, network.dtype, network.config.training.precision, [device])
+        for network, one in zip(networks, settings, strict=True)
+    ]
+    precisions = [precision if one == "auto" else one for one in wanted]
+    try:
+        memory = prediction_memory(
+            open_image(scan), networks, settings, device, precisions, gpu_bytes
+        )
+    except VolumeError as error:
+        raise VolumeError(f"{scan[0]}: {error}") from error
+    return {
+        "device": str(device),
+        "device_has_bytes": gpu_bytes,
+        "host_available_bytes": available_bytes(),
+        **memory.to_dict(),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +162,10 @@ def prediction_memory(
     precisions: Sequence[str],
     gpu_bytes: int,
 ) -> PredictionMemory:
-    """Predict the memory that a scan takes."""
+    """Predict the memory that a scan takes with networks, one at a time on a device.
+
+    The device need not exist, and precisions are resolved ones; nothing of the scan is read.
+    """
     preprocessing = networks[0].preprocessing
     geometry = image.geometry
     if preprocessing.orientation == "stored":
