@@ -21,7 +21,7 @@ from unet3d.config import load_config
 from unet3d.datasets.dataset import Case
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError, DeviceError, VolumeError
+from unet3d.errors import DeviceError, VolumeError
 from unet3d.images.labels import read_label
 from unet3d.inference.evaluation import evaluate
 from unet3d.interruption import Interrupted, InterruptionRequest
@@ -134,14 +134,6 @@ def test_an_interruption_leaves_nothing_and_the_run_goes_on(
     run(of_two_folds(cache), folder, resume=True)
     assert record_of(folder) == record_of(finished)
     assert (folder / "summary.json").is_file()
-
-
-def test_a_file_in_place_of_the_folder_is_refused(folder, cache):
-    shutil.rmtree(folder / "validation")
-    (folder / "validation").write_text("mine")
-    with pytest.raises(ConfigError, match="validation is no folder; move it away"):
-        run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
-    assert (folder / "validation").read_text() == "mine"
 
 
 def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(

@@ -180,12 +180,6 @@ def test_settings_of_another_network_are_refused(file, change, words):
         resolved(file, change)
 
 
-def test_the_rate_is_lower_and_rises_at_first(file):
-    usual, gentle = load_config().training, resolved(file).training
-    assert gentle.learning_rate == pytest.approx(usual.learning_rate / 10)
-    assert resolved(file, "training.learning_rate=0.5").training.learning_rate == 0.5
-
-
 # Training
 
 

@@ -172,7 +172,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(place, caplog):
         {"optimizer.state": {0: {"momentum_buffer": torch.ones(3)}}},
         {"optimizer.state": {0: {"exp_avg": torch.ones(3)}}},
         {"optimizer.state": {0: {"momentum_buffer": 3}}},
-        {"state": {"epoch": -1}},
+        {"state": {"epoch": "1"}},
     ],
     ids=str,
 )

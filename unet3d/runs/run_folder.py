@@ -133,9 +133,6 @@ class RunFolder:
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
                 "with --output"
             )
-        for folder in (self.tensorboard, self.validation):
-            if folder.exists() and not folder.is_dir():
-                raise ConfigError(f"{folder} is no folder; move it away to continue the run")
         with writing(self.path):
             tempfile.TemporaryFile(dir=self.path).close()
 

@@ -3,18 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unet3d.distributed.group import Group
 from unet3d.inputs.plain_data import explained, printable
 from unet3d.model import LossTerms
-
-Count = Annotated[int, Field(ge=0, le=10**15)]
-Dice = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
 @dataclass(kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -23,33 +19,33 @@ class TrainingState:
 
     cpu_precision: str = ""
     """What a network on CPUs alone is computed in, which ``auto`` keeps; empty: not known."""
-    epoch: Count = 0
+    epoch: int = 0
     """Epochs that are complete, validation included."""
-    step: Count = 0
+    step: int = 0
     """Steps done in the epoch after them."""
     loss: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
     )
     """Sums over those steps, of the loss of each sample."""
-    num_samples: Count = 0
+    num_samples: int = 0
     """Samples in those steps, of all ranks."""
-    seconds: Seconds = 0.0
+    seconds: float = 0.0
     """Time spent in those steps."""
-    waited_seconds: Seconds = 0.0
+    waited_seconds: float = 0.0
     """The part of it that the devices waited for data."""
-    total_seconds: Seconds = 0.0
+    total_seconds: float = 0.0
     """Time spent in the steps of the complete epochs."""
-    total_waited_seconds: Seconds = 0.0
+    total_waited_seconds: float = 0.0
     """The part of it that the devices waited for data."""
-    validation_seconds: Seconds = 0.0
+    validation_seconds: float = 0.0
     """Time spent in the validations of the complete epochs."""
-    last_validation_seconds: Seconds = 0.0
+    last_validation_seconds: float = 0.0
     """Time that the last validation took; 0 before the first one."""
-    best_dice: Annotated[float, Field(ge=-1, le=1)] = -1.0
+    best_dice: float = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
-    best_epoch: Count = 0
+    best_epoch: int = 0
     """Epoch, from 1, after which it was reached; 0 where that is not known."""
-    best_labels: dict[str, Dice | None] = field(default_factory=dict)
+    best_labels: dict[str, float | None] = field(default_factory=dict)
     """Dice of each label in that validation."""
 
     def add_steps(
