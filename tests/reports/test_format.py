@@ -1,5 +1,15 @@
 from unet3d.reports.figures import drawable
-from unet3d.reports.format import GIB, MIB, amount, duration, score, size_text, unit_for
+from unet3d.reports.format import (
+    GIB,
+    MIB,
+    amount,
+    duration,
+    score,
+    size_text,
+    slab_line,
+    slot_line,
+    unit_for,
+)
 
 
 def test_amounts_have_the_digits_that_matter():
@@ -29,3 +39,19 @@ def test_names_are_drawn_as_they_are():
     assert drawable("$x$ \ud800") == r"\$x\$ ?"
     assert drawable("a" * 20, 20) == "a" * 20
     assert drawable("abc def", 5) == "abc…"
+
+
+def test_a_slot_is_one_short_line():
+    many = [f"decoder.{level}.{part}" for level in (12, 11, 10) for part in ("skip", "up", "0")]
+    for blocks, words in (
+        (["head"], "1 block, head"),
+        (many, "9 blocks, decoder.12.skip to decoder.10.0"),
+    ):
+        line = slot_line(11, "cuda:11", "bfloat16", blocks)
+        assert line == f"slot 11 on cuda:11, bfloat16: {words}"
+        assert len(line) <= 80
+
+
+def test_a_line_tells_of_equal_and_of_uneven_slabs():
+    assert slab_line([8, 8]) == "patches of 16 planes along X: 2 slabs of 8"
+    assert slab_line([32, 32, 16]) == "patches of 80 planes along X: 3 slabs of 16 to 32"

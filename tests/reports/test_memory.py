@@ -11,6 +11,7 @@ from tests.reports.records import (
     record_of,
     timeline,
 )
+from unet3d.reports.format import REST
 from unet3d.reports.memory import (
     ELSEWHERE,
     draw_timeline,
@@ -18,7 +19,6 @@ from unet3d.reports.memory import (
     memory_table,
     write_memory_picture,
 )
-from unet3d.reports.slots import REST
 
 GPUS = ["cuda:0", "cuda:1"]
 TWO = record_of(GPUS, [memory_of(180), memory_of(260)])

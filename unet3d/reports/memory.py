@@ -13,12 +13,13 @@ from rich.table import Table
 
 from unet3d.reports import figures
 from unet3d.reports.figures import legend_beside, tidy, write_figure
-from unet3d.reports.format import NOTHING, amount
-from unet3d.reports.slots import (
+from unet3d.reports.format import (
+    NOTHING,
     PART_HEADS,
     PARTS,
     REST,
     Slots,
+    amount,
     bar_parts,
     blocks_text,
     is_one_cpu,

@@ -8,8 +8,7 @@ from rich import box
 from rich.table import Table
 
 from unet3d.memory.host import readable
-from unet3d.reports.format import amount, size_text
-from unet3d.reports.slots import PART_HEADS, bar_parts, memory_notes, unit_of
+from unet3d.reports.format import PART_HEADS, amount, bar_parts, memory_notes, size_text, unit_of
 
 MAX_ROWS = 8
 """Devices of one way that have a row each, whatever it says."""

@@ -35,7 +35,7 @@ from unet3d.planning.out_of_memory import (
 )
 from unet3d.planning.step_time import long_on_cpu
 from unet3d.planning.tuning_cache import resolve_auto
-from unet3d.reports.slots import slab_line, slot_line
+from unet3d.reports.format import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.context import RunContext
 from unet3d.training.cores import (

@@ -13,8 +13,8 @@ from unet3d.memory.record import memory_record, merged_records, reserved_bytes
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
+from unet3d.reports.format import is_one_cpu
 from unet3d.reports.memory import write_memory_picture
-from unet3d.reports.slots import is_one_cpu
 from unet3d.runs.run_folder import writing
 from unet3d.training.context import RunContext
 from unet3d.training.final_validation import FinalResult

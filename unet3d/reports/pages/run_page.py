@@ -14,16 +14,18 @@ import yaml
 from unet3d.errors import CheckpointError, reason_of, some
 from unet3d.images.units import Units
 from unet3d.reports.curves import progress_figure
-from unet3d.reports.format import amount, duration, score
-from unet3d.reports.pages.page import drawing_of, picture_of, render
-from unet3d.reports.slots import (
+from unet3d.reports.format import (
     PARTS,
+    amount,
     blocks_text,
+    duration,
     is_one_cpu,
     measured_slots,
     memory_notes,
+    score,
     unit_of,
 )
+from unet3d.reports.pages.page import drawing_of, picture_of, render
 from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder
 
 MAX_LABEL_COLUMNS = 8
