@@ -41,8 +41,8 @@ def placed(networks, *devices, **settings):
     return where, VolumeLogits(networks, inference, where, Group(Ranks()))
 
 
-def all_logits(logits, image, sizes, windows_done=lambda *_: None):
-    slabs = logits.slabs(image, sizes, windows_done)
+def all_logits(logits, image, windows_done=lambda *_: None):
+    slabs = logits.slabs(image, windows_done)
     return torch.cat(list(slabs), 1 + longest_axis(image.shape))
 
 
@@ -96,8 +96,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     [
         ((16, 16, 16), {}, 0, [5, 1], "windows of 16x16x16 voxels do not fit on cpu"),
         ((16, 16, 16), {"batch_size": 3}, 0, [3], "windows of 16x16x16 voxels do not fit on cpu"),
-        # A network of whole volumes tries eight sizes, from 60x24x20 to 8x6x5.
-        (None, {}, 0, [1] * 8, "do not fit on cpu .*use a smaller inference.window"),
+        (None, {}, 0, [1], "windows of 60x24x20 .*use a smaller inference.window"),
         # The volume is not cut up where the whole was asked for.
         ((16, 16, 16), {"window": "whole"}, 16**3, [1], "windows of 60x24x20"),
     ],
@@ -113,19 +112,6 @@ def test_memory_too_small_for_any_window_or_what_was_asked_for_is_explained(
     with pytest.raises(DoesNotFitError, match=message):
         predictor.segment(scan_of(noise((60, 24, 20)), tmp_path))
     assert memory.tried == tried
-
-
-def test_a_network_of_whole_volumes_falls_back_to_windows(tmp_path, monkeypatch, caplog):
-    checkpoint = random_checkpoint(patch_size=None)
-    scan = scan_of(noise((32, 24, 20)), tmp_path)
-    # 32x24x20 does not fit, nor does 16x24x20; 16x12x20 does.
-    small = place(checkpoint)
-    Memory(small, monkeypatch, lambda image: image.numel() <= 16 * 12 * 20)
-    with caplog.at_level(logging.WARNING, logger="unet3d"):
-        found = small.segment(scan)
-    assert [message.split()[-1] for message in caplog.messages] == ["16x24x20", "16x12x20"]
-    windows = place(checkpoint, inference=InferenceSettings(window=(16, 12, 20)))
-    np.testing.assert_array_equal(found, windows.segment(scan))
 
 
 def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_path, monkeypatch):
@@ -151,7 +137,7 @@ def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_p
 
 def folds(count):
     first = random_checkpoint(patch_size=(16, 16, 12), dtype=torch.float64)
-    return Networks.of(first, *(reseeded(first, seed) for seed in range(1, count)))
+    return [first, *(reseeded(first, seed) for seed in range(1, count))]
 
 
 @pytest.mark.parametrize(
@@ -165,16 +151,17 @@ def folds(count):
 )
 def test_the_mean_of_folds_is_that_of_what_each_of_them_says(shape, batch_size, devices, sizes):
     array = torch.from_numpy(noise(shape))[None].double()
-    networks, shown = folds(3), []
+    members = [replace(one, patch_size=size) for one, size in zip(folds(3), sizes, strict=True)]
+    networks, shown = Networks.of(*members), []
     _, logits = placed(networks, *devices, averaging="logits", batch_size=batch_size)
-    found = all_logits(logits, WholeImage(array), sizes, lambda *done: shown.append(done))
+    found = all_logits(logits, WholeImage(array), lambda *done: shown.append(done))
     each = [
         blended(
             network.build_model().eval(),
             array,
             Windows.of(shape, network.topology, size, 0.5, 1, [torch.device("cpu")]),
         )
-        for network, size in zip(networks, sizes, strict=True)
+        for network, size in zip(members, sizes, strict=True)
     ]
     torch.testing.assert_close(found, torch.stack(each).mean(0), rtol=1e-6, atol=1e-6)
     total = sum(Windows.count(shape, networks[0].topology, size, 0.5) for size in sizes)
@@ -187,7 +174,7 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatc
     monkeypatch.setattr(
         "unet3d.inference.sliding_window.refuse_beyond_memory", lambda n, *_: needed.append(n)
     )
-    where, logits = placed(folds(3), averaging="logits", batch_size=1)
+    where, logits = placed(Networks.of(*folds(3)), averaging="logits", batch_size=1)
     load_into = where._load_into
 
     def noted(executor, index):
@@ -196,7 +183,7 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatc
 
     monkeypatch.setattr(where, "_load_into", noted)
     image = WholeImage(torch.from_numpy(noise((18, 16, 42)))[None].double())
-    all_logits(logits, image, [(16, 16, 12)] * 3)
+    all_logits(logits, image)
     # Three classes in float64, of as many planes as a window has, once.
     assert needed == [18 * 16 * 12 * 3 * 8]
     # All are looked at before the first window.

@@ -2,22 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
-from unet3d.config import InferenceSettings, ParallelSettings, Shape
+from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.inference.networks import Networks
 from unet3d.inference.window_memory import GPU_SHARE, bytes_of_voxel
-from unet3d.inference.windows import computed_window
+from unet3d.inference.windows import computed_window, window_of
 from unet3d.memory.record import device_bytes
 from unet3d.parallel import ParallelDims
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.runs.checkpoint import Checkpoint
-
-Window = Shape | Literal["auto", "whole"]
 
 
 def choose_mode(
@@ -49,9 +46,7 @@ def choose_mode(
         wanted = list(zip(networks.described, inference, strict=True))
         if all(_fits_each(network, one, dims.all_devices) for network, one in wanted):
             mode = "data"
-        elif not all(
-            _is_divisible(network, one.window, dims.num_shards) for network, one in wanted
-        ):
+        elif not all(_is_divisible(network, one, dims.num_shards) for network, one in wanted):
             mode = "model"
     return settings.model_copy(update={"mode": mode})
 
@@ -64,11 +59,10 @@ def _fits_each(
     What others hold of its memory does not count: asking for it would take some, for a process that
     may only start others.
     """
-    wanted = checkpoint.patch_size if settings.window == "auto" else settings.window
-    if wanted is None or wanted == "whole":
+    window, topology = window_of(checkpoint, settings), checkpoint.topology
+    if window == "whole":
         return False
-    topology = checkpoint.topology
-    voxels = math.prod(computed_window(wanted, topology.total_stride))
+    voxels = math.prod(computed_window(window, topology.total_stride))
     of_voxel = bytes_of_voxel(
         topology,
         checkpoint.dtype,
@@ -79,13 +73,12 @@ def _fits_each(
     return all(needed <= GPU_SHARE * device_bytes(device) for device in devices)
 
 
-def _is_divisible(checkpoint: Checkpoint, window: Window, num_shards: int) -> bool:
+def _is_divisible(network: Checkpoint, settings: InferenceSettings, num_shards: int) -> bool:
     """Return whether windows have planes for all shards, as far as their size is known."""
-    topology = checkpoint.topology
+    topology, window = network.topology, window_of(network, settings)
     if topology.norm == "batch":
         return False
-    wanted = checkpoint.patch_size if window == "auto" else window
-    if wanted is None or wanted == "whole":
+    if window == "whole":
         return True
-    voxels = computed_window(wanted, topology.total_stride)
+    voxels = computed_window(window, topology.total_stride)
     return SlabRule(topology=topology, num_shards=num_shards).most_shards(voxels) >= num_shards

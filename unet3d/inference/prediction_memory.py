@@ -25,7 +25,7 @@ from unet3d.inference.placing import wanted_precision
 from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.window_memory import BFLOAT16_BYTES, bytes_of_maps, bytes_of_voxel
 from unet3d.inference.window_network import mirrored_mean
-from unet3d.inference.windows import Window, Windows
+from unet3d.inference.windows import Window, Windows, window_of
 from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations, make_parameters_fake
 from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.host import available_bytes
@@ -177,8 +177,7 @@ def prediction_memory(
     # Before anything is counted, which imports what a prediction does not.
     program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
     sizes: list[Window] = [
-        (one.patch_size if of_one.window == "auto" else of_one.window) or "whole"
-        for one, of_one in zip(networks, settings, strict=True)
+        window_of(one, of_one) for one, of_one in zip(networks, settings, strict=True)
     ]
     found = [
         _network_memory(
@@ -220,13 +219,12 @@ def _network_memory(
 ) -> _NetworkMemory:
     topology = network.topology
     mirror_axes = network.mirrored_axes(settings)
-    is_open = network.patch_size is None and settings.window == "auto"
     windows = Windows.of(
         shape,
         topology,
         size,
         settings.overlap,
-        1 if is_open else settings.batch_size,
+        settings.batch_size,
         [device],
         bytes_of_voxel(topology, network.dtype, is_mirrored=bool(mirror_axes)),
         max(0, gpu_bytes - UNCOUNTED_BYTES),

@@ -230,13 +230,13 @@ class Predictor:
         except VolumeError as error:
             raise VolumeError(f"{path}: {error}") from error
         if self._warns:
-            for doubt in doubts(seen, found.shape, self._logits.sizes(found.shape)[0]):
+            for doubt in doubts(seen, found.shape, self._logits.window):
                 logger.warning("%s", doubt)
         labels = LabelVolume(seen.geometry, box, preprocessing, scratch)
         results: list[LabelVolume | ProbabilityVolume] = [labels]
         if probabilities is not None:
             results.append(ProbabilityVolume(probabilities, seen.geometry, box, preprocessing))
-        num_kept = PLANES_KEPT if self._logits.takes_turns(found.shape) else 0
+        num_kept = PLANES_KEPT if self._logits.takes_turns else 0
         planes = _Prepared(found, num_kept)
         return _Job(image=seen, box=box, found=found, planes=planes, labels=labels, results=results)
 
@@ -245,23 +245,20 @@ class Predictor:
     ) -> None:
         """Segment a prepared image, on its grid before it was resampled.
 
-        Where windows do not fit and may be smaller or fewer, all begins anew with such.
+        Where windows do not fit together, all begins anew with one at a time.
         """
         axis = longest_axis(planes.shape)
-        sizes = self._logits.sizes(planes.shape)
         while True:
             try:
-                slabs = self._logits.slabs(planes, sizes, windows_done)
+                slabs = self._logits.slabs(planes, windows_done)
                 if job is None:
                     for _ in slabs:  # which the first rank writes
                         pass
                 else:
                     _write(job, slabs, axis)
             except DoesNotFitError:
-                smaller = self._logits.smaller(sizes)
-                if smaller is None:
+                if not self._logits.takes_fewer():
                     raise
-                sizes = smaller
                 continue
             return
 

@@ -19,12 +19,13 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from unet3d.config import Shape
+from unet3d.config import InferenceSettings, Shape
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
 from unet3d.inference.window_memory import windows_at_a_time
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
+from unet3d.runs.checkpoint import Checkpoint
 
 MOST_WINDOWS = 2**21
 """A volume of 4096^3 voxels has no more of 64^3. A list of more would fill the memory."""
@@ -34,6 +35,11 @@ Window = Shape | Literal["whole"]
 
 SIGMA = 1 / 8
 """Standard deviation of the Gaussian weight, in windows."""
+
+
+def window_of(network: Checkpoint, settings: InferenceSettings) -> Window:
+    """Return the size of a network's windows: as set, as its patches, or the whole volume."""
+    return (network.patch_size if settings.window == "auto" else settings.window) or "whole"
 
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:

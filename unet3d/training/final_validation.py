@@ -133,10 +133,6 @@ class FinalValidation:
         experiment, executor = self._context.experiment, self._context.executor
         executor.module.eval()
         inference = experiment.config.inference
-        if self._ranks.num_shards > 1 and inference.window == "auto":
-            # The first slab cannot look for windows that fit while the others wait for it.
-            window = experiment.patch_size or "whole"
-            inference = inference.model_copy(update={"window": window})
         predictor = Predictor(
             Networks.of(checkpoint),
             experiment.config.parallel,
