@@ -1,7 +1,6 @@
 """``unet3d evaluate`` and ``unet3d check`` as a user meets them."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -45,28 +44,6 @@ def test_evaluate_explains_what_does_not_match(capsys):
     assert "absent" in refusal(capsys, "evaluate", "absent", "labels")
 
 
-def test_scores_that_cannot_be_written_are_refused_before_they_are_computed(monkeypatch, capsys):
-    Path("taken").mkdir()
-    os.mkfifo("pipe")
-    Path("link").symlink_to("other.json")
-    for command in (("evaluate", "absent", "labels"), ("check", "absent")):
-        for name, reason in (
-            ("nowhere/scores.json", "No such file or directory"),
-            ("taken", "Is a directory"),
-            *((name, "it is not a regular file") for name in ("pipe", "link")),
-        ):
-            line = refusal(capsys, *command, "--json", name)
-            assert f"cannot write {name}: {reason}" in line
-    assert Path("pipe").is_fifo() and Path("link").is_symlink()
-
-    def fail(*_, **__):
-        raise OSError("encoder error -2")
-
-    monkeypatch.setattr("unet3d.cli.output.replacing", fail)
-    line = refusal(capsys, "check", write_msd(Path("data")), "--json", "findings.json")
-    assert "cannot write findings.json: encoder error -2" in line
-
-
 def test_evaluate_says_what_has_no_partner(capsys):
     label = blob_label((9, 8, 7))
     for index in range(14):
@@ -103,36 +80,6 @@ def test_results_are_not_written_over_what_they_are_made_from(capsys):
     ):
         assert "is no place for the results" in refusal(capsys, *command)
     assert contents(Path()) == before
-
-
-def test_existing_results_are_replaced_only_if_that_is_asked_for(capsys):
-    label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
-    write_msd(Path("data"))
-    path = Path("results.json")
-    for command, key in ((("evaluate", label, label), "cases"), (("check", "data"), "findings")):
-        path.write_text("of somebody else")
-        path.chmod(0o640)
-        line = refusal(capsys, *command, "--json", path)
-        assert line == "Error: results.json exists; add --overwrite to replace it"
-        assert path.read_text() == "of somebody else"
-        assert run(*command, "--json", path, "--overwrite") == 0
-        assert key in json.loads(path.read_text())
-        assert path.stat().st_mode & 0o777 == 0o640
-
-
-def test_a_result_that_appears_meanwhile_is_kept(monkeypatch, capsys):
-    write_msd(Path("data"))
-    path = Path("findings.json")
-
-    def examine(*_):
-        path.write_text("of somebody else")
-        return [], None, []
-
-    monkeypatch.setattr("unet3d.preparation.check.examine", examine)
-    monkeypatch.setattr("unet3d.datasets.contents.summary", lambda *_: {})
-    monkeypatch.setattr("unet3d.datasets.contents.lines", lambda _: [])
-    assert "add --overwrite" in refusal(capsys, "check", "data", "--json", path)
-    assert path.read_text() == "of somebody else"
 
 
 def test_a_tolerance_is_a_number(capsys):
