@@ -5,7 +5,6 @@ from unet3d.reports.format import (
     amount,
     duration,
     score,
-    size_text,
     slab_line,
     slot_line,
     unit_for,
@@ -20,10 +19,9 @@ def test_amounts_have_the_digits_that_matter():
         assert amount(num_bytes, MIB) == text
 
 
-def test_units_suit_the_largest_number_and_sizes_are_along_x_y_z():
+def test_units_suit_the_largest_number():
     assert unit_for(8 * GIB - 1) == ("MiB", MIB)
     assert unit_for(8 * GIB) == ("GiB", GIB)
-    assert size_text((192, 192, 160)) == "192x192x160"
     assert (score(0.12345), score(None), score(2, 1)) == ("0.123", "–", "2.0")
 
 

@@ -37,11 +37,6 @@ def amount(num_bytes: int, unit_bytes: int) -> str:
     return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
-def size_text(shape: Sequence[int]) -> str:
-    """Return voxels along X, Y, Z as people write them, such as ``192x192x160``."""
-    return "x".join(map(str, shape))
-
-
 def score(value: float | None, digits: int = 3) -> str:
     """Return a score, or a dash where there is none."""
     return NOTHING if value is None else f"{value:.{digits}f}"

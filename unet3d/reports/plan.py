@@ -7,8 +7,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from unet3d.images.files import times
 from unet3d.memory.host import readable
-from unet3d.reports.format import PART_HEADS, amount, bar_parts, memory_notes, size_text, unit_of
+from unet3d.reports.format import PART_HEADS, amount, bar_parts, memory_notes, unit_of
 
 MAX_ROWS = 8
 """Devices of one way that have a row each, whatever it says."""
@@ -23,7 +24,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
         notes += memory_notes(way["slots"], "predicted")
     table = Table(
         title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
-        f"{size_text(record['shape'])} voxels, {record['precision']}",
+        f"{times(record['shape'])} voxels, {record['precision']}",
         caption=" ".join(dict.fromkeys(notes)),
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -81,7 +82,7 @@ def plan_line(way: Mapping[str, Any]) -> str:
         + f"--micro-batches {way['num_micro_batches']}"
         + (f" --set parallel.cuts={way['balance']}: " if way["balance"] else ": ")
         + (f"{_milliseconds(way)} ms a step, " if way["step_seconds"] else "")
-        + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
+        + (f"up to {times(shape)} voxels" if shape else "not even the smallest volume fits")
         + (" (asked for)" if way["asked"] else "")
     )
 
@@ -111,7 +112,7 @@ def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
     }
     said = ", ".join(f"{readable(size)} {what}" for what, size in parts.items() if size)
     lines = [
-        f"{name}: {record['num_windows']} windows of {size_text(record['window'])} voxels, "
+        f"{name}: {record['num_windows']} windows of {times(record['window'])} voxels, "
         f"{min(record['windows_at_a_time'], record['num_windows'])} at a time",
     ]
     if record["device_bytes"]:

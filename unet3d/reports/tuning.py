@@ -11,8 +11,9 @@ from matplotlib.ticker import NullLocator
 from rich import box
 from rich.table import Table
 
+from unet3d.images.files import times
 from unet3d.reports.figures import LINES, WIDTH_INCHES, legend_beside, save_figure, tidy
-from unet3d.reports.format import NOTHING, amount, size_text, unit_for
+from unet3d.reports.format import NOTHING, amount, unit_for
 
 NOTE_LETTERS = 80
 """Letters of a line below the picture."""
@@ -28,7 +29,7 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
     has_cpu = any("cpu" in row["devices"] for row in record["rows"])
     table = Table(
         title=f"Measured training steps\n{record['batch_size']} patches of "
-        f"{size_text(record['size'])} voxels, {record['precision']}",
+        f"{times(record['size'])} voxels, {record['precision']}",
         caption="*: the fastest. Times are medians of the slowest rank; the ratio is to the best "
         "step of one device; the peak is that of the fullest device."
         + (" A CPU's peak is the sum of what is counted: a lower bound." * has_cpu),
@@ -93,7 +94,7 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
     axes.set_ylabel("time of a training step (ms)")
     axes.margins(y=0.15)
     axes.set_title(
-        f"{record['batch_size']} patches of {size_text(record['size'])} voxels, "
+        f"{record['batch_size']} patches of {times(record['size'])} voxels, "
         f"{record['precision']}, on {_hardware(record['devices'])}"
     )
     tidy(axes)

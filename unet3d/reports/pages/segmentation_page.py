@@ -9,6 +9,7 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from unet3d.errors import VolumeError
+from unet3d.images.files import times
 from unet3d.images.geometry import same_grid
 from unet3d.images.image import Image, open_image
 from unet3d.images.label_names import read_label_names
@@ -17,7 +18,6 @@ from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.units import Units
 from unet3d.inference.scans import label_statistics
 from unet3d.reports.figures import LABELS
-from unet3d.reports.format import size_text
 from unet3d.reports.pages.page import drawing_of, render, resource
 from unet3d.reports.pages.reduced import (
     Affine,
@@ -127,14 +127,14 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
         views=ANATOMICAL_VIEWS if geometry.is_anatomical else ARRAY_VIEWS,
         is_anatomical=geometry.is_anatomical,
         is_reduced=max(steps) > 1,
-        steps=size_text(steps),
-        shape=size_text(geometry.shape),
-        shown_shape=size_text(reduced.shape),
+        steps=times(steps),
+        shape=times(geometry.shape),
+        shown_shape=times(reduced.shape),
         num_channels=geometry.num_channels,
         facts=[
             ("segmentation", str(labels.geometry.path)),
             ("scan", str(geometry.path)),
-            ("voxels", size_text(geometry.shape)),
+            ("voxels", times(geometry.shape)),
             ("spacing", units.spacing_text(geometry.spacing_mm)),
         ],
         niivue=resource(NIIVUE).partition(",")[0].removeprefix("// "),
