@@ -86,7 +86,9 @@ class SharedPlanes:
         def arrived() -> Tensor:
             planes = torch.empty(size, device=self._device)
             if made is not None:
-                planes.copy_(made())
+                own = made()
+                _keep_until_read(own)
+                planes.copy_(own)
             with self._group.translate_dist_errors(), self._group.watching(self._device):
                 dist.broadcast(planes, 0, group=self._messages)
             return planes
@@ -149,8 +151,7 @@ class ImageSlab:
             first, behind = self._missing.popleft()
             place[axis] = slice(first - self._first, behind - self._first)
             made = begun()
-            if made.is_cuda:  # on another stream, which may have its memory back after this
-                made.record_stream(torch.cuda.current_stream(made.device))
+            _keep_until_read(made)
             self._planes[(slice(None), *place)] = made
             del begun, made
             if self._missing:
@@ -162,6 +163,12 @@ class ImageSlab:
         start = self._windows.inside[axis].start
         first, behind = (plane - start for plane in self._missing[0])
         return self._image.begin(axis, first, behind, self._planes.device)
+
+
+def _keep_until_read(planes: Tensor) -> None:
+    """Tell the stream that has made planes that what is queued now reads them."""
+    if planes.is_cuda:
+        planes.record_stream(torch.cuda.current_stream(planes.device))
 
 
 def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:

@@ -174,6 +174,8 @@ class Segmentation:
             if left and self._num_scans > 1 and says:
                 self._progress.left(left_words(left, self._request.overwrite))
 
+        self._together.from_first(lambda: None)  # which writes the last one, however long it takes
+
     def _skip(self, scan: Scan, error: Unet3dError | OSError) -> None:
         if not self._together.is_first:
             return
