@@ -145,7 +145,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             text += f", {volume}"
         rows.append((label["name"], text))
     named = [f"{one['case']} ({'; '.join(one['why'])})" for one in outliers[:MAX_LISTED]]
-    rows.append(("outliers", ", ".join(named) or "none"))
+    rows += zip(("outliers", *[""] * MAX_LISTED), named or ["none"], strict=False)
     for what, all_of in (("channels", channels), ("labels", labels), ("outliers", outliers)):
         if len(all_of) > MAX_LISTED:
             rows.append(("", f"and {len(all_of) - MAX_LISTED} more {what}: --json names all"))

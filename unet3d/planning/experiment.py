@@ -92,7 +92,7 @@ def open_dataset(config: Config) -> Dataset:
 def _phantoms(config: Config) -> Path:
     shape, seed = config.data.phantom_shape, config.training.seed
     folder = Cache(config.data.cache).folder / f"phantom-{times(shape)}-seed{seed}"
-    logger.info("phantom data in %s", folder)
+    logger.debug("phantom data in %s", folder)
     return write_phantom_dataset(folder, NUM_CASES, shape, SPACING_MM, seed)
 
 

@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 SPREAD = {
     "none": "",
-    "data": ", a copy of the network on each",
-    "spatial": ", a slab of each volume on each",
-    "model": ", a part of the network on each",
+    "data": ": a copy of the network on each",
+    "spatial": ": a slab of each volume on each",
+    "model": ": a part of the network on each",
 }
 """What each device has in each parallel mode."""
 
@@ -225,13 +225,13 @@ def _say_how_it_is_trained(context: RunContext, step: Step) -> None:
         *(channels[0], channels[-1], len(channels), num_weights / 1e6),
     )
     logger.info("each step: %d patch(es) of %s voxels", step.settings.num_patches, times(step.size))
-    where = " and ".join(
-        f"{device} in {precision_on(device, context.precision)}"
-        for device in dict.fromkeys(dims.all_devices)
-    )
+    devices_in: dict[str, list[str]] = {}
+    for device in dims.all_devices:
+        devices_in.setdefault(precision_on(device, context.precision), []).append(str(device))
+    where = " and ".join(f"{', '.join(names)} in {name}" for name, names in devices_in.items())
     logger.info("runs on: %s%s", where, SPREAD[dims.mode])
     logger.info(
-        "length: %d epochs of %d steps; the first one tells how long they take",
+        "length: %d epoch(s) of %d steps; the first one tells how long they take",
         *(training.epochs, training.steps_per_epoch),
     )
     for slot in executor.slots:
