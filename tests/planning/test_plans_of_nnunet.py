@@ -40,7 +40,7 @@ def planned(name: str, *changes: str) -> NetworkPlan:
 def test_a_plan_takes_the_memory_that_there_is_in_the_shape_that_nnunet_gives_it(name):
     data, network = DATA_SETS[name], planned(name)
     theirs, batch_size = data["nnunet"]["patch_size"], data["nnunet"]["batch_size"]
-    assert float(re.search(r"to take ([\d.]+) of 10 GiB", network.limits)[1]) <= 10
+    assert float(re.search(r"predicted memory: ([\d.]+) of 10 GiB", network.limits)[1]) <= 10
     strides = network.topology.total_stride
     assert all(n % stride == 0 for n, stride in zip(network.size, strides, strict=True))
     # As large along each axis; nothing that nnU-Net sees is out of sight.
