@@ -88,7 +88,7 @@ def test_every_setting_and_what_is_public_is_explained(site, pages):
     public = """errors.DatasetError model.loss.SegmentationLoss model.loss.dice_cross_entropy
         model.topology.plan_topology model.unet.UNet3d parallel.executor.Executor.forward_backward
         parallel.parallelize parallel.placement.Layout planning.memory_estimate.predict_memory
-        trainer.train datasets.dataset.load_dataset images.image.open_image"""
+        api.train datasets.dataset.load_dataset images.image.open_image"""
     ids = set().union(*(page.ids for page in pages.values()))
     assert {f"unet3d.{name}" for name in public.split()} <= ids
 
