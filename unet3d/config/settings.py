@@ -210,10 +210,9 @@ class TrainingSettings(Section):
     """Portions of a batch, or of each replica's share: one after another on one device, pipelined
     over several; auto: as ``plan --measure`` found best, else 1."""
     batch_dice: Literal["auto"] | bool = "auto"
-    """Whether the Dice of the loss is taken over the batch as one volume, instead of for each
-    patch, so that a false positive also costs something in a patch without the class. auto: where a
-    patch has fewer than a quarter of the voxels of the median volume. It takes a forward pass more
-    where a batch has micro-batches."""
+    """Whether the Dice of the loss is that of the batch as one volume, so that a false positive
+    also costs something in a patch without the class. auto: where a patch has fewer than a quarter
+    of the voxels of the median volume. With micro-batches it takes a forward pass more."""
     optimizer: Auto[Literal["sgd", "adamw"]] = "sgd"
     """sgd: stochastic gradient descent with Nesterov momentum 0.99; adamw: AdamW; auto: sgd, on a
     CPU adamw unless the learning rate or the weight decay is set."""
@@ -225,9 +224,8 @@ class TrainingSettings(Section):
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """Number format that activations are computed in; weights stay float32, or float64. auto:
     bfloat16 where every GPU has it in hardware, else float16; without a GPU, bfloat16 where the CPU
-    has it in hardware and convolves a quarter faster in it, which is measured once, else float32; a
-    resumed run on a CPU keeps what it has. In float32 a GPU's convolutions use TF32, unless
-    NVIDIA_TF32_OVERRIDE=0 is in the environment."""
+    convolves a quarter faster in it, which is measured once, else float32. In float32 a GPU's
+    convolutions use TF32, unless NVIDIA_TF32_OVERRIDE=0 is in the environment."""
     validate_every: Many = 10
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0, le=1e9), NUMBER] = 60.0
@@ -301,9 +299,8 @@ class MemorySettings(Section):
     pass; off: nothing, all is kept."""
     offload: Offload = "none"
     """skips: GPUs offload what the encoder hands to the decoder to host memory while it is not
-    used; the numbers are the same to the bit. Nothing overlaps with the copies: a step takes about
-    twice as long on an H200, and recompute=level saves more memory in less time. none: everything
-    stays on the GPU."""
+    used. A step takes about twice as long on an H200; recompute=level saves more memory in less
+    time. none: everything stays on the GPU."""
 
 
 class InferenceSettings(Section):
@@ -318,11 +315,9 @@ class InferenceSettings(Section):
     """Windows in one forward pass, of each replica; auto: as many as 2^23 voxels hold on a GPU, if
     it has the memory (one while a training validates), and 2^20 on a CPU."""
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format that is computed in; auto: that of the training if it was float32 or float16
-    (in place of float16 without GPUs float32), else as training.precision says of auto. Weights in
-    float64 stay there. In float32 a GPU's convolutions use TF32, unless NVIDIA_TF32_OVERRIDE=0 is
-    in the environment. The validation that ends a training computes in it too, those before in
-    training.precision."""
+    """Number format that is computed in, also by the validation that ends a training; auto: that of
+    the training if it was float32 or float16 (in place of float16 without GPUs float32), else as
+    training.precision says of auto. Weights in float64 stay there."""
     tta: bool = False
     """Whether each window is also predicted mirrored, over all combinations of the axes along which
     patches were mirrored in training, and the logits are averaged: up to 8 times the work."""
