@@ -159,9 +159,10 @@ def grouped(title: str, *options: Option) -> Callable[[Function], Function]:
     return add
 
 
-def examples(*lines: str) -> str:
-    """Return the end of a command's help."""
-    return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+def command(*examples: str) -> Callable[[Callable[..., None]], Command]:
+    """Return a decorator that makes a command of a function, with examples at the end of help."""
+    lines = ("\b", "Examples:", *(f"  {example}" for example in examples))
+    return click.command(cls=Command, epilog="\n".join(lines))
 
 
 def debug_option() -> click.Option:

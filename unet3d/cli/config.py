@@ -2,13 +2,11 @@
 
 import click
 
-from unet3d.cli.command import Command, GivenSettings, examples
+from unet3d.cli.command import GivenSettings, command
 from unet3d.cli.options import common_options
 
 
-@click.command(
-    cls=Command, epilog=examples("unet3d config > mine.yaml", "unet3d config --preset full")
-)
+@command("unet3d config > mine.yaml", "unet3d config --preset full")
 @common_options
 def config(settings: GivenSettings) -> None:
     """Print every setting with its meaning, as YAML.

@@ -2,18 +2,15 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from unet3d.atomic import make_folder
 from unet3d.cli.checkpoints import named_checkpoints
-from unet3d.cli.command import Command, examples, grouped
+from unet3d.cli.command import command, grouped
 from unet3d.cli.options import FILE, folds_option, output_option, overwrite_option
 from unet3d.cli.output import check_result, refuse_input, working
 from unet3d.errors import ConfigError, reason_of
-
-if TYPE_CHECKING:
-    from unet3d.runs.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +18,9 @@ FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip"
 """Ends the names of files; that of a folder may have a dot, too: ``models.v2``."""
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "unet3d convert nnUNetTrainer__nnUNetPlans__3d_fullres -o model.pt --folds 0",
-        "unet3d convert runs/mine -o my_model --to nnunet",
-    ),
+@command(
+    "unet3d convert nnUNetTrainer__nnUNetPlans__3d_fullres -o model.pt --folds 0",
+    "unet3d convert runs/mine -o my_model --to nnunet",
 )
 @click.argument("model", type=FILE)
 @grouped(
@@ -69,7 +63,10 @@ def convert(
     targets = {path: output for path in checkpoints}
     if not is_file:
         targets = _targets(checkpoints, output)
-        _make(output)
+        try:
+            make_folder(output)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {output}: {reason_of(error)}") from error
     elif len(checkpoints) > 1:
         raise ConfigError(
             f"the model has {len(checkpoints)} folds, and {output} takes one network; name a fold "
@@ -77,13 +74,13 @@ def convert(
         )
     for target in targets.values():
         check_result(target, *checkpoints, overwrite=overwrite)
+    from unet3d.nnunet.loading import load_network
     from unet3d.nnunet.model_files import known_as
     from unet3d.runs.checkpoint import save_checkpoint
 
     for path, target in targets.items():
         with working(f"converting {path.parent.name}"):
-            checkpoint = _read(path)
-            save_checkpoint(checkpoint, target)
+            save_checkpoint(load_network(path), target)
         click.echo(f"{known_as(path)} -> {target}")
 
 
@@ -104,32 +101,17 @@ def _folds(checkpoints: tuple[Path, ...]) -> list[int | str]:
     return found if is_clear else [*range(len(checkpoints))]
 
 
-def _make(folder: Path) -> None:
-    from unet3d.atomic import make_folder
-
-    try:
-        make_folder(folder)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {reason_of(error)}") from error
-
-
 def _write_model(checkpoints: tuple[Path, ...], output: Path, *, overwrite: bool) -> None:
+    from unet3d.nnunet.loading import load_network
     from unet3d.nnunet.model_files import known_as
     from unet3d.nnunet.writing import write_model
 
     with working("converting"):
-        networks = [_read(path) for path in checkpoints]
+        networks = [load_network(path) for path in checkpoints]
         folds = dict(zip(_folds(checkpoints), networks, strict=True))
         write_model(folds, output, overwrite=overwrite)
-    first = networks[0]
-    if first.postprocessing:
+    if networks[0].postprocessing:
         logger.warning(
             "nnU-Net keeps all components: it applies post-processing with a command of its own"
         )
     click.echo(f"{', '.join(str(known_as(path)) for path in checkpoints)} -> {output}")
-
-
-def _read(path: Path) -> "Checkpoint":
-    from unet3d.nnunet.loading import load_network
-
-    return load_network(path)

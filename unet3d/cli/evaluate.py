@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from unet3d.cli.command import Command, GivenSettings, examples, grouped
+from unet3d.cli.command import GivenSettings, command, grouped
 from unet3d.cli.options import (
     FILE,
     FiniteRange,
@@ -17,12 +17,9 @@ from unet3d.cli.output import check_result, files_of, working, write_json
 from unet3d.errors import DatasetError
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "unet3d evaluate segmentations/ DATASET/labelsTr",
-        "unet3d evaluate scan_seg.nii.gz truth.nii.gz --json scores.json",
-    ),
+@command(
+    "unet3d evaluate segmentations/ DATASET/labelsTr",
+    "unet3d evaluate scan_seg.nii.gz truth.nii.gz --json scores.json",
 )
 @click.argument("predictions", metavar="SEGMENTATIONS", type=FILE)
 @click.argument("labels", type=FILE)
@@ -105,10 +102,7 @@ def evaluate(
     write_json(json_path, result.to_dict(), overwrite)
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("unet3d check DATASET", "unet3d check DATASET --json contents.json"),
-)
+@command("unet3d check DATASET", "unet3d check DATASET --json contents.json")
 @click.argument("dataset", type=FILE)
 @grouped("Output", json_option("contents and findings"), overwrite_option)
 @common_options

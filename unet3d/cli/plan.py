@@ -1,6 +1,5 @@
 """``unet3d plan``."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unet3d.cli.checkpoints import wanted_checkpoints
-from unet3d.cli.command import Command, DatasetArgument, GivenSettings, examples, grouped, setting
+from unet3d.cli.command import DatasetArgument, GivenSettings, command, grouped, setting
 from unet3d.cli.options import (
     FILE,
     FiniteRange,
@@ -22,6 +21,7 @@ from unet3d.cli.options import (
     replicas_option,
 )
 from unet3d.cli.output import (
+    begin_as_rank,
     check_result,
     files_of,
     show_line,
@@ -41,12 +41,9 @@ TOO_LARGE = (
 )
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "unet3d plan DATASET --devices 0,1 --device-memory 24",
-        "unet3d plan --predict scan.nii.gz -c runs/mine",
-    ),
+@command(
+    "unet3d plan DATASET --devices 0,1 --device-memory 24",
+    "unet3d plan --predict scan.nii.gz -c runs/mine",
 )
 @click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
 @grouped(
@@ -234,13 +231,7 @@ def _measure(
 
 def _measure_rank(config: "Config", step_record: Path) -> None:
     """Take part in the steps of a mode that ``--measure`` has started ranks for."""
-    from unet3d.distributed.ranks import Ranks, silence_torch
-
-    logger = logging.getLogger("unet3d")
-    if not logger.isEnabledFor(logging.DEBUG):
-        silence_torch()
-        logger.setLevel(logging.WARNING if Ranks.from_environment().is_first else logging.ERROR)
-
+    begin_as_rank(quiet=True)
     from unet3d.planning.network_plan import plan_without_data
     from unet3d.planning.sweep import measure_rank
     from unet3d.training.initialising import network_to_begin_with

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unet3d.cli.checkpoints import wanted_checkpoints
-from unet3d.cli.command import Command, GivenSettings, examples, grouped, setting
+from unet3d.cli.command import GivenSettings, command, grouped, setting
 from unet3d.cli.options import (
     FILE,
     checkpoint_option,
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "unet3d predict scan.nii.gz", "unet3d predict scans/ -c runs/mine -o segmentations/"
-    ),
-)
+@command("unet3d predict scan.nii.gz", "unet3d predict scans/ -c runs/mine -o segmentations/")
 @click.argument("images", type=FILE, nargs=-1, required=True)
 @grouped(
     "Prediction",

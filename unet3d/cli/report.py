@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from unet3d.cli.checkpoints import named_checkpoints
-from unet3d.cli.command import Command, examples, grouped
+from unet3d.cli.command import command, grouped
 from unet3d.cli.options import FILE, checkpoint_option, output_option, overwrite_option
 from unet3d.cli.output import check_result, working, writing_result
 from unet3d.errors import ConfigError
@@ -15,10 +15,7 @@ REPORT = "report.html"
 """Name of a run's page, unless another one is asked for."""
 
 
-@click.command(
-    cls=Command,
-    epilog=examples("unet3d report runs/mine", "unet3d report scan_seg.nii.gz --image scan.nii.gz"),
-)
+@command("unet3d report runs/mine", "unet3d report scan_seg.nii.gz --image scan.nii.gz")
 @click.argument("path", metavar="RUN|SEGMENTATION", type=FILE)
 @grouped(
     "Of a segmentation",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unet3d.cli.command import Command, DatasetArgument, GivenSettings, examples, grouped, setting
+from unet3d.cli.command import DatasetArgument, GivenSettings, command, grouped, setting
 from unet3d.cli.options import (
     FILE,
     batch_options,
@@ -27,12 +27,7 @@ if TYPE_CHECKING:
     from unet3d.training.loop import TrainingResult
 
 
-@click.command(
-    cls=Command,
-    epilog=examples(
-        "unet3d train DATASET --devices 0,1", "unet3d train --resume -o runs/mine --epochs 200"
-    ),
-)
+@command("unet3d train DATASET --devices 0,1", "unet3d train --resume -o runs/mine --epochs 200")
 @click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
 @grouped(
     "Training",
