@@ -3,7 +3,6 @@
 import io
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from unet3d.patches.patches import Batch
 from unet3d.reports.progress import INDENT, MAX_COLUMNS
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training import waiting
-from unet3d.training.waiting import DataClock, Loading
+from unet3d.training.waiting import DataClock, waiting_note
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BATCH = Batch(
@@ -90,9 +89,9 @@ def test_what_comes_between_the_batches_is_not_waiting(monkeypatch):
         assert clock.read() == pytest.approx(1.0), device
 
 
-def loading(**changes):
-    usual = Loading(devices=(GPU,), num_workers=2, num_ranks=1)
-    return replace(usual, **changes)
+def note_of(metrics, loading_seconds, **changes):
+    usual = {"devices": (GPU,), "num_workers": 2, "num_ranks": 1}
+    return waiting_note(metrics, loading_seconds, **usual | changes)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def machine_of(monkeypatch):
 )
 def test_who_waits_is_told_what_helps(machine_of, cores, threads, changes, expected):
     machine_of(cores, threads)
-    note = loading(**changes).note({"seconds": 20.0, "waited_seconds": 6.8}, 6.8)
+    note = note_of({"seconds": 20.0, "waited_seconds": 6.8}, 6.8, **changes)
     assert note == f"waited 34 % for data: try {expected}"
     assert len(INDENT + note) <= MAX_COLUMNS
 
@@ -129,10 +128,10 @@ def test_who_waits_is_told_what_helps(machine_of, cores, threads, changes, expec
 def test_a_gpu_whose_patches_are_there_waits_for_the_host(machine_of):
     machine_of(16, 1)
     metrics = {"seconds": 20.0, "waited_seconds": 9.0}
-    note = loading().note(metrics, 1.9)
+    note = note_of(metrics, 1.9)
     assert note == "waited 45 % for the host, which queues such short steps too slowly"
-    assert "for data" in loading().note(metrics, 2.1)
-    assert loading().note({"seconds": 20.0, "waited_seconds": 2.0}, 2.0) is None  # a tenth
+    assert "for data" in note_of(metrics, 2.1)
+    assert note_of({"seconds": 20.0, "waited_seconds": 2.0}, 2.0) is None  # a tenth
 
 
 LATE_SECONDS = 0.1

@@ -35,7 +35,7 @@ from unet3d.training.recording import RunRecorder
 from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation, Validator
-from unet3d.training.waiting import DataClock, Loading
+from unet3d.training.waiting import DataClock, waiting_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class TrainingLoop:
         self.saver = CheckpointSaver(context, self.optimization)
         self.recorder = RunRecorder(context)
         self._clock = DataClock(context.executor.input_device)
-        self._loading = Loading.of(context, num_workers)
+        self._num_workers = num_workers
 
     def load(self) -> None:
         """Continue from the latest checkpoint; no file is changed before the first step is taken.
@@ -129,7 +129,7 @@ class TrainingLoop:
                 if is_kept:
                     self._keep(validation)
                     self.recorder.draw_progress()
-                note = self._loading.note(metrics, self.loader.take_waited())
+                note = self._waiting_note(metrics)
                 line.epoch_done(metrics, None if is_first else note)  # its processes start
                 is_first = False
             self.recorder.begin()
@@ -277,6 +277,12 @@ class TrainingLoop:
         )
         self.state = self.state.next_epoch(None if validation is None else validation.seconds)
         return metrics
+
+    def _waiting_note(self, metrics: dict[str, Any]) -> str | None:
+        devices = [slot.device for slot in self.executor.slots]
+        num_ranks = self.group.ranks.local_world_size
+        waited = self.loader.take_waited()
+        return waiting_note(metrics, waited, devices, self._num_workers, num_ranks)
 
     def _keep(self, validation: Validation | None) -> None:
         """Save the network at the end of an epoch, as the best one too if it is."""

@@ -2,14 +2,12 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.patches.patches import Batch
-from unet3d.training.context import RunContext
 from unet3d.training.cores import is_on_cpu
 
 TOLERATED_SHARE = 0.1
@@ -66,48 +64,30 @@ class DataClock:
         return event
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """What the batches of one training are made with."""
+def waiting_note(
+    metrics: Mapping[str, Any],
+    loading_seconds: float,
+    devices: Sequence[torch.device],
+    num_workers: int,
+    num_ranks: int,
+) -> str | None:
+    """Return what to say of an epoch that waited for its data, and what helps; None: nothing.
 
-    devices: Sequence[torch.device]
-    """Those of the network."""
-    num_workers: int
-    """Processes that cut patches; 0: the training process."""
-    num_ranks: int
-    """Ranks that share this machine."""
-
-    @classmethod
-    def of(cls, context: RunContext, num_workers: int) -> "Loading":
-        """Return how the batches of a training are made."""
-        return cls(
-            devices=[slot.device for slot in context.executor.slots],
-            num_workers=num_workers,
-            num_ranks=context.group.ranks.local_world_size,
-        )
-
-    def note(self, metrics: Mapping[str, Any], loading_seconds: float) -> str | None:
-        """Return what to say of an epoch that waited for its data; None: nothing.
-
-        ``loading_seconds`` is how long this process waited for patches to be cut.
-        """
-        waited, seconds = metrics["waited_seconds"], metrics["seconds"]
-        if waited <= TOLERATED_SHARE * seconds:
-            return None
-        percent = f"{100 * waited / seconds:.0f} %"
-        if loading_seconds <= TOLERATED_SHARE * seconds and not is_on_cpu(self.devices):
-            # A GPU also waits while this process queues the work of steps that are shorter.
-            return f"waited {percent} for the host, which queues such short steps too slowly"
-        return f"waited {percent} for data: try {self._what_helps()}"
-
-    def _what_helps(self) -> str:
-        """Return what makes that share smaller."""
-        cores = max(1, num_cores() // self.num_ranks)  # ranks may be more than cores
-        on_cpu = is_on_cpu(self.devices)
-        # A network on a CPU computes with every core that it can get.
-        used = torch.get_num_threads() if on_cpu else 1
-        if used + self.num_workers < cores:
-            return f"more data.num_workers (now {self.num_workers})"
-        return "more cores, or " + (
-            "less of patches.augmentation" if on_cpu else "data.cache on a faster disk"
-        )
+    ``loading_seconds`` is how long this process waited for patches to be cut, by ``num_workers``
+    processes of each of ``num_ranks`` on this machine. The devices are the network's.
+    """
+    waited, seconds, on_cpu = metrics["waited_seconds"], metrics["seconds"], is_on_cpu(devices)
+    if waited <= TOLERATED_SHARE * seconds:
+        return None
+    percent = f"{100 * waited / seconds:.0f} %"
+    if loading_seconds <= TOLERATED_SHARE * seconds and not on_cpu:
+        # A GPU also waits while this process queues the work of steps that are shorter.
+        return f"waited {percent} for the host, which queues such short steps too slowly"
+    helps = "more cores, or data.cache on a faster disk"
+    # A network on a CPU computes with every core that it can get.
+    used = torch.get_num_threads() if on_cpu else 1
+    if used + num_workers < num_cores() // num_ranks:
+        helps = f"more data.num_workers (now {num_workers})"
+    elif on_cpu:
+        helps = "more cores, or less of patches.augmentation"
+    return f"waited {percent} for data: try {helps}"
