@@ -184,10 +184,6 @@ class RunFolder:
         self.write_json(unfinished / CASES, record)
         publish_folder(unfinished, self.validation, replace=True)
 
-    def validation_pictures(self) -> list[str]:
-        """Return the names of the pictures that the validation has."""
-        return [name for name in (WORST, BEST) if (self.validation / name).is_file()]
-
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add the line of one epoch."""
         with writing(self.metrics):
