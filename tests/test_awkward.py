@@ -92,7 +92,7 @@ def test_a_file_is_segmented_or_refused(test_data, name, predicting, expected, t
         assert status == 1
         line = error_line(captured.err)
         assert str(path) in line and REFUSED[name] in line
-        assert captured.out.splitlines() == [f"using {predicting[2]}"]
+        assert captured.out in ("", f"using {predicting[2]}\n")  # headers are read before
         assert not output.exists()
         return
     assert status == 0, captured.err

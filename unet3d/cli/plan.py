@@ -112,7 +112,7 @@ def plan(
         _measure_rank(settings.config, step_record)
         return
     from unet3d.datasets.dataset import load_dataset
-    from unet3d.inference.scan_search import refuse_missing
+    from unet3d.inference.scan_search import refuse_early
 
     if checkpoints and not scan:
         raise click.UsageError("--checkpoint is the network of --predict SCAN; add that")
@@ -120,7 +120,7 @@ def plan(
         if "data.dataset" in settings.changes or measure:
             raise click.UsageError("--predict plans one scan; drop DATASET and --measure")
         check_result(json_path, *scan, *checkpoints, overwrite=overwrite)
-        refuse_missing(scan)
+        refuse_early(scan)
         checkpoints = wanted_checkpoints(checkpoints)
         with working("predicting"):
             from unet3d.inference.prediction_memory import planned_prediction

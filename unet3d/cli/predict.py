@@ -123,11 +123,11 @@ def predict(
             param_hint="'--scratch'",
         )
     settings.check_devices()
-    from unet3d.inference.scan_search import refuse_missing
+    from unet3d.inference.scan_search import refuse_early
 
     ranks = begin_as_rank()
     if ranks.is_first:
-        refuse_missing(asked["images"])
+        refuse_early(asked["images"], asked["output"])
         checkpoints = wanted_checkpoints(checkpoints, folds)
         # What follows takes seconds before anything else can be seen.
         click.echo(f"using {_in_words(checkpoints)}")

@@ -18,6 +18,7 @@ from unet3d.images.files import (
     stands_for_volume,
     volume_stem,
 )
+from unet3d.images.image import open_source
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import Scan, is_whole
 
@@ -85,13 +86,18 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
 
 
-def refuse_missing(inputs: Sequence[Path]) -> None:
-    """Refuse scans of which none is there, and folders without scans, before networks are read."""
+def refuse_early(inputs: Sequence[Path], output: Path | None = None) -> None:
+    """Refuse what is wrong with names and headers, before networks are read; not all is known."""
     if not any(os.path.exists(path) for path in inputs):
         raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
     for path in inputs:
         if os.path.isdir(path):
             _volumes_in(path)
+        elif len(inputs) == 1:  # of several, others may be segmented
+            open_source(path)
+            if output is not None and output.suffix and not os.path.isdir(output):
+                _refuse_collisions([Scan(images=(path,), output=output)])
+                _refuse_unwritable(output)
 
 
 def _place(stem: str, folder: Path, output: Path | None) -> Path:
