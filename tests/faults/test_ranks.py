@@ -146,15 +146,15 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(mode,
 def test_a_signal_stops_all_ranks_which_save_first(mode, number, devices, cache, tmp_path):
     folder = tmp_path / "run"
     process = start(folder, cache, mode, devices, *LONG, "training.save_every_seconds=1000")
-    wait_until((folder / "metrics.jsonl").exists, process)
-    family = family_of(process.pid)
-    assert not (folder / "checkpoint-latest.pt").exists()
+    checkpoint = folder / "checkpoint-latest.pt"
+    wait_until(checkpoint.exists, process)  # that of the first epoch
+    family, before = family_of(process.pid), checkpoint.stat().st_mtime_ns
     # A terminal sends Ctrl-C to all of a group, an operator SIGTERM to the first process.
     for one in (process.pid, *(family if number == signal.SIGINT else [])):
         os.kill(one, number)
     lines = assert_ends(process, family, 128 + number)
     assert lines[-1] == f"Stopped by {number.name}; continue with --resume"
-    assert epoch_of(folder) >= 1
+    assert epoch_of(folder) >= 1 and checkpoint.stat().st_mtime_ns > before
     assert_goes_on(folder, cache, "data" if mode == "spatial" else "spatial")
 
 

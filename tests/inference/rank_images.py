@@ -69,7 +69,8 @@ def check_labels(group, members, **settings):
         assert (labels is None) == (not group.is_first)
         if labels is not None:
             share = (labels == alone.segment(image)).mean()
-            assert share == 1 or (share > 0.999 and MEMBERS[3] in members), share
+            least = 0.99 if ON_GPUS else 0.999  # there in bfloat16
+            assert share == 1 or (share > least and MEMBERS[3] in members), share
 
 
 def check_non_finite(group):

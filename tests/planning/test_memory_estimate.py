@@ -306,6 +306,7 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_cuts(devices):
 MEASURED: dict[str, tuple[dict[str, Any], list[int]]] = {
     "captured": ({"size": (128, 128, 128)}, [1938032640]),
     "launched": ({"size": (256, 256, 256), "batch_size": 1}, [6514466816]),
+    "accumulated": ({"batch_size": 8, "num_micro_batches": 8}, [3376973824]),
     "two stages": (
         {"batch_size": 8, "num_micro_batches": 8, "num_gpus": 2},
         [3905125376, 4007495168],
