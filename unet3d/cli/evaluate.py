@@ -70,11 +70,9 @@ def evaluate(
 
     Both are files, or folders; a segmentation belongs to the label map of its name.
 
-    Surfaces are the voxels with one of their six neighbours outside, and distances are those of
-    their centres in mm, as in MONAI. HD95 is the larger of the two 95th percentiles, of the
-    distances from prediction to label map and of those back. NSD, the normalised surface Dice, is
-    the share of both surfaces within --tolerance-mm of the other. Where only one side has a label,
-    Dice and NSD are 0, and HD95 has no value; where neither has it, it does not count.
+    HD95, the 95th percentile of the distances between surfaces, and NSD, the share of the surfaces
+    within --tolerance-mm of the other, are MONAI's. Where only one side has a label, Dice and NSD
+    are 0, and HD95 has no value; where neither has it, it does not count.
     """
     if dataset is not None and checkpoint is not None:
         raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")

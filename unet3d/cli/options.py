@@ -21,27 +21,21 @@ def checkpoint_option(help_: str, *, several: bool = False) -> Callable[[Functio
     return click.option(*names, type=FILE, multiple=several, help=help_)
 
 
-class Folds(click.ParamType[tuple[int, ...] | None]):
-    """Folds of a network: ``0,2``, or ``all``."""
+def _folds(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    from unet3d.runs.finding import chosen_folds
 
-    name = "folds"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...] | None:
-        """Return numbers, or None for all."""
-        from unet3d.runs.finding import chosen_folds
-
-        try:
-            return chosen_folds(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    try:
+        return chosen_folds(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 folds_option = click.option(
     "--folds",
-    type=Folds(),
     metavar="LIST",
+    callback=_folds,
     help="Which folds of the network, such as 0,2; default: all that it has.",
 )
 
