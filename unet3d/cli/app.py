@@ -12,10 +12,11 @@ from typing import NoReturn
 import click
 
 from unet3d import __version__
+from unet3d.cli.check import check
 from unet3d.cli.command import Commands, debug_option, is_debugging
 from unet3d.cli.config import config
 from unet3d.cli.convert import convert
-from unet3d.cli.evaluate import check, evaluate
+from unet3d.cli.evaluate import evaluate
 from unet3d.cli.output import log_to_terminal, show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict, predict_as_rank
