@@ -214,6 +214,11 @@ def test_train_predict_and_evaluate_two_channels(folder, capsys, caplog):
     assert "Memory in training" in output and "decoder.0.skip" in output
     assert f"To segment scans: unet3d predict SCAN -c '{run_folder}'" in output
     assert_is_picture(run_folder / "validation/worst.png")
+    said = [message.partition(":")[0] for message in caplog.messages]
+    first = said.index("data")
+    assert said[first : first + 5] == ["data", "network", "each step", "runs on", "length"]
+    where = caplog.messages[first + 3]
+    assert where.startswith("runs on: cpu, cpu in ") and where.endswith("network on each")
     epochs = [record.message for record in caplog.records if record.message.startswith("epoch ")]
     assert len(epochs) == 30 and epochs[0].startswith("epoch 1/30: loss ")
     assert "Dice " in epochs[-1] and "(left 0." in epochs[-1] and " 0 s left" in epochs[-1]
