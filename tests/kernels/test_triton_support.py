@@ -1,4 +1,4 @@
-"""Where one rank cannot compile Triton's kernels, no rank uses them."""
+"""Where one rank cannot compile kernels whose messages differ, no rank uses them."""
 
 from contextlib import nullcontext
 from unittest.mock import Mock
@@ -10,7 +10,8 @@ from tests.plain_network import make_network, make_topology
 from tests.rank_threads import place
 from unet3d import parallel
 from unet3d.distributed.group import Group
-from unet3d.kernels import triton_support
+from unet3d.kernels import convolves_by_hand, triton_support
+from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.parallel import Layout, parallelize
 
 GPU = torch.device("cuda", 0)
@@ -23,6 +24,8 @@ def working_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(triton_support, "works", lambda: True)
     monkeypatch.setattr(triton_support, "_other_ranks_can", True)
+    monkeypatch.setattr(hopper, "available", lambda device: True)
+    monkeypatch.setattr(hopper, "_all_slabs_can", True)
 
 
 @pytest.mark.parametrize("others_can", [True, False])
@@ -41,10 +44,21 @@ def test_ranks_agree_when_a_network_is_placed(others_can, mode, monkeypatch, cap
     layout = Layout(devices=(GPU,), num_shards=2 if mode == "SpatialExecutor" else 1)
     assert triton_support.triton_available(ON_GPU)
     parallelize(make_network(make_topology()), layout, group)
-    assert asked == [True]
+    has_slabs = mode == "SpatialExecutor"
+    assert asked == [True] * (1 + has_slabs)
     assert triton_support.triton_available(ON_GPU) == others_can
+    # Replicas tell one another nothing of their convolutions.
+    assert convolves_by_hand(GPU, torch.bfloat16) == (others_can or not has_slabs)
     said = ["Triton cannot compile in rank 1, so training is several times slower in all ranks"]
+    if has_slabs:
+        said.append("rank 1 does not have the hand-written convolutions, so all ranks take cuDNN's")
     assert caplog.messages == ([] if others_can else said)
+
+
+def test_what_is_planned_is_what_such_a_gpu_has(monkeypatch):
+    hopper.agree([GPU], lambda own: [own, False])
+    assert not convolves_by_hand(GPU, torch.bfloat16)
+    assert convolves_by_hand(torch.device("cpu", 0), torch.bfloat16)  # a fake GPU
 
 
 def test_a_rank_on_a_cpu_takes_part_and_asks_nobody(monkeypatch):

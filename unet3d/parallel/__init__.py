@@ -13,6 +13,7 @@ from functools import partial
 from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError
 from unet3d.kernels import triton_support
+from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.model import BlockNetwork, UNet3d
 from unet3d.parallel.data_parallel import DataParallelExecutor
 from unet3d.parallel.device_groups import Machine
@@ -54,6 +55,8 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
     """
     if group is not None and group.size > 1:
         triton_support.agree(layout.devices, group.exchange)
+        if layout.num_shards > 1:
+            hopper.agree(layout.devices, group.exchange)
     if layout.num_shards > 1:
         if not isinstance(network, UNet3d):
             raise ConfigError("parallel mode spatial knows slabs of a UNet3d only")

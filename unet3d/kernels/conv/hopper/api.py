@@ -13,6 +13,8 @@ A slab's reader gets it without halo, and asks the neighbours for their planes i
 is to be normalised, with the same statistics. In backward it gives them the gradients of these.
 """
 
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ from unet3d.kernels.padding import can_fold, is_laid_out, laid_out, with_marks
 from unet3d.kernels.recompute import normalized_from
 from unet3d.kernels.sharding import Shard, current_shard, number_of_largest
 from unet3d.kernels.triton_support import triton_available
-from unet3d.memory.fake_devices import is_gpu
+from unet3d.memory.fake_devices import is_fake_device, is_gpu
+
+logger = logging.getLogger(__name__)
 
 TYPES = (torch.bfloat16, torch.float16)
 CHANNELS = (32, 64)
@@ -39,10 +43,34 @@ H200 a convolution of 24^3 voxels, 32 to 32 channels, and its gradients take 54 
 
 _NO_AFFINE = (None, None, None, None)
 
+_all_slabs_can = True
+
 
 def are_on(device: torch.device, dtype: torch.dtype | None) -> bool:
     """Return whether a device that computes in a type has the convolutions at all."""
-    return dtype in TYPES and available(device)
+    return dtype in TYPES and _can(device)
+
+
+def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
+    """Let all slabs of a volume be convolved here, or none; all ranks call it with their devices.
+
+    Where a reader normalises, planes are exchanged that are not normalised yet. Ranks which differ
+    would send as many messages of the same sizes, and compute nonsense from them. ``exchange`` maps
+    this rank's answer to those of all ranks.
+    """
+    global _all_slabs_can
+    own = all(available(device) for device in devices)
+    answers = exchange(own)
+    _all_slabs_can = all(answers)
+    if own and not _all_slabs_can:
+        logger.warning(
+            "rank %d does not have the hand-written convolutions, so all ranks take cuDNN's",
+            list(answers).index(False),
+        )
+
+
+def _can(device: torch.device) -> bool:
+    return available(device) and (_all_slabs_can or is_fake_device(device))
 
 
 def min_voxels(inputs: int, outputs: int) -> int:
@@ -62,7 +90,7 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
         and is_laid_out(x)
         # Their moments are merged by Triton.
         and triton_available(x)
-        and available(x.device)
+        and _can(x.device)
     )
 
 
