@@ -69,3 +69,19 @@ def test_a_hook_gets_what_is_normalised(encoder, monkeypatch):
         network(image)
     assert len(seen) > 3
     torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("name", "options"), [("unit", {}), ("conv", {"encoder": "residual"})])
+def test_a_hook_of_the_reader_gets_it_too(name, options, monkeypatch):
+    """Of the second unit of a level, or of the second convolution of a residual one."""
+    network = make_network(make_topology(**options)).eval()
+    reader = network.encoder.levels[1][-1]
+    reader = reader if name == "unit" else reader.conv
+    image, _ = make_batch(1)
+    seen = []
+    reader.register_forward_pre_hook(lambda module, given: seen.append(given[0].clone()))
+    with torch.no_grad():
+        network(image)
+        monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: True)
+        network(image)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-11, atol=1e-11)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from unet3d.model.blocks import Block
-from unet3d.model.layers import Convolution, ConvUnit, HeadUnit, UpsampledUnit
+from unet3d.model.layers import ConvUnit, HeadUnit, UpsampledUnit
+from unet3d.torch_private import has_hooks
 
 
 def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, ...]:
@@ -30,30 +31,27 @@ def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, .
 
 
 class _Deferring(nn.Module):
-    """A unit that knows which channels its only reader makes.
+    """A unit that knows its only reader.
 
     It has no parameters but the unit's, and is made anew where blocks are.
     """
 
-    def __init__(self, unit: ConvUnit | UpsampledUnit, outputs_of_reader: int) -> None:
+    def __init__(self, unit: ConvUnit | UpsampledUnit, reader: ConvUnit) -> None:
         super().__init__()
         self.unit = unit
-        self._outputs_of_reader = outputs_of_reader
+        self._reader = (reader,)  # in a tuple: what it has belongs to another block
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        out: Tensor = self.unit(*inputs, outputs_of_reader=self._outputs_of_reader)
+        (reader,) = self._reader
+        # Hooks read what it reads.
+        outputs = None if has_hooks(reader) else reader.conv.outputs_of_reader
+        out: Tensor = self.unit(*inputs, outputs_of_reader=outputs)
         return out
 
 
 def _told(block: Block, readers: Sequence[nn.Module | None]) -> Block:
     if isinstance(block.module, ConvUnit | UpsampledUnit) and len(readers) == 1:
-        conv = _first_convolution(readers[0])
-        if conv is not None and conv.outputs_of_reader is not None:
-            return replace(block, module=_Deferring(block.module, conv.outputs_of_reader))
+        reader = readers[0].unit if isinstance(readers[0], HeadUnit) else readers[0]
+        if isinstance(reader, ConvUnit) and reader.conv.is_plain:
+            return replace(block, module=_Deferring(block.module, reader))
     return block
-
-
-def _first_convolution(module: nn.Module | None) -> Convolution | None:
-    if isinstance(module, HeadUnit):
-        module = module.unit
-    return module.conv if isinstance(module, ConvUnit) else None

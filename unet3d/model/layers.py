@@ -58,7 +58,8 @@ class Convolution(nn.Conv3d):
     @property
     def outputs_of_reader(self) -> int | None:
         """What a normalisation is told that has no other reader (:func:`instance_norm`)."""
-        return self.out_channels if self.is_plain else None
+        # Hooks read what it reads.
+        return self.out_channels if self.is_plain and not has_hooks(self) else None
 
     @property
     def adds_in_passing(self) -> bool:
