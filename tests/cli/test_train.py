@@ -15,6 +15,7 @@ from tests import warm
 from tests.command_line import CONFIGS, SMALL, refusal, run, wait_until
 from tests.images.samples import write_msd
 from tests.process_trees import assert_all_end, family_of
+from tests.ranks import rank_variables
 from tests.trainings import (
     assert_same_weights,
     contents,
@@ -222,6 +223,16 @@ def test_a_run_has_a_folder_of_its_own_which_resume_finds(data, monkeypatch, cap
     assert run("train", "--resume", "--epochs", 2, "--quiet") == 0
     assert json.loads(Path("runs", names[1], "summary.json").read_text())["epochs"] == 2
     assert sorted(path.name for path in Path("runs").iterdir()) == names
+
+
+def test_the_only_rank_of_torchrun_goes_on_with_its_run_when_it_is_restarted(
+    own_run, data, monkeypatch
+):
+    for name, value in rank_variables(0, 1, port=1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run(*TRAINING, "--epochs", 2, "--quiet") == 0
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_resume_takes_the_run_of_the_data_set_that_is_named(finished, data, capsys):

@@ -81,6 +81,8 @@ def train(
     DATASET is a folder with a dataset.json, as the Medical Segmentation Decathlon, nnU-Net and
     MONAI have it. Without one, heads are made up and trained on.
     """
+    from unet3d.distributed.ranks import Ranks
+
     ranks = begin_as_rank(quiet)
     changes = dict(settings.changes)
     if changes.get("training.init") is not None:
@@ -90,10 +92,11 @@ def train(
         refuse_other_file(changes["training.init"])
     if ranks.is_first:
         _check_early(settings.without_context() if resume else settings)
-        if output is not None and not resume and folds is None and ranks.world_size == 1:
+        is_alone = ranks == Ranks()  # ranks that torchrun starts anew find their run there
+        if output is not None and not resume and folds is None and is_alone:
             from unet3d.runs.run_folder import RunFolder
 
-            RunFolder(output).refuse_used()  # ranks that torchrun starts anew find theirs there
+            RunFolder(output).refuse_used()
 
     from rich.console import Console
 
