@@ -13,7 +13,7 @@ from tests.rank_threads import in_threads, place, store_of_all
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.watch import Watch
-from unet3d.errors import LostRankError, RankError
+from unet3d.errors import LostRankError, RankError, Unet3dError, VolumeError
 
 ALONE = Group(Ranks())
 
@@ -65,6 +65,19 @@ def test_all_ranks_know_the_first_ones_result_and_values_and_sums_of_all():
     exchanged = [[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(5)]
     assert in_threads(3, work) == [(Path("a/0"), exchanged, [1.75, 7.0])] * 3
     assert calls == [0]
+
+
+@pytest.mark.parametrize("kind", [VolumeError, OSError, MemoryError])
+def test_all_ranks_go_on_after_an_error_that_they_share(kind):
+    def work(group):
+        def fail():
+            raise kind("no room")
+
+        with pytest.raises(kind if group.is_first else Unet3dError, match="no room"):
+            group.from_first(fail, shares_errors=True)
+        return group.from_first(lambda: "the next scan", shares_errors=True)
+
+    assert in_threads(2, work) == ["the next scan"] * 2
 
 
 def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine():

@@ -17,6 +17,7 @@ from unet3d.config import InferenceSettings
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.image import open_image
 from unet3d.inference import placing
+from unet3d.inference import predictor as prediction
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.prediction_memory import prediction_memory
@@ -304,6 +305,22 @@ def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
             found.segment(scan)
         assert str(caught.value).startswith(f"{scan.geometry.path} cannot be segmented: ")
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("is_shared", "kind"), [(False, VolumeError), (True, DoesNotFitError)])
+def test_memory_that_ends_amid_the_windows_ends_ranks_that_share_them(
+    checkpoint, tmp_path, monkeypatch, is_shared, kind
+):
+    """The others wait for the next window, so that this one cannot go on with another scan."""
+
+    def write(*_):
+        raise MemoryError("no room")
+
+    predictor = place(checkpoint)
+    monkeypatch.setattr(prediction, "_write", write)
+    monkeypatch.setattr(predictor._placed, "is_shared", is_shared)
+    with pytest.raises(kind, match=r"volume.nii: its segmentation: too little memory"):
+        predictor.segment(volume_of(noise(), tmp_path))
 
 
 def test_a_small_scan_is_not_padded_to_a_window_that_the_host_cannot_hold(tmp_path, monkeypatch):

@@ -178,7 +178,7 @@ class Group:
         if self.is_first:
             try:
                 made = make()
-            except (Unet3dError, OSError) as error:
+            except Exception as error:  # of memory too, after which the first rank goes on
                 if shares_errors:
                     store.set(key, json.dumps({"error": str(error)}))
                 raise

@@ -16,6 +16,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.image import Box, Image
+from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
 from unet3d.inference.diagnosis import cause_of_non_finite, doubts
 from unet3d.inference.image_slab import Planes, SharedPlanes
@@ -195,7 +196,8 @@ class Predictor:
         assert planes is not None
         path = "the image" if image is None else image.geometry.path
         try:
-            self._fill(job, planes, windows_done)
+            with explaining_memory("its segmentation"):
+                self._fill(job, planes, windows_done)
         except NonFiniteLogitsError as error:  # which is so in all ranks
             largest = 0.0 if job is None else job.found.largest
             cause = cause_of_non_finite(largest, self._placed.precision)
