@@ -14,7 +14,7 @@ import torch
 from tests.kernels.comparison import padded
 from tests.plain_network import gradients_of, make_batch, make_network, make_topology
 from tests.products import pairwise
-from tests.steps import make_step, measure
+from tests.steps import WIDE, make_step, measure
 from unet3d.kernels import recompute as remake
 from unet3d.kernels.padding import with_padding
 from unet3d.memory.meter import MemoryMeter
@@ -130,6 +130,24 @@ def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
     sizes = Sizes(executor)
     step(executor, num_samples=1)
     assert sizes.seen == {size: [0, 4 * size] for size in (4 * 16 * 16 * 8, 8 * 8 * 8 * 8)}
+
+
+@pytest.mark.usefixtures("parking_cpu")
+def test_what_runs_again_is_not_parked():
+    layout = Layout(devices=(CPU,), offload="skips", recompute="level")
+    executor = parallelize(UNet3d(make_topology()), layout)
+    sizes = Sizes(executor)
+    step(executor)
+    assert sizes.seen == {}
+
+
+def test_nor_is_what_a_skip_is_made_from_if_that_is_made_again():
+    """As the result of the first convolution is on a GPU: it would come back for nobody."""
+    planned = make_step((GPU,), (128, 128, 128), precision="bfloat16", model=WIDE, offload="skips")
+    planned = replace(planned, topology=replace(planned.topology, units=(1, 2, 2)))
+    there = replace(planned, layout=replace(planned.layout, offload="none"))
+    (own,), (all_there,) = (predict_memory(one).memory.values() for one in (planned, there))
+    assert own.peak_bytes < all_there.peak_bytes
 
 
 @pytest.mark.usefixtures("parking_cpu")

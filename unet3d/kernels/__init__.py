@@ -22,7 +22,7 @@ from unet3d.kernels.halo import own_planes, with_halo
 from unet3d.kernels.norm.api import instance_norm, sum_of
 from unet3d.kernels.norm_head.api import instance_norm_head
 from unet3d.kernels.pool import average_pool
-from unet3d.kernels.recompute import kept_for, recomputed_in_backward
+from unet3d.kernels.recompute import is_recomputed, kept_for, recomputed_in_backward
 from unet3d.kernels.region_sums import region_sums
 from unet3d.kernels.stem_norm.api import conv3x3x3_instance_norm
 
@@ -39,6 +39,7 @@ __all__ = [
     "flat_conv",
     "instance_norm",
     "instance_norm_head",
+    "is_recomputed",
     "kept_for",
     "dice_ce_sums",
     "own_planes",

@@ -125,6 +125,11 @@ def kept_for(tensor: Tensor) -> Tensor:
     return tensor if offered is None or offered.source is None else offered.source
 
 
+def is_recomputed(tensor: Tensor) -> bool:
+    """Return whether backward recomputes a tensor, whoever saves it."""
+    return _offer_of_whole(tensor) is not None
+
+
 def normalized_from(tensor: Tensor) -> tuple[Tensor, Deferred] | None:
     """Return from what, and how, a tensor is normalised that would be recomputed, if it is."""
     offered = _offer_of_whole(tensor)

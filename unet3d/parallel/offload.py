@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from unet3d.kernels import kept_for
+from unet3d.kernels import is_recomputed, kept_for
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block, in_running_order
 from unet3d.parallel.partition import Stage
@@ -60,7 +60,8 @@ class SkipOffload:
         if block.name in self._last_reader:
             kept = kept_for(made)
             # Another stage on this device may read the tensor that is sent.
-            if kept is not made or block.name not in self._sent:
+            may_go = kept is not made or block.name not in self._sent
+            if may_go and not is_recomputed(kept):  # or it would come back for nobody
                 self._held[block.name] = HostCopy(kept, self._resized)
 
     def forget(self) -> None:
