@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import nibabel as nib
 import numpy as np
@@ -16,7 +17,7 @@ from tests.networks import place, random_checkpoint, reseeded
 from unet3d.config import InferenceSettings
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.image import open_image
-from unet3d.inference import placing
+from unet3d.inference import placing, windows
 from unet3d.inference import predictor as prediction
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
@@ -320,6 +321,20 @@ def test_memory_that_ends_amid_the_windows_ends_ranks_that_share_them(
     monkeypatch.setattr(prediction, "_write", write)
     monkeypatch.setattr(predictor._placed, "is_shared", is_shared)
     with pytest.raises(kind, match=r"volume.nii: its segmentation: too little memory"):
+        predictor.segment(volume_of(noise(), tmp_path))
+
+
+@pytest.mark.parametrize("other", [None, "the host has no room"])
+def test_ranks_go_on_after_a_scan_that_one_of_them_cannot_begin(
+    checkpoint, tmp_path, monkeypatch, other
+):
+    if other is None:
+        monkeypatch.setattr(windows, "MOST_WINDOWS", 0)
+    predictor = place(checkpoint)
+    group = Mock(size=2, exchange=lambda own: [own, other])
+    monkeypatch.setattr(predictor._logits, "_group", group)
+    monkeypatch.setattr(predictor._placed, "is_shared", True)
+    with pytest.raises(VolumeError, match=f"volume.nii: .*{other or 'check the spacing'}"):
         predictor.segment(volume_of(noise(), tmp_path))
 
 

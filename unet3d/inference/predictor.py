@@ -25,7 +25,7 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.postprocessing import common_rules, keep_largest, rules_in_words
 from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
-from unet3d.inference.volume_logits import VolumeLogits
+from unet3d.inference.volume_logits import AgreedError, VolumeLogits
 from unet3d.inference.windows import longest_axis
 from unet3d.parallel import Executor
 from unet3d.preparation.interpolation import restored_slabs
@@ -202,6 +202,8 @@ class Predictor:
             largest = 0.0 if job is None else job.found.largest
             cause = cause_of_non_finite(largest, self._placed.precision)
             raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error
+        except AgreedError as error:
+            raise VolumeError(f"{path}: {error}") from error
         except VolumeError as error:
             # Not so in all ranks, of which others wait for this one then.
             kind = DoesNotFitError if self._placed.is_shared else VolumeError

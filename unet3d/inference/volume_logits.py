@@ -1,17 +1,17 @@
 """The logits of a prepared image: of one network, or the mean of several."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
 from unet3d.distributed.group import Group
-from unet3d.errors import DoesNotFitError
+from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference.averaging import adds_up_together, mean_slabs
 from unet3d.inference.image_slab import ImageSlab, Planes, SharedPlanes
 from unet3d.inference.networks import Networks
@@ -25,6 +25,13 @@ logger = logging.getLogger(__name__)
 
 CERTAIN_LOGIT = 15.0
 """A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
+
+
+Result = TypeVar("Result")
+
+
+class AgreedError(VolumeError):
+    """An image cannot be segmented, which all ranks know before the first window of it."""
 
 
 class VolumeLogits:
@@ -163,7 +170,9 @@ class VolumeLogits:
         predicting = [self._predicting[index] for index in indices]
         on_cpu = not any(device.type == "cuda" for device in predicting[0].devices)
         num_computing = self._group.ranks.local_world_size if on_cpu else 0
-        refuse_beyond_host(network, windows.slab, windows.shape, num_computing)
+        self._agreed(
+            lambda: refuse_beyond_host(network, windows.slab, windows.shape, num_computing)
+        )
         device = slab_device(network, windows.slab, self.input_device)
         yield from logit_slabs(
             predicting,
@@ -180,26 +189,42 @@ class VolumeLogits:
         if batch_size == "auto":
             batch_size = self._most_at_a_time or "auto"
         is_in_training = isinstance(self._placed, TrainedNetwork)
-        windows = Windows.of(
-            shape,
-            network.topology,
-            self._sizes[index],
-            settings.overlap,
-            batch_size,
-            self._predicting[index].devices,
-            # The shards of a training know of no other's memory.
-            None
-            if is_in_training
-            else bytes_of_voxel(
+        windows = self._agreed(
+            lambda: Windows.of(
+                shape,
                 network.topology,
-                network.dtype,
-                self._num_replicas,
-                is_mirrored=bool(network.mirrored_axes(settings)),
-            ),
+                self._sizes[index],
+                settings.overlap,
+                batch_size,
+                self._predicting[index].devices,
+                # The shards of a training know of no other's memory.
+                None
+                if is_in_training
+                else bytes_of_voxel(
+                    network.topology,
+                    network.dtype,
+                    self._num_replicas,
+                    is_mirrored=bool(network.mirrored_axes(settings)),
+                ),
+            )
         )
         # The rank with the least memory decides.
         self._num_at_a_time[index] = num = min(self._group.exchange(windows.batch_size))
         return replace(windows, batch_size=num * self._num_replicas)
+
+    def _agreed(self, make: Callable[[], Result]) -> Result:
+        """Return what this rank makes; where one of several cannot, all raise AgreedError."""
+        if self._group.size == 1:
+            return make()
+        made, fault = [], None
+        try:
+            made.append(make())
+        except (VolumeError, DoesNotFitError) as error:
+            fault = str(error)
+        faults = [one for one in self._group.exchange(fault) if one is not None]
+        if faults:
+            raise AgreedError(faults[0])
+        return made[0]
 
 
 def empty_logits(preprocessing: Preprocessing) -> list[float]:
