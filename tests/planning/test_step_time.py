@@ -223,6 +223,8 @@ def test_hand_written_convolutions_take_less_time(monkeypatch):
 def test_what_saves_memory_and_batch_dice_take_time():
     for option, most in (({"recompute": "level"}, 1.35), ({"offload": "skips"}, 2.0)):
         assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < most
+    level = {"recompute": "level"}  # of which nothing is offloaded
+    assert seconds(on_gpu(256, **level, offload="skips")) == seconds(on_gpu(256, **level))
     # With micro-batches batch Dice passes forward once more.
     for num_micro_batches, least, most in ((1, 1.0, 1.0), (4, 1.3, 1.34)):
         plain, joined = (

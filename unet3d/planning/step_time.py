@@ -192,7 +192,7 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
         return SLAB_FACTOR * factor * block.seconds(rates, share, defers=defers)
 
     total = sum(map(seconds, work))
-    if layout.offload == "skips" and not on_cpu:
+    if layout.offload == "skips" and layout.recompute != "level" and not on_cpu:
         total *= OFFLOAD_FACTOR
     num_portions = min(layout.num_micro_batches, step.batch_size)
     total += num_portions * rates.step_seconds
