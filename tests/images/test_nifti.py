@@ -347,7 +347,7 @@ def test_a_path_that_cannot_be_looked_at_is_refused_in_one_line(tmp_path):
     """As in a folder of somebody else, where pathlib's is_dir raises an error of its own."""
     for ending in (".nii", ".hdr", ".mha", ""):
         path = tmp_path / ("x" * 300 + ending)
-        with pytest.raises(VolumeError, match=f"{'x' * 300}{ending} is|too long"):
+        with pytest.raises(VolumeError, match=f"{'x' * 300}{ending} is|too long|no file or"):
             open_image(path)
 
 
