@@ -22,6 +22,7 @@ from unet3d.config import ModelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.kernels import triton_support
+from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.model import SegmentationLoss, UNet3d, plan_topology
 from unet3d.parallel import Layout, exchange, graph, parallelize
 from unet3d.parallel.exchange import FlatExchange
@@ -73,6 +74,7 @@ GPU_CASES = (
     {"autocast": torch.bfloat16, "offload": "skips"},
     {"autocast": torch.bfloat16, "num_replicas": 2},  # of batch Dice, in whose graph is a message
     {"autocast": torch.bfloat16, "triton": False},  # which the second rank cannot compile
+    {"autocast": torch.bfloat16, "by_hand": False},  # nor the convolutions
 )
 
 
@@ -216,6 +218,8 @@ def share_a_volume(folder, group, number):
     with pytest.MonkeyPatch.context() as patch:
         if not case.pop("triton", True):
             patch.setattr(triton_support, "works", lambda: rank == 0)
+        if not case.pop("by_hand", True):
+            patch.setattr(hopper, "available", lambda device: rank == 0)
         found = gpu_gradients(
             Layout(devices=devices, **slab, **case), group, joins_samples=has_replicas
         )
