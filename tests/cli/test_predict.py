@@ -56,6 +56,12 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
             f"/data/a), --checkpoint runs/{name} (trained on /data/b)"
         )
         write_json(Path("runs", name, "data.json"), {"dataset": "/data/a"})
+    Path("data").mkdir()  # a data set may be named by its folder, or by its file
+    for name, dataset in (("newest", "data/dataset.json"), ("middle", "data"), ("oldest", "data")):
+        write_json(Path("runs", name, "data.json"), {"dataset": str(folder / dataset)})
+    write_json(Path("runs/killed/data.json"), {"dataset": "/data/b"})  # without a network
+    Path("runs/killed/config.yaml").touch()
+    assert run("predict", scan, "--devices", "cpu", "--overwrite") == 0
     line = refusal(capsys, "predict", scan, "--checkpoint", "runs")
     assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt, no folds" in line
 

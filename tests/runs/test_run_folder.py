@@ -48,6 +48,20 @@ def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_is_cleared(
     assert {path.name for path in run.path.iterdir()} == {"data.json", "metrics.jsonl"}
 
 
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl"])
+def test_results_of_a_run_whose_checkpoints_are_gone_are_left_alone(run, name):
+    run.write_data({})
+    if name == "summary.json":
+        run.write_json(run.summary, {"epochs": 1})
+    else:
+        for epoch in (1, 2):
+            run.append_metrics({"epoch": epoch})
+    before = (run.path / name).read_bytes()
+    with pytest.raises(ConfigError, match="first holds the results of a run whose checkpoints"):
+        run.create()
+    assert (run.path / name).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "name", ["notes.txt", ".hidden", "config.yaml", "summary.json", "metrics.jsonl", "imagesTr/a"]
 )

@@ -183,3 +183,11 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(here):
     started.folder.latest.unlink()
     again = choose_run(request(changes=(), output=here / "run", resume=True), ALONE)
     assert not again.resume and again.plan.config == started.plan.config
+
+
+def test_a_checkpoint_without_its_settings_is_not_resumed(here):
+    started = choose_run(request(output=here / "run"), ALONE)
+    begin(started)
+    started.folder.config.unlink()
+    with pytest.raises(ConfigError, match="a checkpoint, but no config.yaml .*; .*--init .*run"):
+        choose_run(request(changes=(), output=here / "run", resume=True), ALONE)

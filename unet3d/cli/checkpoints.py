@@ -33,8 +33,8 @@ def wanted_checkpoints(
 
     Refused where runs of several data sets are there, finished or not: a scan may belong to any.
     """
-    from unet3d.runs.finding import checkpoints_in, dataset_of, newest_runs
-    from unet3d.runs.run_folder import RUNS
+    from unet3d.runs.finding import checkpoints_in, dataset_of, described_in, newest_runs
+    from unet3d.runs.run_folder import RUNS, folds_in
 
     if paths:
         return named_checkpoints(paths, folds)
@@ -46,13 +46,13 @@ def wanted_checkpoints(
             f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
             "--checkpoint FILE, or make one with unet3d train DATASET"
         )
-    newest: dict[str, Path] = {}
+    newest: dict[Path | None, str] = {}
     for run in (*finished, *newest_runs(finished=False)):
-        newest.setdefault(dataset_of(run), run.path)
+        if any(one.checkpoint() for one in (run, *folds_in(run.path).values())):
+            dataset = dataset_of(run)
+            line = f"--checkpoint {run.path} (trained on {dataset or 'phantoms'})"
+            newest.setdefault(described_in(Path(dataset)) if dataset else None, line)
     if len(newest) > 1:
-        known = [
-            f"--checkpoint {path} (trained on {dataset or 'phantoms'})"
-            for dataset, path in newest.items()
-        ]
+        known = list(newest.values())
         raise ConfigError(f"runs/ has runs of {len(newest)} data sets; add one of {some(known)}")
     return checkpoints_in(finished[0].path)

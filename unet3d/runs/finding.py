@@ -124,3 +124,8 @@ def dataset_of(run: RunFolder) -> str:
         with suppress(OSError, ValueError, TypeError, LookupError):
             return str(read_json(one.data)["dataset"] or "")
     return ""
+
+
+def described_in(dataset: Path) -> Path:
+    """Return the file that describes a data set, which may be named by its folder."""
+    return (dataset / "dataset.json" if dataset.is_dir() else dataset).resolve()

@@ -104,7 +104,7 @@ class RunFolder:
         """Refuse a folder that is not for a new run; nothing is changed.
 
         It does not exist, is empty, or holds what a run left that was killed before it first saved,
-        which ``data.json`` shows: a run writes it first.
+        which ``data.json`` shows: a run writes it first, and saves after its first epoch.
         """
         for file, instead in ((self.latest, "continue it with --resume"), (self.best, AWAY)):
             if file.exists():
@@ -121,6 +121,11 @@ class RunFolder:
                     f"{self.path} is not empty and is no run: it holds {names[0]}; {AWAY}, or "
                     "choose another --output"
                 )
+        if self.has_summary() or len(self.read_metrics()) > 1:
+            raise ConfigError(
+                f"{self.path} holds the results of a run whose checkpoints are gone; bring "
+                f"{self.latest.name} back, or choose another --output"
+            )
 
     def checkpoint(self) -> Path | None:
         """Return its latest checkpoint, the final network of a finished run, or else the best."""

@@ -26,7 +26,7 @@ from unet3d.planning.placements import choose_mode
 from unet3d.planning.step_size import within_gpus
 from unet3d.planning.step_time import long_on_cpu
 from unet3d.planning.ways import dims_of, memory_of
-from unet3d.runs.finding import dataset_of, newest_run, recorded_folds
+from unet3d.runs.finding import dataset_of, described_in, newest_run, recorded_folds
 from unet3d.runs.run_folder import RUNS, RunFolder
 from unet3d.training.initialising import network_to_begin_with
 
@@ -175,11 +175,16 @@ def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
         made_with = dataset_of(run)
         if dataset is None:
             return True
-        return bool(made_with) and _description(Path(made_with)) == _description(dataset)
+        return bool(made_with) and described_in(Path(made_with)) == described_in(dataset)
 
     run = newest_run(finished=False, suits=suits) if request.output is None else None
     if request.output is not None and RunFolder(request.output).config.is_file():
         run = RunFolder(request.output)
+    if run is None and request.output is not None and RunFolder(request.output).checkpoint():
+        raise ConfigError(
+            f"{request.output} has a checkpoint, but no config.yaml to resume with; bring that "
+            f"back, or begin a new run with its network: --init {request.output}"
+        )
     if run is None:
         made_with = "" if request.output or dataset is None else f" that was made with {dataset}"
         raise ConfigError(
@@ -187,11 +192,6 @@ def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
             "--output, or start one without --resume"
         )
     return run
-
-
-def _description(path: Path) -> Path:
-    """Return the file that describes a data set, which may be named by its folder."""
-    return (path / "dataset.json" if path.is_dir() else path).resolve()
 
 
 def _settings(request: Request, old_run: RunFolder | None) -> Config:
