@@ -71,15 +71,23 @@ def test_a_hook_gets_what_is_normalised(encoder, monkeypatch):
     torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(("name", "options"), [("unit", {}), ("conv", {"encoder": "residual"})])
-def test_a_hook_of_the_reader_gets_it_too(name, options, monkeypatch):
-    """Of the second unit of a level, or of the second convolution of a residual one."""
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("encoder.levels.1.1", {}),
+        ("encoder.levels.1.1.conv", {"encoder": "residual"}),
+        ("decoder.levels.0.units.0.norm", {}),
+    ],
+)
+def test_hooks_of_what_is_beside_get_it_too(name, options, monkeypatch):
+    """Of the reader, of a residual unit's second convolution, of the normalisation itself."""
     network = make_network(make_topology(**options)).eval()
-    reader = network.encoder.levels[1][-1]
-    reader = reader if name == "unit" else reader.conv
     image, _ = make_batch(1)
-    seen = []
-    reader.register_forward_pre_hook(lambda module, given: seen.append(given[0].clone()))
+    module, seen = network.get_submodule(name), []
+    if name.endswith("norm"):
+        module.register_forward_hook(lambda module, given, made: seen.append(made.clone()))
+    else:
+        module.register_forward_pre_hook(lambda module, given: seen.append(given[0].clone()))
     with torch.no_grad():
         network(image)
         monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: True)

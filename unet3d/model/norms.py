@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from unet3d.kernels import instance_norm, sum_of, with_halo
 from unet3d.kernels.sharding import current_shard, sum_over_shards
 from unet3d.model.topology import Topology
+from unet3d.torch_private import has_hooks
 
 
 class InstanceNorm(nn.Module):
@@ -39,7 +40,7 @@ class InstanceNorm(nn.Module):
             added=added,
             pads_output=self.feeds_convolution,
             has_halo=self.activated,
-            outputs_of_reader=outputs_of_reader,
+            outputs_of_reader=None if has_hooks(self) else outputs_of_reader,  # they read it too
         )
 
 
