@@ -427,6 +427,8 @@ def _files(paths: Sequence[FileName], folds: Folds, unpacked: ExitStack) -> list
         chosen = chosen_folds(folds)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if not paths:
+        raise ConfigError("no checkpoint is named; name a file, or the folder of a run")
     files = [file for path in paths for file in networks_in(Path(path), chosen, unpacked)]
     return list(dict.fromkeys(files))
 
