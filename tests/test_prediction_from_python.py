@@ -221,5 +221,7 @@ def test_files_are_segmented_as_the_command_does(checkpoint, file, tmp_path, cap
         unet3d.predict(file, checkpoint, sharpen=True)
     with pytest.raises(ConfigError, match="no checkpoint is named"):
         unet3d.predict(file, [])
+    with pytest.raises(ConfigError, match="drop one"):
+        unet3d.predict(file, checkpoint, goes_on=True, overwrite=True)
     with pytest.raises(ConfigError, match="inference.overlap is 2"):
         unet3d.predict(file, checkpoint, overlap=2.0)

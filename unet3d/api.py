@@ -219,6 +219,8 @@ def predict(
     unknown = options.keys() - PredictionRequest.model_fields.keys()
     if unknown:
         raise TypeError(f"predict() has no option {', '.join(sorted(unknown))}")
+    if options.get("goes_on") and options.get("overwrite"):
+        raise ConfigError("goes_on keeps results and overwrite replaces them; drop one")
     with ExitStack() as unpacked:
         files = _files(_several(checkpoint), folds, unpacked)
         request = PredictionRequest.of(

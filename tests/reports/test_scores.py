@@ -24,7 +24,7 @@ def evaluation(num_cases, **more):
 def test_the_table_has_each_case_and_the_means():
     table = evaluation_table(evaluation(2))
     assert heads(table) == [
-        *("case", "label", "Dice", "HD95 (mm)", "NSD (1 mm)", "predicted (mL)", "labelled (mL)")
+        *("case", "label", "Dice", "HD95 (mm)", "NSD (1 mm)", "segmented (mL)", "labelled (mL)")
     ]
     assert cells(table) == [
         ("case_0", "1", "0.9123", "1.50", "0.7500", "12.346", "12.000"),

@@ -21,14 +21,14 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     """Return the scores of each case, and their means."""
     units = evaluation.units
     table = Table(
-        title="Predictions compared with labels",
+        title="Segmentations compared with labels",
         caption=f"Mean Dice over the labels: {score(evaluation.mean_dice, 4)}",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("case")
     table.add_column("label", justify="right")
     nsd = f"NSD\n({units.length_text(evaluation.tolerance_mm)})"
-    volumes = (f"{whose}\n({units.volume})" for whose in ("predicted", "labelled"))
+    volumes = (f"{whose}\n({units.volume})" for whose in ("segmented", "labelled"))
     for name in ("Dice", f"HD95\n({units.length})", nsd, *volumes):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [(case.name, case.scores) for case in evaluation.cases]
