@@ -90,10 +90,16 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
     if gpus:
         with torch.cuda.device(gpus[0]):
             own = works()
+    _other_ranks_can = all_ranks_can(
+        own,
+        exchange,
+        "Triton cannot compile in rank %d, so training is several times slower in all ranks",
+    )
+
+
+def all_ranks_can(own: bool, exchange: Callable[[bool], Sequence[bool]], otherwise: str) -> bool:
+    """Return whether all ranks can do what this one can; ``otherwise`` names the first without."""
     answers = exchange(own)
-    _other_ranks_can = all(answers)
-    if own and not _other_ranks_can:
-        logger.warning(
-            "Triton cannot compile in rank %d, so training is several times slower in all ranks",
-            list(answers).index(False),
-        )
+    if own and not all(answers):
+        logger.warning(otherwise, list(answers).index(False))
+    return all(answers)

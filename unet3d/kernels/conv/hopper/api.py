@@ -13,7 +13,6 @@ A slab's reader gets it without halo, and asks the neighbours for their planes i
 is to be normalised, with the same statistics. In backward it gives them the gradients of these.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,10 +28,8 @@ from unet3d.kernels.norm.volume import stages_for
 from unet3d.kernels.padding import can_fold, is_laid_out, laid_out, with_marks
 from unet3d.kernels.recompute import normalized_from
 from unet3d.kernels.sharding import Shard, current_shard, number_of_largest
-from unet3d.kernels.triton_support import triton_available
+from unet3d.kernels.triton_support import all_ranks_can, triton_available
 from unet3d.memory.fake_devices import is_fake_device, is_gpu
-
-logger = logging.getLogger(__name__)
 
 TYPES = (torch.bfloat16, torch.float16)
 CHANNELS = (32, 64)
@@ -60,13 +57,11 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
     """
     global _all_slabs_can
     own = all(available(device) for device in devices)
-    answers = exchange(own)
-    _all_slabs_can = all(answers)
-    if own and not _all_slabs_can:
-        logger.warning(
-            "rank %d does not have the hand-written convolutions, so all ranks take cuDNN's",
-            list(answers).index(False),
-        )
+    _all_slabs_can = all_ranks_can(
+        own,
+        exchange,
+        "rank %d does not have the hand-written convolutions, so all ranks take cuDNN's",
+    )
 
 
 def _can(device: torch.device) -> bool:
