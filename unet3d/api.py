@@ -42,7 +42,7 @@ from unet3d.runs.finding import checkpoint_in, chosen_folds
 from unet3d.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from unet3d.training.plan import Request
+    from unet3d.training.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +318,7 @@ def train(
     """
     # A room of its own, which takes long to import.
     from unet3d.training.folds import request_over_folds
-    from unet3d.training.plan import Request
+    from unet3d.training.request import Request
 
     ranks = Ranks.from_environment()
     if ranks.world_size > 1:

@@ -11,7 +11,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import name_of_start
 from unet3d.errors import RankError
-from unet3d.training.plan import Request
+from unet3d.training.request import Request
 from unet3d.training.start import choose_run
 
 

@@ -11,7 +11,8 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.parallel import ParallelDims
 from unet3d.training import plan as planning
-from unet3d.training.plan import Plan, Request
+from unet3d.training.plan import Plan
+from unet3d.training.request import Request
 from unet3d.training.start import choose_run
 
 ALONE = Group(Ranks())
@@ -177,12 +178,15 @@ def test_a_file_changes_what_it_names_of_a_run_that_goes_on(here):
     assert (config.training.epochs, config.training.learning_rate) == (9, 3e-05)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(here):
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(here, caplog):
     started = choose_run(request(output=here / "run"), ALONE)
     begin(started)
     started.folder.latest.unlink()
     again = choose_run(request(changes=(), output=here / "run", resume=True), ALONE)
     assert not again.resume and again.plan.config == started.plan.config
+    assert caplog.messages == [
+        f"{here / 'run'} was stopped before its first checkpoint; it begins anew"
+    ]
 
 
 def test_a_checkpoint_without_its_settings_is_not_resumed(here):

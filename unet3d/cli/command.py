@@ -6,7 +6,7 @@ Nothing heavy is imported before a command runs, so that ``--help`` is instant.
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,11 +44,6 @@ class GivenSettings:
         from unet3d.config import load_config
 
         return load_config(self.path, self.changes)
-
-    def without_context(self) -> "GivenSettings":
-        """Return what can be judged without the settings of the run that goes on."""
-        kept = self.changes.keys() & {"data.dataset", "parallel.devices"}
-        return replace(self, changes={key: self.changes[key] for key in kept}, path=None)
 
     def check_devices(self) -> None:
         """Refuse devices that this machine cannot have, before PyTorch is imported."""

@@ -147,7 +147,8 @@ def plan(
         load_dataset(dataset)  # before PyTorch is imported
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
-        from unet3d.training.plan import Plan, Request
+        from unet3d.training.plan import Plan
+        from unet3d.training.request import Request
 
         request = Request(config_path=settings.path, changes=settings.changes)
         planned = Plan.of(request, is_described=not measure, gpu_bytes=memory_bytes)

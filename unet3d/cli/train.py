@@ -82,6 +82,7 @@ def train(
     MONAI have it. Without one, heads are made up and trained on.
     """
     from unet3d.distributed.ranks import Ranks
+    from unet3d.training.request import Request, check_early
 
     ranks = begin_as_rank(quiet)
     changes = dict(settings.changes)
@@ -90,8 +91,9 @@ def train(
 
         changes["training.init"] = checkpoint_in(Path(changes["training.init"]))
         refuse_other_file(changes["training.init"])
+    request = Request(config_path=settings.path, changes=changes, output=output, resume=resume)
     if ranks.is_first:
-        _check_early(settings.without_context() if resume else settings)
+        check_early(request, has_folds=folds is not None)
         is_alone = ranks == Ranks()  # ranks that torchrun starts anew find their run there
         if output is not None and not resume and folds is None and is_alone:
             from unet3d.runs.run_folder import RunFolder
@@ -101,10 +103,8 @@ def train(
     from rich.console import Console
 
     from unet3d.training.folds import request_over_folds, train_folds
-    from unet3d.training.plan import Request
     from unet3d.training.start import start_training
 
-    request = Request(config_path=settings.path, changes=changes, output=output, resume=resume)
     console = Console()
     over_folds = request_over_folds(request, folds, ranks)
     if over_folds is not None:
@@ -115,15 +115,6 @@ def train(
     result = start_training(request, ranks, console, quiet)
     if result is not None and ranks.is_first and not quiet:
         _show(result, console)
-
-
-def _check_early(settings: GivenSettings) -> None:
-    """Refuse settings, devices and a data set without waiting for PyTorch."""
-    from unet3d.datasets.dataset import load_dataset
-
-    settings.check_devices()
-    if (dataset := settings.config.data.dataset) is not None:
-        load_dataset(dataset)
 
 
 def _show_folds(folder: "RunFolder", console: "Console") -> None:

@@ -21,8 +21,9 @@ from unet3d.interruption import Interrupted
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.job import train
 from unet3d.training.loop import TrainingResult
-from unet3d.training.plan import Plan, Request, run_to_resume
+from unet3d.training.plan import Plan
 from unet3d.training.recording import dataset_name
+from unet3d.training.request import Request, run_to_resume
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,12 @@ def _choose_run(request: Request, group: Group) -> Run:
         old_run = run_to_resume(request)
     plan = Plan.of(request, group.ranks, old_run=old_run).placed(group.ranks)
     if old_run is not None:
-        return Run(plan=plan, folder=old_run, resume=old_run.latest.exists())
+        is_saved = old_run.latest.exists()
+        if not is_saved:
+            logger.warning(
+                "%s was stopped before its first checkpoint; it begins anew", old_run.path
+            )
+        return Run(plan=plan, folder=old_run, resume=is_saved)
     may_be_restarted = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"
     if group.size > 1 and request.output is None and may_be_restarted:
         raise ConfigError(

@@ -1,14 +1,18 @@
-"""Which run is continued; what a run is planned as, ``test_start`` sees."""
+"""Which run is continued, and what is refused before PyTorch is imported."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.command_line import process_environment
+from tests.images.samples import write_msd
 from unet3d.config import Config
 from unet3d.errors import ConfigError
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.plan import Request, run_to_resume
+from unet3d.training.request import Request, run_to_resume
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +64,37 @@ def test_without_any_run_it_is_said(here):
     ):
         with pytest.raises(ConfigError, match=f"there is no run to resume {words}; name one with"):
             chosen(**options)
+
+
+REFUSED = """
+import sys
+from unet3d.cli.app import main
+try:
+    main()
+except SystemExit as ending:
+    sys.exit(f"torch was imported" if "torch" in sys.modules else ending.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--resume", "--set", "training.epohcs=3"), "did you mean training.epochs?"),
+        (("--resume", "--fold", "7"), "data has folds 0 to 4, not fold 7"),
+        (("data", "--fold", "7"), "data has folds 0 to 4, not fold 7"),
+        (("--resume", "--output", "elsewhere"), "there is no run to resume in elsewhere"),
+    ],
+)
+def test_what_pytorch_is_not_needed_for_is_refused_without_it(here, words, said):
+    data = write_msd(here / "data", num_cases=5)
+    run = RunFolder(begun_run("old", 100, data))
+    run.write_config(Config().with_values({"data.dataset": str(data)}))
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, "train", *words],
+        capture_output=True,
+        text=True,
+        env=process_environment(),
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: ") and said in line

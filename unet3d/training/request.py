@@ -1,0 +1,110 @@
+"""What a user asks of a training, and the run that goes on; read before PyTorch is imported."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.datasets.dataset import fold_cases, load_dataset
+from unet3d.errors import ConfigError
+from unet3d.memory.gpus import refuse_missing
+from unet3d.runs.finding import dataset_of, described_in, newest_run, recorded_folds
+from unet3d.runs.run_folder import RUNS, RunFolder
+
+PLACEMENT = ("parallel.mode", "parallel.devices")
+"""Settings with which a run that goes on is placed anew."""
+
+KEPT = {"devices", "timeout_seconds", "max_restarts"}
+"""Settings of the section ``parallel`` that it then keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user says of a run."""
+
+    config_path: Path | None = None
+    """A configuration file; None: the defaults, or where a run is continued, its own."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that differ from it: dotted key to value."""
+    output: Path | None = None
+    """The run's folder; None: a new one below ``runs/``, or the newest to continue."""
+    resume: bool = False
+    """Whether to continue a run."""
+
+
+def check_early(request: Request, has_folds: bool) -> None:
+    """Refuse settings, devices, a data set and a fold without waiting for PyTorch."""
+    old_run = None
+    if request.resume:
+        old_run = run_to_resume(request, over_folds=has_folds and request.output is None)
+    config = settings_of(request, old_run)
+    refuse_missing(config.parallel.devices or ())
+    data = config.data
+    if data.dataset is not None:
+        dataset = load_dataset(data.dataset)
+        if not dataset.faults:  # else they are all told together, later
+            fold_cases(dataset, data.fold, data.num_folds, config.training.seed)
+
+
+def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
+    """Return the run to continue: that of a folder, or else the newest of the data set.
+
+    It may be one over several folds, and must be with ``over_folds``. One that was killed before
+    its first checkpoint counts, as its settings are there.
+    """
+    if "training.init" in request.changes:
+        raise ConfigError(
+            "training.init begins a new run, and --resume continues one; leave one out"
+        )
+    named = {key: value for key, value in request.changes.items() if key == "data.dataset"}
+    dataset = load_config(request.config_path, named).data.dataset
+
+    def suits(run: RunFolder) -> bool:
+        if over_folds and recorded_folds(run.path) is None:
+            return False
+        made_with = dataset_of(run)
+        if dataset is None:
+            return True
+        return bool(made_with) and described_in(Path(made_with)) == described_in(dataset)
+
+    run = newest_run(finished=False, suits=suits) if request.output is None else None
+    if request.output is not None and RunFolder(request.output).config.is_file():
+        run = RunFolder(request.output)
+    if run is None and request.output is not None and RunFolder(request.output).checkpoint():
+        raise ConfigError(
+            f"{request.output} has a checkpoint, but no config.yaml to resume with; bring that "
+            f"back, or begin a new run with its network: --init {request.output}"
+        )
+    if run is None:
+        made_with = "" if request.output or dataset is None else f" that was made with {dataset}"
+        raise ConfigError(
+            f"there is no run to resume in {request.output or RUNS}{made_with}; name one with "
+            "--output, or start one without --resume"
+        )
+    return run
+
+
+def settings_of(request: Request, old_run: RunFolder | None) -> Config:
+    """Return the settings of a request, over those of the run that goes on."""
+    if old_run is None:
+        return load_config(request.config_path, request.changes)
+    changes = dict(request.changes)
+    if request.config_path is not None:
+        changes = {**load_config(request.config_path).flat(only_set=True), **changes}
+    if _is_moved(load_config(old_run.config).parallel, changes):
+        # Replicas or cuts that were recorded might be refused with the new placement.
+        default = ParallelSettings().model_dump(mode="json", exclude=KEPT)
+        changes = {**{f"parallel.{key}": value for key, value in default.items()}, **changes}
+    return load_config(old_run.config, changes)
+
+
+def _is_moved(recorded: ParallelSettings, changes: Mapping[str, Any]) -> bool:
+    """Return whether changes place a training otherwise than it is recorded."""
+    named = {key: changes[key] for key in PLACEMENT if key in changes}
+    wanted = load_config(None, named).parallel
+    return any(
+        getattr(wanted, key) != getattr(recorded, key)
+        for key in ("mode", "devices")
+        if f"parallel.{key}" in named
+    )
