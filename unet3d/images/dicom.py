@@ -1,33 +1,35 @@
 """Opening a folder of DICOM slices as one volume, once they are all of it.
 
-Where slices lie is computed from the position of each, because readers of series take the distance
-of the first two for all: that would close a gap, and straighten a tilted gantry.
+SimpleITK reads each slice by GDCM, which also applies slope and intercept. Where slices lie is
+computed from the position of each, because readers of series take the distance of the first two for
+all: that would close a gap, and straighten a tilted gantry.
 """
 
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import SimpleITK as sitk
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of, some
-from unet3d.images.dicom_elements import REMEDY
-from unet3d.images.dicom_slice import SAME_DIRECTION, Slice, read_pixels, read_slice
 from unet3d.images.files import DICOM_INDEX, members, times
-from unet3d.images.geometry import (
-    RAS_FROM_LPS,
-    geometry_of_affine,
-    is_sheared,
-    shear_degrees,
-)
+from unet3d.images.geometry import RAS_FROM_LPS, geometry_of_affine, is_sheared, shear_degrees
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import Source
 from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
+from unet3d.inputs.reading import open_regular
+
+sitk.ProcessObject.SetGlobalWarningDisplay(False)
+
+SAME_DIRECTION = 1e-3
+"""Difference of two direction cosines that are one."""
 
 SAME_SPACING = 1e-3
 """Relative difference of two spacings that are one."""
@@ -43,6 +45,36 @@ ALIGNED = 0.25
 
 MAX_THREADS = 8
 
+COMPRESSED = re.compile(rb"1\.2\.840\.10008\.1\.2\.[45][.\0]")
+"""What transfer syntaxes with compression begin with, within the first bytes of a file."""
+
+DAMAGED = (
+    "it is damaged, incomplete or of an unknown compression: move it out of the folder, or export "
+    "the series again"
+)
+UNUSABLE = "move it out of the folder, or convert the series to NIfTI, as with dcm2niix"
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Slice:
+    """The header of one slice; lengths are in mm, places in LPS."""
+
+    path: Path
+    series: str
+    """Its unique identifier."""
+    title: str
+    shape: tuple[int, int]
+    """Columns and rows."""
+    spacing_mm: tuple[float, float]
+    """Distance of columns, and of rows."""
+    directions: Array
+    """(3, 2): where a row runs to and where a column runs to, of length 1."""
+    position: Array
+    dtype: np.dtype[Any]
+    """Type of the intensities."""
+
 
 def open_series(folder: Path) -> Source:
     """Read the headers of the slices in a folder, and not their pixels.
@@ -56,7 +88,8 @@ def open_series(folder: Path) -> Source:
         _refuse_lost_slices(folder, files)
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
-    slices = [read_slice(file) for file in files]
+    num_threads = min(MAX_THREADS, num_cores())
+    slices = in_threads(read_slice, files, num_threads)
     _refuse_several_series(folder, slices)
     if len(slices) < 2:
         raise VolumeError(f"{folder} holds one DICOM slice; a volume needs at least two")
@@ -64,33 +97,90 @@ def open_series(folder: Path) -> Source:
     for one in slices[1:]:
         _refuse_unlike(first, one)
     normal = np.cross(*first.directions.T)
-    slices.sort(key=lambda one: float(normal @ one.ImagePositionPatient))
+    slices.sort(key=lambda one: float(normal @ one.position))
     shape = (*first.shape, len(slices), 1)
-    affine = RAS_FROM_LPS @ _affine(folder, slices, normal)
-    geometry = geometry_of_affine(folder, shape, affine)
-    # Most series have one scale, and stay as they are stored: half of float32.
-    scales = {one.scale for one in slices}
-    scale = scales.pop() if len(scales) == 1 else (1.0, 0.0)
-    types = {one.dtype if one.scale == scale else np.dtype(np.float32) for one in slices}
-    is_real = any(one.kind == "f" for one in types)
-    dtype = np.dtype(np.float32) if is_real else np.result_type(*types)
+    geometry = geometry_of_affine(folder, shape, RAS_FROM_LPS @ _affine(folder, slices, normal))
+    dtype = np.result_type(*{one.dtype for one in slices})
+    dtype = np.dtype(np.float32) if dtype.kind == "f" else dtype
 
     def read(scratch: Scratch) -> npt.NDArray[Any]:
         voxels = scratch.empty(shape, dtype, f"{folder}: reading {times(shape)} voxels", "F")
 
         def fill(number: int) -> None:
-            pixels, (slope, inter) = read_pixels(slices[number]), slices[number].scale
             with np.errstate(over="ignore"):  # an infinite voxel is refused later
-                is_ready = (slope, inter) == scale
-                voxels[:, :, number, 0] = pixels if is_ready else pixels * slope + inter
+                voxels[:, :, number, 0] = read_pixels(slices[number])
 
-        # GDCM takes 40 ms for each slice.
-        in_threads(fill, range(len(slices)), min(MAX_THREADS, num_cores()))
+        in_threads(fill, range(len(slices)), num_threads)
         return voxels
 
-    num_bytes = math.prod(shape) * dtype.itemsize
-    slope, inter = scale
-    return Source(geometry, dtype, read, slope=slope, inter=inter, unpacked_bytes=num_bytes)
+    return Source(geometry, dtype, read, unpacked_bytes=math.prod(shape) * dtype.itemsize)
+
+
+def read_slice(path: Path) -> Slice:
+    """Read the header of a slice."""
+    reader = sitk.ImageFileReader()
+    reader.SetImageIO("GDCMImageIO")
+    reader.SetFileName(str(path))
+    try:
+        reader.ReadImageInformation()
+    except RuntimeError as error:  # every error of ITK and GDCM
+        raise VolumeError(f"cannot read the header of {path}; {DAMAGED}") from error
+
+    def text(tag: str) -> str:
+        return reader.GetMetaData(tag).strip("\0 ") if reader.HasMetaDataKey(tag) else ""
+
+    def numbers(tag: str, name: str, count: int) -> list[float]:
+        try:
+            found = [float(number) for number in text(tag).split("\\")]
+        except ValueError:
+            found = []
+        if len(found) != count or not np.isfinite(found).all():
+            given = printable(text(tag)) or "missing"
+            raise VolumeError(f"{path} is no slice: its {name} is {given}; {UNUSABLE}")
+        return found
+
+    dtype = sitk.GetArrayViewFromImage(sitk.Image([1, 1], reader.GetPixelID())).dtype
+    columns, rows, *num_frames = reader.GetSize()
+    stored_bytes = columns * rows * int(text("0028|0100") or 8) // 8
+    with open_regular(path) as file:
+        is_raw = COMPRESSED.search(file.read(1024)) is None
+    if is_raw and path.stat().st_size < stored_bytes:  # GDCM makes up the rest
+        raise VolumeError(f"{path} ends before the last of {columns}x{rows} pixels; {DAMAGED}")
+    if max(num_frames, default=1) > 1:
+        raise VolumeError(f"{path} is no slice: it has {num_frames[0]} frames; {UNUSABLE}")
+    colours = text("0028|0004")
+    if colours != "MONOCHROME2":  # GDCM inverts MONOCHROME1
+        raise VolumeError(
+            f"{path} is no slice of a scan: its PhotometricInterpretation is "
+            f"{printable(colours) or 'missing'}, not MONOCHROME2; {UNUSABLE}"
+        )
+    directions = np.reshape(numbers("0020|0037", "ImageOrientationPatient", 6), (2, 3)).T
+    if not np.allclose(directions.T @ directions, np.eye(2), atol=SAME_DIRECTION):
+        raise VolumeError(f"{path} has an ImageOrientationPatient not at right angles; {UNUSABLE}")
+    row_mm, column_mm = numbers("0028|0030", "PixelSpacing", 2)
+    if min(row_mm, column_mm) <= 0:
+        raise VolumeError(f"{path} has a PixelSpacing of {min(row_mm, column_mm):g}; {UNUSABLE}")
+    return Slice(
+        path=path,
+        series=text("0020|000e"),
+        title=printable(text("0008|103e") or f"series {text('0020|0011')}"),
+        shape=(columns, rows),
+        spacing_mm=(column_mm, row_mm),
+        directions=directions,
+        position=np.array(numbers("0020|0032", "ImagePositionPatient", 3)),
+        dtype=dtype,
+    )
+
+
+def read_pixels(one: Slice) -> npt.NDArray[Any]:
+    """Return the intensities of a slice, (columns, rows)."""
+    try:
+        pixels: npt.NDArray[Any] = sitk.GetArrayFromImage(
+            sitk.ReadImage(str(one.path), imageIO="GDCMImageIO")
+        )
+    except RuntimeError as error:
+        raise VolumeError(f"cannot read the pixels of {one.path}; {DAMAGED}") from error
+    return pixels.reshape(one.shape[::-1]).T
 
 
 def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
@@ -100,7 +190,7 @@ def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
         is_listed = not path.name.startswith(".") and path.name.upper() != DICOM_INDEX
         if is_listed and _kind_of_name(path) in kinds and not path.is_dir():
             raise VolumeError(
-                f"{path} is named like the slices beside it but is no DICOM file; {REMEDY}"
+                f"{path} is named like the slices beside it but is no DICOM file; {DAMAGED}"
             )
 
 
@@ -112,13 +202,9 @@ def _kind_of_name(path: Path) -> str:
 
 
 def _refuse_several_series(folder: Path, slices: Sequence[Slice]) -> None:
-    examples = {one.SeriesInstanceUID: one for one in slices}.values()
+    examples = {one.series: one for one in slices}.values()
     if len(examples) > 1:
-        series = [
-            f'"{printable(one.SeriesDescription or f"series {one.SeriesNumber}")}", such as '
-            f"{one.path.name}"
-            for one in examples
-        ]
+        series = [f'"{one.title}", such as {one.path.name}' for one in examples]
         raise VolumeError(
             f"{folder} holds {len(series)} DICOM series, {some(series, 4)}; move each to a folder "
             "of its own"
@@ -133,7 +219,7 @@ def _refuse_unlike(first: Slice, one: Slice) -> None:
     ):
         seen = [
             f"{times(each.shape)} pixels of {times(each.spacing_mm)} mm along "
-            f"{times(each.ImageOrientationPatient)}"
+            f"{times(each.directions.T.ravel())}"
             for each in (one, first)
         ]
         raise VolumeError(
@@ -147,7 +233,7 @@ def _affine(
 ) -> npt.NDArray[np.float64]:
     """Return where stacked slices lie, (4, 4) in LPS, or refuse what is no even stack of them."""
     first = slices[0]
-    places = np.array([one.ImagePositionPatient for one in slices])
+    places = np.array([one.position for one in slices])
     span = places[-1] - places[0]
     steps = np.diff(places @ normal)
     nearest, widest = int(steps.argmin()), int(steps.argmax())
