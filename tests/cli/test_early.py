@@ -1,6 +1,7 @@
 """What is wrong with paths, devices and settings is said before PyTorch is imported."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,8 @@ ERRORS = [
     ("train data --devices 97", "device '97' does not exist; this machine has cpu and no CUDA"),
     ("train data --devices gpu0", "device 'gpu0' is unknown; write 0, cuda:0 or cpu"),
     ("train nowhere --resume", "nowhere; give its folder or its dataset.json"),
+    ("train data --parallel model --devices cpu", "needs a device for each of two stages"),
+    ("train data --set training.precision=float16", "training.precision=float16 needs a GPU"),
     ("train --resume --devices 97", "device '97' does not exist"),
     ("train data --set training.epoch=3", "training.epoch, did you mean training.epochs?"),
     ("train data --init missing.pt", "cannot read the checkpoint missing.pt: No such file"),
@@ -44,12 +47,19 @@ ERRORS = [
     ("predict full", "full holds no volumes to segment"),
     ("predict scan.nii.gz -c text.pt", "text.pt is not a checkpoint; name one"),
     ("predict scan.nii.gz -c full", "full has neither checkpoint-latest.pt nor"),
+    ("predict scan.nii.gz --parallel none --devices cpu,cpu", "parallel mode none uses one"),
+    ("predict scan.nii.gz --precision float16", "--precision=float16 needs a GPU; use --prec"),
+    ("predict scan.nii.gz -o pipe.nii", "cannot write pipe.nii: it is not a regular file"),
+    ("predict scan.nii.gz -o taken --overwrite", "cannot write taken/scan.nii.gz: it is not a reg"),
     ("predict scan.nii.gz --devices 97", "device '97' does not exist"),
     ("predict scan.nii.gz", "no checkpoint: there is no finished run in "),
     ("plan nowhere", "nowhere; give its folder"),
     ("plan --predict CT/", "there is no file or folder CT"),
     ("check nowhere", "there is no data set at nowhere"),
     ("evaluate missing.nii.gz data", "there is no file or folder missing.nii.gz"),
+    ("evaluate text.pt text.pt", "text.pt is not named like a volume"),
+    ("evaluate data/imagesTr data/labelsTr/case_0.nii.gz", "has no label map in data/labelsTr"),
+    ("evaluate scan.nii.gz scan.nii.gz --json pipe.nii", "pipe.nii is no place for the results"),
     ("report scan.nii.gz --image missing.nii", "cannot read missing.nii: No such file"),
     ("convert text.pt -o model.pt", "text.pt is not a checkpoint"),
 ]
@@ -58,6 +68,8 @@ ERRORS = [
 def test_an_error_does_not_wait_for_pytorch(tmp_path):
     write_msd(tmp_path / "data")
     (tmp_path / "full").mkdir()
+    (tmp_path / "taken/scan.nii.gz").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe.nii")
     for name in ("text.pt", "full/file"):
         (tmp_path / name).write_text("text")
     (tmp_path / "scan.nii.gz").symlink_to(min(tmp_path.glob("data/imagesTr/*")))

@@ -232,3 +232,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
         words = f"cannot write.*{place}.*choose another"
         for output in (tmp_path / place, tmp_path / place / "deeper"):
             refuses([a], words, output, overwrite=True)
+    for beside in ("pipe.nii", "pipe.json"):  # a result, or what is written beside it
+        os.mkfifo(tmp_path / beside)
+        words = f"cannot write .*{beside}: it is not a regular file"
+        refuses([a], words, tmp_path / "pipe.nii", statistics=True, overwrite=True)
+        os.unlink(tmp_path / beside)

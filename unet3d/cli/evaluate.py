@@ -75,9 +75,9 @@ def evaluate(
     if dataset is not None and checkpoint is not None:
         raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")
     check_result(json_path, predictions, labels, *files_of(dataset), overwrite=overwrite)
-    from unet3d.inference.pairing import refuse_missing
+    from unet3d.inference.pairing import find_pairs
 
-    refuse_missing(predictions, labels)  # before PyTorch is imported
+    find_pairs(predictions, labels, leave_out)  # before PyTorch is imported
 
     from rich.console import Console
 

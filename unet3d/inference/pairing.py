@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unet3d.errors import DatasetError, reason_of
 from unet3d.images.files import is_volume_file, stands_for_volume, volume_stem
+from unet3d.images.image import open_source
 
 Pair = tuple[Path, Path]
 """A prediction and its label map."""
@@ -24,16 +25,13 @@ class FoundPairs:
     """Names of the predictions that have no label map."""
 
 
-def refuse_missing(*paths: Path) -> None:
-    """Refuse what is no file and no folder."""
-    for path in paths:
-        if not path.exists():
-            raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
-
-
 def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
     """Return what to compare, by name."""
-    refuse_missing(predictions, labels)
+    for path in (predictions, labels):
+        if not path.exists():
+            raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
+        if not path.is_dir():
+            open_source(path)
     if not predictions.is_dir() and not labels.is_dir():
         return FoundPairs(pairs=[(predictions, labels)])
     label_of = _by_stem(labels)

@@ -71,9 +71,10 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     for case, scan in zip(groups, scans, strict=True):
         try:
             _refuse_other_channels(case, scan.images, num_channels)
+            for result in scan.results(request):
+                _refuse_unwritable(result)
             if not request.overwrite:
                 refuse_existing(scan, request)
-            _refuse_unwritable(scan.output)
             to_segment.append(scan)
         except ResultExistsError:
             if len(scans) == 1 and not request.goes_on:
@@ -95,7 +96,9 @@ def refuse_early(inputs: Sequence[Path], output: Path | None = None) -> None:
             _volumes_in(path)
         elif len(inputs) == 1:  # of several, others may be segmented
             open_source(path)
-            if output is not None and output.suffix and not os.path.isdir(output):
+            if output is None or os.path.isdir(output):
+                _refuse_unwritable(_place(volume_stem(path), path.parent, output))
+            elif output.suffix:
                 _refuse_collisions([Scan(images=(path,), output=output)])
                 _refuse_unwritable(output)
 
@@ -151,6 +154,10 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
 
 def _refuse_unwritable(path: Path) -> None:
     """Refuse what would fail only once everything has been computed."""
+    if os.path.isdir(path) or (os.path.exists(path) and not os.path.isfile(path)):
+        raise ConfigError(
+            f"cannot write {path}: it is not a regular file; remove it, or choose another --output"
+        )
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(

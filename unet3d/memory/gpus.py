@@ -1,5 +1,6 @@
 """Names of devices, and how many GPUs there can be, before PyTorch is imported."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +14,13 @@ OTHER_GPUS = ("dxg", "kfd", "nvmap")
 """Devices of Linux for GPUs that are not numbered as NVIDIA's are: of WSL, AMD and Jetson."""
 
 
+NEEDS = {
+    "model": "needs a device for each of two stages or more",
+    "spatial": "needs a device for each of two slabs or more",
+}
+"""What the modes that have groups of devices need."""
+
+
 def gpu_index(name: str) -> int | None:
     """Return the number of the GPU that ``0``, ``cuda:0`` or ``cuda`` names; None: the CPU."""
     match = re.fullmatch(r"(?:cuda:)?(\d+)|(cpu)|(cuda)", name.strip())
@@ -21,15 +29,41 @@ def gpu_index(name: str) -> int | None:
     return None if match[2] else int(match[1] or 0)
 
 
-def refuse_missing(names: Sequence[str]) -> None:
-    """Refuse devices that this machine cannot have; PyTorch knows which of the others there are."""
-    indices = [gpu_index(name) for name in names]
+def most_gpus() -> float:
+    """Return how many GPUs there can be here; PyTorch knows which of them there are."""
     if any((DEVICES / name).exists() for name in OTHER_GPUS):
-        return
+        return math.inf
     num_gpus = len([*DEVICES.glob("nvidia[0-9]*")])
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         num_gpus = min(num_gpus, len([one for one in visible.split(",") if one.strip()]))
+    return num_gpus
+
+
+def refuse_missing(names: Sequence[str]) -> None:
+    """Refuse devices that this machine cannot have."""
+    indices, num_gpus = [gpu_index(name) for name in names], most_gpus()
     for name, index in zip(names, indices, strict=True):
         if index is not None and index >= num_gpus:
             has = "no CUDA GPU" if num_gpus == 0 else f"cuda:0 to cuda:{num_gpus - 1}"
             raise DeviceError(f"device {name!r} does not exist; this machine has cpu and {has}")
+
+
+def check_count(mode: str, names: Sequence[str]) -> None:
+    """Refuse a number of devices that does not suit the mode, whatever they are."""
+    listed = ",".join(names)
+    if mode == "none" and len(names) != 1:
+        raise DeviceError(
+            f"devices {listed} but parallel mode none uses one; use --parallel auto, or name one "
+            "device"
+        )
+    if mode in NEEDS and len(names) < 2:
+        raise DeviceError(
+            f"parallel mode {mode} {NEEDS[mode]}, got {listed}; name two "
+            + ("(one device may be named twice)" if mode == "model" else "(cpu may be named twice)")
+        )
+
+
+def refuse_float16(precision: str, on_gpu: bool, setting: str) -> None:
+    """Refuse float16 where there is no GPU to compute in it."""
+    if precision == "float16" and not on_gpu:
+        raise DeviceError(f"{setting}=float16 needs a GPU; use {setting}=auto")

@@ -7,15 +7,9 @@ import torch
 
 from unet3d.config import ParallelSettings
 from unet3d.errors import DeviceError
-from unet3d.memory.gpus import gpu_index
+from unet3d.memory.gpus import NEEDS, gpu_index
 
 Devices = tuple[torch.device, ...]
-
-NEEDS = {
-    "model": "needs a device for each of two stages or more",
-    "spatial": "needs a device for each of two slabs or more",
-}
-"""What the modes that have groups of devices need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +69,6 @@ def names_of_ranks(mode: str, machine: Machine, num_ranks: int) -> tuple[str, ..
     per_rank = max(2, machine.num_gpus // num_ranks) if mode == "model" else 1
     count = num_ranks * per_rank
     return tuple(map(str, range(count))) if machine.num_gpus else ("cpu",) * count
-
-
-def check_count(mode: str, names: Sequence[str]) -> None:
-    """Refuse a number of devices that does not suit the mode, whatever they are."""
-    listed = ",".join(names)
-    if mode == "none" and len(names) != 1:
-        raise DeviceError(
-            f"devices {listed} but parallel mode none uses one; use --parallel auto, or name one "
-            "device"
-        )
-    if mode in NEEDS and len(names) < 2:
-        raise DeviceError(
-            f"parallel mode {mode} {NEEDS[mode]}, got {listed}; name two "
-            + ("(one device may be named twice)" if mode == "model" else "(cpu may be named twice)")
-        )
 
 
 def check_groups(mode: str, devices: Devices, num_groups: int) -> None:

@@ -10,11 +10,11 @@ import torch
 from unet3d.config import Config, Offload, ParallelSettings, Recompute
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
+from unet3d.memory.gpus import check_count
 from unet3d.memory.meter import Slot as Slot
 from unet3d.parallel.device_groups import (
     Devices,
     Machine,
-    check_count,
     check_groups,
     check_shards,
     check_thread_devices,

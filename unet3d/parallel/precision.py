@@ -20,6 +20,7 @@ from unet3d.atomic import users_cache
 from unet3d.errors import CacheError, DeviceError
 from unet3d.inputs.plain_data import key_of
 from unet3d.memory.fake_devices import is_gpu
+from unet3d.memory.gpus import refuse_float16
 from unet3d.records import recall, remember
 from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
 
@@ -86,11 +87,7 @@ def check_precision(
 ) -> None:
     """Refuse a resolved precision that would train wrongly here, or be emulated: DeviceError."""
     on_gpu = any(device.type == "cuda" for device in devices)
-    if precision == "float16" and not on_gpu:
-        raise DeviceError(
-            f"{setting}=float16 needs a GPU; use {setting}=auto, which is "
-            f"{default_precision(devices)} on this CPU"
-        )
+    refuse_float16(precision, on_gpu, setting)
     if precision == "bfloat16" and not on_gpu and not cpu_has_bfloat16():
         raise DeviceError(
             f"{setting}=bfloat16 is slower than float32 on this CPU, which does not have it in "
