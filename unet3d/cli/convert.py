@@ -9,7 +9,7 @@ from unet3d.atomic import make_folder
 from unet3d.cli.checkpoints import named_checkpoints
 from unet3d.cli.command import command, grouped
 from unet3d.cli.options import FILE, folds_option, output_option, overwrite_option
-from unet3d.cli.output import check_result, refuse_input, working
+from unet3d.cli.output import check_result, load_torch, refuse_input, working
 from unet3d.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ def convert(
         )
     for target in targets.values():
         check_result(target, *checkpoints, overwrite=overwrite)
+    load_torch()
     from unet3d.nnunet.loading import load_network
     from unet3d.nnunet.model_files import known_as
     from unet3d.runs.checkpoint import save_checkpoint

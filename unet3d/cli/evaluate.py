@@ -12,7 +12,7 @@ from unet3d.cli.options import (
     json_option,
     overwrite_option,
 )
-from unet3d.cli.output import check_result, files_of, write_json
+from unet3d.cli.output import check_result, files_of, load_torch, write_json
 
 
 @command(
@@ -79,6 +79,7 @@ def evaluate(
 
     find_pairs(predictions, labels, leave_out)  # before PyTorch is imported
 
+    load_torch()
     from rich.console import Console
 
     from unet3d.inference.evaluation import evaluate as run_evaluation

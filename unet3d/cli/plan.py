@@ -24,6 +24,7 @@ from unet3d.cli.output import (
     begin_as_rank,
     check_result,
     files_of,
+    load_torch,
     show_line,
     working,
     write_json,
@@ -123,6 +124,7 @@ def plan(
         refuse_early(scan)
         checkpoints = wanted_checkpoints(checkpoints)
         with working("predicting"):
+            load_torch()
             from unet3d.inference.prediction_memory import planned_prediction
 
             parallel = settings.config.parallel
@@ -147,6 +149,7 @@ def plan(
         load_dataset(dataset)  # before PyTorch is imported
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
+        load_torch()
         from unet3d.training.plan import Plan
         from unet3d.training.request import Request
 
@@ -233,6 +236,7 @@ def _measure(
 def _measure_rank(config: "Config", step_record: Path) -> None:
     """Take part in the steps of a mode that ``--measure`` has started ranks for."""
     begin_as_rank(quiet=True)
+    load_torch()
     from unet3d.planning.network_plan import plan_without_data
     from unet3d.planning.sweep import measure_rank
     from unet3d.training.initialising import network_to_begin_with

@@ -17,7 +17,7 @@ from unet3d.cli.options import (
     overwrite_option,
     parallel_option,
 )
-from unet3d.cli.output import begin_as_rank, imports_at_once
+from unet3d.cli.output import begin_as_rank, load_torch
 
 if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
@@ -146,11 +146,11 @@ def predict_as_rank(request: Path) -> None:
 
 
 def _run(asked: dict[str, Any], ranks: "Ranks") -> None:
-    with imports_at_once():
-        from unet3d.api import draw_preview
-        from unet3d.cli.terminal_progress import TerminalProgress
-        from unet3d.inference import prediction
-        from unet3d.inference.request import PredictionRequest
+    load_torch()
+    from unet3d.api import draw_preview
+    from unet3d.cli.terminal_progress import TerminalProgress
+    from unet3d.inference import prediction
+    from unet3d.inference.request import PredictionRequest
 
     request = PredictionRequest.of(asked)
     is_dealt = request.settings.get("parallel.mode") == "data"

@@ -18,7 +18,7 @@ from unet3d.cli.options import (
     parallel_option,
     replicas_option,
 )
-from unet3d.cli.output import begin_as_rank
+from unet3d.cli.output import begin_as_rank, load_torch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,6 +100,7 @@ def train(
 
             RunFolder(output).refuse_used()
 
+    load_torch()
     from rich.console import Console
 
     from unet3d.training.folds import request_over_folds, train_folds
