@@ -61,10 +61,9 @@ from unet3d.patches.patches import Batch, CutBatch, PatchSampler
 from unet3d.planning.experiment import Experiment, open_dataset, plan_experiment
 from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.context import RunContext
-from unet3d.training.cores import leave_cores
+from unet3d.training.cases import RunContext
+from unet3d.training.cores import DataClock, leave_cores
 from unet3d.training.loop import TrainingLoop
-from unet3d.training.waiting import DataClock
 
 NUM_WARM_UP_STEPS = 10
 """After which steps of small volumes are replayed."""

@@ -90,7 +90,7 @@ def test_a_log_in_a_file_stays_there(monkeypatch):
 
 
 def test_the_log_of_a_training_stands_above_its_line(monkeypatch):
-    sizes = {"num_epochs": 2, "num_steps": 4, "validate_every": 1, "validation_seconds": 0.0}
+    sizes = {"num_epochs": 2, "num_steps": 4, "validate_every": 1}
     with on_terminal(monkeypatch) as terminal:
         line = ProgressLine(Console(file=terminal), **sizes, quiet=False)
         with line.shown():

@@ -273,7 +273,7 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(monkeypatch, capsys, na
         return actual[path.suffix == ".png"](path, *arguments)
 
     actual = append, write_atomically
-    for module in ("unet3d.runs.run_folder.append", "unet3d.training.metrics.append"):
+    for module in ("unet3d.runs.run_folder.append", "unet3d.training.recording.append"):
         monkeypatch.setattr(module, full)
     monkeypatch.setattr("unet3d.reports.figures.write_atomically", full)
     line = refusal(capsys, *TRAINING)

@@ -18,14 +18,15 @@ SCORED = {"dice": {"a": 0.5}, "mean_dice": 0.5}
 
 
 def line_on(console=None, **changes):
-    counts = {"num_epochs": 10, "num_steps": 4, "validate_every": 5, "validation_seconds": 0.0}
+    counts = {"num_epochs": 10, "num_steps": 4, "validate_every": 5}
     console = console or Console(file=io.StringIO())
     return ProgressLine(console, **{**counts, "quiet": False, **changes})
 
 
 def test_a_terminal_gets_a_live_line(monkeypatch):
     terminal = Terminal(monkeypatch)
-    line = line_on(terminal.console, validate_every=2, validation_seconds=6.0)
+    line = line_on(terminal.console, validate_every=2)
+    line._validation_seconds = 6.0
     with line.shown():
         assert line.wants_loss()
         line.step_done(0, 1, 1.5)

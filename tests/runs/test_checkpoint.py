@@ -51,7 +51,7 @@ def make_checkpoint(dtype=torch.float32, device="cpu", precision="float32", **fi
     like = random_checkpoint(num_channels=2, label_values=(0, 1, 5), changes=SETTINGS)
     topology = replace(like.topology, **fields)
     model = UNet3d(topology).to(device, dtype)
-    state = {"epoch": 3, "best_dice": 0.1 + 0.2, "best_labels": {"a": None, "b": 0.5}}
+    state = {"epoch": 3, "best_dice": 0.1 + 0.2}
     training = stepped(model, like.config.training, precision).state_dict()
     return replace(
         like,

@@ -25,7 +25,7 @@ from unet3d.model import Topology, UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.preparation.resample import Interpolation
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.training.state import TrainingState
+from unet3d.training.saving import TrainingState
 
 
 def content_of(optimizer="adamw"):

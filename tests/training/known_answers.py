@@ -12,7 +12,7 @@ from tests.networks import random_checkpoint
 from unet3d.config import load_config
 from unet3d.interruption import InterruptionRequest
 from unet3d.preparation.normalization import ChannelNormalization
-from unet3d.training.cases import CaseRanks, Watcher
+from unet3d.training.cases import RunContext, Watcher
 from unet3d.training.validation import Validator
 
 NAMES = ("background", "liver", "tumour", "absent")
@@ -79,8 +79,16 @@ def validator(cases, group, num_shards=1, executor=None, window="4,4,4", ignore_
         patch_size=known.patch_size,
         validation=tuple(cases),
     )
-    context = SimpleNamespace(experiment=experiment, executor=executor or Reader())
-    return Validator(context, CaseRanks.of(group, num_shards))
+    context = RunContext(
+        experiment=experiment,
+        executor=executor or Reader(),
+        folder=None,
+        group=group,
+        dims=SimpleNamespace(num_shards=num_shards),
+        precision="float32",
+        slabs=group.new_group(torch.device("cpu"), num_shards) if num_shards > 1 else None,
+    )
+    return Validator(context)
 
 
 def watcher(interruption=None, progress=lambda *_: None):

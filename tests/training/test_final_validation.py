@@ -30,9 +30,8 @@ from unet3d.planning.experiment import open_dataset
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import final_validation
-from unet3d.training.cases import CaseRanks, Stopped
+from unet3d.training.cases import RunContext, Stopped
 from unet3d.training.component_choice import Choice
-from unet3d.training.context import RunContext
 from unet3d.training.final_validation import FinalValidation
 
 CPU = torch.device("cpu")
@@ -216,7 +215,7 @@ def validate(cases, folder, *changes, group=None, request=None):
         dims=ParallelDims(mode="data", replicas=((CPU,),) * group.size, num_replicas=group.size),
         precision="float32",
     )
-    validation = FinalValidation(context, CaseRanks(group=group))
+    validation = FinalValidation(context)
     return validation.run(known, watcher(request)), executor
 
 

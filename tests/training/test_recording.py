@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.networks import random_checkpoint
 from tests.rank_threads import in_threads
@@ -17,10 +18,16 @@ from unet3d.parallel import ParallelDims
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import recording
-from unet3d.training.context import RunContext
-from unet3d.training.metrics import epoch_metrics
-from unet3d.training.recording import RunRecorder, data_lines, data_record
-from unet3d.training.state import TrainingState
+from unet3d.training.cases import RunContext
+from unet3d.training.recording import (
+    RunRecorder,
+    ScalarFile,
+    data_lines,
+    data_record,
+    epoch_metrics,
+)
+from unet3d.training.saving import TrainingState
+from unet3d.training.validation import Validation
 
 CPU = torch.device("cpu")
 METRICS = epoch_metrics(TrainingState(), num_steps=1, learning_rate=0.01, validation=None)
@@ -52,7 +59,7 @@ def test_only_the_first_rank_writes(tmp_path):
         one.begin()
         one.write_epoch(METRICS)
         one.draw_progress()
-        one.write_summary(TrainingState(), None)
+        one.write_summary(None)
 
     in_threads(2, record)
     assert {path.name for path in (tmp_path / "0").iterdir()} == FILES
@@ -138,3 +145,68 @@ def test_who_trains_and_who_validates_is_said():
     made.split = CaseSplit(training={"a": "1", "b": "2"}, validation={"c": "3", "d": "2"})
     *_, last = data_lines(made)
     assert last == "1 of these are trained on too, under other names: d"
+
+
+STATE = TrainingState(
+    epoch=4,
+    loss={"total": 12.0, "dice": 4.0, "cross_entropy": 8.0},
+    num_samples=8,
+    seconds=2.5,
+    waited_seconds=0.625,
+)
+
+
+def test_an_epoch_without_validation_has_no_dice():
+    assert epoch_metrics(STATE, num_steps=3, learning_rate=0.25, validation=None) == {
+        "epoch": 5,
+        "step": 15,
+        "loss": 1.5,
+        "dice_loss": 0.5,
+        "cross_entropy": 1.0,
+        "seconds": 2.5,
+        "waited_seconds": 0.625,
+        "learning_rate": 0.25,
+    }
+
+
+def test_tensorboard_gets_what_is_known(tmp_path):
+    validation = Validation(
+        dice={"mean": 0.25, "absent": None}, mean_dice=0.5, loss=0.75, seconds=1.5
+    )
+    metrics = epoch_metrics(STATE, num_steps=3, learning_rate=0.25, validation=validation)
+    assert metrics["dice"] == {"mean": 0.25, "absent": None} and metrics["mean_dice"] == 0.5
+    assert metrics["seconds"] == 2.5 and metrics["validation_seconds"] == 1.5
+    ScalarFile(tmp_path).write(metrics)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+    assert found == {
+        "loss": [(5, 1.5)],
+        "dice_loss": [(5, 0.5)],
+        "cross_entropy": [(5, 1.0)],
+        "learning_rate": [(5, 0.25)],
+        "dice/mean": [(5, 0.25)],
+        "mean_dice": [(5, 0.5)],
+        "validation_loss": [(5, 0.75)],
+        "waited_seconds": [(5, 0.625)],
+    }
+
+
+def test_the_summary_is_of_the_best_validation_and_of_all_seconds(tmp_path):
+    one = recorder(Group(Ranks()), tmp_path)
+    for epoch, dice, validation_seconds in ((1, {"a": 0.75, "b": 0.25}, 4.0), (2, None, None)):
+        more = {} if dice is None else {"dice": dice, "mean_dice": 0.5}
+        more |= {} if dice is None else {"validation_seconds": validation_seconds}
+        one.write_epoch(METRICS | more | {"epoch": epoch, "seconds": 5.0, "waited_seconds": 2.0})
+    last = {"epoch": 3, "dice": {"a": 0.5}, "mean_dice": 0.5, "validation_seconds": 2.0}
+    one.write_epoch(METRICS | last)
+    one.write_summary(None)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["final"] is None
+    assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["data", 1, 1]
+    assert (summary["best_dice"], summary["best_epoch"]) == (0.5, 1)
+    assert summary["dice"] == {"a": 0.75, "b": 0.25}
+    keys = ("seconds", "training_seconds", "validation_seconds", "waited_seconds")
+    assert [summary[key] for key in keys] == [16.0, 10.0, 6.0, 4.0]

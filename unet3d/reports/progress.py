@@ -40,13 +40,12 @@ class ProgressLine:
         num_epochs: int,
         num_steps: int,
         validate_every: int,
-        validation_seconds: float,
         quiet: bool,
     ) -> None:
         """Set up a live line on a terminal, and a line per epoch anywhere else.
 
         There are ``num_steps`` in an epoch; the last epoch is validated, too, unless
-        ``validate_every`` is 0. A validation took ``validation_seconds`` so far; 0: there was none.
+        ``validate_every`` is 0.
         """
         self._console = console
         self._num_epochs, self._num_steps = num_epochs, num_steps
@@ -57,7 +56,7 @@ class ProgressLine:
         self._timed_from: tuple[int, float] | None = None
         """Steps that were done at a time, from which on steps are timed."""
         self._step_seconds = 0.0
-        self._validation_seconds = validation_seconds
+        self._validation_seconds = 0.0
         self._cases_began: float | None = None
         """When the validation, or the prediction at the end, began that goes on."""
         self._next_refresh = self._next_line = 0.0

@@ -1,4 +1,4 @@
-"""Work on the validation cases, which the ranks of a training divide among them.
+"""What all parts of a training share, and how its ranks divide work on the validation cases.
 
 Replicas take cases in turn. Where a replica is several ranks with a slab of each volume, these work
 on each of its cases together, and the first of them has the result::
@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from unet3d.distributed.group import Group
 from unet3d.interruption import InterruptionRequest
+from unet3d.parallel import Executor, ParallelDims
+from unet3d.planning.experiment import Experiment
+from unet3d.runs.run_folder import RunFolder
 
 Case = TypeVar("Case")
 
@@ -37,30 +39,33 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseRanks:
-    """How ranks divide cases among them."""
+class RunContext:
+    """One training, or one rank's share of it."""
 
+    experiment: Experiment
+    """Cases, preparation, network and settings."""
+    executor: Executor
+    """The placed network."""
+    folder: RunFolder
+    """Where the run's files go."""
     group: Group
-    num_shards: int = 1
-    """Ranks in a row that have a slab of the same volume."""
-    shards: dist.ProcessGroup | None = None
-    """Those of this rank's replica; None: it is alone."""
-
-    @classmethod
-    def of(cls, group: Group, num_shards: int) -> "CaseRanks":
-        """Connect the slabs of each replica; all ranks call it."""
-        shards = group.new_group(torch.device("cpu"), num_shards) if num_shards > 1 else None
-        return cls(group=group, num_shards=num_shards, shards=shards)
+    """The ranks that train together; the first one writes and shows."""
+    dims: ParallelDims
+    """Which replica, and which slab of its volumes, are this rank's."""
+    precision: str
+    """What the network computes in, such as ``bfloat16``."""
+    slabs: dist.ProcessGroup | None = None
+    """The ranks with the slabs of this replica's volumes; None: this rank has all of each."""
 
     @property
     def has_results(self) -> bool:
         """Whether this rank is the first one of its replica."""
-        return self.group.ranks.rank % self.num_shards == 0
+        return self.group.ranks.rank % self.dims.num_shards == 0
 
     def share(self, num_cases: int, num_replicas: int | None = None) -> range:
         """Return the places of the cases of this rank's replica; of so many, the first ones."""
-        num_replicas = num_replicas or self.group.size // self.num_shards
-        replica = self.group.ranks.rank // self.num_shards
+        num_replicas = num_replicas or self.group.size // self.dims.num_shards
+        replica = self.group.ranks.rank // self.dims.num_shards
         return range(replica, num_cases if replica < num_replicas else 0, num_replicas)
 
 
@@ -76,7 +81,7 @@ class Watcher:
 
 
 def over_cases(
-    ranks: CaseRanks,
+    context: RunContext,
     cases: Sequence[Case],
     work: Callable[[Case, WindowsDone], Any],
     watcher: Watcher,
@@ -90,13 +95,13 @@ def over_cases(
     ``with_slabs``: all ranks of a replica work on each of its cases, else the first of them alone.
     Raises Stopped in all ranks if one of them was asked to stop.
     """
-    group, request = ranks.group, watcher.interruption
-    share = ranks.share(len(cases), num_replicas)
-    if not with_slabs and not ranks.has_results:
+    group, request = context.group, watcher.interruption
+    share = context.share(len(cases), num_replicas)
+    if not with_slabs and not context.has_results:
         share = range(0)
     own: list[tuple[int, Any]] = []
     for number, index in enumerate(share):
-        if group.agree(request.signal_number or 0, ranks.shards if with_slabs else None):
+        if group.agree(request.signal_number or 0, context.slabs if with_slabs else None):
             break
         title = f"{what}, case {getattr(cases[index], 'name', index)}"
 
@@ -106,7 +111,7 @@ def over_cases(
 
         group.note(watcher.num_steps, title)
         result = work(cases[index], windows_done)
-        if ranks.has_results:
+        if context.has_results:
             own.append((index, result))
     watcher.progress(len(share), len(share), 0, 1)
     answers = group.exchange([request.signal_number or 0, own])

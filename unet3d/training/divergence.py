@@ -1,7 +1,7 @@
 """Why a training is not finite any more: an image, or else the learning rate."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,13 +40,6 @@ def suspects(losses: Sequence[StepLoss]) -> list[str]:
     first_bad = next((i for i, total in enumerate(totals) if not math.isfinite(total)), len(losses))
     names = [name for loss in reversed(losses[: first_bad + 1]) for name in loss.cases]
     return list(dict.fromkeys(names))[:MAX_SUSPECTS]
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether no number is NaN or infinite; this waits for the devices."""
-    numbers = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
-    largest = torch.nn.utils.get_total_norm(numbers, math.inf)
-    return math.isfinite(largest.item())
 
 
 def image_fault(cases: Sequence[PreparedCase]) -> str | None:

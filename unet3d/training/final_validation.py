@@ -43,9 +43,8 @@ from unet3d.reports.planes import Structure
 from unet3d.reports.preview import Preview, preview_figure
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.runs.run_folder import BEST, WORST, writing
-from unet3d.training.cases import CaseRanks, Watcher, WindowsDone, over_cases
+from unet3d.training.cases import RunContext, Watcher, WindowsDone, over_cases
 from unet3d.training.component_choice import Choice, choose_components
-from unet3d.training.context import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class FinalResult:
 class FinalValidation:
     """Predicts and scores the validation cases of one run."""
 
-    def __init__(self, context: RunContext, ranks: CaseRanks) -> None:
+    def __init__(self, context: RunContext) -> None:
         """Refuse a network that cannot be computed here in what ``inference.precision`` says."""
         config, dims, group = context.experiment.config, context.dims, context.group
         preparation = context.experiment.preprocessing
@@ -90,7 +89,6 @@ class FinalValidation:
             wanted, dims.devices, group.exchange, "inference.precision"
         )
         self._context = context
-        self._ranks = ranks
         values, names = preparation.label_values, preparation.label_names
         self._names = dict(list(zip(values, names, strict=True))[1:])
         num_ranks = group.exchange(group.ranks.local_world_size)[0]
@@ -140,7 +138,7 @@ class FinalValidation:
             placed=TrainedNetwork(
                 executor=executor,
                 precision=self._precision,
-                is_shared=self._ranks.num_shards > 1,
+                is_shared=self._context.dims.num_shards > 1,
             ),
         )
 
@@ -149,7 +147,7 @@ class FinalValidation:
                 scan = Scan(images=case.images, output=folder / _file_of(case))
                 image = read_scan(scan)
                 labels = predictor.segment(image, windows_done)
-                if self._ranks.has_results:  # the other slabs have the same
+                if self._context.has_results:  # the other slabs have the same
                     write_segmentation(scan, labels, image.geometry, self._names)
 
         self._over_cases(predict, watcher, "the prediction of the validation", with_slabs=True)
@@ -157,7 +155,9 @@ class FinalValidation:
     def _over_cases(self, work: Any, watcher: Watcher, what: str, **options: bool) -> list[Any]:
         cases = self._context.experiment.validation_files
         writing = self._num_writing
-        return over_cases(self._ranks, cases, work, watcher, what, num_replicas=writing, **options)
+        return over_cases(
+            self._context, cases, work, watcher, what, num_replicas=writing, **options
+        )
 
     def _choose_components(self, folder: Path, watcher: Watcher) -> tuple[Choice, ...]:
         """Decide which components to keep by all predictions, and remove the others."""

@@ -37,7 +37,7 @@ from unet3d.planning.step_time import long_on_cpu
 from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.reports.format import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.context import RunContext
+from unet3d.training.cases import RunContext
 from unet3d.training.cores import (
     leave_cores,
     loading_processes,
@@ -84,6 +84,7 @@ def train(
         leave_cores(num_workers, dims.devices, group.ranks.local_world_size)
         with _explaining_memory(step, dims):
             executor = _make_network(experiment, step, dims, group, is_new=not resume)
+            num_shards, cpu = dims.num_shards, torch.device("cpu")
             context = RunContext(
                 experiment=experiment,
                 executor=executor,
@@ -91,6 +92,7 @@ def train(
                 group=group,
                 dims=dims,
                 precision=precision,
+                slabs=group.new_group(cpu, num_shards) if num_shards > 1 else None,
             )
             loop = TrainingLoop(context, num_workers, prediction)
             if resume:

@@ -5,8 +5,8 @@ step), the learning rate of the step, and everything else is in the checkpoint.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -26,16 +26,13 @@ from unet3d.patches.patches import Batch, PatchSampler
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.cases import CaseRanks, Stopped, Watcher
-from unet3d.training.context import RunContext
+from unet3d.training.cases import RunContext, Stopped, Watcher
+from unet3d.training.cores import DataClock, waiting_note
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.final_validation import FinalResult, FinalValidation
-from unet3d.training.metrics import epoch_metrics
-from unet3d.training.recording import RunRecorder
-from unet3d.training.saving import CheckpointSaver
-from unet3d.training.state import TrainingState
+from unet3d.training.recording import RunRecorder, epoch_metrics
+from unet3d.training.saving import CheckpointSaver, TrainingState
 from unet3d.training.validation import Validation, Validator
-from unet3d.training.waiting import DataClock, waiting_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +72,8 @@ class TrainingLoop:
         # All slabs of a replica return its loss.
         self._adds_loss = dims.shard_of(dims.rank) == 0
         self.loader = _make_loader(context, num_workers)
-        case_ranks = CaseRanks.of(context.group, dims.num_shards)
-        self.validator = Validator(context, case_ranks)
-        self.final_validation = FinalValidation(context, case_ranks)
+        self.validator = Validator(context)
+        self.final_validation = FinalValidation(context)
         self.saver = CheckpointSaver(context, self.optimization)
         self.recorder = RunRecorder(context)
         self._clock = DataClock(context.executor.input_device)
@@ -107,7 +103,6 @@ class TrainingLoop:
             num_epochs=settings.epochs,
             num_steps=self.loader.num_steps,
             validate_every=settings.validate_every if self.experiment.validation else 0,
-            validation_seconds=self.state.last_validation_seconds,
             quiet=quiet or not self.group.is_first,
         )
         with (
@@ -135,14 +130,18 @@ class TrainingLoop:
             self.recorder.begin()
             self.recorder.update_reserved()
             final = self._validate_finally(line, interruption)
-        self.recorder.write_summary(self.state, final)
+        self.recorder.write_summary(final)
         return TrainingResult(folder=self.context.folder, memory=self.recorder.memory)
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
         """Take the steps that are left of an epoch, the first time under measurement."""
-        is_measured = self.recorder.memory is None and self.state.step < self.loader.num_steps
-        with self._measured_memory() if is_measured else nullcontext():
+        optimizer = self.optimization.optimizer
+        if self.recorder.memory is not None or self.state.step >= self.loader.num_steps:
             self._take_steps(line, interruption)
+            return
+        with measured_steps(self.executor, optimizer) as meter:
+            self._take_steps(line, interruption)
+        self.recorder.write_memory(meter, optimizer, self._prediction)
 
     def _take_steps(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
         state = self.state
@@ -275,7 +274,7 @@ class TrainingLoop:
             learning_rate=self._learning_rate((self.state.epoch + 1) * num_steps - 1),
             validation=validation,
         )
-        self.state = self.state.next_epoch(None if validation is None else validation.seconds)
+        self.state = self.state.next_epoch()
         return metrics
 
     def _waiting_note(self, metrics: dict[str, Any]) -> str | None:
@@ -286,23 +285,13 @@ class TrainingLoop:
 
     def _keep(self, validation: Validation | None) -> None:
         """Save the network at the end of an epoch, as the best one too if it is."""
-        improved = validation is not None and self.state.note_dice(
-            validation.dice, validation.mean_dice
-        )
+        improved = validation is not None and self.state.note_dice(validation.mean_dice)
         self.saver.save(self.state, improved)
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""
         self.group.exchange(None)
         raise Interrupted(signal_number, can_resume=True)
-
-    @contextmanager
-    def _measured_memory(self) -> Iterator[None]:
-        """Measure the steps in the context, and write down what each slot held."""
-        optimizer = self.optimization.optimizer
-        with measured_steps(self.executor, optimizer) as meter:
-            yield
-        self.recorder.write_memory(meter, optimizer, self._prediction)
 
 
 def _make_loader(context: RunContext, num_workers: int) -> PatchLoader:

@@ -1,11 +1,18 @@
 """What a run's folder tells of a training beside its checkpoints; the first rank writes it."""
 
+import io
+import platform
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from unet3d import __version__
+from unet3d.atomic import append
 from unet3d.config import Config
 from unet3d.errors import some
 from unet3d.memory.meter import MemoryMeter
@@ -16,10 +23,22 @@ from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.format import is_one_cpu
 from unet3d.reports.memory import write_memory_picture
 from unet3d.runs.run_folder import writing
-from unet3d.training.context import RunContext
+from unet3d.training.cases import RunContext
 from unet3d.training.final_validation import FinalResult
-from unet3d.training.metrics import HAS_TENSORBOARD, ScalarFile, device_name, run_summary
-from unet3d.training.state import TrainingState
+from unet3d.training.saving import TrainingState
+from unet3d.training.validation import Validation
+
+try:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    HAS_TENSORBOARD = True
+except ImportError:  # an extra
+    HAS_TENSORBOARD = False
+
+SCALARS = ("loss", "dice_loss", "cross_entropy", "learning_rate", "waited_seconds")
+"""What TensorBoard gets of each epoch."""
 
 MAX_NAMES = 2
 """Cases that a line names."""
@@ -123,18 +142,114 @@ class RunRecorder:
         run = f"{path.parent.name}/{path.name}" if is_one_of_several else path.name
         return f"{run}: {fold} of {dataset_name(config)}"
 
-    def write_summary(self, state: TrainingState, final: FinalResult | None) -> None:
-        """Write what the training has come to at its end."""
+    def write_summary(self, final: FinalResult | None) -> None:
+        """Write what the training has come to at its end, of which much is in ``metrics.jsonl``.
+
+        ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
+        whose network is ``checkpoint-best.pt``; where no case validates they are None or empty.
+        ``final`` is what the final network makes of the validation cases, segmented as
+        ``unet3d predict`` does. ``seconds`` are those of steps and validations together, without
+        the preparation before and ``final`` after them; ``waited_seconds`` are the part of the
+        steps' that the devices waited for data.
+        """
         if not self._group.is_first:
             return
-        summary = run_summary(
-            state,
-            dims=self._context.dims,
-            devices=self._devices,
-            precision=self._context.precision,
-            final=final,
-        )
+        dims, lines = self._context.dims, self._folder.read_metrics()
+        validated = [line for line in lines if line.get("mean_dice") is not None]
+        best = max(validated, key=lambda line: float(line["mean_dice"]), default={})
+
+        def total(*keys: str) -> float:
+            return sum(float(line.get(key, 0)) for line in lines for key in keys)
+
+        summary = {
+            "best_dice": best.get("mean_dice"),
+            "best_epoch": best.get("epoch"),
+            "dice": best.get("dice", {}),
+            "final": None if final is None else final.to_dict(),
+            "epochs": self._context.experiment.config.training.epochs,
+            "seconds": total("seconds", "validation_seconds"),
+            "training_seconds": total("seconds"),
+            "validation_seconds": total("validation_seconds"),
+            "waited_seconds": total("waited_seconds"),
+            "parallel": dims.mode,
+            "replicas": dims.num_replicas,
+            "shards": dims.num_shards,
+            "devices": self._devices,
+            "precision": self._context.precision,
+            "versions": {
+                "unet3d": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+            },
+        }
         self._folder.write_json(self._folder.summary, summary)
+
+
+def epoch_metrics(
+    state: TrainingState, *, num_steps: int, learning_rate: float, validation: Validation | None
+) -> dict[str, Any]:
+    """Return a line of ``metrics.jsonl``, at the end of an epoch of so many steps.
+
+    The learning rate is that of its last step; without a validation there is no Dice.
+    """
+    mean = state.mean_loss
+    metrics: dict[str, Any] = {
+        "epoch": state.epoch + 1,
+        "step": (state.epoch + 1) * num_steps,
+        "loss": mean["total"],
+        "dice_loss": mean["dice"],
+        "cross_entropy": mean["cross_entropy"],
+        "seconds": state.seconds,
+        "waited_seconds": state.waited_seconds,
+        "learning_rate": learning_rate,
+    }
+    if validation is not None:
+        metrics |= {
+            "dice": validation.dice,
+            "mean_dice": validation.mean_dice,
+            "validation_loss": validation.loss,
+            "validation_seconds": validation.seconds,
+        }
+    return metrics
+
+
+class ScalarFile:
+    """Numbers of each epoch for TensorBoard.
+
+    PyTorch's writer has a thread, which on a full disk ends in a traceback.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Begin a file in a folder, which is made if it is missing."""
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads files with such names, in the order of their names.
+        self._path = folder / f"events.out.tfevents.{int(time.time()):010}.{uuid.uuid4().hex}"
+        self._append(file_version="brain.Event:2")
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Write the numbers of an epoch, which :func:`epoch_metrics` returned."""
+        keys = (*SCALARS, "mean_dice", "validation_loss")
+        values = {f"dice/{name}": dice for name, dice in metrics.get("dice", {}).items()}
+        values |= {key: metrics.get(key) for key in keys}  # a label may be called mean
+        known = [
+            Summary.Value(tag=tag, simple_value=value)
+            for tag, value in values.items()
+            if value is not None
+        ]
+        self._append(step=metrics["epoch"], summary=Summary(value=known))
+
+    def _append(self, **fields: Any) -> None:
+        record = io.BytesIO()
+        event = Event(wall_time=time.time(), **fields)
+        RecordWriter(record).write(event.SerializeToString())
+        append(self._path, record.getvalue())
+
+
+def device_name(device: torch.device) -> str:
+    """Return a device of this machine with the name of its hardware."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device} ({name})"
 
 
 def data_record(experiment: Experiment) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from unet3d.planning.experiment import Experiment
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.state import TrainingState
+from unet3d.training.saving import TrainingState
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,110 @@
-"""The checkpoints of a run: when one is due, what it holds of a training, and reading it back."""
+"""The checkpoints of a run: where a training stands, when one is due, and reading it back."""
 
 import logging
+import math
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, field, replace
+from typing import Any
 
 import torch
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import is_tensor
 
+from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
 from unet3d.inference.postprocessing import Rule
+from unet3d.inputs.plain_data import explained, printable
+from unet3d.model import LossTerms
 from unet3d.model.optimizer import Optimization
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from unet3d.training.context import RunContext
-from unet3d.training.divergence import all_finite
-from unet3d.training.state import TrainingState
+from unet3d.training.cases import RunContext
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, config=ConfigDict(extra="ignore", strict=True, allow_inf_nan=False))
+class TrainingState:
+    """Epochs and steps that are done, and the sums of the epoch that is not."""
+
+    cpu_precision: str = ""
+    """What a network on CPUs alone is computed in, which ``auto`` keeps; empty: not known."""
+    epoch: int = 0
+    """Epochs that are complete, validation included."""
+    step: int = 0
+    """Steps done in the epoch after them."""
+    loss: dict[str, float] = field(
+        default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
+    )
+    """Sums over those steps, of the loss of each sample."""
+    num_samples: int = 0
+    """Samples in those steps, of all ranks."""
+    seconds: float = 0.0
+    """Time spent in those steps."""
+    waited_seconds: float = 0.0
+    """The part of it that the devices waited for data."""
+    best_dice: float = -1.0
+    """Largest mean Dice of all validations; -1 before the first one."""
+
+    def add_steps(
+        self, losses: Sequence[tuple[int, LossTerms]], waited_seconds: float, group: Group
+    ) -> None:
+        """Add what some steps, of all ranks, have measured; this waits for the devices.
+
+        For each step there are the number of this rank's samples, and their mean loss. Of the time
+        that devices waited for data the mean over the ranks counts, because all of them take the
+        same time for a step.
+        """
+        counted = [(num_samples, terms) for num_samples, terms in losses if num_samples]
+        own = [
+            float(sum(n * getattr(terms, name).item() for n, terms in counted))
+            for name in self.loss
+        ]
+        num_samples, waited, *sums = group.sum([sum(n for n, _ in counted), waited_seconds, *own])
+        self.num_samples += int(num_samples)
+        self.waited_seconds += waited / group.size
+        for name, value in zip(self.loss, sums, strict=True):
+            self.loss[name] += value
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss is still a number; if not, training has diverged."""
+        return math.isfinite(self.loss["total"])
+
+    @property
+    def mean_loss(self) -> dict[str, float]:
+        """Mean over the samples of the epoch so far."""
+        return {name: value / max(self.num_samples, 1) for name, value in self.loss.items()}
+
+    def note_dice(self, mean_dice: float | None) -> bool:
+        """Return whether the last validation is the best so far, and remember it if it is."""
+        if mean_dice is None or mean_dice <= self.best_dice:
+            return False
+        self.best_dice = mean_dice
+        return True
+
+    def next_epoch(self) -> "TrainingState":
+        """Return the state at the start of the next epoch."""
+        return TrainingState(
+            epoch=self.epoch + 1, best_dice=self.best_dice, cpu_precision=self.cpu_precision
+        )
+
+    @classmethod
+    def from_plain(cls, values: Any) -> "TrainingState":
+        """Return the state whose fields a checkpoint holds; those that it lacks have defaults.
+
+        Raises ValueError where one is of another type, or not finite.
+        """
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ValueError("it holds no state of a training")
+        try:
+            state = cls(**values)
+        except ValidationError as error:
+            raise ValueError(explained(error)) from error
+        if state.loss.keys() != cls().loss.keys():
+            raise ValueError(f"loss has the terms {printable(', '.join(map(str, state.loss)))}")
+        return state
 
 
 class CheckpointSaver:
@@ -105,3 +194,10 @@ class CheckpointSaver:
         state.step = min(state.step, num_steps)
         logger.info("resumed after epoch %d, step %d", state.epoch, state.step)
         return state
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no number is NaN or infinite; this waits for the devices."""
+    numbers = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
+    largest = torch.nn.utils.get_total_norm(numbers, math.inf)
+    return math.isfinite(largest.item())

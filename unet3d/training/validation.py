@@ -22,8 +22,7 @@ from unet3d.parallel.precision import image_dtype
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.preparation.cache import PreparedCase
 from unet3d.preparation.transform import classes_of
-from unet3d.training.cases import CaseRanks, Watcher, WindowsDone, over_cases
-from unet3d.training.context import RunContext
+from unet3d.training.cases import RunContext, Watcher, WindowsDone, over_cases
 from unet3d.training.divergence import divergence_error, image_fault
 
 MAX_LOGITS = 2**24
@@ -48,15 +47,16 @@ class Validation:
 class Validator:
     """Segments the validation cases as prediction would, and compares them with their labels."""
 
-    def __init__(self, context: RunContext, ranks: CaseRanks) -> None:
+    def __init__(self, context: RunContext) -> None:
         """Refuse windows with too few planes for the slabs, which would be found after an epoch."""
         self._experiment = context.experiment
         self._executor = context.executor
-        self._ranks = ranks
+        self._context = context
         regions = self._experiment.preprocessing.region_classes
         self._loss = SegmentationLoss.of(self._experiment.config.training, regions)
-        if ranks.num_shards > 1:
-            rule = SlabRule(topology=self._experiment.topology, num_shards=ranks.num_shards)
+        num_shards = context.dims.num_shards
+        if num_shards > 1:
+            rule = SlabRule(topology=self._experiment.topology, num_shards=num_shards)
             for size in self._window_sizes():
                 rule.divide(size)
 
@@ -69,7 +69,7 @@ class Validator:
         began = time.monotonic()
         self._executor.module.eval()
         found = over_cases(
-            self._ranks,
+            self._context,
             self._experiment.validation,
             self._scores,
             watcher,
@@ -110,7 +110,7 @@ class Validator:
             for logits in logit_slabs(
                 [WindowNetwork.of(executor)], slab, windows, num_classes, windows_done
             ):
-                if not self._ranks.has_results:  # the first rank of the replica has the same
+                if not self._context.has_results:  # the first rank of the replica has the same
                     continue
                 planes = slice(done, done + logits.shape[1 + axis])
                 truth = torch.from_numpy(classes[(*[slice(None)] * axis, planes)])
@@ -123,7 +123,7 @@ class Validator:
                 image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
-        if not self._ranks.has_results:
+        if not self._context.has_results:
             return None
         found = torch.cat(parts, axis)
         loss = self._loss.from_sums(torch.stack(sums).sum(0)).total.item()
