@@ -57,7 +57,7 @@ from trainees import NUM_CLASSES, Problem, make_network, variants_named
 
 from unet3d.config import Shape, load_config
 from unet3d.datasets.phantom import head_phantom
-from unet3d.images.files import write_nifti
+from unet3d.images.nifti import write_nifti
 from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.sliding_window import logit_slabs
 from unet3d.inference.window_network import Replayed, WindowNetwork

@@ -26,9 +26,9 @@ from unet3d.errors import ConfigError, Unet3dError, reason_of
 from unet3d.images.geometry import shear_warning
 from unet3d.images.image import Image as OpenedImage
 from unet3d.images.image import image_of, open_image
-from unet3d.images.labels import label_image
+from unet3d.images.labels import stored_labels
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.nifti import open_array, open_nibabel
+from unet3d.images.nifti import nibabel_labels, open_array, open_nibabel
 from unet3d.inference import prediction
 from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
@@ -118,7 +118,8 @@ class Segmenter:
                 logger.warning("%s", warning)
             with self._lock:
                 labels = self._predictor.segment(volume)
-            return label_image(labels, volume.geometry, self.label_names)
+            stored = stored_labels(labels, volume.geometry)
+            return nibabel_labels(stored, volume.geometry, self.label_names)
 
 
 def load(

@@ -42,7 +42,7 @@ ERRORS = [
     ("train data -o full", "full is not empty and is no run: it holds file"),
     ("predict CT/", "there is no file or folder CT; name a scan, or a folder"),
     ("predict text.pt", "text.pt is not named like a volume"),
-    ("predict scan.nii.gz -o seg.png", "seg.png: segmentations are written as NIfTI"),
+    ("predict scan.nii.gz -o seg.png", "seg.png: a segmentation ends in .nii.gz or .nii"),
     ("predict scan.nii.gz -o text.pt/seg.nii", "text.pt is no folder that you can write to"),
     ("predict full", "full holds no volumes to segment"),
     ("predict scan.nii.gz -c text.pt", "text.pt is not a checkpoint; name one"),

@@ -118,7 +118,7 @@ def test_without_space_for_one_result_there_is_none(scan, predicting, ending, mo
         patched.setattr(Path, "write_bytes", write_or_fail)
         patched.setattr(Figure, "savefig", save_or_fail)
         if ending == ".nii.gz":
-            patched.setattr("unet3d.images.labels.write_nifti", full)
+            patched.setattr("unet3d.images.nifti.write_nifti", full)
         line = refusal(capsys, *predicting, scan, *ALL_RESULTS, "-o", "out")
     assert f"cannot write out/a scan{ending}: No space left on device" in line
     assert not names_in("out")

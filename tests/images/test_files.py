@@ -1,20 +1,28 @@
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nibabel as nib
 import numpy as np
 import pytest
 
 from tests.images.samples import refusal
+from unet3d.images import files
 from unet3d.images.files import (
+    FORMATS,
     SUFFIXES,
-    is_nifti_file,
+    Format,
+    can_be_written,
     is_volume_file,
     members,
     stands_for_volume,
     volume_stem,
+    written_suffix,
 )
+from unet3d.images.geometry import geometry_of_affine
 from unet3d.images.image import open_image
 from unet3d.images.labels import read_label, write_label
+from unet3d.images.source import Source
 
 ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
 
@@ -24,7 +32,7 @@ def test_names():
         assert is_volume_file(Path(f"folder/scan.1{suffix}"))
         assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
         assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
-        assert is_nifti_file(Path(f"SCAN{suffix.upper()}")) == (suffix in (".nii", ".nii.gz"))
+        assert can_be_written(Path(f"SCAN{suffix.upper()}")) == (suffix in (".nii", ".nii.gz"))
     for name in ("scan.txt", "scan.nii.txt", "nii", "scan.gz"):
         assert not is_volume_file(Path(name))
         assert not stands_for_volume(Path(name))
@@ -91,3 +99,35 @@ def test_analyze_files_are_refused(tmp_path):
     assert "convert Analyze 7.5, which has no orientation" in refusal(
         tmp_path / "old.hdr", open_image
     )
+
+
+def test_a_format_is_a_module_and_a_line_of_the_table(tmp_path, monkeypatch):
+    """Stored along Z, X, Y: a module says so, and all else follows."""
+    affine = np.array([[0, 2.0, 0, 5], [0, 0, 3, 6], [4, 0, 0, 7], [0, 0, 0, 1]])
+
+    def open_file(path):
+        voxels = np.load(path)[..., None]
+        geometry = geometry_of_affine(path, voxels.shape, affine)
+        return Source(geometry, voxels.dtype, lambda scratch: voxels)
+
+    def write_labels(path, stored, geometry, names):
+        np.testing.assert_array_equal(geometry.as_stored().affine, affine)
+        np.save(path, stored)
+
+    module = SimpleNamespace(
+        open_file=open_file, members=lambda path: (path,), write_labels=write_labels
+    )
+    monkeypatch.setitem(sys.modules, "unet3d.images.plain", module)
+    line = Format("plain", (".npy",), written=(".npy",))
+    monkeypatch.setattr(files, "FORMATS", (*FORMATS, line))
+    monkeypatch.setattr(files, "SUFFIXES", (*SUFFIXES, ".npy"))
+    monkeypatch.setattr(files, "WRITTEN_SUFFIXES", (".npy",))
+    scan, label = tmp_path / "scan.npy", tmp_path / "label.npy"
+    np.save(scan, ARRAY)
+    image = open_image(scan)
+    np.testing.assert_array_equal(image.whole()[0], ARRAY.transpose(1, 2, 0))
+    assert image.geometry.spacing_mm == (2, 3, 4) and stands_for_volume(scan)
+    write_label(label, (image.whole()[0] > 50).astype(np.uint8), image.geometry)
+    np.testing.assert_array_equal(np.load(label), ARRAY > 50)
+    np.testing.assert_array_equal(read_label(label).array, image.whole()[0] > 50)
+    assert written_suffix(scan) == ".npy" and written_suffix(tmp_path / "a.nrrd") == ".nii.gz"

@@ -162,7 +162,7 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
     assert scan.output == output / "a.nii.gz"
     (scan,) = found_of([tmp_path / "scans"], tmp_path / "seg.nii", 1).to_segment
     assert scan.output == tmp_path / "seg.nii"
-    refuses(scans[:1], "results.v2: segmentations are written as NIfTI; name a", output)
+    refuses(scans[:1], "results.v2: a segmentation ends in .nii.gz or .nii; name", output)
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path):
@@ -173,9 +173,9 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         ([a, tmp_path / "a_seg.nii.gz"], None, "is itself to be segmented"),
         ([a, b], tmp_path / "one.nii.gz", "is one file for 2 scans; name a folder"),
         ([a, twin], tmp_path / "out", "would both be written to"),
-        ([a], tmp_path / "out.mgz", r"name a .nii or .nii.gz file"),
-        ([a], tmp_path / "out.nrrd", r"out\.nrrd: segmentations are written as NIfTI; name"),
-        ([pair], tmp_path / "out.txt", r"name a .nii or .nii.gz file"),
+        ([a], tmp_path / "out.mgz", r"ends in .nii.gz or .nii; name such a file"),
+        ([a], tmp_path / "out.nrrd", r"out\.nrrd: a segmentation ends in"),
+        ([pair], tmp_path / "out.txt", r"ends in .nii.gz or .nii; name such a file"),
         ([tmp_path / "other/empty"], None, "other/empty holds no volumes"),
     ):
         refuses(inputs, words, output, overwrite=True)

@@ -20,7 +20,7 @@ from scipy.spatial.transform import Rotation
 from unet3d.atomic import new_folder
 from unet3d.config import Shape, Spacing
 from unet3d.errors import ConfigError, DatasetError, reason_of
-from unet3d.images.files import write_nifti
+from unet3d.images.nifti import write_nifti
 from unet3d.inputs.reading import read_json
 from unet3d.terminal import counting
 

@@ -1,7 +1,7 @@
 """What files hold: images as lazy arrays with a geometry, and label maps.
 
-``image.open_image`` opens a file of any format: ``nifti``, ``nrrd`` and ``metaimage``, ``dicom``. A
-format is a function that returns a ``source.Source``.
+``image.open_image`` opens a file of any format. A format is a module of this folder and a line of
+the table in ``files``.
 """
 
 import sys

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import SimpleITK as sitk
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of, some
-from unet3d.images.files import DICOM_INDEX, members, times
+from unet3d.images.files import times
 from unet3d.images.geometry import RAS_FROM_LPS, geometry_of_affine, is_sheared, shear_degrees
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import Source
@@ -26,7 +25,11 @@ from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 
-sitk.ProcessObject.SetGlobalWarningDisplay(False)
+MARK, MARK_AT = b"DICM", 128
+"""What every DICOM file has after its preamble, whatever it is called."""
+
+INDEX = "DICOMDIR"
+"""A table of contents, in DICOM's own form."""
 
 SAME_DIRECTION = 1e-3
 """Difference of two direction cosines that are one."""
@@ -76,7 +79,24 @@ class Slice:
     """Type of the intensities."""
 
 
-def open_series(folder: Path) -> Source:
+def is_dicom_file(path: Path) -> bool:
+    """Tell by its content whether a file is a DICOM object, such as one slice of a scan."""
+    try:
+        with open_regular(path) as file:
+            file.seek(MARK_AT)
+            return file.read(len(MARK)) == MARK
+    except OSError:
+        return False
+
+
+def members(folder: Path) -> tuple[Path, ...]:
+    """Return the DICOM files in a folder, not in folders below; without any the folder itself."""
+    files = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    listed = (path for path in files if path.name.upper() != INDEX and not path.is_dir())
+    return tuple(filter(is_dicom_file, listed)) or (folder,)
+
+
+def open_file(folder: Path) -> Source:
     """Read the headers of the slices in a folder, and not their pixels.
 
     The slices of one series, in any order and under any names, or the reason why they are none.
@@ -118,6 +138,9 @@ def open_series(folder: Path) -> Source:
 
 def read_slice(path: Path) -> Slice:
     """Read the header of a slice."""
+    import SimpleITK as sitk  # takes half a second
+
+    sitk.ProcessObject.SetGlobalWarningDisplay(False)
     reader = sitk.ImageFileReader()
     reader.SetImageIO("GDCMImageIO")
     reader.SetFileName(str(path))
@@ -174,6 +197,8 @@ def read_slice(path: Path) -> Slice:
 
 def read_pixels(one: Slice) -> npt.NDArray[Any]:
     """Return the intensities of a slice, (columns, rows)."""
+    import SimpleITK as sitk
+
     try:
         pixels: npt.NDArray[Any] = sitk.GetArrayFromImage(
             sitk.ReadImage(str(one.path), imageIO="GDCMImageIO")
@@ -187,7 +212,7 @@ def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
     """Refuse files that are named like the slices but are no DICOM: empty, cut off or damaged."""
     kinds = {_kind_of_name(file) for file in files}
     for path in sorted(set(folder.iterdir()) - set(files)):
-        is_listed = not path.name.startswith(".") and path.name.upper() != DICOM_INDEX
+        is_listed = not path.name.startswith(".") and path.name.upper() != INDEX
         if is_listed and _kind_of_name(path) in kinds and not path.is_dir():
             raise VolumeError(
                 f"{path} is named like the slices beside it but is no DICOM file; {DAMAGED}"

@@ -1,52 +1,41 @@
-"""The files of volumes: their names, and writing them.
+"""The files of volumes: the table of formats, their names, and which files are one volume.
 
-This is the only module that knows file endings, and that a volume can be several files: a NIfTI
-volume ``scan.hdr`` and ``scan.img``, a MetaImage ``scan.mhd`` and what it names, a DICOM series a
-folder of slices. Endings count in any case of their letters: ``SCAN.NII.GZ``, ``scan.hdr`` with
-``scan.IMG``.
+Endings count in any case of their letters: ``SCAN.NII.GZ``, ``scan.hdr`` with ``scan.IMG``.
 """
 
-import io
-import logging
 import os
-from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
-import nibabel as nib
-from isal import igzip_threaded
 
-from unet3d.atomic import replacing
-from unet3d.distributed.ranks import num_cores
-from unet3d.images.text_headers import meta_data_file
-from unet3d.inputs.reading import open_regular
+class Format(NamedTuple):
+    """A module of this folder, imported when a file of it comes.
 
-# nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
-# it also raises, and that is reported from here.
-logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
+    It has ``open_file(path)``, which returns a :class:`~unet3d.images.source.Source`;
+    ``members(path)``, which returns all files of the volume that a file or folder belongs to, the
+    one that stands for it first; and where ``written`` has endings ``write_labels(path, stored,
+    geometry, names)``, which writes a label map with the axes of a scan's file.
+    """
 
-META_SUFFIXES = (".mha", ".mhd")
-"""File endings of a MetaImage in one file, and in two."""
+    module: str
+    suffixes: tuple[str, ...]
+    """Endings of files in lower case, or of folders."""
+    written: tuple[str, ...] = ()
+    """Endings of label maps that can be written, the usual one first."""
+    is_folder: bool = False
 
-ITK_SUFFIXES = (".nrrd", *META_SUFFIXES)
 
-SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh", *ITK_SUFFIXES)
-"""File endings of a volume; a NIfTI pair is named by its .hdr or its .img."""
+NIFTI = Format(
+    "nifti", (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh"), written=(".nii.gz", ".nii")
+)
+DICOM = Format("dicom", (), is_folder=True)
+"""Any folder: what is in it says whether it is a series of slices."""
 
-PARTNERS = {".hdr": ".img", ".img": ".hdr"}
+FORMATS = (NIFTI, Format("itk", (".nrrd", ".mha", ".mhd")), DICOM)
 
-PACKING_LEVEL = 2
-"""Of ISA-L, which packs label maps as small as zlib's level 1, five times as fast."""
-
-PACKING_THREADS = 4
-"""The disk is no faster."""
-
-DICOM_MARK = b"DICM"
-DICOM_MARK_AT = 128
-"""What every DICOM file has after its preamble, whatever it is called."""
-
-DICOM_INDEX = "DICOMDIR"
-"""A table of contents, in DICOM's own form."""
+SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.suffixes)
+WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.written)
 
 
 def volume_suffix(path: Path) -> str:
@@ -55,29 +44,36 @@ def volume_suffix(path: Path) -> str:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
 
+def format_of(path: Path) -> Format | None:
+    """Return the format of a file or folder; None: a file that is not named like a volume."""
+    is_folder, suffix = os.path.isdir(path), volume_suffix(path)
+    fitting = (one for one in FORMATS if one.is_folder == is_folder and suffix in one.suffixes)
+    return next(fitting, DICOM if is_folder else None)
+
+
+def module_of(one: Format) -> Any:
+    """Return the module of a format."""
+    return import_module(f"unet3d.images.{one.module}")
+
+
 def is_volume_file(path: Path) -> bool:
     """Tell by its name whether a file is a volume."""
     return bool(volume_suffix(path))
 
 
-def is_nifti_file(path: Path) -> bool:
-    """Tell by its name whether a file is a NIfTI volume in one file, which is what we write."""
-    return volume_suffix(path) in (".nii", ".nii.gz")
+def can_be_written(path: Path) -> bool:
+    """Tell by its name whether a label map can be written to a file."""
+    return volume_suffix(path) in WRITTEN_SUFFIXES
 
 
-def is_dicom_file(path: Path) -> bool:
-    """Tell by its content whether a file is a DICOM object, such as one slice of a scan."""
-    try:
-        with open_regular(path) as file:
-            file.seek(DICOM_MARK_AT)
-            return file.read(len(DICOM_MARK)) == DICOM_MARK
-    except OSError:
-        return False
+def written_suffix(scan: Path) -> str:
+    """Return the ending of the segmentation of a scan: of the scan's format, or that of NIfTI."""
+    return ((format_of(scan) or NIFTI).written or NIFTI.written)[0]
 
 
-def is_dicom_folder(path: Path) -> bool:
-    """Tell whether a path is a folder with DICOM files in it, not in folders below."""
-    return next(_dicom_files(path), None) is not None
+def is_volume_folder(path: Path) -> bool:
+    """Tell whether a folder is one volume, such as one with the slices of a scan in it."""
+    return os.path.isdir(path) and members(path) != (path,)
 
 
 def volume_stem(path: Path) -> str:
@@ -92,84 +88,15 @@ def volume_stem(path: Path) -> str:
 
 
 def members(path: Path) -> tuple[Path, ...]:
-    """Return all files of the volume that a file belongs to, whether it exists or not.
-
-    They are the header and the voxels of a pair, in this order, if the partner exists; the DICOM
-    files of a folder; else the file alone.
-    """
-    if os.path.isdir(path):
-        return tuple(_dicom_files(path)) or (path,)
-    if volume_suffix(path) in META_SUFFIXES:
-        voxels = meta_data_file(path)
-        if voxels is None or not os.path.isfile(voxels):  # pathlib would raise for a long name
-            return (path,)
-        return path, voxels
-    partner_suffix = PARTNERS.get(volume_suffix(path))
-    if partner_suffix is None:
-        return (path,)
-    # A partner in the same case of letters comes first.
-    spellings = (partner_suffix, partner_suffix.upper())
-    for suffix in reversed(spellings) if path.suffix.isupper() else spellings:
-        partner = path.with_suffix(suffix)
-        if os.path.isfile(partner):
-            return (path, partner) if partner_suffix == ".img" else (partner, path)
-    return (path,)
+    """Return all files of the volume that a file or folder belongs to, whether it exists or not."""
+    one = format_of(path)
+    found: tuple[Path, ...] = (path,) if one is None else module_of(one).members(path)
+    return found
 
 
 def stands_for_volume(path: Path) -> bool:
     """Tell whether a file counts where volumes are listed: each pair counts once, as its header."""
     return is_volume_file(path) and members(path)[0] == path
-
-
-def _dicom_files(folder: Path) -> Iterator[Path]:
-    if not os.path.isdir(folder):
-        return
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name.upper() == DICOM_INDEX:
-            continue
-        if not path.is_dir() and is_dicom_file(path):
-            yield path
-
-
-def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
-    """Write an image of nibabel's as a NIfTI file, which appears whole or not at all.
-
-    FileExistsError: something has the name, and it may not be replaced.
-    """
-    with replacing(path, may_exist=overwrite) as unfinished:
-        if volume_suffix(path) != ".nii.gz":
-            # nibabel's save would change the case of letters in the ending.
-            image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})
-            return
-        threads = min(PACKING_THREADS, num_cores())
-        with (
-            unfinished.open("wb") as file,
-            igzip_threaded.open(file, "wb", PACKING_LEVEL, threads=threads) as packed,  # type: ignore[no-untyped-call]
-        ):
-            image.to_file_map({"image": nib.FileHolder(fileobj=_Onward(packed))})
-
-
-class _Onward(io.RawIOBase):
-    """A stream that is written from its beginning to its end, where nibabel asks for its place."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__()
-        self._stream = stream
-        self._place = 0
-
-    def write(self, content: Any) -> int:
-        written = self._stream.write(content)
-        self._place += written
-        return written
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, place: int, whence: int = 0) -> int:
-        if whence or place < self._place:
-            raise OSError("what is packed cannot be written again")
-        self.write(bytes(place - self._place))
-        return place
 
 
 def times(numbers: Any) -> str:

@@ -102,6 +102,12 @@ class Geometry:
         view: npt.NDArray[Any] = nib.apply_orientation(np.asarray(stored), self.orientation)
         return view
 
+    def as_in_file(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a view with the axes of the file of an array in RAS."""
+        turn = nib.orientations.ornt_transform(RAS, self.orientation)
+        view: npt.NDArray[Any] = nib.apply_orientation(array, turn)
+        return view
+
 
 def geometry_of_affine(
     path: Path,

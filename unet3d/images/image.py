@@ -18,17 +18,9 @@ from nibabel.volumeutils import apply_read_scaling
 
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
-from unet3d.images.files import (
-    ITK_SUFFIXES,
-    SUFFIXES,
-    is_dicom_file,
-    is_volume_file,
-    times,
-    volume_suffix,
-)
+from unet3d.images.files import DICOM, SUFFIXES, format_of, module_of, times
 from unet3d.images.geometry import Geometry, Orientation, axes_between, same_grid
 from unet3d.images.memory_limits import explaining_memory
-from unet3d.images.nifti import open_nifti
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import Source
 
@@ -46,28 +38,21 @@ SENT_AS_STORED = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.int16))
 
 
 def open_source(path: Path) -> Source:
-    """Open a file, or a folder of DICOM slices: its header is read, and its voxels are not."""
-    # The module of a format is imported when a file of it comes.
-    if os.path.isdir(path):  # pathlib would raise PermissionError
-        from unet3d.images.dicom import open_series
-
-        return open_series(path)
-    if not is_volume_file(path):
-        if not os.path.exists(path):
-            raise VolumeError(f"there is no file or folder {path}; name a volume")
-        if is_dicom_file(path):
-            raise VolumeError(
-                f"{path} is one DICOM file; name the folder that holds all slices of its series"
-            )
+    """Open a file or a folder, such as of DICOM slices: its header is read, not its voxels."""
+    format_ = format_of(path)
+    if format_ is not None:
+        source: Source = module_of(format_).open_file(path)
+        return source
+    if not os.path.exists(path):  # pathlib would raise for a long name
+        raise VolumeError(f"there is no file or folder {path}; name a volume")
+    if module_of(DICOM).is_dicom_file(path):
         raise VolumeError(
-            f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of "
-            "DICOM slices"
+            f"{path} is one DICOM file; name the folder that holds all slices of its series"
         )
-    if volume_suffix(path) in ITK_SUFFIXES:
-        from unet3d.images.itk import open_itk
-
-        return open_itk(path)
-    return open_nifti(path)
+    raise VolumeError(
+        f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of DICOM "
+        "slices"
+    )
 
 
 def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> "Image":

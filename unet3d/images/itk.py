@@ -16,14 +16,25 @@ import numpy as np
 from nibabel.affines import voxel_sizes
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 
-from unet3d.errors import VolumeError, some
+from unet3d.errors import VolumeError, reason_of, some
 from unet3d.images.file_voxels import Packing, source_in_file
 from unet3d.images.geometry import RAS_FROM_LPS, Affine, geometry_of_affine
 from unet3d.images.source import Source, beginning_of
-from unet3d.images.text_headers import meta_data_file, read_text_header
 from unet3d.inputs.plain_data import printable, shown, validated
+from unet3d.inputs.reading import open_regular
 
 logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 2**20
+"""Headers with the key/value pairs of hundreds of segments are shorter."""
+
+NRRD_HEADER = re.compile(rb"NRRD000.*?\n\r?\n", re.DOTALL)
+META_HEADER = re.compile(
+    rb"[ \t]*\w+[ \t]*[=:].*?^[ \t]*ElementDataFile[ \t]*[=:][^\n]*\n",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
+FIELD = re.compile(r"([^#:=]+)(?::(?!=)|=)(.*)")
+"""``name: value`` of NRRD, whose ``name:=value`` is a remark, or ``name = value`` of MetaImage."""
 
 TYPES = {
     **dict.fromkeys(("signed char", "int8", "int8_t", "met_char"), "i1"),
@@ -138,7 +149,14 @@ class Header(BaseModel):
     )
 
 
-def open_itk(path: Path) -> Source:
+def members(path: Path) -> tuple[Path, ...]:
+    """Return a file, and that of the voxels of a MetaImage that has two."""
+    voxels = None if path.suffix.lower() == ".nrrd" else meta_data_file(path)
+    # pathlib would raise for a long name
+    return (path, voxels) if voxels is not None and os.path.isfile(voxels) else (path,)
+
+
+def open_file(path: Path) -> Source:
     """Read the header of an NRRD file or a MetaImage, not its voxels, once the file looks sound."""
     beginning_of(path)
     is_nrrd = path.suffix.lower() == ".nrrd"
@@ -212,3 +230,38 @@ def _placed(header: Header, is_nrrd: bool) -> tuple[Affine, list[float]]:
     affine = turn @ affine
     affine[:3] *= header.unit_mm
     return affine, (header.unit_mm * spacing).tolist()
+
+
+def read_text_header(path: Path, is_nrrd: bool) -> tuple[dict[str, str], int]:
+    """Return the fields of a header, by names in lower case without spaces, and its length."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(MAX_HEADER_BYTES)
+    except OSError as error:
+        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
+    header = (NRRD_HEADER if is_nrrd else META_HEADER).match(start)
+    if header is None:
+        raise VolumeError(
+            f"cannot read {path}: it does not begin with a whole header of "
+            f"{'NRRD' if is_nrrd else 'MetaImage'}; it is damaged, or of another format"
+        )
+    try:
+        text = header[0].decode()
+    except UnicodeDecodeError:
+        text = header[0].decode("latin-1")
+    found = filter(None, map(FIELD.match, text.split("\n")))
+    fields = {field[1].lower().replace(" ", "").strip(): field[2].strip() for field in found}
+    return fields, header.end()
+
+
+def meta_data_file(path: Path) -> Path | None:
+    """Return the second file of a MetaImage, whether it exists or not, or None if it has one file.
+
+    Also None if the header cannot be read, or names anything else than one file beside it.
+    """
+    try:
+        name = read_text_header(path, is_nrrd=False)[0]["elementdatafile"]
+    except VolumeError:
+        return None
+    is_file = name == Path(name).name and name.upper() not in ("", "..", "LOCAL", "LIST")
+    return path.with_name(name) if is_file and "%" not in name else None

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import nibabel as nib
 from isal import igzip
 
-from unet3d.images.nifti import GZIP_MARK
+from unet3d.images.source import GZIP_MARK
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 

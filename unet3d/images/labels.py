@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from nibabel.volumeutils import apply_read_scaling
 
+from unet3d.atomic import replacing
 from unet3d.errors import VolumeError, reason_of
-from unet3d.images.files import is_nifti_file, times, write_nifti
+from unet3d.images.files import WRITTEN_SUFFIXES, can_be_written, format_of, module_of, times
 from unet3d.images.geometry import RAS, Geometry, axes_between
 from unet3d.images.image import open_source
-from unet3d.images.label_names import name_labels
 from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
@@ -34,18 +34,10 @@ class LabelMap:
 
 
 def read_label(path: Path | str) -> LabelMap:
-    """Read a label map in RAS.
+    """Read a label map in RAS, or refuse a file with several channels or no integers.
 
-    Args:
-        path: The file, or a folder of DICOM slices.
-
-    Returns:
-        The label map; its array (X, Y, Z) is C-contiguous, of the smallest unsigned integer type
-        that holds its values, or the smallest signed one if some are negative.
-
-    Raises:
-        VolumeError: The file cannot be read, has several channels, or holds values that are not
-            integers.
+    Its array (X, Y, Z) is C-contiguous, of the smallest unsigned integer type that holds its
+    values, or the smallest signed one if some are negative.
     """
     source = open_source(Path(path))
     geometry = source.geometry
@@ -90,28 +82,21 @@ def write_label(
     overwrite: bool = True,
     names: Mapping[int, str] | None = None,
 ) -> None:
-    """Write a label map onto the grid of the image that it was made from.
+    """Write a label map (X, Y, Z) in RAS onto the grid of the image that it was made from.
 
-    The file has the stored orientation, shape, affine, qform and sform with their codes, spacing
-    and units of that image. It appears whole or not at all.
-
-    Args:
-        path: A name that ends in .nii or .nii.gz.
-        labels: Integers ``(X, Y, Z)`` in RAS, none negative.
-        geometry: Geometry of the image.
-        overwrite: Whether a file of that name is replaced.
-        names: Of label values, for the header.
-
-    Raises:
-        FileExistsError: Something has the name and may not be replaced.
-        VolumeError: The name has another ending, or the file cannot be written.
-        ValueError: The labels do not lie on the grid of the image or are not labels.
+    The file has the axes, shape and place of that image, and the names of label values. It appears
+    whole or not at all; FileExistsError where something has its name and may not be replaced.
     """
     path = Path(path)
-    if not is_nifti_file(path):
-        raise VolumeError(f"cannot write {path}: choose a name that ends in .nii.gz or .nii")
+    if not can_be_written(path):
+        endings = " or ".join(WRITTEN_SUFFIXES)
+        raise VolumeError(f"cannot write {path}: choose a name that ends in {endings}")
+    stored = stored_labels(labels, geometry)
     try:
-        write_nifti(path, label_image(labels, geometry, names), overwrite)
+        with replacing(path, may_exist=overwrite) as unfinished:
+            format_ = format_of(unfinished)
+            assert format_ is not None
+            module_of(format_).write_labels(unfinished, stored, geometry, names or {})
     except FileExistsError:
         raise
     except OSError as error:
@@ -121,28 +106,16 @@ def write_label(
         ) from error
 
 
-def label_image(
-    labels: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str] | None = None
-) -> nib.Nifti1Image:
-    """Return labels (X, Y, Z) in RAS as nibabel's image, in the orientation of the file.
+def stored_labels(labels: npt.NDArray[Any], geometry: Geometry) -> npt.NDArray[Any]:
+    """Return labels (X, Y, Z) in RAS with the axes of the image's file, of the smallest type.
 
-    Its header has their names (:mod:`unet3d.images.label_names`). It is a ``Nifti2Image`` where the
-    shape needs one. ValueError: they are not on the grid, or no labels.
+    ValueError: they are not on the grid of the image, or no labels.
     """
     if labels.shape != geometry.shape:
         raise ValueError(f"labels of shape {labels.shape} for a grid of shape {geometry.shape}")
     if labels.dtype.kind not in "bui" or labels.min() < 0:
         raise ValueError(f"labels of type {labels.dtype}, {labels.min()} to {labels.max()}")
-    restore = nib.orientations.ornt_transform(RAS, geometry.orientation)
-    stored = nib.apply_orientation(labels.astype(_smallest_type(labels), copy=False), restore)
-    header = geometry.nifti_header.copy()
-    header.set_data_dtype(stored.dtype)
-    if names:
-        name_labels(header, names)
-    two = isinstance(header, nib.Nifti2Header)
-    # With any other affine nibabel would change both forms.
-    affine = header.get_best_affine()
-    return (nib.Nifti2Image if two else nib.Nifti1Image)(stored, affine, header)
+    return geometry.as_in_file(labels.astype(_smallest_type(labels), copy=False))
 
 
 def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:

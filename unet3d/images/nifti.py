@@ -1,25 +1,35 @@
-"""Opening NIfTI and MGH volumes, in files or in memory of nibabel's."""
+"""NIfTI and MGH volumes, in files or in memory of nibabel's; NIfTI is written, too."""
 
+import io
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
-from isal import igzip
+from isal import igzip, igzip_threaded
 from nibabel.spatialimages import SpatialImage
 
+from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
 from unet3d.images.file_voxels import source_in_file
-from unet3d.images.files import PARTNERS, members, times, volume_suffix
+from unet3d.images.files import times, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine, geometry_of_nifti
-from unet3d.images.source import Source, beginning_of, unreadable, whole_axes
+from unet3d.images.label_names import name_labels
+from unet3d.images.source import GZIP_MARK, Source, beginning_of, unreadable, whole_axes
+
+# nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
+# it also raises, and that is reported from here.
+logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
 IN_MEMORY = Path("the image")
 """Stands in messages where other images have their file."""
 
-GZIP_MARK = b"\x1f\x8b"
+PARTNERS = {".hdr": ".img", ".img": ".hdr"}
+"""A pair is named by its header or by its voxels."""
 
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""
@@ -27,8 +37,28 @@ HEADER_BYTES = 540
 MAX_AXES = 7
 """What the NIfTI format has room for."""
 
+PACKING_LEVEL = 2
+"""Of ISA-L, which packs label maps as small as zlib's level 1, five times as fast."""
 
-def open_nifti(path: Path) -> Source:
+PACKING_THREADS = 4
+"""The disk is no faster."""
+
+
+def members(path: Path) -> tuple[Path, ...]:
+    """Return the header and the voxels of a pair, if both exist, or the file alone."""
+    partner_suffix = PARTNERS.get(volume_suffix(path))
+    if partner_suffix is None:
+        return (path,)
+    # A partner in the same case of letters comes first.
+    spellings = (partner_suffix, partner_suffix.upper())
+    for suffix in reversed(spellings) if path.suffix.isupper() else spellings:
+        partner = path.with_suffix(suffix)
+        if os.path.isfile(partner):  # pathlib would raise for a long name
+            return (path, partner) if partner_suffix == ".img" else (partner, path)
+    return (path,)
+
+
+def open_file(path: Path) -> Source:
     """Read the header of a NIfTI or MGH volume, not its voxels, once the file looks sound."""
     files = members(path)
     if volume_suffix(path) in PARTNERS and len(files) == 1 and os.path.isfile(path):
@@ -146,3 +176,65 @@ def open_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> Source:
 def _held(voxels: npt.NDArray[Any], geometry: Geometry) -> Source:
     shape = (*geometry.stored_shape, geometry.num_channels)
     return Source(geometry, voxels.dtype, lambda scratch: voxels.reshape(shape))
+
+
+def write_labels(
+    path: Path, stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
+) -> None:
+    """Write labels (I, J, K) with the header of a scan."""
+    write_nifti(path, nibabel_labels(stored, geometry, names))
+
+
+def nibabel_labels(
+    stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
+) -> nib.Nifti1Image:
+    """Return labels (I, J, K) as nibabel's image, a ``Nifti2Image`` where the shape needs one.
+
+    It has the affine, qform and sform with their codes, spacing and units of the scan's file, and
+    names of the labels (:mod:`unet3d.images.label_names`).
+    """
+    header = geometry.nifti_header.copy()
+    header.set_data_dtype(stored.dtype)
+    if names:
+        name_labels(header, names)
+    two = isinstance(header, nib.Nifti2Header)
+    # With any other affine nibabel would change both forms.
+    affine = header.get_best_affine()
+    return (nib.Nifti2Image if two else nib.Nifti1Image)(stored, affine, header)
+
+
+def write_nifti(path: Path, image: Any) -> None:
+    """Write an image of nibabel's as a NIfTI file."""
+    if volume_suffix(path) != ".nii.gz":
+        # nibabel's save would change the case of letters in the ending.
+        image.to_file_map({"image": nib.FileHolder(filename=str(path))})
+        return
+    threads = min(PACKING_THREADS, num_cores())
+    with (
+        path.open("wb") as file,
+        igzip_threaded.open(file, "wb", PACKING_LEVEL, threads=threads) as packed,  # type: ignore[no-untyped-call]
+    ):
+        image.to_file_map({"image": nib.FileHolder(fileobj=_Onward(packed))})
+
+
+class _Onward(io.RawIOBase):
+    """A stream that is written from its beginning to its end, where nibabel asks for its place."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__()
+        self._stream = stream
+        self._place = 0
+
+    def write(self, content: Any) -> int:
+        written = self._stream.write(content)
+        self._place += written
+        return written
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        if whence or place < self._place:
+            raise OSError("what is packed cannot be written again")
+        self.write(bytes(place - self._place))
+        return place

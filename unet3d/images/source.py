@@ -20,6 +20,8 @@ from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch, forget_pages
 from unet3d.inputs.reading import open_regular
 
+GZIP_MARK = b"\x1f\x8b"
+
 Voxels = Any
 """An array (I, J, K, C) that is sliced as NumPy's are: in memory, mapped, or in chunks.
 

@@ -11,19 +11,21 @@ from pydantic import BaseModel, ConfigDict
 from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, VolumeError, reason_of
 from unet3d.images.files import (
     SUFFIXES,
-    is_dicom_folder,
-    is_nifti_file,
+    WRITTEN_SUFFIXES,
+    can_be_written,
     is_volume_file,
+    is_volume_folder,
     members,
     stands_for_volume,
     volume_stem,
+    written_suffix,
 )
 from unet3d.images.image import open_source
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import Scan, is_whole
 
-SUFFIX = "_seg.nii.gz"
-"""How the names of segmentations end that lie beside their scan."""
+ENDING = "_seg"
+"""How the names of segmentations end that lie beside their scan, before their suffix."""
 
 CHANNEL = re.compile(r"(.+)_\d{4}")
 """How the file of one channel is named, without its ending."""
@@ -62,7 +64,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     for case, images in groups.items():
         stem = case.name if len(images) > 1 else volume_stem(images[0])
         if output is None or is_folder:
-            place = _place(stem, images[0].parent, output)
+            place = _place(stem, images[0], output)
         else:
             place = output
         scans.append(Scan(images=images, output=place))
@@ -103,14 +105,15 @@ def refuse_early(inputs: Sequence[Path], output: Path | None = None) -> None:
                 _refuse_unwritable(output)
 
 
-def _place(stem: str, folder: Path, output: Path | None) -> Path:
+def _place(stem: str, scan: Path, output: Path | None) -> Path:
     """Return where a segmentation goes: in another folder it has the name of the scan's case.
 
     So it pairs with a label map by name; nnU-Net's number of the only channel is no part of it.
     """
+    suffix, folder = written_suffix(scan), scan.parent
     if output is None or os.path.realpath(output) == os.path.realpath(folder):
-        return (output or folder) / f"{stem}{SUFFIX}"
-    return output / f"{stem.removesuffix('_0000')}.nii.gz"
+        return (output or folder) / f"{stem}{ENDING}{suffix}"
+    return output / f"{stem.removesuffix('_0000')}{suffix}"
 
 
 def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
@@ -136,10 +139,10 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
     sources = {os.path.realpath(image) for scan in scans for image in scan.images}
     by_output: dict[str, Scan] = {}
     for scan in scans:
-        if not is_nifti_file(scan.output):
+        if not can_be_written(scan.output):
             raise ConfigError(
-                f"{scan.output}: segmentations are written as NIfTI; name a .nii or .nii.gz file, "
-                "or a folder with / at its end"
+                f"{scan.output}: a segmentation ends in {' or '.join(WRITTEN_SUFFIXES)}; name "
+                "such a file, or a folder with / at its end"
             )
         place = os.path.realpath(scan.output)
         if place in sources:
@@ -198,13 +201,14 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
 def _volumes_in(folder: Path) -> list[Path]:
     """Return the volumes in a folder, or the folder itself where it has the slices of a scan."""
     try:
+        own = tuple(ENDING + suffix for suffix in WRITTEN_SUFFIXES)
         listed = [path for path in folder.iterdir() if not path.name.startswith(".")]
         files = {
             path
             for path in listed
-            if stands_for_volume(path) and not path.name.lower().endswith(SUFFIX)
+            if stands_for_volume(path) and not path.name.lower().endswith(own)
         }
-        if is_dicom_folder(folder):
+        if is_volume_folder(folder):
             if files:
                 raise VolumeError(
                     f"{folder} holds DICOM slices and volumes, such as {min(files).name}; move one "
@@ -212,7 +216,7 @@ def _volumes_in(folder: Path) -> list[Path]:
                 )
             # A scan needs a name of its own, which "." is not.
             return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
-        files.update(path for path in listed if is_dicom_folder(path))
+        files.update(path for path in listed if is_volume_folder(path))
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     if not files:

@@ -34,7 +34,7 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import TrainedNetwork, wanted_precision
 from unet3d.inference.postprocessing import Rule, keep_largest, rules_in_words
 from unet3d.inference.predictor import Predictor
-from unet3d.inference.scan_search import SUFFIX
+from unet3d.inference.scan_search import ENDING
 from unet3d.inference.scans import Scan, read_scan, write_segmentation
 from unet3d.parallel import image_dtype, resolve_precision
 from unet3d.planning.experiment import Experiment
@@ -259,7 +259,7 @@ def _cases_record(
 
 def _file_of(case: Case) -> str:
     """Return the name of a case's prediction, below ``validation/``."""
-    return f"{case.name}{SUFFIX}"
+    return f"{case.name}{ENDING}.nii.gz"
 
 
 def _worst_first(case: CaseScores) -> float:
