@@ -58,7 +58,7 @@ from trainees import NUM_CLASSES, Problem, make_network, variants_named
 from unet3d.config import Shape, load_config
 from unet3d.datasets.phantom import head_phantom
 from unet3d.images.nifti import write_nifti
-from unet3d.inference.image_slab import ImageSlab, WholeImage
+from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.sliding_window import logit_slabs
 from unet3d.inference.window_network import Replayed, WindowNetwork
 from unet3d.inference.windows import Windows
@@ -206,7 +206,7 @@ def segment_ours(executor: Any, image: torch.Tensor, window: Shape, at_once: int
     x, y, z = image.shape[1:]
     topology, device = executor.module.topology, executor.input_device
     windows = Windows.of((x, y, z), topology, window, OVERLAP, at_once, [device])
-    slab = ImageSlab(WholeImage(image), windows, torch.float32, device)
+    slab = ImageSlab(Planes.of(image), windows, torch.float32, device)
     replayed = Replayed(executor) if device.type == "cuda" else None
     predicting = WindowNetwork.of(executor, replayed)
     for logits in logit_slabs([predicting], slab, windows, NUM_CLASSES):
@@ -256,7 +256,8 @@ def windows_a_second(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]
     (device,) = devices_named((arguments.devices,))
     problem = Problem(size=arguments.window, batch_size=1, channels=arguments.channels)
     image = torch.randn(1, *arguments.shape)
-    count = Windows.count(arguments.shape, problem.topology, arguments.window, OVERLAP)
+    windows = Windows.of(arguments.shape, problem.topology, arguments.window, OVERLAP, 1, [device])
+    count = len(windows.starts)
     rows: dict[str, dict[str, Any]] = {}
     ways: dict[str, Callable[[], None]] = {}
     makers: dict[str, Callable[[], Callable[..., None]]] = {

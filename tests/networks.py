@@ -93,5 +93,11 @@ def place(
     mode = more.pop("mode", "model" if len(devices) > 1 else "none")
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",), **more)
     networks = checkpoint if isinstance(checkpoint, Networks) else Networks.of(checkpoint)
-    settings = [inference or InferenceSettings()] * len(networks)
-    return Predictor(networks, parallel, settings, skips_empty=skips_empty)
+    if inference is not None:
+        networks = Networks.of(*(set_to(one, inference) for one in networks.described))
+    return Predictor(networks, parallel, skips_empty=skips_empty)
+
+
+def set_to(checkpoint: Checkpoint, inference: InferenceSettings) -> Checkpoint:
+    """Return a network that predicts as these settings say."""
+    return replace(checkpoint, config=checkpoint.config.model_copy(update={"inference": inference}))

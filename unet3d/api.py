@@ -30,8 +30,8 @@ from unet3d.images.labels import stored_labels
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.nifti import nibabel_labels, open_array, open_nibabel
 from unet3d.inference import prediction
-from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
+from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.segmentation import Progress
@@ -172,13 +172,13 @@ def load(
     request = PredictionRequest(settings=asked)
     group = Group(Ranks())
     with ExitStack() as unpacked:
-        networks = Networks.read(_files((checkpoint, *others), folds, unpacked), group)
-        inference = [request.inference(one.config) for one in networks.described]
-        parallel = choose_mode(request.placement(), networks, inference, group.ranks)
+        files = _files((checkpoint, *others), folds, unpacked)
+        networks = Networks.read(files, group, request.inference)
+        parallel = choose_mode(request.placement, networks, group.ranks)
         if parallel.mode == "spatial":
             # Slabs of a volume need a process for each device, which unet3d predict starts.
             parallel = parallel.model_copy(update={"mode": "model"})
-        segmenter = Segmenter(Predictor(networks, parallel, inference, group))
+        segmenter = Segmenter(Predictor(networks, parallel, group))
         # Weights are read when they are needed.
         weakref.finalize(segmenter, unpacked.pop_all().close)
     return segmenter

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.distributed_c10d import PrefixStore as PrefixStore
 from torch.distributed.distributed_c10d import Store as Store
-from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 from torch.nn.modules.dropout import _DropoutNd
 
 # `FakeTensorMode` replaces meta tensors, which have no device; `suggest_memory_format` a comparison
@@ -94,11 +94,6 @@ def mkldnn_has_bfloat16() -> bool:
 def free_cublas_workspaces() -> None:
     """Free what cuBLAS keeps for streams, in place of a new process."""
     torch._C._cuda_clearCublasWorkspaces()
-
-
-def groups_besides_default() -> list[dist.ProcessGroup]:
-    """Return the groups of this process, in place of a list of our own."""
-    return [group for group in _world.pg_map if group is not dist.group.WORLD]
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ from isal import igzip
 
 from tests.warm import run_command
 from unet3d.images import file_voxels
-from unet3d.inference import window_memory
+from unet3d.inference import windows
 from unet3d.inference.image_slab import ImageSlab
 
 WINDOWS, READING = "windows\n", "reading\n"
@@ -29,7 +29,7 @@ def predict(words, reading_s, window_s):
         time.sleep(window_s)
         return cut(self, starts)
 
-    window_memory.CPU_VOXELS = 4 * 8**3  # computed at a time
+    windows.CPU_VOXELS = 4 * 8**3  # computed at a time
     file_voxels.PIECE_BYTES = 4096
     file_voxels.igzip = SimpleNamespace(open=lambda file, mode: SlowFile(fileobj=file, mode=mode))
     ImageSlab.cut = slow_cut

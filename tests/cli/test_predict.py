@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -13,20 +14,22 @@ import pytest
 
 from tests.command_line import labels_of, names_in, refusal, run, scan_array
 from tests.images.samples import write_json, write_volume
-from tests.networks import write_checkpoint
+from tests.networks import random_checkpoint, set_to, write_checkpoint
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import Scan, read_scan
-from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 
 def segmented(scan, *checkpoints, **inference):
     """Return what a predictor makes of a scan with settings, without the command line."""
-    networks = Networks.of(*map(load_checkpoint, checkpoints))
-    settings = [InferenceSettings(**inference)] * len(checkpoints)
-    predictor = Predictor(networks, ParallelSettings(devices=("cpu",)), settings)
+    settings = InferenceSettings(**inference)
+    networks = Networks.of(*(set_to(load_checkpoint(one), settings) for one in checkpoints))
+    predictor = Predictor(networks, ParallelSettings(devices=("cpu",)))
     return predictor.segment(read_scan(Scan(images=(scan,), output=scan)))
 
 
@@ -325,37 +328,16 @@ def test_every_setting_of_prediction_is_that_of_the_network():
     }
     assert given.keys() == InferenceSettings.model_fields.keys()
     config = load_config(None).with_values({f"inference.{k}": v for k, v in given.items()})
-    assert PredictionRequest().inference(config) == InferenceSettings(**given)
+    checkpoint = replace(random_checkpoint(), config=config)
+    save_checkpoint(checkpoint, Path("network.pt"))
+
+    def settings(**asked):
+        request = PredictionRequest(settings={f"inference.{k}": v for k, v in asked.items()})
+        (network,) = Networks.read(
+            [Path("network.pt")], Group(Ranks()), request.inference
+        ).described
+        return network.config.inference
+
+    assert settings() == InferenceSettings(**given)
     asked = {"tta": False, "window": "whole", "overlap": 0.5, "postprocessing": True}
-    request = PredictionRequest(settings={f"inference.{name}": one for name, one in asked.items()})
-    assert request.inference(config) == InferenceSettings(**{**given, **asked})
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("absent.nii.gz",), "there is no file or folder absent.nii.gz"),
-        (("empty",), "empty holds no volumes"),
-        (("scan.dcm",), "scan.dcm is not named like a volume"),
-        (("a scan.nii.gz", "--window", "0,8,8"), "--window is "),
-        (("a scan.nii.gz", "--window", "wide"), "or three whole numbers"),
-        (("a scan.nii.gz", "--precision", "float16"), "precision=float16 needs a GPU"),
-        (("a scan.nii.gz", "--checkpoint", "text.pt"), "text.pt is not a checkpoint"),
-        (("a scan.nii.gz", "--checkpoint", "absent.pt"), "checkpoint absent.pt: No such file"),
-        (
-            ("a scan.nii.gz", "--checkpoint", "other.pt"),
-            "other.pt cannot be averaged with {checkpoint}: its spacing_mm is [1.0, 1.0",
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("scan")
-def test_what_cannot_be_leaves_nothing(options, words, checkpoint, predicting, capsys):
-    Path("empty").mkdir()
-    Path("scan.dcm").touch()
-    Path("text.pt").write_text("no network")
-    write_checkpoint(Path("other.pt"), spacing_mm=(1.0, 1.0, 1.0))
-    before = sorted(Path().iterdir())
-    line = refusal(capsys, *predicting, *options)
-    assert words.format(checkpoint=checkpoint) in line
-    assert sorted(Path().iterdir()) == before
+    assert settings(**asked) == InferenceSettings(**{**given, **asked})

@@ -10,7 +10,7 @@ import torch._dynamo  # which building a network imports, and the forks need not
 import torch.distributed as dist
 
 from tests.images.samples import noise
-from tests.networks import place, random_checkpoint
+from tests.networks import place, random_checkpoint, set_to
 from tests.ranks import ends_of, start_ranks
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.distributed import watch
@@ -51,8 +51,9 @@ IMAGES = (
 def predictor_of(group, *members, **settings):
     devices = tuple(map(str, range(group.size))) if ON_GPUS else ("cpu",) * group.size
     spread = ParallelSettings(mode="spatial", devices=devices)
-    inference = [InferenceSettings(**settings)] * len(members)
-    return Predictor(Networks.of(*members), spread, inference, group)
+    inference = InferenceSettings(**settings)
+    networks = Networks.of(*(set_to(one, inference) for one in members))
+    return Predictor(networks, spread, group)
 
 
 def check_labels(group, members, **settings):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from unet3d.inference import averaging
-from unet3d.inference.averaging import mean_slabs
+from unet3d.inference import volume_logits
+from unet3d.inference.volume_logits import mean_slabs
 
 
 def random_logits(*shape):
@@ -13,14 +13,14 @@ def random_logits(*shape):
 
 
 def mean_of(logits, of_regions=False):
-    return averaging.mean_of(
+    return volume_logits.mean_of(
         [one.clone() for one in logits], "probabilities", of_regions=of_regions
     )
 
 
 @pytest.mark.parametrize("piece", [1, 100, 10**6])
 def test_it_is_the_mean_of_softmax(monkeypatch, piece):
-    monkeypatch.setattr(averaging, "PIECE_NUMBERS", piece)
+    monkeypatch.setattr(volume_logits, "PIECE_NUMBERS", piece)
     logits = random_logits(4, 7, 5, 6)
     expected = torch.stack([one.softmax(0) for one in logits]).mean(0)
     torch.testing.assert_close(mean_of(logits).exp(), expected, rtol=1e-13, atol=0)

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.networks import random_checkpoint
+from tests.networks import random_checkpoint, set_to
 from tests.rank_threads import place
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
-from unet3d.inference import mode_choice
-from unet3d.inference.mode_choice import choose_mode
+from unet3d.inference import placing
 from unet3d.inference.networks import Networks
+from unet3d.inference.placing import choose_mode
 
 CHECKPOINT = random_checkpoint(patch_size=(4, 16, 16))
 """Of windows with four planes, and a stride of two."""
@@ -22,9 +22,8 @@ BATCH_NORM = replace(CHECKPOINT, topology=replace(CHECKPOINT.topology, norm="bat
 
 def mode_of(*devices, checkpoint=CHECKPOINT, window="auto", tta=False, ranks=None, **settings):
     parallel = ParallelSettings(devices=devices or None, **settings)
-    networks = Networks.of(checkpoint)
-    inference = InferenceSettings(window=window, tta=tta)
-    chosen = choose_mode(parallel, networks, [inference], ranks or Ranks())
+    networks = Networks.of(set_to(checkpoint, InferenceSettings(window=window, tta=tta)))
+    chosen = choose_mode(parallel, networks, ranks or Ranks())
     assert chosen == parallel.model_copy(update={"mode": chosen.mode})
     return chosen.mode
 
@@ -45,10 +44,10 @@ def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_plane
     # they come and joined, and those of one in float32.
     voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4)
     memory = 4 * (4 * 16 * 16 * voxel_bytes)  # of which a quarter is for windows
-    monkeypatch.setattr(mode_choice, "device_bytes", lambda device: memory)
+    monkeypatch.setattr(placing, "device_bytes", lambda device: memory)
     assert mode_of("cpu", "cpu") == "data"
     assert mode_of("cpu", "cpu", window=(4, 16, 18)) == "spatial"
-    monkeypatch.setattr(mode_choice, "device_bytes", lambda device: memory - 4)
+    monkeypatch.setattr(placing, "device_bytes", lambda device: memory - 4)
     assert mode_of("cpu", "cpu") == "spatial"
     assert mode_of(*["cpu"] * 4) == "spatial"
     assert mode_of(*["cpu"] * 5) == "model"
@@ -63,7 +62,7 @@ def test_mirror_images_take_memory_too(monkeypatch):
     changes = ("patches.augmentation_details.mirror_axes=x",)
     mirrored = random_checkpoint(patch_size=(4, 16, 16), changes=changes)
     for less, mode in ((0, "data"), (4, "spatial")):
-        monkeypatch.setattr(mode_choice, "device_bytes", lambda device, less=less: memory - less)
+        monkeypatch.setattr(placing, "device_bytes", lambda device, less=less: memory - less)
         assert mode_of("cpu", "cpu", checkpoint=mirrored, tta=True) == mode
         assert mode_of("cpu", "cpu", checkpoint=mirrored) == "data"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.networks import random_checkpoint
-from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.config import ParallelSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
@@ -18,7 +18,7 @@ CHECKPOINT = random_checkpoint(patch_size=(4, 16, 16))
 def test_slabs_in_one_process_are_refused():
     settings = ParallelSettings(mode="spatial", devices=("cpu", "cpu"))
     with pytest.raises(ConfigError, match="spatial over 2 devices needs a process for each"):
-        Predictor(Networks.of(CHECKPOINT), settings, [InferenceSettings()])
+        Predictor(Networks.of(CHECKPOINT), settings)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,8 @@ def test_slabs_in_one_process_are_refused():
 def test_what_is_computed_in(device, trained, asked, computed, monkeypatch):
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(precision, "bfloat16_is_faster", lambda: True)
-    network = random_checkpoint(changes=(f"training.precision={trained}",))
+    changes = (f"training.precision={trained}", f"inference.precision={asked}")
+    network = random_checkpoint(changes=changes)
     parallel = ParallelSettings(devices=(device,))
-    placed = PlacedNetworks(Networks.of(network), parallel, Group(Ranks()), [asked])
+    placed = PlacedNetworks(Networks.of(network), parallel, Group(Ranks()))
     assert placed.precision == computed

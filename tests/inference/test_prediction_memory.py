@@ -13,9 +13,10 @@ import torch
 
 from tests.command_line import in_a_process
 from tests.images.samples import write_volume
-from tests.networks import random_checkpoint
+from tests.networks import random_checkpoint, set_to
 from unet3d.config import InferenceSettings
 from unet3d.images.image import open_image
+from unet3d.inference.networks import Networks
 from unet3d.inference.prediction_memory import prediction_memory
 from unet3d.runs.checkpoint import save_checkpoint
 
@@ -23,16 +24,9 @@ AUTO = InferenceSettings()
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-def planned(path, network, device=CPU, gpu_bytes=0, settings=AUTO, count=1, precision=None):
-    precision = precision or ("bfloat16" if device == GPU else "float32")
-    return prediction_memory(
-        open_image(path),
-        [network] * count,
-        [settings] * count,
-        device,
-        [precision] * count,
-        gpu_bytes,
-    )
+def planned(path, network, device=CPU, gpu_bytes=0, settings=AUTO, count=1):
+    networks = Networks.of(*[set_to(network, settings)] * count)
+    return prediction_memory(open_image(path), networks, device, gpu_bytes)
 
 
 def scan_of(folder, shape, name="scan.nii.gz"):
@@ -46,21 +40,19 @@ def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path):
         planned(scan_of(tmp_path, (24, 24, length), f"{length}.nii.gz"), network, settings=one)
         for length in (60, 600)
     )
-    assert long.slab_bytes <= 1.01 * short.slab_bytes
-    assert long.voxel_bytes == 10 * short.voxel_bytes == 24 * 24 * 600 * 2
-    assert long.label_bytes == 10 * short.label_bytes == 24 * 24 * 600
-    assert long.scratch_bytes == long.voxel_bytes + long.label_bytes
-    assert len(long.windows.starts) > 5 * len(short.windows.starts)
+    assert long["slab_bytes"] <= 1.01 * short["slab_bytes"]
+    assert long["voxel_bytes"] == 10 * short["voxel_bytes"] == 24 * 24 * 600 * 2
+    assert long["label_bytes"] == 10 * short["label_bytes"] == 24 * 24 * 600
+    assert long["scratch_bytes"] == long["voxel_bytes"] + long["label_bytes"]
+    assert long["num_windows"] > 5 * short["num_windows"]
     mapped = planned(scan_of(tmp_path, (24, 24, 60), "plain.nii"), network)
-    assert mapped.voxel_bytes == 0
+    assert mapped["voxel_bytes"] == 0
 
 
 def test_windows_are_those_that_settings_ask_for(tmp_path):
     path = scan_of(tmp_path, (64, 24, 24))
     few, many, large, whole = (
-        planned(
-            path, random_checkpoint(patch_size=patch), settings=InferenceSettings(**own)
-        ).windows
+        planned(path, random_checkpoint(patch_size=patch), settings=InferenceSettings(**own))
         for patch, own in (
             ((16, 16, 16), {"overlap": 0.0}),
             ((16, 16, 16), {"overlap": 0.75}),
@@ -68,20 +60,20 @@ def test_windows_are_those_that_settings_ask_for(tmp_path):
             (None, {"window": (32, 24, 24), "batch_size": 3}),
         )
     )
-    assert len(few.starts) == 16 and len(many.starts) == 13 * 3 * 3
-    assert (large.shape, len(large.starts)) == ((32, 24, 24), 3)
-    assert (whole.shape, whole.batch_size) == ((32, 24, 24), 3)
+    assert few["num_windows"] == 16 and many["num_windows"] == 13 * 3 * 3
+    assert (large["window"], large["num_windows"]) == ([32, 24, 24], 3)
+    assert (whole["window"], whole["windows_at_a_time"]) == ([32, 24, 24], 3)
 
 
 def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path):
     network = random_checkpoint(patch_size=(64, 64, 64))
     path = scan_of(tmp_path, (64, 64, 400))
     large, small = (planned(path, network, GPU, mib * 2**20) for mib in (24_000, 1200))
-    assert large.windows.batch_size > small.windows.batch_size >= 1
-    sums = 64 * 64 * large.windows.slab[2] * (network.topology.num_classes + 1) * 4
-    assert sums < large.device_bytes - 1024**3 < 2**32
-    assert small.device_bytes < large.device_bytes
-    assert large.slab_bytes < planned(path, network).slab_bytes
+    assert large["windows_at_a_time"] > small["windows_at_a_time"] >= 1
+    sums = 64 * 64 * 64 * (network.topology.num_classes + 1) * 4  # of a window at least
+    assert sums < large["device_bytes"] - 1024**3 < 2**32
+    assert small["device_bytes"] < large["device_bytes"]
+    assert large["slab_bytes"] < planned(path, network)["slab_bytes"]
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
@@ -91,7 +83,7 @@ def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(tmp_path
     def bytes_of(averaging, count):
         settings = InferenceSettings(batch_size=1, averaging=averaging)
         found = planned(path, random_checkpoint(), device, 24 * 2**30, settings, count)
-        return found.slab_bytes + found.device_bytes
+        return found["slab_bytes"] + found["device_bytes"]
 
     sums_and_image = 40 * 40 * 16 * (3 + 1) * 4
     assert bytes_of("logits", 3) == bytes_of("logits", 1)

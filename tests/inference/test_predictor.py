@@ -15,10 +15,11 @@ from tests.images.samples import SPACING_MM, noise, write_volume
 from tests.inference.blending import blended
 from tests.networks import place, random_checkpoint, reseeded
 from unet3d.config import InferenceSettings
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.image import open_image
 from unet3d.inference import placing, windows
-from unet3d.inference import predictor as prediction
+from unet3d.inference.label_volume import LabelVolume
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.prediction_memory import prediction_memory
@@ -134,9 +135,8 @@ def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path):
     totals = set()
     place(network).segment(open_image(path), lambda done, total: totals.add(total))
     assert totals == {2}
-    settings, cpu = InferenceSettings(), torch.device("cpu")
-    memory = prediction_memory(open_image(path), [network], [settings], cpu, ["float32"], 0)
-    assert len(memory.windows.starts) == 2
+    memory = prediction_memory(open_image(path), Networks.of(network), torch.device("cpu"), 0)
+    assert memory["num_windows"] == 2
 
 
 def test_the_components_that_the_network_keeps_are_kept(predictor, tmp_path, caplog):
@@ -318,7 +318,7 @@ def test_memory_that_ends_amid_the_windows_ends_ranks_that_share_them(
         raise MemoryError("no room")
 
     predictor = place(checkpoint)
-    monkeypatch.setattr(prediction, "_write", write)
+    monkeypatch.setattr(LabelVolume, "add", write)
     monkeypatch.setattr(predictor._placed, "is_shared", is_shared)
     with pytest.raises(kind, match=r"volume.nii: its segmentation: too little memory"):
         predictor.segment(volume_of(noise(), tmp_path))
@@ -331,7 +331,7 @@ def test_ranks_go_on_after_a_scan_that_one_of_them_cannot_begin(
     if other is None:
         monkeypatch.setattr(windows, "MOST_WINDOWS", 0)
     predictor = place(checkpoint)
-    group = Mock(size=2, exchange=lambda own: [own, other])
+    group = Mock(ranks=Ranks(), size=2, exchange=lambda own: [own, [other, 1]])
     monkeypatch.setattr(predictor._logits, "_group", group)
     monkeypatch.setattr(predictor._placed, "is_shared", True)
     with pytest.raises(VolumeError, match=f"volume.nii: .*{other or 'check the spacing'}"):

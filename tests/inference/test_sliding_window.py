@@ -12,7 +12,7 @@ from tests.mutations import property_test
 from unet3d.config import ModelSettings
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference import sliding_window
-from unet3d.inference.image_slab import ImageSlab, WholeImage
+from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.sliding_window import NonFiniteLogitsError, logit_slabs
 from unet3d.inference.window_network import WindowNetwork
 from unet3d.inference.windows import Windows, longest_axis
@@ -26,7 +26,7 @@ EMPTY = [9.0, -9.0]
 
 
 def slab_of(image, windows):
-    return ImageSlab(WholeImage(image), windows, image.dtype)
+    return ImageSlab(Planes.of(image), windows, image.dtype)
 
 
 def predict_logits(
@@ -92,8 +92,9 @@ def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(window
 
 @pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
 def test_logits_are_added_up_in_float32_at_least(window):
-    image = make_image((20, 20, 10)).to(torch.float64)
+    """Of a network in float64, in that."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        image = make_image((20, 20, 10)).to(torch.promote_types(dtype, torch.float32))
         executor = Voxelwise(lambda x, dtype=dtype: (1e4 * x).to(dtype))
         logits = predict_logits(executor, image, window, 0.5, 2)
         result = torch.float64 if dtype == torch.float64 else torch.float32
@@ -194,7 +195,8 @@ def test_where_all_windows_are_empty_nothing_is_computed(batch_size):
     )
     assert executor.batches == [] and found.dtype == torch.float32
     assert (found[0] == 9).all() and (found[1] == -9).all() and found.shape == (2, 48, 32, 8)
-    count = Windows.count((48, 32, 8), executor.module.topology, WINDOW, 0.5)
+    windows = Windows.of((48, 32, 8), executor.module.topology, WINDOW, 0.5, 1, [CPU])
+    count = len(windows.starts)
     assert calls[0] == (0, count) and calls[-1] == (count, count)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.images.samples import noise, write_volume
 from tests.inference.blending import blended
 from tests.mutations import property_test
-from tests.networks import place, random_checkpoint, reseeded
+from tests.networks import place, random_checkpoint, reseeded, set_to
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.datasets.labels import Region
 from unet3d.distributed.group import Group
@@ -21,7 +21,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError
 from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
-from unet3d.inference.image_slab import WholeImage
+from unet3d.inference.image_slab import Planes
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks
 from unet3d.inference.volume_logits import VolumeLogits
@@ -36,9 +36,10 @@ def placed(networks, *devices, **settings):
     """Return networks on the CPU, cut over several devices or not, and what computes logits."""
     mode = "model" if len(devices) > 1 else "none"
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",))
+    inference = InferenceSettings(**settings)
+    networks = Networks.of(*(set_to(one, inference) for one in networks.described))
     where = PlacedNetworks(networks, parallel, Group(Ranks()))
-    inference = [InferenceSettings(**settings)] * len(networks)
-    return where, VolumeLogits(networks, inference, where, Group(Ranks()))
+    return where, VolumeLogits(networks, where, Group(Ranks()))
 
 
 def all_logits(logits, image, windows_done=lambda *_: None):
@@ -67,7 +68,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     late, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO, logger="unet3d")
-    monkeypatch.setattr("unet3d.inference.window_memory.CPU_VOXELS", 5 * 16**3)
+    monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 5 * 16**3)
     scan = scan_of(noise((60, 24, 20)), tmp_path)
     one = place(random_checkpoint(), inference=InferenceSettings(batch_size=1))
     expected = one.segment(scan, probabilities=tmp_path / "one.npy")
@@ -105,7 +106,7 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
 def test_memory_too_small_for_any_window_or_what_was_asked_for_is_explained(
     patch_size, settings, max_voxels, tried, message, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("unet3d.inference.window_memory.CPU_VOXELS", 5 * 16**3)
+    monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 5 * 16**3)
     checkpoint = random_checkpoint(patch_size=patch_size)
     predictor = place(checkpoint, inference=InferenceSettings(**settings))
     memory = Memory(predictor, monkeypatch, lambda image: image.numel() <= max_voxels)
@@ -116,7 +117,7 @@ def test_memory_too_small_for_any_window_or_what_was_asked_for_is_explained(
 
 def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(tmp_path, monkeypatch):
     """Also where another one, with larger windows, has begun since."""
-    monkeypatch.setattr("unet3d.inference.window_memory.CPU_VOXELS", 3 * 8**3)
+    monkeypatch.setattr("unet3d.inference.windows.CPU_VOXELS", 3 * 8**3)
     scan = scan_of(noise((40, 16, 16)), tmp_path)
     small = random_checkpoint(patch_size=(8, 8, 8), dtype=torch.float64)
     networks = Networks.of(small, replace(small, patch_size=(16, 16, 16)))
@@ -154,7 +155,7 @@ def test_the_mean_of_folds_is_that_of_what_each_of_them_says(shape, batch_size, 
     members = [replace(one, patch_size=size) for one, size in zip(folds(3), sizes, strict=True)]
     networks, shown = Networks.of(*members), []
     _, logits = placed(networks, *devices, averaging="logits", batch_size=batch_size)
-    found = all_logits(logits, WholeImage(array), lambda *done: shown.append(done))
+    found = all_logits(logits, Planes.of(array), lambda *done: shown.append(done))
     each = [
         blended(
             network.build_model().eval(),
@@ -164,7 +165,9 @@ def test_the_mean_of_folds_is_that_of_what_each_of_them_says(shape, batch_size, 
         for network, size in zip(members, sizes, strict=True)
     ]
     torch.testing.assert_close(found, torch.stack(each).mean(0), rtol=1e-6, atol=1e-6)
-    total = sum(Windows.count(shape, networks[0].topology, size, 0.5) for size in sizes)
+    cpu = torch.device("cpu")
+    of_each = [Windows.of(shape, networks[0].topology, size, 0.5, 1, [cpu]) for size in sizes]
+    total = sum(len(windows.starts) for windows in of_each)
     assert shown[0] == (0, total) and shown[-1] == (total, total)
     assert [done for done, _ in shown] == sorted({done for done, _ in shown})
 
@@ -182,7 +185,7 @@ def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(monkeypatc
         load_into(executor, index)
 
     monkeypatch.setattr(where, "_load_into", noted)
-    image = WholeImage(torch.from_numpy(noise((18, 16, 42)))[None].double())
+    image = Planes.of(torch.from_numpy(noise((18, 16, 42)))[None].double())
     all_logits(logits, image)
     # Three classes in float64, of as many planes as a window has, once.
     assert needed == [18 * 16 * 12 * 3 * 8]

@@ -1,9 +1,9 @@
 """The planes of an image that windows reach, made when they do and forgotten after."""
 
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,81 +19,68 @@ PIECE_VOXELS = 2**25
 """Voxels that are made at a time, unless a plane has more."""
 
 
-class Planes(ABC):
-    """An image of which some planes can be had."""
+Make = Callable[[int, int, int, torch.device], Tensor]
+"""Returns the planes along an axis of X, Y, Z from one to before another, (C, X, Y, Z), which are
+there. They may be on any device; if they are made, that is done where they are wanted."""
 
-    def __init__(self, shape: Shape, num_channels: int) -> None:
-        """Say how many voxels it has along X, Y, Z."""
-        self.shape = shape
-        self.num_channels = num_channels
+Share = Callable[[Callable[[], Tensor] | None, list[int]], Tensor]
+"""Returns planes of a size in all ranks, which what waits for them gives to the first one."""
 
-    @abstractmethod
-    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> Tensor:
-        """Return some planes along an axis of X, Y, Z, shape (C, X, Y, Z), which are there.
 
-        They may be on any device; if they are made, that is done where they are wanted.
-        """
+@dataclass(frozen=True, kw_only=True)
+class Planes:
+    """A prepared image, of which some planes at a time can be had."""
+
+    shape: Shape
+    """Voxels along X, Y, Z."""
+    num_channels: int
+    make: Make | None
+    """None: another rank has the image."""
+    share: Share | None = None
+    """None: nobody else needs the planes."""
+
+    @classmethod
+    def of(cls, image: Tensor) -> "Planes":
+        """Return an image (C, X, Y, Z) that is there, wherever it is."""
+        x, y, z = image.shape[1:]
+
+        def make(axis: int, begin: int, end: int, device: torch.device) -> Tensor:
+            return image.narrow(1 + axis, begin, end - begin)
+
+        return cls(shape=(x, y, z), num_channels=len(image), make=make)
 
     def begin(self, axis: int, begin: int, end: int, device: torch.device) -> Callable[[], Tensor]:
         """Begin to make some planes in a thread, and return what waits for them."""
-        return ahead(lambda: self.planes(axis, begin, end, device)).result
+        made, make, share = None, self.make, self.share
+        if make is not None:
+            made = ahead(lambda: make(axis, begin, end, device)).result
+        if share is not None:
+            size = [self.num_channels, *self.shape]
+            size[1 + axis] = end - begin
+            return lambda: share(made, size)
+        assert made is not None
+        return made
 
 
-class WholeImage(Planes):
-    """An image (C, X, Y, Z) of which all planes are there, on any device."""
+def sharing(group: Group, messages: dist.ProcessGroup, device: torch.device) -> Share:
+    """Return what sends planes of the first rank to all, which have a device for messages each.
 
-    def __init__(self, image: Tensor) -> None:
-        """Take the image."""
-        x, y, z = image.shape[1:]
-        super().__init__((x, y, z), len(image))
-        self._image = image
-
-    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> Tensor:
-        """Return some planes, without a copy, wherever they are."""
-        return self._image.narrow(1 + axis, begin, end - begin)
-
-
-class SharedPlanes:
-    """Planes that the first rank makes and sends, so that it alone reads and prepares the image.
-
-    All ranks ask for the same planes in the same order. They are sent between two windows, from the
-    main thread: of the messages of several threads, each rank could have another order.
+    So the first rank alone reads and prepares the image. All ask for the same planes in the same
+    order. They are sent between two windows, from the main thread: of the messages of several
+    threads, each rank could have another order.
     """
 
-    def __init__(
-        self,
-        image: Planes | None,
-        shape: Shape,
-        num_channels: int,
-        group: Group,
-        messages: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        """Take the image, which only the first rank has, and this rank's device for messages."""
-        self.shape = shape
-        self.num_channels = num_channels
-        self._image = image
-        self._group = group
-        self._messages = messages
-        self._device = device
+    def share(made: Callable[[], Tensor] | None, size: list[int]) -> Tensor:
+        planes = torch.empty(size, device=device)
+        if made is not None:
+            own = made()
+            _keep_until_read(own)
+            planes.copy_(own)
+        with group.translate_dist_errors(), group.watching(device):
+            dist.broadcast(planes, 0, group=messages)
+        return planes
 
-    def begin(self, axis: int, begin: int, end: int, device: torch.device) -> Callable[[], Tensor]:
-        """Begin to make some planes, and return what sends or receives them."""
-        size = [self.num_channels, *self.shape]
-        size[1 + axis] = end - begin
-        made = None if self._image is None else self._image.begin(axis, begin, end, device)
-
-        def arrived() -> Tensor:
-            planes = torch.empty(size, device=self._device)
-            if made is not None:
-                own = made()
-                _keep_until_read(own)
-                planes.copy_(own)
-            with self._group.translate_dist_errors(), self._group.watching(self._device):
-                dist.broadcast(planes, 0, group=self._messages)
-            return planes
-
-        return arrived
+    return share
 
 
 class ImageSlab:
@@ -104,7 +91,7 @@ class ImageSlab:
 
     def __init__(
         self,
-        image: Planes | SharedPlanes,
+        image: Planes,
         windows: Windows,
         dtype: torch.dtype,
         device: torch.device = CPU,
@@ -114,6 +101,7 @@ class ImageSlab:
         Windows are cut on ``device``, best the one that computes them: each voxel is in several of
         them, and is sent there once.
         """
+        self.dtype = dtype
         self._image = image
         self._windows = windows
         self._first = 0

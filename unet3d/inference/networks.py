@@ -1,6 +1,6 @@
 """The networks of one prediction: whether they belong together, and reading them in time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
+from unet3d.inference.windows import window_of
 from unet3d.inputs.ahead import each_ahead
 from unet3d.inputs.plain_data import is_close, shown
 from unet3d.nnunet.loading import load_network, network_from_first
@@ -19,6 +20,7 @@ from unet3d.runs.checkpoint import Checkpoint
 class Networks:
     """Trained networks that are averaged; they prepare an image in one way.
 
+    How each predicts, say the settings ``inference`` of its ``config``.
     Only what the files say of them is read at first. The weights of the first network are read when
     it is asked for, and those of the others meanwhile, in their order, in a thread.
     """
@@ -56,16 +58,25 @@ class Networks:
         return cls(names, checkpoints, checkpoints.__getitem__)
 
     @classmethod
-    def read(cls, paths: Sequence[Path], group: Group) -> "Networks":
-        """Return the networks of files; of several ranks the first one sends them to all."""
+    def read(
+        cls, paths: Sequence[Path], group: Group, changes: Mapping[str, Any] | None = None
+    ) -> "Networks":
+        """Return the networks of files; of several ranks the first one sends them to all.
+
+        They predict as they were trained to, but for ``changes`` of settings by dotted key.
+        """
         names = [str(known_as(path)) for path in paths]
+
+        def changed(network: Checkpoint) -> Checkpoint:
+            return replace(network, config=network.config.with_values(changes or {}))
+
         if group.size > 1:
-            loaded = [network_from_first(path, group) for path in paths]
+            loaded = [changed(network_from_first(path, group)) for path in paths]
             return cls(names, loaded, loaded.__getitem__)
-        described = [load_network(path, "description") for path in paths]
+        described = [changed(load_network(path, "description")) for path in paths]
 
         def load(index: int) -> Checkpoint:
-            loaded = load_network(paths[index])
+            loaded = changed(load_network(paths[index]))
             if replace(loaded, model={}) != replace(described[index], model={}):
                 raise CheckpointError(
                     f"{names[index]} was replaced while it was in use; give the same command again"
@@ -79,6 +90,16 @@ class Networks:
         """How all of them prepare an image."""
         return self.described[0].preprocessing
 
+    @property
+    def add_up(self) -> bool:
+        """Whether their logits can be added up as those of one network, window by window.
+
+        So it is where the mean is that of logits, and all have the same windows.
+        """
+        first, *others = map(_computing, self.described)
+        of_logits = self.described[0].config.inference.averaging == "logits"
+        return not others or (of_logits and all(one == first for one in others))
+
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self.described)
@@ -88,6 +109,12 @@ class Networks:
         if not self._loaded:
             self._loaded = each_ahead(self._load, range(len(self)))
         return self._loaded[index].result()
+
+
+def _computing(network: Checkpoint) -> tuple[Any, ...]:
+    settings = network.config.inference
+    windows = window_of(network), settings.overlap, settings.batch_size
+    return network.topology, network.dtype, network.mirrored_axes, windows
 
 
 def _differences(first: Preprocessing, other: Preprocessing) -> list[str]:

@@ -1,16 +1,17 @@
-"""Where trained networks predict: the precision, and the executors of this process."""
+"""Where trained networks predict: the mode, the precision, and the executors of this process."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from unet3d.config import ParallelSettings
+from unet3d.config import Config, ParallelSettings
 from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.inference.networks import Networks
 from unet3d.inference.window_network import (
@@ -20,6 +21,8 @@ from unet3d.inference.window_network import (
     mirrored_mean,
     replicated,
 )
+from unet3d.inference.windows import GPU_SHARE, bytes_of_voxel, computed_window, window_of
+from unet3d.memory.record import device_bytes
 from unet3d.model import Topology
 from unet3d.parallel import (
     Executor,
@@ -30,8 +33,8 @@ from unet3d.parallel import (
     resolve_precision,
 )
 from unet3d.parallel.precision import precision_on
+from unet3d.parallel.spatial.division import SlabRule
 from unet3d.runs.checkpoint import Checkpoint
-from unet3d.torch_private import groups_besides_default
 
 logger = logging.getLogger(__name__)
 
@@ -55,33 +58,42 @@ class TrainedNetwork:
         """The network's, alone."""
         return (self.executor,)
 
-    @property
-    def predicts(self) -> tuple[Predict, ...]:
-        """What computes windows with it."""
-        return (lambda image: self.executor.predict(image, self.precision),)
-
     def use(self, index: int) -> None:
         """Leave the network where it is: there is no other."""
 
+    def window_network(self, index: int, axes: Sequence[int]) -> WindowNetwork:
+        """Return what computes windows with it, as :meth:`PlacedNetworks.window_network`."""
+
+        def predict(image: Tensor) -> Tensor:
+            return self.executor.predict(image, self.precision)
+
+        return WindowNetwork.of(self.executor, lambda image: mirrored_mean(predict, image, axes))
+
+
+@dataclass(kw_only=True)
+class _Place:
+    """Where networks of one kind take turns."""
+
+    executors: tuple[Executor, ...]
+    """Those of the replicas."""
+    predicts: tuple[Predict, ...]
+    """What computes windows with each; logits are valid until the next call."""
+    index: int
+    """Number of the network whose weights are there."""
+
 
 class PlacedNetworks:
-    """Networks on the devices of this process, one of them at a time; several ranks have slabs.
+    """Networks on the devices of this process, one of a kind at a time; ranks have slabs each.
 
     In mode data each device has a replica of it. The weights of the next network are copied over
     those of the one before, as folds of one data set allow, so that the CUDA graph of a replica
-    serves all of them; a network of another topology or type is placed in its stead.
+    serves all of them; a network of another topology or type has a place of its own.
 
     Ranks with slabs all do the same: place, use and compute the same networks in the same order.
     """
 
-    def __init__(
-        self,
-        networks: Networks,
-        parallel: ParallelSettings,
-        group: Group,
-        precisions: Sequence[str] = (),
-    ) -> None:
-        """Place the first network; ``precisions`` say what each computes in (none: ``auto``)."""
+    def __init__(self, networks: Networks, parallel: ParallelSettings, group: Group) -> None:
+        """Place the first network."""
         self._networks = networks
         self._group = group
         self._cuts = parallel.cut_blocks
@@ -93,71 +105,89 @@ class PlacedNetworks:
             )
         self._homes = dims.replicas if dims.mode == "data" else (dims.devices,)
         """The devices of each replica in this process."""
-        wanted = precisions or ["auto"] * len(networks)
+        here = [device for home in self._homes for device in home]
         self._precisions = [
-            self._precision_of(network, precision)
-            for network, precision in zip(networks.described, wanted, strict=True)
+            resolve_precision(
+                wanted_precision(network.dtype, network.config, dims.all_devices),
+                here,
+                group.exchange,
+                "inference.precision",
+            )
+            for network in networks.described
         ]
         self.is_shared = group.size > 1
         """Whether other ranks compute slabs of the same windows."""
-        self.index = 0
-        """Number of the network that is placed."""
         self._weights: dict[int, dict[str, Tensor]] = {}
         """Of each network that was copied over another one."""
-        self._groups: list[dist.ProcessGroup] = []
-        """Between the ranks, of the network that is placed."""
-        self.executors: tuple[Executor, ...] = ()
-        """Those of the replicas; none, if there was no room for them."""
-        self.predicts: tuple[Predict, ...] = ()
-        """What computes windows with each; logits are valid until the next call."""
         for precision in dict.fromkeys(self._precisions):
             self._log_devices(precision)
-        self._place(0)
+        self._place = self._placed(0)
+        self._places = {self._kind(0): self._place}
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """Those of the replicas of the network that was used last."""
+        return self._place.executors
+
+    @property
+    def index(self) -> int:
+        """Number of the network that was used last."""
+        return self._place.index
 
     @property
     def is_replayable(self) -> bool:
         """Whether this process alone has the network, and all of each replica on one GPU."""
-        devices = [{slot.device for slot in one.slots} for one in self.executors]
-        return not self.is_shared and all([one.type for one in of] == ["cuda"] for of in devices)
+        return not self.is_shared and all(
+            [device.type for device in dict.fromkeys(home)] == ["cuda"] for home in self._homes
+        )
 
     @property
     def precision(self) -> str:
-        """Number type of the network that is placed."""
+        """Number type of the network that was used last."""
         return self._precisions[self.index]
 
     def use(self, index: int) -> None:
-        """Place another network, by its number, or do nothing where it is placed."""
-        if index == self.index and self.executors:
-            return
-        before, self.index = self.index, index
-        if self.executors and self._kind(before) == self._kind(index):
+        """Bring a network to the devices, unless it is there."""
+        kind = self._kind(index)
+        if kind not in self._places:  # if there is no room for it, the next call tries again
+            self._places[kind] = self._placed(index)
+        self._place = self._places[kind]
+        if self._place.index != index:
             for executor in self.executors:
                 self._load_into(executor, index)
-        else:
-            self._make_room()
-            self._place(index)  # if it has no place, the next call tries again
+            self._place.index = index
 
-    def _place(self, index: int) -> None:
-        before = groups_besides_default()
-        network = self._networks[index]
-        self.executors = tuple(self._executor(network, index, home) for home in self._homes)
-        self._groups = [group for group in groups_besides_default() if group not in before]
-        replays = self.is_replayable
-        self.predicts = tuple(
-            Replayed(one) if replays else WindowNetwork.of(one).predict for one in self.executors
+    def window_network(self, index: int, axes: Sequence[int]) -> WindowNetwork:
+        """Return what computes windows with a network, which is used whenever it does.
+
+        Each window is mirrored along ``axes``, of X, Y, Z, counted from 0.
+        """
+
+        def predict_with(replica: int) -> Predict:
+            def predict(image: Tensor) -> Tensor:
+                self.use(index)
+                return mirrored_mean(self._place.predicts[replica], image, axes)
+
+            return predict
+
+        return replicated(
+            [
+                WindowNetwork.of(executor, predict_with(replica))
+                for replica, executor in enumerate(self.executors)
+            ]
         )
 
-    def _make_room(self) -> None:
-        """Leave the devices, on which two networks need not have a place, and the ranks' groups."""
-        devices = [slot.device for one in self.executors for slot in one.slots]
-        self.executors = self.predicts = ()
-        if self._groups:
-            for device in devices:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-            self._group.exchange(None)  # no rank waits for a message any more
-            for group in self._groups:
-                dist.destroy_process_group(group)
+    def _placed(self, index: int) -> _Place:
+        network = self._networks[index]
+        executors = tuple(self._executor(network, index, home) for home in self._homes)
+        replays = self.is_replayable
+        return _Place(
+            executors=executors,
+            predicts=tuple(
+                Replayed(one) if replays else WindowNetwork.of(one).predict for one in executors
+            ),
+            index=index,
+        )
 
     def _executor(
         self, network: Checkpoint, index: int, devices: tuple[torch.device, ...]
@@ -196,12 +226,6 @@ class PlacedNetworks:
         network = self._networks.described[index]
         return network.topology, network.dtype, self._precisions[index]
 
-    def _precision_of(self, network: Checkpoint, setting: str) -> str:
-        trained, devices = network.config.training.precision, self._dims.all_devices
-        wanted = wanted_precision(setting, network.dtype, trained, devices)
-        here = [device for home in self._homes for device in home]
-        return resolve_precision(wanted, here, self._group.exchange, "inference.precision")
-
     def _log_devices(self, precision: str) -> None:
         dims, num_replicas = self._dims, len(self._homes)
         how = f", each window in {dims.num_shards} slabs" if dims.num_shards > 1 else ""
@@ -220,38 +244,67 @@ class PlacedNetworks:
 Placed = PlacedNetworks | TrainedNetwork
 
 
-def window_network(placed: Placed, index: int, axes: Sequence[int]) -> WindowNetwork:
-    """Return what computes windows with one of the networks, which is placed whenever it does.
+def choose_mode(settings: ParallelSettings, networks: Networks, ranks: Ranks) -> ParallelSettings:
+    """Return the settings with a mode in place of ``auto``.
 
-    Each window is mirrored along ``axes``, of X, Y, Z, counted from 0.
+    Devices of one kind each take a replica, and a part of every batch of windows. Where windows are
+    too large for one of them, or are whole volumes, each takes a slab of every window, if it has
+    enough planes for them. Other devices take a stage of the network each.
     """
+    if ranks.world_size > 1:
+        if settings.mode not in ("auto", "data", "spatial"):
+            raise ConfigError(
+                f"{ranks.world_size} ranks were started, but --parallel {settings.mode} predicts "
+                "in one process; use --parallel spatial, or do not use torchrun"
+            )
+        # In mode data each of them has scans of its own.
+        of_ranks = "spatial" if settings.mode == "auto" else settings.mode
+        return settings.model_copy(update={"mode": of_ranks})
+    if settings.mode != "auto":
+        return settings
+    dims = ParallelDims.resolve(settings)
+    mode = dims.mode
+    if mode == "spatial":
+        if all(_fits_each(network, dims.all_devices) for network in networks.described):
+            mode = "data"
+        elif not all(_is_divisible(network, dims.num_shards) for network in networks.described):
+            mode = "model"
+    return settings.model_copy(update={"mode": mode})
 
-    def predict_with(replica: int) -> Predict:
-        def predict(image: Tensor) -> Tensor:
-            placed.use(index)
-            return mirrored_mean(placed.predicts[replica], image, axes)
 
-        return predict
+def _fits_each(network: Checkpoint, devices: Sequence[torch.device]) -> bool:
+    """Return whether windows have a size, of which a batch would not be too large for any device.
 
-    return replicated(
-        [
-            WindowNetwork.of(executor, predict_with(replica))
-            for replica, executor in enumerate(placed.executors)
-        ]
-    )
+    What others hold of its memory does not count: asking for it would take some, for a process that
+    may only start others.
+    """
+    window = window_of(network)
+    if window == "whole":
+        return False
+    voxels = math.prod(computed_window(window, network.topology.total_stride))
+    needed = voxels * bytes_of_voxel(network, len(devices))
+    return all(needed <= GPU_SHARE * device_bytes(device) for device in devices)
 
 
-def wanted_precision(
-    setting: str, dtype: torch.dtype, trained: str, devices: Sequence[torch.device]
-) -> str:
-    """Return what a network is to compute in on the devices of all ranks; or ``auto``.
+def _is_divisible(network: Checkpoint, num_shards: int) -> bool:
+    """Return whether windows have planes for all shards, as far as their size is known."""
+    topology, window = network.topology, window_of(network)
+    if topology.norm == "batch":
+        return False
+    if window == "whole":
+        return True
+    voxels = computed_window(window, topology.total_stride)
+    return SlabRule(topology=topology, num_shards=num_shards).most_shards(voxels) >= num_shards
 
-    ``setting`` is that of inference.precision, ``dtype`` that of the parameters, ``trained`` its
-    training.precision. What was trained in float16 stays in its range, and float16 has more digits
-    than bfloat16.
+
+def wanted_precision(dtype: torch.dtype, config: Config, devices: Sequence[torch.device]) -> str:
+    """Return what a network of a type is to compute in on the devices of all ranks; or ``auto``.
+
+    What was trained in float16 stays in its range, and float16 has more digits than bfloat16.
     """
     if dtype == torch.float64:
         return "float64"
+    setting, trained = config.inference.precision, config.training.precision
     if setting != "auto" or trained == "bfloat16":  # which suits the devices of training
         return setting
     if trained == "float16":

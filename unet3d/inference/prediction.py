@@ -16,8 +16,8 @@ from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import RankError
-from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
+from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scan_search import FoundScans, find_scans
@@ -46,15 +46,14 @@ def predict(
 
     Raises Unet3dError, also at the end where some scans could not be segmented.
     """
-    parallel = request.placement()
+    parallel = request.placement
     with joined(ranks, PREDICTION) as group:
         group.open(parallel.timeout_seconds)
         paths = request.checkpoints
         # The first rank alone has the files.
         known = [Path(one) for one in group.from_first(lambda: [str(known_as(p)) for p in paths])]
-        networks = Networks.read(paths if group.is_first else known, group)
-        inference = [request.inference(network.config) for network in networks.described]
-        parallel = choose_mode(parallel, networks, inference, ranks)
+        networks = Networks.read(paths if group.is_first else known, group, request.inference)
+        parallel = choose_mode(parallel, networks, ranks)
         dims = ParallelDims.resolve(parallel, ranks=ranks)
         num_channels = len(networks.preprocessing.channels)
         scans = group.from_first(
@@ -92,7 +91,6 @@ def predict(
             predictor = Predictor(
                 networks,
                 parallel,
-                inference,
                 None if is_dealt else group,
                 skips_empty=request.skip_background,
             )

@@ -1,35 +1,36 @@
 """Prediction: from the image of a scan to its label values."""
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.config import ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.errors import DoesNotFitError, VolumeError, some
+from unet3d.images.files import times
 from unet3d.images.image import Box, Image
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
-from unet3d.inference.diagnosis import cause_of_non_finite, doubts
-from unet3d.inference.image_slab import Planes, SharedPlanes
+from unet3d.inference.image_slab import Make, Planes, sharing
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.postprocessing import common_rules, keep_largest, rules_in_words
 from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
 from unet3d.inference.volume_logits import AgreedError, VolumeLogits
-from unet3d.inference.windows import longest_axis
+from unet3d.inference.windows import Window, longest_axis, window_of
 from unet3d.parallel import Executor
 from unet3d.preparation.interpolation import restored_slabs
-from unet3d.preparation.prepared_image import CPU, PreparedImage, kept_box
+from unet3d.preparation.prepared_image import PreparedImage, kept_box
 from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -37,31 +38,16 @@ logger = logging.getLogger(__name__)
 PLANES_KEPT = 2
 """Pieces of a prepared scan that stay where networks take turns, each of them one piece ahead."""
 
-Labels = npt.NDArray[np.integer[Any]]
+LARGEST_USUAL = 1e4
+"""Intensities beyond this are named as the cause of an output that is not finite."""
 
+MAX_FLOAT16 = 65504
 
-class _Prepared(Planes):
-    """A scan at the spacing of the networks, made plane by plane, once for all of them."""
+FAR_SMALLER = 16
+"""How many times the voxels of a scan a window may have that a network was trained for."""
 
-    def __init__(self, image: PreparedImage, num_kept: int) -> None:
-        super().__init__(image.shape, image.num_channels)
-        self._image = image
-        self._num_kept = num_kept
-        self._lock = Lock()  # planes are made ahead, for several networks
-        self._last: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
-
-    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
-        asked = (axis, begin, end, device)
-        with self._lock:
-            known = self._last.get(asked)
-            if known is not None:
-                return known
-            while self._last and len(self._last) >= self._num_kept:
-                del self._last[next(iter(self._last))]
-            made = self._image.planes(axis, begin, end, device)
-            if self._num_kept:
-                self._last[asked] = made
-            return made
+MAX_LABELS = 20
+"""Whole numbers that an image may hold and be taken for a label map."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +59,19 @@ class _Job:
     box: Box
     """The part that is segmented."""
     found: PreparedImage
-    planes: _Prepared
     labels: LabelVolume
     results: Sequence[LabelVolume | ProbabilityVolume]
+
+    def write(self, slabs: Iterator[torch.Tensor], axis: int) -> None:
+        """Make results of the logits, slab after slab along an axis."""
+        found, x, y, z = self.found, *(part.stop - part.start for part in self.box)
+        for result in self.results:
+            result.begin()
+        for logits in restored_slabs(slabs, axis, found.shape, (x, y, z), found.nearest_axis):
+            for result in self.results:
+                result.add(logits, axis)
+        for result in self.results:
+            result.finish()
 
 
 class Predictor:
@@ -84,10 +80,8 @@ class Predictor:
     def __init__(
         self,
         networks: Networks,
-        parallel: ParallelSettings,
-        inference: Sequence[InferenceSettings],
+        where: ParallelSettings | TrainedNetwork,
         group: Group | None = None,
-        placed: TrainedNetwork | None = None,
         *,
         skips_empty: bool = False,
     ) -> None:
@@ -97,25 +91,27 @@ class Predictor:
         Windows in which each channel is one number may be skipped; what no other window reaches
         becomes background.
         """
-        self._group = group or Group(Ranks())
+        self._group = group = group or Group(Ranks())
         self._networks = networks
-        self._warns = placed is None  # a training has looked at its cases
-        self._placed = placed or PlacedNetworks(
-            networks, parallel, self._group, [settings.precision for settings in inference]
+        self._warns = not isinstance(where, TrainedNetwork)  # which has looked at its cases
+        self._placed = (
+            where
+            if isinstance(where, TrainedNetwork)
+            else PlacedNetworks(networks, where, self._group)
         )
-        self._logits = VolumeLogits(
-            networks, inference, self._placed, self._group, skips_empty=skips_empty
-        )
-        device = self._logits.input_device
-        self._messages = self._group.new_group(device) if self._group.size > 1 else None
+        self._logits = VolumeLogits(networks, self._placed, group, skips_empty=skips_empty)
+        self._share = None
+        if group.size > 1:
+            device = self._logits.input_device
+            self._share = sharing(group, group.new_group(device), device)
         of_networks = [
-            network.postprocessing if settings.postprocessing else ()
-            for network, settings in zip(networks.described, inference, strict=True)
+            network.postprocessing if network.config.inference.postprocessing else ()
+            for network in networks.described
         ]
         self._rules = common_rules(of_networks)
-        if not self._group.is_first:
+        if not group.is_first:
             return
-        self._logits.log_mirroring()
+        _log_mirroring(networks)
         if self._rules:
             logger.info("post-processing: %s", rules_in_words(self._rules, self.label_names))
         elif any(of_networks):
@@ -141,34 +137,16 @@ class Predictor:
         """Prepare a GPU for windows, while a scan is still read."""
         self._logits.warm_up()
 
-    @overload
-    def segment(
-        self,
-        image: Image,
-        windows_done: WindowsDone = ...,
-        scratch: Scratch | None = ...,
-        probabilities: Path | None = ...,
-    ) -> Labels: ...
-
-    @overload
-    def segment(
-        self,
-        image: Image | None,
-        windows_done: WindowsDone = ...,
-        scratch: Scratch | None = ...,
-        probabilities: Path | None = ...,
-    ) -> Labels | None: ...
-
     def segment(
         self,
         image: Image | None,
         windows_done: WindowsDone = lambda done, total: None,
         scratch: Scratch | None = None,
         probabilities: Path | None = None,
-    ) -> Labels | None:
+    ) -> Any:
         """Return the label values (X, Y, Z) of an image on its grid, after post-processing.
 
-        All ranks call it; those that do not have the image get no labels. Labels go to ``scratch``,
+        All ranks call it; those that do not have the image get None. Labels go to ``scratch``,
         by default into memory, and probabilities to a file that may be named.
 
         Raises:
@@ -184,16 +162,13 @@ class Predictor:
 
         def begun() -> list[int]:
             nonlocal job
+            assert image is not None  # the first rank has it
             job = self._begun(image, scratch or Scratch(), probabilities)
-            return [*job.planes.shape, job.planes.num_channels]
+            return [*job.found.shape, job.found.num_channels]
 
         x, y, z, num_channels = self._group.from_first(begun, shares_errors=True)
-        own = job.planes if job is not None else None
-        planes: Planes | SharedPlanes | None = own
-        if self._messages is not None:
-            device = self._logits.input_device
-            planes = SharedPlanes(own, (x, y, z), num_channels, self._group, self._messages, device)
-        assert planes is not None
+        make = None if job is None else self._kept(job.found.planes)
+        planes = Planes(shape=(x, y, z), num_channels=num_channels, make=make, share=self._share)
         path = "the image" if image is None else image.geometry.path
         try:
             with explaining_memory("its segmentation"):
@@ -202,24 +177,32 @@ class Predictor:
             largest = 0.0 if job is None else job.found.largest
             cause = cause_of_non_finite(largest, self._placed.precision)
             raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error
-        except AgreedError as error:
-            raise VolumeError(f"{path}: {error}") from error
         except VolumeError as error:
-            # Not so in all ranks, of which others wait for this one then.
-            kind = DoesNotFitError if self._placed.is_shared else VolumeError
-            raise kind(f"{path}: {error}") from error
+            # Where not all ranks have it, others wait for this one.
+            can_go_on = isinstance(error, AgreedError) or not self._placed.is_shared
+            raise (VolumeError if can_go_on else DoesNotFitError)(f"{path}: {error}") from error
         if job is None or image is None:
             return None
         labels, box, is_seen = job.labels.array, job.box, job.image is image
-        del job, own, planes  # components take memory, too
+        del job, make, planes  # components take memory, too
         keep_largest(labels[box], self._rules)
         return labels if is_seen else image.geometry.in_ras(labels)
 
-    def _begun(self, image: Image | None, scratch: Scratch, probabilities: Path | None) -> _Job:
+    def _kept(self, make: Make) -> Make:
+        """Keep the last planes where several networks ask for them, each in a thread."""
+        if self._networks.add_up:
+            return make
+        kept, lock = lru_cache(PLANES_KEPT)(make), Lock()
+
+        def make_once(axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
+            with lock:
+                return kept(axis, begin, end, device)
+
+        return make_once
+
+    def _begun(self, image: Image, scratch: Scratch, probabilities: Path | None) -> _Job:
         """Measure an image, and make room for its results."""
         preprocessing = self.preprocessing
-        if image is None:
-            raise RuntimeError("the first rank has no image")
         path, wanted = image.geometry.path, len(preprocessing.channels)
         if image.num_channels != wanted:
             raise VolumeError(
@@ -234,46 +217,95 @@ class Predictor:
         except VolumeError as error:
             raise VolumeError(f"{path}: {error}") from error
         if self._warns:
-            for doubt in doubts(seen, found.shape, self._logits.window):
+            for doubt in doubts(seen, found.shape, window_of(self._networks.described[0])):
                 logger.warning("%s", doubt)
         labels = LabelVolume(seen.geometry, box, preprocessing, scratch)
         results: list[LabelVolume | ProbabilityVolume] = [labels]
         if probabilities is not None:
             results.append(ProbabilityVolume(probabilities, seen.geometry, box, preprocessing))
-        num_kept = PLANES_KEPT if self._logits.takes_turns else 0
-        planes = _Prepared(found, num_kept)
-        return _Job(image=seen, box=box, found=found, planes=planes, labels=labels, results=results)
+        return _Job(image=seen, box=box, found=found, labels=labels, results=results)
 
-    def _fill(
-        self, job: _Job | None, planes: Planes | SharedPlanes, windows_done: WindowsDone
-    ) -> None:
+    def _fill(self, job: _Job | None, planes: Planes, windows_done: WindowsDone) -> None:
         """Segment a prepared image, on its grid before it was resampled.
 
         Where windows do not fit together, all begins anew with one at a time.
         """
-        axis = longest_axis(planes.shape)
         while True:
             try:
                 slabs = self._logits.slabs(planes, windows_done)
-                if job is None:
-                    for _ in slabs:  # which the first rank writes
-                        pass
-                else:
-                    _write(job, slabs, axis)
+                if job is not None:
+                    job.write(slabs, longest_axis(planes.shape))
+                for _ in slabs:  # which the first rank writes
+                    pass
+                return
             except DoesNotFitError:
                 if not self._logits.takes_fewer():
                     raise
-                continue
-            return
 
 
-def _write(job: _Job, slabs: Iterator[torch.Tensor], axis: int) -> None:
-    """Make results of the logits of an image, slab after slab along an axis."""
-    found, x, y, z = job.found, *(part.stop - part.start for part in job.box)
-    for result in job.results:
-        result.begin()
-    for logits in restored_slabs(slabs, axis, found.shape, (x, y, z), found.nearest_axis):
-        for result in job.results:
-            result.add(logits, axis)
-    for result in job.results:
-        result.finish()
+def _log_mirroring(networks: Networks) -> None:
+    """Say how many forward passes a window takes, where mirror images are asked for."""
+    letters = "XYZ" if networks.preprocessing.orientation == "ras" else "IJK"
+    mirrored = [one.mirror_axes for one in networks.described if one.config.inference.tta]
+    for axes in dict.fromkeys(mirrored):
+        if axes:
+            words = ", ".join(letters[axis] for axis in axes)
+            logger.info(
+                "each window is predicted %d times, mirrored along %s", 2 ** len(axes), words
+            )
+        else:
+            logger.warning("no mirror images: training had none, so --tta changes nothing")
+
+
+def cause_of_non_finite(largest: float, precision: str) -> str:
+    """Return the likely cause of an output that is not finite, and what to do about it.
+
+    The normalised intensities of the image reach so far, in magnitude.
+    """
+    if not largest <= LARGEST_USUAL:
+        return (
+            f"its normalised intensities reach {largest:.3g}; look for single voxels that are far "
+            "from all others"
+        )
+    if precision == "float16":
+        return (
+            f"in float16, numbers beyond {MAX_FLOAT16} overflow; add --precision bfloat16, which "
+            "reaches further"
+        )
+    return (
+        "its intensities are unlike those of the training, or the training has diverged; look at "
+        "the image, or use another checkpoint"
+    )
+
+
+def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
+    """Yield why an image is probably not what the network was trained for, to warn about.
+
+    Prepared it has so many voxels along X, Y, Z, and is segmented in such windows.
+    """
+    path = image.geometry.path
+    if min(image.geometry.shape) == 1:
+        yield f"{path} is a single slice; the network was trained on volumes, and may find nothing"
+    elif window != "whole" and FAR_SMALLER * math.prod(shape) <= math.prod(window):
+        yield (
+            f"{path} has {times(shape)} voxels at the spacing of the network, whose windows have "
+            f"{times(window)}; look at the spacing in its header"
+        )
+    values = [_few_values(image, channel) for channel in range(image.num_channels)]
+    if all(values):
+        yield (
+            f"{path} holds the whole numbers {some(values[0])} alone, as a label map does; name "
+            "the scan itself"
+        )
+
+
+def _few_values(image: Image, channel: int) -> list[int]:
+    """Return the values in the middle of a channel, if they are a few whole numbers."""
+    found: set[float] = set()
+    for axis, size in enumerate(image.geometry.shape):
+        plane = image.read(image.planes(axis, slice(size // 2, size // 2 + 1)), channel)
+        values = np.sort(plane, axis=None)
+        found.update(values[np.diff(values, prepend=np.nan) != 0].tolist())
+        if len(found) > MAX_LABELS or not all(value.is_integer() for value in found):
+            return []
+    return sorted(map(int, found))

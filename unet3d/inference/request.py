@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from unet3d.config import Config, InferenceSettings, ParallelSettings
+from unet3d.config import Config, ParallelSettings
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import explained
 
@@ -47,11 +47,12 @@ class PredictionRequest(BaseModel):
         except ValidationError as error:
             raise ConfigError(explained(error)) from error
 
-    def inference(self, trained: Config) -> InferenceSettings:
-        """Return how a network predicts: as it was trained to, but for what is asked."""
-        asked = {key: value for key, value in self.settings.items() if key.startswith("inference.")}
-        return trained.with_values(asked).inference
+    @property
+    def inference(self) -> dict[str, Any]:
+        """Return what is asked of how networks predict, dotted key to value."""
+        return {key: value for key, value in self.settings.items() if key.startswith("inference.")}
 
+    @property
     def placement(self) -> ParallelSettings:
         """Return where networks run; the devices of training say nothing about it."""
         return Config().with_values(self.settings).parallel

@@ -1,24 +1,30 @@
 """The logits of a prepared image: of one network, or the mean of several."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from unet3d.config import InferenceSettings, Shape
+from unet3d.config import Shape
 from unet3d.distributed.group import Group
 from unet3d.errors import DoesNotFitError, VolumeError
-from unet3d.inference.averaging import adds_up_together, mean_slabs
-from unet3d.inference.image_slab import ImageSlab, Planes, SharedPlanes
+from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.networks import Networks
-from unet3d.inference.placing import Placed, TrainedNetwork, window_network
+from unet3d.inference.placing import Placed, TrainedNetwork
 from unet3d.inference.sliding_window import WindowsDone, logit_slabs
-from unet3d.inference.window_memory import bytes_of_voxel, refuse_beyond_host, slab_device
-from unet3d.inference.windows import Window, Windows, longest_axis, window_of
+from unet3d.inference.windows import (
+    Windows,
+    bytes_of_voxel,
+    longest_axis,
+    refuse_beyond_host,
+    slab_device,
+    window_of,
+)
 from unet3d.preparation.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -26,8 +32,8 @@ logger = logging.getLogger(__name__)
 CERTAIN_LOGIT = 15.0
 """A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
 
-
-Result = TypeVar("Result")
+PIECE_NUMBERS = 2**22
+"""Numbers whose exponentials are in memory at a time, beside the logits that they replace."""
 
 
 class AgreedError(VolumeError):
@@ -38,36 +44,21 @@ class VolumeLogits:
     """Computes the windows of an image with each network, and averages where there are several."""
 
     def __init__(
-        self,
-        networks: Networks,
-        settings: Sequence[InferenceSettings],
-        placed: Placed,
-        group: Group,
-        *,
-        skips_empty: bool = False,
+        self, networks: Networks, placed: Placed, group: Group, *, skips_empty: bool = False
     ) -> None:
-        """Take networks that are placed, one at a time, with the windows of each.
-
-        All ranks of the group compute the same image together.
-        """
+        """Take networks that are placed; all ranks of the group compute the same image together."""
         self._networks = networks
-        self._settings = settings
         self._placed = placed
         self._group = group
         self._skips_empty = skips_empty
-        self._sizes: list[Window] = [
-            window_of(network, one)
-            for network, one in zip(networks.described, settings, strict=True)
-        ]
-        self._adds_up_together = adds_up_together(networks.described, settings, self._sizes)
-        self._most_at_a_time: int | None = None
-        """Windows of a replica, where that is less than would be fastest, for lack of memory."""
-        self._num_at_a_time = [1] * len(networks)
-        """Windows of a replica of each network."""
+        self._takes_one = False
+        """Whether each replica computes one window at a time, for lack of memory."""
+        self._most_at_a_time = 1
+        """Windows of a replica, of the network with the most."""
         self._num_replicas = len(placed.executors)
         self._predicting = [
-            window_network(placed, index, network.mirrored_axes(one))
-            for index, (network, one) in enumerate(zip(networks.described, settings, strict=True))
+            placed.window_network(index, network.mirrored_axes)
+            for index, network in enumerate(networks.described)
         ]
         self.input_device = self._predicting[0].input_device
 
@@ -76,106 +67,69 @@ class VolumeLogits:
 
         Not where their size depends on the scan, and nothing is said of memory that is too small.
         """
-        size = self._sizes[self._placed.index]
+        index = self._placed.index
+        network = self._networks.described[index]
+        size = window_of(network)
         if size == "whole" or not self._placed.is_replayable:
             return
-        network = self._networks.described[self._placed.index]
         enough = 4 * max(size)  # of them there are as many as at any time
-        windows = self._windows(self._placed.index, (enough, enough, enough))
+        windows = self._windows(index, (enough, enough, enough))
         shape = (windows.batch_size, network.topology.in_channels, *windows.shape)
         with suppress(torch.OutOfMemoryError, DoesNotFitError):
             nothing = torch.zeros(shape, dtype=network.dtype, device=self.input_device)
-            self._predicting[self._placed.index].predict(nothing)
-
-    def log_mirroring(self) -> None:
-        """Say how many forward passes a window takes, where mirror images are asked for."""
-        described = zip(self._networks.described, self._settings, strict=True)
-        letters = "XYZ" if self._networks.preprocessing.orientation == "ras" else "IJK"
-        for axes in dict.fromkeys(network.mirror_axes for network, one in described if one.tta):
-            if axes:
-                words = ", ".join(letters[axis] for axis in axes)
-                logger.info(
-                    "each window is predicted %d times, mirrored along %s", 2 ** len(axes), words
-                )
-            else:
-                logger.warning("no mirror images: training had none, so --tta changes nothing")
-
-    @property
-    def window(self) -> Window:
-        """The size of the first network's windows."""
-        return self._sizes[0]
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether several networks ask for the planes of an image, each for itself."""
-        return not self._adds_up_together
+            self._predicting[index].predict(nothing)
 
     def takes_fewer(self) -> bool:
         """Return whether windows that did not fit are computed one at a time from now on.
 
         Ranks try nothing else, because those where there was room wait for a message.
         """
-        index = self._placed.index
-        num = self._num_at_a_time[index]
-        is_open = self._settings[index].batch_size == "auto" and self._most_at_a_time is None
-        if self._placed.is_shared or not is_open or num == 1:
+        settings = self._networks.described[self._placed.index].config.inference
+        if self._placed.is_shared or settings.batch_size != "auto" or self._most_at_a_time == 1:
             return False
-        self._most_at_a_time = 1
-        logger.info("%d windows at a time do not fit; trying one", num)
+        self._takes_one = True
+        logger.info("%d windows at a time do not fit; trying one", self._most_at_a_time)
         return True
 
-    def slabs(self, image: Planes | SharedPlanes, windows_done: WindowsDone) -> Iterator[Tensor]:
+    def slabs(self, image: Planes, windows_done: WindowsDone) -> Iterator[Tensor]:
         """Yield logits (K, X, Y, Z), slab after slab along the longest axis of a prepared image.
 
         Of several networks it is their mean, and their windows count together. Its planes are asked
         for in their order. For errors, see :func:`logit_slabs`.
         """
         indices = range(len(self._networks))
-        if self._adds_up_together:
-            return self._slabs_of(indices, image, windows_done)
-        done = [0] * len(self._networks)
-        total = sum(
-            Windows.count(image.shape, network.topology, size, one.overlap)
-            for network, size, one in zip(
-                self._networks.described, self._sizes, self._settings, strict=True
-            )
-        )
+        rounds = [list(indices)] if self._networks.add_up else [[index] for index in indices]
+        windows = [self._windows(first, image.shape) for first, *_ in rounds]
+        self._most_at_a_time = max(one.batch_size for one in windows) // self._num_replicas
+        done = [0] * len(rounds)
+        total = sum(len(one.starts) * len(some) for one, some in zip(windows, rounds, strict=True))
 
-        def counted(index: int) -> WindowsDone:
-            def windows_of_one(number: int, _: int) -> None:
-                done[index] = number
-                if number or index == 0:  # a volume begins once
+        def slabs_of(number: int) -> Iterator[Tensor]:
+            def counted(windows_of_round: int, _: int) -> None:
+                done[number] = windows_of_round
+                if windows_of_round or number == 0:  # a volume begins once
                     windows_done(sum(done), total)
 
-            return windows_of_one
+            return self._slabs_of(rounds[number], windows[number], image, counted)
 
+        first = self._networks.described[0]
         return mean_slabs(
-            [self._slabs_of([index], image, counted(index)) for index in indices],
+            [slabs_of(number) for number in range(len(rounds))],
             longest_axis(image.shape),
-            self._settings[0].averaging,  # the others have the same
-            of_regions=bool(self._networks.preprocessing.regions),
+            first.config.inference.averaging,  # the others have the same
+            of_regions=bool(first.preprocessing.regions),
         )
 
     def _slabs_of(
-        self, indices: Sequence[int], image: Planes | SharedPlanes, windows_done: WindowsDone
+        self, indices: Sequence[int], windows: Windows, image: Planes, windows_done: WindowsDone
     ) -> Iterator[Tensor]:
         """Yield the logits of networks that have the same windows: the mean of several."""
         for index in indices:  # so that one that cannot be read ends it before the first window
             self._placed.use(index)
-        first = indices[0]
-        windows = self._windows(first, image.shape)
-        for index in indices:
-            self._num_at_a_time[index] = self._num_at_a_time[first]
-        network = self._networks.described[first]
-        predicting = [self._predicting[index] for index in indices]
-        on_cpu = not any(device.type == "cuda" for device in predicting[0].devices)
-        num_computing = self._group.ranks.local_world_size if on_cpu else 0
-        self._agreed(
-            lambda: refuse_beyond_host(network, windows.slab, windows.shape, num_computing)
-        )
+        network = self._networks.described[indices[0]]
         device = slab_device(network, windows.slab, self.input_device)
         yield from logit_slabs(
-            predicting,
+            [self._predicting[index] for index in indices],
             ImageSlab(image, windows, network.dtype, device),
             windows,
             network.topology.num_classes,
@@ -184,47 +138,34 @@ class VolumeLogits:
         )
 
     def _windows(self, index: int, shape: Shape) -> Windows:
-        settings, network = self._settings[index], self._networks.described[index]
-        batch_size: int | Literal["auto"] = settings.batch_size
-        if batch_size == "auto":
-            batch_size = self._most_at_a_time or "auto"
+        """Return the windows of a network, as all ranks agree on them, or raise AgreedError."""
+        network, devices = self._networks.described[index], self._predicting[index].devices
+        settings, ranks = network.config.inference, self._group.ranks
+        at_a_time: int | Literal["auto"] = settings.batch_size
+        if at_a_time == "auto" and self._takes_one:
+            at_a_time = 1
+        # The shards of a training know of no other's memory.
         is_in_training = isinstance(self._placed, TrainedNetwork)
-        windows = self._agreed(
-            lambda: Windows.of(
-                shape,
-                network.topology,
-                self._sizes[index],
-                settings.overlap,
-                batch_size,
-                self._predicting[index].devices,
-                # The shards of a training know of no other's memory.
-                None
-                if is_in_training
-                else bytes_of_voxel(
-                    network.topology,
-                    network.dtype,
-                    self._num_replicas,
-                    is_mirrored=bool(network.mirrored_axes(settings)),
-                ),
-            )
-        )
-        # The rank with the least memory decides.
-        self._num_at_a_time[index] = num = min(self._group.exchange(windows.batch_size))
-        return replace(windows, batch_size=num * self._num_replicas)
-
-    def _agreed(self, make: Callable[[], Result]) -> Result:
-        """Return what this rank makes; where one of several cannot, all raise AgreedError."""
-        if self._group.size == 1:
-            return make()
-        made, fault = [], None
+        voxel_bytes = None if is_in_training else bytes_of_voxel(network, self._num_replicas)
+        on_cpu = not any(device.type == "cuda" for device in devices)
+        windows, fault = None, None
         try:
-            made.append(make())
+            size, overlap = window_of(network), settings.overlap
+            windows = Windows.of(
+                shape, network.topology, size, overlap, at_a_time, devices, voxel_bytes
+            )
+            windows = replace(windows, batch_size=windows.batch_size * self._num_replicas)
+            refuse_beyond_host(network, windows, ranks.local_world_size if on_cpu else 0)
         except (VolumeError, DoesNotFitError) as error:
+            if self._group.size == 1:
+                raise
             fault = str(error)
-        faults = [one for one in self._group.exchange(fault) if one is not None]
-        if faults:
+        answers = self._group.exchange([fault, windows and windows.batch_size])
+        faults = [fault for fault, _ in answers if fault is not None]
+        if windows is None or faults:
             raise AgreedError(faults[0])
-        return made[0]
+        # The rank with the least memory decides.
+        return replace(windows, batch_size=min(batch_size for _, batch_size in answers))
 
 
 def empty_logits(preprocessing: Preprocessing) -> list[float]:
@@ -233,3 +174,66 @@ def empty_logits(preprocessing: Preprocessing) -> list[float]:
     if not preprocessing.regions:
         logits[0] = CERTAIN_LOGIT
     return logits
+
+
+def mean_slabs(
+    networks: Sequence[Iterator[Tensor]], axis: int, averaging: str, *, of_regions: bool
+) -> Iterator[Tensor]:
+    """Yield the mean of networks, as far as all of them have come; of a single one, its slabs."""
+    if len(networks) == 1:
+        yield from networks[0]
+        return
+    dim = 1 + axis
+    waiting: list[Tensor | None] = [None] * len(networks)
+    while True:
+        slabs = [
+            slab if slab is not None else next(network, None)
+            for slab, network in zip(waiting, networks, strict=True)
+        ]
+        known = [slab for slab in slabs if slab is not None]
+        if not known:  # all of them cover the same volume
+            return
+        num_planes = min(slab.shape[dim] for slab in known)
+        complete = [slab.narrow(dim, 0, num_planes) for slab in known]
+        left = [slab.narrow(dim, num_planes, slab.shape[dim] - num_planes) for slab in known]
+        waiting = [slab if slab.shape[dim] else None for slab in left]
+        yield mean_of(complete, averaging, of_regions=of_regions)
+
+
+def mean_of(slabs: Sequence[Tensor], averaging: str, *, of_regions: bool) -> Tensor:
+    """Return the mean of what networks say of each class, as logits (K, X, Y, Z).
+
+    Every network counts the same, and each voxel is given to the class of the largest mean. Of
+    probabilities, as in nnU-Net's ensembles (arXiv 1904.08128), it is returned as its logarithm:
+    that is what the softmax of logits gives back, so it is resampled and compared as logits are,
+    and several copies of a network segment as one of them does. The probabilities of regions, which
+    overlap, are averaged each for itself, and returned as their logit. The mean of logits, as of
+    nnU-Net's folds, is what it is. The memory of the slabs, on any devices, is taken over.
+    """
+    total, *others = slabs
+    for logits in slabs:
+        if averaging == "probabilities" and of_regions:
+            logits.sigmoid_()
+        elif averaging == "probabilities":
+            _to_probabilities(logits)
+    for logits in others:
+        if logits.device.type == "cpu":  # where the device has too little memory for all of them
+            total = total.cpu()
+        dtype = torch.promote_types(total.dtype, logits.dtype)
+        total = total.to(dtype).add_(logits.to(total.device))
+    mean = total.div_(len(slabs))
+    if averaging == "logits":
+        return mean
+    # A probability that has become 0, or 1 of a region, has none that could be resampled.
+    number = torch.finfo(mean.dtype)
+    if of_regions:
+        return mean.clamp_(number.tiny, 1 - number.eps).logit_()
+    return mean.clamp_min_(number.tiny).log_()
+
+
+def _to_probabilities(logits: Tensor) -> None:
+    """Replace logits by their softmax, some planes at a time."""
+    numbers_of_plane = max(1, math.prod(logits.shape) // logits.shape[1])
+    num_planes = max(1, PIECE_NUMBERS // numbers_of_plane)
+    for planes in torch.split(logits, num_planes, dim=1):
+        planes.copy_(planes.softmax(0))

@@ -1,4 +1,4 @@
-"""The windows of a volume: where they are, in which order they come, and what each voxel weighs.
+"""The windows of a volume: where they are, how many are computed at a time, and what they take.
 
 Windows of one size cover the volume so that neighbours overlap and the last one ends at the
 volume's edge. Their logits are averaged with a Gaussian weight, because a network is least certain
@@ -19,11 +19,12 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from unet3d.config import InferenceSettings, Shape
-from unet3d.errors import VolumeError
+from unet3d.config import Shape
+from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.images.files import times
-from unet3d.inference.window_memory import windows_at_a_time
+from unet3d.images.memory_limits import FLOAT32_BYTES
 from unet3d.memory.fake_devices import is_gpu
+from unet3d.memory.host import shortage
 from unet3d.model import Topology
 from unet3d.runs.checkpoint import Checkpoint
 
@@ -36,10 +37,28 @@ Window = Shape | Literal["whole"]
 SIGMA = 1 / 8
 """Standard deviation of the Gaussian weight, in windows."""
 
+CPU_VOXELS = 2**20
+"""Voxels of the windows that a CPU computes at a time. Small windows alone take longer: of channels
+4 and 8, one of 16^3 takes 2.7 ms, with 63 others 0.4; of 32 to 320 channels, one of 64^3 172 ms,
+with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
 
-def window_of(network: Checkpoint, settings: InferenceSettings) -> Window:
+GPU_VOXELS = 2**23
+"""Voxels of the windows that a GPU computes at a time, if it has the memory: on an H200 588 windows
+of 128^3 took 5.1 s one by one, 3.3 s in pairs and 2.7 s four at a time."""
+
+GPU_SHARE = 1 / 4
+"""Of what is free on it, the part that they may take."""
+
+MAPS_OF_FINEST_LEVEL = 3
+"""The skip, what is upsampled to it, and the result of both."""
+
+BFLOAT16_BYTES = 2
+
+
+def window_of(network: Checkpoint) -> Window:
     """Return the size of a network's windows: as set, as its patches, or the whole volume."""
-    return (network.patch_size if settings.window == "auto" else settings.window) or "whole"
+    window = network.config.inference.window
+    return (network.patch_size if window == "auto" else window) or "whole"
 
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
@@ -65,17 +84,24 @@ def _num_windows(size: int, window: int, overlap: float) -> int:
     return 1 + math.ceil((size - window) / farthest - 1e-6)
 
 
-def gaussian_weight(window: Shape) -> Tensor:
-    """Return the weight of each voxel of a window (X, Y, Z), 1 at the centre and never 0.
+def line_weight(voxels: int) -> Tensor:
+    """Return the weights along one axis of a window, in float64: 1 at the centre and never 0.
 
     The centre is a voxel, as in nnU-Net: of an even number of them the first of the upper half.
     """
-    axes = []
-    for voxels in window:
-        distance = torch.arange(voxels, dtype=torch.float64) - voxels // 2
-        axes.append(torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2))
+    distance = torch.arange(voxels, dtype=torch.float64) - voxels // 2
+    return torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2)
+
+
+def product(lines: Sequence[Tensor]) -> Tensor:
+    """Return the weights (X, Y, Z) of which those along each axis are factors."""
+    return torch.einsum("x,y,z->xyz", *lines)
+
+
+def gaussian_weight(window: Shape) -> Tensor:
+    """Return the weight of each voxel of a window (X, Y, Z)."""
     # In a corner it is 4e-11: enough in float32, where one window alone covers the corner.
-    return torch.einsum("x,y,z->xyz", *axes).float()
+    return product([line_weight(voxels) for voxels in window]).float()
 
 
 def longest_axis(size: Sequence[int]) -> int:
@@ -119,10 +145,11 @@ class Windows:
         """Cover a prepared image of a size with windows of a size, or refuse to list so many.
 
         Neighbours cover at least a share ``overlap`` of one another. A batch of ``auto`` is what
-        :func:`~unet3d.inference.window_memory.windows_at_a_time` says of the network's devices.
+        :func:`windows_at_a_time` says of the network's devices.
         """
-        shape = _computed(size, topology, window)
-        number = cls.count(size, topology, window, overlap)
+        shape = computed_window(size if window == "whole" else window, topology.total_stride)
+        each = zip(size, shape, strict=True)
+        number = math.prod(_num_windows(max(n, w), w, overlap) for n, w in each)
         if number > MOST_WINDOWS:
             raise VolumeError(
                 f"{times(size)} voxels need {number:.3g} windows of {times(shape)}, and at most "
@@ -150,12 +177,19 @@ class Windows:
             keeps_rows=not any(is_gpu(device) for device in devices),
         )
 
-    @staticmethod
-    def count(size: Sequence[int], topology: Topology, window: Window, overlap: float) -> int:
-        """Return how many windows cover a volume, without a list of them."""
-        shape = _computed(size, topology, window)
-        each = zip(size, shape, strict=True)
-        return math.prod(_num_windows(max(n, w), w, overlap) for n, w in each)
+    def summed_weights(self) -> list[Tensor]:
+        """Return the sums of the weights of all windows along each axis, in float64.
+
+        Windows lie on a grid and weights are products, so the sum in a voxel is the product of
+        these three.
+        """
+        lines = []
+        for axis, (size, voxels) in enumerate(zip(self.size, self.shape, strict=True)):
+            line, weight = torch.zeros(size, dtype=torch.float64), line_weight(voxels)
+            for first in {start[axis] for start in self.starts}:
+                line[first : first + voxels] += weight
+            lines.append(line)
+        return lines
 
     @property
     def slab(self) -> Shape:
@@ -181,5 +215,75 @@ class Windows:
         return tuple(slice(a, a + n) for a, n in zip(begins, self.shape, strict=True))
 
 
-def _computed(size: Sequence[int], topology: Topology, window: Window) -> Shape:
-    return computed_window(size if window == "whole" else window, topology.total_stride)
+def bytes_of_maps(topology: Topology) -> int:
+    """Return what the maps of a voxel of a window take while it is computed."""
+    return MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+
+
+def bytes_of_voxel(network: Checkpoint, num_replicas: int = 1) -> int:
+    """Return what a voxel of a window takes of a GPU while it is computed: maps and logits.
+
+    The logits of several replicas come together; those of mirror images are added up.
+    """
+    topology = network.topology
+    # As they arrive, and joined.
+    num_logits = 2 * num_replicas if num_replicas > 1 else 1
+    logits = num_logits * BFLOAT16_BYTES + network.dtype.itemsize
+    if network.mirrored_axes:  # the sum, and those of an image turned back
+        logits += FLOAT32_BYTES + BFLOAT16_BYTES
+    return bytes_of_maps(topology) + topology.num_classes * logits
+
+
+def windows_at_a_time(
+    window: Shape,
+    devices: Sequence[torch.device],
+    voxel_bytes: int | None = None,
+    free_bytes: int | None = None,
+) -> int:
+    """Return how many windows are best computed in one forward pass on a network's devices.
+
+    One on GPUs of which it is not known what a voxel takes, or where ranks know it differently.
+    ``free_bytes`` of each GPU may be given, of one that is not here.
+    """
+    voxels = math.prod(window)
+    gpus = [device for device in devices if is_gpu(device)]
+    if not gpus:
+        return max(1, CPU_VOXELS // voxels)
+    if voxel_bytes is None:
+        return 1
+    if free_bytes is None:
+        free_bytes = min(torch.cuda.mem_get_info(device)[0] for device in gpus)
+    return max(1, min(GPU_VOXELS, int(free_bytes * GPU_SHARE) // voxel_bytes) // voxels)
+
+
+def slab_device(network: Checkpoint, slab: Shape, device: torch.device) -> torch.device:
+    """Return where the image around windows has room: where they are computed, or the CPU."""
+    if device.type != "cuda":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    has_room = bytes_of_image(network, slab) <= free * GPU_SHARE
+    return device if has_room else torch.device("cpu")
+
+
+def bytes_of_image(network: Checkpoint, slab: Shape) -> int:
+    """Return what a slab of a prepared image takes."""
+    return network.topology.in_channels * math.prod(slab) * network.dtype.itemsize
+
+
+def refuse_beyond_host(network: Checkpoint, windows: Windows, num_computing: int) -> None:
+    """Refuse windows that the host cannot hold: the image around one, and on a CPU the rest.
+
+    So many ranks of this host compute each window together on a CPU; 0: on GPUs. Linux would
+    promise the memory, and end this process once it is used.
+    """
+    needed = bytes_of_image(network, windows.slab)
+    if num_computing:
+        # Each rank has all of them for a moment, of its maps a slab.
+        logits = network.topology.num_classes * network.dtype.itemsize * num_computing
+        needed += (bytes_of_maps(network.topology) + logits) * math.prod(windows.shape)
+    lacking = shortage(needed)
+    if lacking is not None:
+        raise DoesNotFitError(
+            f"a window of {times(windows.shape)} voxels, with the image around it, {lacking}, at "
+            "least; use a smaller inference.window"
+        )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unet3d import __version__
 from unet3d.atomic import write_atomically
-from unet3d.config import MAX_PATCH_VOXELS, Config, InferenceSettings, Shape
+from unet3d.config import MAX_PATCH_VOXELS, Config, Shape
 from unet3d.datasets.labels import LabelValue
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, reason_of
 from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, validated
@@ -107,9 +107,10 @@ class Checkpoint:
         known = self.config.patches.random_changes.known_mirror_axes
         return tuple("xyz".index(axis) for axis in known)
 
-    def mirrored_axes(self, settings: InferenceSettings) -> tuple[int, ...]:
-        """Return the axes, counted from 0, along which windows are mirrored in prediction."""
-        return self.mirror_axes if settings.tta else ()
+    @property
+    def mirrored_axes(self) -> tuple[int, ...]:
+        """Axes, counted from 0, along which windows are mirrored in prediction."""
+        return self.mirror_axes if self.config.inference.tta else ()
 
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU."""

@@ -79,12 +79,8 @@ class FinalValidation:
         """Refuse a network that cannot be computed here in what ``inference.precision`` says."""
         config, dims, group = context.experiment.config, context.dims, context.group
         preparation = context.experiment.preprocessing
-        wanted = wanted_precision(
-            config.inference.precision,
-            image_dtype(context.executor.module),
-            config.training.precision,
-            dims.all_devices,
-        )
+        dtype = image_dtype(context.executor.module)
+        wanted = wanted_precision(dtype, config, dims.all_devices)
         self._precision = resolve_precision(
             wanted, dims.devices, group.exchange, "inference.precision"
         )
@@ -128,19 +124,14 @@ class FinalValidation:
             yield Path(group.from_first(lambda: str(folder)))
 
     def _predict(self, folder: Path, checkpoint: Checkpoint, watcher: Watcher) -> None:
-        experiment, executor = self._context.experiment, self._context.executor
+        executor = self._context.executor
         executor.module.eval()
-        inference = experiment.config.inference
-        predictor = Predictor(
-            Networks.of(checkpoint),
-            experiment.config.parallel,
-            [inference],
-            placed=TrainedNetwork(
-                executor=executor,
-                precision=self._precision,
-                is_shared=self._context.dims.num_shards > 1,
-            ),
+        trained = TrainedNetwork(
+            executor=executor,
+            precision=self._precision,
+            is_shared=self._context.dims.num_shards > 1,
         )
+        predictor = Predictor(Networks.of(checkpoint), trained)
 
         def predict(case: Case, windows_done: WindowsDone) -> None:
             with explaining_memory(str(case.images[0])):

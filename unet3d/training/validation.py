@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.inference.image_slab import ImageSlab, WholeImage
+from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.label_scores import dice_per_class
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
@@ -92,7 +92,7 @@ class Validator:
         """Return loss and Dice of each label or region of a case; None in a shard but the first."""
         experiment, executor = self._experiment, self._executor
         settings, window = experiment.config.inference, self._window
-        image = WholeImage(torch.from_numpy(case.image().copy()))
+        image = Planes.of(torch.from_numpy(case.image().copy()))
         windows = Windows.of(
             image.shape,
             experiment.topology,
