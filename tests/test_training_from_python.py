@@ -32,7 +32,7 @@ from tests.trainings import (
 from unet3d import api
 from unet3d.errors import CheckpointError, ConfigError, DatasetError, DeviceError, Unet3dError
 from unet3d.interruption import SIGNALS, Interrupted
-from unet3d.training import start
+from unet3d.training import job
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_a_run_that_is_stopped_goes_on(cache, undisturbed, caplog):
 
 def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch):
     events = []
-    train_run = start.train_run
+    train_run = job.train_run
 
     def watched(*values, **options):
         events.append("begins")
@@ -189,7 +189,7 @@ def test_threads_train_one_after_another(folder, cache, undisturbed, monkeypatch
         events.append("ends")
         return result
 
-    monkeypatch.setattr(start, "train_run", watched)
+    monkeypatch.setattr(job, "train_run", watched)
     options = [("a", cache), (None, cache, {"training.epochs": 1})]
     with ThreadPoolExecutor(2) as threads:
         runs = list(threads.map(lambda own: train(*own), options))
@@ -271,7 +271,7 @@ def test_a_full_disk_is_explained(monkeypatch):
     def fill(*_, **__):
         raise OSError(28, "No space left on device", "run/metrics.jsonl")
 
-    monkeypatch.setattr(start, "train_run", fill)
+    monkeypatch.setattr(job, "train_run", fill)
     with pytest.raises(Unet3dError, match=r"^run/metrics\.jsonl: No space left on device$"):
         unet3d.train(output="run", devices="cpu")
 

@@ -25,8 +25,8 @@ from unet3d.reports import figures
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.initialising import network_to_begin_with
-from unet3d.training.plan import Plan
-from unet3d.training.start import Run, train_run
+from unet3d.training.job import train_run
+from unet3d.training.plan import Plan, Run
 
 SMALL = (
     "data.phantom_shape=24,24,24",

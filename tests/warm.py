@@ -48,7 +48,6 @@ PRELOADED = (
     "unet3d.inference.evaluation",
     "unet3d.inference.predictor",
     "unet3d.training.job",
-    "unet3d.training.start",
 )
 
 

@@ -367,7 +367,8 @@ def train(
 
 
 def _train(request: "Request", ranks: Ranks) -> RunFolder:
-    from unet3d.training.start import choose_run, train_run
+    from unet3d.training.job import train_run
+    from unet3d.training.plan import choose_run
 
     group = Group(ranks)
     run = choose_run(request, group)

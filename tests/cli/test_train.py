@@ -25,7 +25,7 @@ from tests.trainings import (
 )
 from unet3d.atomic import append, write_atomically
 from unet3d.config import load_config
-from unet3d.training import start
+from unet3d.training import job
 
 TRAINING = ("train", "data", *SMALL, "--output", "run")
 
@@ -73,7 +73,7 @@ def test_settings_that_cannot_be_are_explained(capsys):
 
 def test_options_override_the_file_and_change_their_settings(own_run, data, monkeypatch):
     asked = []
-    monkeypatch.setattr(start, "start_training", lambda request, *_: asked.append(request))
+    monkeypatch.setattr(job, "start_training", lambda request, *_: asked.append(request))
     status = run(
         *("train", data, "--parallel", "model", "--devices", "cpu,cpu,cpu,cpu"),
         *(
@@ -174,7 +174,7 @@ def test_the_last_lines_are_the_dice_and_what_to_do_next(own_run, capsys):
 )
 def test_faults_of_data_are_said_once_on_each_machine(rank, local_rank, level, monkeypatch):
     levels, logger = [], logging.getLogger("unet3d")
-    monkeypatch.setattr(start, "start_training", lambda *_: levels.append(logger.level))
+    monkeypatch.setattr(job, "start_training", lambda *_: levels.append(logger.level))
     monkeypatch.setattr("unet3d.distributed.ranks.silence_torch", lambda: None)
     place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
     for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():

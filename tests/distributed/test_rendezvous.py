@@ -11,8 +11,8 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import name_of_start
 from unet3d.errors import RankError
+from unet3d.training.plan import choose_run
 from unet3d.training.request import Request
-from unet3d.training.start import choose_run
 
 
 def start_all(store, num_ranks):

@@ -104,7 +104,7 @@ def train(
     from rich.console import Console
 
     from unet3d.training.folds import request_over_folds, train_folds
-    from unet3d.training.start import start_training
+    from unet3d.training.job import start_training
 
     console = Console()
     over_folds = request_over_folds(request, folds, ranks)

@@ -25,9 +25,8 @@ from unet3d.planning.experiment import open_dataset, plan_experiment
 from unet3d.runs.finding import FOLDS, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
-from unet3d.training.plan import Plan
+from unet3d.training.plan import Plan, run_name
 from unet3d.training.request import Request, run_to_resume
-from unet3d.training.start import run_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""One training in this process, or in one of its ranks: data, network, devices, loop."""
+"""One training, in this process or in ranks that it starts: data, network, devices, loop."""
 
 import logging
 from collections.abc import Iterator
@@ -9,9 +9,14 @@ import torch
 from rich.console import Console
 
 from unet3d.config import Config
+from unet3d.distributed.commands import Say
 from unet3d.distributed.group import Group
+from unet3d.distributed.launcher import launch, meeting_folder
+from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.rendezvous import joined
 from unet3d.errors import DoesNotFitError
 from unet3d.images.files import times
+from unet3d.interruption import Interrupted
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import UNet3d
 from unet3d.model.unet import refuse_beyond_memory
@@ -45,8 +50,9 @@ from unet3d.training.cores import (
 )
 from unet3d.training.initialising import begin_with
 from unet3d.training.loop import TrainingLoop, TrainingResult
-from unet3d.training.plan import Plan
+from unet3d.training.plan import Plan, Run, choose_run
 from unet3d.training.recording import data_lines
+from unet3d.training.request import Request
 from unet3d.training.resuming import Past
 
 logger = logging.getLogger(__name__)
@@ -58,6 +64,55 @@ SPREAD = {
     "model": ": a part of the network on each",
 }
 """What each device has in each parallel mode."""
+
+
+def start_training(
+    request: Request, ranks: Ranks, console: Console, quiet: bool
+) -> TrainingResult | None:
+    """Train what was asked for; None: in processes that were started, which show their own."""
+    with joined(ranks) as group:
+        return train_run(choose_run(request, group), group, console, quiet)
+
+
+def train_run(
+    run: Run, group: Group, console: Console, quiet: bool, say: Say | None = None
+) -> TrainingResult | None:
+    """Train a run, in this process or in one for each replica or slab; None: in those.
+
+    ``say`` takes the lines of the processes that are started; None: they go to the terminal.
+    """
+    try:
+        if group.size < run.plan.dims.num_processes:
+            start_ranks(run, quiet, say)
+            return None
+        return train(run.plan, run.folder, run.resume, console, quiet, group)
+    finally:
+        if group.is_first:
+            run.folder.discard_if_empty()
+
+
+def start_ranks(run: Run, quiet: bool, say: Say | None = None) -> None:
+    """Train in a process for each replica or slab, each started with the settings of the plan."""
+    config, dims = run.plan.config, run.plan.dims
+    with meeting_folder() as folder:
+        settings = folder / "settings.yaml"
+        settings.write_text(config.to_yaml())
+        arguments = ["train", "--config", str(settings), "--output", str(run.folder.path)]
+        arguments += ["--resume"] if run.resume else []
+        arguments += ["--quiet"] if quiet else []
+        try:
+            launch(
+                arguments,
+                folder,
+                num_ranks=dims.num_processes,
+                max_restarts=config.parallel.max_restarts,
+                on_gpus=any(device.type == "cuda" for device in dims.all_devices),
+                say=say,
+            )
+        except Interrupted as interruption:
+            raise Interrupted(
+                interruption.signal_number, can_resume=run.folder.latest.exists()
+            ) from interruption
 
 
 def train(

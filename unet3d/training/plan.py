@@ -1,4 +1,4 @@
-"""What is trained and on which devices, decided once.
+"""What is trained, on which devices and in which folder, decided once.
 
 :meth:`Plan.of` reads the settings, fills in what they leave open to devices and to weights to begin
 with, and :meth:`Plan.placed` replaces mode ``auto``. The command line, the folds, ``unet3d plan``
@@ -6,15 +6,20 @@ and the Python interface take the result as it is; only what the data decide is 
 and :attr:`Plan.network` tells that from headers alone.
 """
 
+import logging
+import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from unet3d.config import Config
+from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import DeviceError
+from unet3d.errors import ConfigError, DeviceError
 from unet3d.inputs.plain_data import validated
 from unet3d.model import Topology
 from unet3d.parallel import ParallelDims
@@ -24,9 +29,15 @@ from unet3d.planning.placements import choose_mode
 from unet3d.planning.step_size import within_gpus
 from unet3d.planning.step_time import long_on_cpu
 from unet3d.planning.ways import dims_of, memory_of
-from unet3d.runs.run_folder import RunFolder
+from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.initialising import network_to_begin_with
-from unet3d.training.request import Request, settings_of
+from unet3d.training.request import Request, dataset_name, run_to_resume, settings_of
+
+logger = logging.getLogger(__name__)
+
+
+MAX_NAME_LETTERS = 50
+"""Letters of a data set's name in that of a run; a file system allows 255 bytes in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +141,69 @@ class Plan:
         architecture = values["architecture"] and validated(Topology, values["architecture"])
         notes = tuple(values["notes"])
         return cls(config=config, dims=dims, architecture=architecture, notes=notes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What will be trained, and where its files go."""
+
+    plan: Plan
+    folder: RunFolder
+    """The run's files."""
+    resume: bool
+    """Whether to continue from the folder's latest checkpoint."""
+
+
+def choose_run(request: Request, group: Group) -> Run:
+    """Return the run that all ranks train; only the first one must see the files of an old one."""
+
+    def to_plain(run: Run) -> dict[str, Any]:
+        path, is_made = str(run.folder.path), run.folder.is_made
+        return {"plan": run.plan.to_plain(), "path": path, "made": is_made, "resume": run.resume}
+
+    def from_plain(values: Mapping[str, Any]) -> Run:
+        return Run(
+            plan=Plan.from_plain(values["plan"], group.ranks),
+            folder=RunFolder(Path(values["path"]), is_made=values["made"]),
+            resume=values["resume"],
+        )
+
+    run = group.from_first(
+        lambda: _choose_run(request, group), to_plain=to_plain, from_plain=from_plain
+    )
+    for note in run.plan.notes:
+        logger.info("%s", note)
+    return run
+
+
+def _choose_run(request: Request, group: Group) -> Run:
+    old_run = None
+    if request.resume:
+        old_run = run_to_resume(request)
+    plan = Plan.of(request, group.ranks, old_run=old_run).placed(group.ranks)
+    if old_run is not None:
+        is_saved = old_run.latest.exists()
+        if not is_saved:
+            logger.warning(
+                "%s was stopped before its first checkpoint; it begins anew", old_run.path
+            )
+        return Run(plan=plan, folder=old_run, resume=is_saved)
+    may_be_restarted = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"
+    if group.size > 1 and request.output is None and may_be_restarted:
+        raise ConfigError(
+            "torchrun may restart the ranks, which then must find the run again; name its "
+            "folder with --output, or use torchrun --max-restarts 0"
+        )
+    if request.output is None:
+        return Run(plan=plan, folder=make_run(run_name(plan.config)), resume=False)
+    folder = RunFolder(request.output)
+    has_begun = group.has_begun(str(folder.path))
+    return Run(plan=plan, folder=folder, resume=has_begun and folder.latest.exists())
+
+
+def run_name(config: Config, folds: str | None = None) -> str:
+    """Return the name of a new run: data set, fold and time; ``folds`` names several."""
+    name = dataset_name(config)[:MAX_NAME_LETTERS]
+    fold = config.data.fold
+    folds = folds or ("every-case" if fold == "none" else f"fold{fold}")
+    return f"{name}-{folds}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -13,7 +13,6 @@ import torch
 
 from unet3d import __version__
 from unet3d.atomic import append
-from unet3d.config import Config
 from unet3d.errors import some
 from unet3d.memory.meter import MemoryMeter
 from unet3d.memory.record import memory_record, merged_records, reserved_bytes
@@ -25,6 +24,7 @@ from unet3d.reports.memory import write_memory_picture
 from unet3d.runs.run_folder import writing
 from unet3d.training.cases import RunContext
 from unet3d.training.final_validation import FinalResult
+from unet3d.training.request import dataset_name
 from unet3d.training.saving import TrainingState
 from unet3d.training.validation import Validation
 
@@ -263,14 +263,6 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
         "preprocessing": experiment.preprocessing.to_dict(),
         **asdict(experiment.split),
     }
-
-
-def dataset_name(config: Config) -> str:
-    """Return what the data set of a training is called: its folder, or ``phantom``."""
-    source = config.data.dataset
-    if source is None:
-        return "phantom"
-    return source.parent.name if source.is_file() else source.name
 
 
 def data_lines(experiment: Experiment) -> list[str]:

@@ -108,3 +108,11 @@ def _is_moved(recorded: ParallelSettings, changes: Mapping[str, Any]) -> bool:
         for key in ("mode", "devices")
         if f"parallel.{key}" in named
     )
+
+
+def dataset_name(config: Config) -> str:
+    """Return what the data set of a training is called: its folder, or ``phantom``."""
+    source = config.data.dataset
+    if source is None:
+        return "phantom"
+    return source.parent.name if source.is_file() else source.name

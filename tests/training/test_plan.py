@@ -11,9 +11,8 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.parallel import ParallelDims
 from unet3d.training import plan as planning
-from unet3d.training.plan import Plan
+from unet3d.training.plan import Plan, choose_run
 from unet3d.training.request import Request
-from unet3d.training.start import choose_run
 
 ALONE = Group(Ranks())
 CHANGES = (
