@@ -15,7 +15,7 @@ from unet3d.memory.record import device_bytes, memory_record, merged_records, re
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, parallelize
-from unet3d.parallel.schedule import one_forward_one_backward
+from unet3d.parallel.stages import one_forward_one_backward
 
 
 def small_topology(**options: object) -> Topology:

@@ -7,7 +7,8 @@ from monai.losses import DiceCELoss
 
 from tests.gpu_waits import refused_waits
 from tests.products import pairwise
-from unet3d.model import LossTerms, SegmentationLoss, dice_cross_entropy
+from unet3d.model import SegmentationLoss, dice_cross_entropy
+from unet3d.parallel.losses import total_of, weighted
 
 BATCH_DICE = SegmentationLoss(joins_samples=True)
 
@@ -148,9 +149,9 @@ def test_micro_batches_add_up(sizes):
     logits, target = make_batch(3, num_samples=5)
     whole = dice_cross_entropy(logits, target)
     portions = list(zip(logits.split(sizes), target.split(sizes), strict=True))
-    losses = [dice_cross_entropy(*portion).weighted(len(portion[0]) / 5) for portion in portions]
+    losses = [weighted(dice_cross_entropy(*portion), len(portion[0]) / 5) for portion in portions]
     joined = torch.cat([dice_cross_entropy.sums(*portion) for portion in portions], 2)
-    for found in (sum(losses[1:], start=losses[0]), dice_cross_entropy.from_sums(joined)):
+    for found in (total_of(losses), dice_cross_entropy.from_sums(joined)):
         for name in ("total", "dice", "cross_entropy"):
             ours, expected = getattr(found, name), getattr(whole, name)
             torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
@@ -201,15 +202,3 @@ def test_the_loss_stays_where_the_logits_are_and_nothing_waits_for_it(device):
         terms = dice_cross_entropy([logits, logits[:, :, ::2]], target)
         made = (terms.total, terms.dice, terms.cross_entropy, gradient(terms.total, logits))
     assert {value.device.type for value in made} == {device}
-
-
-def test_terms_add_weigh_and_detach():
-    def terms(value):
-        total, dice, entropy = (torch.tensor(value * k, requires_grad=True) for k in (3.0, 1, 2))
-        return LossTerms(total=total, dice=dice, cross_entropy=entropy)
-
-    total = terms(1.0).weighted(0.5) + terms(10.0)
-    for found, requires_grad in ((total, True), (total.detached(), False)):
-        values = (found.total, found.dice, found.cross_entropy)
-        assert [value.item() for value in values] == [31.5, 10.5, 21.0]
-        assert {value.requires_grad for value in values} == {requires_grad}

@@ -20,7 +20,7 @@ from unet3d.kernels.padding import with_padding
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, offload, parallelize
-from unet3d.parallel.network_executor import NetworkExecutor
+from unet3d.parallel.executor import NetworkExecutor
 from unet3d.parallel.offload import SkipOffload, skip_names
 from unet3d.parallel.partition import make_stages
 from unet3d.planning.memory_estimate import predict_memory

@@ -16,7 +16,7 @@ from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError, DoesNotFitError, Unet3dError
-from unet3d.parallel.network_executor import NetworkExecutor
+from unet3d.parallel.executor import NetworkExecutor
 from unet3d.planning import placements, sweep
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import choose_mode, timed_options

@@ -21,7 +21,7 @@ from unet3d.errors import DoesNotFitError
 from unet3d.memory.host import is_out_of_memory, shortage_reason
 from unet3d.parallel import Executor
 from unet3d.parallel.graph import Graph, pool_of_kind
-from unet3d.parallel.transfer import Transfer
+from unet3d.parallel.mail import Transfer
 
 logger = logging.getLogger(__name__)
 

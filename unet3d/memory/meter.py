@@ -14,7 +14,7 @@ which actions are queued, and no time passes between them.
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -92,7 +92,21 @@ class Timeline:
     """One mark for each action of the step, including those of other slots."""
 
 
-class MemoryMeter:
+class Observer:
+    """Observes the actions that an executor launches; this one does nothing with them.
+
+    Actions that are replayed from CUDA graphs make no tensors, so they are not reported.
+    """
+
+    def during(self, slot: Slot, kind: str, micro_batch: int) -> AbstractContextManager[None]:
+        """Return a context for a ``forward``, ``loss`` or ``backward`` of a slot."""
+        return nullcontext()
+
+    def resized(self, tensor: Tensor) -> None:
+        """Note that a tensor's memory was freed, or allocated again; others may share it."""
+
+
+class MemoryMeter(Observer):
     """Measures the slots of one executor during training steps.
 
     Use it as ``executor.observer = meter`` for the steps to be measured, between :meth:`start`

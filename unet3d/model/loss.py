@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ Regions = tuple[tuple[int, ...], ...]
 """Indices of the classes that each region is made of."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossTerms:
+class LossTerms(NamedTuple):
     """A loss and its terms: scalars, on the device of the logits."""
 
     total: Tensor
@@ -28,17 +28,6 @@ class LossTerms:
     cross_entropy: Tensor
     """Mean over the voxels that count, and over regions if there are any, in nats: of each sample,
     then over samples; or of all at once, where samples are joined."""
-
-    def weighted(self, weight: float) -> "LossTerms":
-        """Return every term times a weight."""
-        return LossTerms(**{name: term * weight for name, term in vars(self).items()})
-
-    def detached(self) -> "LossTerms":
-        """Return the values without their graph."""
-        return LossTerms(**{name: term.detach() for name, term in vars(self).items()})
-
-    def __add__(self, other: "LossTerms") -> "LossTerms":
-        return LossTerms(**{name: term + vars(other)[name] for name, term in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)

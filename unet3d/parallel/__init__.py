@@ -1,10 +1,10 @@
 """Spreading one network over devices.
 
 ``device_groups`` names devices and divides them over processes, ``placement`` states the result,
-``precision`` gives their number type. ``step`` trains on one device; ``pipeline`` drives the stages
-that ``partition`` makes, as ``schedule`` says, and ``mail`` carries tensors between them.
-``network_executor`` gives either its micro-batches, ``exchange`` averages the gradients of ranks,
-and ``graph`` decides when a step is captured. ``spatial`` divides volumes instead of the network;
+``precision`` gives their number type. ``step`` trains on one device; ``pipeline`` drives the
+``stages`` that ``partition`` makes, and ``mail`` carries tensors between them. ``executor`` gives
+either its micro-batches, ``exchange`` averages the gradients of ranks, and ``graph`` decides when a
+step is captured. ``spatial`` divides volumes instead of the network;
 ``data_parallel`` is ``nn.DataParallel``.
 """
 
@@ -18,8 +18,8 @@ from unet3d.model import BlockNetwork, UNet3d
 from unet3d.parallel.data_parallel import DataParallelExecutor
 from unet3d.parallel.device_groups import Machine
 from unet3d.parallel.exchange import FlatExchange
-from unet3d.parallel.executor import Executor, Loss, LossFunction
-from unet3d.parallel.network_executor import NetworkExecutor
+from unet3d.parallel.executor import Executor, NetworkExecutor
+from unet3d.parallel.losses import LossFunction
 from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision
 from unet3d.parallel.spatial.executor import SpatialExecutor
@@ -28,7 +28,6 @@ __all__ = [
     "DataParallelExecutor",
     "Executor",
     "Layout",
-    "Loss",
     "LossFunction",
     "Machine",
     "ParallelDims",

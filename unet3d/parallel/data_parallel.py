@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.errors import ConfigError
+from unet3d.memory.meter import Observer, Slot
 from unet3d.model import BlockNetwork
 from unet3d.parallel.device_groups import check_thread_devices
-from unet3d.parallel.executor import LossFunction, NoObserver, Observer, as_loss
-from unet3d.parallel.memory_format import memory_format
-from unet3d.parallel.placement import Slot
-from unet3d.parallel.precision import autocast_dtype, lowering
+from unet3d.parallel.losses import LossFunction, as_loss, weighted
+from unet3d.parallel.precision import autocast_dtype, lowering, memory_format
 
 
 class DataParallelExecutor:
@@ -48,7 +47,7 @@ class DataParallelExecutor:
         self.slots: Sequence[Slot] = tuple(
             Slot(index=index, device=device, blocks=names) for index, device in enumerate(devices)
         )
-        self.observer: Observer = NoObserver()
+        self.observer = Observer()
         self._network = _Lowered(self, autocast)
         self._replicated: nn.Module = nn.DataParallel(
             self._network, [device.index or 0 for device in devices], self.output_device
@@ -71,7 +70,7 @@ class DataParallelExecutor:
             terms = as_loss(loss_fn(logits, target))
         with self.observer.during(self.slots[0], "backward", 0):
             torch.autograd.backward(terms.total * (scale * weight))
-        return terms.detached()
+        return weighted(terms, 1.0)
 
     @torch.no_grad()
     def predict(self, image: Tensor, precision: str | None = None) -> Tensor:

@@ -1,112 +1,30 @@
-"""The one interface between a network spread over devices and the jobs that use it."""
+"""The one interface between a network spread over devices and the jobs that use it.
 
+Here is the network of one process: on one device, or as a pipeline over several.
+"""
+
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from unet3d.errors import ConfigError
+from unet3d.memory.meter import Observer, Slot
 from unet3d.model import BlockNetwork
-from unet3d.parallel.placement import Slot
-
-ActionKind = Literal["forward", "loss", "backward"]
-
-
-class Loss(Protocol):
-    """A scalar to minimise, and perhaps its terms."""
-
-    @property
-    def total(self) -> Tensor:
-        """The scalar that is minimised."""
-        ...
-
-    def weighted(self, weight: float) -> Self:
-        """Return every term times a weight."""
-        ...
-
-    def detached(self) -> Self:
-        """Return the values without their graph."""
-        ...
-
-    def __add__(self, other: Any) -> Self: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalarLoss:
-    """A :class:`Loss` that is made of nothing else."""
-
-    total: Tensor
-    """The scalar that is minimised."""
-
-    def weighted(self, weight: float) -> "ScalarLoss":
-        """Return it times a weight."""
-        return ScalarLoss(total=self.total * weight)
-
-    def detached(self) -> "ScalarLoss":
-        """Return the value without its graph."""
-        return ScalarLoss(total=self.total.detach())
-
-    def __add__(self, other: "ScalarLoss") -> "ScalarLoss":
-        return ScalarLoss(total=self.total + other.total)
-
-
-LossFunction = Callable[[Any, Tensor], Loss | Tensor]
-"""Maps logits (a sequence of them, for several results) and target to a mean over the samples; or
-to a loss of the batch as one, if it is a :class:`~unet3d.parallel.whole_batch.LossOfSums`.
-
-It returns a :class:`Loss`, or a plain scalar as :func:`torch.nn.functional.cross_entropy` does.
-Steps are only captured as CUDA graphs if it is the same object in each of them.
-"""
-
-
-def as_loss(returned: Loss | Tensor) -> Loss:
-    """Return a :class:`Loss`, whichever of both a loss function returns.
-
-    Args:
-        returned: The result of a :data:`LossFunction`.
-
-    Raises:
-        ConfigError: It is a tensor but not a scalar.
-    """
-    if not isinstance(returned, Tensor):
-        return returned
-    if returned.dim() != 0:
-        raise ConfigError(
-            f"the loss function returned a tensor of shape {tuple(returned.shape)}; return a "
-            "scalar, the mean over the samples"
-        )
-    return ScalarLoss(total=returned)
-
-
-class Observer(Protocol):
-    """Observes the actions that an executor launches; for measurements.
-
-    Actions that are replayed from CUDA graphs make no tensors, so they are not reported.
-    """
-
-    def during(
-        self, slot: Slot, kind: ActionKind, micro_batch: int
-    ) -> AbstractContextManager[None]:
-        """Return a context for one action of a slot on a micro-batch."""
-        ...
-
-    def resized(self, tensor: Tensor) -> None:
-        """Note that a tensor's memory was freed, or allocated again; others may share it."""
-        ...
-
-
-class NoObserver:
-    """Observes nothing."""
-
-    def during(self, slot: Slot, kind: str, micro_batch: int) -> AbstractContextManager[None]:
-        """Do nothing around an action."""
-        return nullcontext()
-
-    def resized(self, tensor: Tensor) -> None:
-        """Do nothing."""
+from unet3d.parallel.exchange import NoExchange, add_gradients
+from unet3d.parallel.graph import StepCapture
+from unet3d.parallel.losses import LossFunction, PartOfBatch, added, joins_samples
+from unet3d.parallel.offload import SkipOffload, skip_names
+from unet3d.parallel.partition import Stage, default_cuts, make_stages
+from unet3d.parallel.pipeline import Pipeline
+from unet3d.parallel.placement import Layout
+from unet3d.parallel.step import DeviceStep, MicroBatch, PlacedBlocks
+from unet3d.torch_private import has_dropout
 
 
 class Executor(Protocol):
@@ -156,8 +74,8 @@ class Executor(Protocol):
                 :class:`~unet3d.parallel.spatial.executor.SpatialExecutor` take no slabs.
 
         Returns:
-            The batch's :class:`Loss`, detached, on the output device: a plain scalar is its
-            ``total``. Nothing waits for it.
+            The batch's loss, a named tuple without a graph on the output device: a plain scalar
+            is its ``total``. Nothing waits for it.
         """
         ...
 
@@ -172,3 +90,140 @@ class Executor(Protocol):
                 training.
         """
         ...
+
+
+class NetworkExecutor:
+    """The network of one process; see :class:`~unet3d.parallel.Executor`."""
+
+    def __init__(
+        self,
+        module: BlockNetwork,
+        layout: Layout,
+        exchange: Callable[[Sequence[Stage]], NoExchange] | None = None,
+        max_captured: int | None = None,
+    ) -> None:
+        """Move each stage's parameters, all of one type, to its device.
+
+        ``exchange`` creates the exchange of gradients between ranks (None: there is one rank);
+        ``max_captured`` is :class:`StepCapture`'s.
+        """
+        if layout.num_micro_batches > 1 and not module.samples_are_independent:
+            raise ConfigError(
+                f"batch normalisation with {layout.num_micro_batches} micro-batches would take its "
+                "statistics from portions of the batch; use model.norm=instance"
+            )
+        if layout.recompute == "level" and has_dropout(module.modules()):
+            raise ConfigError(
+                "memory.recompute=level would draw other random numbers when it runs a level with "
+                "dropout again; use memory.recompute=norm or off"
+            )
+        cuts = default_cuts(module, layout) if layout.cuts is None else layout.cuts
+        blocks = module.blocks()
+        self.stages = make_stages(blocks, layout.devices, cuts, module.outputs())
+        self.module = module
+        self.slots: Sequence[Slot] = tuple(stage.slot for stage in self.stages)
+        self.input_device = self.slots[0].device
+        self.output_device = self.slots[-1].device
+        self.observer = Observer()
+        self.num_micro_batches = layout.num_micro_batches
+        offloads = layout.offload == "skips"
+        own = weakref.proxy(self)  # a circle would keep process groups after they are gone
+        placed = [
+            PlacedBlocks(
+                stage,
+                autocast=layout.autocast,
+                recompute=layout.recompute,
+                num_alive=min(layout.num_micro_batches, len(self.stages) - index),
+                offload=(
+                    SkipOffload(stage, skip_names(blocks), lambda one: own.observer.resized(one))
+                    if offloads
+                    else None
+                ),
+            )
+            for index, stage in enumerate(self.stages)
+        ]
+        self._step = DeviceStep(module, placed[0]) if len(placed) == 1 else Pipeline(module, placed)
+        self.exchange = NoExchange() if exchange is None else exchange(self.stages)
+        self._capture: StepCapture | None = None
+        # Offloading resizes memory during a step, which a CUDA graph cannot follow.
+        if layout.captures and not offloads:
+            capture = partial(self._step.capture, exchange=self.exchange)
+            self._capture = StepCapture(self.stages, capture, self.exchange.all_agree, max_captured)
+
+    def forward_backward(
+        self,
+        image: Tensor,
+        target: Tensor,
+        loss_fn: LossFunction,
+        scale: float = 1.0,
+        *,
+        weight: float = 1.0,
+        planes: int | None = None,
+    ) -> Any:
+        """Add one batch's gradients to the module's; see the protocol."""
+        self.module.check_shape(image)
+        batch = self._divided(image, target, loss_fn, weight * scale)
+        whole = PartOfBatch(loss=loss_fn, exchange=self.exchange, factor=float(weight > 0))
+        joins = joins_samples(loss_fn)
+        needs_sums = joins and len(batch) > 1
+        if joins and not needs_sums and self.exchange.num_replicas > 1:
+            batch = _parts(whole, batch, scale)
+        with self.exchange.step():
+            captured = None
+            if self._capture is not None and not needs_sums:
+                captured = self._capture.of(batch, self.observer)
+            for gradients in captured.gradients if captured is not None else ():
+                for parameter, own in gradients.items():
+                    if parameter.grad is own:  # and has not been cleared, so it is to be added to
+                        parameter.grad = own.clone()
+            with self.exchange.apart():
+                if captured is not None:
+                    with nullcontext() if captured.averages else self.exchange.averaging():
+                        loss = captured.replay(batch)
+                        for gradients in captured.gradients:
+                            add_gradients(gradients)
+                        return loss
+                if needs_sums:
+                    known = whole.total(self._sums(batch))
+                    batch = _parts(replace(whole, known=known), batch, scale)
+                with self.exchange.averaging():
+                    last = self.exchange.before_last_backward
+                    return self._step.run(batch, self.observer, last)
+
+    @torch.no_grad()
+    def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
+        """Return logits without gradients; see the protocol."""
+        self.module.check_shape(image)
+        return self._step.predict(image, precision)
+
+    def _divided(
+        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float
+    ) -> list[MicroBatch]:
+        count = min(self.num_micro_batches, len(image))
+        portions = zip(image.tensor_split(count), target.tensor_split(count), strict=True)
+        return [
+            MicroBatch(
+                image=own, target=of_own, loss_fn=loss_fn, weight=len(own) / len(image), scale=scale
+            )
+            for own, of_own in portions
+        ]
+
+    def _sums(self, batch: Sequence[MicroBatch]) -> Tensor:
+        """Return the sums of a loss over all micro-batches, which pass forward for that."""
+        if has_dropout(self.module.modules()):
+            raise ConfigError(
+                "a loss of the whole batch, such as batch Dice, runs micro-batches forward twice, "
+                "and dropout would draw other random numbers; use training.batch_dice=false or one "
+                "micro-batch"
+            )
+        return added([self._step.sums(one) for one in batch])
+
+
+def _parts(whole: PartOfBatch, batch: Sequence[MicroBatch], scale: float) -> list[MicroBatch]:
+    """Return micro-batches whose gradients add up to those of the whole batch, times a scale.
+
+    Each has the value of the whole, so their weighted values add up to that. Of its gradient each
+    has its own part, without a weight; the exchange takes the mean over replicas.
+    """
+    factor = scale * whole.factor * whole.exchange.num_replicas
+    return [replace(one, loss_fn=whole, scale=factor / one.weight) for one in batch]

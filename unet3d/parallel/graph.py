@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.memory.fake_devices import is_fake_device
-from unet3d.parallel.executor import NoObserver, Observer
+from unet3d.memory.meter import Observer
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import CAPTURE_SWITCH
 from unet3d.torch_private import free_cublas_workspaces
@@ -280,7 +280,7 @@ class StepCapture:
         captured = None
         shape = "x".join(map(str, batch[0].image.shape))
         try:
-            captured = self._capture(batch, observer if self._is_prediction else NoObserver())
+            captured = self._capture(batch, observer if self._is_prediction else Observer())
             logger.debug("captured steps of %d micro-batches %s", len(batch), shape)
         except torch.OutOfMemoryError:
             logger.debug("no memory to capture steps of %d micro-batches %s", len(batch), shape)

@@ -1,11 +1,23 @@
 """What stages send to each other within one step: outputs forward, gradients back.
 
-The pipeline puts in what a stage produces and takes out what the next one reads. Copies between
-devices start as soon as their tensor exists; see :mod:`unet3d.parallel.transfer`.
+The pipeline puts in what a stage produces and takes out what the next one reads. Copies between the
+devices of two stages are on streams of their own.
+
+Between two GPUs a copy overlaps with the work of both. It starts as soon as its tensor exists,
+but the reader's stream waits for it only where the reader is queued: a wait that is queued as
+soon as the copy is issued would also hold up the work that the reader's device still does for
+other micro-batches::
+
+    GPU 0 compute   F0 ─┬─ F1 ────┬─ ...
+    GPU 0 copy          └─ copy 0 └─ copy 1
+    GPU 1 compute                 └─ (wait) F0 ─ B0 ─ (wait) F1 ...
+
+To and from a CPU the same calls are plain copies.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -13,7 +25,6 @@ from torch import Tensor
 
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.step import MicroBatch
-from unet3d.parallel.transfer import Transfer
 
 Reader = tuple[int | str, int]
 """What reads a message: a stage's index, or ``loss``, and the micro-batch."""
@@ -94,3 +105,94 @@ class Mail:
     def _send(self, reader: Reader, message: str, tensor: Tensor, device: torch.device) -> Arriving:
         """Send a tensor to its reader."""
         return Transfer(tensor, device)
+
+
+class Transfer:
+    """One tensor on its way to a device."""
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        """Start the copy of a tensor without its graph; nothing is copied on its own device."""
+        self._arrived: torch.cuda.Event | None = None
+        source = tensor.detach()
+        if source.device == device:
+            self._tensor = source
+        elif source.device.type == "cuda" and device.type == "cuda":
+            self._tensor = self._between_gpus(source, device)
+        else:
+            self._tensor = source.to(device)
+
+    def wait(self) -> Tensor:
+        """Return the tensor; work queued from now on its device's current stream sees it."""
+        if self._arrived is not None:
+            stream = torch.cuda.current_stream(self._tensor.device)
+            stream.wait_event(self._arrived)
+            # Its memory belongs to the copy stream, which must not reuse it before this reader.
+            self._tensor.record_stream(stream)
+        return self._tensor
+
+    def _between_gpus(self, source: Tensor, device: torch.device) -> Tensor:
+        sending, receiving = _copy_streams(source.device, device)
+        sending.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(sending), torch.cuda.stream(receiving):
+            # PyTorch copies on the source's current stream and makes the target's wait for it.
+            copy = torch.empty_like(source, device=device).copy_(source, non_blocking=True)
+            self._arrived = receiving.record_event()
+        # The allocator must not hand the source's memory out again before it has been read.
+        source.record_stream(sending)
+        return copy
+
+
+class Buffer:
+    """A place of fixed memory that tensors of one shape are sent to, one after another."""
+
+    def __init__(self, like: Tensor, device: torch.device) -> None:
+        """Allocate it on a device, with the shape, type and strides of what is sent."""
+        self.tensor = torch.empty_like(like, device=device)
+        self._arrived: torch.cuda.Event | None = None
+        self._released: torch.cuda.Event | None = None
+        self.release()  # what had this memory before may still be queued
+
+    def fill(self, source: Tensor) -> torch.cuda.Event | None:
+        """Start a copy, once work that is queued now has computed the source.
+
+        Returns an event after the source has been read; None where work that is queued later on its
+        device's current stream comes after the copy anyway.
+        """
+        target = self.tensor
+        if not (source.is_cuda and target.is_cuda and source.device != target.device):
+            target.copy_(source, non_blocking=True)
+            return None
+        sending, receiving = _copy_streams(source.device, target.device)
+        sending.wait_stream(torch.cuda.current_stream(source.device))
+        if self._released is not None:
+            receiving.wait_event(self._released)
+        with torch.cuda.stream(sending), torch.cuda.stream(receiving):
+            target.copy_(source, non_blocking=True)
+            self._arrived = receiving.record_event()
+            read: torch.cuda.Event = sending.record_event()
+        source.record_stream(sending)  # a batch may be let go of before it has been read
+        return read
+
+    def wait(self) -> None:
+        """Make work that is queued from now on, on the current stream, see what was sent."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(self._arrived)
+            self._arrived = None
+
+    def release(self) -> None:
+        """Let the next copy overwrite it, once work that is queued now has read it."""
+        if self.tensor.is_cuda:
+            stream = torch.cuda.current_stream(self.tensor.device)
+            self._released = stream.record_event()
+
+
+@cache
+def _copy_streams(
+    source: torch.device, target: torch.device
+) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return the streams of one direction between two GPUs, one on each.
+
+    Each direction has its own: on shared ones, gradients on their way back would hold up the next
+    micro-batch's activations.
+    """
+    return torch.cuda.Stream(source), torch.cuda.Stream(target)  # type: ignore[no-untyped-call]

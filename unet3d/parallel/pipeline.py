@@ -1,21 +1,254 @@
-"""A network as stages on several devices, with several micro-batches in flight."""
+"""A network as stages on several devices, with several micro-batches in flight.
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+A step is launched, or replayed as CUDA graphs, one of each action, and the copies between them. It
+is captured by walking its schedule once: what has to be done in a replay is noted in the same
+order. Within a GPU a stage reads what another has produced in place. Between GPUs there are
+buffers: each message takes one that no message in flight uses, and the same one in each replay.
+
+What one GPU sends to another is copied while the sender already works on. Its memory is therefore
+not reused by the sender's next action, and the one after that waits until it has been read::
+
+    GPU 0   F0 ──► F1 ──► (F0 has been read) B0 ──► ...
+               copy   copy
+    GPU 1           └► F0 ...
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from unet3d.memory.meter import Observer
 from unet3d.model import BlockNetwork
-from unet3d.parallel.captured_pipeline import CapturedPipeline
 from unet3d.parallel.exchange import NoExchange
-from unet3d.parallel.executor import Observer
-from unet3d.parallel.mail import Mail
+from unet3d.parallel.graph import (
+    Gradients,
+    Graph,
+    GraphPool,
+    aliased,
+    give_cached_memory_back,
+    pool_of_kind,
+)
+from unet3d.parallel.losses import total_of, weighted
+from unet3d.parallel.mail import Arriving, Buffer, Mail, Reader, Transfer
 from unet3d.parallel.partition import Stage
-from unet3d.parallel.pipeline_stage import PipelineStage, walk
+from unet3d.parallel.stages import PipelineStage, Send, walk
 from unet3d.parallel.step import MicroBatch, PlacedBlocks
-from unet3d.parallel.transfer import Transfer
+
+
+class CapturedPipeline:
+    """A step of one shape that can be replayed."""
+
+    averages = False
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        results: Sequence[str],
+        batch: Sequence[MicroBatch],
+        observer: Observer,
+    ) -> None:
+        """Capture the step; nothing is computed, and only the shapes of the batch matter.
+
+        Raises:
+            torch.OutOfMemoryError: There is too little memory for the graphs.
+        """
+        devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
+        give_cached_memory_back(devices)
+        self._notes = _Notes(devices)
+        self.gradients: list[Gradients] = []
+        own_stages = [runner.stage for runner in stages]
+        mail = _NotedMail(own_stages, results, batch, self._notes)
+        with ExitStack() as aliases:
+            for runner in stages:
+                self.gradients.append(aliases.enter_context(aliased(runner.stage)))
+            noted = [_NotedStage(runner, mail, self._notes) for runner in stages]
+            walk(noted, mail, batch, observer)
+        for actions in self._notes.actions.values():
+            actions.sent = ()
+
+    def replay(self, batch: Sequence[MicroBatch]) -> Any:
+        """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""
+        notes = self._notes
+        notes.batch[:] = batch
+        try:
+            for call in notes.calls:
+                call()
+            return total_of(notes.losses)
+        finally:
+            notes.batch.clear()
+            notes.losses.clear()
+
+
+class _Actions:
+    """The actions of one device, in order: what they have sent must outlive the next action."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.pool = pool
+        self.sent: Sequence[Tensor] = ()
+        """During capture: what the last action has sent."""
+        self._unread: deque[list[torch.cuda.Event]] = deque()
+        """During replay: events after the reads of what the last actions have sent."""
+
+    def replay(self, graph: Graph) -> None:
+        """Replay an action when what the one before the last has sent has been read."""
+        with self.pool.current():
+            while len(self._unread) > 1:
+                for event in self._unread.popleft():
+                    self.pool.wait(event)
+            graph.replay()
+        self._unread.append([])
+
+    def send(self, place: Tensor, buffer: Buffer) -> None:
+        """Copy what the last action has left in a place."""
+        read = buffer.fill(place)
+        if read is not None:
+            self._unread[-1].append(read)
+
+    def give(self, loss: Any, losses: list[Any]) -> None:
+        """Give a copy of the last action's loss, which the next replay overwrites."""
+        with self.pool.current():
+            losses.append(weighted(loss, 1.0))
+
+
+class _Notes:
+    """What a replay does, in its order."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.actions = {device: _Actions(pool_of_kind(device)) for device in devices}
+        self.calls: list[Callable[[], object]] = []
+        # Lists, which calls refer to: references to these notes would be cyclic, and keep graphs.
+        self.batch: list[MicroBatch] = []
+        """That of the current replay."""
+        self.losses: list[Any] = []
+        """Those of the current replay."""
+
+
+class _NotedStage(PipelineStage):
+    """A stage whose actions are captured."""
+
+    def __init__(self, launched: PipelineStage, mail: "_NotedMail", notes: _Notes) -> None:
+        super().__init__(launched.blocks)
+        self._launched = launched
+        self._mail = mail
+        self._notes = notes
+        self._actions = notes.actions[self.stage.slot.device]
+
+    def forward(self, number: int, received: Mapping[str, Tensor], send: Send) -> None:
+        with self._capture(send) as keep:
+            self._launched.forward(number, received, keep)
+
+    def loss(
+        self, number: int, logits: Mapping[str, Tensor], target: Tensor, own: MicroBatch, send: Send
+    ) -> Any:
+        with self._capture(send, ("loss", number)) as keep:
+            loss = self._launched.loss(number, logits, target, own, keep)
+        self._notes.calls.append(partial(self._actions.give, loss, self._notes.losses))
+        return loss
+
+    def backward(self, number: int, gradients: Mapping[str, Sequence[Tensor]], send: Send) -> None:
+        with self._capture(send, (self.stage.slot.index, number)) as keep:
+            self._launched.backward(number, gradients, keep)
+
+    def forget(self) -> None:
+        self._launched.forget()
+
+    @contextmanager
+    def _capture(self, send: Send, last_reader_of: Reader | None = None) -> Iterator[Send]:
+        """Capture an action, and then send what it keeps."""
+        actions, sent = self._actions, list[tuple[str, Tensor]]()
+        with actions.pool.current(), actions.pool.capture() as graph:
+            yield lambda name, tensor: sent.append((name, tensor))
+        actions.sent = [tensor for _, tensor in sent]
+        self._notes.calls.append(partial(actions.replay, graph))
+        if last_reader_of is not None:
+            self._mail.release(last_reader_of)
+        for name, tensor in sent:
+            send(name, tensor)
+
+
+class _NotedMail(Mail):
+    """Hands tensors over in place, or through buffers that a replay fills."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        results: Sequence[str],
+        batch: Sequence[MicroBatch],
+        notes: _Notes,
+    ) -> None:
+        super().__init__(stages, results, batch)
+        self._notes = notes
+        self._buffers: dict[Reader, list[tuple[str, Buffer]]] = defaultdict(list)
+        """That a stage, or the loss, still reads, each under the name of its message."""
+        self._free: dict[tuple[int | str, str], list[Buffer]] = defaultdict(list)
+        """That no message in flight uses, by reader and message."""
+
+    def image(self, stage: Stage, number: int) -> Tensor:
+        reader, image = (stage.slot.index, number), self._batch[number].image
+        return self._read_by(reader, "image", image, stage.slot.device)
+
+    def target(self, number: int) -> Tensor:
+        target = self._batch[number].target
+        return self._read_by(("loss", number), "target", target, self._loss_device)
+
+    def _read_by(
+        self,
+        reader: Reader,
+        message: Literal["image", "target"],
+        like: Tensor,
+        device: torch.device,
+    ) -> Tensor:
+        """Return a place for a part of the batch, which every replay fills."""
+        buffer = self._buffer(reader, message, like, device)
+        batch, number = self._notes.batch, reader[1]
+
+        def fill() -> None:
+            buffer.fill(getattr(batch[number], message))
+
+        self._notes.calls += [fill, buffer.wait]
+        return buffer.tensor.detach()
+
+    def release(self, reader: Reader) -> None:
+        """Let later messages use the buffers that an action was the last to read."""
+        for message, buffer in self._buffers.pop(reader, ()):
+            self._notes.calls.append(buffer.release)
+            self._free[reader[0], message].append(buffer)
+
+    def _send(self, reader: Reader, message: str, tensor: Tensor, device: torch.device) -> Arriving:
+        if stays(tensor, device):
+            return super()._send(reader, message, tensor, device)
+        actions = self._notes.actions[tensor.device]
+        buffer = self._buffer(reader, message, tensor, device)
+        self._notes.calls.append(partial(actions.send, actions.pool.place_of(tensor), buffer))
+        return _Buffered(buffer, self._notes)
+
+    def _buffer(self, reader: Reader, message: str, like: Tensor, device: torch.device) -> Buffer:
+        free = self._free[reader[0], message]
+        buffer = free.pop() if free else Buffer(like, device)
+        self._buffers[reader].append((message, buffer))
+        return buffer
+
+
+def stays(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a reader on a device can read a tensor in place."""
+    return tensor.device == device
+
+
+class _Buffered:
+    """A tensor that a replay sends through a buffer."""
+
+    def __init__(self, buffer: Buffer, notes: _Notes) -> None:
+        self._buffer = buffer
+        self._notes = notes
+
+    def wait(self) -> Tensor:
+        self._notes.calls.append(self._buffer.wait)
+        return self._buffer.tensor.detach()
 
 
 class Pipeline:
@@ -33,7 +266,7 @@ class Pipeline:
     def run(
         self,
         batch: Sequence[MicroBatch],
-        observer: Observer | None = None,
+        observer: Observer,
         before_last_backward: Callable[[Stage], None] = lambda stage: None,
     ) -> Any:
         """Add the gradients of a batch to the parameters', and return its weighted loss.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from unet3d.config import Recompute
 from unet3d.errors import ConfigError
 from unet3d.kernels import convolves_by_hand, recomputed_in_backward
+from unet3d.memory.meter import Observer
 from unet3d.model import (
     Block,
     BlockNetwork,
@@ -30,12 +31,11 @@ from unet3d.model import (
 from unet3d.model.blocks import AfterBlock
 from unet3d.model.parts import PartsOfPass, recomputed_parts
 from unet3d.parallel.exchange import NoExchange
-from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer, as_loss
 from unet3d.parallel.graph import Graph, aliased, give_cached_memory_back, pool_of_kind
-from unet3d.parallel.memory_format import memory_format
+from unet3d.parallel.losses import LossFunction, as_loss, total_of, weighted
 from unet3d.parallel.offload import SkipOffload
 from unet3d.parallel.partition import Stage
-from unet3d.parallel.precision import autocast_dtype, lowered_on, lowering
+from unet3d.parallel.precision import autocast_dtype, lowered_on, lowering, memory_format
 from unet3d.torch_private import version
 
 
@@ -54,11 +54,10 @@ class MicroBatch:
     scale: float
     """Factor of the loss before backward, such as a gradient scaler's."""
 
-    def loss(self, logits: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Loss]:
+    def loss(self, logits: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Any]:
         """Return the scalar that goes backward, and the weighted loss without a graph or scale."""
         terms = as_loss(self.loss_fn(_one_or_all(logits), target))
-        scaled = terms.total * (self.weight * self.scale)
-        return scaled, terms.detached().weighted(self.weight)
+        return terms.total * (self.weight * self.scale), weighted(terms, self.weight)
 
     @torch.no_grad()
     def sums(self, logits: Sequence[Tensor]) -> Any:
@@ -188,23 +187,22 @@ class DeviceStep:
     def run(
         self,
         batch: Sequence[MicroBatch],
-        observer: Observer | None = None,
+        observer: Observer,
         before_last_backward: Callable[[Stage], None] = lambda stage: None,
     ) -> Any:
         """Add the gradients of a batch to the parameters', and return its weighted loss."""
         (stage,) = self.stages
-        watch = observer or NoObserver()
         losses: list[Any] = []
         for number, one in enumerate(batch):
-            with watch.during(stage.slot, "forward", number):
+            with observer.during(stage.slot, "forward", number):
                 made = self._blocks.forward(self._blocks.as_inputs({"image": one.image}))
-            with watch.during(stage.slot, "loss", number):
+            with observer.during(stage.slot, "loss", number):
                 # No name but the graph's own keeps the logits beyond the loss.
                 logits = [made.pop(name) for name in (self._result, *self._coarse)]
                 scaled, loss = one.loss(logits, one.target)
                 del logits
             losses.append(loss)
-            with watch.during(stage.slot, "backward", number):
+            with observer.during(stage.slot, "backward", number):
                 if number + 1 == len(batch):
                     before_last_backward(stage)
                 torch.autograd.backward(scaled)
@@ -269,13 +267,8 @@ class CapturedDeviceStep:
                 self._read.image.copy_(one.image, non_blocking=True)
                 self._read.target.copy_(one.target, non_blocking=True)
                 graph.replay()
-                losses.append(loss.weighted(1.0))  # the next replay overwrites it
+                losses.append(weighted(loss, 1.0))  # the next replay overwrites it
             return total_of(losses)
-
-
-def total_of(losses: Sequence[Any]) -> Any:
-    """Return the sum of weighted losses."""
-    return sum(losses[1:], start=losses[0])
 
 
 def place(stage: Stage, autocast: torch.dtype | None) -> torch.dtype | None:

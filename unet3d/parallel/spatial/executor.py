@@ -16,12 +16,13 @@ from torch import Tensor
 from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError
 from unet3d.kernels.sharding import sharded
+from unet3d.memory.meter import Observer, Slot
 from unet3d.model import UNet3d
 from unet3d.parallel.exchange import FlatExchange
-from unet3d.parallel.executor import LossFunction, NoObserver, Observer
-from unet3d.parallel.network_executor import NetworkExecutor
+from unet3d.parallel.executor import NetworkExecutor
+from unet3d.parallel.losses import LossFunction
 from unet3d.parallel.partition import make_stages
-from unet3d.parallel.placement import Layout, Slot
+from unet3d.parallel.placement import Layout
 from unet3d.parallel.precision import lowered_on
 from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.parallel.spatial.network import SlabNetwork
@@ -76,7 +77,7 @@ class SpatialExecutor:
             )
         self.module = network
         self.rule = SlabRule(topology=network.topology, num_shards=layout.num_shards)
-        self.observer: Observer = NoObserver()
+        self.observer = Observer()
         self._layout = layout
         (device,) = layout.devices
         (stage,) = make_stages(network.blocks(), (device,), (), network.outputs())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unet3d.parallel.transfer import Transfer, _copy_streams
+from unet3d.parallel.mail import Transfer, _copy_streams
 
 CPU = torch.device("cpu")
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)

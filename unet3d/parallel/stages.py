@@ -1,4 +1,4 @@
-"""The stages of a pipeline, and the walk through its schedule.
+"""The stages of a pipeline, and its schedule: which micro-batch runs where and when.
 
 Between two stages there is no autograd graph: a stage's inputs are leaves, and what backward leaves
 in them is sent to the stage that made them. So the graph of one micro-batch in one stage can be
@@ -7,23 +7,27 @@ walked back as soon as its gradients exist, and is freed at once::
     stage 0   image ──[blocks]── encoder.3.1 ─┬─ skip ...       gradients ──► backward
                                         send  │                            ▲ send
     stage 1                        leaf ◄─────┘──[blocks]── head ── loss ── leaf.grad
+
+A schedule is a list of actions in the order in which one process queues them. Devices work
+asynchronously, so two actions on different stages overlap as far as their data allow. In timetables
+a column is one unit of time, F2 is micro-batch 2 forward, B2 backward.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from unet3d.memory.meter import Observer
 from unet3d.model import Block
-from unet3d.parallel.executor import NoObserver, Observer
+from unet3d.parallel.losses import added, total_of
 from unet3d.parallel.mail import Mail
 from unet3d.parallel.partition import Stage
-from unet3d.parallel.schedule import one_forward_one_backward
-from unet3d.parallel.step import MicroBatch, PlacedBlocks, total_of
+from unet3d.parallel.step import MicroBatch, PlacedBlocks
 
 Send = Callable[[str, Tensor], None]
 """Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
@@ -94,7 +98,7 @@ class PipelineStage:
         # A loss may leave out a result, and frozen blocks in front have no graph.
         names = [name for name in roots if gradients[name]]
         # They are added in the order in which they came, so that a run can be repeated.
-        values = [functools.reduce(torch.add, gradients[name]) for name in names]
+        values = [added(gradients[name]) for name in names]
         del gradients
         if names:
             torch.autograd.backward([roots[name] for name in names], values)
@@ -119,7 +123,7 @@ def walk(
     runners: Sequence[PipelineStage],
     mail: Mail,
     batch: Sequence[MicroBatch],
-    observer: Observer | None = None,
+    observer: Observer,
     before_last_backward: Callable[[Stage], None] = lambda stage: None,
 ) -> Any:
     """Run the schedule of a step, and return its weighted loss.
@@ -127,7 +131,6 @@ def walk(
     The one place where micro-batches meet stages, launched or captured. ``before_last_backward`` is
     called where the gradients of a stage are about to be complete.
     """
-    watch = observer or NoObserver()
     losses: list[Any] = []
     num_left = [len(batch)] * len(runners)
     try:
@@ -136,16 +139,16 @@ def walk(
             stage = runner.stage
             send_back = partial(mail.send_back, stage, number)
             if action.kind == "forward":
-                with watch.during(stage.slot, "forward", number):
+                with observer.during(stage.slot, "forward", number):
                     send_on = partial(mail.send_on, stage, number)
                     runner.forward(number, mail.inputs(stage, number), send_on)
                 if runner is runners[-1]:
-                    with watch.during(stage.slot, "loss", number):
+                    with observer.during(stage.slot, "loss", number):
                         logits, target = mail.logits(number), mail.target(number)
                         losses.append(runner.loss(number, logits, target, batch[number], send_back))
             else:
                 num_left[action.stage] -= 1
-                with watch.during(stage.slot, "backward", number):
+                with observer.during(stage.slot, "backward", number):
                     if not num_left[action.stage]:
                         before_last_backward(stage)
                     runner.backward(number, mail.gradients(stage, number), send_back)
@@ -153,3 +156,49 @@ def walk(
         for runner in runners:
             runner.forget()
     return total_of(losses)
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage."""
+
+    kind: Literal["forward", "backward"]
+    micro_batch: int
+    stage: int
+
+
+def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
+    """Yield the 1F1B schedule (PipeDream-flush, Narayanan et al., arXiv 2006.09503).
+
+    Each stage starts as many micro-batches as there are stages from it to the end, then
+    alternates: so stage 0 keeps the activations of at most ``num_stages`` micro-batches, the last
+    stage of one, however many there are::
+
+        stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
+        stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
+
+    With one stage this is gradient accumulation: F0 B0 F1 B1 and so on. The stages' own orders are
+    merged as it would happen if every action took one unit, so that no device waits for work that
+    the process could have queued earlier.
+    """
+    per_stage = []
+    for stage in range(num_stages):
+        ahead = min(num_micro_batches, num_stages - stage)
+        order = deque(Action("forward", i, stage) for i in range(ahead))
+        for i in range(num_micro_batches):
+            order.append(Action("backward", i, stage))
+            if i + ahead < num_micro_batches:
+                order.append(Action("forward", i + ahead, stage))
+        per_stage.append(order)
+    done: set[Action] = set()
+    while any(per_stage):
+        now = [
+            order.popleft() for order in per_stage if order and _can_run(order[0], num_stages, done)
+        ]
+        yield from now
+        done.update(now)
+
+
+def _can_run(action: Action, num_stages: int, done: set[Action]) -> bool:
+    """Return whether the stage that an action reads from has done its part before."""
+    source = action.stage + (-1 if action.kind == "forward" else 1)
+    return not 0 <= source < num_stages or action._replace(stage=source) in done

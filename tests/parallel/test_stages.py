@@ -1,0 +1,61 @@
+import itertools
+
+import pytest
+
+from unet3d.parallel.stages import Action, one_forward_one_backward
+
+
+def needs(action, num_stages):
+    """What a U-Net's data ask for: forward down the stages, backward up again."""
+    kind, stage = action.kind, action.stage
+    if kind == "forward":
+        return [action._replace(stage=stage - 1)] if stage else []
+    below = [] if stage == num_stages - 1 else [action._replace(stage=stage + 1)]
+    return [*below, action._replace(kind="forward")]
+
+
+def begins_of(actions, num_stages):
+    """Return when each action begins, on devices that take one unit for it, in queued order."""
+    begins: dict[Action, int] = {}
+    free = [0] * num_stages
+    for action in actions:
+        ready = [begins[needed] + 1 for needed in needs(action, num_stages)]
+        begins[action] = max([free[action.stage], *ready])
+        free[action.stage] = begins[action] + 1
+    return begins
+
+
+@pytest.mark.parametrize(
+    "timetable",
+    [
+        ["F0 F1 .. B0 F2 B1 F3 B2 .. B3", ".. F0 B0 F1 B1 F2 B2 F3 B3 .."],
+        [
+            "F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3",
+            ".. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..",
+            ".. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..",
+        ],
+        ["F0 B0 F1 B1 F2 B2 F3 B3"],  # gradient accumulation
+    ],
+)
+def test_the_timetable(timetable):
+    num_stages = len(timetable)
+    begins = begins_of(one_forward_one_backward(4, num_stages), num_stages)
+    rows = [[".."] * (max(begins.values()) + 1) for _ in timetable]
+    for action, time in begins.items():
+        rows[action.stage][time] = f"{action.kind[0].upper()}{action.micro_batch}"
+    assert [" ".join(row) for row in rows] == timetable
+
+
+def test_every_action_comes_once_and_after_what_it_needs():
+    """And the gradients of micro-batches are added in the same order on every stage."""
+    for num_micro_batches, num_stages in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5)):
+        actions = list(one_forward_one_backward(num_micro_batches, num_stages))
+        assert len(set(actions)) == len(actions) == 2 * num_micro_batches * num_stages
+        for stage, kind in itertools.product(range(num_stages), ("forward", "backward")):
+            own = [a.micro_batch for a in actions if (a.kind, a.stage) == (kind, stage)]
+            assert own == list(range(num_micro_batches))
+        # Queued in the order of their beginnings: no device waits for the process.
+        begins = list(begins_of(actions, num_stages).values())
+        assert begins == sorted(begins)
+        if num_stages <= 2:  # they wait no longer than the pipeline is deep
+            assert begins[-1] + 1 == 2 * (num_micro_batches + num_stages - 1)

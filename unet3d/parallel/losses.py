@@ -1,0 +1,100 @@
+"""Loss functions, and how the losses of the parts of a batch add up.
+
+A loss is a mean over samples, or one of the whole batch, such as batch Dice. That is f(T), where T
+are sums over all voxels of the batch. Its gradient with respect to the sums S of one part, a
+micro-batch or a replica's share, depends on T only. So the part's own loss is f(S + (T - S)), where
+the difference is taken as a constant: it has the value of the whole batch's, and the gradients of
+all parts add up to the whole batch's.
+
+Before the first backward, T must be known. Replicas with one micro-batch tell one another their
+sums between forward and loss, in a captured step by a message that is part of its graph. Several
+micro-batches pass forward once before, without gradients: their activations are not kept, so it
+takes no more memory, but the time of the forward pass, and such a step is launched.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unet3d.errors import ConfigError
+from unet3d.parallel.exchange import NoExchange
+
+LossFunction = Callable[[Any, Tensor], Any]
+"""Maps logits (a sequence of them, for several results) and target to a mean over the samples: a
+scalar as of :func:`torch.nn.functional.cross_entropy`, or a named tuple of scalars of which the
+``total`` is minimised, such as :class:`~unet3d.model.loss.LossTerms`.
+
+A loss of the batch as one says so with ``joins_samples``; it has ``sums(logits, target)`` over the
+samples and ``from_sums`` of the whole batch, as :class:`~unet3d.model.loss.SegmentationLoss` has.
+Steps are only captured as CUDA graphs if it is the same object in each of them.
+"""
+
+
+class ScalarLoss(NamedTuple):
+    """The loss of a function that returns a plain scalar."""
+
+    total: Tensor
+    """The scalar that is minimised."""
+
+
+def as_loss(returned: Any) -> Any:
+    """Return a named tuple of scalars, whichever of both a loss function returns."""
+    if not isinstance(returned, Tensor):
+        return returned
+    if returned.dim() != 0:
+        raise ConfigError(
+            f"the loss function returned a tensor of shape {tuple(returned.shape)}; return a "
+            "scalar, the mean over the samples"
+        )
+    return ScalarLoss(total=returned)
+
+
+def weighted(loss: Any, weight: float) -> Any:
+    """Return new values of all terms times a weight, without their graph."""
+    return type(loss)(*(term.detach() * weight for term in loss))
+
+
+def total_of(losses: Sequence[Any]) -> Any:
+    """Return the sum of weighted losses, term by term."""
+    return type(losses[0])(*map(added, zip(*losses, strict=True)))
+
+
+def added(values: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors, in their order."""
+    return functools.reduce(torch.add, values)
+
+
+def joins_samples(loss_fn: LossFunction) -> bool:
+    """Return whether a loss is that of the batch as one, and not a mean over the samples."""
+    return bool(getattr(loss_fn, "joins_samples", False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfBatch:
+    """The loss of the batch as one, as a function of what one part of it contributes.
+
+    Two are equal where their fields are, as captured steps ask.
+    """
+
+    loss: Any
+    """A loss of the batch as one; see :data:`LossFunction`."""
+    exchange: NoExchange
+    """Adds up over replicas."""
+    factor: float
+    """Of this replica's sums: 0 where its samples are no part of the batch."""
+    known: Tensor | None = None
+    """The sums over the batch; None: those of the part and of other replicas."""
+
+    def total(self, own: Tensor) -> Tensor:
+        """Return the sums over the batch from those over this replica's samples."""
+        return self.exchange.total(own * self.factor)
+
+    def __call__(self, logits: Any, target: Tensor) -> Any:
+        """Return the loss of the batch."""
+        own = self.loss.sums(logits, target)
+        total = self.total(own.detach()) if self.known is None else self.known
+        return self.loss.from_sums(own + (total - own.detach()))
