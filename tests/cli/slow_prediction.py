@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from isal import igzip
 
 from tests.warm import run_command
-from unet3d.images import file_voxels
+from unet3d.images import source
 from unet3d.inference import windows
 from unet3d.inference.image_slab import ImageSlab
 
@@ -30,7 +30,7 @@ def predict(words, reading_s, window_s):
         return cut(self, starts)
 
     windows.CPU_VOXELS = 4 * 8**3  # computed at a time
-    file_voxels.PIECE_BYTES = 4096
-    file_voxels.igzip = SimpleNamespace(open=lambda file, mode: SlowFile(fileobj=file, mode=mode))
+    source.PIECE_BYTES = 4096
+    source.igzip = SimpleNamespace(open=lambda file, mode: SlowFile(fileobj=file, mode=mode))
     ImageSlab.cut = slow_cut
     run_command(words)

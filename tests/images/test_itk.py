@@ -184,7 +184,6 @@ def test_what_is_no_nrrd_volume_is_refused(tmp_path):
         (nrrd_bytes(space_origin="(99999999999,0,0)"), "an affine that no scan has"),
         (nrrd_bytes(space_directions=None, spacings=None), "the spacing is missing"),
         (nrrd_bytes(voxels=VOXELS[:-1]), "it is damaged or incomplete"),
-        (nrrd_bytes(voxels=VOXELS + bytes(2**21)), "goes on for more than"),
         (packed(gz[:-1]), "Compressed file ended before"),
         (packed(gzip.compress(VOXELS + bytes(2**21))), "goes on for more than"),
         (packed(VOXELS), "cannot read"),
@@ -237,7 +236,6 @@ def test_what_is_no_metaimage_is_refused(tmp_path):
         (meta_bytes(ElementDataFile="slice%03d.raw 1 5 1"), "only one file in the same folder"),
         (meta_bytes(ElementDataFile="v\x1b" * 300), "lacks its voxels v\\x1bv"),
         (meta_bytes(VOXELS[:-1]), "it is damaged or incomplete"),
-        (meta_bytes(VOXELS + bytes(2**21)), "goes on for more than"),
         (
             meta_bytes(zlib.compress(VOXELS)[:-1], CompressedData="True"),
             "ended before its checksum",

@@ -17,9 +17,8 @@ from nibabel.affines import voxel_sizes
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 
 from unet3d.errors import VolumeError, reason_of, some
-from unet3d.images.file_voxels import Packing, source_in_file
 from unet3d.images.geometry import RAS_FROM_LPS, Affine, geometry_of_affine
-from unet3d.images.source import Source, beginning_of
+from unet3d.images.source import Packing, Source, beginning_of, source_in_file
 from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import open_regular
 

@@ -15,11 +15,17 @@ from nibabel.spatialimages import SpatialImage
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
-from unet3d.images.file_voxels import source_in_file
 from unet3d.images.files import times, volume_suffix
 from unet3d.images.geometry import Geometry, geometry_of_affine, geometry_of_nifti
 from unet3d.images.label_names import name_labels
-from unet3d.images.source import GZIP_MARK, Source, beginning_of, unreadable, whole_axes
+from unet3d.images.source import (
+    GZIP_MARK,
+    Source,
+    beginning_of,
+    source_in_file,
+    unreadable,
+    whole_axes,
+)
 
 # nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
 # it also raises, and that is reported from here.

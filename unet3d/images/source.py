@@ -1,17 +1,21 @@
 """The seam of all formats: one file of an image, opened, whose voxels come when they are asked for.
 
-A format is a module with a function that returns a :class:`Source`. A file that is mapped or
-chunked gives an array that reads what is sliced out of it; a packed one is unpacked once.
+A file that is mapped or chunked gives an array that reads what is sliced out of it; a packed one is
+unpacked once. A file may be damaged, or made to do harm: what its header claims is compared with
+its size before anything is allocated, and of a packed file little more is unpacked than that.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
+from isal import igzip, isal_zlib
 
 from unet3d.errors import VolumeError, reason_of
 from unet3d.images.files import times
@@ -21,6 +25,16 @@ from unet3d.images.scratch import Scratch, forget_pages
 from unet3d.inputs.reading import open_regular
 
 GZIP_MARK = b"\x1f\x8b"
+
+MAX_TAIL_BYTES = 2**20
+"""What may follow packed voxels, such as the footer of an MGH file: the checksum is behind it."""
+
+MAX_DEFLATE_RATIO = 1040
+"""No gzip file grows more than about 1032 times when it is unpacked."""
+
+PIECE_BYTES = 2**20
+
+Packing = Literal["gzip", "zlib"] | None
 
 Voxels = Any
 """An array (I, J, K, C) that is sliced as NumPy's are: in memory, mapped, or in chunks.
@@ -114,3 +128,79 @@ def unreadable(path: Path, error: Exception) -> VolumeError:
     """Return the error for a file that something fails to read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return VolumeError(f"cannot read {path}: {reason or type(error).__name__}")
+
+
+def source_in_file(
+    geometry: Geometry,
+    file: Path,
+    shape: tuple[int, int, int, int],
+    dtype: np.dtype[Any],
+    *,
+    packing: Packing,
+    packed_from: int = 0,
+    offset: int = 0,
+    order: Literal["C", "F"] = "F",
+    slope: float = 1.0,
+    inter: float = 0.0,
+) -> Source:
+    """Return voxels (I, J, K, C) in a file, at an offset in what is packed from some byte on."""
+    path, num_bytes = geometry.path, math.prod(shape) * dtype.itemsize
+    begin, file_bytes = offset if packing else packed_from + offset, file.stat().st_size
+    if begin < 0 or begin + num_bytes > file_bytes * (MAX_DEFLATE_RATIO if packing else 1):
+        raise VolumeError(
+            f"{path} claims the shape {times(shape)}, {num_bytes} bytes from byte {begin} on, but "
+            f"{file.name} has only {file_bytes}; it is damaged or incomplete"
+        )
+
+    def read(scratch: Scratch) -> npt.NDArray[Any]:
+        if packing is None:
+            return np.memmap(str(file), dtype, "r", packed_from + offset, shape, order)
+        voxels = scratch.empty(shape, dtype, f"{path}: reading {times(shape)} voxels", order)
+        target = memoryview(voxels.reshape(-1, order=order).view(np.uint8).data)
+        unpack = _unpack_gzip if packing == "gzip" else _unpack_zlib
+        if unpack(file, packed_from, offset, target) > MAX_TAIL_BYTES:
+            raise VolumeError(
+                f"{path} goes on for more than {MAX_TAIL_BYTES} bytes after the voxels that its "
+                "header describes; it is damaged, or the shape in its header is wrong"
+            )
+        return voxels
+
+    unpacked_bytes = 0 if packing is None else num_bytes
+    return Source(geometry, dtype, read, slope=slope, inter=inter, unpacked_bytes=unpacked_bytes)
+
+
+def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int:
+    """Fill memory from all members of a gzip file, check them, and return how much follows."""
+    with path.open("rb") as file:
+        file.seek(start)
+        with igzip.open(file, "rb") as packed:  # type: ignore[no-untyped-call]
+            skipped = len(packed.read(offset))
+            done = 0
+            while count := packed.readinto(target[done : done + PIECE_BYTES]):
+                done += count
+            if skipped < offset or done < len(target):
+                raise EOFError(f"its packed voxels end after {done} of {len(target)} bytes")
+            tail_bytes = 0
+            while tail_bytes <= MAX_TAIL_BYTES and (count := len(packed.read(PIECE_BYTES))):
+                tail_bytes += count
+    return tail_bytes
+
+
+def _unpack_zlib(path: Path, start: int, offset: int, target: memoryview) -> int:
+    """Do the same with one zlib stream, in which the voxels come first."""
+    inflater, done, tail_bytes = isal_zlib.decompressobj(), 0, 0
+    with path.open("rb") as file:
+        file.seek(start)
+        while not inflater.eof and tail_bytes <= MAX_TAIL_BYTES:
+            packed = inflater.unconsumed_tail or file.read(PIECE_BYTES)
+            part = inflater.decompress(packed, min(PIECE_BYTES, len(target) - done) or PIECE_BYTES)
+            if not packed and not part:
+                raise EOFError("its packed voxels ended before its checksum")
+            if done == len(target):
+                tail_bytes += len(part)
+            else:
+                target[done : done + len(part)] = part
+                done += len(part)
+    if done < len(target):
+        raise EOFError(f"its packed voxels end after {done} of {len(target)} bytes")
+    return tail_bytes

@@ -23,12 +23,11 @@ from torch import Tensor
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.images.files import times
-from unet3d.patches.augment.apply import augment
 from unet3d.patches.augment.cut import Cut, Extent, Placement, Slab, shape_of, start_of
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
 from unet3d.patches.augment.filters import with_margin
 from unet3d.patches.augment.intensity import Gather
-from unet3d.patches.augment.recipe import together
+from unet3d.patches.augment.recipe import augment, together
 from unet3d.patches.packing import Packed, Packer
 from unet3d.preparation.cache import PreparedCase
 from unet3d.preparation.prepared_image import whole_box

@@ -177,11 +177,11 @@ def predict_memory(step: Step) -> MemoryEstimate:
         meter.note_gradients()
         optimization.step(settings.learning_rate)
         memory = meter.read(optimization.optimizer)
-        augments_by_products = step.augmentation is not None and step.augmentation.multiplies
+        augments = step.augmentation is not None and step.augmentation.settings.enabled
         for slot in executor.slots:
             if is_fake_device(slot.device):
                 peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
-                if slot.device == executor.input_device and augments_by_products:
+                if slot.device == executor.input_device and augments:
                     peak_bytes += WORKSPACE_BYTES  # cuBLAS's, for the stream beside that of steps
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
         del kept

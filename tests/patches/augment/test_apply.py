@@ -12,13 +12,12 @@ from tests.gpu_waits import refused_waits
 from tests.patches.known_cases import probable
 from tests.shards import run_shards
 from unet3d.kernels.affine.noise import add_noise
-from unet3d.patches.augment import apply
-from unet3d.patches.augment.apply import augment
+from unet3d.patches.augment import recipe
 from unet3d.patches.augment.cut import Cut, Extent, Placement, Slab, start_of
 from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
 from unet3d.patches.augment.filters import blur_matrices, coarsening_matrices, filtered, with_margin
 from unet3d.patches.augment.intensity import Part, change_contrast, change_gamma
-from unet3d.patches.augment.recipe import together
+from unet3d.patches.augment.recipe import augment, together
 from unet3d.patches.patches import CutBatch
 from unet3d.preparation.prepared_image import whole_box
 
@@ -192,7 +191,7 @@ def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(size, shape, 
 
 def test_more_patches_are_no_more_operations(monkeypatch):
     """On a GPU, where each is a launch, which takes the host longer than a small patch the GPU."""
-    monkeypatch.setattr(apply, "sample_affine", lambda boxes, image_out, label_out: None)
+    monkeypatch.setattr(recipe, "sample_affine", lambda boxes, image_out, label_out: None)
     image, label = volume(2, (30, 28, 26))
 
     class Counted(TorchDispatchMode):

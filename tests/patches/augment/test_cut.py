@@ -80,4 +80,4 @@ def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for():
         rngs = (np.random.default_rng(seed) for seed in range(50))
         drawn = [channel for rng in rngs for channel in drawing.channels(rng, 2, (1, 1, 1))]
         most = max(reach_of(channel, (voxels, 8, 8))[0] for channel in drawn)
-        assert most <= farthest_reach(voxels, blurs=True, coarsens=True) <= most + 2
+        assert most <= farthest_reach(voxels) <= most + 2

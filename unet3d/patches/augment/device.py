@@ -7,7 +7,7 @@ import torch
 
 from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.images.memory_limits import FLOAT32_BYTES
-from unet3d.patches.augment.draw import SCALING_RANGE, free_axes, largest_angle
+from unet3d.patches.augment.draw import SCALING_RANGE, free_axes
 from unet3d.patches.augment.filters import farthest_reach
 from unet3d.patches.augment.recipe import number_together
 
@@ -50,29 +50,18 @@ class DeviceAugmentation:
             label_bytes=1 if num_classes <= 256 else 8,
         )
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether matrices are multiplied, for which cuBLAS keeps memory for the stream."""
-        settings = self.settings
-        filters = (settings.blur_probability, settings.low_resolution_probability)
-        return settings.enabled and max(filters) > 0
-
-    def staging_bytes(
-        self, size: Shape, num_patches: int, slab: range | None = None, *, gathers: bool = True
-    ) -> int:
+    def staging_bytes(self, size: Shape, num_patches: int, slab: range | None = None) -> int:
         """Return what making patches of a size, or slabs of them, takes at most, beside these.
 
-        The boxes that they are cut from are freed before filters take memory of their own. Where
-        the slabs do not gather statistics of the patch, it is made whole if it needs them.
+        The boxes that they are cut from are freed before filters take memory of their own.
         """
-        made = size if slab is None else (self._made_planes(size[0], slab, gathers), *size[1:])
+        made, in_place = size, True
+        if slab is not None:
+            reach = farthest_reach(size[0]) if self.settings.enabled else 0
+            planes = min(size[0], slab.stop + reach) - max(0, slab.start - reach)
+            made, in_place = (planes, *size[1:]), planes == len(slab)
         largest = max(
-            math.prod(
-                min(reached, available)
-                for reached, available in zip(
-                    largest_reach(self.settings, size, spacing_mm, made[0]), shape, strict=True
-                )
-            )
+            math.prod(map(min, largest_reach(self.settings, size, spacing_mm, made[0]), shape))
             for shape, spacing_mm in self.cases
         )
         most = number_together(size)
@@ -80,26 +69,8 @@ class DeviceAugmentation:
         cuts = together * largest * (self.num_channels * self.voxel_bytes + self.label_bytes)
         changed = min(together * self.num_channels, most) if self.settings.enabled else 0
         arrays = changed * (WORK_ARRAYS + (changed > 1)) * FLOAT32_BYTES
-        in_place = slab is None or made[0] == len(slab)
         around = 0 if in_place else self.num_channels * FLOAT32_BYTES + self.label_bytes
         return around * math.prod(made) + max(cuts, arrays * math.prod(made))
-
-    def _made_planes(self, planes: int, slab: range, gathers: bool) -> int:
-        """Return how many planes of a patch are made at most where a slab is wanted."""
-        settings = self.settings
-        if not settings.enabled:
-            return len(slab)
-        is_measured = (
-            settings.contrast_probability,
-            settings.gamma_probability,
-            settings.inverted_gamma_probability,
-        )
-        if not gathers and max(is_measured) > 0:
-            return planes
-        reach = farthest_reach(
-            planes, settings.blur_probability > 0, settings.low_resolution_probability > 0
-        )
-        return min(planes, slab.stop + reach) - max(0, slab.start - reach)
 
 
 def largest_reach(
@@ -113,14 +84,10 @@ def largest_reach(
     if not settings.enabled:
         return made
     turning, scaling = free_axes(size, spacing_mm)
-    turns = settings.rotation_probability > 0 and largest_angle(settings, turning) > 0
-    scale = SCALING_RANGE[1] if settings.scaling_probability > 0 else 1.0
     half_mm = [(voxels - 1) / 2 * mm for voxels, mm in zip(made, spacing_mm, strict=True)]
     radius_mm = math.hypot(*(mm for mm, turned in zip(half_mm, turning, strict=True) if turned))
-    reach = []
-    for axis in range(3):
-        is_turned = turns and turning[axis]
-        mm = radius_mm if is_turned else half_mm[axis]
-        grown = mm / spacing_mm[axis] * (scale if scaling[axis] else 1.0)
-        reach.append(2 * math.ceil(grown) + 2 if is_turned or scale > 1 else made[axis])
-    return (reach[0], reach[1], reach[2])
+    x, y, z = (
+        2 * math.ceil((radius_mm if turns else mm) / spacing * SCALING_RANGE[1] ** scales) + 2
+        for mm, spacing, turns, scales in zip(half_mm, spacing_mm, turning, scaling, strict=True)
+    )
+    return (x, y, z)

@@ -77,10 +77,10 @@ def with_margin(part: Box, channels: Sequence[DrawnChannel], size: Shape) -> Box
     return x, y, z
 
 
-def farthest_reach(voxels: int, blurs: bool, coarsens: bool) -> int:
+def farthest_reach(voxels: int) -> int:
     """Return from how many voxels away a channel takes at most, along an axis of a patch."""
     blur = math.ceil(BLUR_DEVIATIONS * BLUR_SIGMA_VOXELS[1])
-    return blur * blurs + _coarsening_reach(voxels, LOW_RESOLUTION_RANGE[0]) * coarsens
+    return blur + _coarsening_reach(voxels, LOW_RESOLUTION_RANGE[0])
 
 
 def _blur_matrix(voxels: int, sigma: float) -> Tensor:
@@ -147,7 +147,7 @@ def _multiplied(lines: Tensor, matrices: Tensor) -> Tensor:
     if voxels <= chunk:
         return torch.bmm(lines, matrices)
     result = lines.new_empty(lines.shape)
-    reach = max(farthest_reach(voxels, True, False), farthest_reach(voxels, False, True))
+    reach = farthest_reach(voxels)
     for first in range(0, voxels, chunk):
         last = min(first + chunk, voxels)
         near = slice(max(0, first - reach), min(voxels, last + reach))
