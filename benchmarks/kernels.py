@@ -267,11 +267,11 @@ def in_pairs(form: Form, maps: Maps) -> Tensor:
         x = maps.stages.normalize(maps.x, *maps.affine, slope=SLOPE, pads=on_gpu)
         x = mark_padded(x) if on_gpu else x
     if form.kind == "convolve":
-        made = folded._convolve(x, kernel, SIDES)
+        made = folded._convolve(x, kernel, 1)
     elif form.kind == "input_gradient":
-        made = folded._convolve(maps.padded_dy, kernel.flip(2, 3, 4).transpose(0, 1), SIDES)
+        made = folded._convolve(maps.padded_dy, kernel.flip(2, 3, 4).transpose(0, 1), 1)
     else:
-        made = folded._weight_gradient(maps.padded_dy, x, kernel, SIDES)
+        made = folded._weight_gradient(maps.padded_dy, x, kernel, 1)
     return with_numbers(form, made, maps)
 
 

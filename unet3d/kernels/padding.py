@@ -9,6 +9,8 @@ other. What a convolution of such pairs writes has room for the zeros, but other
 Maps are (N, C, X, Y, Z) throughout.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,10 +55,15 @@ def empty_map(like: Tensor, pads: bool = False, has_halo: bool = False) -> Tenso
     return (whole[:, :, :, 1:-1] if pads else whole).permute(0, 4, 1, 2, 3)
 
 
+def empty_channels_last(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return channels-last memory of a tensor's type and device."""
+    layout = torch.channels_last_3d
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=layout)
+
+
 def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
     """Return channels-last memory for so many channels and planes of what is made of a map."""
-    shape = (len(x), channels, planes, *x.shape[3:])
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+    return empty_channels_last((len(x), channels, planes, *x.shape[3:]), x)
 
 
 def mark_padded(x: Tensor) -> Tensor:
@@ -147,9 +154,7 @@ def pad_z(x: Tensor, before: int, after: int) -> Tensor:
 
 def empty_with_planes(like: Tensor, before: int, after: int) -> Tensor:
     """Return channels-last memory (N, C, X, Y, before + Z + after) for a map like another."""
-    shape = (*like.shape[:-1], before + like.shape[-1] + after)
-    layout = torch.channels_last_3d
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
+    return empty_channels_last((*like.shape[:-1], before + like.shape[-1] + after), like)
 
 
 _pad_z = operation(

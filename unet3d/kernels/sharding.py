@@ -71,9 +71,12 @@ def sharded(shard: Shard | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def x_padding() -> tuple[int, int]:
-    """Return the planes of zeros before and behind X that keep a convolution's own planes."""
-    return (1, 1) if current_shard() is None else (0, 0)
+def x_padding() -> int:
+    """Return the planes of zeros before and behind X that keep a convolution's own planes.
+
+    A slab has those of its neighbours there, or zeros already.
+    """
+    return int(current_shard() is None)
 
 
 def number_of_largest(number: int) -> int:

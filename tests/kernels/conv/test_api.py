@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, results, tensor
+from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, in_slabs, results, tensor
 from unet3d.kernels import conv1x1x1, conv3x3x3, strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.padding import can_fold
@@ -72,16 +72,13 @@ def test_shards_with_halos_are_the_whole_convolution(stride, folds, monkeypatch)
     monkeypatch.setattr(api, "can_fold", lambda *_: folds)
     values = [tensor(1, 8, 12, 3, 4), tensor(8, 8, 3, 3, 3, seed=1)]
 
-    def convolve(x, weight, sides):
-        if stride == 1:
-            return conv3x3x3(x, weight, x_padding=sides)
-        return strided_conv3x3x3(x, weight, (stride,) * 3, x_padding=sides)
-
     def in_shards(x, weight):
-        after = 1 if stride == 1 else 0  # the plane behind is not read at stride 2
-        parts = ((x[:, :, : 4 + after], (1, 0)), (x[:, :, 3 : 8 + after], (0, 0)))
-        parts += ((x[:, :, 7:], (0, 1)),)
-        return torch.cat([convolve(part, weight, sides) for part, sides in parts], 2)
+        def convolve(x):
+            if stride == 1:
+                return conv3x3x3(x, weight)
+            return strided_conv3x3x3(x, weight, (stride,) * 3)
+
+        return in_slabs(convolve, x, (0, 4, 8, 12))
 
     expected = results(lambda x, w: F.conv3d(x, w, None, stride, 1), values)
     assert_same(results(in_shards, values), expected)

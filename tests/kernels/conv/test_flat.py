@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.comparison import assert_near, assert_same, results, tensor
+from tests.kernels.comparison import assert_near, assert_same, between, results, tensor
 from unet3d.kernels import flat_conv, recomputed_in_backward
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv import cpu, slabs
 from unet3d.kernels.halo import inner
-from unet3d.kernels.sharding import sharded
-from unet3d.parallel.spatial.division import divide
-from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
 
 KERNELS = [kernel for kernel in product((1, 3), repeat=3) if kernel != (1, 1, 1)]
 
@@ -26,11 +23,6 @@ def plain(x, weight, stride):
 def strides_of(kernel):
     i, j, k = (2 if taps == 3 else 1 for taps in kernel)
     return [(1, 1, 1), (i, j, k)]
-
-
-def between():
-    """Compute on a slab with neighbours on both sides, to which nobody speaks."""
-    return sharded(VolumeShard(1, divide(12, 3, (1, 1, 1), 1), NoMessages()))
 
 
 @pytest.mark.parametrize("limit", [100, 400, 10**9])

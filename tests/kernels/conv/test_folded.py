@@ -1,10 +1,12 @@
 """Two neighbours along Z computed as one voxel: the same as one by one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.comparison import SIDES, assert_same, padded, results, tensor
+from tests.kernels.comparison import assert_same, between, padded, results, tensor
 from tests.products import pairwise
 from unet3d.kernels import strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
@@ -12,8 +14,8 @@ from unet3d.kernels.conv.folded import FoldedConvolution
 from unet3d.kernels.padding import with_padding
 
 
-def plain(x, weight, stride=(1, 1, 1), sides=(1, 1)):
-    return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, 1, 1))
+def plain(x, weight, stride=(1, 1, 1), x_padding=1):
+    return F.conv3d(x, weight, None, stride, (x_padding, 1, 1))
 
 
 def test_a_padded_map_shows_its_own_voxels_only():
@@ -25,45 +27,50 @@ def test_a_padded_map_shows_its_own_voxels_only():
 
 @pairwise(
     sizes=[(1, 8, 8), (2, 32, 16), (1, 8, 40), (2, 40, 8), (2, 8, 8)],
-    sides=SIDES,
+    x_padding=[0, 1],
     pads_x=[False, True],
     pads_dy=[False, True],
     limit=[1000, slabs.MAX_ELEMENTS],
 )
-def test_two_voxels_at_a_time_give_the_same(sizes, sides, pads_x, pads_dy, limit, monkeypatch):
+def test_two_voxels_at_a_time_give_the_same(sizes, x_padding, pads_x, pads_dy, limit, monkeypatch):
     """With zeros around or without, with neighbours' planes, whole or in slabs."""
     num_samples, inputs, outputs = sizes
     x, weight = tensor(num_samples, inputs, 7, 3, 4), tensor(outputs, inputs, 3, 3, 3, seed=1)
-    expected = results(lambda x, w: plain(x, w, sides=sides), [x, weight])
+    expected = results(lambda x, w: plain(x, w, x_padding=x_padding), [x, weight])
     dy = tensor(*expected[0].shape, seed=9)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
     given = [padded(x) if pads_x else x, weight]
     dy = padded(dy) if pads_dy else dy
-    assert_same(results(lambda x, w: FoldedConvolution.apply(x, w, sides), given, dy), expected)
+    assert_same(results(lambda x, w: FoldedConvolution.apply(x, w, x_padding), given, dy), expected)
 
 
 @pairwise(
     stride=[(2, 2, 1), (2, 2, 2), (1, 2, 2)],
     inputs=[8, 40],
-    sides=SIDES,
+    is_sharded=[False, True],
     is_kept_padded=[False, True],
     limit=[200, slabs.MAX_ELEMENTS],
 )
-def test_strides_over_a_padded_map(stride, inputs, sides, is_kept_padded, limit, monkeypatch):
+def test_strides_over_a_padded_map(stride, inputs, is_sharded, is_kept_padded, limit, monkeypatch):
     """Backward may get the map as it was, or recomputed without zeros around."""
     values = [tensor(2, inputs, 6, 3, 4), tensor(12, inputs, 3, 3, 3, seed=1)]
-    expected = results(lambda x, w: plain(x, w, stride, sides), values)
+    expected = results(lambda x, w: plain(x, w, stride, 0 if is_sharded else 1), values)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+
+    def strided(x, weight):
+        with between() if is_sharded else nullcontext():
+            return strided_conv3x3x3(x, weight, stride)
+
     with torch.autograd.graph.saved_tensors_hooks(
         lambda saved: saved, lambda saved: saved if is_kept_padded else saved.clone()
     ):
         given = [padded(values[0]), values[1]]
-        actual = results(lambda x, w: strided_conv3x3x3(x, w, stride, x_padding=sides), given)
+        actual = results(strided, given)
     assert_same(actual, expected)
     # A map without zeros around takes another way, in pairs or not.
     for folds in (False, True):
         monkeypatch.setattr(api, "can_fold", lambda x, channels, folds=folds: folds)
-        actual = results(lambda x, w: strided_conv3x3x3(x, w, stride, x_padding=sides), values)
+        actual = results(strided, values)
         assert_same(actual, expected)
 
 

@@ -1,6 +1,6 @@
 import math
 from collections import Counter
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -9,11 +9,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.comparison import LAYOUTS, SIDES, assert_near, assert_same, results, tensor
+from tests.kernels.comparison import (
+    LAYOUTS,
+    assert_near,
+    assert_same,
+    channels_last,
+    results,
+    tensor,
+)
 from tests.products import pairwise
 from unet3d.kernels import conv1x1x1, conv3x3x3, upsampled_conv3x3x3
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import upsample
+from unet3d.kernels.conv.planes import Axis
+from unet3d.memory.allocations import counted_allocations
 
 
 class ConvolutionCalls(TorchDispatchMode):
@@ -39,16 +48,30 @@ SIZES = [(1, 12, 4, 5), (1, 13, 4, 5), (2, 12, 4, 5), (2, 9, 6, 4), (1, 2, 9, 9)
 STRIDES = [(1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1)]
 
 
-@pairwise(layout=LAYOUTS, stride=STRIDES, size=SIZES)
-def test_convolutions_in_slabs_are_the_whole_ones(size, stride, layout, monkeypatch):
+@pairwise(
+    layout=LAYOUTS,
+    stride=STRIDES,
+    size=SIZES,
+    padding=[(1, 1, 1), (0, 1, 0)],
+    in_place=[False, True],
+)
+def test_convolutions_in_slabs_are_the_whole_ones(
+    size, stride, layout, padding, in_place, monkeypatch
+):
+    """Also where cuDNN writes what it computes to its place, and planes are copied by a kernel."""
     n, *space = size
+    if space[0] + 2 * padding[0] < 3:
+        return
     x = tensor(n, 3, *space).contiguous(memory_format=layout)
     weight = tensor(4, 3, 3, 3, 3, seed=1)
-    expected = results(lambda x, w: F.conv3d(x, w, None, stride, 1), [x, weight])
+    expected = results(lambda x, w: F.conv3d(x, w, None, stride, padding), [x, weight])
+    if in_place:
+        monkeypatch.setattr(slabs, "is_gpu", lambda device: True)
+        monkeypatch.setattr(slabs, "_LOW_TYPES", (torch.float64,))
     for limit in (60, 150, 300, 420):
         monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
         with ConvolutionCalls() as calls:
-            actual = results(lambda x, w: slabs.convolve(x, w, stride, (1, 1, 1)), [x, weight])
+            actual = results(lambda x, w: slabs.convolve(x, w, stride, padding), [x, weight])
         assert_same(actual, expected, 1e-12)
         of_one = {"convolution": 1, "convolution_backward": 1}
         assert actual[0].is_contiguous(memory_format=LAYOUTS[1]) or calls.count == of_one
@@ -57,32 +80,22 @@ def test_convolutions_in_slabs_are_the_whole_ones(size, stride, layout, monkeypa
         assert calls.largest <= max(limit, 5 * plane)
 
 
-@pairwise(
-    kernel_and_sides=[(1, (0, 0)), *((k, s) for k in (2, 3) for s in SIDES if max(s) < k)],
-    stride=[(1, 1, 1), (2, 2, 2), (3, 3, 3), (3, 1, 2)],
-    limit=[60, 200, 10**6],
-)
-def test_each_side_has_its_padding(kernel_and_sides, stride, limit, monkeypatch):
-    """Padding differs before and behind along X in a shard of a volume."""
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
-    kernel, sides = kernel_and_sides
-    padding = (sides, min(1, kernel - 1), 0)
-
-    def plain(x, weight):
-        return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, *padding[1:]))
-
-    for samples, size in product((1, 2), (2, 3, 5, 8)):
-        if size + sum(sides) < kernel:
+@pytest.mark.parametrize(("kernel", "stride"), list(product((1, 2, 3, 4), (1, 2, 3))))
+def test_planes_that_are_read_and_made_are_those_that_are_counted(kernel, stride):
+    for size, padding in product((1, 2, 3, 5, 8, 9), range(kernel)):
+        axis = Axis(size, kernel, stride, padding)
+        if size + 2 * padding < kernel or stride > kernel:
             continue
-        x, weight = tensor(samples, 2, size, 4, 3), tensor(3, 2, *(kernel,) * 3, seed=1)
-        expected = results(plain, [x, weight])
-        given = results(lambda x, w: slabs.convolve(x, w, stride, padding), [x, weight])
-        assert_same(given, expected)
-        dy = tensor(*expected[0].shape, seed=9)
-        with torch.no_grad():
-            dx = slabs.transposed(dy, weight, stride, padding, x.shape[2:])
-            dweight = slabs.weight_gradient(dy, x, weight, stride, padding)
-        assert_same([dx, dweight], expected[1:])
+        read = [range(y * stride - padding, y * stride - padding + kernel) for y in range(size + 9)]
+        made = [one for one in read if one.stop <= size + padding]
+        assert axis.result == len(made)
+        zeros = [one.start < 0 or one.stop > size for one in made]
+        assert [y not in axis.inside() for y in range(len(made))] == zeros
+        for first, stop in combinations(range(len(made) + 1), 2):
+            assert axis.read_by(range(first, stop)) == range(made[first].start, made[stop - 1].stop)
+        for first, stop in combinations(range(size + 1), 2):
+            reads = [y for y, one in enumerate(made) if one.start < stop and one.stop > first]
+            assert list(axis.readers_of(range(first, stop))) == reads
 
 
 @pairwise(
@@ -98,32 +111,26 @@ def test_transposed_convolutions_in_slabs_are_the_whole_ones(size, stride, limit
     assert_same(results(lambda x, w: slabs.upsample(x, w, stride), values), expected, 1e-12)
 
 
-@pairwise(
-    size=[(1, 4, 3, 2), (2, 7, 2, 3)],
-    sides=[1, (1, 1), (3, 1), (1, 3), (3, 3)],
-    limit=[60, 200, 500],
-)
-def test_transposed_convolutions_leave_planes_out(size, sides, limit, monkeypatch):
+@pairwise(size=[(1, 4, 3, 2), (2, 7, 2, 3)], left_out=[1, 3], limit=[60, 200, 500])
+def test_transposed_convolutions_leave_planes_out(size, left_out, limit, monkeypatch):
     n, *space = size
     x, weight = tensor(n, 4, *space), tensor(4, 3, 4, 4, 2, seed=1)
-    before, after = (sides, sides) if isinstance(sides, int) else sides
-    whole = F.conv_transpose3d(x, weight, stride=(2, 2, 1), padding=(0, 1, 0))
+    expected = F.conv_transpose3d(x, weight, stride=(2, 2, 1), padding=(left_out, 1, 0))
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
-    actual = slabs.transposed(x, weight, (2, 2, 1), (sides, 1, 0))
-    assert_same([actual], [whole[:, :, before : whole.shape[2] - after]], 1e-12)
+    actual = slabs.transposed(x, weight, (2, 2, 1), (left_out, 1, 0))
+    assert_same([actual], [expected], 1e-12)
 
 
 def test_slabs_are_few_equal_and_below_the_limit(monkeypatch):
     x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)  # 50 in a plane
     given = (x, weight, (1, 1, 1), (1, 1, 1))
     y = slabs.convolve(*given)
-    # At 1050, 21 planes: half of them and one neighbour. Weights also have the planes at both ends.
-    # At 1049, 13 planes between two neighbours, 14 beside one.
+    # At 1050, 21 planes: half of those inside and two neighbours; and the planes at both ends.
     for limit, function, values, name, count, largest in [
-        (1050, slabs.convolve, given, "convolution", 2, 1050),
-        (1050, slabs.transposed, (y, *given[1:]), "convolution", 2, 1050),
+        (1050, slabs.convolve, given, "convolution", 2 + 2, 1050),
+        (1150, slabs.transposed, (y, *given[1:]), "convolution", 2, 1150),
         (1050, slabs.weight_gradient, (y, *given), "convolution_backward", 2 + 2, 1050),
-        (1049, slabs.convolve, given, "convolution", 3, 50 * 15),
+        (1049, slabs.convolve, given, "convolution", 3 + 2, 50 * 15),
     ]:
         monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
         with ConvolutionCalls() as calls:
@@ -132,7 +139,8 @@ def test_slabs_are_few_equal_and_below_the_limit(monkeypatch):
         assert calls.largest == largest
         # What a slab reads is no copy.
         if function is slabs.convolve:
-            assert calls.read == {values[0].untyped_storage().data_ptr()}
+            assert values[0].untyped_storage().data_ptr() in calls.read
+            assert len(calls.read) <= 3  # but for zeros at the ends
     x = tensor(2, 2, 6, 4, 4)
     # Else a call for each of two samples, forward and for either gradient.
     for limit, count in [
@@ -167,6 +175,39 @@ def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch):
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 1)
     total = slabs.weight_gradient(torch.ones_like(x), x, weight, (1, 1, 1), (0, 0, 0))
     assert total.item() == 3
+
+
+def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch):
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 2**19)
+    gpu = torch.device("cpu", 1)  # stands for one
+    peaks = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        with counted_allocations() as recorder:
+            x = channels_last(torch.empty((1, 32, 64, 32, 32), dtype=dtype, device=gpu))
+            weight = torch.empty((32, 32, 3, 3, 3), dtype=dtype, device=gpu)
+            before = recorder.now[gpu]
+            recorder.peak[gpu] = before
+            y = slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
+            plane = x.nbytes // 64
+            peaks[dtype] = (recorder.peak[gpu] - before - y.nbytes) / plane
+    assert peaks[torch.bfloat16] <= 3  # what reads zeros
+    assert peaks[torch.float32] > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_cudnn_writes_planes_to_their_place(padding, stride, monkeypatch):
+    x, weight = tensor(2, 32, 37, 24, 20), tensor(32, 32, 3, 3, 3, seed=1) * 0.03
+    x, weight = x.to("cuda", torch.bfloat16), weight.to("cuda", torch.bfloat16)
+    given = (None, (stride, 1, 1), (padding, 1, 1))
+    expected = F.conv3d(x.double(), weight.double(), *given)
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 150_000)
+    monkeypatch.delattr(slabs.F, "conv3d")  # which would make a copy
+    y = slabs.convolve(x, weight, *given[1:])
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    norms = [z.transpose(1, 2).flatten(2).norm(dim=2) for z in (y.double() - expected, expected)]
+    assert (norms[0] / norms[1]).max() <= 4e-3  # of every plane of every sample
 
 
 def large_volume(channels, size):

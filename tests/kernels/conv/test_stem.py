@@ -1,5 +1,6 @@
 """The first convolution in Triton, against float64."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.comparison import LAYOUTS, assert_near, results, tensor
+from tests.kernels.comparison import LAYOUTS, assert_near, between, results, tensor
 from tests.kernels.norm.closed_form import called
 from tests.products import pairwise
 from unet3d.kernels import conv3x3x3
@@ -30,22 +31,20 @@ def arguments(samples, inputs, outputs, size):
 
 
 @pytest.mark.gpu
-@pairwise(
-    shape=SHAPES, sides=[(1, 1), (1, 0), (0, 1), (2, 2)], dtype=[torch.bfloat16, torch.float16]
-)
-def test_low_precision_on_a_gpu_against_float64(shape, sides, dtype):
+@pairwise(shape=SHAPES, is_sharded=[False, True], dtype=[torch.bfloat16, torch.float16])
+def test_low_precision_on_a_gpu_against_float64(shape, is_sharded, dtype):
     image, weight = (value.cuda().to(dtype) for value in arguments(*shape))
-    if image.shape[2] + sum(sides) < 3:
-        sides = (1, 1)
+    is_sharded = is_sharded and image.shape[2] > 2
 
     def convolved(weight):
-        y = conv3x3x3(image, weight, x_padding=sides)
+        with between() if is_sharded else nullcontext():
+            y = conv3x3x3(image, weight)
         assert y.grad_fn is not None and "stem" in y.grad_fn.name()
         assert y.is_contiguous(memory_format=torch.channels_last_3d)
         return y
 
     def plain(weight):
-        return F.conv3d(F.pad(image.double(), (0, 0, 0, 0, *sides)), weight, None, 1, (0, 1, 1))
+        return F.conv3d(image.double(), weight, None, 1, (1 - is_sharded, 1, 1))
 
     actual = results(convolved, [weight])
     assert {value.dtype for value in actual} == {dtype}
@@ -56,21 +55,20 @@ def test_low_precision_on_a_gpu_against_float64(shape, sides, dtype):
 
 
 @pytest.mark.gpu
-@pairwise(shape=SHAPES, sides=[(1, 1), (1, 0), (0, 1), (2, 2)], mean=[0, 1000])
-def test_moments_of_the_result_come_with_it(shape, sides, mean):
+@pairwise(shape=SHAPES, padding=[0, 1], mean=[0, 1000])
+def test_moments_of_the_result_come_with_it(shape, padding, mean):
     image, weight = arguments(*shape)
-    if image.shape[2] + sum(sides) < 3:
-        sides = (1, 1)
+    if image.shape[2] < 3:
+        padding = 1
     image = (image + mean).cuda().bfloat16()
     if mean:  # without zeros around, which would be far from it
         weight[:, :, (0, 2)] = weight[:, :, :, (0, 2)] = weight[..., (0, 2)] = 0
-        sides = (1, 1)
+        padding = 1
     weight = weight.cuda().bfloat16()
-    y, moments = stem_with_moments(image, weight, *sides)
-    assert torch.equal(y, stem(image, weight, *sides))
-    assert torch.equal(moments, stem_with_moments(image, weight, *sides)[1])
-    padded = F.pad(image.double(), (0, 0, 0, 0, *sides))
-    exact = F.conv3d(padded, weight.double(), None, 1, (0, 1, 1))
+    y, moments = stem_with_moments(image, weight, padding)
+    assert torch.equal(y, stem(image, weight, padding))
+    assert torch.equal(moments, stem_with_moments(image, weight, padding)[1])
+    exact = F.conv3d(image.double(), weight.double(), None, 1, (padding, 1, 1))
     count, variance, *of_mean = moments.double().unbind(1)
     of_mean = of_mean[0] + of_mean[1]
     assert (count.sum(0) == exact[0, 0].numel()).all()
@@ -98,17 +96,16 @@ def test_programs_take_all_planes_of_all_tiles():
 def test_the_operations_are_registered_as_pytorch_wants_it(layout):
     given = (value.cuda().bfloat16() for value in arguments(*SHAPES[2]))
     image, weight = (value.contiguous(memory_format=layout) for value in given)
-    called(stem_with_moments, image, weight, 0, 1)
-    torch.library.opcheck(stem, (image, weight.requires_grad_(), 0, 1))
+    called(stem_with_moments, image, weight, 0)
+    torch.library.opcheck(stem, (image, weight.requires_grad_(), 0))
 
 
-@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (2, 1)], ids=str)
-def test_a_fake_gpu_takes_it_for_images(sides):
+def test_a_fake_gpu_takes_it_for_images():
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         image = torch.empty(2, 1, 8, 6, 5, device="cpu:0")
         weight = torch.empty(16, 1, 3, 3, 3, device="cpu:0", requires_grad=True)
-        y = conv3x3x3(image, weight, x_padding=sides)
-        assert (y.shape, y.dtype) == ((2, 16, 6 + sum(sides), 6, 5), torch.bfloat16)
+        y = conv3x3x3(image, weight)
+        assert (y.shape, y.dtype) == ((2, 16, 8, 6, 5), torch.bfloat16)
         assert y.is_contiguous(memory_format=torch.channels_last_3d)
         assert y.grad_fn is not None and "stem" in y.grad_fn.name()
         y.sum().backward()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.comparison import assert_near, assert_same, padded, results, tensor
+from tests.kernels.comparison import assert_near, assert_same, in_slabs, padded, results, tensor
 from tests.products import pairwise
 from unet3d.kernels import upsampled_conv3x3x3
 from unet3d.kernels.conv import api, slabs
@@ -29,8 +29,8 @@ def plain(x, up, weight):
 def composed(x, up, weight, in_pairs=True):
     kernel, stride = composed_kernel(up, weight), tuple(up.shape[2:])
     if in_pairs:
-        return ComposedUpsampling.apply(x, kernel, stride, (1, 1))
-    return slabs.upsample(x, kernel, stride, ((1, 1), 1, 1))
+        return ComposedUpsampling.apply(x, kernel, stride, 1)
+    return slabs.upsample(x, kernel, stride, (1, 1, 1))
 
 
 @pytest.mark.parametrize("stride", [*STRIDES, (2, 2, 1), (3, 1, 1)], ids=str)
@@ -121,10 +121,7 @@ def test_shards_with_a_plane_of_their_neighbours_are_the_whole(is_composed, stri
     values = [tensor(1, 6, 9, 2, 3), *weights(6, 8, stride)]
 
     def in_shards(x, up, weight):
-        parts = ((x[:, :, :4], (1, 0)), (x[:, :, 2:7], (0, 0)), (x[:, :, 5:], (0, 1)))
-        return torch.cat(
-            [upsampled_conv3x3x3(v, up, weight, stride, x_padding=sides) for v, sides in parts], 2
-        )
+        return in_slabs(lambda x: upsampled_conv3x3x3(x, up, weight, stride), x, (0, 3, 6, 9))
 
     assert_same(results(in_shards, values), results(plain, values))
 

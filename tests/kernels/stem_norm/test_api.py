@@ -126,5 +126,5 @@ def test_the_operation_is_registered_as_pytorch_wants_it():
     mean, rstd, _ = op.merge(op.moments(y), 5 * 7 * 9, EPS)
     affine = (weight.float(), bias.float(), mean, rstd)
     total = op.total(op.sums(dy, y, *affine, slope=SLOPE))
-    options = {"total": total, "voxels": 5 * 7 * 9, "kernel": kernel, "before": 1, "slope": SLOPE}
+    options = {"total": total, "voxels": 5 * 7 * 9, "kernel": kernel, "padding": 1, "slope": SLOPE}
     called(weight_gradient, dy, image, y, *affine, **options)

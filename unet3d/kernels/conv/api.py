@@ -7,9 +7,8 @@ Each function here picks the fastest way for its arguments: convolutions written
 (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything else. The results are
 the same but for rounding.
 
-Where the map is a part of a volume, a slab along X, ``x_padding`` says how many planes of zeros
-there are before and behind it: none on a side where it holds its neighbour's planes. By default a
-map is whole or has both (:mod:`unet3d.kernels.sharding`).
+A map that is a part of a volume, a slab along X, holds its neighbours' planes, or zeros where the
+volume ends (:mod:`unet3d.kernels.sharding`); so nothing is padded there along X.
 """
 
 import math
@@ -39,7 +38,7 @@ from unet3d.kernels.padding import (
     mark_folded,
 )
 from unet3d.kernels.recompute import kept_for, offer, recomputing
-from unet3d.kernels.sharding import x_padding as padding_of_maps
+from unet3d.kernels.sharding import x_padding
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
@@ -62,32 +61,25 @@ _PLAIN = (1, 1, 1)
 _NONE = (0, 0, 0)
 
 
-def conv3x3x3(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    x_padding: tuple[int, int] | None = None,
-    moments: bool = False,
-) -> Tensor:
+def conv3x3x3(x: Tensor, weight: Tensor, *, moments: bool = False) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with stride 1 and zeros around.
 
-    So the size of a whole volume stays: X becomes X + the sum of x_padding - 2. With ``moments``,
-    for a normalisation that reads it, the result is marked with its own where they cost nothing.
+    So the size of a whole volume stays, and a slab loses its halo. With ``moments``, for a
+    normalisation that reads it, the result is marked with its own where they cost nothing.
     """
-    x_padding = padding_of_maps() if x_padding is None else x_padding
     if is_stem(x, weight):
         x = x.to(slabs.lowered(x))
-        y: Tensor = stem(x, weight.to(x.dtype), *x_padding)
+        y: Tensor = stem(x, weight.to(x.dtype), x_padding())
         return y
     # What is left to do with a map is done there, and nowhere else: it has no halo yet.
     if deferred_of(x) is not None:
-        return hopper.convolve(x, weight, (1, 1), moments)
+        return hopper.convolve(x, weight, 1, moments)
     if hopper.suits(x, x.shape[1], weight.shape[0]):
-        return hopper.convolve(x, weight, x_padding, moments)
+        return hopper.convolve(x, weight, x_padding(), moments)
     if can_fold(x, min(weight.shape[:2])):
-        y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding)  # type: ignore[no-untyped-call]
+        y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding())  # type: ignore[no-untyped-call]
         return mark_folded(y)
-    return slabs.convolve(x, weight, _PLAIN, (x_padding, 1, 1))
+    return slabs.convolve(x, weight, _PLAIN, (x_padding(), 1, 1))
 
 
 def sum_with_conv3x3x3(y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -98,25 +90,18 @@ def sum_with_conv3x3x3(y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Te
     """
     suits = hopper.suits(x, *reversed(weight.shape[:2]))
     if suits and x.dtype == y.dtype and is_laid_out(y):
-        return hopper.add_convolution(y, x, weight, padding_of_maps()), None
+        return hopper.add_convolution(y, x, weight, x_padding()), None
     return y, conv3x3x3(x, weight)
 
 
-def strided_conv3x3x3(
-    x: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    *,
-    x_padding: tuple[int, int] | None = None,
-) -> Tensor:
+def strided_conv3x3x3(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), strides along X, Y, Z and zeros around."""
-    x_padding = padding_of_maps() if x_padding is None else x_padding
     folds = can_fold(x, min(weight.shape[:2])) and strides_in_pairs(x.shape, weight, stride)
     if folds or is_padded(x):
-        given = (x, weight.to(x.dtype), tuple(stride), x_padding)
+        given = (x, weight.to(x.dtype), tuple(stride), x_padding())
         y: Tensor = StridedConvolution.apply(*given)  # type: ignore[no-untyped-call]
         return y
-    return slabs.convolve(x, weight, stride, (x_padding, 1, 1))
+    return slabs.convolve(x, weight, stride, (x_padding(), 1, 1))
 
 
 def flat_conv(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
@@ -128,17 +113,10 @@ def flat_conv(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     y, z = (taps // 2 for taps in in_plane)
     if along_x == 1:  # nothing of the neighbours' planes is read
         return slabs.convolve(own_planes(x), weight, stride, (0, y, z))
-    return slabs.convolve(x, weight, stride, (padding_of_maps(), y, z))
+    return slabs.convolve(x, weight, stride, (x_padding(), y, z))
 
 
-def upsampled_conv3x3x3(
-    x: Tensor,
-    up: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    *,
-    x_padding: tuple[int, int] | None = None,
-) -> Tensor:
+def upsampled_conv3x3x3(x: Tensor, up: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     """Make each voxel a block of so many (I, C, *stride), then convolve as :func:`conv3x3x3` does.
 
     Where the map is large, both are one transposed convolution, whose kernel is made from both
@@ -147,29 +125,23 @@ def upsampled_conv3x3x3(
     neighbour's plane in x (N, I, X, Y, Z) is read but not upsampled. The result may be stored with
     room around Z (:mod:`unet3d.kernels.padding`).
     """
-    x_padding = padding_of_maps() if x_padding is None else x_padding
     if _composes(x, up, weight):
         x = x.to(slabs.lowered(x))
         kernel = composed_kernel(up, weight).to(x.dtype)
         # Of a neighbour's plane all that it reaches by itself is left out.
-        before, after = (1 + (1 - side) * stride[0] for side in x_padding)
-        left_out = (before, after)
+        left_out = 1 + (1 - x_padding()) * stride[0]
         if _is_cpu(x):
             return slabs.upsample(x, kernel, stride, (left_out, 1, 1))
         y: Tensor = ComposedUpsampling.apply(x, kernel, tuple(stride), left_out)  # type: ignore[no-untyped-call]
         return mark_folded(y) if weight.shape[0] <= MAX_CHANNELS else y
-    full = upsample_with_halo(x, up, stride, x_padding=x_padding)
-    return conv3x3x3(full, weight, x_padding=x_padding)
+    return conv3x3x3(upsample_with_halo(x, up, stride), weight)
 
 
-def upsample_with_halo(
-    x: Tensor, weight: Tensor, stride: Sequence[int], *, x_padding: tuple[int, int] | None = None
-) -> Tensor:
+def upsample_with_halo(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     """Upsample as :func:`upsample` does; of a neighbour's plane only the plane next to the slab."""
     full = upsample(x, weight, stride)
-    x_padding = padding_of_maps() if x_padding is None else x_padding
-    before, after = ((1 - side) * (stride[0] - 1) for side in x_padding)
-    return full.narrow(2, before, full.shape[2] - before - after) if before or after else full
+    left_out = (1 - x_padding()) * (stride[0] - 1)
+    return full.narrow(2, left_out, full.shape[2] - 2 * left_out) if left_out else full
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:

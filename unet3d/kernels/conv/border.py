@@ -18,7 +18,6 @@ that are shared belong to the first. Nothing else is read or written.
 A slab of a volume (:mod:`unet3d.kernels.sharding`) has a face along X only where the volume ends.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -31,6 +30,8 @@ from unet3d.kernels.padding import with_marks
 from unet3d.kernels.sharding import current_shard
 
 _ALL = slice(None)
+_NONE = slice(0, 0)
+_Place = tuple[slice, ...]
 
 
 def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -40,7 +41,17 @@ def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     else reads it. It may be differentiated.
     """
     axes = _axes(y, weight)
-    made: Tensor = _Border.apply(y, _classes(weight, bias, axes), axes)  # type: ignore[no-untyped-call]
+    classes = _classes(weight, bias, axes)
+    places, values = list[_Place](), list[Tensor]()
+    for number, axis in enumerate(axes):
+        # What is at the end of an earlier axis too is left out.
+        earlier, (voxels, kinds) = axes[:number], axis.ends
+        face = classes[(*(one.middle for one in earlier), kinds)]
+        for dim in range(number + 1, 3):
+            face = axes[dim].spread(face, dim)
+        places.append((*(one.inside for one in earlier), voxels))
+        values.append(face)
+    made: Tensor = _Border.apply(y, places, *values)  # type: ignore[no-untyped-call]
     return with_marks(made, y)
 
 
@@ -67,13 +78,13 @@ class _Axis(NamedTuple):
         return slice(self.num_classes // 2, self.num_classes // 2 + 1)
 
     @property
-    def ends(self) -> tuple[slice, slice] | None:
-        """The voxels that are the first or the last, and their classes, if there are any."""
+    def ends(self) -> tuple[slice, slice]:
+        """The voxels that are the first or the last, and their classes; of neither none."""
         if self.first and self.last:
             return slice(0, self.size, self.size - 1), slice(0, 3, 2)
         if self.first:
             return slice(0, 1), slice(0, 1)
-        return (slice(self.size - 1, self.size), slice(2, 3)) if self.last else None
+        return (slice(self.size - 1, self.size), slice(2, 3)) if self.last else (_NONE, _NONE)
 
     def spread(self, values: Tensor, dim: int) -> Tensor:
         """Return values of voxels from those of classes, or of one class for all."""
@@ -84,17 +95,6 @@ class _Axis(NamedTuple):
         shape[dim] = self.inside.stop - self.inside.start
         parts = [*[first] * self.first, middle.expand(shape), *[last] * self.last]
         return torch.cat(parts, dim)
-
-    def gathered(self, values: Tensor, dim: int) -> Tensor:
-        """Return the sums of the voxels of each class: what :meth:`spread` is to gradients."""
-        if self.num_classes == 1:
-            return values.sum(dim, keepdim=True)
-        number = self.inside.stop - self.inside.start
-        middle = values.narrow(dim, int(self.first), number).sum(dim, keepdim=True)
-        nothing = torch.zeros_like(middle)
-        first = values.narrow(dim, 0, 1) if self.first else nothing
-        last = values.narrow(dim, self.size - 1, 1) if self.last else nothing
-        return torch.cat([first, middle, last], dim)
 
 
 def _axes(y: Tensor, weight: Tensor) -> tuple[_Axis, ...]:
@@ -123,47 +123,26 @@ def _classes(weight: Tensor, bias: Tensor, axes: tuple[_Axis, ...]) -> Tensor:
     return sums - sums[tuple(axis.middle for axis in axes)]
 
 
-def _faces(axes: tuple[_Axis, ...]) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
-    """Return the axis that each pair of faces is at the ends of, its voxels and its classes.
-
-    What is at the end of an earlier axis too is left out.
-    """
-    for number, axis in enumerate(axes):
-        if axis.ends is not None:
-            (voxels, classes), earlier, later = axis.ends, axes[:number], (_ALL,) * (2 - number)
-            place = (*(one.inside for one in earlier), voxels, *later)
-            yield number, place, (*(one.middle for one in earlier), classes, *later)
-
-
 class _Border(torch.autograd.Function):
-    """Writes to what it is given, which no backward reads, and keeps nothing."""
+    """Adds values to places of what it is given, which no backward reads, and keeps nothing."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, classes: Tensor, axes: tuple[_Axis, ...]) -> Tensor:
-        ctx.axes, ctx.like = axes, (classes.shape, classes.dtype)
+    def forward(ctx: Any, y: Tensor, places: list[_Place], *values: Tensor) -> Tensor:
+        ctx.places, ctx.like = places, [(face.shape, face.dtype) for face in values]
         voxels = y.permute(0, 2, 3, 4, 1)
-        for number, place, kinds in _faces(axes):
-            values = classes[kinds]
-            for dim in range(number + 1, 3):
-                values = axes[dim].spread(values, dim)
-            voxels[(_ALL, *place)].add_(values)
+        for place, face in zip(places, values, strict=True):
+            voxels[(_ALL, *place)].add_(face)
         return y.detach()  # as itself it would be a view, whose strides may be others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        if not ctx.needs_input_grad[1]:
-            return dy, None, None
-        shape, dtype = ctx.like
-        axes: tuple[_Axis, ...] = ctx.axes
-        gradient = dy.new_zeros(shape, dtype=dtype)
-        exact = torch.promote_types(dtype, torch.float32)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if not any(ctx.needs_input_grad[2:]):
+            return dy, None, *(None for _ in ctx.places)
         voxels = dy.permute(0, 2, 3, 4, 1)
-        for number, place, kinds in _faces(axes):
+        gradients = []
+        for place, (shape, dtype) in zip(ctx.places, ctx.like, strict=True):
+            exact = torch.promote_types(dtype, torch.float32)
             sums = voxels[(_ALL, *place)].sum(0, dtype=exact)
-            for dim in range(number):
-                sums = sums.sum(dim, keepdim=True)
-            for dim in range(number + 1, 3):
-                sums = axes[dim].gathered(sums, dim)
-            gradient[kinds] += sums
-        return dy, gradient, None
+            gradients.append(sums.sum_to_size(shape).to(dtype))
+        return dy, None, *gradients

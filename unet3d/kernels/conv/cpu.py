@@ -15,17 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels.conv.geometry import Axis
 from unet3d.kernels.conv.planes import (
+    Axis,
     Padding,
     axis_of,
-    empty,
     gradients,
-    padding_in_plane,
     samples,
     some_planes,
 )
-from unet3d.kernels.padding import is_channels_last
+from unet3d.kernels.padding import empty_channels_last, is_channels_last
 
 SLOW_ELEMENTS = 20480
 """Of N * C * X * Y: at most so many are slow."""
@@ -58,7 +56,7 @@ def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding)
         return _product(weight.flatten(1), x)
     axis = axis_of(x.shape[2], weight, stride, padding)
     both = torch.cat([some_planes(x, planes) for planes in _read(axis)])
-    y = F.conv3d(both, weight, None, tuple(stride), (0, *padding_in_plane(padding)))
+    y = F.conv3d(both, weight, None, tuple(stride), (0, *padding[1:]))
     return _joined(y, axis.result)
 
 
@@ -83,7 +81,7 @@ def convolve_backward(
         return dx, dweight
     axis = axis_of(x.shape[2], weight, stride, padding)
     both = torch.cat([some_planes(x, planes) for planes in _read(axis)])
-    given = (_halves(dy), both, weight, stride, (0, *padding_in_plane(padding)))
+    given = (_halves(dy), both, weight, stride, (0, *padding[1:]))
     dboth, dweight = gradients(*given, wanted=wanted)
     if wanted[0]:
         dx = torch.zeros_like(x)
@@ -138,7 +136,7 @@ def _product(matrix: Tensor, x: Tensor) -> Tensor:
     """Multiply the channels of each voxel of (N, I, X, Y, Z) with (O, I), in x's memory layout."""
     n, _, *space = x.shape
     if is_channels_last(x):
-        y = empty((n, len(matrix), *space), x)
+        y = empty_channels_last((n, len(matrix), *space), x)
         voxels, made = (value.permute(0, 2, 3, 4, 1).flatten(0, 3) for value in (x, y))
         torch.mm(voxels, matrix.t(), out=made)
         return y

@@ -32,17 +32,13 @@ from unet3d.kernels.conv import slabs
 from unet3d.kernels.padding import MAX_CHANNELS, is_padded, pad_z, with_padding
 
 _PLAIN = (1, 1, 1)
-_BOTH_SIDES = (1, 1)
-
-XPadding = tuple[int, int]
-"""Planes of zeros before and behind X."""
 
 
 class FoldedConvolution(torch.autograd.Function):
     """Stride-1 convolution of channels-last volumes with an even number of voxels along Z."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, x_padding: XPadding = _BOTH_SIDES) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, x_padding: int = 1) -> Tensor:
         """Map (N, I, X, Y, Z) to (N, O, X', Y, Z)."""
         ctx.save_for_backward(x, weight)
         ctx.x_padding = x_padding
@@ -59,7 +55,7 @@ class FoldedConvolution(torch.autograd.Function):
             dweight = _weight_gradient(dy, x, weight, ctx.x_padding)
         del x  # it may have been recomputed, only for that
         if ctx.needs_input_grad[0]:
-            dx = _convolve(dy, weight.flip(2, 3, 4).transpose(0, 1), _turned(ctx.x_padding))
+            dx = _convolve(dy, weight.flip(2, 3, 4).transpose(0, 1), 2 - ctx.x_padding)
         return dx, dweight, None
 
 
@@ -75,7 +71,7 @@ class StridedConvolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         stride: tuple[int, ...],
-        x_padding: XPadding = _BOTH_SIDES,
+        x_padding: int = 1,
     ) -> Tensor:
         """Map (N, I, X, Y, Z) to (N, O, X', Y', Z')."""
         ctx.save_for_backward(x, weight)
@@ -135,7 +131,7 @@ class ComposedUpsampling(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, ...], x_padding: XPadding
+        ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, ...], x_padding: int
     ) -> Tensor:
         """Map (N, I, X, Y, Z) to (N, O, X', Y', 2 Z) with a kernel (I, O, ..., 4)."""
         ctx.save_for_backward(x, weight)
@@ -189,13 +185,7 @@ def _transposed_pairs(weight: Tensor) -> Tensor:
     return pairs.contiguous(memory_format=torch.channels_last_3d)
 
 
-def _turned(x_padding: XPadding) -> XPadding:
-    """Return the padding of the flipped kernel that leads from the result back to the input."""
-    before, after = x_padding
-    return 2 - before, 2 - after
-
-
-def _convolve(x: Tensor, weight: Tensor, x_padding: XPadding) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     if weight.shape[0] > MAX_CHANNELS:
         return slabs.convolve(x, weight, _PLAIN, (x_padding, 1, 1))
     if is_padded(x) and weight.shape[1] <= MAX_CHANNELS:
@@ -222,16 +212,16 @@ def _entries(taps: int) -> list[tuple[int, int, int, int]]:
     return [entry for entry in known if 0 <= entry[3] <= 2]
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: XPadding) -> Tensor:
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     if is_padded(dy):
         # The gradient, which has zeros around, stands where the input does, and x where the output
         # does: the same products seen from the other side, so the kernel comes out flipped.
-        turned = _pairs_gradient(x, dy, weight.transpose(0, 1), _turned(x_padding))
+        turned = _pairs_gradient(x, dy, weight.transpose(0, 1), 2 - x_padding)
         return turned.transpose(0, 1).flip(2, 3, 4)
     return _pairs_gradient(dy, x, weight, x_padding)
 
 
-def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: XPadding) -> Tensor:
+def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     """Return the gradient of a weight of this shape from that of the double voxels' kernel."""
     outputs, inputs = weight.shape[:2]
     padded = is_padded(x)

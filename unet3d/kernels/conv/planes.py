@@ -1,40 +1,78 @@
-"""Planes of tensors along X, and the calls that convolve them."""
+"""Planes along X: which ones a convolution reads and makes, and the calls that convolve them.
 
-from collections.abc import Sequence
+Planes are counted from the volume's first; those before it and behind the last are zeros. A volume
+can be convolved in slabs: each reads its own planes and those beside them that the kernel reaches.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels.conv.geometry import Axis
+Padding = tuple[int, int, int]
+"""Planes of zeros on either side of X, Y, Z."""
 
-Padding = tuple[int | tuple[int, int], int, int]
-"""Planes of zeros on either side of X, Y, Z; that of X may be a pair, before and behind."""
+
+class Axis(NamedTuple):
+    """A convolution along one axis."""
+
+    size: int
+    """Planes of the input."""
+    kernel: int
+    """Planes of the kernel."""
+    stride: int
+    """Planes of the input from one plane of the result to the next."""
+    padding: int
+    """Planes of zeros before the first and behind the last."""
+
+    @property
+    def result(self) -> int:
+        """Number of planes of the result."""
+        return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
+
+    def read_by(self, planes: range) -> range:
+        """Return the planes of the input that planes of the result read, zeros included."""
+        start = planes.start * self.stride - self.padding
+        return range(start, (planes.stop - 1) * self.stride - self.padding + self.kernel)
+
+    def readers_of(self, planes: range) -> range:
+        """Return the planes of the result that read any of some planes of the input."""
+        start = -((self.kernel - 1 - self.padding - planes.start) // self.stride)
+        stop = (planes.stop - 1 + self.padding) // self.stride + 1
+        return range(max(0, start), min(self.result, stop))
+
+    def inside(self) -> range:
+        """Return the planes of the result that read no zeros."""
+        first = min(-(-self.padding // self.stride), self.result)
+        last = (self.size + self.padding - self.kernel) // self.stride + 1
+        return range(first, max(first, min(last, self.result)))
 
 
 def axis_of(size: int, weight: Tensor, stride: Sequence[int], padding: Padding) -> Axis:
     """Return the convolution along X of an input of so many planes."""
-    along_x = padding[0]
-    before, after = (along_x, along_x) if isinstance(along_x, int) else along_x
-    return Axis(size, weight.shape[2], stride[0], before, after)
+    return Axis(size, weight.shape[2], stride[0], padding[0])
 
 
-def padding_in_plane(padding: Padding) -> tuple[int, int]:
-    """Return the padding along Y and Z."""
-    return padding[1], padding[2]
+def divide(planes: range, fits: Callable[[range], bool]) -> list[range]:
+    """Return the fewest equal runs of some planes that are small enough, or one for each plane."""
+    runs: list[range] = []
+    for number in range(1, len(planes) + 1):
+        bounds = [planes.start + i * len(planes) // number for i in range(number + 1)]
+        runs = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+        if all(map(fits, runs)):
+            break
+    return runs
 
 
 def result_shape(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
 ) -> tuple[int, ...]:
     """Return the shape (N, O, X', Y', Z') of a convolution's result."""
-    sizes = [
-        (size + (2 * pad if isinstance(pad, int) else sum(pad)) - kernel) // step + 1
-        for size, kernel, step, pad in zip(
-            x.shape[2:], weight.shape[2:], stride, padding, strict=True
-        )
-    ]
-    return x.shape[0], weight.shape[0], *sizes
+    axes = zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)
+    return x.shape[0], weight.shape[0], *(Axis(*axis).result for axis in axes)
 
 
 def transposed_shape(
@@ -44,19 +82,9 @@ def transposed_shape(
 
     The padding is what is left out of the result.
     """
-    sizes = [
-        (size - 1) * step + kernel - (2 * pad if isinstance(pad, int) else sum(pad))
-        for size, kernel, step, pad in zip(
-            x.shape[2:], weight.shape[2:], stride, padding, strict=True
-        )
-    ]
+    axes = zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)
+    sizes = [(size - 1) * step + kernel - 2 * pad for size, kernel, step, pad in axes]
     return x.shape[0], weight.shape[1], *sizes
-
-
-def empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return channels-last memory of a tensor's type and device."""
-    layout = torch.channels_last_3d
-    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=layout)
 
 
 def samples(x: Tensor) -> list[Tensor]:

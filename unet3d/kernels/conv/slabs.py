@@ -1,59 +1,64 @@
 """Convolutions that are not given to PyTorch as a whole, but in slabs along X.
 
 Beyond 2^31 - 1 elements of one tensor cuDNN has only slow algorithms, or none. A slab of a
-channels-last volume along X is a view, so its input costs no copy; what is computed for it is
-written, or copied, to its place (:mod:`unet3d.kernels.conv.into`). A slab also reads the planes
-beside it that its kernel reaches, and computes a plane more where that lets it start like a whole
-volume does; such planes are dropped. Slabs are as few and as equal as can be, so that cuDNN looks
-for algorithms once or twice (:mod:`unet3d.kernels.conv.geometry`).
+channels-last volume along X is a view, so its input costs no copy, and what is computed for it is
+written, or copied, to its place. Of planes that read zeros, at either end, there are few: they are
+slabs of their own, whose input is copied with the zeros. All others are as few and as equal slabs
+as can be, so that cuDNN looks for algorithms once or twice.
 
-Padding that differs before and behind along X, which PyTorch does not have, is done so too. Small
-float32 convolutions on a CPU go to :mod:`unet3d.kernels.conv.cpu`. Everything else takes PyTorch's
-own operation, with its own gradient.
+Small float32 convolutions on a CPU go to :mod:`unet3d.kernels.conv.cpu`. Everything else takes
+PyTorch's own operation, with its own gradient.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels.conv import cpu
-from unet3d.kernels.conv.geometry import Axis, Slab, divide
-from unet3d.kernels.conv.into import put, put_convolved
 from unet3d.kernels.conv.planes import (
+    Axis,
     Padding,
     axis_of,
-    empty,
+    divide,
     gradients,
-    padding_in_plane,
     result_shape,
     samples,
     some_planes,
     transposed_shape,
 )
-from unet3d.kernels.padding import channels_last
+from unet3d.kernels.padding import channels_last, empty_channels_last
+from unet3d.kernels.triton_support import operation
+from unet3d.memory.fake_devices import is_gpu
 
 MAX_ELEMENTS = 2**31 - 1
 """The most elements of a tensor that cuDNN is given."""
 
+_LOW_TYPES = (torch.bfloat16, torch.float16)
+"""Types in which cuDNN computes without a choice of precision, nor copies of its own."""
 _NONE = (0, 0, 0)
+_NO_DILATION = (1, 1, 1)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, kernel), without a bias; may be differentiated.
 
-    There are fewer planes of zeros on each side than the kernel has. Before and behind X they may
-    differ, as where another device holds what goes on on one side.
+    There are fewer planes of zeros on each side than the kernel has.
     """
-    whole = _padding_of_whole(x, weight, stride, padding)
-    if whole is not None:
-        return F.conv3d(x, weight, None, tuple(stride), whole)
+    if is_one_call(x, weight, stride, padding):
+        return F.conv3d(x, weight, None, tuple(stride), padding)
     x = x.to(lowered(x))
     y: Tensor = _Convolution.apply(x, weight.to(x.dtype), stride, padding)  # type: ignore[no-untyped-call]
     return y
+
+
+def is_one_call(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> bool:
+    """Return whether a convolution is given to PyTorch as a whole."""
+    largest = max(x.numel(), math.prod(result_shape(x, weight, stride, padding)))
+    return largest <= MAX_ELEMENTS and not _is_slow(x, weight, stride)
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding = _NONE) -> Tensor:
@@ -61,12 +66,9 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding 
 
     May be differentiated. The padding is what is left out of the result.
     """
-    shape = transposed_shape(x, weight, stride, padding)
-    along_x = padding[0] if isinstance(padding[0], int) else None
-    is_small = max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS
-    if along_x is not None and is_small and not _is_slow(x, weight, stride):
-        sides = (along_x, *padding_in_plane(padding))
-        return F.conv_transpose3d(x, weight, stride=tuple(stride), padding=sides)
+    largest = max(x.numel(), math.prod(transposed_shape(x, weight, stride, padding)))
+    if largest <= MAX_ELEMENTS and not _is_slow(x, weight, stride):
+        return F.conv_transpose3d(x, weight, stride=tuple(stride), padding=padding)
     if tuple(weight.shape[2:]) == (1, 1, 1) == tuple(stride):
         return convolve(x, weight.transpose(0, 1), stride, _NONE)
     x = x.to(lowered(x))
@@ -88,23 +90,33 @@ def transposed(
     """
     smallest = transposed_shape(x, weight, stride, padding)
     shape = (*smallest[:2], *(smallest[2:] if size is None else size))
-    more = (shape[3] - smallest[3], shape[4] - smallest[4])
-    axis, in_plane = axis_of(shape[2], weight, stride, padding), padding_in_plane(padding)
+    more = tuple(a - b for a, b in zip(shape[2:], smallest[2:], strict=True))
+    if max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
+        return F.conv_transpose3d(x, weight, None, tuple(stride), padding, more)
+    axis = axis_of(shape[2], weight, stride, padding)
+    y = empty_channels_last(shape, x)
+    if axis.read_by(range(axis.result)).stop < axis.size:
+        y.zero_()  # the last planes have no reader
+    x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
 
-    def one_call(x: Tensor, planes: int, along_x: int) -> Tensor:
-        fewest = (x.shape[2] - 1) * axis.stride + axis.kernel - 2 * along_x
-        sides, further = (along_x, *in_plane), (planes - fewest, *more)
-        return F.conv_transpose3d(x, weight, None, tuple(stride), sides, further)
+    def fits(made: range) -> bool:
+        read = axis.readers_of(made)
+        return max(len(read) * x_plane, len(axis.read_by(read)) * y_plane) <= MAX_ELEMENTS
 
-    if axis.symmetric is not None and max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
-        return one_call(x, axis.size, axis.symmetric)
-    y = empty(shape, x)
-    slabs = _slabs(axis.for_gradient, range(axis.size), y, x)
-    for x_one, y_one in zip(samples(x), samples(y), strict=True):
-        for slab in slabs:
-            made = one_call(_planes(x_one, slab.y), len(slab.x), slab.padding)
-            put(made, slab.x, y_one, slab.wanted)
-            del made  # before the next one
+    every = range(axis.size)
+    is_whole = max(axis.result * x_plane, axis.size * y_plane) <= MAX_ELEMENTS  # one sample
+    for wanted in [every] if is_whole else divide(every, fits):
+        read = axis.readers_of(wanted)
+        if not read:
+            continue
+        made, sides, further = axis.read_by(read), (0, *padding[1:]), (0, *more[1:])
+        if is_whole:
+            read, made, sides, further = range(axis.result), every, padding, more
+        for x_one, y_one in zip(samples(x), samples(y), strict=True):
+            given = (_planes(x_one, read), weight, None, tuple(stride))
+            computed = F.conv_transpose3d(*given, sides, further)
+            _put(computed, made, y_one, wanted)
+            del computed  # before the next one
     return y
 
 
@@ -115,28 +127,15 @@ def weight_gradient(
 
     Slabs are summed in float32 at least.
     """
-    axis = axis_of(x.shape[2], weight, stride, padding)
-    in_plane = padding_in_plane(padding)
-
-    def one_call(dy: Tensor, x: Tensor, along_x: int) -> Tensor:
-        given = (dy, x, weight, stride, (along_x, *in_plane))
-        return gradients(*given, wanted=(False, True))[1]
-
-    if axis.symmetric is not None and max(dy.numel(), x.numel()) <= MAX_ELEMENTS:
-        return one_call(dy, x, axis.symmetric)
+    if max(dy.numel(), x.numel()) <= MAX_ELEMENTS:
+        return gradients(dy, x, weight, stride, padding, wanted=(False, True))[1]
     total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    slabs = _slabs(axis_of(x.shape[2], weight, stride, padding), x, dy)
     for dy_one, x_one in zip(samples(dy), samples(x), strict=True):
-        if axis.symmetric is not None and max(dy_one.numel(), x_one.numel()) <= MAX_ELEMENTS:
-            total += one_call(dy_one, x_one, axis.symmetric)
-            continue
-        for slab in _weight_slabs(axis, x_one, dy_one):
-            total += one_call(_planes(dy_one, slab.y), _planes(x_one, slab.x), 0)
+        for slab in slabs:
+            given = (_planes(dy_one, slab.y), _planes(x_one, slab.x), weight, stride)
+            total += gradients(*given, (slab.padding, *padding[1:]), wanted=(False, True))[1]
     return total.to(weight.dtype)
-
-
-def is_one_call(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> bool:
-    """Return whether a convolution is given to PyTorch as a whole."""
-    return _padding_of_whole(x, weight, stride, padding) is not None
 
 
 def lowered(x: Tensor) -> torch.dtype:
@@ -159,30 +158,27 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.padding = stride, padding
+        ctx.steps = stride, padding
         if cpu.is_slow(x, weight, stride):
             return cpu.convolve(x, weight, stride, padding)
-        axis, in_plane = axis_of(x.shape[2], weight, stride, padding), padding_in_plane(padding)
-        y = empty(result_shape(x, weight, stride, padding), x)
-        slabs = _slabs(axis.for_result, range(axis.result), x, y)
+        y = empty_channels_last(result_shape(x, weight, stride, padding), x)
+        slabs = _slabs(axis_of(x.shape[2], weight, stride, padding), x, y)
         for x_one, y_one in zip(samples(x), samples(y), strict=True):
             for slab in slabs:
-                planes = _planes(x_one, slab.x)
-                sides = (slab.padding, *in_plane)
-                put_convolved(y_one, slab, planes, weight, stride, sides)
+                place = y_one.narrow(2, slab.y.start, len(slab.y))
+                sides = (slab.padding, *padding[1:])
+                _convolve_to(place, _planes(x_one, slab.x), weight, stride, sides)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        given = (dy, x, weight, ctx.stride, ctx.padding)
+        given = (dy, x, weight, *ctx.steps)
         needs_dx, needs_dweight, *_ = ctx.needs_input_grad
-        if cpu.is_slow(x, weight, ctx.stride):
+        if cpu.is_slow(x, weight, ctx.steps[0]):
             return *cpu.convolve_backward(*given, wanted=(needs_dx, needs_dweight)), None, None
         dweight = weight_gradient(*given) if needs_dweight else None
-        dx = None
-        if needs_dx:
-            dx = transposed(dy, weight, ctx.stride, ctx.padding, x.shape[2:])
+        dx = transposed(dy, weight, *ctx.steps, x.shape[2:]) if needs_dx else None
         return dx, dweight, None, None
 
 
@@ -212,49 +208,89 @@ class _Upsampling(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def _padding_of_whole(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
-) -> tuple[int, int, int] | None:
-    """Return the padding with which one call of PyTorch's does it all, or None."""
-    along_x: int | None
-    if isinstance(padding[0], int):
-        along_x = padding[0]
-    elif padding[0][0] == padding[0][1]:  # nearly every call: the general rule takes longer
-        along_x = padding[0][0]
-    else:
-        along_x = axis_of(x.shape[2], weight, stride, padding).symmetric
-    largest = max(x.numel(), math.prod(result_shape(x, weight, stride, padding)))
-    if along_x is None or largest > MAX_ELEMENTS or _is_slow(x, weight, stride):
-        return None
-    return along_x, *padding_in_plane(padding)
-
-
 def _is_slow(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
     return cpu.is_slow(x, weight, stride) and lowered(x) == x.dtype
 
 
-def _slabs(slab: Callable[[int, int], Slab], planes: range, x: Tensor, y: Tensor) -> list[Slab]:
-    """Divide planes into slabs of a convolution's input and result that are small enough."""
-    x_plane, y_plane = (value.shape[1] * math.prod(value.shape[3:]) for value in (x, y))
+class _Slab(NamedTuple):
+    """The planes that one call reads and makes."""
 
-    def fits(one: Slab) -> bool:
-        return max(len(one.x) * x_plane, len(one.y) * y_plane) <= MAX_ELEMENTS
+    x: range
+    """Planes of the convolution's input; those outside the volume are zeros."""
+    y: range
+    """Planes of its result."""
+    padding: int
+    """Planes of zeros that the call itself puts before and behind the input's."""
 
-    return divide(slab, planes, fits)
 
-
-def _weight_slabs(axis: Axis, x: Tensor, dy: Tensor) -> list[Slab]:
-    """Return slabs of one sample's result with exactly the planes that they read.
-
-    The few planes of the result that read zeros are slabs by themselves: a padded copy of what
-    they read is small, and the others need none.
-    """
+def _slabs(axis: Axis, x: Tensor, y: Tensor) -> list[_Slab]:
+    """Divide the planes of a convolution's input and result, so that all calls are small enough."""
+    x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
+    if max(axis.size * x_plane, axis.result * y_plane) <= MAX_ELEMENTS:  # one sample is
+        return [_Slab(range(axis.size), range(axis.result), axis.padding)]
     inside = axis.inside()
-    slabs = _slabs(axis.exact, inside, x, dy)
-    ends = (range(inside.start), range(inside.stop, axis.result))
-    return slabs + [axis.exact(end.start, end.stop) for end in ends if end]
+    runs = divide(
+        inside,
+        lambda y: max(len(axis.read_by(y)) * x_plane, len(y) * y_plane) <= MAX_ELEMENTS,
+    )
+    runs += [end for end in (range(inside.start), range(inside.stop, axis.result)) if end]
+    return [_Slab(axis.read_by(run), run, 0) for run in runs]
+
+
+def _elements_of_plane(x: Tensor) -> int:
+    return x.shape[1] * math.prod(x.shape[3:])
 
 
 def _planes(x: Tensor, planes: range) -> Tensor:
     """Return some planes of one sample; a view where it is channels-last and they are inside."""
     return channels_last(some_planes(x, planes))
+
+
+def _convolve_to(
+    place: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]
+) -> None:
+    """Write a convolution to channels-last memory that is there.
+
+    On a GPU cuDNN writes it there; PyTorch's own call would make a copy. Of one channel, strides do
+    not tell the layout that cuDNN is to take.
+    """
+    if is_gpu(x.device) and x.dtype in _LOW_TYPES and x.shape[1] > 1:
+        _into(place, x, weight, stride, padding)
+    else:
+        planes = range(place.shape[2])
+        _put(F.conv3d(x, weight, None, tuple(stride), tuple(padding)), planes, place, planes)
+
+
+def _put(computed: Tensor, planes: range, x: Tensor, wanted: range) -> None:
+    """Copy those of the wanted planes that are computed, of (N, C, planes, Y, Z), into x."""
+    wanted = range(max(wanted.start, planes.start), min(wanted.stop, planes.stop))
+    place = x.narrow(2, wanted.start, len(wanted))
+    made = computed.narrow(2, wanted.start - planes.start, len(wanted))
+    if is_gpu(x.device):
+        # A kernel: what copies dense memory otherwise has a quarter of its bandwidth, measured on
+        # an H200 in a CUDA graph, and half when it is launched.
+        torch.mul(made, 1, out=place)
+    else:
+        place.copy_(made)
+
+
+def _convolve_into(
+    y: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]
+) -> None:
+    cudnn = torch.backends.cudnn
+    if not x.is_cuda or torch.version.cuda is None or not cudnn.enabled:
+        y.copy_(F.conv3d(x, weight, None, tuple(stride), tuple(padding)))
+        return
+    is_repeatable = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    given = (x, weight, padding, stride, _NO_DILATION, 1, cudnn.benchmark, is_repeatable, False)
+    torch.ops.aten.cudnn_convolution.out(*given, out=y)
+
+
+# PyTorch's own operation that writes to given memory has no fake version.
+_into = operation(
+    "convolve_into",
+    "(Tensor(a!) y, Tensor x, Tensor weight, int[] stride, int[] padding) -> ()",
+    _convolve_into,
+    lambda *_: None,
+    ("cpu", "cuda"),
+)

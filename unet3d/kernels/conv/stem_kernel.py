@@ -168,26 +168,24 @@ def _weights(
     tl.store(out + 2 * K * BO, total2)
 
 
-def forward(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
+def forward(x: Tensor, weight: Tensor, padding: int) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with so many planes of zeros around X."""
-    return _convolve(x, weight, before, after, None)
+    return _convolve(x, weight, padding, None)
 
 
-def forward_with_moments(
-    x: Tensor, weight: Tensor, before: int, after: int
-) -> tuple[Tensor, Tensor]:
+def forward_with_moments(x: Tensor, weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """Convolve as :func:`forward` does, and return the moments of the result too."""
-    moments = empty_moments(x, weight, before, after)
-    return _convolve(x, weight, before, after, moments), moments
+    moments = empty_moments(x, weight, padding)
+    return _convolve(x, weight, padding, moments), moments
 
 
-def _convolve(x: Tensor, weight: Tensor, before: int, after: int, moments: Tensor | None) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, padding: int, moments: Tensor | None) -> Tensor:
     x = x.contiguous(memory_format=torch.channels_last_3d)
     o, i = weight.shape[:2]
-    y = empty_result(x, o, x.shape[2] + before + after - 2)
+    y = empty_result(x, o, x.shape[2] + 2 * padding - 2)
     matrix = weight.permute(2, 3, 4, 1, 0).reshape(27 * i, o).contiguous()
     makes = moments is not None
-    grid, sizes, options = _divided(FORWARD.of(weight), x, y, before)
+    grid, sizes, options = _divided(FORWARD.of(weight), x, y, padding)
     with torch.cuda.device(x.device):
         _forward[grid](x, matrix, y, moments if makes else y, *sizes, MOMENTS=makes, **options)
     return y
@@ -201,7 +199,7 @@ def weight_gradient(
     total: Tensor | None,
     voxels: int,
     kernel: Tensor,
-    before: int,
+    padding: int,
     slope: float,
 ) -> Tensor:
     """Return the gradient of the weights (O, I, 3, 3, 3).
@@ -210,7 +208,7 @@ def weight_gradient(
     normalisation with LeakyReLU made of it.
     """
     x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
-    grid, sizes, options = _divided(WEIGHTS.of(kernel), x, dy, before)
+    grid, sizes, options = _divided(WEIGHTS.of(kernel), x, dy, padding)
     partial = dy.new_empty((len(x) * grid[0], 3, options["K"], options["BO"]), dtype=torch.float32)
     maps = (dy,) * 6 if y is None else (y, *affine, total)
     with torch.cuda.device(x.device):
@@ -223,7 +221,7 @@ def weight_gradient(
 
 
 def _divided(
-    launch: Launch, x: Tensor, y: Tensor, before: int
+    launch: Launch, x: Tensor, y: Tensor, padding: int
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
     """Return the grid for an image and a result, what kernels take of sizes, and constants."""
     n, i, *space = x.shape
@@ -237,4 +235,4 @@ def _divided(
         "num_warps": launch.warps,
         "maxnreg": launch.registers,
     }
-    return (runs, n), (before, *space, planes, tiles, run, o), options
+    return (runs, n), (padding, *space, planes, tiles, run, o), options

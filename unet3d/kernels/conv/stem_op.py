@@ -72,18 +72,18 @@ def division_of(launch: Launch, samples: int, planes: int, plane_voxels: int) ->
     return Division(tiles, run, -(-tiles * planes // run))
 
 
-def empty_moments(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
+def empty_moments(x: Tensor, weight: Tensor, padding: int) -> Tensor:
     """Return memory for the moments of a result, in as many parts as there are programs."""
     n, _, planes, y, z = x.shape
-    parts = division_of(FORWARD.of(weight), n, planes + before + after - 2, y * z).runs
+    parts = division_of(FORWARD.of(weight), n, planes + 2 * padding - 2, y * z).runs
     return x.new_empty((parts, 4, n, len(weight)), dtype=torch.float32)
 
 
-def _fake(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
-    return empty_result(x, len(weight), x.shape[2] + before + after - 2)
+def _fake(x: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return empty_result(x, len(weight), x.shape[2] + 2 * padding - 2)
 
 
-_GIVEN = "(Tensor x, Tensor weight, int before, int after)"
+_GIVEN = "(Tensor x, Tensor weight, int padding)"
 
 stem = operation("stem", f"{_GIVEN} -> Tensor", "conv.stem_kernel.forward", _fake)
 stem_with_moments = operation(
@@ -95,7 +95,7 @@ stem_with_moments = operation(
 weight_gradient = operation(
     "stem_weights",
     "(Tensor dy, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd, *,"
-    " Tensor? total, int voxels, Tensor kernel, int before, float slope) -> Tensor",
+    " Tensor? total, int voxels, Tensor kernel, int padding, float slope) -> Tensor",
     "conv.stem_kernel.weight_gradient",
     lambda *maps, kernel, **options: torch.empty_like(
         kernel, memory_format=torch.contiguous_format
@@ -104,15 +104,14 @@ weight_gradient = operation(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, before, _ = inputs
+    x, weight, ctx.padding = inputs
     ctx.save_for_backward(x, weight)
-    ctx.before = before
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, kernel = ctx.saved_tensors
-    options = {"total": None, "voxels": 0, "kernel": kernel, "before": ctx.before, "slope": 1.0}
-    return None, weight_gradient(dy, x, *(None,) * 5, **options), None, None
+    options = {"total": None, "voxels": 0, "kernel": kernel, "padding": ctx.padding, "slope": 1.0}
+    return None, weight_gradient(dy, x, *(None,) * 5, **options), None
 
 
 torch.library.register_autograd("unet3d::stem", _differentiate, setup_context=_save)

@@ -86,18 +86,18 @@ class _StemNorm(torch.autograd.Function):
         bias: Tensor,
         norm: VolumeNorm,
         outputs_of_reader: int | None,
-        padding: tuple[int, int],
+        padding: int,
     ) -> tuple[Tensor | VolumeNorm | None, ...]:
-        y, moments = stem_with_moments(x, kernel, *padding)
+        y, moments = stem_with_moments(x, kernel, padding)
         affine = (weight, bias, *norm.statistics(y, moments=moments))
         norm = norm._replace(pads=norm.pads and wants_padding(y))
         if normalizes(y, y.shape[1], outputs_of_reader):
             norm = norm._replace(is_deferred=True, halo_of=None)
         made, halo = norm.normalized(y, *affine)
         # Where the reader normalises, both are one map, and the reader saves it too.
-        offer(made if norm.is_deferred else y, cache(lambda: stem(x, kernel, *padding)), x)
+        offer(made if norm.is_deferred else y, cache(lambda: stem(x, kernel, padding)), x)
         ctx.save_for_backward(x, kernel, y, *affine)
-        ctx.norm, ctx.before = norm, padding[0]
+        ctx.norm, ctx.padding = norm, padding
         planes = (plane for plane in halo if plane is not None)
         ctx.mark_non_differentiable(y, *affine[2:], *planes)
         ctx.set_materialize_grads(False)  # those have none, and zeros would be launches
@@ -119,7 +119,7 @@ class _StemNorm(torch.autograd.Function):
             total=norm.total(own),
             voxels=norm.voxels(y),
             kernel=kernel,
-            before=ctx.before,
+            padding=ctx.padding,
             slope=norm.slope,
         )
         dbias, dweight = own.sum(1)

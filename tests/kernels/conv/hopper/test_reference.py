@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.comparison import SIDES, assert_same, channels_last, tensor
+from tests.kernels.comparison import assert_same, channels_last, tensor
 from tests.products import pairwise
 from unet3d.kernels.conv.hopper import op, reference
 from unet3d.kernels.norm import reference as norm
@@ -13,6 +13,8 @@ EPS = 1e-5
 NO_AFFINE = (None,) * 4
 NO_HALO = (None,) * 2
 CHANNELS = [(3, 5), (4, 2)]
+SIDES = [(1, 1), (0, 0), (0, 2), (2, 0)]
+"""Planes of zeros before and behind X."""
 
 
 def maps(channels, sides):

@@ -107,7 +107,7 @@ def normalizes(x: Tensor, channels: int, outputs: int | None) -> bool:
     return outputs is not None and suits(x, channels, outputs)
 
 
-def convolve(x: Tensor, weight: Tensor, x_padding: tuple[int, int], moments: bool) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), zeros around; may be differentiated.
 
     With ``moments`` the result is marked with its own. What is left to do with x is done; if it is
@@ -120,7 +120,7 @@ def convolve(x: Tensor, weight: Tensor, x_padding: tuple[int, int], moments: boo
     return mark_moments(y, parts) if moments else y
 
 
-def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: tuple[int, int]) -> Tensor:
+def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     """Return a map with the convolution of x added in its memory, marked with its moments.
 
     The map must be a result that nobody else reads. Where x is a normalised map that backward would
@@ -143,11 +143,10 @@ class _Convolution(torch.autograd.Function):
         deferred: Deferred | None,
         source: tuple[Tensor, Deferred] | None,
         shard: Shard | None,
-        x_padding: tuple[int, int],
+        x_padding: int,
         moments: bool,
     ) -> tuple[Tensor, Tensor]:
-        kernel, (before, after) = weight.to(x.dtype), x_padding
-        sides = {"before": before, "after": after}
+        kernel, sides = weight.to(x.dtype), {"before": x_padding, "after": x_padding}
         affine, slope = (_NO_AFFINE, 1.0) if deferred is None else deferred
         halo = (None, None) if shard is None else planes_beside(x, shard)
         if added_to is None:
