@@ -178,7 +178,7 @@ class _Convolution(torch.autograd.Function):
         if cpu.is_slow(x, weight, ctx.steps[0]):
             return *cpu.convolve_backward(*given, wanted=(needs_dx, needs_dweight)), None, None
         dweight = weight_gradient(*given) if needs_dweight else None
-        dx = transposed(dy, weight, *ctx.steps, x.shape[2:]) if needs_dx else None
+        dx = transposed(dy, weight, *ctx.steps, size=x.shape[2:]) if needs_dx else None
         return dx, dweight, None, None
 
 

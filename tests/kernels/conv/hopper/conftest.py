@@ -1,15 +1,15 @@
 import pytest
 
 from tests.kernels.conv.hopper.fakes import FakeDriver, FakeNvrtc
-from unet3d.kernels.conv.hopper import build, driver
+from unet3d.kernels.conv.hopper import api, build, driver
 
 CACHED = (build.building, build._version, build._turns, build._say_that_nothing_is_kept)
 CACHED += (
     driver._driver_version,
     driver._context,
     driver._tensor_map,
-    driver.available,
-    driver._say,
+    api.available,
+    api._say,
 )
 
 
@@ -17,7 +17,7 @@ CACHED += (
 def fresh_process(tmp_path, monkeypatch):
     """A process that has compiled and loaded nothing, and a user's cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(driver.SWITCH, raising=False)
+    monkeypatch.delenv(api.SWITCH, raising=False)
     forget()
     yield
     forget()

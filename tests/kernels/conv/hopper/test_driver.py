@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import re
-import sys
 import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from unet3d.kernels.conv.hopper import build, driver
+from unet3d.kernels.conv.hopper import api, build, driver, op
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
@@ -42,9 +41,9 @@ def hopper(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    launch = SimpleNamespace(CHECKED=kernel, begin_building=Mock())
-    monkeypatch.setitem(sys.modules, driver._LAUNCH, launch)
-    return launch
+    monkeypatch.setattr(op, "CHECKED", kernel)
+    monkeypatch.setattr(op, "begin_building", Mock())
+    return op
 
 
 def test_a_launch_is_on_the_current_stream_of_its_device(kernel, cuda, nvrtc):
@@ -106,7 +105,7 @@ def test_it_runs_in_threads_streams_and_graphs_on_every_gpu(sources):
     kernel = driver.Kernel("add", ["one.cu"], {"TIMES": 2}, 128, 100_000)
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        if torch.cuda.get_device_capability(device) != driver.CAPABILITY:
+        if torch.cuda.get_device_capability(device) != api.CAPABILITY:
             pytest.skip("needs Hopper GPUs")
         y = torch.zeros(1000, device=device)
         torch.cuda.synchronize(device)
@@ -176,19 +175,19 @@ def test_a_map_is_described_once(cuda):
 
 
 def test_a_hopper_gpu_has_them(hopper, cuda, nvrtc, log):
-    assert all(driver.available(device) for device in (GPU, SECOND, GPU, FAKE))
+    assert all(api.available(device) for device in (GPU, SECOND, GPU, FAKE))
     assert [context for context, _ in cuda.modules] == [100, 101] and len(nvrtc.programs) == 1
     assert not log.messages
     hopper.begin_building.assert_called_with(float16=False)  # the other kernels, in the background
 
 
 def test_a_gpu_that_is_not_here_is_taken_for_one_that_is(hopper, cuda, monkeypatch, log):
-    assert driver.available(FAKE)
+    assert api.available(FAKE)
     assert not cuda.modules  # which would take memory of a GPU
     assert not hopper.begin_building.called
-    driver.available.cache_clear()
+    api.available.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert not driver.available(FAKE)
+    assert not api.available(FAKE)
     assert len(log.messages) == 1
 
 
@@ -196,15 +195,15 @@ def test_each_gpu_that_is_not_here_is_taken_for_its_own(hopper, monkeypatch):
     """Or for the first one, as in a plan for more GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
     fakes = [torch.device("cpu", index) for index in range(3)]
-    assert [driver.available(fake) for fake in fakes] == [True, False, True]
+    assert [api.available(fake) for fake in fakes] == [True, False, True]
 
 
 def test_without_any_gpu_a_fake_one_has_them(monkeypatch, log):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(driver, "_works", Mock(side_effect=AssertionError))
-    assert driver.available(FAKE)
-    assert not driver.available(torch.device("cpu"))
-    assert not driver.available(torch.device("meta"))
+    monkeypatch.setattr(api, "_works", Mock(side_effect=AssertionError))
+    assert api.available(FAKE)
+    assert not api.available(torch.device("cpu"))
+    assert not api.available(torch.device("meta"))
     assert not log.messages
 
 
@@ -276,7 +275,7 @@ def test_where_something_is_missing_one_line_says_what(
     machine, level, line, hopper, cuda, monkeypatch, caplog, log
 ):
     machine(monkeypatch, cuda)
-    assert not any(driver.available(device) for device in (GPU, SECOND, GPU))
+    assert not any(api.available(device) for device in (GPU, SECOND, GPU))
     ((_, found, message),) = caplog.record_tuples
     assert logging.getLevelName(found) == level
     assert re.fullmatch(line, message), message

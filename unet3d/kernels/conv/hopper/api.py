@@ -13,6 +13,10 @@ A slab's reader gets it without halo, and asks the neighbours for their planes i
 is to be normalised, with the same statistics. In backward it gives them the gradients of these.
 """
 
+import functools
+import logging
+import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +25,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.hopper import op
-from unet3d.kernels.conv.hopper.driver import available
 from unet3d.kernels.halo import planes_beside
 from unet3d.kernels.marks import Deferred, deferred_of, mark_moments, mark_sums
 from unet3d.kernels.norm.volume import stages_for
@@ -30,6 +33,8 @@ from unet3d.kernels.recompute import normalized_from
 from unet3d.kernels.sharding import Shard, current_shard, number_of_largest
 from unet3d.kernels.triton_support import all_ranks_can, triton_available
 from unet3d.memory.fake_devices import is_fake_device, is_gpu
+
+logger = logging.getLogger(__name__)
 
 TYPES = (torch.bfloat16, torch.float16)
 CHANNELS = (32, 64)
@@ -40,7 +45,62 @@ H200 a convolution of 24^3 voxels, 32 to 32 channels, and its gradients take 54 
 
 _NO_AFFINE = (None, None, None, None)
 
+SWITCH = "UNET3D_HOPPER"
+"""Environment variable: 0 leaves all convolutions to cuDNN."""
+CAPABILITY = (9, 0)
+
+_checking = threading.Lock()
 _all_slabs_can = True
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Return whether the hand-written convolutions can be used on a device.
+
+    The first time, one is compiled, or found in the cache, and loaded. A fake device is taken for
+    its GPU, or for the first one where that is not here, and where there is none, for one that has
+    them.
+    """
+    is_fake = is_fake_device(device)
+    if not is_fake and device.type != "cuda":
+        return False
+    with _checking:
+        if is_fake and not torch.cuda.is_available():
+            return os.environ.get(SWITCH) != "0"
+        index = device.index or 0
+        gpu = torch.device("cuda", index if index < torch.cuda.device_count() else 0)
+        # ROCm gives the MI200 the same numbers.
+        is_amd, capability = torch.version.hip is not None, torch.cuda.get_device_capability(gpu)
+        if is_amd or capability != CAPABILITY:
+            name = torch.cuda.get_device_name(gpu)
+            _say(logging.INFO, f"the hand-written ones are for Hopper GPUs, and not for {name}")
+            return False
+        if os.environ.get(SWITCH) == "0":
+            _say(logging.INFO, f"{SWITCH}=0 switches the hand-written ones off")
+            return False
+        return _works(None if is_fake else gpu)
+
+
+def _works(gpu: torch.device | None) -> bool:
+    """Return whether a kernel can be compiled, and loaded if there is a GPU for it."""
+    try:
+        if gpu is None:
+            op.CHECKED.build().result()
+        else:
+            # The others are compiled while networks and data are loaded.
+            op.begin_building(float16=False)
+            op.CHECKED.load(gpu)
+    # The last one: a function is missing in a library.
+    except (OSError, RuntimeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        _say(logging.WARNING, f"so training takes about a third longer: {reason}")
+        return False
+    return True
+
+
+@functools.cache
+def _say(level: int, reason: str) -> None:
+    logger.log(level, "convolutions are cuDNN's, %s", reason)
 
 
 def are_on(device: torch.device, dtype: torch.dtype | None) -> bool:

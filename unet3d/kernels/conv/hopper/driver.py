@@ -7,9 +7,6 @@ is illegal while a graph is captured, but what is captured has been launched bef
 
 import ctypes
 import functools
-import importlib
-import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,16 +16,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.conv.hopper.build import building
-from unet3d.memory.fake_devices import is_fake_device
 
-logger = logging.getLogger(__name__)
-
-SWITCH = "UNET3D_HOPPER"
-"""Environment variable: 0 leaves all convolutions to cuDNN."""
-CAPABILITY = (9, 0)
-
-_LAUNCH = "unet3d.kernels.conv.hopper.launch"
-"""Module of the kernels, which imports this one."""
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _MAP_CHANNELS = 32
@@ -148,57 +136,6 @@ def _driver_version() -> int:
     version = ctypes.c_int()
     _check(cuda().cuDriverGetVersion(ctypes.byref(version)))
     return version.value
-
-
-@functools.cache
-def available(device: torch.device) -> bool:
-    """Return whether the hand-written convolutions can be used on a device.
-
-    The first time, one is compiled, or found in the cache, and loaded. A fake device is taken for
-    its GPU, or for the first one where that is not here, and where there is none, for one that has
-    them.
-    """
-    is_fake = is_fake_device(device)
-    if not is_fake and device.type != "cuda":
-        return False
-    with _lock:
-        if is_fake and not torch.cuda.is_available():
-            return os.environ.get(SWITCH) != "0"
-        index = device.index or 0
-        gpu = torch.device("cuda", index if index < torch.cuda.device_count() else 0)
-        # ROCm gives the MI200 the same numbers.
-        is_amd, capability = torch.version.hip is not None, torch.cuda.get_device_capability(gpu)
-        if is_amd or capability != CAPABILITY:
-            name = torch.cuda.get_device_name(gpu)
-            _say(logging.INFO, f"the hand-written ones are for Hopper GPUs, and not for {name}")
-            return False
-        if os.environ.get(SWITCH) == "0":
-            _say(logging.INFO, f"{SWITCH}=0 switches the hand-written ones off")
-            return False
-        return _works(None if is_fake else gpu)
-
-
-def _works(gpu: torch.device | None) -> bool:
-    """Return whether a kernel can be compiled, and loaded if there is a GPU for it."""
-    launch = importlib.import_module(_LAUNCH)
-    try:
-        if gpu is None:
-            launch.CHECKED.build().result()
-        else:
-            # The others are compiled while networks and data are loaded.
-            launch.begin_building(float16=False)
-            launch.CHECKED.load(gpu)
-    # The last one: a function is missing in a library.
-    except (OSError, RuntimeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        _say(logging.WARNING, f"so training takes about a third longer: {reason}")
-        return False
-    return True
-
-
-@functools.cache
-def _say(level: int, reason: str) -> None:
-    logger.log(level, "convolutions are cuDNN's, %s", reason)
 
 
 @functools.cache

@@ -15,19 +15,23 @@ many parts as there are warps that multiply. An ``affine`` is what those take: w
 (C,), mean (N, C, M) and 1 / deviation (N, C); all zeros around a map stay zeros. ``before`` and
 ``after`` are the planes of zeros around X. Where a map that is normalised is a slab, planes of its
 neighbours (N, C, 1, Y, Z), stored as the map is, take the place of the zero planes next to it.
+
+A program of either kernel goes along X over a column of 16 x 16 voxels; all programs get the same
+number of planes of all columns, and each finds its own.
 """
 
+import ctypes
+import functools
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unet3d.kernels.conv.hopper import reference
+from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
 from unet3d.kernels.padding import empty_result
 from unet3d.kernels.triton_support import operation
-
-_MAY_BE_AFFINE = "Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd"
-_MAY_BE_HALO = "Tensor? preceding, Tensor? following"
 
 GROUP = 32
 """Channels that a program takes at a time."""
@@ -37,6 +41,64 @@ WARPS = 8
 """Warps of a program that multiply, each of which makes a part of moments or sums."""
 PROCESSORS = 132
 """Of a Hopper GPU that is not here."""
+PAIRS = 5
+"""Pairs of taps in the sums of the weights' gradient."""
+
+_SLOT = 21 * 1024
+"""Bytes of a plane of 18 x 18 voxels in shared memory."""
+_WEIGHTS = 9 * 4 * 160 * 16
+_NOTHING, _MOMENTS, _MOMENTS_OF_SUM, _SUMS = range(4)
+_NO_MAP = TensorMap()
+
+_Pointer = ctypes.c_void_p
+
+
+class _Map(ctypes.Structure):
+    _fields_ = (
+        ("data", _Pointer),
+        ("sample", ctypes.c_longlong),
+        ("x", ctypes.c_longlong),
+        ("y", ctypes.c_int),
+        ("z", ctypes.c_int),
+    )
+
+
+class _Halo(ctypes.Structure):
+    _fields_ = (("before", _Pointer), ("behind", _Pointer), ("sample", ctypes.c_longlong))
+
+
+_NO_HALO = _Halo()
+
+
+class _Affine(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("weight", "bias", "mean", "rstd")),
+        ("channels", ctypes.c_int),
+        ("slope", ctypes.c_float),
+    )
+
+
+class _Convolution(ctypes.Structure):
+    _fields_ = (
+        ("x", _Map),
+        ("halo", _Halo),
+        ("affine", _Affine),
+        ("weights", _Pointer),
+        ("y", _Map),
+        ("other", _Map),
+        ("rows", _Pointer),
+        *((name, ctypes.c_int) for name in ("N", "X", "Y", "Z", "made", "before")),
+    )
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = (
+        ("x", _Map),
+        ("halo", _Halo),
+        ("affine", _Affine),
+        ("sums", _Pointer),
+        *((name, ctypes.c_int) for name in ("N", "X", "Y", "Z", "before", "around")),
+    )
 
 
 def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSORS) -> int:
@@ -44,6 +106,224 @@ def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSO
     n, _, _, y, z = x.shape
     work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
     return min(processors // groups, work)
+
+
+def _run_convolve(
+    x: Tensor,
+    kernel: Tensor,
+    *given: Tensor | None,
+    slope: float,
+    before: int,
+    after: int,
+    moments: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    affine, halo = _affine(given[:4], slope), _halo(*given[4:])
+    y = empty_result(x, kernel.shape[0], x.shape[2] + before + after - 2)
+    epilogue = _MOMENTS if moments else _NOTHING
+    rows = _convolve(y, x, kernel, affine, None, epilogue, before, turned=False, halo=halo)
+    return y, rows
+
+
+def _run_add_convolution(
+    y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int
+) -> Tensor:
+    """Return the moments of a map to which a convolution is added, in its memory."""
+    return _convolve(y, x, kernel, None, y, _MOMENTS_OF_SUM, before, turned=False)
+
+
+def _run_input_gradient(
+    dy: Tensor,
+    kernel: Tensor,
+    x: Tensor | None,
+    *affine: Tensor | None,
+    slope: float,
+    before: int,
+    after: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the map that was convolved, and sums where x was normalised first."""
+    dx = empty_result(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
+    epilogue, given = _NOTHING if x is None else _SUMS, _affine(affine, slope)
+    sums = _convolve(dx, dy, kernel, given, x, epilogue, 2 - before, turned=True)
+    return dx, sums
+
+
+def _convolve(
+    y: Tensor,
+    x: Tensor,
+    kernel: Tensor,
+    affine: _Affine | None,
+    other: Tensor | None,
+    epilogue: int,
+    before: int,
+    *,
+    turned: bool,
+    halo: _Halo = _NO_HALO,
+) -> Tensor:
+    """Write a convolution to y, and return moments or sums in as many rows as there are warps."""
+    n, inputs, *size = x.shape
+    outputs, made = y.shape[1:3]
+    parts = outputs // GROUP
+    programs = num_programs(x, made, parts, _processors(x.device))
+    # A warp writes only the rows of its samples.
+    num_rows = 0 if epilogue == _NOTHING else programs * WARPS
+    shape = (num_rows, 2 if turned else 4, n, outputs)
+    rows = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    is_last = kernel.is_contiguous(memory_format=torch.channels_last_3d)
+    flat = kernel.permute(0, 2, 3, 4, 1).flatten() if is_last else kernel.flatten()
+    weights = flat[_places(outputs, inputs, turned, is_last, x.device)]
+    arguments = _Convolution(
+        x=_map(x),
+        halo=halo,
+        affine=affine or _Affine(),
+        weights=weights.data_ptr(),
+        y=_map(y),
+        other=_Map() if other is None else _map(other),
+        rows=rows.data_ptr(),
+        N=n,
+        X=size[0],
+        Y=size[1],
+        Z=size[2],
+        made=made,
+        before=before,
+    )
+    normalizes = affine is not None and epilogue != _SUMS
+    box = _NO_MAP if normalizes else tensor_map(x, (COLUMN + 2, COLUMN + 2))
+    begin_building(float16=x.dtype == torch.float16)
+    function = _convolution(inputs // GROUP, normalizes, epilogue, x.dtype == torch.float16)
+    function.launch(x.device, programs * parts, box, arguments, ctypes.c_int(parts))
+    return rows
+
+
+def _run_weight_gradient(
+    dy: Tensor, x: Tensor, *given: Tensor | None, slope: float, before: int
+) -> Tensor:
+    """Return the gradient of the kernel (O, I, 3, 3, 3)."""
+    affine, halo = _affine(given[:4], slope), _halo(*given[4:])
+    around = int(any(plane is not None for plane in given[4:]))
+    n, channels, planes, *size = x.shape
+    planes += 2 * around
+    inputs, outputs = channels // GROUP, dy.shape[1] // GROUP
+    programs = num_programs(x, planes, inputs * outputs, _processors(x.device))
+    sums = x.new_empty((programs, inputs * outputs, PAIRS * 64 * 96), dtype=torch.float32)
+    arguments = _Weights(
+        x=_map(x),
+        halo=halo,
+        affine=affine or _Affine(),
+        sums=sums.data_ptr(),
+        N=n,
+        X=planes,
+        Y=size[0],
+        Z=size[1],
+        before=before - around,
+        around=around,
+    )
+    x_box = _NO_MAP if affine else tensor_map(x, (COLUMN + 2, COLUMN + 2))
+    boxes = x_box, tensor_map(dy, (COLUMN, COLUMN))
+    counts = ctypes.c_int(inputs), ctypes.c_int(outputs)
+    function = _weights(affine is not None, x.dtype == torch.float16)
+    function.launch(x.device, programs * inputs * outputs, *boxes, arguments, *counts)
+    places = _gradient_places(outputs, inputs, x.device)
+    return sums.sum(0).reshape(-1)[places].view(dy.shape[1], channels, 3, 3, 3)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _map(x: Tensor) -> _Map:
+    sample, _, *space = x.stride()
+    return _Map(x.data_ptr(), sample, *space)
+
+
+def _halo(before: Tensor | None, behind: Tensor | None) -> _Halo:
+    """Return the planes beside a map (N, C, 1, Y, Z), stored as it is, of which one may miss."""
+    sample = next((plane.stride(0) for plane in (before, behind) if plane is not None), 0)
+    pointers = (None if plane is None else plane.data_ptr() for plane in (before, behind))
+    return _Halo(*pointers, sample)
+
+
+def _affine(affine: tuple[Tensor | None, ...], slope: float) -> _Affine | None:
+    weight = affine[0]
+    if weight is None:
+        return None
+    values = [value.float().contiguous() for value in affine if value is not None]
+    made = _Affine(*(value.data_ptr() for value in values), weight.numel(), slope)
+    made.values = values  # alive until the launch, if they are copies
+    return made
+
+
+@functools.cache
+def _places(outputs: int, inputs: int, turned: bool, is_last: bool, device: torch.device) -> Tensor:
+    """Return where in a kernel (O, I, 3, 3, 3) the weights lie in the order that programs load.
+
+    For each 32 outputs, and each 32 inputs of them: (9 taps (ky, kz), 4 times 8 inputs, kx = 2 1 0
+    2 1, 32 columns, 8 inputs). Column 8 j + 2 q + e is output 8 q + 2 j + e, so a thread's sums are
+    of eight neighbours. ``turned``: of the convolution that is the gradient of the input, of a
+    kernel whose outputs are these inputs. ``is_last``: the kernel is (O, 3, 3, 3, I).
+    """
+    ranges = (outputs // GROUP, inputs // GROUP, 3, 3, 4, 5, 4, 4, 2, 8)
+    many = torch.meshgrid(*map(torch.arange, ranges), indexing="ij")
+    to, of, ky, kz, chunk, block, j, q, e, within = many
+    kx = torch.tensor((2, 1, 0, 2, 1))[block]
+    out, into = GROUP * to + 8 * q + 2 * j + e, GROUP * of + 8 * chunk + within
+    if turned:
+        kx, ky, kz, out, into, inputs = 2 - kx, 2 - ky, 2 - kz, into, out, outputs
+    tap = (kx * 3 + ky) * 3 + kz
+    place = (out * 27 + tap) * inputs + into if is_last else (out * inputs + into) * 27 + tap
+    return place.flatten().to(device)
+
+
+@functools.cache
+def _gradient_places(outputs: int, inputs: int, device: torch.device) -> Tensor:
+    """Return where in the sums (parts, pairs of taps, 64, 96) each weight's gradient lies."""
+    size = (outputs, GROUP, inputs, GROUP, 3, 3, 3)
+    to, o, of, i, kx, ky, kz = torch.meshgrid(*map(torch.arange, size), indexing="ij")
+    pair = torch.where(kz < 2, ky, torch.where(ky < 2, 3, 4))
+    half = torch.where(kz < 2, kz, torch.where(ky < 2, ky, 0))
+    row = ((to * inputs + of) * PAIRS + pair) * 64 + half * GROUP + i
+    return (row * 96 + (2 - kx) * GROUP + o).flatten().to(device)
+
+
+@functools.cache
+def _convolution(halves: int, normalizes: bool, epilogue: int, float16: bool) -> Kernel:
+    slots = 5 if halves == 1 else 2
+    shared = slots * _SLOT + halves * _WEIGHTS + 16 * slots + 16 + halves * GROUP * 8
+    return Kernel(
+        "convolution",
+        ("common.cu", "convolution.cu"),
+        {"HALVES": halves, "NORM": int(normalizes), "EPILOGUE": epilogue, "FLOAT16": int(float16)},
+        threads=512 if normalizes else 384,
+        shared_bytes=shared + 1024,  # the ring begins at a multiple of that
+    )
+
+
+@functools.cache
+def _weights(normalizes: bool, float16: bool) -> Kernel:
+    shared = 4 * _SLOT + 7 * COLUMN * COLUMN * 64 + 16 * 9 + GROUP * 8
+    return Kernel(
+        "weights",
+        ("common.cu", "weights.cu"),
+        {"NORM": int(normalizes), "FLOAT16": int(float16)},
+        threads=384,
+        shared_bytes=shared + 1024,
+    )
+
+
+@functools.cache
+def begin_building(float16: bool) -> None:
+    """Begin to compile all variants that are not kept, those of a forward pass first."""
+    for halves, normalizes, epilogue in itertools.product((1, 2), (False, True), range(3)):
+        if not (normalizes and epilogue == _MOMENTS_OF_SUM):
+            _convolution(halves, normalizes, epilogue, float16).build()
+    for chosen in (False, True):
+        _weights(chosen, float16).build()
+        _convolution(2 if chosen else 1, False, _SUMS, float16).build()
+
+
+CHECKED = _convolution(1, False, _NOTHING, False)
+"""Shows whether kernels can be compiled and loaded."""
 
 
 def _empty_parts(y: Tensor, numbers: int, wanted: bool) -> Tensor:
@@ -72,31 +352,35 @@ def _fake_input_gradient(
     return dx, _empty_parts(dx, 2, x is not None)
 
 
+_MAY_BE_AFFINE = "Tensor? weight, Tensor? bias, Tensor? mean, Tensor? rstd"
+_MAY_BE_HALO = "Tensor? preceding, Tensor? following"
+
+
 convolve = operation(
     "hopper_convolve",
     f"(Tensor x, Tensor kernel, {_MAY_BE_AFFINE}, {_MAY_BE_HALO}, *, float slope, int before,"
     " int after, bool moments) -> (Tensor, Tensor)",
-    "conv.hopper.launch.convolve",
+    _run_convolve,
     _fake_convolve,
 )
 add_convolution = operation(
     "hopper_add_convolution",
     "(Tensor(a!) y, Tensor x, Tensor kernel, *, int before, int after) -> Tensor",
-    "conv.hopper.launch.add_convolution",
+    _run_add_convolution,
     lambda y, x, kernel, **sides: _empty_parts(y, 4, True),
 )
 input_gradient = operation(
     "hopper_input_gradient",
     f"(Tensor dy, Tensor kernel, Tensor? x, {_MAY_BE_AFFINE}, *, float slope, int before,"
     " int after) -> (Tensor, Tensor)",
-    "conv.hopper.launch.input_gradient",
+    _run_input_gradient,
     _fake_input_gradient,
 )
 weight_gradient = operation(
     "hopper_weight_gradient",
     f"(Tensor dy, Tensor x, {_MAY_BE_AFFINE}, {_MAY_BE_HALO}, *, float slope, int before)"
     " -> Tensor",
-    "conv.hopper.launch.weight_gradient",
+    _run_weight_gradient,
     lambda dy, x, *given, slope, before: x.new_empty(
         (dy.shape[1], x.shape[1], 3, 3, 3), dtype=torch.float32
     ),
