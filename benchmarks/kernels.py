@@ -52,8 +52,8 @@ from torch import Tensor
 
 from unet3d.kernels.conv import folded
 from unet3d.kernels.conv.hopper import op, reference
+from unet3d.kernels.maps import MAX_CHANNELS, channels_last, mark_padded, pad_z
 from unet3d.kernels.norm.volume import stages_for
-from unet3d.kernels.padding import MAX_CHANNELS, channels_last, mark_padded, pad_z
 
 SIZES = "32-32@256,32-32@4x128,32-32@128,64-64@128,64-64@64,32-64@128,64-32@128"
 SLOPE = 0.01

@@ -9,7 +9,7 @@ import torch
 from unet3d.kernels import conv3x3x3, recomputed_in_backward
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv.api import upsample
-from unet3d.kernels.padding import detached, is_padded, mark_folded, mark_padded, was_folded
+from unet3d.kernels.maps import detached, is_padded, mark_folded, mark_padded, was_folded
 from unet3d.kernels.recompute import nothing_offered, offer
 from unet3d.memory.saved_tensors import handling
 from unet3d.torch_private import storage_key

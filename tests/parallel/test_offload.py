@@ -16,7 +16,7 @@ from tests.plain_network import gradients_of, make_batch, make_network, make_top
 from tests.products import pairwise
 from tests.steps import WIDE, make_step, measure
 from unet3d.kernels import recompute as remake
-from unet3d.kernels.padding import with_padding
+from unet3d.kernels.maps import with_padding
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, offload, parallelize

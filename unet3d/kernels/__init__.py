@@ -1,8 +1,6 @@
 """Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
-from unet3d.kernels.affine.api import sample_affine
-from unet3d.kernels.affine.boxes import Boxes
-from unet3d.kernels.classes import strongest_class, written_regions
+from unet3d.kernels.affine.api import Boxes, sample_affine
 from unet3d.kernels.conv.api import (
     conv1x1x1,
     conv3x3x3,
@@ -17,14 +15,13 @@ from unet3d.kernels.conv.border import add_border
 from unet3d.kernels.conv.hopper.api import CHANNELS as CHANNELS_BY_HAND
 from unet3d.kernels.conv.hopper.api import are_on as convolves_by_hand
 from unet3d.kernels.conv.slabs import convolve
-from unet3d.kernels.dice_ce.api import dice_ce_sums
-from unet3d.kernels.halo import own_planes, with_halo
+from unet3d.kernels.loss_sums import dice_ce_sums, region_sums
 from unet3d.kernels.norm.api import instance_norm, sum_of
-from unet3d.kernels.norm_head.api import instance_norm_head
-from unet3d.kernels.pool import average_pool
+from unet3d.kernels.norm.head import instance_norm_head
+from unet3d.kernels.norm.stem import conv3x3x3_instance_norm
 from unet3d.kernels.recompute import is_recomputed, kept_for, recomputed_in_backward
-from unet3d.kernels.region_sums import region_sums
-from unet3d.kernels.stem_norm.api import conv3x3x3_instance_norm
+from unet3d.kernels.reductions import average_pool, strongest_class, written_regions
+from unet3d.kernels.sharding import own_planes, with_halo
 
 __all__ = [
     "CHANNELS_BY_HAND",

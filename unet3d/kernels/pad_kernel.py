@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.padding import empty_with_planes
+from unet3d.kernels.maps import empty_with_planes
 
 BLOCK_ELEMENTS = 4096
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.kernels.marks import Deferred
-from unet3d.kernels.padding import is_padded
+from unet3d.kernels.maps import Deferred, is_padded
 from unet3d.memory.saved_tensors import Saved, handling
 from unet3d.torch_private import storage_key
 
@@ -98,7 +97,7 @@ def offer(
 ) -> None:
     """Let a tensor that was just computed be recomputed, where a context asks for it.
 
-    ``recompute`` does it in the same layout but for zeros around (:mod:`unet3d.kernels.padding`),
+    ``recompute`` does it in the same layout but for zeros around (:mod:`unet3d.kernels.maps`),
     and holds nothing that is not kept for backward anyway, of large tensors only the ``source``.
     With a source a tensor is recomputed only if it is large; without one, as the result of a part
     of the network that runs again, of whatever size.

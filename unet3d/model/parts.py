@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.kernels import recomputed_in_backward
-from unet3d.kernels.padding import detached, with_marks
+from unet3d.kernels.maps import detached, with_marks
 from unet3d.kernels.recompute import (
     Recompute,
     nothing_offered,

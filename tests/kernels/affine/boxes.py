@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from scipy.spatial.transform import Rotation
 
-from unet3d.kernels import sample_affine
+from unet3d.kernels import Boxes, sample_affine
 from unet3d.kernels.affine import plain
-from unet3d.kernels.affine.boxes import Boxes
 
 UNCHANGED = (0, 0, 0, 1)
 TURNED = Rotation.from_euler("xyz", [20, -15, 25], degrees=True).as_matrix()

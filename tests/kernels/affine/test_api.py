@@ -160,19 +160,3 @@ def test_a_part_is_as_in_the_whole(matrix):
         x, y, z = (slice(first, last) for first, last in zip(start, stop, strict=True))
         assert torch.equal(outputs[0], whole[0][:, x, y, z])
         assert torch.equal(outputs[1], whole[1][x, y, z])
-
-
-def test_wrong_arguments_are_refused():
-    image, label = case((4, 5, 6), 2)
-    image_out, label_out = torch.zeros(2, 3, 3, 3), torch.zeros(3, 3, 3, dtype=torch.uint8)
-    for given in [
-        (image.int(), label, image_out, label_out),
-        (image, label.int(), image_out, label_out.int()),
-        (image.double(), label, image_out, label_out),
-        (image, label[1:], image_out, label_out),
-        (image[:1], label, image_out, label_out),
-        (image, label, image_out[:, 1:], label_out),
-        (image, label, image_out, label_out.transpose(0, 1)),
-    ]:
-        with pytest.raises(ValueError):
-            call(sample_affine, *given[:2], np.eye(3), np.zeros(3), *given[2:])

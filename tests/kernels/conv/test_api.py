@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, in_slabs, results, tensor
 from unet3d.kernels import conv1x1x1, conv3x3x3, strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
-from unet3d.kernels.padding import can_fold
+from unet3d.kernels.maps import can_fold
 
 FIRST, LAST = LAYOUTS
 

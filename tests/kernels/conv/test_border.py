@@ -11,7 +11,7 @@ from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, padded, 
 from tests.kernels.comparison import results as results_of
 from tests.products import pairwise
 from unet3d.kernels import add_border
-from unet3d.kernels.padding import is_padded, mark_folded, was_folded
+from unet3d.kernels.maps import is_padded, mark_folded, was_folded
 from unet3d.kernels.sharding import sharded
 
 SIZES = [(5, 4, 6), (3, 3, 3), (2, 2, 2), (2, 5, 3), (1, 4, 5), (4, 1, 2), (3, 2, 1), (1, 1, 4)]

@@ -10,7 +10,7 @@ from tests.kernels.comparison import assert_near, assert_same, between, results,
 from unet3d.kernels import flat_conv, recomputed_in_backward
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv import cpu, slabs
-from unet3d.kernels.halo import inner
+from unet3d.kernels.sharding import inner
 
 KERNELS = [kernel for kernel in product((1, 3), repeat=3) if kernel != (1, 1, 1)]
 

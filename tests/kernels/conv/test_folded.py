@@ -11,7 +11,7 @@ from tests.products import pairwise
 from unet3d.kernels import strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.conv.folded import FoldedConvolution
-from unet3d.kernels.padding import with_padding
+from unet3d.kernels.maps import with_padding
 
 
 def plain(x, weight, stride=(1, 1, 1), x_padding=1):

@@ -12,7 +12,7 @@ from tests.products import pairwise
 from unet3d.kernels import upsampled_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.conv.folded import ComposedUpsampling, composed_kernel
-from unet3d.kernels.padding import has_room, was_folded
+from unet3d.kernels.maps import has_room, was_folded
 
 STRIDES = [(2, 2, 2), (1, 2, 2), (2, 1, 2)]
 

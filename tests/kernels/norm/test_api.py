@@ -5,8 +5,8 @@ from tests.kernels.comparison import LAYOUTS, assert_same, results
 from tests.kernels.norm.closed_form import EPS, arguments, closed_form, compare, in_float64, normed
 from tests.products import pairwise
 from unet3d.kernels import instance_norm, triton_support
+from unet3d.kernels.maps import empty_map, with_padding
 from unet3d.kernels.norm import volume
-from unet3d.kernels.padding import empty_map, with_padding
 from unet3d.memory.saved_tensors import handling
 
 

@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.comparison import assert_near, assert_same, channels_last
 from tests.kernels.norm.closed_form import EPS, arguments, compare, in_float64, normed
+from unet3d.kernels.maps import is_channels_last
 from unet3d.kernels.norm import columns
-from unet3d.kernels.padding import is_channels_last
 
 LAST = torch.channels_last_3d
 

@@ -7,18 +7,75 @@ with the nearest label (F. Isensee et al., nnU-Net, do the same where they resam
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unet3d.kernels.affine import plain
-from unet3d.kernels.affine.boxes import TABLE_CHANNELS, Boxes
-from unet3d.kernels.affine.cells import Matrix, Offset, Voxel
 from unet3d.kernels.affine.noise import add_noise, independent_of_threads
+from unet3d.kernels.affine.plain import Matrix, Offset, Voxel
 from unet3d.kernels.triton_support import triton_available
 
-IMAGE_TYPES = (torch.float16, torch.float32, torch.float64)
-LABEL_TYPES = (torch.uint8, torch.int64)
+TABLE_CHANNELS = 16
+"""Column of a table where the numbers of the channels begin."""
+
+Intensity = tuple[float, float, float, float]
+"""Deviation of the noise that is added to a channel, two numbers below 2^32 that it is made from,
+and what the sum is multiplied by."""
+
+
+class Boxes(NamedTuple):
+    """Boxes that outputs of one size are sampled from: voxel o at ``matrix @ o + offset``."""
+
+    images: Tensor
+    """float16, float32 or float64: (C, X, Y, Z) of each box, one after another, without axes."""
+    labels: Tensor
+    """uint8 or int64: (X, Y, Z) of each box, likewise; any number of classes."""
+    table: Tensor
+    """float64, a row for each output: three rows of the matrix, each with its offset; shape of the
+    box, and how many voxels come before it; the four numbers of each channel."""
+    start: Voxel
+    """The first voxel of the outputs, where they are parts of larger ones; a part is as in the
+    whole."""
+    size: Voxel
+    """Voxels of whole outputs."""
+
+    @staticmethod
+    def of(
+        images: Sequence[Tensor],
+        labels: Sequence[Tensor],
+        maps: Sequence[tuple[Matrix, Offset]],
+        channels: Sequence[Sequence[Intensity]],
+        start: Voxel,
+        size: Voxel,
+    ) -> "Boxes":
+        """Lay boxes one after another, all of one type and with as many channels."""
+        table, before = list[list[float]](), 0
+        for label, (matrix, offset), intensities in zip(labels, maps, channels, strict=True):
+            rows = [(*row, at) for row, at in zip(matrix, offset, strict=True)]
+            parts = [*rows, (*label.shape, before), *intensities]
+            table.append([number for part in parts for number in part])
+            before += math.prod(label.shape)
+        joined = (_joined(images), _joined(labels), torch.tensor(table, dtype=torch.float64))
+        return Boxes(*joined, start, size)
+
+    def each(self, num_channels: int) -> Iterator[tuple[Tensor, Tensor, Matrix, Offset, list[Any]]]:
+        """Yield image, label, matrix, offset and the numbers of channels of each output."""
+        end = 0
+        for row in self.table.tolist():
+            (a, b, c, x), (d, e, f, y), (g, h, i, z) = row[:4], row[4:8], row[8:12]
+            shape = [int(voxels) for voxels in row[12:15]]
+            begin, end = end, end + math.prod(shape)
+            image = self.images[begin * num_channels : end * num_channels]
+            yield (
+                image.view(num_channels, *shape),
+                self.labels[begin:end].view(shape),
+                ((a, b, c), (d, e, f), (g, h, i)),
+                (x, y, z),
+                [row[first : first + 4] for first in range(TABLE_CHANNELS, len(row), 4)],
+            )
 
 
 def sample_affine(boxes: Boxes, *, image_out: Tensor, label_out: Tensor) -> None:
@@ -32,9 +89,8 @@ def sample_affine(boxes: Boxes, *, image_out: Tensor, label_out: Tensor) -> None
     weights, of equal ones the smallest.
 
     With Triton that is one launch, and nothing waits for a GPU. Its results differ from a CPU's by
-    rounding only. ValueError where shapes, types, devices or layouts are not as stated.
+    rounding only.
     """
-    _check(boxes, image_out, label_out)
     if label_out.numel() == 0:
         return
     if triton_available(image_out):
@@ -103,19 +159,6 @@ def _copy(box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], out: Ten
     inside.copy_(torch.flip(part, flipped) if flipped else part)
 
 
-def _check(boxes: Boxes, image_out: Tensor, label_out: Tensor) -> None:
-    images, labels, table, *_ = boxes
-    if images.dtype not in IMAGE_TYPES or labels.dtype not in LABEL_TYPES:
-        raise ValueError(f"cannot sample {images.dtype} with labels of {labels.dtype}")
-    wide = torch.float64 if images.dtype == torch.float64 else torch.float32
-    if (image_out.dtype, label_out.dtype) != (wide, labels.dtype):
-        raise ValueError(f"cannot sample into {image_out.dtype} and {label_out.dtype}")
-    num_channels = (table.shape[1] - TABLE_CHANNELS) // 4
-    if images.numel() != num_channels * labels.numel():
-        raise ValueError(f"{images.numel()} voxels of an image have {labels.numel()} labels")
-    shape = (len(table), num_channels, *label_out.shape[1:])
-    if image_out.shape != shape or label_out.dim() != 4:
-        raise ValueError(f"cannot sample {num_channels} channels into {tuple(image_out.shape)}")
-    given = (images, labels, table, image_out, label_out)
-    if len({x.device for x in given}) > 1 or not all(x.is_contiguous() for x in given):
-        raise ValueError("image, labels and outputs are contiguous and on one device")
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.affine.boxes import TABLE_CHANNELS, Boxes
-from unet3d.kernels.affine.cells import EQUAL_SHARES
+from unet3d.kernels.affine.api import TABLE_CHANNELS, Boxes
+from unet3d.kernels.affine.plain import EQUAL_SHARES
 
 BLOCK_VOXELS = 128
 

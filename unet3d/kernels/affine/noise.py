@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unet3d.kernels.affine.cells import Voxel
+from unet3d.kernels.affine.plain import Voxel
 
 CHUNK_VOXELS = 2**21
 """Voxels whose noise is made at a time: several numbers are in memory for each."""

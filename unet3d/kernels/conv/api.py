@@ -28,17 +28,16 @@ from unet3d.kernels.conv.folded import (
 )
 from unet3d.kernels.conv.hopper import api as hopper
 from unet3d.kernels.conv.stem_op import stem
-from unet3d.kernels.halo import own_planes
-from unet3d.kernels.marks import deferred_of
-from unet3d.kernels.padding import (
+from unet3d.kernels.maps import (
     MAX_CHANNELS,
     can_fold,
+    deferred_of,
     is_laid_out,
     is_padded,
     mark_folded,
 )
 from unet3d.kernels.recompute import kept_for, offer, recomputing
-from unet3d.kernels.sharding import x_padding
+from unet3d.kernels.sharding import own_planes, x_padding
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
@@ -123,7 +122,7 @@ def upsampled_conv3x3x3(x: Tensor, up: Tensor, weight: Tensor, stride: Sequence[
     weights (:class:`~unet3d.kernels.conv.folded.ComposedUpsampling`); making it takes as long as
     little of the map. The values and gradients are those of the two, but for rounding. A
     neighbour's plane in x (N, I, X, Y, Z) is read but not upsampled. The result may be stored with
-    room around Z (:mod:`unet3d.kernels.padding`).
+    room around Z (:mod:`unet3d.kernels.maps`).
     """
     if _composes(x, up, weight):
         x = x.to(slabs.lowered(x))

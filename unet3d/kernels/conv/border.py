@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unet3d.kernels.padding import with_marks
+from unet3d.kernels.maps import with_marks
 from unet3d.kernels.sharding import current_shard
 
 _ALL = slice(None)

@@ -23,7 +23,7 @@ from unet3d.kernels.conv.planes import (
     samples,
     some_planes,
 )
-from unet3d.kernels.padding import empty_channels_last, is_channels_last
+from unet3d.kernels.maps import empty_channels_last, is_channels_last
 
 SLOW_ELEMENTS = 20480
 """Of N * C * X * Y: at most so many are slow."""

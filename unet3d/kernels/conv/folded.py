@@ -5,7 +5,7 @@ GPU idle: with 32 channels they reach half the speed that they have with 64. In 
 memory two neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So a
 3x3x3 convolution can be done on such double voxels, of which there are half as many. To find both
 voxels of the pair (2a, 2a + 1) it needs the voxels 2a - 1 to 2a + 2. Where a map has a voxel of
-zeros before each row (:mod:`unet3d.kernels.padding`), those are two whole pairs of its memory, a
+zeros before each row (:mod:`unet3d.kernels.maps`), those are two whole pairs of its memory, a
 3x3x2 kernel; elsewhere they are half of three::
 
     map             z   0   1 | 2   3 | 4   5
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
-from unet3d.kernels.padding import MAX_CHANNELS, is_padded, pad_z, with_padding
+from unet3d.kernels.maps import MAX_CHANNELS, is_padded, pad_z, with_padding
 
 _PLAIN = (1, 1, 1)
 
@@ -122,7 +122,7 @@ class ComposedUpsampling(torch.autograd.Function):
         pairs                      (2 z - 1, 2 z)  (2 z + 1, 2 z + 2)
 
     So a map has pairs as one has that is stored with room around Z
-    (:mod:`unet3d.kernels.padding`), and the result is one, with other values there. Measured on an
+    (:mod:`unet3d.kernels.maps`), and the result is one, with other values there. Measured on an
     H200 from 64 to 32 channels, 128^3 to 256^3: forward 1.27 ms, gradient of x 1.04, of the weights
     1.56; both convolutions apart 4.64, 4.13 and 7.24. With more channels forward is faster as it
     is, the gradients are not. On a CPU pairs gain nothing, and their result would be copied: it is

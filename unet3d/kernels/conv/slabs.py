@@ -30,7 +30,7 @@ from unet3d.kernels.conv.planes import (
     some_planes,
     transposed_shape,
 )
-from unet3d.kernels.padding import channels_last, empty_channels_last
+from unet3d.kernels.maps import channels_last, empty_channels_last
 from unet3d.kernels.triton_support import operation
 from unet3d.memory.fake_devices import is_gpu
 
@@ -173,12 +173,13 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        given = (dy, x, weight, *ctx.steps)
+        stride, padding = ctx.steps
+        given = (dy, x, weight, stride, padding)
         needs_dx, needs_dweight, *_ = ctx.needs_input_grad
-        if cpu.is_slow(x, weight, ctx.steps[0]):
+        if cpu.is_slow(x, weight, stride):
             return *cpu.convolve_backward(*given, wanted=(needs_dx, needs_dweight)), None, None
         dweight = weight_gradient(*given) if needs_dweight else None
-        dx = transposed(dy, weight, *ctx.steps, size=x.shape[2:]) if needs_dx else None
+        dx = transposed(dy, weight, stride, padding, x.shape[2:]) if needs_dx else None
         return dx, dweight, None, None
 
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from unet3d.kernels.conv.stem_op import FORWARD, WEIGHTS, Launch, division_of, empty_moments
+from unet3d.kernels.maps import empty_result
 from unet3d.kernels.norm.blocks import gradient_of, load_gradient
-from unet3d.kernels.padding import empty_result
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 It may come with the moments of its result, as a normalisation takes them
 (:mod:`unet3d.kernels.norm.op`), and then has no gradient of its own; its weights' gradient may be
-made through the normalisation (:mod:`unet3d.kernels.stem_norm.api`).
+made through the normalisation (:mod:`unet3d.kernels.norm.stem`).
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.kernels.padding import empty_result
+from unet3d.kernels.maps import empty_result
 from unet3d.kernels.triton_support import operation
 
 

@@ -20,17 +20,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.hopper.api import normalizes, wants_padding
-from unet3d.kernels.marks import take_moments
-from unet3d.kernels.norm import columns, reference
-from unet3d.kernels.norm.volume import VolumeNorm, stages_for
-from unet3d.kernels.padding import (
+from unet3d.kernels.maps import (
+    MOMENTS,
     can_fold,
     channels_last,
     is_channels_last,
     laid_out,
     mark_padded,
+    take,
     was_folded,
 )
+from unet3d.kernels.norm import columns, reference
+from unet3d.kernels.norm.volume import VolumeNorm, stages_for
 from unet3d.kernels.recompute import offer
 from unet3d.kernels.sharding import current_shard
 from unet3d.memory.fake_devices import is_gpu
@@ -63,7 +64,7 @@ def instance_norm(
     normalise what it loads, it gets x, marked with what is left to do.
     """
     shard, stages = current_shard(), stages_for(x)
-    moments = take_moments(x)
+    moments = take(x, MOMENTS)
     if stages is reference and added is not None:
         x, added, moments = sum_of(x, added), None, None
     is_deferred = normalizes(x, x.shape[1], outputs_of_reader)

@@ -16,7 +16,7 @@ There are no atomics, so results are the same in every run. Each thread adds up 
 the threads' sums are added once, at a run's end. Differences are taken from the mean of a run's
 first block, and the mean is kept as two float32 numbers (M is 2), so a mean far from zero costs no
 digits. A program's first voxel has 64 bits, what lies behind it 32. Maps are channels-last already.
-Where x has room around Z (:mod:`unet3d.kernels.padding`; ROOM), or what is written is to have zeros
+Where x has room around Z (:mod:`unet3d.kernels.maps`; ROOM), or what is written is to have zeros
 there (PADS), Z is a constant, because dividing by another number takes longer than reading a voxel.
 """
 

@@ -4,9 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
+from unet3d.kernels.maps import empty_map, has_room, with_padding
 from unet3d.kernels.norm import kernel
 from unet3d.kernels.norm.op import Grid, grid_of, merged_memory, per_run
-from unet3d.kernels.padding import empty_map, has_room, with_padding
 
 SUMMING_WARPS = 8
 """Warps of a program that adds up a run: fewer sums a thread, so more of them at a time."""

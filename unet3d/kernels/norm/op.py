@@ -19,7 +19,7 @@ Here they have fake versions, in :mod:`unet3d.kernels.norm.reference` a plain on
 Numbers of channels and samples are float32 at least. What several stages take is ``affine``: the
 weight (C,), the bias (C,), the mean and 1 / deviation of the volume. A ``slope`` of 1 leaves
 LeakyReLU out, and with ``pads`` the result is stored with zeros around Z
-(:mod:`unet3d.kernels.padding`). Maps are channels-last here, and x may have room around Z.
+(:mod:`unet3d.kernels.maps`). Maps are channels-last here, and x may have room around Z.
 """
 
 import functools
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unet3d.kernels.padding import empty_map
+from unet3d.kernels.maps import empty_map
 from unet3d.kernels.triton_support import operation
 
 BLOCK_ELEMENTS = 4096

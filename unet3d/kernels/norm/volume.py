@@ -10,12 +10,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from unet3d.kernels.halo import fill_halo, gradient_of_own, inner, put_halo
-from unet3d.kernels.marks import Deferred, mark_deferred, sums_of
+from unet3d.kernels.maps import SUMS, Deferred, channels_last, empty_map, mark_deferred, take
 from unet3d.kernels.norm import op, reference
-from unet3d.kernels.padding import channels_last, empty_map
 from unet3d.kernels.recompute import offer, recomputing
-from unet3d.kernels.sharding import Halo, Shard, number_of_largest
+from unet3d.kernels.sharding import (
+    Halo,
+    Shard,
+    fill_halo,
+    gradient_of_own,
+    inner,
+    number_of_largest,
+    put_halo,
+)
 from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
 MIN_ELEMENTS = 2**14
@@ -114,7 +120,7 @@ class VolumeNorm(NamedTuple):
 
         The gradient of a result that was deferred may come with them.
         """
-        parts, dy = sums_of(dy), self.gradient_of_own(dy)
+        parts, dy = take(dy, SUMS), self.gradient_of_own(dy)
         if parts is None:
             parts = self.stages.sums(dy, x, *affine, slope=self.slope)
         return dy, self.stages.total(parts)

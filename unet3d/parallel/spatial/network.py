@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from unet3d.kernels import upsample, with_halo
 from unet3d.kernels.conv.planes import some_planes
-from unet3d.kernels.halo import inner
-from unet3d.kernels.padding import channels_last, empty_map
+from unet3d.kernels.maps import channels_last, empty_map
+from unet3d.kernels.sharding import inner
 from unet3d.model import Block, BlockNetwork, UNet3d
 from unet3d.model.layers import HeadUnit, UpsampledUnit
 from unet3d.parallel.spatial.shard import VolumeShard

@@ -30,9 +30,8 @@ from unet3d.kernels import (
 )
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.hopper import api, op
-from unet3d.kernels.marks import deferred_of, sums_of, take_moments
+from unet3d.kernels.maps import MOMENTS, SUMS, deferred_of, is_padded, take, was_folded
 from unet3d.kernels.norm import reference
-from unet3d.kernels.padding import is_padded, was_folded
 from unet3d.kernels.sharding import sharded
 
 FIRST, LAST = LAYOUTS
@@ -92,7 +91,7 @@ def test_which_convolutions_are_written_by_hand(
         weight = torch.empty(outputs, shape[1], 3, 3, 3, device=device, dtype=dtype)
         y = conv3x3x3(x, weight, moments=True)
         assert y.shape == (shape[0], outputs, *shape[2:])
-        assert (take_moments(y) is not None) == suits
+        assert (take(y, MOMENTS) is not None) == suits
         monkeypatch.setattr(api, "available", lambda device: False)
         assert not api.suits(x, shape[1], outputs)
 
@@ -155,9 +154,9 @@ def test_weights_keep_their_type(everywhere):
 
 def test_a_result_goes_on_with_its_moments(everywhere):
     values = tensor(2, 3, 5, 4, 6), tensor(4, 3, 3, 3, 3, seed=1)
-    assert take_moments(conv3x3x3(*values)) is None
+    assert take(conv3x3x3(*values), MOMENTS) is None
     y = conv3x3x3(*values, moments=True)
-    count, variance, mean, rest = take_moments(y)[0]
+    count, variance, mean, rest = take(y, MOMENTS)[0]
     exact = torch.var_mean(plain(*values), (2, 3, 4), correction=0)
     assert_same([variance, mean + rest], exact)
     assert (count == 120).all()
@@ -281,7 +280,7 @@ def test_a_convolution_is_added_to_a_map(recomputes, everywhere, monkeypatch):
     def added(x, weight, bias, first, kernel, other):
         made = conv3x3x3_instance_norm(x, first, weight, bias, EPS, SLOPE)
         y, rest = sum_with_conv3x3x3(other * 1, made, kernel)
-        assert rest is None and take_moments(y) is not None
+        assert rest is None and take(y, MOMENTS) is not None
         return instance_norm(y, weight, bias, EPS, SLOPE)
 
     def wanted(x, weight, bias, first, kernel, other):
@@ -299,7 +298,7 @@ def test_moments_of_values_that_were_changed_are_forgotten(everywhere):
     x, kernel, weight, bias, _ = Chain.values
     with torch.inference_mode():
         y = conv3x3x3(x, kernel, moments=True)
-        assert take_moments(y) is not None
+        assert take(y, MOMENTS) is not None
     y = conv3x3x3(x, kernel, moments=True).mul_(2)
     made = instance_norm(y, weight, bias, EPS, SLOPE)
     assert_same([made], [plain_norm(2 * plain(x, kernel), weight, bias)])
@@ -345,7 +344,7 @@ def test_what_its_reader_gets_takes_no_memory(everywhere):
     # What the reader keeps is kept anyway, but for its kernel.
     assert len(saved - before) == 1 and second.untyped_storage().data_ptr() in saved
     seen = []
-    made.register_hook(lambda gradient: seen.append(sums_of(gradient)))
+    made.register_hook(lambda gradient: seen.append(take(gradient, SUMS)))
     y.sum().backward()
     assert seen[0].shape == (1, 2, 2, 4)
 
@@ -403,9 +402,9 @@ def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):
         )
         assert deferred_of(made) is not None and not is_padded(made)
         seen = []
-        made.register_hook(lambda gradient: seen.append(sums_of(gradient)))
+        made.register_hook(lambda gradient: seen.append(take(gradient, SUMS)))
         y = conv3x3x3(made, second, moments=True)
-        assert take_moments(y).shape[1:] == (4, 1, 64)
+        assert take(y, MOMENTS).shape[1:] == (4, 1, 64)
         y.sum().backward()
         assert seen[0].shape[1:] == (2, 1, 32)
         assert all(leaf.grad is not None for leaf in (kernel, second, weight, bias))

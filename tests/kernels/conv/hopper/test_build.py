@@ -64,7 +64,7 @@ def test_without_a_folder_that_can_be_written_nothing_is_kept(nvrtc, tmp_path, l
     assert len(nvrtc.programs) == 2
     (line,) = log.messages
     assert line.startswith("compiled kernels are not kept, so every start takes seconds longer")
-    assert line.endswith(f"Not a directory: '{tmp_path}/cache/unet3d'")
+    assert f"Not a directory: '{tmp_path}/cache/unet3d" in line
 
 
 def test_without_a_home_nothing_is_kept(nvrtc, monkeypatch, log):

@@ -20,8 +20,8 @@ from tests.kernels.comparison import channels_last
 from tests.kernels.norm.closed_form import EPS, called
 from tests.products import pairwise
 from unet3d.kernels.conv.hopper import op, reference
+from unet3d.kernels.maps import empty_map, has_room, with_padding
 from unet3d.kernels.norm import op as norm
-from unet3d.kernels.padding import empty_map, has_room, with_padding
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unet3d.kernels.conv.hopper import op
-from unet3d.kernels.padding import empty_map
+from unet3d.kernels.maps import empty_map
 
 NO_AFFINE = (None,) * 4
 NO_HALO = (None,) * 2

@@ -2,7 +2,7 @@
 
 They need no zeros around a map: a normalisation pads neither its result for them nor its gradient
 (:func:`wants_padding`). The moments of a result cost them nothing, and go on with it as a mark
-(:mod:`unet3d.kernels.marks`). Where a normalised map has no other reader it is never written: the
+(:mod:`unet3d.kernels.maps`). Where a normalised map has no other reader it is never written: the
 convolution gets what was to be normalised, does it while it loads, and in backward returns the sums
 that the normalisation needs with the gradient::
 
@@ -25,12 +25,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.hopper import op
-from unet3d.kernels.halo import planes_beside
-from unet3d.kernels.marks import Deferred, deferred_of, mark_moments, mark_sums
+from unet3d.kernels.maps import (
+    MOMENTS,
+    SUMS,
+    Deferred,
+    can_fold,
+    deferred_of,
+    is_laid_out,
+    laid_out,
+    mark,
+    with_marks,
+)
 from unet3d.kernels.norm.volume import stages_for
-from unet3d.kernels.padding import can_fold, is_laid_out, laid_out, with_marks
 from unet3d.kernels.recompute import normalized_from
-from unet3d.kernels.sharding import Shard, current_shard, number_of_largest
+from unet3d.kernels.sharding import Shard, current_shard, number_of_largest, planes_beside
 from unet3d.kernels.triton_support import all_ranks_can, triton_available
 from unet3d.memory.fake_devices import is_fake_device, is_gpu
 
@@ -177,7 +185,7 @@ def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor
     shard = None if deferred is None else current_shard()
     given = (x, weight, None, deferred, None, shard, x_padding, moments)
     y, parts = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
-    return mark_moments(y, parts) if moments else y
+    return mark(y, MOMENTS, parts) if moments else y
 
 
 def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
@@ -188,7 +196,7 @@ def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Ten
     """
     given = (x, weight, y, None, normalized_from(x), None, x_padding, True)
     made, parts = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
-    return mark_moments(with_marks(made, y), parts)
+    return mark(with_marks(made, y), MOMENTS, parts)
 
 
 class _Convolution(torch.autograd.Function):
@@ -244,7 +252,7 @@ class _Convolution(torch.autograd.Function):
                     dx, given, kernel, x, *affine, slope=ctx.slope, shard=ctx.shard
                 )
                 sums = torch.cat((sums, *more))
-            dx = mark_sums(dx, sums) if ctx.is_deferred else dx
+            dx = mark(dx, SUMS, sums) if ctx.is_deferred else dx
         return dx, dweight, dy if ctx.adds else None, None, None, None, None, None
 
 

@@ -1,7 +1,7 @@
 """The hand-written convolutions as PyTorch operations, which run on CUDA; elsewhere the plain ones.
 
 All are of 3x3x3 kernels with stride 1, of (N, C, X, Y, Z) maps in channels-last memory, which may
-have room around Z (:mod:`unet3d.kernels.padding`), with multiples of 32 channels::
+have room around Z (:mod:`unet3d.kernels.maps`), with multiples of 32 channels::
 
     convolve         the convolution of a map, or of what a normalisation with LeakyReLU makes of
                      it, which is never written; and the moments of the result
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from unet3d.kernels.conv.hopper import reference
 from unet3d.kernels.conv.hopper.driver import Kernel, TensorMap, tensor_map
-from unet3d.kernels.padding import empty_result
+from unet3d.kernels.maps import empty_result
 from unet3d.kernels.triton_support import operation
 
 GROUP = 32

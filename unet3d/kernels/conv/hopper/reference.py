@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv3d_weight
 
-from unet3d.kernels.padding import channels_last
+from unet3d.kernels.maps import channels_last
 
 _AROUND = (2, 3, 4)
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from unet3d.kernels.halo import _WithHalo, fill_halo, inner
-from unet3d.kernels.padding import empty_map, with_padding
+from unet3d.kernels.maps import empty_map, with_padding
+from unet3d.kernels.sharding import _WithHalo, fill_halo, inner
 from unet3d.torch_private import is_held_elsewhere
 
 

@@ -14,19 +14,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.api import conv1x1x1
-from unet3d.kernels.marks import take_moments
-from unet3d.kernels.norm import op as norm_op
-from unet3d.kernels.norm.api import instance_norm
-from unet3d.kernels.norm.volume import VolumeNorm, stages_for
-from unet3d.kernels.padding import (
+from unet3d.kernels.maps import (
+    MOMENTS,
     can_fold,
     channels_last,
     empty_map,
     empty_result,
     laid_out,
     mark_padded,
+    take,
     was_folded,
 )
+from unet3d.kernels.norm import op as norm_op
+from unet3d.kernels.norm.api import instance_norm
+from unet3d.kernels.norm.volume import VolumeNorm, stages_for
 from unet3d.kernels.sharding import current_shard
 from unet3d.kernels.triton_support import operation
 
@@ -57,7 +58,7 @@ def instance_norm_head(
         return conv1x1x1(y, head_weight, head_bias)
     pads_gradient = can_fold(x, channels) and was_folded(x)
     norm = VolumeNorm(stages=norm_op, eps=eps, slope=negative_slope, shard=current_shard())
-    moments = take_moments(x)
+    moments = take(x, MOMENTS)
     x, added = laid_out(x), None if added is None else channels_last(added)
     head = (head_weight.flatten(1), head_bias)
     given = (x, added, moments, weight, bias, *head, norm, pads_gradient)
@@ -134,19 +135,19 @@ _AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd, Tensor head"
 logits = operation(
     "norm_head_logits",
     f"(Tensor x, {_AFFINE}, Tensor head_bias, *, float slope) -> Tensor",
-    "norm_head.kernel.write_logits",
+    "norm.head_kernel.write_logits",
     lambda x, *affine, slope: empty_result(x, len(affine[-1]), x.shape[2]),
 )
 sums = operation(
     "norm_head_sums",
     f"(Tensor dy, Tensor x, {_AFFINE}, *, float slope) -> (Tensor, Tensor)",
-    "norm_head.kernel.write_sums",
+    "norm.head_kernel.write_sums",
     lambda dy, x, weight, bias, mean, rstd, head, slope: empty_sums(x, head),
 )
 gradient = operation(
     "norm_head_gradient",
     f"(Tensor dy, Tensor x, {_AFFINE}, *, Tensor total, int voxels, float slope, bool pads)"
     " -> Tensor",
-    "norm_head.kernel.write_gradient",
+    "norm.head_kernel.write_gradient",
     lambda dy, x, *affine, total, voxels, slope, pads: empty_map(x, pads),
 )

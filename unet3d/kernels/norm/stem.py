@@ -20,13 +20,12 @@ from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
 from unet3d.kernels.conv.hopper.api import normalizes, wants_padding
 from unet3d.kernels.conv.stem_op import stem, stem_with_moments, weight_gradient
-from unet3d.kernels.halo import own_planes
+from unet3d.kernels.maps import channels_last, mark_padded
 from unet3d.kernels.norm import op
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm.volume import VolumeNorm, stages_for
-from unet3d.kernels.padding import channels_last, mark_padded
 from unet3d.kernels.recompute import offer
-from unet3d.kernels.sharding import current_shard, x_padding
+from unet3d.kernels.sharding import current_shard, own_planes, x_padding
 
 
 def conv3x3x3_instance_norm(

@@ -1,4 +1,10 @@
-"""Feature maps that are stored with one voxel of zeros at each end of Z.
+"""Feature maps in memory, and what the operation that made one tells the one that reads it.
+
+Marks are on one tensor: a tensor made from it, even by ``detach``, has none. Moments and sums are
+forgotten where the values are changed in place: a hook may do it, and so does autograd where it
+adds up gradients.
+
+Maps may be stored with one voxel of zeros at each end of Z.
 
 Channels-last memory of such a map can be read as voxels of twice the channels that begin one voxel
 before the first: what a 3x3x3 convolution of two neighbours along Z needs is then two of them, and
@@ -10,12 +16,14 @@ Maps are (N, C, X, Y, Z) throughout.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unet3d.kernels.triton_support import operation, triton_available
 from unet3d.memory.fake_devices import is_gpu
+from unet3d.torch_private import version
 
 MAX_CHANNELS = 32
 """Two voxels of at most so many channels are computed as one."""
@@ -24,6 +32,20 @@ MIN_ELEMENTS = 2**23
 
 _PADDED = "_has_zeros_around_z"
 _FOLDED = "_was_folded"
+_DEFERRED = "_deferred"
+MOMENTS = "_moments"
+"""Mark of a map with its moments, as a normalisation takes them."""
+SUMS = "_sums"
+"""Mark of the gradient of a normalised map with its sums, as a normalisation takes them."""
+
+
+class Deferred(NamedTuple):
+    """A normalisation with LeakyReLU that is left to the reader of a map."""
+
+    affine: tuple[Tensor, Tensor, Tensor, Tensor]
+    """What the stages of a normalisation take: weight, bias, mean and 1 / deviation."""
+    slope: float
+    """Of LeakyReLU."""
 
 
 def can_fold(x: Tensor, channels: int) -> bool:
@@ -67,10 +89,7 @@ def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
 
 
 def mark_padded(x: Tensor) -> Tensor:
-    """Mark a tensor from :func:`empty_map`, whose zeros are written, and return it.
-
-    The mark is on this one tensor: a tensor made from it, even by ``detach``, has none.
-    """
+    """Mark a tensor from :func:`empty_map`, whose zeros are written, and return it."""
     setattr(x, _PADDED, True)
     return x
 
@@ -120,6 +139,32 @@ def mark_folded(x: Tensor) -> Tensor:
 def was_folded(x: Tensor) -> bool:
     """Return whether a folded convolution made a map."""
     return getattr(x, _FOLDED, False)
+
+
+def mark(x: Tensor, name: str, numbers: Tensor) -> Tensor:
+    """Mark a tensor with numbers that are made of its values, and return it."""
+    setattr(x, name, (numbers, version(x)))
+    return x
+
+
+def take(x: Tensor, name: str) -> Tensor | None:
+    """Return what a tensor is marked with, unless it has changed since, and let it go."""
+    numbers, marked_at = x.__dict__.pop(name, (None, None))
+    return numbers if marked_at == version(x) else None
+
+
+def mark_deferred(x: Tensor, deferred: Deferred) -> Tensor:
+    """Mark a map whose only reader normalises what it loads, and return it.
+
+    To autograd it is the normalised map: the reader returns the gradient of that.
+    """
+    setattr(x, _DEFERRED, deferred)
+    return x
+
+
+def deferred_of(x: Tensor) -> Deferred | None:
+    """Return what a map's reader has to do with its values first."""
+    return getattr(x, _DEFERRED, None)
 
 
 def channels_last(x: Tensor) -> Tensor:

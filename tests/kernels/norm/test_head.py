@@ -10,9 +10,9 @@ from tests.kernels.comparison import results as results_of
 from tests.kernels.norm.closed_form import EPS, arguments, called, closed_form
 from tests.products import pairwise
 from unet3d.kernels import instance_norm, instance_norm_head
+from unet3d.kernels.maps import MAX_CHANNELS, mark_folded, with_padding
+from unet3d.kernels.norm import head as head_api
 from unet3d.kernels.norm import op, volume
-from unet3d.kernels.norm_head import api as head_api
-from unet3d.kernels.padding import MAX_CHANNELS, mark_folded, with_padding
 from unet3d.memory.saved_tensors import handling
 
 SLOPE = 0.01

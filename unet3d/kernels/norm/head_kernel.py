@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unet3d.kernels.maps import empty_map, empty_result, with_padding
 from unet3d.kernels.norm.blocks import (
     gradient_of,
     load_affine,
@@ -28,9 +29,8 @@ from unet3d.kernels.norm.blocks import (
     start_of,
     store_block,
 )
+from unet3d.kernels.norm.head import empty_sums
 from unet3d.kernels.norm.launch import matrix_of, start_of_memory
-from unet3d.kernels.norm_head.api import empty_sums
-from unet3d.kernels.padding import empty_map, empty_result, with_padding
 
 LOGITS_ELEMENTS = 8192
 """Elements of a block that logits are made from."""

@@ -1,1 +1,0 @@
-"""Instance normalisation, LeakyReLU and the head behind them; nothing is imported here."""

@@ -1,1 +1,0 @@
-"""The first convolution with the normalisation behind it; nothing is imported here."""
