@@ -8,9 +8,8 @@ all: that would close a gap, and straighten a tilted gantry.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +30,8 @@ MARK, MARK_AT = b"DICM", 128
 INDEX = "DICOMDIR"
 """A table of contents, in DICOM's own form."""
 
-SAME_DIRECTION = 1e-3
-"""Difference of two direction cosines that are one."""
-
-SAME_SPACING = 1e-3
-"""Relative difference of two spacings that are one."""
-
-SAME_PLACE_MM = 1e-3
-"""Slices that lie nearer to one another lie at one place."""
+SAME = 1e-3
+"""Difference of direction cosines, of places in mm, and relative one of spacings that are one."""
 
 EVENLY = 0.1
 """How far a slice may lie above or below its place, as a part of the distance of slices."""
@@ -60,8 +53,7 @@ UNUSABLE = "move it out of the folder, or convert the series to NIfTI, as with d
 Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Slice:
+class Slice(NamedTuple):
     """The header of one slice; lengths are in mm, places in LPS."""
 
     path: Path
@@ -70,13 +62,13 @@ class Slice:
     title: str
     shape: tuple[int, int]
     """Columns and rows."""
-    spacing_mm: tuple[float, float]
+    dtype: np.dtype[Any]
+    """Type of the intensities."""
+    spacing_mm: list[float]
     """Distance of columns, and of rows."""
     directions: Array
     """(3, 2): where a row runs to and where a column runs to, of length 1."""
     position: Array
-    dtype: np.dtype[Any]
-    """Type of the intensities."""
 
 
 def is_dicom_file(path: Path) -> bool:
@@ -110,7 +102,12 @@ def open_file(folder: Path) -> Source:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     num_threads = min(MAX_THREADS, num_cores())
     slices = in_threads(read_slice, files, num_threads)
-    _refuse_several_series(folder, slices)
+    examples = {one.series: f'"{one.title}", such as {one.path.name}' for one in slices}
+    if len(examples) > 1:
+        raise VolumeError(
+            f"{folder} holds {len(examples)} DICOM series, {some(list(examples.values()), 4)}; "
+            "move each to a folder of its own"
+        )
     if len(slices) < 2:
         raise VolumeError(f"{folder} holds one DICOM slice; a volume needs at least two")
     first = slices[0]
@@ -152,46 +149,43 @@ def read_slice(path: Path) -> Slice:
     def text(tag: str) -> str:
         return reader.GetMetaData(tag).strip("\0 ") if reader.HasMetaDataKey(tag) else ""
 
-    def numbers(tag: str, name: str, count: int) -> list[float]:
-        try:
-            found = [float(number) for number in text(tag).split("\\")]
-        except ValueError:
-            found = []
-        if len(found) != count or not np.isfinite(found).all():
-            given = printable(text(tag)) or "missing"
-            raise VolumeError(f"{path} is no slice: its {name} is {given}; {UNUSABLE}")
-        return found
+    def refuse(name: str, tag: str) -> NoReturn:
+        given = printable(text(tag)) or "missing"
+        raise VolumeError(f"{path} is no slice of a scan: its {name} is {given}; {UNUSABLE}")
 
-    dtype = sitk.GetArrayViewFromImage(sitk.Image([1, 1], reader.GetPixelID())).dtype
+    def numbers(name: str, tag: str, count: int) -> Array:
+        try:
+            found = np.array(text(tag).split("\\"), np.float64)
+        except ValueError:
+            refuse(name, tag)
+        return found if len(found) == count and np.isfinite(found).all() else refuse(name, tag)
+
+    if text("0028|0004") != "MONOCHROME2":  # GDCM inverts MONOCHROME1
+        refuse("PhotometricInterpretation", "0028|0004")
     columns, rows, *num_frames = reader.GetSize()
-    stored_bytes = columns * rows * int(text("0028|0100") or 8) // 8
+    if max(num_frames, default=1) > 1:
+        refuse("NumberOfFrames", "0028|0008")
+    stored_bytes = columns * rows * int(text("0028|0100")) // 8
     with open_regular(path) as file:
         is_raw = COMPRESSED.search(file.read(1024)) is None
     if is_raw and path.stat().st_size < stored_bytes:  # GDCM makes up the rest
         raise VolumeError(f"{path} ends before the last of {columns}x{rows} pixels; {DAMAGED}")
-    if max(num_frames, default=1) > 1:
-        raise VolumeError(f"{path} is no slice: it has {num_frames[0]} frames; {UNUSABLE}")
-    colours = text("0028|0004")
-    if colours != "MONOCHROME2":  # GDCM inverts MONOCHROME1
-        raise VolumeError(
-            f"{path} is no slice of a scan: its PhotometricInterpretation is "
-            f"{printable(colours) or 'missing'}, not MONOCHROME2; {UNUSABLE}"
-        )
-    directions = np.reshape(numbers("0020|0037", "ImageOrientationPatient", 6), (2, 3)).T
-    if not np.allclose(directions.T @ directions, np.eye(2), atol=SAME_DIRECTION):
-        raise VolumeError(f"{path} has an ImageOrientationPatient not at right angles; {UNUSABLE}")
-    row_mm, column_mm = numbers("0028|0030", "PixelSpacing", 2)
-    if min(row_mm, column_mm) <= 0:
-        raise VolumeError(f"{path} has a PixelSpacing of {min(row_mm, column_mm):g}; {UNUSABLE}")
+    cosines = numbers("ImageOrientationPatient", "0020|0037", 6)
+    directions = cosines.reshape(2, 3).T
+    if not np.allclose(directions.T @ directions, np.eye(2), atol=SAME):
+        refuse("ImageOrientationPatient", "0020|0037")
+    spacing_mm = numbers("PixelSpacing", "0028|0030", 2)[::-1].tolist()
+    if min(spacing_mm) <= 0:
+        refuse("PixelSpacing", "0028|0030")
     return Slice(
         path=path,
         series=text("0020|000e"),
         title=printable(text("0008|103e") or f"series {text('0020|0011')}"),
         shape=(columns, rows),
-        spacing_mm=(column_mm, row_mm),
+        dtype=sitk.GetArrayViewFromImage(sitk.Image([1, 1], reader.GetPixelID())).dtype,
+        spacing_mm=spacing_mm,
         directions=directions,
-        position=np.array(numbers("0020|0032", "ImagePositionPatient", 3)),
-        dtype=dtype,
+        position=numbers("ImagePositionPatient", "0020|0032", 3),
     )
 
 
@@ -226,21 +220,11 @@ def _kind_of_name(path: Path) -> str:
     return "numbered" if re.search(r"\d", path.name) else path.name
 
 
-def _refuse_several_series(folder: Path, slices: Sequence[Slice]) -> None:
-    examples = {one.series: one for one in slices}.values()
-    if len(examples) > 1:
-        series = [f'"{one.title}", such as {one.path.name}' for one in examples]
-        raise VolumeError(
-            f"{folder} holds {len(series)} DICOM series, {some(series, 4)}; move each to a folder "
-            "of its own"
-        )
-
-
 def _refuse_unlike(first: Slice, one: Slice) -> None:
     if (
         one.shape != first.shape
-        or not np.allclose(one.spacing_mm, first.spacing_mm, rtol=SAME_SPACING, atol=0)
-        or not np.allclose(one.directions, first.directions, rtol=0, atol=SAME_DIRECTION)
+        or not np.allclose(one.spacing_mm, first.spacing_mm, rtol=SAME, atol=0)
+        or not np.allclose(one.directions, first.directions, rtol=0, atol=SAME)
     ):
         seen = [
             f"{times(each.shape)} pixels of {times(each.spacing_mm)} mm along "
@@ -262,7 +246,7 @@ def _affine(
     span = places[-1] - places[0]
     steps = np.diff(places @ normal)
     nearest, widest = int(steps.argmin()), int(steps.argmax())
-    if steps[nearest] < SAME_PLACE_MM:
+    if steps[nearest] < SAME:
         names = f"{slices[nearest].path.name} and {slices[nearest + 1].path.name}"
         raise VolumeError(
             f"{folder} has two slices at one place, {names}: copies, or several volumes in one "
