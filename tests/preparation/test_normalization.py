@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -150,13 +149,6 @@ def test_many_voxels_lose_no_digits(dtype, monkeypatch):
     assert found.std == pytest.approx(stored.astype(np.float64).std(), rel=1e-11)
 
 
-@pytest.mark.parametrize("value", [7, 0.1, -7.3, 1e-12, 3e38, 1234567.9])
-def test_equal_voxels_have_no_deviation_at_all(value, monkeypatch):
-    monkeypatch.setattr(image_module, "PIECE_VOXELS", 1000)
-    (found,) = measured(held_image(np.full((1, 31, 17, 13), value, np.float32)), [None])
-    assert (found.mean, found.std) == (np.float32(value), 0)
-
-
 def test_a_mask_without_voxels_has_no_intensities():
     (found,) = measured(held_image(noise((1, 4, 5, 6))), [np.zeros((4, 5, 6), bool)])
     assert (found.mean, found.std, found.lowest, found.highest) == (0, 0, [0], [0])
@@ -172,17 +164,3 @@ def test_every_voxel_that_is_no_number_is_counted(value, number, piece_voxels, m
     array[1].reshape(-1)[wrong] = value
     with pytest.raises(VolumeError, match=f"has {number} voxels of 9826 that are NaN .*; replace"):
         measured(image_of(array), [None, None])
-
-
-def test_a_slope_may_make_integers_infinite():
-    array = np.random.default_rng(0).integers(-5, 6, (1, 9, 9, 9)).astype(np.int16)
-    number = int((abs(array) >= 4).sum())
-    with pytest.raises(VolumeError, match=f"has {number} voxels of 729 that are NaN"):
-        measured(image_of(array, slope=1e38), [None])
-
-
-def test_an_error_while_it_is_looked_at_arrives(monkeypatch):
-    image = held_image(np.zeros((1, 400, 3, 3), np.float32))
-    monkeypatch.setattr(image, "read", mock.Mock(side_effect=MemoryError("no more")))
-    with pytest.raises(MemoryError, match="no more"):
-        measured(image, [None])

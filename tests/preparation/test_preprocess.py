@@ -30,7 +30,6 @@ from unet3d.preparation.preprocess import (
     plan_preprocessing,
     prepare_cases,
     stored_image,
-    takes_much,
 )
 
 
@@ -130,25 +129,6 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
         dataset = write_in_zeros(tmp_path / f"{number}", boxes, (30, 6, 6), (1, 1, 1))
         plan, _ = plan_preprocessing(dataset, with_(settings, normalization=normalization))
         assert [channel.kind for channel in plan.channels] == [kind]
-
-
-def test_normalization_follows_the_channel_name(tmp_path, settings):
-    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
-    for modality, setting, kind in (
-        ("MRI", "auto", "z-score"),
-        ("CT", "auto", "ct"),
-        ("ct (portal venous)", "auto", "ct"),
-        ("CTseg", "auto", "z-score"),
-        ("noNorm", "auto", "none"),
-        ("rescale_to_0_1", "auto", "rescale"),
-        ("rgb_to_0_1", "auto", "rgb"),
-        ("CT", "z-score", "z-score"),
-        ("MRI", "ct", "ct"),
-        ("MRI", "none", "none"),
-    ):
-        named = replace(dataset, channel_names=(modality,))
-        plan, _ = plan_preprocessing(named, with_(settings, normalization=setting))
-        assert plan.channels[0].kind == kind, (modality, setting)
 
 
 def test_ct_statistics_are_those_of_the_labelled_voxels(tmp_path, settings, monkeypatch):
@@ -266,7 +246,6 @@ def test_damaged_entries_are_made_again(tmp_path, settings, caplog):
     entry, other = (case.folder for case in prepared)
     for damage in (  # how they are told to be damaged is tested in ``test_cache``
         lambda: os.truncate(entry / "image.npy", 500),
-        lambda: (entry / "meta.json").unlink(),
         lambda: (shutil.rmtree(entry), shutil.copytree(other, entry)),
     ):
         damage()
@@ -443,10 +422,3 @@ def test_nobody_waits_for_images_that_are_no_longer_wanted(tmp_path, settings, m
         plan_preprocessing(dataset, settings)
     assert not may_end.is_set()
     may_end.set()
-
-
-def test_a_quarter_of_the_median_case_is_much():
-    whole = [(10, 10, 10)] * 3
-    assert takes_much(whole, [(10, 10, 10), (10, 10, 7), (10, 5, 5)])
-    assert takes_much([(10, 10, 8)] * 3, [(10, 10, 6)] * 3)
-    assert not takes_much(whole, [(10, 10, 10), (10, 10, 8), (1, 1, 1)])

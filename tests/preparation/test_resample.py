@@ -8,7 +8,6 @@ import torch
 from scipy import ndimage
 from torch.profiler import ProfilerActivity, profile
 
-from unet3d.errors import VolumeError
 from unet3d.preparation import resample
 from unet3d.preparation.interpolation import Resampling, line_matrix, resample_classes
 from unet3d.preparation.resample import (
@@ -102,26 +101,6 @@ def test_resampling_takes_about_the_memory_that_is_counted(shape, channels, monk
         tracemalloc.stop()
     of_torch = max(itertools.accumulate(one.self_cpu_memory_usage for one in events.events()))
     assert max(of_numpy, of_torch) < counted[0]
-
-
-@pytest.mark.parametrize(
-    ("shape", "spacing_mm", "target_mm"),
-    [
-        ((32, 32, 32), (1e9, 1e9, 1e9), (1e-9, 1e-9, 1e-9)),
-        ((32, 32, 32), (1e200, 1, 1), (1, 1, 1)),
-        ((32, 32, 32), (1, 201, 1), (1, 1, 1)),
-        ((512, 512, 500), (21, 21, 21), (1, 1, 1)),  # 2^40 voxels and some
-    ],
-)
-def test_what_a_wrong_unit_makes_of_a_volume_is_refused(shape, spacing_mm, target_mm):
-    with pytest.raises(VolumeError, match="voxels of .* would become .* far too many; fix the sp"):
-        visible_shape(shape, spacing_mm, target_mm)
-    assert visible_shape((32, 32, 32), (1, 199, 1), (1, 1, 1)) == (32, 6368, 32)
-
-
-def test_the_median_keeps_microscopy_apart():
-    assert median_spacing([(1.4e-6, 2e-6, 1)] * 3) == (1.4e-6, 2e-6, 1)
-    assert median_spacing([(1, 1, 1), (1, 1, 2)]) == (1, 1, 1.5)
 
 
 def nnunet_target_spacing(spacings_mm, shapes):

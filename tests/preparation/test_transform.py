@@ -145,6 +145,7 @@ def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch):
     for spacing_mm, would in {
         (1000.0, 1000.0, 1000.0): "32000x32000x32000 of 1x1x1 mm, which is far too many",
         (1.0, 1.0, 1e7): "32x32x3.2e+08 of 1x1x1 mm, which is far too many",
+        (201.0, 1.0, 1.0): "6432x32x32 of 1x1x1 mm, which is far too many",
         (150.0, 150.0, 150.0): "4800x4800x4800 of 1x1x1 mm, which takes ",
     }.items():
         for prepare in (
