@@ -1,4 +1,4 @@
-"""Draw docs/slabs.svg, the picture of spatial.md: python docs/draw_slabs.py."""
+"""Draw docs/slabs.svg, the picture of concepts/slabs.md: python docs/draw_slabs.py."""
 
 from pathlib import Path
 

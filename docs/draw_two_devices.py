@@ -1,4 +1,4 @@
-"""Draw docs/two-devices.svg, the picture of the README: python docs/draw_two_devices.py."""
+"""Draw docs/two-devices.svg, a picture of concepts/pipeline.md: python docs/draw_two_devices.py."""
 
 from pathlib import Path
 

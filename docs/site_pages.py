@@ -3,7 +3,7 @@
 Documents are written for a reader of the repository: README.md stands in its root, and links name
 files by their place in it. Here they get their place on the site: README becomes the front page,
 links to documents lead to their pages, and any other file that is linked is copied to the site.
-Two pages are made anew in each build: every setting, and the configurations in ``configs``.
+Three pages are made anew in each build: commands, settings, and the configurations in ``configs``.
 """
 
 import posixpath
@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from unet3d.cli.app import commands
 from unet3d.config import Config
 from unet3d.config.configuration import in_yaml
 from unet3d.config.explain import settings_of
@@ -27,7 +29,8 @@ PAGES = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "configs": "configurations.md",
-    "unet3d/config/settings.py": "settings.md",
+    "unet3d/cli/app.py": "reference/commands.md",
+    "unet3d/config/settings.py": "reference/settings.md",
 }
 """Page of each file of the repository that is one, beside those in ``docs``."""
 
@@ -63,6 +66,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             source = str(ROOT / name)
             files.append(File.generated(config, _place(name), abs_src_path=source))
     files.append(File.generated(config, PAGES["configs"], content=_configurations()))
+    page = PAGES["unet3d/cli/app.py"]
+    files.append(File.generated(config, page, content=_commands()))
     page = PAGES["unet3d/config/settings.py"]
     files.append(File.generated(config, page, content=_settings()))
     return files
@@ -100,6 +105,17 @@ def _place(name: str) -> str:
         return name.removeprefix("docs/")
     name = name.removeprefix(".")  # MkDocs leaves out what is hidden
     return f"files/{name}" if Path(name).suffix else f"files/{name}.txt"
+
+
+def _commands() -> str:
+    lines = ["# Commands", "", "What `unet3d COMMAND --help` prints."]
+    context = click.Context(commands, info_name="unet3d")
+    for name in commands.list_commands(context):
+        command = commands.get_command(context, name)
+        if command is not None:
+            own = click.Context(command, info_name=name, parent=context, max_content_width=100)
+            lines += ["", f"## unet3d {name}", "", "```text", command.get_help(own), "```"]
+    return "\n".join(lines) + "\n"
 
 
 def _settings() -> str:

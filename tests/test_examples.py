@@ -65,7 +65,7 @@ def test_wrong_options_are_explained_in_a_line(monkeypatch):
 
 
 def test_the_network_of_the_documents_is_cut_and_trained():
-    text = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "concepts" / "pipeline.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names = {}
     exec(code, names)

@@ -2,7 +2,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -10,21 +9,16 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import nibabel as nib
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
 from tests.command_line import scan_array
-from tests.images.samples import write_msd, write_volume
+from tests.images.samples import write_volume
 from tests.networks import write_checkpoint
 from unet3d import __version__
-from unet3d.cli.app import commands
-from unet3d.cli.command import Command
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
-DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 HEAVY = ("torch", "monai", "nibabel", "scipy", "matplotlib", "numpy", "rich")
 
 
@@ -195,66 +189,6 @@ def test_a_user_that_the_image_does_not_know_gets_a_home_of_its_own(tmp_path):
     made = home_with(tmp_path / "absent")
     assert made.name.startswith("home-") and made.stat().st_mode & 0o777 == 0o700
     assert (made / ".cache/matplotlib/fontlist.json").read_text() == "{}"
-
-
-def test_the_documents_show_commands_that_exist():
-    """Each ``unet3d ...`` line that documents and configurations tell the reader to run."""
-    shown = set()
-    for document in [*DOCUMENTS, ROOT / "tools" / "demo.sh", *(ROOT / "configs").glob("*.yaml")]:
-        text = re.sub(r"\\\n#? *", "", document.read_text())
-        for line in text.splitlines():
-            in_docker = r"docker run .* (?:-m unet3d|unet3d-parallel)"
-            match = re.match(rf"(?:#\s+)?(?:unet3d|{in_docker}) (?!=)(.*)", line)
-            if not match or "..." in line:
-                continue
-            name, *arguments = shlex.split(match[1], comments=True)
-            shown.add(name)
-            if name == "--help":
-                continue
-            command = commands.get_command(None, name)
-            assert command is not None, (document, line)
-            parsed = command.make_context(name, arguments).params
-            # The settings that they change exist, and the configurations that they name.
-            if "--resume" in arguments or not isinstance(command, Command):
-                continue
-            if parsed.get("config_path") is not None:
-                parsed["config_path"] = ROOT / parsed["config_path"]
-            if "settings" in (given := command.with_settings(parsed)):
-                assert given["settings"].config
-    assert {"train", "predict", "evaluate", "check"} <= shown
-
-
-def test_links_lead_to_files_and_what_is_named_exists():
-    folders = "unet3d|tests|benchmarks|docs|tools|data|configs"
-    packages = "|".join(path.name for path in (ROOT / "unet3d").iterdir() if path.is_dir())
-    for document in DOCUMENTS:
-        text = document.read_text()
-        for link in re.findall(r"\]\(([^)#]+)", text):
-            assert link.startswith("http") or (document.parent / link).exists(), (document, link)
-        for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
-            assert (ROOT / name).exists(), (document, name)
-        for name in re.findall(rf"`((?:{packages})/[\w/]+)`", text):
-            module = ROOT / "unet3d" / name
-            assert module.is_dir() or module.with_suffix(".py").is_file(), (document, name)
-
-
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_msd(tmp_path / "DATASET")
-    write_checkpoint(tmp_path / "runs/mine/checkpoint-latest.pt", patch_size=(8, 8, 8))
-    write_volume(tmp_path / "scan.nii.gz", scan_array())
-    text = (ROOT / "README.md").read_text()
-    names = {}
-    predicting, training, placing = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(predicting, names)
-    assert nib.load("scan_seg.nii.gz").shape == names["labels"].shape == scan_array().shape
-    assert '"training.epochs": 100}' in training
-    exec(training.replace(": 100}", ': 1, "training.steps_per_epoch": 1}'), names)
-    assert names["segmenter"].label_names == {1: "left", 2: "right"}
-    assert names["run"].folder == tmp_path / "runs/new"
-    exec(placing, names)
-    assert names["logits"].shape == (2, 3, 64, 64, 32) and names["loss"].total.isfinite()
 
 
 def test_the_scripts_can_be_run():

@@ -84,7 +84,7 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
 
 def test_every_setting_and_what_is_public_is_explained(site, pages):
     keys = {setting.key for setting in settings_of(Config).values() if not setting.is_section}
-    assert keys <= pages[site / "settings.html"].ids
+    assert keys <= pages[site / "reference/settings.html"].ids
     public = """errors.DatasetError model.loss.SegmentationLoss model.loss.dice_cross_entropy
         model.topology.plan_topology model.unet.UNet3d parallel.executor.Executor.forward_backward
         parallel.parallelize parallel.placement.Layout planning.memory_estimate.predict_memory
@@ -95,5 +95,6 @@ def test_every_setting_and_what_is_public_is_explained(site, pages):
 
 def test_the_readme_is_the_front_page_with_its_links(site, pages):
     page = pages[site / "index.html"]
-    assert {"parallel.html", "design.html", "data.html", "settings.html"} <= set(page.links)
-    assert "two-devices.svg" in page.loaded
+    pages_linked = {"design.html", "data.html", "how-do-i/index.html", "reference/settings.html"}
+    assert pages_linked <= set(page.links)
+    assert "preview.png" in page.loaded

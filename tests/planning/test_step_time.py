@@ -114,7 +114,7 @@ def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
 def test_replicas_take_a_share_of_the_batch_each():
     one, two = seconds(on_gpu(128, 4)), seconds(on_gpu(128, 2, num_replicas=2))
     assert 1.7 < one / two < 2
-    # Two H200, 2 x 2 patches of 128^3, with the buckets of DDP: 20.0 ms (docs/distributed.md).
+    # Two H200, 2 x 2 patches of 128^3, with the buckets of DDP: 20.0 ms (docs/results/devices.md).
     assert 1000 * two == pytest.approx(20.0, rel=0.06)
 
 

@@ -1,0 +1,245 @@
+"""The documents: their commands run, their Python does what it says, their links lead somewhere.
+
+A fenced block of ``bash`` or ``python`` is run in a folder that holds what the documents name. One
+that needs more than this machine has says so in a comment before it: ``<!-- needs: GPU -->``.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.command_line import SMALL, run, scan_array
+from tests.images.dicom_series import write_slice
+from tests.images.samples import write_msd, write_volume
+from tests.networks import write_checkpoint
+from unet3d.cli.app import commands
+from unet3d.cli.command import Command
+from unet3d.datasets.phantom import write_phantom_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "data/README.md")
+DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
+MODEL = ROOT / "tests/recorded/nnunet/isotropic/nnUNetTrainer__nnUNetPlans__3d_fullres"
+NEEDS = {
+    *("GPU", "Docker", "Slurm", "several machines", "TensorBoard", "a download"),
+    "a process of its own",
+}
+BLOCK = re.compile(
+    r"(?:^<!-- needs: ([\w ]+) -->\n)?^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    needs: str
+    language: str
+    text: str
+
+    def commands(self):
+        """Return the words of each command."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def blocks_of(document):
+    return [Block(*found.groups(default="")) for found in BLOCK.finditer(document.read_text())]
+
+
+def with_blocks(language):
+    """Return the documents with blocks that are run."""
+    return [
+        pytest.param(document, id=str(document.relative_to(ROOT)))
+        for document in DOCUMENTS
+        if any(block.language == language and not block.needs for block in blocks_of(document))
+    ]
+
+
+def on_cpus(devices):
+    """Return as many CPUs as a list of GPUs has, since there may be none."""
+    names = devices.split(",")
+    return ",".join("cpu" if name.isdigit() else name for name in names)
+
+
+def shortened(words):
+    """Return a command of unet3d that does the same with smaller numbers."""
+    words = list(words)
+    for option, smaller in (("--epochs", "2"), ("--window", "8,8,8")):
+        if option in words and words[words.index(option) + 1] != "whole":
+            words[words.index(option) + 1] = smaller
+    if "--devices" in words and "--device-memory" not in words:
+        place = words.index("--devices") + 1
+        words[place] = on_cpus(words[place])
+    if "--folds" in words and words[words.index("--folds") + 1] == "all":
+        words[words.index("--folds") + 1] = "0,1"
+    if words[0] == "train" and "--resume" not in words:
+        given = {words[i + 1].partition("=")[0] for i, word in enumerate(words) if word == "--set"}
+        for option, value in zip(SMALL[::2], SMALL[1::2], strict=True):
+            key = value.partition("=")[0]
+            is_given = key in given if option == "--set" else option in words
+            if not is_given and not (key.startswith("model.") and "--init" in words):
+                words += [option, value]
+    return words
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with what the documents name: data sets, scans, runs, a model of nnU-Net."""
+    folder = tmp_path_factory.mktemp("documents")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        write_msd(folder / "DATASET", num_cases=5)
+        for kind in ("images", "labels"):
+            shutil.copytree(f"DATASET/{kind}Tr", f"DATASET/{kind}Ts")
+        shutil.copytree("DATASET/imagesTr", "scans")
+        for name in ("scan.nii.gz", "other.nii.gz"):
+            shutil.copy("scans/case_0.nii.gz", name)
+        shutil.copy("DATASET/labelsTr/case_0.nii.gz", "truth.nii.gz")
+        pixels = np.arange(12 * 14, dtype=np.int16).reshape(12, 14)
+        for number in range(10):
+            write_slice(
+                folder / f"CT/{number}.dcm",
+                pixels + number,
+                ImagePositionPatient=[0, 0, number],
+                SOPInstanceUID=f"1.2.{number}",
+            )
+        write_phantom_dataset(folder / "demo/unseen", 1, (16, 16, 16), (1.0, 1.0, 1.0), seed=1)
+        for name in ("MODEL", MODEL.name):
+            shutil.copytree(MODEL, name)
+        (folder / "configs").symlink_to(ROOT / "configs")
+        assert run("train", "DATASET", "-o", "runs/mine", *SMALL) == 0
+        shutil.copytree("runs/mine", "runs/other")
+        assert run("train", "DATASET", "-o", "runs/folds", "--folds", "0,1", *SMALL) == 0
+        assert run("predict", "scans", "-c", "MODEL", "-o", "nnunet_segmentations") == 0
+    return folder
+
+
+@pytest.mark.parametrize("document", with_blocks("bash"))
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_commands_run(document, prepared, tmp_path, monkeypatch, capsys):
+    folder, failed = tmp_path / "work", []
+    shutil.copytree(prepared, folder, symlinks=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    for block in blocks_of(document):
+        for program, *words in block.commands() if block.language == "bash" else ():
+            line = shlex.join([program, *words])
+            if block.needs or program == "source":
+                continue
+            if program == "unet3d":
+                words = shortened(words)
+                if "--resume" not in words and words[0] == "train" and "-o" in words:
+                    shutil.rmtree(words[words.index("-o") + 1], ignore_errors=True)
+                target = words[words.index(">") + 1] if ">" in words else None
+                capsys.readouterr()
+                status = run(*(words[:-2] if target else words))
+                printed, errors = capsys.readouterr()
+                if status != 0:
+                    failed.append((line, errors.splitlines()[-3:]))
+                if target:
+                    Path(target).write_text(printed)
+            elif program == "make":  # its targets exist; CI runs them
+                subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
+            elif program == "pytest":
+                assert (ROOT / words[0]).exists(), line
+            else:
+                assert line == "pip install -c constraints.txt .", line
+    assert not failed
+
+
+@pytest.mark.parametrize("document", with_blocks("python"))
+def test_python_runs(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_msd(tmp_path / "DATASET")
+    write_checkpoint(tmp_path / "runs/mine/checkpoint-latest.pt", patch_size=(8, 8, 8))
+    for name in ("scan.nii.gz", "other.nii.gz"):
+        write_volume(tmp_path / name, scan_array())
+    names = {}
+    for block in blocks_of(document):
+        if block.language == "python" and not block.needs:
+            small = '": 1, "training.steps_per_epoch": 1}'
+            exec(re.sub(r'(?<="training.epochs)": \d+}', small, block.text), names)
+        elif block.language == "python":
+            subprocess.run([sys.executable, "-c", block.text], check=True, timeout=60)
+
+
+def test_what_blocks_need_is_known():
+    needed = {block.needs for document in DOCUMENTS for block in blocks_of(document)}
+    assert needed - {""} <= NEEDS
+    for document in DOCUMENTS:
+        fences = re.findall(r"^```(\w*)$", document.read_text(), re.MULTILINE)
+        assert set(fences) <= {"", "bash", "python", "json", "yaml"}, document
+
+
+def test_commands_parse_and_their_settings_exist():
+    """Each ``unet3d ...`` line that documents and configurations show, also of marked blocks."""
+    shown = set()
+    for document in [*DOCUMENTS, ROOT / "tools" / "demo.sh", *(ROOT / "configs").glob("*.yaml")]:
+        text = re.sub(r"\\\n#? *", "", document.read_text())
+        for line in text.splitlines():
+            in_another = r"(?:docker run|torchrun) .* (?:-m unet3d|unet3d-parallel)"
+            match = re.match(rf"(?:#\s+)?(?:unet3d|{in_another}) (?!=)([a-z-].*)", line)
+            if not match or "..." in line:
+                continue
+            name, *arguments = shlex.split(match[1].partition(" > ")[0], comments=True)
+            command = commands.get_command(None, name)
+            if command is None:  # a sentence that begins with the name
+                assert document.suffix == ".md" and line.endswith((".", ":", ",")), (document, line)
+                continue
+            shown.add(name)
+            parsed = command.make_context(name, arguments).params
+            # The settings that they change exist, and the configurations that they name.
+            if "--resume" in arguments or not isinstance(command, Command):
+                continue
+            if (path := parsed.get("config_path")) is not None:
+                if not (ROOT / path).exists():
+                    continue
+                parsed["config_path"] = ROOT / path
+            if "settings" in (given := command.with_settings(parsed)):
+                assert given["settings"].config
+    assert {"train", "predict", "evaluate", "check", "convert", "plan", "report"} <= shown
+
+
+def test_links_lead_to_files_and_what_is_named_exists():
+    folders = "unet3d|tests|benchmarks|docs|tools|data|configs"
+    packages = "|".join(path.name for path in (ROOT / "unet3d").iterdir() if path.is_dir())
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for link in re.findall(r"\]\(([^)#]+)", text):
+            assert link.startswith("http") or (document.parent / link).exists(), (document, link)
+        for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+            assert (ROOT / name).exists(), (document, name)
+        for name in re.findall(rf"`((?:{packages})/[\w/]+)`", text):
+            module = ROOT / "unet3d" / name
+            assert module.is_dir() or module.with_suffix(".py").is_file(), (document, name)
+
+
+def test_every_answer_is_linked_from_the_list_of_questions():
+    pages = ROOT / "docs" / "how-do-i"
+    linked = set(re.findall(r"\]\((\w+\.md#[\w-]+)\)", (pages / "index.md").read_text()))
+    answers = set()
+    for page in pages.glob("*.md"):
+        if page.name != "index.md":
+            for heading in re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE):
+                words = re.sub(r"[^\w\s-]", "", heading.lower()).split()
+                answers.add(f"{page.name}#{'-'.join(words)}")
+    assert linked == answers and len(answers) >= 40
+
+
+def test_sizes():
+    """README is read to its end, pages are read at once, and all of them stay few."""
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150 and len(readme.split()) <= 1100
+    pages = {page: page.stat().st_size for page in (ROOT / "docs").rglob("*.md")}
+    assert max(pages.values()) <= 12_000 and sum(pages.values()) <= 120_000
