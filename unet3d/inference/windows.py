@@ -40,7 +40,7 @@ SIGMA = 1 / 8
 CPU_VOXELS = 2**20
 """Voxels of the windows that a CPU computes at a time. Small windows alone take longer: of channels
 4 and 8, one of 16^3 takes 2.7 ms, with 63 others 0.4; of 32 to 320 channels, one of 64^3 172 ms,
-with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
+with three others 153. Beyond so many voxels there is nothing to gain (docs/results/training.md)."""
 
 GPU_VOXELS = 2**23
 """Voxels of the windows that a GPU computes at a time, if it has the memory: on an H200 588 windows

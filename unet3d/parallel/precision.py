@@ -227,7 +227,7 @@ def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_form
     * CPU with oneDNN, up to float32: channels-last, at every width. On two cores with AVX512-BF16,
       a step of 32 to 320 channels at 96^3 takes 0.85 of the time that it takes channels-first in
       bfloat16 and 0.81 in float32; one of 4 and 8 channels at 64^3 0.44 and 0.64
-      (docs/benchmarks.md).
+      (docs/results/training.md).
     * CPU, float64, or without oneDNN: channels-first, which PyTorch's own convolutions unfold.
     """
     if is_gpu(device):
