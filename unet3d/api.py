@@ -34,7 +34,6 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
-from unet3d.inference.segmentation import Progress
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.nnunet.model_files import networks_in
@@ -236,7 +235,7 @@ def predict(
         return prediction.predict(
             request,
             Ranks.from_environment(),
-            Progress(),
+            prediction.Progress(),
             draw_preview,
             say=lambda line: logger.info("%s", line),
         )

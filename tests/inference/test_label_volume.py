@@ -1,5 +1,7 @@
 """Labels and probabilities on the grid of a scan, against the logits of the whole volume."""
 
+import itertools
+
 import nibabel as nib
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tests.networks import random_checkpoint
 from unet3d.datasets.labels import Region
 from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
-from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
+from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume, SlabSink
 from unet3d.preparation.prepared_image import whole_box
 
 SHAPE = (6, 5, 4)
@@ -129,3 +131,24 @@ def test_certain_logits_are_certain_and_never_nan(tmp_path):
     fill(ProbabilityVolume(path, header, whole_box(SHAPE), preprocessing_of()), logits, 0)
     np.testing.assert_array_equal(np.load(path)[1], 1)
     np.testing.assert_array_equal(np.load(path)[[0, 2]], 0)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_an_error_arrives(number):
+    """With a later slab, or at the end."""
+    calls = itertools.count()
+
+    def full(array):
+        if next(calls) == number:
+            raise OSError("the disk is gone")
+        return array
+
+    sink = SlabSink(np.zeros(SHAPE), full)
+
+    def add_all():
+        for _ in range(7):
+            sink.take(torch.zeros(1, 6, 5), 0)
+        sink.finish()
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        add_all()

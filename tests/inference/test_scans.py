@@ -35,7 +35,7 @@ LABELS = np.zeros((4, 4, 4), np.uint8)
 def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header):
     scan = Scan(images=(header.path,), output=tmp_path / "scan_seg.nii.gz")
     results = scan.results(PredictionRequest(statistics=True))
-    assert results == [scan.output, scan.statistics]
+    assert results == [scan.output, scan.beside("statistics")]
     for path in results:
         path.write_text("theirs")
     with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by somebody else in the"):
@@ -86,7 +86,7 @@ def test_statistics_are_those_of_numpy(tmp_path):
     assert found["corner"]["intensity"][0]["mean"] == array[5, 4, 3, 0]
     nothing = {"value": 9, "num_voxels": 0, "volume_ml": 0, "intensity": [None, None]}
     assert found["absent"] == nothing
-    write_statistics(scan.statistics, scan, found, [Path("a.pt"), Path("b.pt")])
+    write_statistics(scan.beside("statistics"), scan, found, [Path("a.pt"), Path("b.pt")])
     content = json.loads((tmp_path / "mine.json").read_text())
     assert content == {"image": [str(path)], "checkpoints": ["a.pt", "b.pt"], "labels": found}
 

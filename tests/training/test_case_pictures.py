@@ -11,7 +11,6 @@ from tests.images.samples import write_volume
 from unet3d.datasets.dataset import Case
 from unet3d.datasets.labels import ScoredLabels
 from unet3d.inference.evaluation import Evaluation, evaluate
-from unet3d.inference.label_scores import TOLERANCE_MM
 from unet3d.training import final_validation
 from unet3d.training.final_validation import draw_extremes
 
@@ -42,7 +41,7 @@ def made(folder, shifts, ignore=None):
         cases.append(case)
         scores.append(replace(found, name=name, prediction=path.relative_to(folder / "run")))
     worst_first = sorted(scores, key=lambda case: case.mean_dice)
-    return Evaluation.of(worst_first, scored, TOLERANCE_MM), cases
+    return Evaluation.of(worst_first, scored), cases
 
 
 @pytest.fixture

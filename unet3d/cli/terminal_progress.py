@@ -9,7 +9,7 @@ from rich.console import Console
 
 from unet3d.cli.output import show_error
 from unet3d.errors import Unet3dError
-from unet3d.inference.segmentation import Progress
+from unet3d.inference.prediction import Progress
 from unet3d.reports.format import duration
 from unet3d.terminal import live_line
 
@@ -27,13 +27,9 @@ class TerminalProgress(Progress):
         """Show what became of a scan."""
         click.echo(line)
 
-    def failed(self, error: Unet3dError) -> None:
-        """Show why a scan is left out."""
-        show_error(error, "Skipped")
-
-    def left(self, line: str) -> None:
-        """Show which scans remain."""
-        click.echo(line, err=True)
+    def warned(self, what: str, line: str) -> None:
+        """Show what happened to scans that are not segmented."""
+        show_error(Unet3dError(line), what)
 
     @contextmanager
     def scan(self, number: int, num_scans: int, name: str) -> Iterator[None]:

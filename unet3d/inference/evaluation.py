@@ -67,15 +67,7 @@ class Evaluation:
     """Names of the predictions without label map, likewise."""
 
     @classmethod
-    def of(
-        cls,
-        cases: Sequence[CaseScores],
-        scored: ScoredLabels,
-        tolerance_mm: float,
-        units: Units = MILLIMETRES,
-        without_prediction: tuple[str, ...] = (),
-        without_label: tuple[str, ...] = (),
-    ) -> "Evaluation":
+    def of(cls, cases: Sequence[CaseScores], scored: ScoredLabels, **more: Any) -> "Evaluation":
         """Return the evaluation of cases, each of which has the scores of its own labels."""
         there = {label for case in cases for label in case.scores}
         order = scored.among({value for label in there for value in values_of(label)})
@@ -87,22 +79,16 @@ class Evaluation:
             ),
             labels=labels,
             scored=scored,
-            tolerance_mm=tolerance_mm,
-            units=units,
-            without_prediction=without_prediction,
-            without_label=without_label,
+            **more,
         )
 
     def mean(self, label: Label) -> LabelScore:
         """Return a label's means over the cases in which each number is defined."""
-        scores = [case.scores[label] for case in self.cases]
-        return LabelScore(
-            dice=_mean([score.dice for score in scores]),
-            hd95_mm=_mean([score.hd95_mm for score in scores]),
-            nsd=_mean([score.nsd for score in scores]),
-            prediction_ml=float(np.mean([score.prediction_ml for score in scores])),
-            label_ml=float(np.mean([score.label_ml for score in scores])),
-        )
+        scores = [asdict(case.scores[label]) for case in self.cases]
+        means: dict[str, Any] = {
+            name: _mean([score[name] for score in scores]) for name in asdict(NOWHERE)
+        }
+        return LabelScore(**means)
 
     def num_cases(self, label: Label) -> tuple[int, int]:
         """Return how many cases are in a label's mean Dice and in its mean HD95.
@@ -185,10 +171,10 @@ def evaluate(
     evaluation = Evaluation.of(
         cases,
         scored,
-        tolerance_mm,
-        Units.of(spacing_mm),
-        found.without_prediction,
-        found.without_label,
+        tolerance_mm=tolerance_mm,
+        units=Units.of(spacing_mm),
+        without_prediction=found.without_prediction,
+        without_label=found.without_label,
     )
     if not evaluation.labels:
         raise DatasetError(

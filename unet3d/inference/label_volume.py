@@ -110,12 +110,7 @@ class ProbabilityVolume(SlabSink):
         self._of_regions = bool(preprocessing.regions)
         shape = (preprocessing.num_outputs, *reversed(geometry.stored_shape))
         stored = new_mapped(path, shape, np.dtype(np.float16))
-        classes = [geometry.in_ras(one.T)[None] for one in stored]
-        # The same memory as views (X, Y, Z) of each class, again in one array.
-        strides = (stored.strides[0], *classes[0].strides[1:])
-        whole = np.lib.stride_tricks.as_strided(
-            classes[0], (len(classes), *geometry.shape), strides, writeable=True
-        )
+        whole = np.moveaxis(geometry.in_ras(stored.T), -1, 0)  # a view (K, X, Y, Z)
         segmented = whole[:, *box]
         if segmented.shape != whole.shape:
             whole[...] = 0

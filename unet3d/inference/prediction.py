@@ -1,4 +1,4 @@
-"""A prediction as a whole: networks, scans and devices, in this process or in one for each device.
+"""A prediction as a whole: one scan after the other, from file to file, here or in several ranks.
 
 All ranks run this program. With slabs of each window they segment every scan together; of a folder
 with at least as many scans as devices, each of n ranks has every n-th scan and a device of its own.
@@ -6,23 +6,48 @@ with at least as many scans as devices, each of n ranks has every n-th scan and 
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from unet3d.config import ParallelSettings
+from unet3d.distributed import is_launched
+from unet3d.distributed.group import Group
 from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import PREDICTION, Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.errors import RankError
+from unet3d.errors import (
+    CheckpointError,
+    DatasetError,
+    DeviceError,
+    RankError,
+    ResultExistsError,
+    Unet3dError,
+    reason_of,
+    some,
+)
+from unet3d.images.image import Image
+from unet3d.images.memory_limits import explaining_memory
+from unet3d.images.scratch import Scratch
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.request import PredictionRequest
-from unet3d.inference.scan_search import FoundScans, find_scans
-from unet3d.inference.scans import Scan
-from unet3d.inference.segmentation import DrawPreview, Progress, Segmentation, left_words
+from unet3d.inference.scan_search import FoundScans, find_scans, refuse_existing
+from unet3d.inference.scans import (
+    ENDINGS,
+    Scan,
+    ScansAhead,
+    label_statistics,
+    result_file,
+    write_segmentation,
+    write_statistics,
+)
 from unet3d.interruption import Interrupted
 from unet3d.nnunet.model_files import known_as
 from unet3d.parallel import ParallelDims
@@ -31,6 +56,32 @@ logger = logging.getLogger(__name__)
 
 RANK_COMMAND = "predict-as-rank"
 """The command of a rank; its argument is a file with the request."""
+
+DrawPreview = Callable[[Path, Image, npt.NDArray[Any], dict[int, str]], None]
+"""Draws a segmentation over its scan into a file, with the names of label values."""
+
+
+class Progress:
+    """Is told how a prediction goes; here it becomes lines of the log."""
+
+    def said(self, line: str) -> None:
+        """Take what became of a scan."""
+        logger.info("%s", line)
+
+    def warned(self, what: str, line: str) -> None:
+        """Take which scan is ``Skipped`` and why, or which are ``Not segmented`` at the end."""
+        logger.warning("%s: %s", what, line)
+
+    @contextmanager
+    def scan(self, number: int, num_scans: int, name: str) -> Iterator[None]:
+        """Return a context in which one of the scans, counted from 1, is segmented."""
+        yield
+
+    def stage(self, name: str) -> None:
+        """Take what is done with the scan now, such as ``reading``."""
+
+    def windows_done(self, done: int, total: int) -> None:
+        """Take how many windows are done; 0 begins anew, such as with smaller ones."""
 
 
 def predict(
@@ -62,46 +113,183 @@ def predict(
             from_plain=FoundScans.model_validate,
         )
         results = tuple(sorted(scan.output for scan in (*scans.kept, *scans.to_segment)))
-        is_dealt = dims.mode == "data" and group.size > 1
-        will_deal = group.size == 1 and 1 < dims.num_replicas <= len(scans.to_segment)
-        if will_deal:
-            logger.info("%d scans dealt to %d devices", len(scans.to_segment), dims.num_replicas)
-            with _naming_left(scans.to_segment, request.overwrite, progress):
+        num_left = len(scans.to_segment)
+        # Of the ranks that it has started, the command says what they leave.
+        says = group.is_first and not is_launched()
+        with _naming_left(scans, request.overwrite, progress if says else None):
+            will_deal = group.size == 1 and 1 < dims.num_replicas <= num_left
+            if will_deal:
+                logger.info("%d scans dealt to %d devices", num_left, dims.num_replicas)
+            if will_deal or (dims.num_shards > group.size and num_left):
                 _start_ranks(request, dims, say)
-            return results
-        if dims.num_shards > group.size and scans.to_segment:
-            _start_ranks(request, dims, say)
-            return results
-        job = Segmentation(
-            scans,
-            request,
-            known,
-            group,
-            is_dealt=is_dealt,
-            progress=progress,
-            draw_preview=draw_preview,
-        )
-        if is_dealt:  # no other rank says anything because of the scans of this one
-            _log_in_all_ranks("unet3d.images", "unet3d.inference.scans")
-        job.begin()
-        if job.has_work:
-            if is_dealt:
-                devices = tuple(map(str, dims.devices))
-                parallel = ParallelSettings(mode="none", devices=devices)
-            predictor = Predictor(
-                networks,
-                parallel,
-                None if is_dealt else group,
-                skips_empty=request.skip_background,
-            )
-            if is_dealt:
-                _log_in_all_ranks("unet3d")
-            job.segment(predictor)
-        job.gather()
+                return results
+            is_dealt = dims.mode == "data" and group.size > 1
+            job = _Job(scans, request, known, group, is_dealt, progress, draw_preview)
+            job.run(networks, dims if is_dealt else parallel)
+            error = job.end()
     # Only now, because ranks that miss the first one would wait for it.
-    if job.error is not None:
-        raise job.error
+    if error is not None:
+        raise error
     return results
+
+
+class _Job:
+    """The scans of one command, or those that are dealt to this rank.
+
+    Where each scan is dealt to one rank, ranks have no part in the scans of others. Else all ranks
+    segment each scan together: the first one reads and writes, and where it cannot, all of them go
+    on with the next scan.
+    """
+
+    def __init__(
+        self,
+        scans: FoundScans,
+        request: PredictionRequest,
+        known_as: Sequence[Path],
+        group: Group,
+        is_dealt: bool,
+        progress: Progress,
+        draw_preview: DrawPreview,
+    ) -> None:
+        """Say which scans need nothing, and which cannot be segmented.
+
+        A user knows the networks by ``known_as``, which statistics name.
+        """
+        self._group = group
+        self._is_dealt = is_dealt
+        self._together = Group(Ranks()) if is_dealt else group
+        """The ranks that segment each scan together."""
+        self._scans = scans.to_segment
+        if is_dealt:
+            self._scans = scans.to_segment[group.ranks.rank :: group.size]
+        self._num_scans = scans.number
+        self._request = request
+        self._known_as = known_as
+        self._progress = progress
+        self._draw_preview = draw_preview
+        self._failures: list[Path] = []
+        self._error: Unet3dError | OSError | None = None
+        self._scratch = Scratch(request.scratch)
+        self._ahead = ScansAhead(self._scans, self._scratch)
+        for scan in scans.kept if group.is_first else ():
+            self._keep(scan)
+        for scan, reason in scans.faults if group.is_first else ():
+            self._fail(scan, reason)
+
+    def run(self, networks: Networks, where: ParallelSettings | ParallelDims) -> None:
+        """Segment one scan after the other; ``where`` are the devices of this rank, or all.
+
+        Raises CheckpointError, RankError or, in one of several ranks, DeviceError where the work
+        cannot go on.
+        """
+        if not self._scans:
+            return
+        if isinstance(where, ParallelDims):
+            where = ParallelSettings(mode="none", devices=tuple(map(str, where.devices)))
+            # No other rank says anything because of the scans of this one.
+            _log_in_all_ranks("unet3d.images", "unet3d.inference.scans")
+        if self._together.is_first:
+            self._ahead.begin()  # while networks are placed
+        predictor = Predictor(
+            networks, where, self._together, skips_empty=self._request.skip_background
+        )
+        if self._is_dealt:
+            _log_in_all_ranks("unet3d")
+        predictor.warm_up()
+        for number, scan in enumerate(self._scans, start=1):
+            began = time.monotonic()
+            try:
+                with self._progress.scan(number, len(self._scans), scan.images[0].name):
+                    self._segment(number - 1, predictor)
+            except (CheckpointError, RankError):
+                raise
+            except (Unet3dError, OSError) as error:
+                if isinstance(error, DeviceError) and self._together.size > 1:
+                    raise  # the other ranks wait for this one
+                if self._together.is_first:
+                    self._skip(scan, error)
+            else:
+                if self._together.is_first:
+                    seconds = time.monotonic() - began
+                    self._progress.said(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
+        self._together.from_first(lambda: None)  # which writes the last one, however long it takes
+
+    def end(self) -> Unet3dError | OSError | None:
+        """Return what the command ends with: why the only scan failed, or which ones did.
+
+        The first of the ranks that scans are dealt to has the failures of all.
+        """
+        failures = self._failures
+        if self._is_dealt:
+            of_ranks = self._group.exchange([str(path) for path in failures])
+            is_first = self._group.is_first
+            failures = [Path(path) for paths in of_ranks for path in paths if is_first]
+        if self._error is None and failures:
+            return DatasetError(
+                f"{len(failures)} of {self._num_scans} scans could not be segmented: "
+                f"{some(failures)}"
+            )
+        return self._error
+
+    def _skip(self, scan: Scan, error: Unet3dError | OSError) -> None:
+        if self._num_scans == 1:
+            self._error = error
+        elif isinstance(error, ResultExistsError):
+            self._keep(scan)
+        elif isinstance(error, OSError):
+            self._fail(scan, f"{scan.images[0]}: {reason_of(error)}")
+        else:  # one bad scan of a folder must not stop the others
+            self._fail(scan, str(error))
+
+    def _fail(self, scan: Scan, reason: str) -> None:
+        self._progress.warned("Skipped", reason)
+        self._failures.append(scan.images[0])
+
+    def _keep(self, scan: Scan) -> None:
+        self._progress.said(f"{scan.images[0]} -> {scan.output} (kept; --overwrite replaces it)")
+
+    def _segment(self, number: int, predictor: Predictor) -> None:
+        """Write all results of a scan, or none: some of them alone would have to be replaced."""
+        scan, request, names = self._scans[number], self._request, predictor.label_names
+        image: Image | None = None
+        npy: Path | None = None
+        replaces = request.overwrite
+        with explaining_memory(str(scan.images[0])), ExitStack() as results:
+
+            def new(path: Path) -> Path:
+                return results.enter_context(result_file(path, replaces))
+
+            def begin() -> None:
+                nonlocal image, npy, replaces
+                if not request.overwrite:
+                    # Another process may be at work in the same folder.
+                    refuse_existing(scan, request)
+                    # A scan that goes on may have results of another network.
+                    replaces = any(map(os.path.lexists, scan.results(request)))
+                if request.probabilities:
+                    npy = new(scan.beside("probabilities"))
+                self._progress.stage("reading")
+                image = self._ahead.take(number)
+                self._progress.stage("preparing")
+
+            def windows_done(done: int, total: int) -> None:
+                self._progress.windows_done(done, total)
+                self._group.note(done, f"window {done} of {scan.images[0]}")
+
+            self._together.from_first(begin, shares_errors=True)
+            labels = predictor.segment(image, windows_done, self._scratch, npy)
+            if image is None:  # the first rank has it
+                return
+            found = label_statistics(labels, image, names) if request.statistics else None
+            self._progress.stage("writing")
+            if request.preview:
+                self._draw_preview(new(scan.beside("preview")), image, labels, names)
+            if found is not None:
+                write_statistics(new(scan.beside("statistics")), scan, found, self._known_as)
+            write_segmentation(scan, labels, image.geometry, names, replaces)
+        for path in {scan.beside(one) for one in ENDINGS} - {*scan.results(request)}:
+            if os.path.lexists(path):
+                logger.warning("%s was there before and may be of another segmentation", path)
 
 
 def _start_ranks(
@@ -133,15 +321,17 @@ def _log_in_all_ranks(*names: str) -> None:
 
 
 @contextmanager
-def _naming_left(scans: Sequence[Scan], overwrite: bool, progress: Progress) -> Iterator[None]:
-    """Return a context in which ranks segment scans, and which says what they leave."""
+def _naming_left(scans: FoundScans, overwrite: bool, progress: Progress | None) -> Iterator[None]:
+    """Return a context in which scans are segmented, and which says what is left of several."""
     began = time.time()
     try:
         yield
-    except (Interrupted, RankError):
-        left = [scan for scan in scans if not _is_written(scan.output, began)]
-        if left:
-            progress.left(left_words(left, overwrite))
+    except (Interrupted, KeyboardInterrupt, RankError, CheckpointError):
+        left = [one.images[0] for one in scans.to_segment if not _is_written(one.output, began)]
+        if progress is not None and left and scans.number > 1:
+            # The same command would segment the others again where it replaces results.
+            advice = "name these" if overwrite else "give the same command again"
+            progress.warned("Not segmented", f"{some(left)}; to go on, {advice}")
         raise
 
 

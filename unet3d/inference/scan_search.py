@@ -43,6 +43,11 @@ class FoundScans(BaseModel):
     faults: tuple[tuple[Scan, str], ...]
     """Those that cannot be segmented, and why."""
 
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.to_segment) + len(self.kept) + len(self.faults)
+
 
 def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     """Return what to segment and where to, once all names have been checked.

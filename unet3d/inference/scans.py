@@ -39,6 +39,10 @@ PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 """The last piece of every picture."""
 
 
+ENDINGS = {"statistics": ".json", "preview": ".png", "probabilities": ".npy"}
+"""Of the files beside a segmentation, by the option that asks for each."""
+
+
 class Scan(BaseModel):
     """One image to segment, and where its segmentation goes."""
 
@@ -49,32 +53,13 @@ class Scan(BaseModel):
     output: Path
     """The file of the segmentation."""
 
-    @property
-    def statistics(self) -> Path:
-        """The file of its statistics."""
-        return self._beside(".json")
-
-    @property
-    def preview(self) -> Path:
-        """The picture of it."""
-        return self._beside(".png")
-
-    @property
-    def probabilities(self) -> Path:
-        """The file of the probabilities."""
-        return self._beside(".npy")
-
-    def _beside(self, suffix: str) -> Path:
-        return self.output.with_name(volume_stem(self.output) + suffix)
+    def beside(self, option: str) -> Path:
+        """Return the file that an option of :class:`PredictionRequest` asks for."""
+        return self.output.with_name(volume_stem(self.output) + ENDINGS[option])
 
     def results(self, request: PredictionRequest) -> list[Path]:
         """Return the files to be written."""
-        return [
-            self.output,
-            *[self.statistics] * request.statistics,
-            *[self.preview] * request.preview,
-            *[self.probabilities] * request.probabilities,
-        ]
+        return [self.output, *(self.beside(one) for one in ENDINGS if getattr(request, one))]
 
 
 def is_whole(result: Path) -> bool:

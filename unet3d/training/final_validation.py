@@ -209,7 +209,8 @@ class FinalValidation:
             )
             for case, scores in zip(experiment.validation_files, found, strict=True)
         ]
-        evaluation = Evaluation.of(cases, scored, tolerance_mm, Units.of(spacing_mm))
+        units = Units.of(spacing_mm)
+        evaluation = Evaluation.of(cases, scored, tolerance_mm=tolerance_mm, units=units)
         return replace(evaluation, cases=tuple(sorted(evaluation.cases, key=_worst_first)))
 
     def _publish(self, folder: Path, evaluation: Evaluation, choices: Sequence[Choice]) -> None:
