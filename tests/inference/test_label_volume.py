@@ -146,8 +146,8 @@ def test_an_error_arrives(number):
     sink = SlabSink(np.zeros(SHAPE), full)
 
     def add_all():
-        for _ in range(7):
-            sink.take(torch.zeros(1, 6, 5), 0)
+        for _ in range(SHAPE[0]):
+            sink.take(torch.zeros(1, *SHAPE[1:]), 0)
         sink.finish()
 
     with pytest.raises(OSError, match="the disk is gone"):
