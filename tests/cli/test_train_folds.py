@@ -128,7 +128,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(monkeypatch, capsys):
     command = ("train", *SMALL, "--devices", "cpu", "--folds")
     for options, words in (
         (("3",), "--folds names fold 3, but there are 3, counted from 0"),
-        (("0,1,",), "--folds is 0,1,; give all, or numbers such as 0,1,2"),
+        (("0,1,",), "--folds '0,1,' names no folds; give numbers such as 0,2, or all"),
         (("all", "--fold", 1), "--fold is given for a run over several folds"),
         (("all", "--devices", "cpu,cpu,99"), "99"),
     ):

@@ -1,5 +1,6 @@
 """Validation with a network whose answers are known."""
 
+import math
 import sys
 
 import numpy as np
@@ -22,7 +23,7 @@ from tests.training.known_answers import (
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.errors import DeviceError
+from unet3d.errors import ConfigError, DeviceError
 from unet3d.interruption import InterruptionRequest
 from unet3d.training.cases import Stopped
 
@@ -71,6 +72,13 @@ def test_the_dice_of_each_label_is_the_mean_over_the_cases_and_every_window_is_t
         windows = [window for case, _, window, _ in told if case == number]
         (num_windows,) = {of_case for case, _, _, of_case in told if case == number}
         assert windows[0] == 0 and windows[-1] == num_windows > 1
+
+
+def test_a_network_that_is_not_finite_any_more_is_said_with_the_case(cases, monkeypatch):
+    answer = Reader.predict
+    monkeypatch.setattr(Reader, "predict", lambda *arguments: math.nan * answer(*arguments))
+    with pytest.raises(ConfigError, match="case case_0 is not finite; use a smaller training.lea"):
+        validator(cases, Group(Ranks())).validate(1, watcher())
 
 
 @pytest.mark.parametrize(("window", "planes"), [("3,8,8", 4), ("whole", 6)])

@@ -8,7 +8,6 @@ Each fold is a process of its own and a normal run, in ``fold0``, ``fold1``, ...
 """
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
@@ -22,7 +21,7 @@ from unet3d.errors import ConfigError, Unet3dError, some
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.planning.experiment import open_dataset, plan_experiment
-from unet3d.runs.finding import FOLDS, recorded_folds
+from unet3d.runs.finding import FOLDS, chosen_folds, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.plan import Plan, run_name
@@ -111,11 +110,10 @@ def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tu
         return recorded
     data = config.data
     count = len(folds_of(open_dataset(config), data.num_folds, config.training.seed))
-    if named == "all":
-        return tuple(range(count))
-    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", named):
-        raise ConfigError(f"--folds is {named}; give all, or numbers such as 0,1,2")
-    wanted = {int(fold) for fold in named.split(",")}
+    try:
+        wanted = set(chosen_folds(named) or range(count))
+    except ValueError as error:
+        raise ConfigError(f"--folds {error}") from error
     if max(wanted) >= count:
         raise ConfigError(
             f"--folds names fold {max(wanted)}, but there are {count}, counted from 0; name "
@@ -154,11 +152,9 @@ def _log_places(plans: Sequence[Plan], left: Sequence[int], finished: Sequence[i
     where = "one after another"
     if len(plans) > 1:
         devices = [str(plan.dims.devices[0]) for plan in plans]
-        used, unused = devices[: len(left)], devices[len(left) :]
-        where = f"one at a time on each of {', '.join(used)}"
-        if unused:
-            where += f" ({', '.join(unused)} unused; --parallel data trains one fold after another"
-            where += " on all)"
+        unused = devices[len(left) :]
+        where = f"one at a time on each of {', '.join(devices[: len(left)])}"
+        where += f" (unused: {', '.join(unused)})" if unused else ""
     logger.info("folds %s, %s%s", ", ".join(map(str, left)), where, done)
 
 

@@ -5,7 +5,6 @@ step), the learning rate of the step, and everything else is in the checkpoint.
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from unet3d.distributed import is_started
-from unet3d.errors import Unet3dError
+from unet3d.errors import ConfigError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.meter import measured_steps
 from unet3d.model import LossTerms, SegmentationLoss
@@ -28,10 +27,9 @@ from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cases import RunContext, Stopped, Watcher
 from unet3d.training.cores import DataClock, waiting_note
-from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.final_validation import FinalResult, FinalValidation
 from unet3d.training.recording import RunRecorder, epoch_metrics
-from unet3d.training.saving import CheckpointSaver, TrainingState
+from unet3d.training.saving import CheckpointSaver, TrainingState, divergence_error
 from unet3d.training.validation import Validation, Validator
 
 
@@ -94,7 +92,6 @@ class TrainingLoop:
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
             ConfigError: Training has diverged; what was saved is from before.
-            VolumeError: An image that it was trained on is the reason.
             RankError: Another rank died or hangs.
         """
         settings = self.config.training
@@ -147,13 +144,13 @@ class TrainingLoop:
         state = self.state
         self.executor.module.train()
         began = time.monotonic()
-        losses: list[StepLoss] = []
+        losses: list[tuple[int, LossTerms]] = []
         for batch in self._clock.timed(self.loader.epoch(state.epoch, first_step=state.step)):
             terms = self._step(batch)
             num_samples = batch.num_samples if self._adds_loss else 0
-            losses.append(StepLoss(num_samples=num_samples, terms=terms, cases=batch.names))
+            losses.append((num_samples, terms))
             # Reading the loss of the last step would leave a GPU with nothing to do after it.
-            shown = losses[-2:][0].terms
+            _, shown = losses[-2:][0]
             state.step += 1
             stop, save = self.group.all_reduce_flags(
                 interruption.signal_number or 0, self.saver.is_due()
@@ -199,32 +196,21 @@ class TrainingLoop:
         num_steps = self.config.training.epochs * self.loader.num_steps
         return self.optimization.learning_rate(step, num_steps)
 
-    def _add_steps(self, losses: list[StepLoss]) -> None:
-        """Add what was measured of steps to the state, and empty the list; waits for the devices.
-
-        Raises ConfigError or VolumeError where training has diverged; what is saved is from before.
-        """
-        terms = [(loss.num_samples, loss.terms) for loss in losses]
-        self.state.add_steps(terms, self._clock.read(), self.group)
+    def _add_steps(self, losses: list[tuple[int, LossTerms]]) -> None:
+        """Add steps to the epoch's sums, and forget them; this waits for the devices."""
+        self.state.add_steps(losses, self._clock.read(), self.group)
         if not self.state.is_finite:
-            fault = self._fault_of_any_rank(suspects(losses))
-            raise self._diverged("the loss is not finite", fault)
+            raise self._diverged("the loss is not finite")
         losses.clear()
 
     def _check_weights(self) -> None:
         """See that the network can be saved, which its losses cannot show before the next step."""
         if any(self.group.exchange(not self.saver.is_finite())):
-            raise self._diverged("the weights are not finite", None)
+            raise self._diverged("the weights are not finite")
 
-    def _fault_of_any_rank(self, names: Sequence[str]) -> str | None:
-        """Return what is wrong with an image that was trained on; all ranks return the same."""
-        cases = {case.name: case for case in self.experiment.training}
-        faults = self.group.exchange(image_fault([cases[name] for name in names]))
-        return next((fault for fault in faults if fault is not None), None)
-
-    def _diverged(self, what: str, fault: str | None) -> Unet3dError:
+    def _diverged(self, what: str) -> ConfigError:
         where = f"{what} in epoch {self.state.epoch + 1}"
-        return divergence_error(where, fault, self.config.training.learning_rate)
+        return divergence_error(where, self.config.training.learning_rate)
 
     def _is_due(self) -> bool:
         """Return whether this epoch ends with a validation."""

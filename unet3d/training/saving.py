@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import is_tensor
 
 from unet3d.distributed.group import Group
-from unet3d.errors import CheckpointError
+from unet3d.errors import CheckpointError, ConfigError
 from unet3d.inference.postprocessing import Rule
 from unet3d.inputs.plain_data import explained, printable
 from unet3d.model import LossTerms
@@ -201,3 +201,12 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     numbers = [one.detach() for one in tensors if one.is_floating_point() and one.numel()]
     largest = torch.nn.utils.get_total_norm(numbers, math.inf)
     return math.isfinite(largest.item())
+
+
+def divergence_error(what: str, learning_rate: float) -> ConfigError:
+    """Return the error for a training that is not finite any more."""
+    return ConfigError(
+        f"{what}; use a smaller training.learning_rate than {learning_rate:g}, which also --resume "
+        "takes: what was saved before is finite. With data.normalization none, look for images "
+        "with extreme intensities, too"
+    )

@@ -23,7 +23,7 @@ from unet3d.parallel.spatial.division import SlabRule
 from unet3d.preparation.cache import PreparedCase
 from unet3d.preparation.transform import classes_of
 from unet3d.training.cases import RunContext, Watcher, WindowsDone, over_cases
-from unet3d.training.divergence import divergence_error, image_fault
+from unet3d.training.saving import divergence_error
 
 MAX_LOGITS = 2**24
 """Logits of which the loss is taken at once."""
@@ -63,8 +63,7 @@ class Validator:
     def validate(self, epoch: int, watcher: Watcher) -> Validation:
         """Return the Dice of each label after an epoch, each case counted once.
 
-        Raises ConfigError where the network has diverged, VolumeError where an image is at fault,
-        and Stopped.
+        Raises ConfigError where the network has diverged, and Stopped.
         """
         began = time.monotonic()
         self._executor.module.eval()
@@ -120,7 +119,6 @@ class Validator:
         except NonFiniteLogitsError as error:
             raise divergence_error(
                 f"the network's output for validation case {case.name} is not finite",
-                image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
         if not self._context.has_results:
