@@ -109,11 +109,11 @@ def _place(name: str) -> str:
 
 def _commands() -> str:
     lines = ["# Commands", "", "What `unet3d COMMAND --help` prints."]
-    context = click.Context(commands, info_name="unet3d")
+    context = click.Context(commands, info_name="unet3d", **commands.context_settings)
     for name in commands.list_commands(context):
         command = commands.get_command(context, name)
-        if command is not None:
-            own = click.Context(command, info_name=name, parent=context, max_content_width=100)
+        if command is not None and not command.hidden:
+            own = click.Context(command, info_name=name, parent=context)
             lines += ["", f"## unet3d {name}", "", "```text", command.get_help(own), "```"]
     return "\n".join(lines) + "\n"
 
@@ -138,7 +138,7 @@ def _settings() -> str:
                 link = f"[`{name}`](#{setting.key}){{#{setting.key}}}"
                 cells = (link, f"`{in_yaml(setting.default)}`", setting.allowed, setting.meaning)
                 lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*_WITHOUT_NAVIGATION, *lines]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _configurations() -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from unet3d.cli.app import commands
 from unet3d.config import Config
 from unet3d.config.explain import settings_of
 
@@ -82,7 +84,9 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
         assert not re.search(r":(?:class|func|meth|mod):", page.text), path.name
 
 
-def test_every_setting_and_what_is_public_is_explained(site, pages):
+def test_every_setting_command_and_public_name_is_explained(site, pages):
+    shown = set(re.findall(r'<h2 id="unet3d-(\w+)">', pages[site / "reference/commands.html"].text))
+    assert shown == {name for name, command in commands.commands.items() if not command.hidden}
     keys = {setting.key for setting in settings_of(Config).values() if not setting.is_section}
     assert keys <= pages[site / "reference/settings.html"].ids
     public = """errors.DatasetError model.loss.SegmentationLoss model.loss.dice_cross_entropy
@@ -98,3 +102,21 @@ def test_the_readme_is_the_front_page_with_its_links(site, pages):
     pages_linked = {"design.html", "data.html", "how-do-i/index.html", "reference/settings.html"}
     assert pages_linked <= set(page.links)
     assert "preview.png" in page.loaded
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_search_works_in_pages_opened_from_the_disk(site):
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        flags = ["--no-sandbox"]
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+        page = browser.new_page()
+        requests = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto((site / "how-do-i/train.html").as_uri())
+        page.click("input.md-search__input")
+        page.keyboard.type("thick slices")
+        found = page.wait_for_selector(".md-search-result__item a", timeout=60_000)
+        assert found.get_attribute("href").startswith((site / "how-do-i/data.html").as_uri())
+        assert all(url.startswith("file:") for url in requests)
+        browser.close()
