@@ -9,7 +9,7 @@ from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model import optimizer as optimizer_module
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Layout, parallelize
-from unet3d.parallel.precision import autocast_dtype, image_dtype
+from unet3d.parallel.precision import autocast_dtype
 
 CPU = torch.device("cpu")
 
@@ -190,11 +190,3 @@ def test_the_state_of_another_network_is_refused():
     optimization = make(nn.Linear(2, 1))
     with pytest.raises(ValueError, match="another number of parameters"):
         optimization.load_state_dict(make(nn.Linear(2, 1, bias=False)).state_dict())
-
-
-def test_precisions_and_types():
-    assert autocast_dtype("bfloat16") is torch.bfloat16
-    assert autocast_dtype("float16") is torch.float16
-    assert autocast_dtype("float32") is None
-    assert autocast_dtype("float64") is None
-    assert image_dtype(network().double()) is torch.float64

@@ -180,8 +180,8 @@ def take_steps_on_share(folder, group, number):
     if num_shards == 1:  # as a step that a GPU has replayed
         with executor.exchange.averaging():
             for stage in executor.stages:
-                parameters = [p for block in stage.blocks for p in block.module.parameters()]
-                exchange.add_gradients({p: torch.full_like(p, rank) for p in parameters})
+                for parameter in (p for block in stage.blocks for p in block.module.parameters()):
+                    parameter.grad = torch.full_like(parameter, rank)
     replayed = list(gradients_of(model).values())
     torch.save((steps, replayed), folder / f"{number}-{rank}.pt")
 

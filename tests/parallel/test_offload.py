@@ -82,13 +82,6 @@ def test_gradients_are_the_same_to_the_bit(options, stages, remade_from, monkeyp
     assert [name for name in gradients if not torch.equal(gradients[name], expected[name])] == []
 
 
-def test_a_cpu_parks_nothing():
-    executor = parallelize(UNet3d(make_topology()), Layout(devices=(CPU,), offload="skips"))
-    sizes = Sizes(executor)
-    step(executor)
-    assert sizes.seen == {}
-
-
 class Sizes(MemoryMeter):
     """Notes what comes and goes."""
 
@@ -132,15 +125,18 @@ def test_a_skip_goes_and_comes_back_once(remade_from, monkeypatch):
     assert sizes.seen == {size: [0, 4 * size] for size in (4 * 16 * 16 * 8, 8 * 8 * 8 * 8)}
 
 
-@pytest.mark.usefixtures("parking_cpu")
-def test_what_runs_again_is_not_parked():
-    layout = Layout(devices=(CPU,), offload="skips", recompute="level")
+@pytest.mark.parametrize("recompute", ["norm", "level"])
+def test_a_cpu_parks_nothing_nor_does_what_runs_again(recompute, monkeypatch):
+    if recompute == "level":
+        monkeypatch.setattr(offload, "is_gpu", lambda device: True)
+    layout = Layout(devices=(CPU,), offload="skips", recompute=recompute)
     executor = parallelize(UNet3d(make_topology()), layout)
     sizes = Sizes(executor)
     step(executor)
     assert sizes.seen == {}
 
 
+@pytest.mark.usefixtures("parking_cpu")
 def test_nor_is_what_a_skip_is_made_from_if_that_is_made_again():
     """As the result of the first convolution is on a GPU: it would come back for nobody."""
     planned = make_step((GPU,), (128, 128, 128), precision="bfloat16", model=WIDE, offload="skips")
@@ -273,8 +269,8 @@ def test_an_executor_is_gone_when_nobody_has_it():
         gc.enable()
 
 
+@pytest.mark.usefixtures("parking_cpu")
 def test_a_pass_that_fails_keeps_no_skip(monkeypatch):
-    monkeypatch.setattr(offload, "is_gpu", lambda device: True)
     held = []
 
     class Watched(offload.HostCopy):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.config import Config, ParallelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.parallel import Layout, Machine, ParallelDims
@@ -224,12 +224,6 @@ def test_a_rank_has_one_slab_of_one_replica(ranks, devices, num_replicas, own, g
     layout = Layout.of(Config(), dims, "float32")
     assert (layout.devices, layout.num_replicas) == ((own,), num_replicas)
     assert (layout.num_shards, layout.shard) == (dims.num_shards, group[1])
-
-
-def test_batch_dice_does_not_keep_replicas_from_capturing_their_steps():
-    config = load_config(None, ["training.batch_dice=true"])
-    for devices, replicas in (("0,1", 1), ("0,1,2,3", 2)):
-        assert Layout.of(config, spatial(devices, replicas), "float32").captures
 
 
 def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here():

@@ -30,7 +30,7 @@ from unet3d.kernels.recompute import (
     recomputing,
 )
 from unet3d.memory.saved_tensors import Handler, Kept, Saved, handling, save
-from unet3d.model.blocks import AfterBlock, Block, run_block, run_blocks
+from unet3d.model.network import AfterBlock, Block, run_block, run_blocks
 from unet3d.torch_private import storage_key
 
 Lowered = Callable[[], AbstractContextManager[None]]

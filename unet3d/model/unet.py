@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.host import shortage
-from unet3d.model.blocks import Block, run_blocks
-from unet3d.model.deferring import deferring
+from unet3d.model.fusing import deferring
 from unet3d.model.layers import (
     Convolution,
     ConvUnit,
@@ -41,7 +40,7 @@ from unet3d.model.layers import (
     Upsample,
     UpsampledUnit,
 )
-from unet3d.model.network import BlockNetwork
+from unet3d.model.network import Block, BlockNetwork, run_blocks
 from unet3d.model.topology import Topology
 
 

@@ -22,7 +22,6 @@ from unet3d.parallel.executor import Executor, NetworkExecutor
 from unet3d.parallel.losses import LossFunction
 from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision
-from unet3d.parallel.spatial.executor import SpatialExecutor
 
 __all__ = [
     "DataParallelExecutor",
@@ -59,6 +58,8 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
     if layout.num_shards > 1:
         if not isinstance(network, UNet3d):
             raise ConfigError("parallel mode spatial knows slabs of a UNet3d only")
+        from unet3d.parallel.spatial.executor import SpatialExecutor
+
         return SpatialExecutor(network, layout, group)
     has_others = layout.num_replicas > 1 if group is None else group.size > 1
     if group is not None and has_others and not network.samples_are_independent:

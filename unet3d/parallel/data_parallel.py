@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from unet3d.errors import ConfigError
 from unet3d.memory.meter import Observer, Slot
 from unet3d.model import BlockNetwork
-from unet3d.parallel.device_groups import check_thread_devices
 from unet3d.parallel.losses import LossFunction, as_loss, weighted
 from unet3d.parallel.precision import autocast_dtype, lowering, memory_format
 
@@ -30,7 +29,6 @@ class DataParallelExecutor:
         autocast: torch.dtype | None,
     ) -> None:
         """Move the network to the first device, which is also the output device if it is None."""
-        check_thread_devices(devices, output_device)
         if not module.samples_are_independent:
             raise ConfigError(
                 f"batch normalisation with {len(devices)} replicas would take its statistics from "

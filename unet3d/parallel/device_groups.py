@@ -7,7 +7,7 @@ import torch
 
 from unet3d.config import ParallelSettings
 from unet3d.errors import DeviceError
-from unet3d.memory.gpus import NEEDS, gpu_index
+from unet3d.memory.gpus import gpu_index
 
 Devices = tuple[torch.device, ...]
 
@@ -71,15 +71,6 @@ def names_of_ranks(mode: str, machine: Machine, num_ranks: int) -> tuple[str, ..
     return tuple(map(str, range(count))) if machine.num_gpus else ("cpu",) * count
 
 
-def check_groups(mode: str, devices: Devices, num_groups: int) -> None:
-    """Refuse groups of one device in a mode that spreads a network over those of a group."""
-    if mode in NEEDS and len(devices) // num_groups < 2:
-        raise DeviceError(
-            f"devices {listed(devices)} give each of {num_groups} replicas one, but parallel mode "
-            f"{mode} {NEEDS[mode]}; name more devices, or fewer --replicas"
-        )
-
-
 def divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]:
     """Divide devices in their order over processes; no GPU may be of two, which NCCL refuses."""
     size, rest = divmod(len(devices), num_groups)
@@ -99,16 +90,6 @@ def divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]
             f"devices {named} put two {what} on one GPU, which NCCL refuses; name each GPU once"
         )
     return groups
-
-
-def check_shards(devices: Devices) -> None:
-    """Refuse devices that cannot each hold a slab of a volume."""
-    if len({device.type for device in devices}) > 1:
-        raise DeviceError(
-            f"devices {listed(devices)} are of different kinds, which cannot share a volume with "
-            "--parallel spatial; name devices of one kind, or use --parallel model"
-        )
-    divided(devices, len(devices), "slabs")
 
 
 def check_thread_devices(devices: Sequence[torch.device], gather: torch.device | None) -> None:

@@ -15,7 +15,7 @@ communicators that are at work in one process at a time can wait for one another
 stage has one piece, and so has one of a pipeline on one machine.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -54,13 +54,6 @@ class NoExchange:
         """Return a context for one step."""
         return nullcontext()
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Return a context where only the step's own gradients are averaged, not earlier ones.
-
-        Else a rank that replays would send others than one that launches.
-        """
-        return nullcontext()
-
     def averaging(self) -> AbstractContextManager[None]:
         """Return a context whose end averages the gradients that the stages have then.
 
@@ -74,19 +67,6 @@ class NoExchange:
     def all_agree(self, wish: bool) -> bool:
         """Return whether all processes whose messages are part of a step wish to capture it."""
         return wish
-
-
-def add_gradients(gradients: Mapping[Tensor, Tensor]) -> None:
-    """Add gradients that were computed elsewhere to those of their parameters.
-
-    Those of a replayed step become the parameters' own, and the next replay overwrites them:
-    whoever wants to keep them beyond ``zero_grad`` must copy them.
-    """
-    for parameter, gradient in gradients.items():
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
 
 
 @dataclass(kw_only=True, eq=False)
@@ -133,7 +113,6 @@ class FlatExchange(NoExchange):
         self._overlaps = num_shards == 1 and (several_machines or one_gpu)
         # The last stage first, which ends first; the same order in all ranks.
         self._stages = stages[::-1]
-        self._parameters = [tensor for stage in stages for tensor in _tensors_of(stage)]
         self._hooks: list[RemovableHandle] = []
         self._pieces: list[_Piece] = []
         """In a step, in the order in which they are sent."""
@@ -170,17 +149,6 @@ class FlatExchange(NoExchange):
         """Name a rank that is lost in a step, and watch over its messages."""
         with self.errors(), self.watching():
             yield
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Set gradients that are there already apart; see :class:`NoExchange`."""
-        before = {one: one.grad for one in self._parameters if one.grad is not None}
-        for parameter in before:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            add_gradients(before)
 
     @contextmanager
     def averaging(self) -> Iterator[None]:

@@ -4,8 +4,8 @@ Here is the network of one process: on one device, or as a pipeline over several
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 from unet3d.errors import ConfigError
 from unet3d.memory.meter import Observer, Slot
 from unet3d.model import BlockNetwork
-from unet3d.parallel.exchange import NoExchange, add_gradients
+from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.graph import StepCapture
 from unet3d.parallel.losses import LossFunction, PartOfBatch, added, joins_samples
 from unet3d.parallel.offload import SkipOffload, skip_names
@@ -172,16 +172,13 @@ class NetworkExecutor:
             captured = None
             if self._capture is not None and not needs_sums:
                 captured = self._capture.of(batch, self.observer)
-            for gradients in captured.gradients if captured is not None else ():
-                for parameter, own in gradients.items():
-                    if parameter.grad is own:  # and has not been cleared, so it is to be added to
-                        parameter.grad = own.clone()
-            with self.exchange.apart():
+            with _apart(self.module):
                 if captured is not None:
                     with nullcontext() if captured.averages else self.exchange.averaging():
                         loss = captured.replay(batch)
                         for gradients in captured.gradients:
-                            add_gradients(gradients)
+                            for parameter, gradient in gradients.items():
+                                parameter.grad = gradient  # which the next replay overwrites
                         return loss
                 if needs_sums:
                     known = whole.total(self._sums(batch))
@@ -217,6 +214,22 @@ class NetworkExecutor:
                 "micro-batch"
             )
         return added([self._step.sums(one) for one in batch])
+
+
+@contextmanager
+def _apart(module: BlockNetwork) -> Iterator[None]:
+    """Add gradients that are there already to those of a step, once it has been taken.
+
+    Else ranks would average them too, or a replay would overwrite those of the one before.
+    """
+    before = {one: one.grad.clone() for one in module.parameters() if one.grad is not None}
+    for parameter in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 def _parts(whole: PartOfBatch, batch: Sequence[MicroBatch], scale: float) -> list[MicroBatch]:

@@ -10,16 +10,15 @@ import torch
 from unet3d.config import Config, Offload, ParallelSettings, Recompute
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
-from unet3d.memory.gpus import check_count
+from unet3d.memory.gpus import NEEDS, check_count
 from unet3d.memory.meter import Slot as Slot
 from unet3d.parallel.device_groups import (
     Devices,
     Machine,
-    check_groups,
-    check_shards,
     check_thread_devices,
     default_names,
     divided,
+    listed,
     names_of_ranks,
 )
 from unet3d.parallel.precision import autocast_dtype
@@ -139,7 +138,11 @@ class ParallelDims:
                 "more with --devices, or leave replicas out"
             )
         replicas = divided(devices, num_replicas, "replicas")
-        check_groups(mode, devices, num_replicas)
+        if mode in NEEDS and len(replicas[0]) < 2:
+            raise DeviceError(
+                f"devices {listed(devices)} give each of {num_replicas} replicas one, but parallel "
+                f"mode {mode} {NEEDS[mode]}; name more devices, or fewer --replicas"
+            )
         dims = cls(mode=mode, replicas=replicas, num_replicas=num_replicas)
         return dims._sharded(len(replicas[0])) if mode == "spatial" else dims
 
@@ -199,7 +202,12 @@ class ParallelDims:
     def _sharded(self, num_shards: int) -> "ParallelDims":
         """Return these processes in groups that have a slab of each volume in every process."""
         devices = self.all_devices
-        check_shards(devices)
+        if len({device.type for device in devices}) > 1:
+            raise DeviceError(
+                f"devices {listed(devices)} are of different kinds, which cannot share a volume "
+                "with --parallel spatial; name devices of one kind, or use --parallel model"
+            )
+        divided(devices, len(devices), "slabs")
         first = self.rank - self.own
         groups = groupby(range(len(devices)), lambda index: (first + index) // num_shards)
         return replace(

@@ -20,6 +20,7 @@ from unet3d.errors import ConfigError
 from unet3d.kernels import convolves_by_hand, recomputed_in_backward
 from unet3d.memory.meter import Observer
 from unet3d.model import (
+    AfterBlock,
     Block,
     BlockNetwork,
     adding_skips,
@@ -28,7 +29,6 @@ from unet3d.model import (
     run_block,
     run_blocks,
 )
-from unet3d.model.blocks import AfterBlock
 from unet3d.model.parts import PartsOfPass, recomputed_parts
 from unet3d.parallel.exchange import NoExchange
 from unet3d.parallel.graph import Graph, aliased, give_cached_memory_back, pool_of_kind

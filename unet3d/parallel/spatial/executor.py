@@ -7,7 +7,7 @@ in them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,14 +32,6 @@ from unet3d.parallel.step import place
 MAX_CAPTURED = 2**27
 """Most elements of a micro-batch's image, in the largest slab, in a step that is captured, if there
 is memory. Between messages GPUs wait for the host, however large the slabs are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Divided:
-    """The network for one division of a volume."""
-
-    shard: VolumeShard
-    executor: NetworkExecutor
 
 
 class SpatialExecutor:
@@ -85,8 +77,8 @@ class SpatialExecutor:
         self.slots: Sequence[Slot] = (stage.slot,)
         self.input_device = self.output_device = device
         self._exchange = FlatExchange((stage,), group, layout.num_shards, messages)
-        self._training: _Divided | None = None
-        self._predicting: _Divided | None = None
+        self._executors: dict[str, tuple[VolumeShard, NetworkExecutor]] = {}
+        """For the division of the last volume in training, and of the last one in prediction."""
 
     def forward_backward(
         self,
@@ -106,10 +98,12 @@ class SpatialExecutor:
             DeviceError: The volume has too few planes.
             RankError: Another rank died or hangs.
         """
-        divided = self._for_training(image, planes)
-        divided.executor.observer = self.observer
-        with sharded(divided.shard):  # so the sums of a loss are those of the volume
-            return divided.executor.forward_backward(image, target, loss_fn, scale, weight=weight)
+        x, y, z = image.shape[2:]
+        division = self.rule.divide((x if planes is None else planes, y, z))
+        shard, executor = self._divided("training", division)
+        executor.observer = self.observer
+        with sharded(shard):  # so the sums of a loss are those of the volume
+            return executor.forward_backward(image, target, loss_fn, scale, weight=weight)
 
     @torch.no_grad()
     def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
@@ -126,13 +120,11 @@ class SpatialExecutor:
         self.module.check_shape(image)
         x, y, z = image.shape[2:]
         division = self.rule.divide((x, y, z))
-        if self._predicting is None or self._predicting.shard.division != division:
-            self._predicting = self._divided(division, may_capture=False)
-        shard = self._predicting.shard
+        shard, executor = self._divided("prediction", division)
         slab = division.slab(shard.index)
         own = image.narrow(2, slab.start, len(slab))
         with self._exchange.step():
-            return shard.gather_map(self._predicting.executor.predict(own, precision), 0)
+            return shard.gather_map(executor.predict(own, precision), 0)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return numbers of all shards of the replica, (num_shards, ...); each of them calls it.
@@ -148,21 +140,20 @@ class SpatialExecutor:
         with self._exchange.errors():
             return gathered(values, self.rule.num_shards, self._exchange.messages)
 
-    def _for_training(self, image: Tensor, planes: int | None) -> _Divided:
-        x, y, z = image.shape[2:]
-        division = self.rule.divide((x if planes is None else planes, y, z))
-        if self._training is None or self._training.shard.division != division:
-            self._training = None  # frees what was captured
-            self._training = self._divided(division, may_capture=True)
-        return self._training
-
-    def _divided(self, division: Division, *, may_capture: bool) -> _Divided:
-        layout = self._layout
-        shard = VolumeShard(layout.shard, division, self._exchange.messages)
-        network = SlabNetwork(self.module, shard)
+    def _divided(self, use: str, division: Division) -> tuple[VolumeShard, NetworkExecutor]:
+        """Return the slab of a division and what runs on it, new if the last one was another."""
+        if use in self._executors and self._executors[use][0].division == division:
+            return self._executors[use]
+        self._executors.pop(use, None)  # frees what was captured
+        shard = VolumeShard(self._layout.shard, division, self._exchange.messages)
         # All agree on a step, whatever its batch, though a smaller slab alone would be worth it.
-        own_planes = len(division.slab(layout.shard))
+        own_planes = len(division.slab(shard.index))
         max_captured = MAX_CAPTURED * own_planes // division.most_planes()
-        own = replace(layout, cuts=(), captures=layout.captures and may_capture)
-        executor = NetworkExecutor(network, own, lambda stages: self._exchange, max_captured)
-        return _Divided(shard=shard, executor=executor)
+        executor = NetworkExecutor(
+            SlabNetwork(self.module, shard),
+            replace(self._layout, cuts=()),
+            lambda stages: self._exchange,
+            max_captured,
+        )
+        self._executors[use] = shard, executor
+        return shard, executor

@@ -1,0 +1,92 @@
+"""Blocks that leave a part of their work to the block that reads them.
+
+``blocks`` are all that run in one place, in any order; ``outputs`` are names of results that others
+read too.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from unet3d.model.layers import Convolution, ConvUnit, HeadUnit, SkippedUnit, UpsampledUnit
+from unet3d.model.network import Block
+from unet3d.torch_private import has_hooks
+
+
+def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, ...]:
+    """Return blocks that run together, of which some tell their normalisation who reads it alone.
+
+    That is a block that begins with a convolution which may normalise what it loads
+    (:func:`unet3d.kernels.instance_norm`). What passes between such two is for no one else, so that
+    nobody writes it normalised.
+    """
+    readers: dict[str, list[nn.Module | None]] = defaultdict(list)
+    for block in blocks:
+        for name in block.inputs:
+            readers[name].append(None if block.enter else block.module)
+    for name in outputs:
+        readers[name].append(None)
+    return tuple(_told(block, readers[block.name]) for block in blocks)
+
+
+class _Deferring(nn.Module):
+    """A unit that knows its only reader.
+
+    It has no parameters but the unit's, and is made anew where blocks are.
+    """
+
+    def __init__(self, unit: ConvUnit | UpsampledUnit, reader: ConvUnit) -> None:
+        super().__init__()
+        self.unit = unit
+        self._reader = (reader,)  # in a tuple: what it has belongs to another block
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        (reader,) = self._reader
+        # Hooks read what it reads.
+        outputs = None if has_hooks(reader) else reader.conv.outputs_of_reader
+        out: Tensor = self.unit(*inputs, outputs_of_reader=outputs)
+        return out
+
+
+def _told(block: Block, readers: Sequence[nn.Module | None]) -> Block:
+    if isinstance(block.module, ConvUnit | UpsampledUnit) and len(readers) == 1:
+        reader = readers[0].unit if isinstance(readers[0], HeadUnit) else readers[0]
+        if isinstance(reader, ConvUnit) and reader.conv.is_plain:
+            return replace(block, module=_Deferring(block.module, reader))
+    return block
+
+
+def adding_skips(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, ...]:
+    """Return blocks that run together, with the convolutions of skips in the blocks that add them.
+
+    Apart, the two results are written, and read again to be added. Together, what is kept between
+    encoder and decoder is the skip, of the same size, and not its convolution.
+    """
+    num_readers = Counter(name for block in blocks for name in block.inputs)
+    num_readers.update(outputs)
+    skips = {
+        block.name: block
+        for block in blocks
+        if isinstance(block.module, Convolution)
+        and block.module.adds_in_passing
+        and num_readers[block.name] == 1
+    }
+    adding = {block.name: _with_skip(block, skips) for block in blocks}
+    added = {block.inputs[1] for block in blocks if adding[block.name] is not block}
+    return tuple(adding[block.name] for block in blocks if block.name not in added)
+
+
+def _with_skip(block: Block, skips: dict[str, Block]) -> Block:
+    module = block.module
+    unit = module.unit if isinstance(module, HeadUnit) else module
+    if not isinstance(unit, UpsampledUnit) or block.inputs[1] not in skips:
+        return block
+    skip = skips[block.inputs[1]]
+    joined = SkippedUnit(unit, skip.module)  # type: ignore[arg-type]
+    return replace(
+        block,
+        module=HeadUnit(joined, module.head) if isinstance(module, HeadUnit) else joined,
+        inputs=(block.inputs[0], *skip.inputs),
+    )
