@@ -90,7 +90,7 @@ def in_a_program(code, tmp_path):
     own = environment()
     own["PYTHONPATH"] += f":{tmp_path}"
     return subprocess.run(
-        [sys.executable, "-c", before + code], env=own, timeout=20, capture_output=True, text=True
+        [sys.executable, "-c", before + code], env=own, timeout=100, capture_output=True, text=True
     )
 
 
@@ -178,7 +178,6 @@ with interruptible(), temporary_folder("test") as folder:
 """
 
 
-@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
     "moment",
     [
@@ -192,9 +191,9 @@ with interruptible(), temporary_folder("test") as folder:
     ],
     ids=["once", "in an import", "after a child's", "twice", "postponed and twice"],
 )
-def test_what_is_temporary_goes_with_the_process(moment, number, tmp_path):
+def test_what_is_temporary_goes_with_the_process(moment, tmp_path):
     place = tmp_path / "temporary"
     place.mkdir()
-    done = in_a_program(HOLDS.format(str(place), moment.format(int(number))), tmp_path)
+    done = in_a_program(HOLDS.format(str(place), moment.format(int(signal.SIGHUP))), tmp_path)
     assert done.returncode != 0
     assert not list(place.iterdir()), done.stderr

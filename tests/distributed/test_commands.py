@@ -12,7 +12,7 @@ import pytest
 
 from tests.process_trees import assert_all_end
 from unet3d.distributed import PARENT, SHARED_BY
-from unet3d.distributed.commands import import_variables, in_words, run_commands
+from unet3d.distributed.commands import import_variables, run_commands
 from unet3d.distributed.ranks import num_cores
 from unet3d.interruption import Interrupted
 
@@ -115,9 +115,3 @@ def test_killing_the_first_process_leaves_no_other(begun):
     process.kill()
     process.wait()
     assert_all_end([child], 10)
-
-
-def test_ends_in_words():
-    assert in_words(1) == "failed"
-    assert in_words(-signal.SIGKILL) == "was killed by SIGKILL"
-    assert in_words(128 + signal.SIGTERM) == "was stopped by SIGTERM"

@@ -248,10 +248,9 @@ def test_the_first_reason_counts(failures, reason):
     assert str(_reason(failures)).startswith(reason)
 
 
-@pytest.mark.parametrize("kind", ["explained", "unexpected", "hang"])
-def test_a_rank_that_could_not_save_when_it_was_stopped_says_so(kind):
+def test_a_rank_that_could_not_save_when_it_was_stopped_says_so():
     stopped = failure(0, 143, kind="interrupted", signal=15)
-    full = told(1, kind, 5.1, "cannot write the checkpoint")
+    full = told(1, "explained", 5.1, "cannot write the checkpoint")
     reason = _reason([stopped, full], TRAINING, signal.SIGTERM)
     assert isinstance(reason, Unet3dError) and "cannot write the checkpoint" in str(reason)
     lost, killed = told(1, "consequence", 5.1, "rank 0 is gone"), failure(1, -9)

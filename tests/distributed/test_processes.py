@@ -1,14 +1,10 @@
 """Children that end with their parent, and that only the parent's signals reach."""
 
-import signal
 import subprocess
 import sys
 
-import pytest
-
 from tests.process_trees import assert_all_end
 from tests.ranks import environment
-from unet3d.distributed.processes import blocked
 
 CHILD = """
 import time
@@ -31,12 +27,11 @@ def python(code):
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_child_ends_with_its_parent(number):
+def test_a_child_ends_with_its_parent():
     parent = python(PARENT)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    parent.send_signal(number)
+    parent.kill()
     parent.communicate()
     assert_all_end([child], 5)
 
@@ -47,15 +42,3 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once():
     )
     late.communicate(timeout=20)
     assert late.returncode == 1
-
-
-def test_blocked_signals_come_when_the_context_ends():
-    came = []
-    before = signal.signal(signal.SIGHUP, lambda number, _: came.append(number))
-    try:
-        with blocked(signal.SIGHUP):
-            signal.raise_signal(signal.SIGHUP)
-            assert came == []
-        assert came == [signal.SIGHUP]
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -200,7 +200,6 @@ time.sleep(50)
         ("8.05 7.1 6.9 9/512 4711", {}, True),
         ("8.05 7.1 6.9 1/512 4711", {}, False),  # those of the last minute have ended
         ("0.10 7.1 6.9 9/512 4711", {}, False),  # and these have just begun
-        ("2.00 7.1 6.9 3/512 4711", {}, False),  # half of the cores are free
         (None, {}, False),
         ("8.05 7.1 6.9 9/512 4711", {"GOMP_SPINCOUNT": "1000"}, False),
     ],

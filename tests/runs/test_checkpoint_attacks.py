@@ -133,7 +133,7 @@ def test_format_1_is_read(tmp_path, optimizer):
             assert torch.equal(again.optimizer.state_dict()["state"][index][key], value)
 
 
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -142,25 +142,16 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"topology__channels": (10**6, 10**6)}, "topology.channels.0 must be at most 65536, but"),
         ({"topology__channels": (16384, 16384)}, "is 4x1x3x3x3 in float32 instead of 16384x1x3x"),
         ({"topology__channels": (4,) * 10**5}, "channels has 100,000 entries, and may have 16"),
-        ({"topology__channels": ()}, "names channels of 0 levels but 2 strides"),
         ({"topology__norm": "batch"}, "running_mean is missing"),
         ({"topology__in_channels": 2}, "has a network of 2 channels and 3 classes, but prepares"),
-        ({"preprocessing__spacing_mm": [1.0, 0.0, 1.0]}, "spacing_mm.1 must be at least 0.000"),
         ({"preprocessing__spacing_mm": [NAN, 1.0, 1.0]}, "spacing_mm.0 must be a finite number"),
-        ({"preprocessing__spacing_mm": [1e30, 1.0, 1.0]}, "spacing_mm.0 must be at most"),
         ({"preprocessing__channels": [{"kind": "zscore"}]}, "kind must be 'ct', 'z-score', 'z-s"),
-        ({"preprocessing__channels": [{"kind": "ct", "std": 0.0}]}, "std must be greater than 0"),
         ({"preprocessing__channels": [{"kind": "ct", "mean": NAN}]}, "mean must be a finite numb"),
         (
             {"preprocessing__regions": [REGION]},
             "3 classes, but prepares 1 channels and 1 region",
         ),
-        (
-            {"preprocessing__regions": [{**REGION, "values": [1, 7]}]},
-            "has labels that contradict",
-        ),
         ({"preprocessing__ignore_value": 5}, "has labels that contradict"),
-        ({"preprocessing__label_values": [0, 1, -5]}, "label_values.2 must be at least 0, but is"),
         ({"preprocessing__label_values": [0, 1, 10**30]}, "label_values.2 must be less than 9223"),
         (
             {"preprocessing__label_values": [0, 1, 1]},
@@ -168,19 +159,13 @@ NAN, INFINITY = float("nan"), float("inf")
         ),
         ({"preprocessing__label_names": ["a", "b", "\x1b[2J"]}, "label_names.2 must hold no con"),
         ({"patch_size": (16, 16, 0)}, "patch_size.2 must be greater than 0, but is 0"),
-        ({"patch_size": (65537, 8, 8)}, "patch_size.0 must be at most 65536"),
         ({"patch_size": (65536,) * 3}, "a patch_size of 281,474,976,710,656 voxels, and may have"),
         ({"config": "a: &x [1]\nb: *x"}, "line 2: anchors (&) and aliases (*) are not allowed"),
         ({"config": "training: {epoch: 3}"}, "unknown setting training.epoch"),
-        ({"config": "training: ["}, "not valid YAML"),
-        ({"preprocessing": {}}, "preprocessing.spacing_mm is missing"),
         ({"preprocessing": None}, "preprocessing must be a mapping, but is None"),
         ({"model__decoder.heads.0.weight": weight_with(NAN)}, "the weight decoder.heads.0.weight"),
-        ({"model__decoder.heads.0.weight": weight_with(-INFINITY)}, "numbers that are not finite"),
         ({"model": {"a": 1}}, "model.a must be an instance of Tensor, but is 1"),
-        ({"model": {3: torch.ones(1)}}, "model.3 must be a valid string, but is 3"),
         ({"training__\x1b[2J": 3}, r"training.\x1b[2J must hold no control char"),
-        ({"training": [1]}, "training must be a mapping, but is [1]"),
         ({"another": 1}, "another is unknown"),
         ({"\ud800": 1}, "must be a valid string, unable to parse"),
     ],
@@ -301,22 +286,13 @@ TENSOR = (
         ),
         ([b"]q\x00h\x00a"], "is not a checkpoint of unet3d"),  # a list that holds itself
         ([b"]r\xff\xff\xff\x7f"], "is not a checkpoint of unet3d"),
-        ([b"N0"], "can be used"),
         ([b"X\xff\xff\xff\x7fa"], "can be used"),
         ([b"I" + b"9" * 100_000 + b"\n"], "can be used"),
         ([b"cos\nsystem\n(X\x04\0\0\0truetR"], "(os.system), and so could run code"),
-        ([b"cbuiltins\neval\n(X\x01\0\0\x001tR"], "(eval), and so could run code"),
         ([b"cnumpy\ndtype\n(X\x01\0\0\0OtR"], "is not a checkpoint of unet3d"),
-        ([b"ccollections\nOrderedDict\nN\x85R"], "can be used"),
-        ([b"h\x07"], "can be used"),
         ([b"e"], "can be used"),
         ([TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85")], "is not a checkpoint of unet3d; train"),
         ([TENSOR % (b"K\x00", b"K\x02\x85", b"K\x01\x85")], "can be used"),
-        ([TENSOR % (b"K\x01", b"K\x01\x85", b"K\x01\x85")], "can be used"),
-        (
-            [TENSOR % (b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85")],
-            "can be used",
-        ),
         ([TENSOR % (b"K\x00", b"N", b"N")], "can be used"),
     ],
     ids=lambda value: value if isinstance(value, str) else str(value[0][:16]),

@@ -99,19 +99,14 @@ def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "folds"),
-    [
-        *((None, None), ("all", None), (["all"], None), (0, (0,)), ("0", (0,)), ("10", (10,))),
-        *(("2,0,2", (2, 0)), ([2, 0], (2, 0)), (["0", 1], (0, 1)), ((3,), (3,))),
-    ],
+    [(None, None), (["all"], None), (0, (0,)), ("2,0,2", (2, 0)), (["0", 1], (0, 1))],
     ids=repr,
 )
 def test_folds_are_given_as_numbers_or_text(given, folds):
     assert chosen_folds(given) == folds
 
 
-@pytest.mark.parametrize(
-    "given", ["all,0", "a", "-1", -1, "0,", [True], ["1,2"], "12345"], ids=repr
-)
+@pytest.mark.parametrize("given", ["all,0", -1, "0,", [True], ["1,2"], "12345"], ids=repr)
 def test_what_names_no_folds_is_refused(given):
     with pytest.raises(ValueError, match="names no folds; give numbers such as 0,2, or all"):
         chosen_folds(given)

@@ -63,9 +63,15 @@ def test_results_of_a_run_whose_checkpoints_are_gone_are_left_alone(run, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["notes.txt", ".hidden", "config.yaml", "summary.json", "metrics.jsonl", "imagesTr/a"]
+    ("name", "own"),
+    [
+        ("notes.txt", None),
+        (".hidden", b"{}"),
+        ("config.yaml", b"[]"),
+        ("summary.json", b"\0\0\0"),
+        ("imagesTr/a", b'{"dataset": "mine"}'),
+    ],
 )
-@pytest.mark.parametrize("own", [None, b"{}", b"[]", b"\0\0\0", b'{"dataset": "mine"}'])
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path, name, own):
     run = RunFolder(tmp_path / "mine")
     (run.path / name).parent.mkdir(parents=True)
@@ -194,16 +200,6 @@ def test_only_an_empty_folder_that_was_made_is_discarded(tmp_path):
             other.create()
         other.discard_if_empty()
         assert run.path.is_dir()  # the user has made it
-
-
-def test_json_is_for_people_and_whole(run):
-    run.write_json(run.summary, {"a": 1, "b": [1.5, None]})
-    text = run.summary.read_text()
-    assert json.loads(text) == {"a": 1, "b": [1.5, None]}
-    assert text.endswith("}\n") and text.count("\n") > 3
-    with pytest.raises(TypeError):
-        run.write_json(run.summary, {"a": object()})
-    assert run.summary.read_text() == text
 
 
 def lines(*numbers):
