@@ -9,7 +9,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.networks import random_checkpoint
-from tests.rank_threads import in_threads
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
@@ -31,7 +30,6 @@ from unet3d.training.validation import Validation
 
 CPU = torch.device("cpu")
 METRICS = epoch_metrics(TrainingState(), num_steps=1, learning_rate=0.01, validation=None)
-FILES = {"config.yaml", "data.json", "metrics.jsonl", "progress.png", "summary.json", "tensorboard"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,21 +47,6 @@ def recorder(group, folder, devices=(CPU,)):
         precision="float32",
     )
     return RunRecorder(context)
-
-
-def test_only_the_first_rank_writes(tmp_path):
-    def record(group):
-        folder = tmp_path / str(group.ranks.rank)
-        folder.mkdir()
-        one = recorder(group, folder)
-        one.begin()
-        one.write_epoch(METRICS)
-        one.draw_progress()
-        one.write_summary(None)
-
-    in_threads(2, record)
-    assert {path.name for path in (tmp_path / "0").iterdir()} == FILES
-    assert list((tmp_path / "1").iterdir()) == []
 
 
 def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp_path):

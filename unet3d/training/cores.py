@@ -123,29 +123,17 @@ class DataClock:
 
 
 def waiting_note(
-    metrics: Mapping[str, Any],
-    loading_seconds: float,
-    devices: Sequence[torch.device],
-    num_workers: int,
-    num_ranks: int,
+    metrics: Mapping[str, Any], loading_seconds: float, device: torch.device
 ) -> str | None:
     """Return what to say of an epoch that waited for its data, and what helps; None: nothing.
 
-    ``loading_seconds`` is how long this process waited for patches to be cut, by ``num_workers``
-    processes of each of ``num_ranks`` on this machine. The devices are the network's.
+    ``loading_seconds`` is how long this process waited for patches, which the device takes.
     """
-    waited, seconds, on_cpu = metrics["waited_seconds"], metrics["seconds"], is_on_cpu(devices)
+    waited, seconds = metrics["waited_seconds"], metrics["seconds"]
     if waited <= TOLERATED_SHARE * seconds:
         return None
     percent = f"{100 * waited / seconds:.0f} %"
-    if loading_seconds <= TOLERATED_SHARE * seconds and not on_cpu:
+    if loading_seconds <= TOLERATED_SHARE * seconds and device.type != "cpu":
         # A GPU also waits while this process queues the work of steps that are shorter.
         return f"waited {percent} for the host, which queues such short steps too slowly"
-    helps = "more cores, or data.cache on a faster disk"
-    # A network on a CPU computes with every core that it can get.
-    used = torch.get_num_threads() if on_cpu else 1
-    if used + num_workers < num_cores() // num_ranks:
-        helps = f"more data.num_workers (now {num_workers})"
-    elif on_cpu:
-        helps = "more cores, or less of patches.augmentation"
-    return f"waited {percent} for data: try {helps}"
+    return f"waited {percent} for data: try more data.num_workers or less patches.augmentation"

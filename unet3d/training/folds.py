@@ -171,7 +171,7 @@ def _train(
     settings = ("--config", str(folder.config), *["--quiet"] * quiet)
     commands, of_name = {}, {run.path.name: run for run in runs.values()}
     for fold, run in runs.items():
-        resume = ["--resume"] * run.latest.exists()
+        resume = ["--resume"] * (run.latest.exists() or run.config.exists())
         words = ("train", *settings, "--fold", str(fold), "--output", str(run.path), *resume)
         commands[run.path.name] = words
     try:

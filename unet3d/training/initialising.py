@@ -14,6 +14,7 @@ say.
 
 import logging
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError, some
 from unet3d.model import Topology, UNet3d
-from unet3d.model.topology import MAX_CHANNELS
 from unet3d.nnunet.loading import load_network, network_from_first
 from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint
@@ -36,6 +36,9 @@ STEM = "encoder.levels.0.0."
 
 HEADS = "decoder.heads."
 """Begins the names of the parameters that write logits, one head for each level with a loss."""
+
+BASE = "model.base_channels"
+"""The channels of the first level, by which those of the others follow where they are not named."""
 
 
 def network_to_begin_with(
@@ -53,12 +56,6 @@ def network_to_begin_with(
         path = next((file for run in runs if (file := run.checkpoint()) is not None), path)
     checkpoint = load_network(path, "description")
     topology = checkpoint.topology
-    differences = _differences(config, topology)
-    if differences:
-        raise ConfigError(
-            f"training.init ({config.training.init}) is another network than the settings ask for: "
-            f"{'; '.join(differences)}; leave these settings out"
-        )
     values: dict[str, Any] = {
         "model.encoder": topology.encoder,
         "model.norm": topology.norm,
@@ -66,30 +63,26 @@ def network_to_begin_with(
         "model.num_levels": topology.num_levels,
         "model.channels": topology.channels,
     }
+    differences = [
+        f"{key} {_words(asked)}, but the checkpoint has {_words(found)}"
+        for key, found in {**values, BASE: topology.channels[0]}.items()
+        if (asked := attrgetter(key)(config)) != found and _is_asked(config, key)
+    ]
+    if differences:
+        raise ConfigError(
+            f"training.init ({config.training.init}) is another network than the settings ask for: "
+            f"{'; '.join(differences)}; leave these settings out"
+        )
     if config.is_open("data.spacing_mm"):
         values["data.spacing_mm"] = checkpoint.preprocessing.spacing_mm or "native"
     return config.with_values(values), topology
 
 
-def _differences(config: Config, topology: Topology) -> list[str]:
-    """Return which settings do not suit a network: those of the defaults are not asked for."""
-    model = config.model
-    by_rule = tuple(
-        min(model.base_channels * 2**level, MAX_CHANNELS) for level in range(topology.num_levels)
-    )
-    has_rule = not model.channels and not config.is_open("model.base_channels")
-    asked: Mapping[str, tuple[Any, Any]] = {
-        "encoder": (model.encoder, topology.encoder),
-        "norm": (model.norm, topology.norm),
-        "num_levels": (model.num_levels, topology.num_levels),
-        "channels": (by_rule if has_rule else model.channels, topology.channels),
-    }
-    return [
-        f"model.{name} {_words(wanted)}, but the checkpoint has {_words(found)}"
-        for name, (wanted, found) in asked.items()
-        if wanted not in (None, "auto", found)
-        and (config.differs(f"model.{name}") or (name == "channels" and has_rule))
-    ]
+def _is_asked(config: Config, key: str) -> bool:
+    """Return whether a user has chosen a setting of the network: defaults are not asked for."""
+    if key == BASE:
+        return not config.model.channels and not config.is_open(key)
+    return config.differs(key)
 
 
 def _words(value: Any) -> str:

@@ -75,7 +75,6 @@ class TrainingLoop:
         self.saver = CheckpointSaver(context, self.optimization)
         self.recorder = RunRecorder(context)
         self._clock = DataClock(context.executor.input_device)
-        self._num_workers = num_workers
 
     def load(self) -> None:
         """Continue from the latest checkpoint; no file is changed before the first step is taken.
@@ -264,10 +263,7 @@ class TrainingLoop:
         return metrics
 
     def _waiting_note(self, metrics: dict[str, Any]) -> str | None:
-        devices = [slot.device for slot in self.executor.slots]
-        num_ranks = self.group.ranks.local_world_size
-        waited = self.loader.take_waited()
-        return waiting_note(metrics, waited, devices, self._num_workers, num_ranks)
+        return waiting_note(metrics, self.loader.take_waited(), self.executor.input_device)
 
     def _keep(self, validation: Validation | None) -> None:
         """Save the network at the end of an epoch, as the best one too if it is."""

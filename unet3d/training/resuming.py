@@ -24,15 +24,6 @@ logger = logging.getLogger(__name__)
 
 FIXED = ("data.fold", "training.seed", "training.optimizer")
 """Settings that make it another run."""
-SILENT = ("data.", "parallel.", "memory.")
-"""Settings that change nothing of what is learned, or whose effect is compared by itself."""
-ALSO_SILENT = (
-    "patches.memory_gib",
-    "training.epochs",
-    "training.micro_batches",
-    "training.save_every_seconds",
-    "training.validate_every",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +83,10 @@ class Past:
         changes = [
             f"{key} from {before[key]} to {now[key]}"
             for key in now
-            if now[key] != before[key] and not key.startswith(SILENT) and key not in ALSO_SILENT
+            if now[key] != before[key] and key != "training.epochs"
         ]
         if changes:
             logger.info("changed since the run was saved: %s", ", ".join(changes))
-        measured = [
-            config.inference.model_copy(update={"postprocessing": True})  # not during a training
-            for config in (self.saved.config, experiment.config)
-        ]
-        if measured[0] != measured[1] and self.state.best_dice >= 0:
-            logger.warning(
-                "settings of inference have changed, so that Dice from now on is measured in "
-                "another way than the best so far"
-            )
 
     def _refuse(self, changes: list[str]) -> None:
         if changes:
