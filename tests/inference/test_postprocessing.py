@@ -5,7 +5,6 @@ from scipy import ndimage
 from unet3d.errors import VolumeError
 from unet3d.inference import postprocessing
 from unet3d.inference.postprocessing import (
-    common_rules,
     keep_largest,
     rules_in_words,
     small_components,
@@ -66,12 +65,6 @@ def test_too_little_memory_is_said_before_it_is_taken(monkeypatch):
     monkeypatch.setattr(postprocessing, "BYTES_PER_VOXEL", 2**60)
     with pytest.raises(VolumeError, match="4x4x4 voxels .*--no-postprocessing"):
         keep_largest(labels, [(1,)])
-
-
-def test_networks_that_are_averaged_share_their_rules():
-    assert common_rules([((1, 2), (2,))]) == ((1, 2), (2,))
-    assert common_rules([((1, 2), (2,), (1,)), ((1,), (2,)), ((2,), (1,), (3,))]) == ((2,), (1,))
-    assert common_rules([((1,),), ()]) == ()
 
 
 def test_rules_in_words():

@@ -154,6 +154,10 @@ def test_the_components_that_the_network_keeps_are_kept(predictor, tmp_path, cap
     assert line.endswith("the largest component is kept of all labels together, label 2")
     off = place(checkpoint, inference=InferenceSettings(postprocessing=False))
     np.testing.assert_array_equal(off.segment(image), usual)
+    other = random_checkpoint(postprocessing=((1,), (2,)))
+    kept = usual.copy()
+    keep_largest(kept, ((2,),))  # what both of them keep
+    np.testing.assert_array_equal(place(Networks.of(checkpoint, other)).segment(image), kept)
     place(Networks.of(checkpoint, random_checkpoint()))
     assert "post-processing: none, because the networks have none in common" in caplog.messages
 

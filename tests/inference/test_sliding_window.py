@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.inference.blending import TOPOLOGY, blended
 from tests.mutations import property_test
 from unet3d.config import ModelSettings
-from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.errors import VolumeError
 from unet3d.inference import sliding_window
 from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.sliding_window import NonFiniteLogitsError, logit_slabs
@@ -101,28 +101,6 @@ def test_logits_are_added_up_in_float32_at_least(window):
         assert logits.dtype == result
         expected = (1e4 * image).to(dtype).to(result)
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. More."), "CUDA out of memory"),
-        (RuntimeError("sizes differ"), None),
-    ],
-)
-def test_too_little_memory_says_what_to_do(error, reason):
-    """An error that has nothing to do with memory is raised as it is."""
-
-    def fail(image):
-        raise error
-
-    said = (
-        rf"^windows of 16x16x8 voxels do not fit on cpu \({reason}\); "
-        "use a smaller inference.window or more devices$"
-    )
-    expected = DoesNotFitError if reason else RuntimeError
-    with pytest.raises(expected, match=said if reason else "^sizes differ$"):
-        predict_logits(Voxelwise(fail), make_image((20, 20, 10)), (13, 16, 8), 0.5, 2)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])

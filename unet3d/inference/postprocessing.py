@@ -6,7 +6,7 @@ voxels are neighbours if they share a face, an edge or a corner (26 of them), wh
 of several components that are largest, all stay. Rules are applied one after the other.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cc3d
@@ -59,12 +59,6 @@ def small_components(
     if not is_small.any():
         return None
     return box, is_small[components]
-
-
-def common_rules(of_networks: Iterable[Sequence[Rule]]) -> tuple[Rule, ...]:
-    """Return the rules of networks whose probabilities are averaged: those of all."""
-    first, *others = of_networks
-    return tuple(rule for rule in first if all(rule in other for other in others))
 
 
 def rules_in_words(rules: Sequence[Rule], name_of: Mapping[int, str]) -> str:

@@ -125,7 +125,10 @@ def predict(
                 return results
             is_dealt = dims.mode == "data" and group.size > 1
             job = _Job(scans, request, known, group, is_dealt, progress, draw_preview)
-            job.run(networks, dims if is_dealt else parallel)
+            if is_dealt:
+                devices = tuple(map(str, dims.devices))
+                parallel = ParallelSettings(mode="none", devices=devices)
+            job.run(networks, parallel)
             error = job.end()
     # Only now, because ranks that miss the first one would wait for it.
     if error is not None:
@@ -176,22 +179,20 @@ class _Job:
         for scan, reason in scans.faults if group.is_first else ():
             self._fail(scan, reason)
 
-    def run(self, networks: Networks, where: ParallelSettings | ParallelDims) -> None:
-        """Segment one scan after the other; ``where`` are the devices of this rank, or all.
+    def run(self, networks: Networks, parallel: ParallelSettings) -> None:
+        """Place networks and segment one scan after the other.
 
         Raises CheckpointError, RankError or, in one of several ranks, DeviceError where the work
         cannot go on.
         """
         if not self._scans:
             return
-        if isinstance(where, ParallelDims):
-            where = ParallelSettings(mode="none", devices=tuple(map(str, where.devices)))
-            # No other rank says anything because of the scans of this one.
+        if self._is_dealt:  # no other rank says anything because of the scans of this one
             _log_in_all_ranks("unet3d.images", "unet3d.inference.scans")
         if self._together.is_first:
             self._ahead.begin()  # while networks are placed
         predictor = Predictor(
-            networks, where, self._together, skips_empty=self._request.skip_background
+            networks, parallel, self._together, skips_empty=self._request.skip_background
         )
         if self._is_dealt:
             _log_in_all_ranks("unet3d")

@@ -24,7 +24,7 @@ from unet3d.inference.image_slab import Make, Planes, sharing
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
-from unet3d.inference.postprocessing import common_rules, keep_largest, rules_in_words
+from unet3d.inference.postprocessing import keep_largest, rules_in_words
 from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
 from unet3d.inference.volume_logits import AgreedError, VolumeLogits
 from unet3d.inference.windows import Window, longest_axis, window_of
@@ -108,7 +108,8 @@ class Predictor:
             network.postprocessing if network.config.inference.postprocessing else ()
             for network in networks.described
         ]
-        self._rules = common_rules(of_networks)
+        first, *others = of_networks
+        self._rules = [rule for rule in first if all(rule in other for other in others)]
         if not group.is_first:
             return
         _log_mirroring(networks)
@@ -185,7 +186,8 @@ class Predictor:
             return None
         labels, box, is_seen = job.labels.array, job.box, job.image is image
         del job, make, planes  # components take memory, too
-        keep_largest(labels[box], self._rules)
+        if self._rules:
+            keep_largest(labels[box], self._rules)
         return labels if is_seen else image.geometry.in_ras(labels)
 
     def _kept(self, make: Make) -> Make:
