@@ -10,7 +10,7 @@ from tests.images.samples import noise, write_volume
 from unet3d.errors import ConfigError, ResultExistsError, VolumeError
 from unet3d.images.image import open_image
 from unet3d.inference.request import PredictionRequest
-from unet3d.inference.scan_search import find_scans, refuse_existing
+from unet3d.inference.scan_search import find_scans, refuse_early, refuse_existing
 from unet3d.inference.scans import write_segmentation
 
 
@@ -228,6 +228,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
         return Path(path).name != "read-only" and access(path, mode)
 
     monkeypatch.setattr(os, "access", on_read_only_disk)
+    inside = write_volume(tmp_path / "read-only/mine/b.nii.gz", noise((4, 5, 6)))
+    refuse_early([inside])
+    with pytest.raises(ConfigError, match=r"cannot write .*read-only/c_seg"):
+        refuse_early([write_volume(tmp_path / "read-only/c.nii.gz", noise((4, 5, 6)))])
     for place in ("file", "read-only", "dangling"):
         words = f"cannot write.*{place}.*choose another"
         for output in (tmp_path / place, tmp_path / place / "deeper"):

@@ -104,7 +104,7 @@ def refuse_early(inputs: Sequence[Path], output: Path | None = None) -> None:
         elif len(inputs) == 1:  # of several, others may be segmented
             open_source(path)
             if output is None or os.path.isdir(output):
-                _refuse_unwritable(_place(volume_stem(path), path.parent, output))
+                _refuse_unwritable(_place(volume_stem(path), path, output))
             elif output.suffix:
                 _refuse_collisions([Scan(images=(path,), output=output)])
                 _refuse_unwritable(output)
