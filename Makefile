@@ -1,7 +1,7 @@
 # make demo: install the package into .venv, then train, predict and evaluate on the built-in phantom data.
 # make test: what protects a change, and CI runs: lint and the default tests, about five minutes on two cores.
 # make nightly: lint and every test, those that are slow and rare too, about 20 minutes.
-# make docs: build the site in site/; look at it with python -m http.server --directory site.
+# make docs: build the site in site/; open site/index.html in a browser.
 # PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
 
 PYTHON ?= python3
