@@ -90,15 +90,7 @@ class Dataset(Labels):
 
 
 def load_dataset(path: Path) -> Dataset:
-    """Read the description of a data set.
-
-    Args:
-        path: Its folder, its ``dataset.json``, or a MONAI datalist.
-
-    Raises:
-        DatasetError: There is no description, it has no known layout, or an entry of it is wrong.
-        VolumeError: A volume had to be opened to find the channels or labels, and cannot be read.
-    """
+    """Read the description of a data set: its folder, its ``dataset.json``, or a MONAI datalist."""
     if not path.exists():
         raise DatasetError(f"there is no data set at {path}; give its folder or its dataset.json")
     description = path / "dataset.json" if path.is_dir() else path
@@ -129,15 +121,7 @@ def fold_cases(
 
     The data set's own folds (``splits_final.json``, else ``fold`` keys) come first, then its own
     validation cases, then folds drawn with the seed, in which every case is validated once.
-
-    Args:
-        dataset: The data set.
-        fold: Number of the fold, from 0; none: train on every case.
-        num_folds: Number of folds to draw where the data set defines none.
-        seed: Seed of the drawn folds.
-
-    Raises:
-        DatasetError: There is no such fold, or there are too few cases to make one.
+    A fold of none trains on every case.
     """
     if fold == "none":
         return dataset.cases, ()

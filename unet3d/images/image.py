@@ -58,13 +58,8 @@ def open_source(path: Path) -> Source:
 def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> "Image":
     """Open an image whose channels are in one file or in several; voxels are read on demand.
 
-    Args:
-        paths: A file or a folder of DICOM slices; or one for each channel, in their order.
-        scratch: Where voxels go that are packed in their file; None: into memory.
-
-    Raises:
-        VolumeError: A file is missing, damaged, of a kind that cannot be used, or not on the grid
-            of the first.
+    Voxels that are packed in their file go to ``scratch``, by default into memory. A file that is
+    missing, damaged, of a kind that cannot be used or not on the grid of the first is refused.
     """
     sources = [open_source(path) for path in ([paths] if isinstance(paths, Path) else paths)]
     for source in sources:
@@ -157,17 +152,10 @@ class Image:
             source.voxels()
 
     def read(self, box: Box | None = None, channel: int | None = None) -> npt.NDArray[np.float32]:
-        """Return a part of the voxels, scaled; what float32 cannot hold becomes infinite.
+        """Return a box along X, Y, Z of all channels or of one, scaled, (C, X, Y, Z).
 
-        Args:
-            box: Along X, Y, Z; None: everything.
-            channel: The only one; None: all.
-
-        Returns:
-            Shape (C, X, Y, Z), in the order of memory of the file; nobody may change it.
-
-        Raises:
-            VolumeError: The file is damaged, or there is no memory.
+        It is in the order of memory of the file, and nobody may change it. What float32 cannot hold
+        becomes infinite; a file that is damaged, or for which there is no memory, is refused.
         """
         place = self._placed(box)
         channels = self._channels if channel is None else [self._channels[channel]]

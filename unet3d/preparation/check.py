@@ -49,12 +49,8 @@ def examine(
 
     Headers tell what training finds before it starts; voxels also label values that dataset.json
     lacks, empty label maps, NaN, infinite and constant images, and files that cannot be read.
-
-    Args:
-        dataset: The data set.
-        spacing_mm: The setting ``data.spacing_mm``: resampled cases must fit in memory.
-        watch: Is told what is read next: on a large data set this takes minutes. None: no voxels
-            are read.
+    Resampled by the setting ``data.spacing_mm``, cases must fit in memory. ``watch`` is told what
+    is read next.
     """
     if watch is not None:
         watch("reading headers")
