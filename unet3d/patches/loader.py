@@ -51,9 +51,9 @@ class PatchLoader:
         An epoch has ``num_steps`` batches. For a GPU they lie in page-locked memory, or are made
         there by ``augments_on_device``. The loader yields the share of replica ``rank``, and of
         that only the planes along X that ``slab``, which must be picklable, returns for the voxels
-        of a batch (None: all). ``gather`` gathers statistics of the slabs of a patch, where they
-        are made on the device, between two steps and on their stream; None: every shard makes a
-        patch whole that needs them.
+        of a batch (None: all). ``gather`` gathers statistics of the slabs of a patch that are made
+        on the device, between two steps and on their stream; on the host, every shard makes a patch
+        whole that needs them.
         """
         self.num_steps = num_steps
         self._numbers = _Numbers()
@@ -75,7 +75,6 @@ class PatchLoader:
                 num_ranks=num_ranks,
                 slab=slab,
                 augments=not augments_on_device,
-                gathers=augments_on_device and gather is not None,
             ),
             batch_size=None,
             sampler=self._numbers,
@@ -178,7 +177,6 @@ class _Batches(Dataset["_Loaded"]):
     num_ranks: int
     slab: Callable[[Shape], range] | None
     augments: bool
-    gathers: bool
 
     def __getitem__(self, number: int) -> "_Loaded":
         try:
@@ -197,8 +195,9 @@ class _Batches(Dataset["_Loaded"]):
         sizes = [self.sampler.patch_shape(epoch, index) for index in batch]
         x, y, z = (max(of_axis) for of_axis in zip(*sizes, strict=True))
         slab = self.slab and Slab(planes=self.slab((x, y, z)), num_planes=x)
-        cuts = tuple(self.sampler.cut(epoch, index, slab, gathers=self.gathers) for index in mine)
-        return CutBatch(cuts=cuts, shape=(x, y, z), slab=slab, weight=weight, gathers=self.gathers)
+        gathers = not self.augments
+        cuts = tuple(self.sampler.cut(epoch, index, slab, gathers=gathers) for index in mine)
+        return CutBatch(cuts=cuts, shape=(x, y, z), slab=slab, weight=weight)
 
 
 def share_of(items: range, rank: int, num_ranks: int) -> range:

@@ -73,8 +73,6 @@ class CutBatch:
     """What will be made of it; None: all."""
     weight: float = 1.0
     """As that of a :class:`Batch`."""
-    gathers: bool = False
-    """Whether the holders of the slabs of a patch gather its statistics."""
 
     def augmented(self) -> Batch:
         """Return the batch, made where the cuts are."""
@@ -92,7 +90,7 @@ class CutBatch:
 
     def _packed(self, empty: Callable[[int], Tensor]) -> "PackedBatch":
         packer = Packer()
-        given = together(self.cuts, stacks=not self.gathers)
+        given = together(self.cuts, stacks=self.slab is None)
         parts = tuple((packer.packed(boxes), packer.packed(recipe)) for boxes, recipe in given)
         return PackedBatch(
             memory=packer.fill(empty(packer.num_bytes)),

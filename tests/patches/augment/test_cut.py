@@ -4,9 +4,9 @@ import numpy as np
 
 from tests.patches.known_cases import probable
 from unet3d.config import AugmentationSettings
-from unet3d.patches.augment.cut import Placement, inside, start_of
-from unet3d.patches.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.patches.augment.filters import farthest_reach, reach_of, with_margin
+from unet3d.patches.augment.cut import Placement, start_of
+from unet3d.patches.augment.draw import AugmentationDraw
+from unet3d.patches.augment.filters import farthest_reach, reach_of
 from unet3d.preparation.prepared_image import whole_box
 
 ZERO = (0, 0, 0)
@@ -17,12 +17,6 @@ LIVELY = AugmentationDraw(
 
 def between(start, stop):
     return tuple(map(slice, start, stop))
-
-
-def test_a_box_is_cut_out_of_another():
-    outer, inner = between((1, 2, 3), (9, 9, 9)), between((2, 2, 8), (3, 9, 9))
-    array = np.arange(1000).reshape(10, 10, 10)
-    np.testing.assert_array_equal(array[outer][inside(inner, outer)], array[inner])
 
 
 def test_a_patch_that_does_not_turn_is_a_box():
@@ -57,21 +51,6 @@ def test_the_box_holds_every_sampled_point_and_little_more():
         assert (points.max(axis=1) <= last + 1e-5).all()
         assert (points.min(axis=1) < first + 1).all()
         assert (points.max(axis=1) > last - 1).all()
-
-
-def test_margins_hold_what_blur_and_coarsening_reach():
-    inner = between((10, 0, 5), (20, 9, 12))
-    size = (40, 9, 14)
-
-    def margin(*channels):
-        return with_margin(inner, channels, size)
-
-    plain = DrawnChannel(gamma=1.2, noise_std=0.1)
-    assert margin() == margin(plain) == inner
-    blurred = DrawnChannel(blur_sigma=(1.0, 0.5, 0.6))
-    assert margin(plain, blurred) == between((6, 0, 2), (24, 9, 14))
-    both = DrawnChannel(blur_sigma=(1.0, 1.0, 1.0), resolution=(0.5, 0.5, 1.0))
-    assert margin(both) == between((3, 0, 1), (27, 9, 14))
 
 
 def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for():
