@@ -30,7 +30,7 @@ ERRORS = [
     ("train nowhere", "nowhere; give its folder or its dataset.json"),
     ("train data --devices 97", "device '97' does not exist; this machine has cpu and no CUDA"),
     ("train data --devices gpu0", "device 'gpu0' is unknown; write 0, cuda:0 or cpu"),
-    ("train nowhere --resume", "nowhere; give its folder or its dataset.json"),
+    ("train nowhere --resume", "no run to resume in runs that was made with "),
     ("train data --parallel model --devices cpu", "needs a device for each of two stages"),
     ("train data --set training.precision=float16", "training.precision=float16 needs a GPU"),
     ("train --resume --devices 97", "device '97' does not exist"),

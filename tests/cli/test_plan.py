@@ -10,7 +10,7 @@ from tests.command_line import refusal, run
 from tests.images.samples import write_msd
 from tests.trainings import contents
 from unet3d.planning import comparison, placements, sweep
-from unet3d.reports import plan, tuning
+from unet3d.reports import figures, plan, tuning
 
 SMALL = (
     *("--shape", "16,16,16", "--set", "model.base_channels=4", "--set", "model.num_levels=2"),
@@ -137,9 +137,8 @@ def test_a_tuning_picture_is_replaced_only_if_that_is_asked_for(capsys, monkeypa
     )
     monkeypatch.setattr(tuning, "tuning_table", lambda record: "a table")
     monkeypatch.setattr(tuning, "tuning_lines", lambda record: [])
-    monkeypatch.setattr(
-        tuning, "write_tuning_picture", lambda record, path: path.write_text("a new one")
-    )
+    monkeypatch.setattr(tuning, "tuning_figure", lambda record: None)
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: path.write_text("a new one"))
     command = ("plan", *SMALL[:-2], "--devices", "cpu", "--measure")
     assert run(*command) == 0 and picture.read_text() == "a new one"
     picture.write_text("an old one")

@@ -9,11 +9,11 @@ from pathlib import Path
 import matplotlib.image
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from unet3d.memory.meter import Mark, SlotMemory, Timeline
 from unet3d.memory.record import memory_record
 from unet3d.parallel import Slot
+from unet3d.reports.tables import score
 
 MIB = 1024**2
 ENCODER = ("encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1")
@@ -47,21 +47,19 @@ def record_of(devices, memories):
 
 
 def cells(table):
-    """Return the rows of a table, each cell as text without the spaces that only place it."""
-    rows = zip(*(column.cells for column in table.columns), strict=True)
-    return [tuple(str(cell).strip() for cell in row) for row in rows]
+    """Return the rows of a table as they are shown."""
+    return [
+        tuple(cell.strip() if isinstance(cell, str) else score(cell) for cell in row)
+        for group in table.groups
+        for row in group
+    ]
 
 
-def heads(table: Table) -> list[str]:
-    """Return the heads of a table's columns in one line each."""
-    return [str(column.header).replace("-\n", "").replace("\n", " ") for column in table.columns]
-
-
-def printed(table: Table, width: int) -> str:
+def printed(table, width):
     """Return a table as a terminal without colours shows it."""
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(table)
+        console.print(table.for_terminal())
     return capture.get()
 
 

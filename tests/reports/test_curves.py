@@ -1,7 +1,8 @@
 import math
 
 from tests.reports.records import assert_is_picture, curves, legend
-from unet3d.reports.curves import progress_figure, write_progress_picture
+from unet3d.reports.curves import progress_figure
+from unet3d.reports.figures import write_figure
 
 
 def metrics_of(num_epochs, labels):
@@ -57,7 +58,7 @@ def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "progress.png"
     path.write_bytes(b"the picture of the epoch before")
     for names in (["$\\frac", "under_score"], ["肝臟"]):
-        write_progress_picture(metrics_of(4, names), names[0], path)
+        write_figure(progress_figure(metrics_of(4, names), names[0]), path)
         assert_is_picture(path)
     assert list(tmp_path.iterdir()) == [path]
 

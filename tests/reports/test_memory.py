@@ -4,21 +4,20 @@ from tests.reports.records import (
     MIB,
     assert_is_picture,
     cells,
-    heads,
     legend,
     memory_of,
     printed,
     record_of,
     timeline,
 )
-from unet3d.reports.format import REST
+from unet3d.reports.figures import write_figure
 from unet3d.reports.memory import (
     ELSEWHERE,
     draw_timeline,
     memory_figure,
     memory_table,
-    write_memory_picture,
 )
+from unet3d.reports.tables import REST
 
 GPUS = ["cuda:0", "cuda:1"]
 TWO = record_of(GPUS, [memory_of(180), memory_of(260)])
@@ -34,8 +33,8 @@ def bars(axes):
 
 def test_the_table_has_a_row_for_each_slot_with_its_numbers():
     table = memory_table(TWO)
-    assert "MiB" in str(table.title) and "parallel mode model" in str(table.title)
-    assert heads(table) == [
+    assert "MiB" in table.title and "parallel mode model" in table.title
+    assert table.whole_heads == [
         *("slot", "device", "blocks", "parameters", "gradients", "optimizer", "activations"),
         *("peak", "predicted", "device total"),
     ]
@@ -51,7 +50,7 @@ def test_no_number_is_cut_off_on_a_narrow_terminal_and_large_ones_are_in_gib():
     record["slots"][0]["predicted"] = None
     table = memory_table(record)
     numbers = ("0.062", "0.062", "0.062", "20.00", "21.00", "–", "80.00")
-    assert cells(table)[0][-7:] == numbers and "GiB" in str(table.title)
+    assert cells(table)[0][-7:] == numbers and "GiB" in table.title
     record["slots"][0]["predicted"] = record["slots"][1]["predicted"]
     table = memory_table(record)
     text = printed(table, 80)
@@ -65,7 +64,7 @@ def test_table_and_picture_say_what_a_peak_is():
     shared = "Slots that share a GPU each show the peak of the whole GPU."
     for devices, note in (("cpu", "cpu"), bound), (("cuda:0", "cuda:0"), shared), (GPUS, ""):
         record = record_of(devices, [memory_of(180), memory_of(260)])
-        caption = str(memory_table(record).caption)
+        caption = " ".join(memory_table(record).notes)
         assert note in caption
         for device in devices:  # what its allocator has reserved is said once
             assert caption.count(f"{device} reserved") == ("cpu" not in device)
@@ -107,7 +106,7 @@ def test_the_rest_of_a_peak_is_counted_once_and_timelines_have_panels():
 def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path):
     record = record_of([f"cuda:{i}" for i in range(8)], [memory_of(300)] * 8)
     record["timeline"] = [timeline(40)]
-    write_memory_picture(record, tmp_path / "memory.png")
+    write_figure(memory_figure(record), tmp_path / "memory.png")
     assert_is_picture(tmp_path / "memory.png")
     figure = memory_figure(record)
     figure.canvas.draw()
@@ -120,7 +119,9 @@ def test_the_picture_is_written_and_has_room_for_every_slot(tmp_path):
 def test_on_one_cpu_the_process_counts_and_there_are_no_slots():
     record = record_of(["cpu"], [memory_of(180)])
     record["slots"][0]["measured"]["reserved_bytes"] = 600 * 1024**2
-    assert memory_table(record) == "Peak memory of the process: 600 MiB"
+    table = memory_table(record)
+    assert table.whole_heads[0] == "" and "slot" not in printed(table, 80)
+    assert cells(table)[0][-3:] == ("600", "–", "81,920")
     record["timeline"] = [timeline(1, "cpu")]
     figure = memory_figure(record)
     axes, panel = figure.axes

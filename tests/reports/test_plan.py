@@ -1,6 +1,6 @@
 import pytest
 
-from tests.reports.records import cells, heads, memory_of, record_of
+from tests.reports.records import cells, memory_of, record_of
 from unet3d.reports.plan import plan_line, plan_table
 
 
@@ -31,10 +31,10 @@ def record():
 
 def test_the_table_has_a_row_for_each_slot_of_each_way(record):
     table = plan_table(record)
-    assert "2 patches of 192x192x160 voxels, bfloat16" in str(table.title)
-    assert "MiB" in str(table.title)
-    assert str(table.caption) == "A note."
-    assert heads(table) == [
+    assert "2 patches of 192x192x160 voxels, bfloat16" in table.title
+    assert "MiB" in table.title
+    assert " ".join(table.notes) == "A note."
+    assert table.whole_heads == [
         *("parallel, micro-batches", "slot", "device", "parameters", "gradients", "optimizer"),
         *("activations", "rest", "peak", "device total", "fits"),
     ]
@@ -76,6 +76,6 @@ def test_equal_rows_of_many_devices_are_one(record):
         *[("spatial, 1", "0-8", "cpu")] * 2,
     ]
     # A note of several ways is said once.
-    assert str(table.caption) == (
+    assert " ".join(table.notes) == (
         "A note. On a CPU the peak is the sum of what is counted: a lower bound."
     )

@@ -67,7 +67,9 @@ def test_a_validation_has_its_share_of_the_line(monkeypatch):
         assert "epoch 5/5 " in last
         assert last.endswith("validating case 1/2 window 1/4  1 min 10 s left")
         line.epoch_done(metrics(5, **SCORED, validation_seconds=80.0))
-        assert terminal.shown()[0].endswith("Dice 0.500 (a 0.500), 82.0 s, 0 s left")
+        shown = terminal.shown()
+        assert shown[0] == "epoch 5/5: loss 0.5123, Dice 0.500, 82.0 s, 0 s left"
+        assert "    a 0.500" in shown
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -83,10 +85,13 @@ def test_a_log_gets_a_line_for_each_epoch_whose_time_left_knows_the_validations(
         "epoch 1/11: loss 0.5123, 2.0 s, over 20 s left",
         "    waited for [data]",
         # 6 epochs, and validations of epochs 10 and 11
-        "epoch 5/11: loss 0.5123, Dice 0.500 (a 0.500), 62.0 s, 2 min 12 s left",
+        "epoch 5/11: loss 0.5123, Dice 0.500, 62.0 s, 2 min 12 s left",
+        "    a 0.500",
         "epoch 6/11: loss 0.5123, 2.0 s, 2 min 10 s left",
-        "epoch 10/11: loss 0.5123, Dice 0.500 (a 0.500), 32.0 s, 32 s left",
-        "epoch 11/11: loss 0.5123, Dice 0.500 (a 0.500), 32.0 s, 0 s left",
+        "epoch 10/11: loss 0.5123, Dice 0.500, 32.0 s, 32 s left",
+        "    a 0.500",
+        "epoch 11/11: loss 0.5123, Dice 0.500, 32.0 s, 0 s left",
+        "    a 0.500",
     ]
     assert caplog.messages == ([] if quiet else expected)
 
@@ -114,42 +119,31 @@ def test_a_log_is_told_of_long_validations_and_predictions(monkeypatch, caplog):
     ]
 
 
-LONG = "white matter hyperintensities of presumed vascular origin in the deep grey nuclei"
-HEAD = "epoch 10/100: loss 0.5123, Dice 0.850"
-TAIL = ", 12.5 s, 18 min 45 s left"
+HEAD = "epoch 10/100: loss 0.5123, Dice 0.850, 12.5 s, 18 min 45 s left"
 
 
 @pytest.mark.parametrize(
-    ("dice", "lines"),
+    ("dice", "line"),
     [
-        ({"a\x1b": 0.912, "b": None}, [f"{HEAD} (a? 0.912, b –){TAIL}"]),
-        ({"liver": 0.912, "tumour": 0.788}, [HEAD + TAIL, "    liver 0.912, tumour 0.788"]),
+        ({"a\x1b": 0.912, "b": None}, "    a? 0.912, b –"),
         (
-            {f"vertebra {n}": n / 30 for n in range(1, 25)},
-            [
-                HEAD + TAIL,
-                "    lowest of 24 labels: vertebra 1 0.033, vertebra 2 0.067, vertebra 3 0.100",
-            ],
+            {f"vertebra {n}": n / 30 for n in range(24, 0, -1)},
+            "    lowest: vertebra 1 0.033, vertebra 2 0.067, vertebra 3 0.100, vertebra 4 0.…",
         ),
-        ({f"label {n}": None for n in range(30)}, [HEAD + TAIL]),
-        ({LONG: 0.5}, [HEAD + TAIL, "    white matter hyperintensities… 0.500"]),
-        (
-            {"脳" * 40: 0.5, "b": 0.75},
-            [HEAD + TAIL, f"    lowest of 2 labels: {'脳' * 14}… 0.500, b 0.750"],
-        ),
+        ({"脳" * 40: 0.5, "b": 0.75}, f"    lowest: {'脳' * 33}…"),
     ],
 )
 @pytest.mark.parametrize("width", [None, 80])
-def test_the_lines_of_an_epoch_fit_80_columns(dice, lines, width, caplog, monkeypatch):
+def test_the_lines_of_an_epoch_fit_80_columns(dice, line, width, caplog, monkeypatch):
     terminal = Terminal(monkeypatch, width or 80)
-    line = line_on(terminal.console if width else None, num_epochs=100, validate_every=1)
+    shows = line_on(terminal.console if width else None, num_epochs=100, validate_every=1)
     values = {"seconds": 8.0, "validation_seconds": 4.5, "dice": dice, "mean_dice": 0.85}
-    with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
+    with caplog.at_level(logging.INFO, logger="unet3d"), shows.shown():
         terminal.shown()
-        line.epoch_done({**metrics(10), **values})
+        shows.epoch_done({**metrics(10), **values})
         shown = terminal.shown() if width else caplog.messages
-    assert [one for one in shown if "starting" not in one] == lines
-    assert all(cell_len(one) <= 80 for one in shown if "starting" not in one)
+    assert [one for one in shown if "starting" not in one] == [HEAD, line]
+    assert cell_len(line) <= 80
 
 
 def test_the_prediction_at_the_end_has_a_line_of_its_own(monkeypatch):

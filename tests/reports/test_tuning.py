@@ -1,7 +1,8 @@
 import pytest
 
-from tests.reports.records import assert_is_picture, cells, curves, heads, legend
-from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table, write_tuning_picture
+from tests.reports.records import assert_is_picture, cells, curves, legend
+from unet3d.reports.figures import save_figure
+from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table
 
 GIB = 1024**3
 
@@ -53,14 +54,14 @@ def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record, tmp_
     assert [text.get_text() for text in axes.texts] == ["fastest: 250.0 ms"]
     looks = {(line.get_color(), line.get_marker()) for line in axes.get_lines()}
     assert len(looks) == 3  # no two lines look alike
-    write_tuning_picture(record, tmp_path / "tuning.png")
+    save_figure(tuning_figure(record), tmp_path / "tuning.png")
     assert_is_picture(tmp_path / "tuning.png")
 
 
 def test_the_table_has_every_number(record):
     table = tuning_table(record)
-    assert "4 patches of 192x192x160 voxels, bfloat16" in str(table.title)
-    assert heads(table) == [
+    assert "4 patches of 192x192x160 voxels, bfloat16" in table.title
+    assert table.whole_heads == [
         *("parallel", "microbatches", "ms a step", "predicted", "against one device", "peak GiB"),
     ]
     assert cells(table) == [
@@ -74,7 +75,7 @@ def test_the_table_has_every_number(record):
         ("", "2", "340.0", "–", "1.18x", "10.00"),
         ("", "4*", "250.0", "–", "1.60x", "10.00"),
     ]
-    assert "lower bound" not in str(table.caption)
+    assert "lower bound" not in " ".join(table.notes)
     assert tuning_lines(record) == [
         "The fastest is cut before block.17 (17), with 4 micro-batch(es): 250.0 ms a step against "
         "400.0 on one device."
@@ -101,7 +102,7 @@ def test_what_there_was_no_time_or_no_memory_for_is_said(record):
     record["rows"] = [row(ONE, [], 1, 0.4, "fastest"), row(STAGES, [10], 1, None)]
     assert tuning_lines(record) == ["Only one device, cuda:0, has the memory for it."]
     record["rows"] = [row(STAGES, [10], count, None) for count in (1, 2)]  # nothing fits
-    assert tuning_table(record).row_count == 2 and tuning_lines(record) == []
+    assert len(cells(tuning_table(record))) == 2 and tuning_lines(record) == []
     assert all(not times for _, times in curves(tuning_figure(record).axes[0]).values())
 
 
@@ -115,6 +116,6 @@ def test_modes_have_names_and_a_cpu_has_a_lower_bound(record):
     table = tuning_table(record)
     assert [line[0] for line in cells(table)] == ["none, on cpu", "spatial over 2 CPUs"]
     assert [line[-1] for line in cells(table)] == ["3.00", "2.00"]
-    assert heads(table)[-1] == "peak MiB" and "lower bound" in str(table.caption)
+    assert table.whole_heads[-1] == "peak MiB" and "lower bound" in " ".join(table.notes)
     (axes,) = tuning_figure(record).axes
     assert curves(axes)["spatial over 2 CPUs"] == ([1], [60.0])

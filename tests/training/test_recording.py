@@ -66,10 +66,11 @@ def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp
 
 def test_the_picture_names_the_fold_of_several(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(recording, "write_progress_picture", lambda *values: drawn.append(values))
+    monkeypatch.setattr(recording, "progress_figure", lambda *values: drawn.append(values))
+    monkeypatch.setattr(recording, "write_figure", lambda *_: None)
     one = recorder(Group(Ranks()), tmp_path / "mine" / "fold0")
     one.draw_progress()
-    assert [title for _, title, _ in drawn] == ["mine/fold0: fold 0 of phantom"]
+    assert [title for _, title in drawn] == ["mine/fold0: fold 0 of phantom"]
 
 
 def test_without_tensorboard_there_is_none(tmp_path, monkeypatch):

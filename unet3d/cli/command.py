@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,22 +48,12 @@ class GivenSettings:
     def check_devices(self) -> None:
         """Refuse devices that this machine cannot have, before PyTorch is imported."""
         from unet3d.distributed.ranks import Ranks
-        from unet3d.memory.gpus import (
-            check_count,
-            gpu_index,
-            most_gpus,
-            refuse_float16,
-            refuse_missing,
-        )
+        from unet3d.memory.gpus import refuse_impossible
 
         config = self.config
-        devices = config.parallel.devices
-        refuse_missing(devices or ())
-        if devices and Ranks.from_environment() == Ranks():  # of several, each has some of them
-            check_count(config.parallel.mode, devices)
-        has_gpu = any(gpu_index(name) is not None for name in devices or "0"[: most_gpus() > 0])
-        for key in ("training.precision", "inference.precision"):
-            refuse_float16(attrgetter(key)(config), has_gpu, key)
+        precisions = {"inference.precision": config.inference.precision}
+        is_alone = Ranks.from_environment() == Ranks()
+        refuse_impossible(config.parallel.devices, config.parallel.mode, precisions, is_alone)
 
 
 class Setting(click.Option):

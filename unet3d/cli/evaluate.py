@@ -12,7 +12,7 @@ from unet3d.cli.options import (
     json_option,
     overwrite_option,
 )
-from unet3d.cli.output import check_result, files_of, load_torch, write_json
+from unet3d.cli.output import check_result, files_of, load_torch, show_result, write_json
 
 
 @command(
@@ -80,11 +80,9 @@ def evaluate(
     find_pairs(predictions, labels, leave_out)  # before PyTorch is imported
 
     load_torch()
-    from rich.console import Console
-
     from unet3d.inference.evaluation import evaluate as run_evaluation
     from unet3d.inference.evaluation import scored_labels
-    from unet3d.reports.scores import evaluation_lines, evaluation_table
+    from unet3d.reports.tables import evaluation_lines, evaluation_table
 
     result = run_evaluation(
         predictions,
@@ -93,7 +91,7 @@ def evaluate(
         tolerance_mm=tolerance_mm,
         leave_out=leave_out,
     )
-    Console().print(evaluation_table(result))
+    show_result(evaluation_table(result))
     for line in evaluation_lines(result, tolerance_mm is None):
-        click.echo(line)
+        show_result(line)
     write_json(json_path, result.to_dict(), overwrite)

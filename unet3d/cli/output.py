@@ -22,6 +22,7 @@ from unet3d.terminal import TerminalHandler
 
 if TYPE_CHECKING:
     from unet3d.distributed.ranks import Ranks
+    from unet3d.reports.tables import Table
 
 SPLITS = "splits_final.json"
 """nnU-Net's file of folds, in the folder of a data set."""
@@ -76,12 +77,14 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
     click.echo(printable(line, max_length=len(line)), err=True)
 
 
-def show_line(content: Any) -> None:
-    """Print a line, which stays whole however wide the terminal is, or a table of rich."""
+def show_result(content: "str | Table") -> None:
+    """Print a line, which stays whole however wide the terminal is, or a table."""
     from rich.console import Console
 
-    is_text = isinstance(content, str)
-    Console().print(content, highlight=False, markup=False, soft_wrap=is_text)
+    if isinstance(content, str):
+        Console().print(content, highlight=False, markup=False, soft_wrap=True)
+    else:
+        Console().print(content.for_terminal())
 
 
 def files_of(dataset: Path | None) -> tuple[Path, ...]:

@@ -25,7 +25,7 @@ from unet3d.cli.output import (
     check_result,
     files_of,
     load_torch,
-    show_line,
+    show_result,
     working,
     write_json,
     writing_result,
@@ -132,7 +132,7 @@ def plan(
         from unet3d.reports.plan import prediction_lines
 
         for line in prediction_lines(record, scan[0].name):
-            show_line(line)
+            show_result(line)
         write_json(json_path, record, overwrite)
         return
     if measure and device_memory is not None:
@@ -183,15 +183,15 @@ def _predict(
             watch=lambda done, total: show(f"predicting the memory of {done + 1} of {total}"),
         )
     for note in notes:
-        show_line(note)
-    show_line(plan_table(record))
+        show_result(note)
+    show_result(plan_table(record))
     if record["choice"] is not None:
-        show_line(record["choice"])
+        show_result(record["choice"])
     record["notes"] = [*notes, *record["notes"]]
     for way, row in zip(ways, record["ways"], strict=True):
         with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):
             row["largest_shape"] = way.largest()
-        show_line(plan_line(row))
+        show_result(plan_line(row))
     write_json(json_path, record, overwrite)
 
 
@@ -205,10 +205,11 @@ def _measure(
 ) -> None:
     """Measure every setting, show the times, and store the best ones for training to find."""
     from unet3d.planning.sweep import measure
-    from unet3d.reports.tuning import tuning_lines, tuning_table, write_tuning_picture
+    from unet3d.reports.figures import save_figure
+    from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table
 
     for note in notes:
-        show_line(note)
+        show_result(note)
     with working("predicting") as show:
         sweep = measure(
             config,
@@ -216,13 +217,13 @@ def _measure(
             lambda number, total, name: show(f"measuring {number} of {total}: {name}"),
         )
     record = sweep.to_dict()
-    show_line(tuning_table(record))
+    show_result(tuning_table(record))
     write_json(json_path, record, overwrite)
     if sweep.best() is None:
         raise DoesNotFitError(TOO_LARGE)
     folder = sweep.remember()
     with writing_result(picture, overwrite) as unfinished:
-        write_tuning_picture(record, unfinished)
+        save_figure(tuning_figure(record), unfinished)
     for line in (
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",
@@ -230,7 +231,7 @@ def _measure(
         "for the same network, patch, batch and devices, unless micro-batches or cuts are "
         "set.",
     ):
-        show_line(line)
+        show_result(line)
 
 
 def _measure_rank(config: "Config", step_record: Path) -> None:

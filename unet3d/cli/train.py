@@ -18,13 +18,11 @@ from unet3d.cli.options import (
     parallel_option,
     replicas_option,
 )
-from unet3d.cli.output import begin_as_rank, load_torch
+from unet3d.cli.output import begin_as_rank, load_torch, show_result
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from unet3d.reports.tables import Table
     from unet3d.runs.run_folder import RunFolder
-    from unet3d.training.loop import TrainingResult
 
 
 @command("unet3d train DATASET --devices 0,1", "unet3d train --resume -o runs/mine --epochs 200")
@@ -106,57 +104,35 @@ def train(
     from unet3d.training.folds import request_over_folds, train_folds
     from unet3d.training.job import start_training
 
-    console = Console()
     over_folds = request_over_folds(request, folds, ranks)
+    memory = None
     if over_folds is not None:
         folder = train_folds(over_folds, folds, quiet, partial(click.echo, err=True))
-        if not quiet:
-            _show_folds(folder, console)
-        return
-    result = start_training(request, ranks, console, quiet)
-    if result is not None and ranks.is_first and not quiet:
-        _show(result, console)
+    else:
+        result = start_training(request, ranks, Console(), quiet)
+        if result is None or not ranks.is_first:
+            return
+        folder, memory = result.folder, result.memory
+    if not quiet:
+        for line in _results(folder, memory):
+            show_result(line)
 
 
-def _show_folds(folder: "RunFolder", console: "Console") -> None:
+def _results(folder: "RunFolder", memory: Mapping[str, Any] | None) -> Iterator["str | Table"]:
+    """Yield what a training, of one fold or of several, has come to, and what to do with it."""
     from unet3d.inputs.reading import read_json
-    from unet3d.reports.scores import folds_table
+    from unet3d.reports.tables import dice_table, folds_table, memory_table
 
-    console.print(folds_table(read_json(folder.summary)))
-    _show_what_to_do(folder, console)
-
-
-def _show(result: "TrainingResult", console: "Console") -> None:
-    from unet3d.inputs.reading import read_json
-    from unet3d.reports.memory import memory_table
-
-    if result.memory is not None:
-        console.print(memory_table(result.memory))
-    for line in _dice_lines(read_json(result.folder.summary).get("final")):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    _show_what_to_do(result.folder, console)
-
-
-def _dice_lines(final: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield what the final network has come to: its mean Dice, and that of each label."""
-    if final is None:
+    summary = read_json(folder.summary)
+    if memory is not None:
+        yield memory_table(memory)
+    if "folds" in summary:
+        yield folds_table(summary)
+    elif (final := summary.get("final")) is None:
         yield "Trained on every case, without validation."
-        return
-
-    def number(dice: float | None) -> str:
-        return "none" if dice is None else f"{dice:.3f}"
-
-    yield f"Dice of {final['num_cases']} validation case(s), segmented as predict does:"
-    width = max(len(name) for name in ("mean", *final["dice"]))
-    for name, dice in (("mean", final["mean_dice"]), *final["dice"].items()):
-        yield f"  {name:{width}}  {number(dice)}"
-
-
-def _show_what_to_do(folder: "RunFolder", console: "Console") -> None:
+    else:
+        yield dice_table(final)
     path = shlex.quote(str(folder.path))
-    for line in (
-        f"The run: {path}",
-        f"To segment scans: unet3d predict SCAN -c {path}",
-        f"To see its curves and pictures: unet3d report {path}",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    yield f"The run: {path}"
+    yield f"To segment scans: unet3d predict SCAN -c {path}"
+    yield f"To see its curves and pictures: unet3d report {path}"

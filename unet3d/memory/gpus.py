@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unet3d.errors import DeviceError
@@ -61,6 +61,24 @@ def check_count(mode: str, names: Sequence[str]) -> None:
             f"parallel mode {mode} {NEEDS[mode]}, got {listed}; name two "
             + ("(one device may be named twice)" if mode == "model" else "(cpu may be named twice)")
         )
+
+
+def refuse_impossible(
+    names: Sequence[str] | None, mode: str, precisions: Mapping[str, str], is_alone: bool
+) -> None:
+    """Refuse devices and precisions, by their settings, that no PyTorch is needed to judge.
+
+    Of ranks that are not alone, each has some of the devices.
+    """
+    refuse_missing(names or ())
+    if names is not None and is_alone:
+        check_count(mode, names)
+    if names is None:
+        on_gpu = most_gpus() > 0
+    else:
+        on_gpu = any(gpu_index(name) is not None for name in names)
+    for setting, precision in precisions.items():
+        refuse_float16(precision, on_gpu, setting)
 
 
 def refuse_float16(precision: str, on_gpu: bool, setting: str) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -19,9 +18,8 @@ from unet3d.reports.figures import (
     drawable,
     legend_beside,
     tidy,
-    write_figure,
 )
-from unet3d.reports.format import score
+from unet3d.reports.tables import score
 
 LINE_STYLES = ("-", "--")
 MAX_NAMED_LABELS = len(LINES) * len(LINE_STYLES)
@@ -54,11 +52,6 @@ def progress_figure(metrics: Metrics, title: str) -> Figure:
         tidy(axes)
         axes.tick_params(labelsize=FONT - 1)
     return figure
-
-
-def write_progress_picture(metrics: Metrics, title: str, path: Path) -> None:
-    """Write :func:`progress_figure` as a PNG; one of that name is replaced."""
-    write_figure(progress_figure(metrics, title), path)
 
 
 def _draw_loss(axes: Axes, metrics: Metrics, validations: Metrics, marker: str) -> None:

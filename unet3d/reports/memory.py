@@ -1,21 +1,16 @@
 """The memory of a training: a table for the terminal, and a picture with its course in one step."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from rich import box
-from rich.table import Table
 
 from unet3d.reports import figures
-from unet3d.reports.figures import legend_beside, tidy, write_figure
-from unet3d.reports.format import (
-    NOTHING,
-    PART_HEADS,
+from unet3d.reports.figures import legend_beside, tidy
+from unet3d.reports.tables import (
     PARTS,
     REST,
     Slots,
@@ -45,46 +40,6 @@ MAX_NAMED_ACTIONS = 100
 """More numbers of micro-batches than this cannot be read."""
 
 
-def memory_table(record: Mapping[str, Any]) -> Table | str:
-    """Return what ``memory.json`` holds for the terminal; on one CPU that is a line."""
-    slots = measured_slots(record)
-    unit, unit_bytes = unit_of(slots)
-    if is_one_cpu(slots):
-        peak = amount(slots[0]["measured"]["peak_bytes"], unit_bytes)
-        return f"Peak memory of the process: {peak} {unit}"
-    table = Table(
-        title=f"Memory in training ({unit}), parallel mode {record['parallel']}",
-        caption=" ".join([*memory_notes(slots), *_reserved_notes(slots, unit, unit_bytes)]),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,  # the column divider is a space already
-    )
-    table.add_column("slot", justify="right", no_wrap=True)
-    table.add_column("device", no_wrap=True)
-    table.add_column("blocks", min_width=len("decoder.4.up …"))
-    for name in (*PART_HEADS, "peak", "pre-\ndicted", "device\ntotal"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for slot in slots:
-        measured = slot["measured"]
-        values = [measured[f"{name}_bytes"] for name in PARTS]
-        predicted = slot["predicted"] and slot["predicted"]["peak_bytes"]
-        values += [measured["peak_bytes"], predicted, slot["device_bytes"]]
-        cells = [NOTHING if value is None else amount(value, unit_bytes) for value in values]
-        table.add_row(str(slot["slot"]), slot["device"], blocks_text(slot["blocks"]), *cells)
-    return table
-
-
-def _reserved_notes(slots: Slots, unit: str, unit_bytes: int) -> list[str]:
-    """Return, for each GPU, what its allocator has reserved: gaps and captured steps included."""
-    notes: dict[tuple[Any, str], str] = {}
-    for slot in slots:
-        if slot["device"] != "cpu":
-            reserved = amount(slot["measured"]["reserved_bytes"], unit_bytes)
-            place = slot.get("rank"), slot["device"]
-            notes[place] = f"{slot['device']} reserved {reserved} {unit}."
-    return list(notes.values())
-
-
 def memory_figure(record: Mapping[str, Any]) -> Figure:
     """Draw the memory of each slot as a bar, and below how it went through one step."""
     slots = measured_slots(record)
@@ -106,11 +61,6 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
         title = f"One step on {timeline['device']}{'' if is_one_cpu(slots) else of}"
         panel.set_title(title, fontsize=10, loc="left")
     return figure
-
-
-def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
-    """Write :func:`memory_figure` as a PNG; one of that name is replaced."""
-    write_figure(memory_figure(record), path)
 
 
 def _draw_bars(axes: Axes, slots: Slots, unit: str, unit_bytes: int) -> None:

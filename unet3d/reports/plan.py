@@ -4,71 +4,58 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from unet3d.images.files import times
 from unet3d.memory.host import readable
-from unet3d.reports.format import PART_HEADS, amount, bar_parts, memory_notes, unit_of
+from unet3d.reports.tables import PART_HEADS, Table, amount, bar_parts, memory_notes, unit_of
 
 MAX_ROWS = 8
 """Devices of one way that have a row each, whatever it says."""
 
 
 def plan_table(record: Mapping[str, Any]) -> Table:
-    """Return what the ways of :func:`unet3d.planning.comparison.compare` take, for the terminal."""
-    every_slot = [slot for way in record["ways"] for slot in way["slots"]]
-    unit, unit_bytes = unit_of(every_slot, "predicted")
-    notes = [*record["notes"]]
-    for way in record["ways"]:
-        notes += memory_notes(way["slots"], "predicted")
-    table = Table(
+    """Return what the ways of :func:`unet3d.planning.comparison.compare` take."""
+    ways = record["ways"]
+    unit, unit_bytes = unit_of([slot for way in ways for slot in way["slots"]], "predicted")
+    notes = [note for way in ways for note in memory_notes(way["slots"], "predicted")]
+    groups = []
+    for way in ways:
+        name, fits = way_name(way) + "*" * way["asked"], "yes" if way["fits"] else "NO"
+        groups.append(
+            [
+                (name, *row, fits) if index == 0 else ("", *row, "")
+                for index, row in enumerate(_rows(way, unit_bytes))
+            ]
+        )
+    return Table(
         title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
         f"{times(record['shape'])} voxels, {record['precision']}",
-        caption=" ".join(dict.fromkeys(notes)),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,
+        heads=(
+            *("parallel,\nmicro-batches", "slot", "device"),
+            *(*PART_HEADS, "rest", "peak", "device\ntotal", "fits"),
+        ),
+        groups=groups,
+        num_names=3,
+        notes=list(dict.fromkeys([*record["notes"], *notes])),
     )
-    table.add_column("parallel,\nmicro-batches", no_wrap=True)
-    table.add_column("slot", justify="right", no_wrap=True)
-    table.add_column("device", no_wrap=True)
-    for name in (*PART_HEADS, "rest", "peak", "device\ntotal", "fits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for way in record["ways"]:
-        mark = "*" if way["asked"] else ""
-        rows = _rows(way, unit_bytes)
-        for index, (slots, devices, values) in enumerate(rows):
-            is_first, is_last = index == 0, index == len(rows) - 1
-            table.add_row(
-                way_name(way) + mark if is_first else "",
-                slots,
-                devices,
-                *values,
-                ("yes" if way["fits"] else "NO") if is_first else "",
-                end_section=is_last,
-            )
-    return table
 
 
-def _rows(way: Mapping[str, Any], unit_bytes: int) -> list[tuple[str, str, list[str]]]:
+def _rows(way: Mapping[str, Any], unit_bytes: int) -> list[tuple[str, ...]]:
     """Return slot, device and numbers of each row; equal ones of many devices are one row."""
     rows = []
     for slot in way["slots"]:
         bar = bar_parts(slot, way["slots"], "predicted")
         values = [*bar.values(), slot["predicted"]["peak_bytes"], slot["device_bytes"]]
         rows.append((slot, [amount(value, unit_bytes) for value in values]))
-    if len(rows) <= MAX_ROWS:
-        return [(str(slot["slot"]), slot["device"], values) for slot, values in rows]
     runs = []
-    for values, run in groupby(rows, key=lambda row: row[1]):
-        slots = [slot for slot, _ in run]
-        first, last = slots[0], slots[-1]
+    key = (lambda row: row[1]) if len(rows) > MAX_ROWS else (lambda row: row[0]["slot"])
+    for _, run in groupby(rows, key=key):
+        (first, values), *others = run
         number, device = str(first["slot"]), first["device"]
-        if len(slots) > 1:
+        if others:
+            last, _ = others[-1]
             number += f"-{last['slot']}"
             device += "" if device == last["device"] else f"-{last['device'].partition(':')[2]}"
-        runs.append((number, device, values))
+        runs.append((number, device, *values))
     return runs
 
 

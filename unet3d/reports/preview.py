@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from mpl_toolkits.axes_grid1.anchored_artists import AnchoredSizeBar
 
 from unet3d.images.geometry import voxel_mm3
 from unet3d.images.image import Image
 from unet3d.images.units import Units
 from unet3d.reports.figures import LABELS, drawable, save_figure
-from unet3d.reports.format import score
-from unet3d.reports.planes import SIDE, Layout, Structure, Survey, View, survey, visible_box
+from unet3d.reports.planes import VIEWS, Structure, Survey, View, survey, visible_box
+from unet3d.reports.tables import score
 
 PERCENTILES = (1.0, 99.0)
 """Intensities of the planes that are black and white."""
@@ -34,16 +34,17 @@ MAX_ROWS = 12
 """Structures that the legend names."""
 MAX_LETTERS, MAX_TITLE = 20, 60
 """Letters of a name in the legend, and of the title."""
-LEGEND_WIDTH, TRUE_WIDTH, ROW = 3.6, 4.7, 0.26
-"""Inches of the legend, with a truth, and between its lines."""
-ONE_HEAD, HEADS = ("volume",), ("predicted", "true", "Dice")
-TRUE_ENDS = (TRUE_WIDTH - 1.65, TRUE_WIDTH - 0.65, TRUE_WIDTH)
-"""Heads of the legend's columns, and where they end with a truth."""
-SWATCH = 0.2
-"""Width of a structure's colour in the legend."""
+ONE_HEAD, HEADS = ("volume",), ("segmented", "true", "Dice")
 EMPTY = "Nothing was segmented."
 FONT, SMALL = 11, 9
 DIM = "#6B6B6B"
+
+MAX_INCHES, MIN_INCHES = 7.6, 0.15
+"""Of both columns, or both rows, of planes together; and of a plane that is nearly a line."""
+LEGEND_INCHES, LINE_INCHES = (3.6, 5.2), 0.24
+"""Width of the legend, without and with a truth, and between its lines."""
+SIDE, ABOVE, BELOW, GAP = 0.35, 1.05, 0.6, 0.85
+"""Inches around and between planes, for letters and titles."""
 
 Labels = npt.NDArray[Any]
 
@@ -76,8 +77,9 @@ class Preview:
 def preview_figure(preview: Preview) -> Figure:
     """Draw three planes through the largest structure, and a legend.
 
-    The view of a patient is radiological: right is on the left of the picture, as is the front in
-    the sagittal plane.
+    The coronal and the sagittal plane are above, the axial one and the legend below, all planes at
+    one scale. The view of a patient is radiological: right is on the left of the picture, as is
+    the front in the sagittal plane.
     """
     geometry = preview.image.geometry
     maps: list[tuple[Labels, Any]] = [(preview.labels, "-")]
@@ -85,51 +87,52 @@ def preview_figure(preview: Preview) -> Figure:
         maps.append((preview.truth, DASHES))
     surveys = [survey(labels, preview.structures) for labels, _ in maps]
     guide = _guide(surveys)
+    box = visible_box(surveys, geometry.shape)
     shown_mm = [
-        (first * mm, last * mm)
-        for (first, last), mm in zip(
-            visible_box(surveys, geometry.shape), geometry.spacing_mm, strict=True
-        )
+        (first * mm, last * mm) for (first, last), mm in zip(box, geometry.spacing_mm, strict=True)
     ]
+    x, y, z = (last - first for first, last in shown_mm)
+    inches_per_mm = min(MAX_INCHES / (x + y), MAX_INCHES / (y + z))
+    x, y, z = (max(MIN_INCHES, mm * inches_per_mm) for mm in (x, y, z))
     rows = _rows(preview, surveys)
-    layout = Layout.of(
-        [last - first for first, last in shown_mm],
-        (LEGEND_WIDTH if preview.truth is None else TRUE_WIDTH, ROW * (len(rows) + 7)),
+    legend_width = LEGEND_INCHES[preview.truth is not None]
+    widths, heights = (x, max(y, legend_width)), (z, max(y, LINE_INCHES * (len(rows) + 8)))
+    width, height = sum(widths) + 2 * SIDE + GAP, sum(heights) + ABOVE + GAP + BELOW
+    figure = Figure((width, height))
+    upper, lower = figure.subplots(
+        *(2, 2),
+        width_ratios=widths,
+        height_ratios=heights,
+        gridspec_kw={
+            **{"left": SIDE / width, "right": 1 - SIDE / width, "wspace": 2 * GAP / sum(widths)},
+            **{"bottom": BELOW / height, "top": 1 - ABOVE / height},
+            "hspace": 2 * GAP / sum(heights),
+        },
     )
-    figure = Figure(figsize=layout.size)
-    planes = {
-        panel: preview.image.plane(panel.across, guide.position[panel.across])
-        for panel in layout.panels
-    }
-    window = _window(list(planes.values()))
+    planes = [preview.image.plane(view.across, guide.position[view.across]) for view in VIEWS]
+    window = _window(planes)
     seen: set[int] = set()
-    for panel, place in layout.panels.items():
-        axes = figure.add_axes(layout.share(place))
-        index = guide.position[panel.across]
-        _draw_image(axes, panel, planes[panel], geometry.spacing_mm, window)
+    for axes, view, shown in zip((*upper, lower[0]), VIEWS, planes, strict=True):
+        index = guide.position[view.across]
+        _draw_image(axes, view, shown, geometry.spacing_mm, window)
         for labels, style in maps:
-            plane = np.asarray(np.moveaxis(labels, panel.across, 0)[index])
-            seen |= _outline(axes, panel, plane, preview, style)
-        across = shown_mm[panel.horizontal]
+            plane = np.asarray(np.moveaxis(labels, view.across, 0)[index])
+            seen |= _outline(axes, view, plane, preview, style)
+        across, up = shown_mm[view.horizontal], shown_mm[view.vertical]
+        is_line = min(across[1] - across[0], up[1] - up[0]) * inches_per_mm < MIN_INCHES
+        axes.set_aspect("auto" if is_line else "equal", anchor="NW")
         axes.set_xlim(across[::-1] if geometry.is_anatomical else across)
-        axes.set_ylim(shown_mm[panel.vertical])
-        _name_edges(axes, panel, geometry.is_anatomical)
-        name = panel.name
+        axes.set_ylim(up)
+        _name_edges(axes, view, geometry.is_anatomical)
+        name = view.name
         if not geometry.is_anatomical:
-            name = "XYZ"[panel.horizontal] + "XYZ"[panel.vertical]
-        title = f"{name}, {index + 1} of {geometry.shape[panel.across]}"
+            name = "XYZ"[view.horizontal] + "XYZ"[view.vertical]
+        title = f"{name}, {index + 1} of {geometry.shape[view.across]}"
         axes.set_title(title, fontsize=FONT, loc="left", pad=18)
-    legend = figure.add_axes(layout.share(layout.legend))
-    down = _draw_legend(legend, rows, _notes(preview, surveys, rows, seen), seen, layout)
-    _draw_scale(legend, down + 1.2 * ROW, layout, preview.units)
-    figure.text(
-        SIDE / layout.size[0],
-        1 - 0.2 / layout.size[1],
-        drawable(preview.title, MAX_TITLE),
-        fontsize=FONT + 3,
-        fontweight="bold",
-        va="top",
-    )
+    _draw_scale(lower[0], widths[0] / inches_per_mm / 3, 0.28 / y, preview.units)
+    _draw_legend(lower[1], preview, rows, seen, _notes(preview, surveys, rows, seen))
+    title, place = drawable(preview.title, MAX_TITLE), (SIDE / width, 1 - 0.2 / height)
+    figure.text(*place, title, va="top", fontsize=FONT + 3, fontweight="bold")
     return figure
 
 
@@ -149,14 +152,14 @@ def _window(planes: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
 
 def _draw_image(
     axes: Axes,
-    panel: View,
+    view: View,
     plane: npt.NDArray[Any],
     spacing_mm: Sequence[float],
     window: tuple[float, float],
 ) -> None:
     width, height = (
         size * spacing_mm[axis]
-        for size, axis in zip(plane.shape, (panel.horizontal, panel.vertical), strict=True)
+        for size, axis in zip(plane.shape, (view.horizontal, view.vertical), strict=True)
     )
     axes.imshow(
         plane.T,
@@ -170,11 +173,11 @@ def _draw_image(
     axes.set_facecolor("black")
 
 
-def _outline(axes: Axes, panel: View, plane: Labels, preview: Preview, style: Any) -> set[int]:
+def _outline(axes: Axes, view: View, plane: Labels, preview: Preview, style: Any) -> set[int]:
     """Draw the outlines of all structures in a plane, and return which ones there are."""
     x_mm, y_mm = (
         (np.arange(size + 2) - 0.5) * preview.image.geometry.spacing_mm[axis]
-        for size, axis in zip(plane.shape, (panel.horizontal, panel.vertical), strict=True)
+        for size, axis in zip(plane.shape, (view.horizontal, view.vertical), strict=True)
     )
     there = set(np.unique(plane).tolist())
     found = set()
@@ -198,12 +201,12 @@ def _around(found: npt.NDArray[np.int64]) -> slice:
     return slice(int(found[0]) - 1, int(found[-1]) + 2)
 
 
-def _name_edges(axes: Axes, panel: View, is_anatomical: bool) -> None:
+def _name_edges(axes: Axes, view: View, is_anatomical: bool) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
     ends = PATIENT_ENDS if is_anatomical else ARRAY_ENDS
-    (first, last), (low, high) = ends[panel.horizontal], ends[panel.vertical]
+    (first, last), (low, high) = ends[view.horizontal], ends[view.vertical]
     left, right = (last, first) if is_anatomical else (first, last)
     for letter, where, offset, across, up in (
         (left, (0, 0.5), (-6, 0), "right", "center"),
@@ -225,123 +228,96 @@ def _name_edges(axes: Axes, panel: View, is_anatomical: bool) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """A line of the legend."""
-
-    index: int | None
-    """Of the structure; None: of several."""
-    name: str
-    cells: tuple[str, ...]
+Row = tuple[int | None, tuple[str, ...]]
+"""A line of the legend: the structure, None for several; its name and numbers."""
 
 
-def _rows(preview: Preview, surveys: Sequence[Survey]) -> list[_Row]:
+def _rows(preview: Preview, surveys: Sequence[Survey]) -> list[Row]:
     """Return the structures of the legend: all, or the largest ones and how many more there are."""
     structures, last = preview.structures, surveys[-1].num_voxels
     named = list(range(len(structures)))
     if len(named) > MAX_ROWS:
         named = sorted(named, key=lambda index: -last[index])[:MAX_ROWS]
-    rows = []
+    rows: list[Row] = []
     for index in named:
         cells = [preview.volume_text(found.num_voxels[index]) for found in surveys]
         if preview.truth is not None:
             cells.append(score(preview.dice[index]))
-        rows.append(_Row(index=index, name=structures[index].name, cells=tuple(cells)))
+        rows.append((index, (drawable(structures[index].name, MAX_LETTERS), *cells)))
     left = set(range(len(structures))) - set(named)
     if left:
         num_left = sum(last[index] > 0 for index in left)
-        counts = (sum(found.num_voxels[index] for index in left) for found in surveys)
-        cells = [preview.volume_text(count) for count in counts]
-        rows.append(_Row(index=None, name=f"and {num_left} more", cells=tuple(cells)))
+        counts = [sum(found.num_voxels[index] for index in left) for found in surveys]
+        cells = [*map(preview.volume_text, counts), *[""] * (preview.truth is not None)]
+        rows.append((None, (f"and {num_left} more", *cells)))
     return rows
 
 
 def _draw_legend(
-    axes: Axes, rows: Sequence[_Row], notes: Sequence[str], seen: set[int], layout: Layout
-) -> float:
-    """Write names and volumes below each other, and return how far down that goes.
-
-    The axes count inches from their upper left.
-    """
-    _, _, width, height = layout.legend
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
+    axes: Axes, preview: Preview, rows: Sequence[Row], seen: set[int], notes: Sequence[str]
+) -> None:
+    """Write names beside their colours, their numbers, and below them what else there is."""
     axes.set_axis_off()
-    has_truth = any(len(row.cells) > 1 for row in rows)
-    heads, ends = (HEADS, TRUE_ENDS) if has_truth else (ONE_HEAD, (width,))
-    down = ROW / 2
-    for head, end in zip(heads, ends, strict=True):
-        axes.text(end, down, head, ha="right", va="center", fontsize=SMALL, color=DIM)
-    for row in rows:
-        down += ROW
-        is_seen = row.index is None or row.index in seen
-        colour = "black" if is_seen else DIM
-        if row.index is not None:
-            swatch = LABELS[row.index % len(LABELS)]
-            face = (swatch, 0.6) if is_seen else "none"
-            place = (0, down - SWATCH / 3)
-            axes.add_patch(
-                Rectangle(place, SWATCH, SWATCH * 2 / 3, facecolor=face, edgecolor=swatch, lw=LINE)
-            )
-        name = drawable(row.name, MAX_LETTERS)
-        axes.text(0.3, down, name, va="center", fontsize=FONT, color=colour)
-        for cell, end in zip(row.cells, ends, strict=False):
-            axes.text(end, down, cell, ha="right", va="center", fontsize=FONT, color=colour)
-    down += 0.4 * ROW
+    down = 0.0
+
+    def write(text: str, right: float = 0, **how: Any) -> None:
+        place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        axes.annotate(text, (0, 1), (72 * right, -72 * down), va="top", **{**place, **how})
+
+    def write_row(cells: Sequence[str], **how: Any) -> None:
+        text = f"{cells[0]:{MAX_LETTERS}}" + "".join(f"{cell:>11}" for cell in cells[1:])
+        write(text, 0.25, family="monospace", fontsize=SMALL, **how)
+
+    write_row(("", *(HEADS if preview.truth is not None else ONE_HEAD)), color=DIM)
+    for index, cells in rows:
+        down += LINE_INCHES
+        is_seen = index is None or index in seen
+        write_row(cells, color="black" if is_seen else DIM)
+        if index is not None:
+            mark = "■" if is_seen else "□"
+            write(mark, color=LABELS[index % len(LABELS)], fontsize=FONT)
+    down += LINE_INCHES / 2
     for note in notes:
-        down += 0.75 * ROW
+        down += LINE_INCHES
         is_warning = note == EMPTY
-        axes.text(
-            0,
-            down,
-            note,
-            va="center",
-            fontsize=FONT if is_warning else SMALL,
-            fontweight="bold" if is_warning else "normal",
-            color="black" if is_warning else DIM,
-        )
-    return down
+        weight, colour = ("bold", "black") if is_warning else ("normal", DIM)
+        write(note, fontsize=SMALL, fontweight=weight, color=colour)
 
 
 def _notes(
-    preview: Preview, surveys: Sequence[Survey], rows: Sequence[_Row], seen: set[int]
+    preview: Preview, surveys: Sequence[Survey], rows: Sequence[Row], seen: set[int]
 ) -> list[str]:
     """Return what a reader of the picture must know, a line each."""
     notes = []
     if surveys[0].largest is None:
         notes.append(EMPTY)
     if preview.truth is not None:
-        notes.append("Solid: predicted; dashed: true.")
-    if seen and any(row.index is not None and row.index not in seen for row in rows):
+        notes.append("Solid: segmented; dashed: true.")
+    if seen and any(index is not None and index not in seen for index, _ in rows):
         notes.append("Grey names are not in these planes.")
     largest = _guide(surveys).largest
-    planes = "Planes: the middle ones,"
+    planes = "the middle ones"
     if largest is not None:
         name = drawable(preview.structures[largest].name, MAX_LETTERS)
-        planes = f"Planes: those with the largest area of {name},"
+        planes = f"those with the largest area of {name}"
+    origin, sides = "the first voxel", "The file does not say where left and right are."
     if preview.image.geometry.is_anatomical:
-        return [
-            *notes,
-            planes,
-            "counted from the left, the back and below.",
-            "Radiological view: the patient's right is on the left.",
-        ]
-    return [
-        *notes,
-        planes,
-        "counted from the first voxel.",
-        "The file does not say where left and right are.",
-    ]
+        origin = "the left, the back and below"
+        sides = "Radiological view: the patient's right is on the left."
+    return [*notes, f"Planes: {planes},", f"counted from {origin}.", sides]
 
 
-def _draw_scale(axes: Axes, down: float, layout: Layout, units: Units) -> None:
-    """Draw a bar of a round length, the largest of a third of the width."""
-    most = layout.legend[2] / 3 / layout.inches_per_mm / units.mm
+def _draw_scale(axes: Axes, most_mm: float, down: float, units: Units) -> None:
+    """Draw a bar of a round length, the largest up to some length, below a plane."""
+    most = most_mm / units.mm
     power = 10.0 ** math.floor(math.log10(most))
     length = max(step * power for step in (1, 2, 5) if step * power <= most)
-    inches = length * units.mm * layout.inches_per_mm
-    axes.plot([0, inches], [down, down], color="black", linewidth=2.5, solid_capstyle="butt")
-    axes.text(inches + 0.1, down, f"{length:g} {units.length}", va="center", fontsize=SMALL)
+    text = f"{length:g} {units.length}"
+    where = {"bbox_to_anchor": (0, -down), "bbox_transform": axes.transAxes}
+    bar = AnchoredSizeBar(
+        axes.transData, length * units.mm, text, "upper left", borderpad=0, frameon=False, **where
+    )
+    axes.add_artist(bar)
 
 
 def write_preview(path: Path, image: Image, labels: Labels, label_names: Mapping[int, str]) -> None:

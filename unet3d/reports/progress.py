@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
-from unet3d.reports.format import duration, score
+from unet3d.reports.tables import duration, score
 from unet3d.terminal import live_line
 
 logger = logging.getLogger(__name__)
@@ -22,9 +22,6 @@ LOG_SECONDS = 60.0
 
 MAX_COLUMNS = 80
 """Width that every line fits."""
-
-MAX_NAME_COLUMNS = 30
-"""Width of a label's name where not all names fit."""
 
 INDENT = "    "
 """Begins each further line about the same epoch."""
@@ -53,13 +50,11 @@ class ProgressLine:
         self._quiet = quiet
         self._is_live = console.is_terminal and not quiet
         self._dice = score(None)
-        self._timed_from: tuple[int, float] | None = None
-        """Steps that were done at a time, from which on steps are timed."""
-        self._step_seconds = 0.0
-        self._validation_seconds = 0.0
-        self._cases_began: float | None = None
-        """When the validation, or the prediction at the end, began that goes on."""
-        self._next_refresh = self._next_line = 0.0
+        self._began: tuple[int, float] | None = None
+        """Steps that were done at a time, from which on those of the first epoch are timed."""
+        self._has_epoch = False
+        self._step_seconds = self._validation_seconds = 0.0
+        self._cases_began = self._next_refresh = self._next_line = 0.0
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -75,8 +70,8 @@ class ProgressLine:
         """Show the loss after some steps of an epoch; epochs count from 0."""
         now, done = time.monotonic(), epoch * self._num_steps + step
         self._next_refresh = now + REFRESH_SECONDS
-        first, began = self._timed_from = self._timed_from or (done, now)
-        if done > first:
+        first, began = self._began = self._began or (done, now)
+        if done > first and not self._has_epoch:
             self._step_seconds = (now - began) / (done - first)
         self._show_time(
             f"epoch {epoch + 1}/{self._num_epochs} step {step}/{self._num_steps}",
@@ -108,8 +103,6 @@ class ProgressLine:
 
     def predicting(self, case: int, num_cases: int, window: int, num_windows: int) -> None:
         """Show how many validation cases, and windows of the next one, are predicted at the end."""
-        if case == window == 0:
-            self._cases_began = None
         part, seconds = self._cases_done(case, num_cases, window, num_windows)
         text = f"case {min(case + 1, num_cases)}/{num_cases}"
         self._log(f"predicting {text}")
@@ -124,11 +117,7 @@ class ProgressLine:
         On a terminal, epochs without a validation are seen in the live line only.
         """
         epoch, seconds = metrics["epoch"], metrics["seconds"]
-        if self._cases_began is not None and self._timed_from is not None:
-            # Steps are timed without what came between them.
-            first, began = self._timed_from
-            self._timed_from = first, began + time.monotonic() - self._cases_began
-        self._cases_began = None
+        self._has_epoch, self._step_seconds = True, seconds / self._num_steps
         is_validated = "mean_dice" in metrics
         if is_validated:
             self._dice = score(metrics["mean_dice"])
@@ -140,12 +129,16 @@ class ProgressLine:
         after = self._validations_until(self._num_epochs) - self._validations_until(epoch)
         left = (self._num_epochs - epoch) * metrics["seconds"] + after * self._validation_seconds
         took = f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
-        lines = _epoch_lines(
-            f"epoch {epoch}/{self._num_epochs}: loss {metrics['loss']:.4f}",
-            metrics if is_validated else None,
-            f", {took} s, {self._left(left, after)}",
-        )
-        for text in [*lines, *([INDENT + note] if note else [])]:
+        lines = [
+            f"epoch {epoch}/{self._num_epochs}: loss {metrics['loss']:.4f}"
+            + (f", Dice {self._dice}" if is_validated else "")
+            + f", {took} s, {self._left(left, after)}"
+        ]
+        if is_validated:
+            lines.append(INDENT + _labels(metrics["dice"], MAX_COLUMNS - len(INDENT)))
+        if note:
+            lines.append(INDENT + note)
+        for text in lines:
             if self._is_live:
                 self._console.print(text, highlight=False, markup=False)
             else:
@@ -156,7 +149,7 @@ class ProgressLine:
     ) -> tuple[float, float]:
         """Return which part of the cases is done, and in how many seconds."""
         now = time.monotonic()
-        if self._cases_began is None:
+        if case == window == 0 or not self._cases_began:
             self._cases_began, self._next_line, self._next_refresh = now, now + LOG_SECONDS, 0.0
         part = min(1.0, (case + window / num_windows) / max(num_cases, 1))
         return part, now - self._cases_began
@@ -199,36 +192,15 @@ class ProgressLine:
         return number + (epoch == self._num_epochs and rest != 0)
 
 
-def _epoch_lines(head: str, validation: Mapping[str, Any] | None, tail: str) -> list[str]:
-    """Return the line of an epoch, and a second one where the labels' Dice has no place in it."""
-    if validation is None:
-        return [head + tail]
-    head = f"{head}, Dice {score(validation['mean_dice'])}"
-    dice = [(_printable(name), value) for name, value in validation["dice"].items()]
-    labels = ", ".join(f"{name} {score(value)}" for name, value in dice)
-    line = f"{head} ({labels}){tail}"
-    if cell_len(line) <= MAX_COLUMNS:
-        return [line]
-    if len(INDENT) + cell_len(labels) <= MAX_COLUMNS:
-        return [head + tail, INDENT + labels]
-    known = sorted((value, name) for name, value in dice if value is not None)
-    return [head + tail, _lowest(known)] if known else [head + tail]
-
-
-def _lowest(dice: list[tuple[float, str]]) -> str:
-    """Return the labels with the lowest Dice, as many as fit in a line."""
-    line = f"{INDENT}lowest of {len(dice)} labels:" if len(dice) > 1 else INDENT[:-1]
-    for number, (value, name) in enumerate(dice):
-        text = f"{',' if number else ''} {_cut(name, MAX_NAME_COLUMNS)} {score(value)}"
-        if cell_len(line) + cell_len(text) > MAX_COLUMNS:
-            break
-        line += text
-    return line
-
-
-def _cut(text: str, columns: int) -> str:
-    return text if cell_len(text) <= columns else set_cell_size(text, columns - 1).rstrip() + "…"
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+def _labels(dice: Mapping[str, float | None], columns: int) -> str:
+    """Return the Dice of each label; where there is no place for all, the lowest ones."""
+    texts = {}
+    for name, value in dice.items():
+        plain = "".join(letter if letter.isprintable() else "?" for letter in name)
+        texts[name] = f"{plain} {score(value)}"
+    text = ", ".join(texts.values())
+    if cell_len(text) <= columns:
+        return text
+    lowest = sorted((value, name) for name, value in dice.items() if value is not None)
+    text = "lowest: " + ", ".join(texts[name] for _, name in lowest)
+    return set_cell_size(text, columns - 1).rstrip() + "…"

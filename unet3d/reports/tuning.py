@@ -3,57 +3,55 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
-from rich import box
-from rich.table import Table
 
 from unet3d.images.files import times
-from unet3d.reports.figures import LINES, WIDTH_INCHES, legend_beside, save_figure, tidy
-from unet3d.reports.format import NOTHING, amount, unit_for
+from unet3d.reports.figures import LINES, WIDTH_INCHES, legend_beside, tidy
+from unet3d.reports.tables import CPU_BOUND, NOTHING, Table, amount, unit_for
 
 NOTE_LETTERS = 80
 """Letters of a line below the picture."""
 
 
 def tuning_table(record: Mapping[str, Any]) -> Table:
-    """Return time and memory of every setting as a table for the terminal.
+    """Return time and memory of every setting.
 
     ``record`` is what :meth:`unet3d.planning.sweep.Sweep.to_dict` returns, here and below.
     """
     peaks = [peak for row in record["rows"] for peak in row["peak_bytes"]]
     unit, unit_bytes = unit_for(max(peaks, default=0))
-    has_cpu = any("cpu" in row["devices"] for row in record["rows"])
-    table = Table(
+
+    def cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        seconds, predicted, ratio = row["seconds"], row["predicted_seconds"], row["ratio"]
+        return (
+            name,
+            f"{row['num_micro_batches']}{'*' if row['fastest'] else ' '}",
+            "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
+            NOTHING if predicted is None else f"{1000 * predicted:.1f}",
+            NOTHING if ratio is None else f"{ratio:.2f}x",
+            amount(max(row["peak_bytes"]), unit_bytes) if row["peak_bytes"] else "",
+        )
+
+    return Table(
         title=f"Measured training steps\n{record['batch_size']} patches of "
         f"{times(record['size'])} voxels, {record['precision']}",
-        caption="*: the fastest. Times are medians of the slowest rank; the ratio is to the best "
-        "step of one device; the peak is that of the fullest device."
-        + (" A CPU's peak is the sum of what is counted: a lower bound." * has_cpu),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,
+        heads=(
+            *("parallel", "micro-\nbatches", "ms a\nstep", "pre-\ndicted"),
+            *("against\none device", f"peak\n{unit}"),
+        ),
+        groups=[
+            [cells("" if number else name, row) for number, row in enumerate(rows)]
+            for name, rows in _lines(record)
+        ],
+        notes=[
+            "*: the fastest. Times are medians of the slowest rank; the ratio is to the best step "
+            "of one device; the peak is that of the fullest device.",
+            *[CPU_BOUND] * any("cpu" in row["devices"] for row in record["rows"]),
+        ],
     )
-    table.add_column("parallel")
-    for name in ("micro-\nbatches", "ms a\nstep", "pre-\ndicted", "against\none device"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"peak\n{unit}", justify="right", no_wrap=True)
-    for name, rows in _lines(record):
-        for row in rows:
-            seconds, predicted, ratio = row["seconds"], row["predicted_seconds"], row["ratio"]
-            table.add_row(
-                name if row is rows[0] else "",
-                f"{row['num_micro_batches']}{'*' if row['fastest'] else ' '}",
-                "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
-                NOTHING if predicted is None else f"{1000 * predicted:.1f}",
-                NOTHING if ratio is None else f"{ratio:.2f}x",
-                amount(max(row["peak_bytes"]), unit_bytes) if row["peak_bytes"] else "",
-                end_section=row is rows[-1],
-            )
-    return table
 
 
 def tuning_figure(record: Mapping[str, Any]) -> Figure:
@@ -100,11 +98,6 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
     tidy(axes)
     legend_beside(axes, title="parallel", alignment="left")
     return figure
-
-
-def write_tuning_picture(record: Mapping[str, Any], path: Path) -> None:
-    """Write :func:`tuning_figure` as a PNG, under the name that the caller publishes it from."""
-    save_figure(tuning_figure(record), path)
 
 
 def tuning_lines(record: Mapping[str, Any]) -> list[str]:

@@ -29,7 +29,6 @@ from unet3d.parallel import (
     resolve_precision,
 )
 from unet3d.parallel.precision import cpu_has_bfloat16, precision_on, to_parameter_dtype
-from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
@@ -40,7 +39,6 @@ from unet3d.planning.out_of_memory import (
 )
 from unet3d.planning.step_time import long_on_cpu
 from unet3d.planning.tuning_cache import resolve_auto
-from unet3d.reports.format import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cases import RunContext
 from unet3d.training.cores import (
@@ -291,13 +289,6 @@ def _say_how_it_is_trained(context: RunContext, step: Step) -> None:
         "length: %d epoch(s) of %d steps; the first one tells how long they take",
         *(training.epochs, training.steps_per_epoch),
     )
-    for slot in executor.slots:
-        precise = precision_on(slot.device, context.precision)
-        logger.debug("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
-    if isinstance(executor, SpatialExecutor):
-        division = executor.rule.divide(step.size)
-        planes = [len(division.slab(shard)) for shard in range(dims.num_shards)]
-        logger.debug("%s", slab_line(planes))
 
 
 @contextmanager

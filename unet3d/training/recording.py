@@ -18,9 +18,10 @@ from unet3d.memory.meter import MemoryMeter
 from unet3d.memory.record import memory_record, merged_records, reserved_bytes
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
-from unet3d.reports.curves import write_progress_picture
-from unet3d.reports.format import is_one_cpu
-from unet3d.reports.memory import write_memory_picture
+from unet3d.reports.curves import progress_figure
+from unet3d.reports.figures import write_figure
+from unet3d.reports.memory import memory_figure
+from unet3d.reports.tables import is_one_cpu
 from unet3d.runs.run_folder import writing
 from unet3d.training.cases import RunContext
 from unet3d.training.final_validation import FinalResult
@@ -99,7 +100,7 @@ class RunRecorder:
 
     def _draw_memory(self, record: dict[str, Any]) -> None:
         with writing(self._folder.memory_picture):
-            write_memory_picture(record, self._folder.memory_picture)
+            write_figure(memory_figure(record), self._folder.memory_picture)
 
     def update_reserved(self) -> None:
         """Write down what allocators, or a process on a CPU, have reserved; all ranks call it.
@@ -133,7 +134,7 @@ class RunRecorder:
             return
         path = self._folder.progress_picture
         with writing(path):
-            write_progress_picture(self._folder.read_metrics(), self._title(), path)
+            write_figure(progress_figure(self._folder.read_metrics(), self._title()), path)
 
     def _title(self) -> str:
         config, path = self._context.experiment.config, self._folder.path.absolute()

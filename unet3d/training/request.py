@@ -7,8 +7,9 @@ from typing import Any
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.datasets.dataset import fold_cases, load_dataset
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
-from unet3d.memory.gpus import refuse_missing
+from unet3d.memory.gpus import refuse_impossible
 from unet3d.runs.finding import dataset_of, described_in, newest_run, recorded_folds
 from unet3d.runs.run_folder import RUNS, RunFolder
 
@@ -39,7 +40,12 @@ def check_early(request: Request, has_folds: bool) -> None:
     if request.resume:
         old_run = run_to_resume(request, over_folds=has_folds and request.output is None)
     config = settings_of(request, old_run)
-    refuse_missing(config.parallel.devices or ())
+    precisions = {
+        "training.precision": config.training.precision,
+        "inference.precision": config.inference.precision,
+    }
+    is_alone = Ranks.from_environment() == Ranks() and not has_folds
+    refuse_impossible(config.parallel.devices, config.parallel.mode, precisions, is_alone)
     data = config.data
     if data.dataset is not None:
         dataset = load_dataset(data.dataset)

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from tests.images.samples import write_json
 from tests.reports.pages import sample_run
 from tests.reports.pages.html import Page, assert_closed
 from tests.reports.pages.sample_run import write_run
+from unet3d.reports.pages import run_page as run_pages
 from unet3d.reports.pages.run_page import run_page
+from unet3d.runs.run_folder import folds_in
 
 EVIL = "</script><script>alert(1)</script>\"'&"
 """What must be text wherever it stands."""
@@ -24,8 +27,8 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
     assert "mine: fold 2 of Task01_Sample" in text
     assert "Finished after 4 epochs, in 1 h 02 min." in text
     # Labels: mean Dice, HD95, NSD, volumes, number of cases.
-    assert page.cells("liver") == ["liver", "0.844", "2.25", "0.844", "12.50", "10.00", "2"]
-    assert page.cells("tumour") == ["tumour", "0.250", "4.75", "0.250", "12.50", "10.00", "1"]
+    assert page.cells("liver") == ["liver", "0.844", "2.25", "0.844", "12.500", "10.000", "2"]
+    assert page.cells("tumour") == ["tumour", "0.250", "4.75", "0.250", "12.500", "10.000", "1"]
     assert "NSD (2 mm)" in text
     assert "Only the largest component is kept of liver, tumour; of tumour." in text
     # Cases: the worst first, and what has no Dice has none.
@@ -33,16 +36,11 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
     assert names.index("low") < names.index("high")
     assert page.cells("low") == ["low", "0.500", "0.750", "0.250"]
     assert page.cells("high") == ["high", "0.938", "0.938", "–"]
-    # Memory, measured and predicted, in MiB.
-    assert page.cells("0") == [
-        *("0", "cuda:0", "encoder.0.0", "measured"),
-        *("6.00", "6.00", "12.00", "70.00", "100", "81,920"),
-    ]
-    assert page.cells("predicted")[-1] == "110 (+10.0%)"
-    assert page.cells("1") == [
-        *("1", "cuda:1 of rank 1", "encoder.0.0 … encoder.0.1", "measured"),
-        *("6.00", "6.00", "12.00", "70.00", "100", "81,920"),
-    ]
+    # Memory in MiB, and last what was predicted of the peak, and the device's total.
+    sizes = ("6.00", "6.00", "12.00", "70.00", "100")
+    assert page.cells("0") == ["0", "cuda:0", "encoder.0.0", *sizes, "110", "81,920"]
+    blocks = "encoder.0.0 … encoder.0.1"
+    assert page.cells("1") == ["1", "cuda:1 of rank 1", blocks, *sizes, "–", "81,920"]
     for fact in (
         *("/data/Task01_Sample", "2, 5", "2: a, b", "2: high, low", "1 x 1.25 x 3 mm"),
         *("background, liver, tumour", "cuda:0 (NVIDIA H200), cuda:1 (NVIDIA H200)"),
@@ -51,7 +49,7 @@ def test_a_finished_run_shows_all_that_was_found(tmp_path):
     ):
         assert fact in text, fact
     # The means over the labels, above everything.
-    assert "mean HD95 3.50 mm" in text and "mean Dice 0.547" in text
+    assert "mean HD95 3.5 mm" in text and "mean Dice 0.547" in text
 
 
 def test_pictures_are_in_the_page_with_their_words(tmp_path):
@@ -140,7 +138,8 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path, name, without_c
 
 def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path, without_curves):
     cases, score = sample_run.cases(), sample_run.score
-    cases["mean"] = {str(n): score(f"organ {n}", 0.5) for n in range(1, 31)}
+    counts = {"num_cases_dice": 2}
+    cases["mean"] = {str(n): score(f"organ {n}", 0.5) | counts for n in range(1, 31)}
     for case in cases["cases"]:
         case["labels"] = {key: score(f"organ {key}", 1 - int(key) / 100) for key in cases["mean"]}
     page = Page(run_page(write_run(tmp_path, **{"validation/cases.json": cases})))
@@ -154,8 +153,8 @@ def test_one_cpu_has_the_memory_of_the_process_and_no_slots(tmp_path):
     memory["slots"][0]["measured"]["reserved_bytes"] = 600 * sample_run.MIB
     page = Page(run_page(write_run(tmp_path, **{"memory.json": memory})))
     assert "peak memory 600 MiB of the process" in page.text and "slot" not in page.text
-    cells = ["measured", "6.00", "6.00", "12.00", "70.00", "600", "81,920"]
-    assert page.cells("measured") == cells and "predicted" not in [row[0] for row in page.rows]
+    sizes = ["6.00", "6.00", "12.00", "70.00", "600", "–", "81,920"]
+    assert page.cells("the process") == ["the process", *sizes]
     assert "that of the whole process" in page.text and "lower bound" not in page.text
 
 
@@ -169,7 +168,72 @@ def test_an_image_of_a_microscope_has_its_units(tmp_path):
     cases["mean"]["2"]["hd95_mm"] = None
     changes = {"data.json": data, "validation/cases.json": cases}
     page = Page(run_page(write_run(tmp_path, **changes)))
-    assert page.cells("liver") == ["liver", "0.844", "2.00", "0.844", "5.00", "7.50", "2"]
-    for words in ("HD95 (nm)", "NSD (20 nm)", "predicted (µm³)", "10 x 10 x 40 nm"):
+    assert page.cells("liver") == ["liver", "0.844", "2.00", "0.844", "5.000", "7.500", "2"]
+    for words in ("HD95 (nm)", "NSD (20 nm)", "segmented (µm³)", "10 x 10 x 40 nm"):
         assert words in page.text, words
-    assert "mean HD95 2.00 nm" in page.text and " mm" not in page.text
+    assert "mean HD95 2 nm" in page.text and " mm" not in page.text
+
+
+# Several folds
+
+
+def folds_page(folder, output, with_pages=()):
+    pages = {fold: folder / f"fold{fold}/report.html" for fold in with_pages}
+    return run_pages.folds_page(folder, folds_in(folder), pages, output)
+
+
+def spread(mean, deviation):
+    return {"mean": mean, "standard_deviation": deviation, "num_folds": 2}
+
+
+def folds_summary(label="liver"):
+    """What a training of folds 0 and 2 writes."""
+    return {
+        "folds": {
+            "0": {"final_mean_dice": 0.5, "final_dice": {label: 0.25}, "epochs": 4, "seconds": 60},
+            "2": {"final_mean_dice": 0.75, "final_dice": {label: 0.5}, "epochs": 4, "seconds": 90},
+        },
+        "final_mean_dice": spread(0.625, 0.177),
+        "final_dice": {label: spread(0.375, 0.178)},
+        "best_dice": spread(0.75, None),
+    }
+
+
+def test_finished_folds_show_their_scores_and_lead_to_their_pages(tmp_path):
+    folder = tmp_path / "all folds"
+    for fold in (0, 2):
+        write_run(folder / f"fold{fold}")
+    write_json(folder / "summary.json", folds_summary())
+    page = Page(folds_page(folder, folder / "report.html", [2]))
+    assert_closed(page)
+    assert page.links == ["fold2/report.html"]
+    assert "all folds: 2 folds" in page.text and "2 of 2 folds have ended." in page.text
+    assert "final networks of 2 folds" in page.text
+    assert page.cells("fold 0") == ["fold 0", "0.547", "4", "1 h 02 min", "not begun"]
+    assert page.cells("fold 2")[-1] == "report of fold 2"
+    assert page.cells("liver") == ["liver", "0.250", "0.500", "0.375", "0.178"]
+    elsewhere = Page(folds_page(folder, tmp_path / "page.html", [2]))
+    assert elsewhere.links == ["all%20folds/fold2/report.html"]
+
+
+def test_folds_that_have_not_ended_show_what_there_is(tmp_path):
+    write_run(tmp_path / "fold0")
+    write_run(tmp_path / "fold1", **{"summary.json": None})
+    page = Page(folds_page(tmp_path, tmp_path / "report.html"))
+    assert_closed(page)
+    assert "1 of 2 folds have ended." in page.text
+    assert page.cells("fold 0")[1:4] == ["0.547", "4", "1 h 02 min"]
+    assert page.cells("fold 1")[1:4] == ["–", "–", "–"]
+    assert "when all of them have ended" in page.text
+
+
+def test_names_of_folds_are_text_and_damage_is_named(tmp_path):
+    evil = '"><script>alert(1)</script>'
+    write_run(tmp_path / "fold0")
+    write_json(tmp_path / "summary.json", folds_summary(evil))
+    page = Page(folds_page(tmp_path, tmp_path / "report.html"))
+    assert_closed(page)
+    assert page.cells(evil)[0] == evil and "script" not in page.tags
+    (tmp_path / "summary.json").write_text('{"folds": 1}')
+    page = Page(folds_page(tmp_path, tmp_path / "report.html"))
+    assert "summary.json is damaged, and is left out." in page.text

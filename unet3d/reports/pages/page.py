@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from unet3d import __version__
 from unet3d.inputs.plain_data import printable
 from unet3d.reports.figures import save_figure
-from unet3d.reports.format import score
+from unet3d.reports.tables import score
 
 GENERATOR = b'<meta name="generator" content="unet3d '
 """Stands in the head of every page."""
@@ -48,7 +48,7 @@ def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **co
         style=Markup(style),
         scripts=[Markup(source) for source in sources],
         version=__version__,
-        **content,
+        **{"lead": "", "figures": (), **content},
     )
 
 

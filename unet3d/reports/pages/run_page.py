@@ -1,33 +1,42 @@
-"""The page of one training: what it came to, its curves, cases, memory and settings.
+"""The page of a training: what it came to, its curves, cases, memory and settings; and of folds.
 
 It shows what the folder of the run holds by now. Each part is made of one file; a file that is
 missing has no part, and one that is damaged is named.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import yaml
+from markupsafe import Markup
 
 from unet3d.errors import CheckpointError, reason_of, some
 from unet3d.images.units import Units
 from unet3d.reports.curves import progress_figure
-from unet3d.reports.format import (
-    PARTS,
+from unet3d.reports.pages.page import drawing_of, is_page, picture_of, render
+from unet3d.reports.tables import (
+    NOTHING,
+    Cell,
+    Table,
     amount,
-    blocks_text,
     duration,
+    folds_table,
     is_one_cpu,
     measured_slots,
-    memory_notes,
+    memory_table,
     score,
+    score_cells,
+    score_heads,
     unit_of,
 )
-from unet3d.reports.pages.page import drawing_of, picture_of, render
-from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder
+from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder, folds_in
 
+REPORT = "report.html"
+"""Name of a run's page, unless another one is asked for."""
 MAX_LABEL_COLUMNS = 8
 """Labels that have a column of their own in the table of cases; of more, the lowest is named."""
 
@@ -36,6 +45,24 @@ Facts = list[tuple[str, str]]
 Figure = tuple[str, str, str]
 """A number that is looked for first: what, how much, and what that is of."""
 Part = TypeVar("Part")
+
+
+def pages_of_run(folder: Path, output: Path) -> Iterator[tuple[Path, str, Path]]:
+    """Yield the pages of a run, each with its folder and its place; first those of its folds.
+
+    A fold whose page would replace a file of somebody else has none.
+    """
+    folds = folds_in(folder)
+    if not folds or has_page(RunFolder(folder), is_over_folds=True):
+        yield folder, run_page(folder), output
+        return
+    pages = {}
+    for fold, run in folds.items():
+        place = run.path / REPORT
+        if has_page(run) and (is_page(place) or not os.path.lexists(place)):
+            yield run.path, run_page(run.path), place
+            pages[fold] = place
+    yield folder, folds_page(folder, folds, pages, output), output
 
 
 def run_page(folder: Path) -> str:
@@ -51,16 +78,10 @@ def run_page(folder: Path) -> str:
     data = part_of(run.data, lambda content: _data(folder, content), notes) or {}
     units = data.get("units", Units())
     summary = part_of(run.summary, _summary, notes) or {}
-    cases = part_of(run.validation / CASES, lambda content: _cases(content, units), notes)
-    memory = part_of(run.memory, _memory, notes)
     metrics = part_of(run.metrics, _metrics, notes, lambda _: run.read_metrics()) or {}
-    last = None if cases else metrics.get("last")
-    figures = [
-        *(cases or {"figures": []})["figures"],
-        *([("mean Dice", last["mean"], f"validation in epoch {last['epoch']}")] if last else []),
-        *summary.get("figures", []),
-        *(memory or {"figures": []})["figures"],
-    ]
+    cases = part_of(run.validation / CASES, lambda content: _cases(content, units), notes)
+    validation = cases or metrics.get("last") or {}
+    memory = part_of(run.memory, lambda content: (memory_table(content), _peak(content)), notes)
     return render(
         "run.html",
         styles=["templates/page.css"],
@@ -68,18 +89,22 @@ def run_page(folder: Path) -> str:
         title=data.get("title", folder.absolute().name),
         lead=summary.get("lead") or _unfinished(metrics.get("num_epochs", 0), settings),
         notes=notes,
-        figures=figures,
+        figures=[
+            *validation.get("figures", []),
+            *summary.get("figures", []),
+            *([memory[1]] if memory else []),
+        ],
         curves=metrics.get("curves"),
         curves_in_words=metrics.get("words"),
-        cases=cases,
-        last=last,
-        units=units,
+        labels=validation.get("labels"),
+        labels_are=validation.get("labels_are"),
+        cases=validation.get("cases"),
         pictures=[
             (caption, picture)
             for name, caption in ((WORST, "the worst case"), (BEST, "the best case"))
             if (picture := picture_of(run.validation / name)) is not None
         ],
-        memory=memory,
+        memory=memory and memory[0],
         memory_picture=picture_of(run.memory_picture),
         facts=[
             (what, value)
@@ -183,43 +208,32 @@ def _metrics(lines: Sequence[Content]) -> dict[str, Any]:
         return {}
     num_epochs, losses = lines[-1]["epoch"], [line["loss"] for line in lines]
     verb = "falls" if losses[-1] < losses[0] else "goes"
-    validated = [line for line in lines if line.get("dice")][-1:]
-    last = [
-        {
-            "epoch": line["epoch"],
-            "dice": {name: number(dice) for name, dice in line["dice"].items()},
-            "mean": score(line.get("mean_dice")),
-        }
-        for line in validated
-    ]
+    validated = [line for line in lines if line.get("dice")]
     return {
         "num_epochs": num_epochs,
         "curves": drawing_of(progress_figure(lines, "")),
         "words": f"Loss, validation Dice and learning rate over {num_epochs} epochs; the loss "
         f"{verb} from {losses[0]:.3f} to {losses[-1]:.3f}",
-        "last": last[0] if last else None,
+        "last": _validation(validated[-1]) if validated else None,
+    }
+
+
+def _validation(line: Content) -> dict[str, Any]:
+    """Return the scores of a validation while the network was trained."""
+    where = f"validation in epoch {line['epoch']}"
+    rows = [(name, number(dice)) for name, dice in line["dice"].items()]
+    return {
+        "figures": [("mean Dice", score(line.get("mean_dice")), where)],
+        "labels": Table(title="Dice of each label", heads=("label", "Dice"), groups=[rows]),
+        "labels_are": "The validation cases were not predicted with the final network. Dice of the "
+        f"{where}:",
     }
 
 
 def _cases(content: Content, units: Units) -> dict[str, Any]:
     """Return the scores of the final network on the validation cases: of labels, and of cases."""
     means, cases = content["mean"], content["cases"]
-    figures: list[Figure] = [
-        (
-            "mean Dice",
-            score(content.get("mean_dice")),
-            f"{len(cases)} validation case{'s' if len(cases) != 1 else ''}, final network",
-        )
-    ]
-    for key, what, digits, unit in (
-        ("hd95_mm", "mean HD95", 2, units),
-        ("nsd", "mean NSD", 3, None),
-    ):
-        known = [one[key] for one in means.values() if one.get(key) is not None]
-        if known:
-            mean = sum(known) / len(known) / (unit.mm if unit else 1)
-            text = f"{mean:.{digits}f}{f' {unit.length}' if unit else ''}"
-            figures.append((what, text, f"of {len(known)} labels"))
+    tolerance_mm = content["tolerance_mm"]
 
     def name_of(label: str) -> str:
         """Return the name of a label, or of the only region that has it."""
@@ -227,90 +241,119 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
         named = means.get(label if len(having) != 1 else having[0], {})
         return named.get("name") or f"label {label}"
 
-    def lowest(labels: Content) -> str:
-        known = [
-            (one["dice"], label) for label, one in labels.items() if one.get("dice") is not None
-        ]
-        dice, label = min(known, default=(None, ""))
-        return f"{name_of(label)} {score(dice)}" if known else ""
+    def dice_of(labels: Content) -> list[Cell]:
+        """Return the Dice of each label of a case; of many, the lowest one in words."""
+        if len(means) <= MAX_LABEL_COLUMNS:
+            return [number(labels.get(label, {}).get("dice")) for label in means]
+        known = [(one["dice"], label) for label, one in labels.items() if one["dice"] is not None]
+        return [f"{name_of(min(known)[1])} {score(min(known)[0])}" if known else ""]
 
-    shown = list(means) if len(means) <= MAX_LABEL_COLUMNS else []
+    figures = [("mean Dice", score(content["mean_dice"]), f"{len(cases)} cases, final network")]
+    for key, what, text in (
+        ("hd95_mm", "mean HD95", units.length_text),
+        ("nsd", "mean NSD", score),
+    ):
+        known = [one[key] for one in means.values() if one[key] is not None]
+        if known:
+            figures.append((what, text(sum(known) / len(known)), f"of {len(known)} labels"))
+    kept = [
+        some([name_of(str(value)) for value in one["largest_component_of"]])
+        for one in content["postprocessing"]
+    ]
     worst_first = sorted(
-        cases, key=lambda case: 2.0 if case.get("mean_dice") is None else case["mean_dice"]
+        cases, key=lambda case: 2.0 if case["mean_dice"] is None else case["mean_dice"]
     )
+    names = [name_of(label) for label in means]
     return {
         "figures": figures,
-        "nsd": f"NSD ({units.length_text(content.get('tolerance_mm', 1.0))})",
-        "labels": [
-            {
-                "name": name_of(label),
-                "dice": number(one.get("dice")),
-                "numbers": [
-                    score(None if one.get("hd95_mm") is None else one["hd95_mm"] / units.mm, 2),
-                    score(one.get("nsd")),
-                    score(one.get("prediction_ml", 0) / units.ml, 2),
-                    score(one.get("label_ml", 0) / units.ml, 2),
-                    one.get("num_cases_dice", "–"),
-                ],
-            }
-            for label, one in means.items()
-        ],
-        "names": [name_of(label) for label in shown],
-        "cases": [
-            {
-                "name": case["case"],
-                "mean": number(case.get("mean_dice")),
-                "dice": [number(case["labels"].get(label, {}).get("dice")) for label in shown],
-                "lowest": lowest(case["labels"]),
-            }
-            for case in worst_first
-        ],
-        "kept": [
-            some([name_of(str(value)) for value in one["largest_component_of"]])
-            for one in content.get("postprocessing", ())
-        ],
+        "labels": Table(
+            title="Scores of each label",
+            heads=("label", "Dice", *score_heads(units, tolerance_mm), "cases"),
+            groups=[
+                [
+                    (
+                        name_of(label),
+                        number(one["dice"]),
+                        *score_cells(one, units),
+                        str(one["num_cases_dice"]),
+                    )
+                    for label, one in means.items()
+                ]
+            ],
+        ),
+        "labels_are": "Means over the validation cases, as unet3d predict segments them with the "
+        "final network."
+        + (f" Only the largest component is kept of {'; of '.join(kept)}." if kept else ""),
+        "cases": Table(
+            title="Dice of each case",
+            heads=("case", "mean", *(names if len(names) <= MAX_LABEL_COLUMNS else ("lowest",))),
+            groups=[
+                [
+                    (case["case"], number(case["mean_dice"]), *dice_of(case["labels"]))
+                    for case in worst_first
+                ]
+            ],
+        ),
     }
 
 
-def _memory(content: Content) -> dict[str, Any]:
-    """Return the memory of each slot; on one CPU, of the process."""
+def _peak(content: Content) -> Figure:
+    """Return the highest peak of memory, and whose it is."""
     slots = measured_slots(content)
     unit, unit_bytes = unit_of(slots)
     largest = max(slots, key=lambda slot: slot["measured"]["peak_bytes"])
     whose = f"slot {largest['slot']}, {largest['device']}"
     peak = f"{amount(largest['measured']['peak_bytes'], unit_bytes)} {unit}"
-
-    def cells(found: Content) -> list[str]:
-        return [amount(found[f"{part}_bytes"], unit_bytes) for part in (*PARTS, "peak")]
-
-    return {
-        "figures": [("peak memory", peak, "of the process" if is_one_cpu(slots) else whose)],
-        "mode": content["parallel"],
-        "unit": unit,
-        "parts": PARTS,
-        "has_slots": not is_one_cpu(slots),
-        "notes": memory_notes(slots),
-        "rows": [
-            {
-                "slot": slot["slot"],
-                "device": slot["device"] + (f" of rank {slot['rank']}" if slot.get("rank") else ""),
-                "blocks": blocks_text(slot["blocks"]),
-                "measured": cells(slot["measured"]),
-                "predicted": slot.get("predicted") and cells(slot["predicted"]),
-                "apart": _apart(slot),
-                "total": amount(slot["device_bytes"], unit_bytes),
-            }
-            for slot in slots
-        ],
-    }
-
-
-def _apart(slot: Content) -> str:
-    """Return how far the predicted peak lies from the measured one."""
-    if not slot.get("predicted") or not slot["measured"]["peak_bytes"]:
-        return ""
-    return f"{slot['predicted']['peak_bytes'] / slot['measured']['peak_bytes'] - 1:+.1%}"
+    return "peak memory", peak, "of the process" if is_one_cpu(slots) else whose
 
 
 def _counted(names: Content) -> str:
     return f"{len(names)}: {some(sorted(names))}" if names else "none"
+
+
+def folds_page(
+    folder: Path, runs: Mapping[int, RunFolder], pages: Mapping[int, Path], output: Path
+) -> str:
+    """Return the page of a training over several folds, with links to pages of single folds.
+
+    The links are relative to the file that the page will be.
+    """
+    notes: list[str] = []
+    summary = part_of(RunFolder(folder).summary, _of_folds, notes) or {}
+    num_ended = sum(run.has_summary() for run in runs.values())
+    rows = []
+    for fold, run in runs.items():
+        found = part_of(run.summary, _of_fold, notes) or (None, NOTHING, NOTHING)
+        link = "not begun"
+        if fold in pages:
+            address = os.path.relpath(pages[fold].absolute(), output.absolute().parent)
+            link = Markup('<a href="{}">report of fold {}</a>').format(
+                quote(os.fsencode(address)), fold
+            )
+        rows.append((f"fold {fold}", *found, link))
+    heads = ("fold", "mean Dice", "epochs", "time", "page")
+    return render(
+        "folds.html",
+        styles=["templates/page.css"],
+        scripts=[],
+        title=f"{folder.absolute().name}: {len(runs)} folds",
+        lead=f"{num_ended} of {len(runs)} folds have ended.",
+        notes=notes,
+        figures=summary.get("figures", ()),
+        folds=Table(title="The folds", heads=heads, groups=[rows]),
+        labels=summary.get("labels"),
+    )
+
+
+def _of_folds(content: Content) -> dict[str, Any]:
+    """Return what ``summary.json`` over folds tells of all of them, and of each label."""
+    mean = content["final_mean_dice"]
+    whose = f"final networks of {mean['num_folds']} folds"
+    return {"figures": [("mean Dice", score(mean["mean"]), whose)], "labels": folds_table(content)}
+
+
+def _of_fold(content: Content) -> tuple[Cell, ...]:
+    """Return what a fold has come to: its mean Dice, epochs and time."""
+    final = content.get("final") or {}
+    mean = number(final.get("mean_dice", content.get("last_mean_dice")))
+    return mean, str(content["epochs"]), duration(content["seconds"])

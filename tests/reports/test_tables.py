@@ -1,10 +1,20 @@
 from pathlib import Path
 
-from tests.reports.records import cells, heads, printed
+from tests.reports.records import cells, printed
 from unet3d.datasets.labels import ScoredLabels
 from unet3d.inference.evaluation import CaseScores, Evaluation
 from unet3d.inference.label_scores import LabelScore
-from unet3d.reports.scores import evaluation_table, folds_table
+from unet3d.reports.figures import drawable
+from unet3d.reports.tables import (
+    GIB,
+    MIB,
+    amount,
+    duration,
+    evaluation_table,
+    folds_table,
+    score,
+    unit_for,
+)
 
 
 def evaluation(num_cases, **more):
@@ -23,29 +33,29 @@ def evaluation(num_cases, **more):
 
 def test_the_table_has_each_case_and_the_means():
     table = evaluation_table(evaluation(2))
-    assert heads(table) == [
+    assert table.whole_heads == [
         *("case", "label", "Dice", "HD95 (mm)", "NSD (1 mm)", "segmented (mL)", "labelled (mL)")
     ]
     assert cells(table) == [
-        ("case_0", "1", "0.9123", "1.50", "0.7500", "12.346", "12.000"),
+        ("case_0", "1", "0.9123", "1.50", "0.750", "12.346", "12.000"),
         ("", "255", "–", "–", "–", "0.000", "0.000"),
-        ("[/last]", "1", "0.5000", "3.50", "0.2500", "1.000", "2.000"),
-        ("", "255", "0.5000", "3.50", "0.2500", "1.000", "2.000"),
-        ("mean of 2 cases", "1", "0.7062", "2.50", "0.5000", "6.673", "7.000"),
-        ("", "255", "0.5000", "3.50", "0.2500", "0.500", "1.000"),
+        ("[/last]", "1", "0.5000", "3.50", "0.250", "1.000", "2.000"),
+        ("", "255", "0.5000", "3.50", "0.250", "1.000", "2.000"),
+        ("mean of 2 cases", "1", "0.7062", "2.50", "0.500", "6.673", "7.000"),
+        ("", "255", "0.5000", "3.50", "0.250", "0.500", "1.000"),
     ]
     mean = (0.70617 + 0.5) / 2
-    assert str(table.caption) == f"Mean Dice over the labels: {mean:.4f}"
+    assert " ".join(table.notes) == f"Mean Dice over the labels: {mean:.4f}"
 
 
 def test_one_case_needs_no_means_and_labels_may_have_names():
     table = evaluation_table(evaluation(1))
     assert [row[0] for row in cells(table)] == ["[/last]", ""]
-    assert str(table.caption) == "Mean Dice over the labels: 0.5000"
+    assert " ".join(table.notes) == "Mean Dice over the labels: 0.5000"
     named = ScoredLabels(names={1: "[bold]left", 255: "1"})
     table = evaluation_table(evaluation(1, scored=named, tolerance_mm=2.5))
     assert [row[1] for row in cells(table)] == ["[bold]left", "1"]
-    assert "NSD (2.5 mm)" in heads(table)
+    assert "NSD (2.5 mm)" in table.whole_heads
 
 
 def spread(mean, deviation):
@@ -74,10 +84,38 @@ def test_labels_have_a_number_of_each_fold_and_their_mean():
     assert ["[b]liver", "0.600", "0.610", "0.605", "0.007"] in found
     assert ["tumour", "0.250", "–", "0.250", "–"] in found
     assert ["mean", "0.500", "0.510", "0.505", "0.007"] in found
-    assert "mean of the best networks: 0.700" in text_of(2)
+    assert "mean of the best networks: 0.700" in " ".join(text_of(2).split())
 
 
 def test_many_folds_are_a_mean():
     found = [line.split() for line in text_of(20).splitlines()]
     assert ["label", "mean", "spread"] in found and ["[b]liver", "0.605", "0.007"] in found
     assert all(len(line) <= 80 for line in text_of(6).splitlines())
+
+
+def test_amounts_have_the_digits_that_matter():
+    for num_bytes, text in (
+        *((0, "0.00"), (100, "<0.001"), (MIB // 100, "0.01"), (MIB // 4, "0.25")),
+        *((int(99.99 * MIB), "99.99"), (100 * MIB, "100"), (81920 * MIB, "81,920")),
+    ):
+        assert amount(num_bytes, MIB) == text
+
+
+def test_units_suit_the_largest_number():
+    assert unit_for(8 * GIB - 1) == ("MiB", MIB)
+    assert unit_for(8 * GIB) == ("GiB", GIB)
+    assert (score(0.12345), score(None), score(2, 1)) == ("0.123", "–", "2.0")
+
+
+def test_durations_read_as_people_write_them():
+    for seconds, words in (
+        *((41.4, "41 s"), (59.7, "1 min 00 s"), (61, "1 min 01 s")),
+        *((3599.6, "1 h 00 min"), (7500, "2 h 05 min"), (90000, "25 h 00 min")),
+    ):
+        assert duration(seconds) == words
+
+
+def test_names_are_drawn_as_they_are():
+    assert drawable("$x$ \ud800") == r"\$x\$ ?"
+    assert drawable("a" * 20, 20) == "a" * 20
+    assert drawable("abc def", 5) == "abc…"
