@@ -33,7 +33,7 @@ ERRORS = [
     ("train nowhere --resume", "no run to resume in runs that was made with "),
     ("train data --parallel model --devices cpu", "needs a device for each of two stages"),
     ("train data --set training.precision=float16", "training.precision=float16 needs a GPU"),
-    ("train --resume --devices 97", "device '97' does not exist"),
+    ("train --resume --devices 97", "there is no run to resume in runs; name one with"),
     ("train data --set training.epoch=3", "training.epoch, did you mean training.epochs?"),
     ("train data --init missing.pt", "cannot read the checkpoint missing.pt: No such file"),
     ("train data --init text.pt", "text.pt is not a checkpoint; name one, the folder of a run"),

@@ -15,9 +15,8 @@ from unet3d.reports.memory import (
     ELSEWHERE,
     draw_timeline,
     memory_figure,
-    memory_table,
 )
-from unet3d.reports.tables import REST
+from unet3d.reports.tables import REST, memory_table
 
 GPUS = ["cuda:0", "cuda:1"]
 TWO = record_of(GPUS, [memory_of(180), memory_of(260)])
@@ -146,26 +145,15 @@ def test_a_bar_for_each_action_and_a_line_for_what_is_left_at_its_end():
     (steps,) = axes.patches[7:]
     assert list(steps.get_data().values) == [50 + index for index in range(7)]
     assert axes.get_ylabel() == "MiB" and axes.get_ylim()[1] > 100
-    assert "with the numbers of their micro-batches" in axes.get_xlabel()
 
 
-def test_actions_of_other_slots_are_told_apart_and_not_numbered():
+def test_actions_of_other_slots_are_told_apart():
     axes = drawn_step(timeline(2, slots=(1,)))
     names = ["loss", "backward", "optimizer", ELSEWHERE, "at the end of each action"]
     assert legend(axes) == names
     (bars,) = axes.containers
     colours = [bar.get_facecolor() for bar in bars]
     assert colours[0] == colours[3] != colours[1] == colours[4]  # forward is of slot 0
-    numbers = [(text.get_text(), text.xy[0]) for text in axes.texts]
-    assert numbers == [("1", 1), ("1", 2), ("2", 4), ("2", 5)]
-
-
-def test_numbers_that_say_nothing_or_could_not_be_read_are_left_out():
-    axes = drawn_step(timeline(1, slots=(0, 1)))
-    assert not axes.texts and "numbers" not in axes.get_xlabel()
-    for num_micro_batches in (20, 40):
-        axes = drawn_step(timeline(num_micro_batches, slots=(0, 1)))
-        assert bool(axes.texts) == (num_micro_batches == 20)
 
 
 def test_the_total_of_a_device_is_shown_where_it_is_near():

@@ -51,7 +51,6 @@ def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record, tmp_
     assert "192x192x160" in axes.get_title() and "2 x NVIDIA H200" in axes.get_title()
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "4"]
     assert legend(axes) == list(curves(axes))
-    assert [text.get_text() for text in axes.texts] == ["fastest: 250.0 ms"]
     looks = {(line.get_color(), line.get_marker()) for line in axes.get_lines()}
     assert len(looks) == 3  # no two lines look alike
     save_figure(tuning_figure(record), tmp_path / "tuning.png")
@@ -91,8 +90,6 @@ def test_one_device_that_is_faster_is_marked_and_said(record):
     (line,) = tuning_lines(record)
     assert line.startswith("One device is faster here: 200.0 ms a step on cuda:0 against 250.0 on")
     assert "Leave out --parallel model" in line
-    (axes,) = tuning_figure(record).axes
-    assert [(text.get_text(), text.xy) for text in axes.texts] == [("fastest: 200.0 ms", (4, 200))]
 
 
 def test_what_there_was_no_time_or_no_memory_for_is_said(record):

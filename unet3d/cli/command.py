@@ -56,30 +56,16 @@ class GivenSettings:
         refuse_impossible(config.parallel.devices, config.parallel.mode, precisions, is_alone)
 
 
-class Setting(click.Option):
-    """An option that is a setting, which alone says what is allowed, and what is the default."""
-
-    def __init__(self, *names: Any, setting: str, **more: Any) -> None:
-        super().__init__(*names, **more)
-        self.setting = setting
-
-
-class DatasetArgument(click.Argument):
-    """The folder of a data set, which is a setting."""
-
-    setting = "data.dataset"
-
-
 class Command(click.Command):
     """A command whose function gets all options that are settings as one argument, ``settings``."""
 
     def __init__(self, *names: Any, **more: Any) -> None:
         super().__init__(*names, **more)
         self.params.append(debug_option())
-        self.of_settings = {
+        self.of_settings: dict[str, str] = {
             parameter.name: parameter.setting
             for parameter in self.params
-            if parameter.name and isinstance(parameter, Setting | DatasetArgument)
+            if parameter.name and hasattr(parameter, "setting")
         }
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -142,8 +128,17 @@ class Commands(click.Group):
 
 
 def setting(key: str, name: str, metavar: str | None, text: str, **more: Any) -> Option:
-    """Return a decorator that adds an option which is a setting, by the setting's dotted key."""
-    return click.option(name, cls=Setting, setting=key, metavar=metavar, help=text, **more)
+    """Return a decorator that adds an option which is a setting, by the setting's dotted key.
+
+    The setting alone says what is allowed, and what is the default.
+    """
+    return _with(click.option(name, metavar=metavar, help=text, **more), "setting", key)
+
+
+def dataset_argument() -> Option:
+    """Return a decorator that adds the folder of a data set, which is a setting."""
+    path = click.Path(path_type=Path)
+    return _with(click.argument("dataset", type=path, required=False), "setting", "data.dataset")
 
 
 def grouped(title: str, *options: Option) -> Callable[[Function], Function]:
@@ -151,8 +146,18 @@ def grouped(title: str, *options: Option) -> Callable[[Function], Function]:
 
     def add(function: Function) -> Function:
         for option in reversed(options):
-            option(function)
-            function.__click_params__[-1].group = title  # type: ignore[attr-defined]
+            _with(option, "group", title)(function)
+        return function
+
+    return add
+
+
+def _with(option: Option, name: str, value: str) -> Option:
+    """Return a decorator that adds an option with an attribute more."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        option(function)
+        setattr(function.__click_params__[-1], name, value)
         return function
 
     return add

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unet3d.cli.checkpoints import wanted_checkpoints
-from unet3d.cli.command import DatasetArgument, GivenSettings, command, grouped, setting
+from unet3d.cli.command import GivenSettings, command, dataset_argument, grouped, setting
 from unet3d.cli.options import (
     FILE,
     FiniteRange,
@@ -46,7 +46,7 @@ TOO_LARGE = (
     "unet3d plan DATASET --devices 0,1 --device-memory 24",
     "unet3d plan --predict scan.nii.gz -c runs/mine",
 )
-@click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
+@dataset_argument()
 @grouped(
     "Training",
     setting("patches.size", "--shape", "X,Y,Z", "Voxels of a patch; default: as training chooses."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unet3d.cli.command import DatasetArgument, GivenSettings, command, grouped, setting
+from unet3d.cli.command import GivenSettings, command, dataset_argument, grouped, setting
 from unet3d.cli.options import (
     FILE,
     batch_options,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @command("unet3d train DATASET --devices 0,1", "unet3d train --resume -o runs/mine --epochs 200")
-@click.argument("dataset", cls=DatasetArgument, type=FILE, required=False)
+@dataset_argument()
 @grouped(
     "Training",
     setting("training.epochs", "--epochs", "N", "Epochs in all; more with --resume extend a run."),

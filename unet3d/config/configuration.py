@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import reduce
 from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import yaml
 from pydantic import ValidationError, model_validator
@@ -27,7 +27,7 @@ from unet3d.config.settings import (
     PatchSettings,
     TrainingSettings,
 )
-from unet3d.config.values import FilePath, Section
+from unet3d.config.values import Section
 from unet3d.errors import ConfigError, reason_of
 from unet3d.inputs.plain_data import explained, printable, shown
 from unet3d.inputs.reading import read_bytes
@@ -230,7 +230,7 @@ def parsed_value(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value.tolist() if hasattr(value, "tolist") else value  # an array, a number of NumPy
     setting = settings_of(Config).get(key)
-    if setting is not None and FilePath in get_args(setting.hint):
+    if setting is not None and setting.is_path:
         return None if value in ("", "null") else value  # it may hold a comma or a #
     try:
         parsed = parse_yaml(value)

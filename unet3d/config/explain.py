@@ -5,23 +5,24 @@ Pydantic's own messages speak of its types, and name every branch of a setting t
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
-
-from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from unet3d.config.settings import AugmentationSettings
-from unet3d.config.values import AUTO
+from unet3d.config.values import Section
 from unet3d.inputs.plain_data import printable, shown
 
-_NOUNS = {int: "a whole number", float: "a number", str: "a name", Path: "a path"}
+_NOUNS = {
+    **{"integer": "a whole number", "number": "a number", "string": "a name", "path": "a path"},
+    **{"boolean": "true or false", "null": "null"},
+}
 MAX_SHOWN = 8
 """Values of a list that a message shows one by one."""
 
-_LIMITS = {"gt": "above", "ge": "of at least", "le": "at most", "lt": "below"}
+_LIMITS = {
+    **{"exclusiveMinimum": "above", "minimum": "of at least"},
+    **{"maximum": "at most", "exclusiveMaximum": "below"},
+}
 
 
 class Setting(NamedTuple):
@@ -29,40 +30,39 @@ class Setting(NamedTuple):
 
     key: str
     """Dotted, such as ``training.epochs``."""
-    hint: Any
-    """Its type, with its limits."""
+    allowed: str
+    """What it may be, in words."""
     meaning: str
     """What it does, with its unit; names of commands stand in double backticks."""
     default: Any
     """As YAML holds it."""
-
-    @property
-    def is_section(self) -> bool:
-        """Whether it holds settings."""
-        return _is_section(self.hint)
-
-    @property
-    def allowed(self) -> str:
-        """What it may be, in words."""
-        return in_words(self.hint)
+    is_section: bool = False
+    is_path: bool = False
 
 
 @functools.cache
-def settings_of(model: type[BaseModel], prefix: str = "") -> Mapping[str, Setting]:
+def settings_of(model: type[Section], prefix: str = "") -> Mapping[str, Setting]:
     """Return every section, followed by its settings, by dotted key."""
     found: dict[str, Setting] = {}
-    hints = get_type_hints(model, include_extras=True)
-    for name, field in model.model_fields.items():
-        key, hint = prefix + name, hints[name]
-        meaning = hint.__doc__ if _is_section(hint) else field.description
-        default = "auto" if AUTO in field.metadata else to_jsonable_python(field.default)
-        found[key] = Setting(key, hint, " ".join((meaning or "").split()), default)
-        if _is_section(hint):
-            found |= settings_of(hint, f"{key}.")
+    for name, schema in model.model_json_schema()["properties"].items():
+        key, section = prefix + name, model.model_fields[name].annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            names = ", ".join(list(section.model_fields)[:3])
+            meaning, allowed = section.__doc__ or "", f"a section with settings such as {names}"
+            found[key] = Setting(key, allowed, " ".join(meaning.split()), None, is_section=True)
+            found |= settings_of(section, f"{key}.")
+            continue
+        allowed, default = in_words(schema), schema["default"]
+        if model.may_be_open(name):
+            allowed = f"auto, {allowed}" if " or " in allowed else f"{allowed} or auto"
+            default = "auto"
+        is_path = any(one.get("format") == "path" for one in schema.get("anyOf", ()))
+        meaning = " ".join(schema["description"].split())
+        found[key] = Setting(key, allowed, meaning, default, is_path=is_path)
     return found
 
 
-def phrase_of(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str:
+def phrase_of(problem: dict[str, Any], model: type[Section], tree: Any) -> str:
     """Return a phrase for a problem that pydantic has found in a tree of settings."""
     details = settings_of(AugmentationSettings, "patches.augmentation_details.")
     settings = {**settings_of(model), **details}
@@ -100,54 +100,31 @@ def _suggestion(location: list[str], settings: Mapping[str, Setting]) -> str:
     return f"did you mean {'.'.join(similar[0])}?" if similar else f"known: {', '.join(known)}"
 
 
-def in_words(hint: Any) -> str:
-    """Say what the type of a setting allows."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        limits = [
-            f"{words} {_in_digits(getattr(limit, name))}"
-            for annotation in arguments[1:]
-            for limit in getattr(annotation, "metadata", ())
-            for name, words in _LIMITS.items()
-            if hasattr(limit, name)
-        ]
-        words = f"{in_words(arguments[0])} {' and '.join(limits)}".rstrip()
-        if AUTO in arguments:
-            words = f"auto, {words}" if " or " in words else f"{words} or auto"
-        return words
-    if origin is Literal:
-        return _any_of(map(str, arguments))
-    if origin in (Union, UnionType):
-        return _any_of(
-            word
-            for branch in arguments
-            for word in (get_args(branch) if get_origin(branch) is Literal else [in_words(branch)])
-        )
-    if origin is dict:
-        return f"a mapping of names to {'values' if arguments[1] is Any else 'lists'}"
-    if origin is tuple:
-        quantity = "a list of" if arguments[-1] is ... else "three"
-        return f"{quantity} {_plural(in_words(arguments[0]))}"
-    if _is_section(hint):
-        return f"a section with settings such as {', '.join(list(hint.model_fields)[:3])}"
-    return {**_NOUNS, bool: "true or false", NoneType: "null"}[hint]
+def in_words(schema: Mapping[str, Any]) -> str:
+    """Say what a JSON schema of pydantic's allows."""
+    if "anyOf" in schema:
+        branches = [one.get("enum") or [in_words(one)] for one in schema["anyOf"]]
+        return _any_of([word for branch in branches for word in branch])
+    if "enum" in schema or "const" in schema:
+        return _any_of(schema.get("enum") or [schema["const"]])
+    kind = schema["type"]
+    if kind == "object":
+        is_any = schema["additionalProperties"] is True
+        return f"a mapping of names to {'values' if is_any else 'lists'}"
+    if kind == "array":
+        quantity = "three" if "prefixItems" in schema else "a list of"
+        words = in_words(schema.get("items") or schema["prefixItems"][0])
+        for noun in _NOUNS.values():  # whole numbers above 0, of a whole number above 0
+            words = words.replace(noun, f"{noun.removeprefix('a ')}s")
+        return f"{quantity} {words}"
+    limits = [
+        f"{words} {schema[name]:,}".removesuffix(".0")
+        for name, words in _LIMITS.items()
+        if name in schema
+    ]
+    return f"{_NOUNS[schema.get('format', kind)]} {' and '.join(limits)}".rstrip()
 
 
-def _is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, BaseModel)
-
-
-def _plural(words: str) -> str:
-    """Return ``whole numbers above 0`` of ``a whole number above 0``; other words as they are."""
-    for noun in _NOUNS.values():
-        words = words.replace(noun, f"{noun.removeprefix('a ')}s")
-    return words
-
-
-def _in_digits(limit: float) -> str:
-    return f"{limit:,}" if isinstance(limit, int) else f"{limit:,.10g}"
-
-
-def _any_of(words: Iterable[str]) -> str:
+def _any_of(words: Sequence[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last

@@ -1,6 +1,6 @@
 """The memory of a training: a table for the terminal, and a picture with its course in one step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -36,8 +36,6 @@ ACTION_COLOURS = {
 PANEL_HEIGHT_INCHES = 2.3
 NEAR = 1.5
 """The device's total is drawn where it is at most this many times the peak."""
-MAX_NAMED_ACTIONS = 100
-"""More numbers of micro-batches than this cannot be read."""
 
 
 def memory_figure(record: Mapping[str, Any]) -> Figure:
@@ -112,8 +110,7 @@ def draw_timeline(
 ) -> None:
     """Draw the memory in use over the actions of one step, the device's total where it is near."""
     marks, slots = timeline["marks"], timeline["slots"]
-    own = [mark["slot"] is None or mark["slot"] in slots for mark in marks]
-    kinds = [mark["kind"] if is_own else ELSEWHERE for mark, is_own in zip(marks, own, strict=True)]
+    kinds = [mark["kind"] if mark["slot"] in (None, *slots) else ELSEWHERE for mark in marks]
     peaks = [mark["peak_bytes"] / unit_bytes for mark in marks]
     axes.bar(range(len(marks)), peaks, 1.0, color=[ACTION_COLOURS[kind] for kind in kinds])
     line = axes.stairs(
@@ -134,35 +131,15 @@ def draw_timeline(
             )
         )
         top = max(top, total * 1.05)
-    is_numbered = _number_actions(axes, [mark["micro_batch"] for mark in marks], own)
     axes.set_ylabel(unit)
     axes.set_ylim(0, top or 1)
     axes.set_xlim(-0.5, max(len(marks) - 0.5, 0.5))
     axes.set_xticks([])
-    numbering = ", with the numbers of their micro-batches" if is_numbered else ""
     axes.set_xlabel(
-        f"actions in the order in which they are queued{numbering};\n"
-        "bars: the most in use during an action",
+        "actions in the order in which they are queued; bars: the most in use during an action",
         fontsize=9,
     )
     shown = {kind: colour for kind, colour in ACTION_COLOURS.items() if kind in kinds}
     patches = [Patch(color=colour, label=kind) for kind, colour in shown.items()]
     legend_beside(axes, handles=[*patches, *lines])
     tidy(axes, has_grid=False)
-
-
-def _number_actions(axes: Axes, numbers: Sequence[int | None], own: Sequence[bool]) -> bool:
-    """Write the micro-batch of each own action below its bar, if there are several; say whether."""
-    if len(numbers) > MAX_NAMED_ACTIONS or len(set(numbers) - {None}) < 2:
-        return False
-    for index, number in enumerate(numbers):
-        if own[index] and number is not None:
-            axes.annotate(
-                str(number + 1),
-                (index, 0),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8 if len(numbers) <= MAX_NAMED_ACTIONS / 2 else 5,
-            )
-    return True

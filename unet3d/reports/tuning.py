@@ -74,16 +74,6 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
             label=name + out,
             **style,
         )
-    for row in (row for row in record["rows"] if row["fastest"]):
-        axes.annotate(
-            f"fastest: {1000 * row['seconds']:.1f} ms",
-            (row["num_micro_batches"], 1000 * row["seconds"]),
-            xytext=(0, -16),
-            textcoords="offset points",
-            ha="center",
-            fontsize=10,
-            fontweight="bold",
-        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.xaxis.set_minor_locator(NullLocator())

@@ -29,9 +29,6 @@ SHOWN_PERCENTILES = (1.0, 99.0)
 
 Affine = npt.NDArray[np.float64]
 
-_HEADER_BYTES = 352
-"""Of a NIfTI file, with the four that say that nothing follows but voxels."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Greys:
@@ -129,13 +126,7 @@ def numbered(labels: npt.NDArray[Any], values: Sequence[int], affine: Affine) ->
 def _in_base64(
     array: npt.NDArray[Any], affine: Affine, slope: float = 1.0, intercept: float = 0.0
 ) -> str:
-    file = nib.Nifti1Image(array, None)
-    file.header.set_slope_inter(slope, intercept)
+    file = nib.Nifti1Image(array, affine)
+    file.header.set_slope_inter(slope, intercept)  # else nibabel would scale the array itself
     file.header.set_xyzt_units("mm")
-    file.set_sform(affine, code=1)
-    file.header.set_zooms(np.linalg.norm(affine[:3, :3], axis=0))
-    # nibabel would scale the array itself; these are its voxels already.
-    file.header.set_data_offset(_HEADER_BYTES)
-    header = file.header.binaryblock.ljust(_HEADER_BYTES, b"\0")
-    content = header + array.tobytes(order="F")
-    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(file.to_bytes(), 6, mtime=0)).decode()
