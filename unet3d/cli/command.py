@@ -157,7 +157,7 @@ def _with(option: Option, name: str, value: str) -> Option:
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         option(function)
-        setattr(function.__click_params__[-1], name, value)
+        setattr(function.__click_params__[-1], name, value)  # type: ignore[attr-defined]
         return function
 
     return add
