@@ -143,10 +143,9 @@ def _settings() -> str:
 
 def _configurations() -> str:
     lines = [
-        "# Configurations",
+        "# Example configurations",
         "",
-        "Those that come with the repository, in `configs/`. Each begins with the command that it "
-        "is meant for.",
+        "From the folder `configs` of the repository. Each begins with the command that it is for.",
     ]
     for path in _sorted_by_name((ROOT / "configs").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
