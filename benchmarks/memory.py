@@ -48,8 +48,8 @@ from trainees import OurTrainee, PeerTrainee, Problem, Trainee, Variant, Way, va
 from unet3d.distributed.group import Group
 from unet3d.memory.allocations import UNCOUNTED_BYTES
 from unet3d.memory.meter import measured_steps
-from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import predict_memory
+from unet3d.planning.step_size import largest_size
 
 NUM_LATER_STEPS = 5
 

@@ -39,8 +39,8 @@ from unet3d.parallel import (
     parallelize,
     resolve_precision,
 )
-from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.memory_estimate import Step
+from unet3d.planning.step_time import time_cuts
 
 NUM_CLASSES = 3
 
@@ -173,7 +173,7 @@ class OurTrainee:
         torch.manual_seed(0)
         model = UNet3d(step.topology)
         if way.balances_time:
-            layout = replace(layout, cuts=choose_cuts(step, "time"))
+            layout = replace(layout, cuts=time_cuts(step))
         self.cuts = layout.cuts
         self.executor: Executor = (
             DataParallelExecutor(model, layout.devices, None, layout.autocast)

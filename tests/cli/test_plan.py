@@ -52,13 +52,13 @@ def test_every_option_changes_its_setting(asked):
             "memory.offload=skips",
         ),
         *("--parallel", "model", "--devices", "0,1,2,3", "--replicas", 2, "--device-memory", 80),
-        *("--batch-size", 6, "--micro-batches", 3, "--set", "parallel.cuts=memory"),
+        *("--batch-size", 6, "--micro-batches", 3, "--set", "parallel.cuts=time"),
     )
     assert status == 0
     ((config, network),) = asked
     parallel, training = config.parallel, config.training
     assert (parallel.mode, parallel.devices) == ("model", ("0", "1", "2", "3"))
-    assert (parallel.cuts, parallel.replicas) == ("memory", 2)
+    assert (parallel.cuts, parallel.replicas) == ("time", 2)
     assert (training.batch_size, training.micro_batches) == (6, 3)
     assert (config.patches.size, config.memory.offload) == ((16, 16, 24), "skips")
     assert config.data.dataset == data and network.topology.encoder == "residual"

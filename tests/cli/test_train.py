@@ -82,7 +82,7 @@ def test_options_override_the_file_and_change_their_settings(own_run, data, monk
             "--micro-batches",
             3,
             "--set",
-            "parallel.cuts=memory",
+            "parallel.cuts=time",
             "--replicas",
             2,
         ),
@@ -107,7 +107,7 @@ def test_options_override_the_file_and_change_their_settings(own_run, data, monk
     config = load_config(request.config_path, request.changes)
     parallel, training = config.parallel, config.training
     assert (parallel.mode, parallel.devices) == ("model", ("cpu",) * 4)
-    assert (parallel.cuts, parallel.replicas, parallel.max_restarts) == ("memory", 2, 4)
+    assert (parallel.cuts, parallel.replicas, parallel.max_restarts) == ("time", 2, 4)
     assert (training.batch_size, training.micro_batches, training.epochs) == (6, 3, 7)
     assert (training.seed, config.data.fold, config.memory.offload) == (5, 1, "skips")
     assert config.data.dataset == data.absolute()

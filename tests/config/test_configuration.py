@@ -149,7 +149,7 @@ def test_settings_that_do_not_suit_each_other_are_refused(mode, settings, reason
 
 def test_settings_that_suit_each_other_are_taken():
     load_config(None, ["memory.offload=skips"])
-    load_config(None, ["parallel.mode=model", "parallel.replicas=2", "parallel.cuts=memory"])
+    load_config(None, ["parallel.mode=model", "parallel.replicas=2", "parallel.cuts=time"])
     load_config(None, ["parallel.mode=spatial", "parallel.replicas=2", "training.micro_batches=2"])
     load_config(None, ["parallel.replicas=2", "model.norm=batch"])  # auto: the devices decide
     for text, value in (("true", True), ("1", "1"), ("cuda:1", "cuda:1")):

@@ -88,20 +88,6 @@ def test_what_depends_on_values_is_refused_each_time():
                 torch.ones(3).nonzero()
 
 
-def test_a_settings_change_is_no_recollection():
-    with counted_allocations():
-        made = [torch.arange(3) / 2]
-        torch.set_default_dtype(torch.float64)
-        try:
-            made.append(torch.arange(3) / 2)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        with torch.inference_mode():
-            made.append(torch.arange(3) / 2)
-    assert [one.dtype for one in made] == [torch.float32, torch.float64, torch.float32]
-    assert [one.is_inference() for one in made] == [False, False, True]
-
-
 def test_a_real_parameter_is_copied_each_time():
     parameter, place = nn.Parameter(torch.ones(3, 4)), torch.device("cpu", 1)
     with counted_allocations() as recorder:

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.steps import predicted
-from unet3d.planning import cuts, largest, memory_estimate, network_plan, out_of_memory, placements
+from unet3d.planning import memory_estimate, network_plan, out_of_memory, placements, step_size
 
 
 @pytest.fixture
@@ -16,5 +16,5 @@ def predicts_once(monkeypatch):
 
     What a prediction is worth is tested in test_memory_estimate.py, which predicts itself.
     """
-    for module in (cuts, largest, memory_estimate, network_plan, out_of_memory, placements):
+    for module in (memory_estimate, network_plan, out_of_memory, placements, step_size):
         monkeypatch.setattr(module, "predict_memory", predicted)

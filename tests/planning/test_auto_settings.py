@@ -11,7 +11,7 @@ from unet3d.parallel import Machine, ParallelDims
 from unet3d.planning.auto_settings import CPU_DEFAULTS, suited_to
 from unet3d.planning.network_plan import plan_without_data
 
-VALUES = {key: value for default in CPU_DEFAULTS for key, value in default.values.items()}
+VALUES = {key: value for together, _ in CPU_DEFAULTS for key, value in together.items()}
 
 
 def suited(path: Path | None, changes: tuple[str, ...], num_gpus: int) -> tuple[Config, str | None]:

@@ -59,7 +59,6 @@ def allow_bfloat16(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
 
 SLOTS: dict[str, dict[str, Any]] = {
     "none": {"num_slots": 1},
-    "accumulated": {"num_slots": 1, "batch_size": 3, "num_micro_batches": 2},
     "batch Dice": {"batch_size": 5, "num_micro_batches": 3, "batch_dice": True},
     "odd batch": {"num_slots": 3, "batch_size": 5, "num_micro_batches": 4},
     "another cut, regions": {"cuts": (3,), "regions": ((1, 2), (2,), (1,))},
@@ -67,7 +66,6 @@ SLOTS: dict[str, dict[str, Any]] = {
     "adamw, float64": {"num_slots": 1, "optimizer": "adamw", "precision": "float64"},
     "buffers": {"model": {"norm": "batch"}},
     "residual, supervised": {"model": RESIDUAL},
-    "flat kernels": {"model": FLAT, "spacing_mm": (1, 1, 4)},
     "trained elsewhere": {"topology": ELSEWHERE},
 }
 
@@ -105,12 +103,10 @@ def test_predicting_needs_no_memory_of_the_size_that_it_predicts():
 SHARDS: dict[str, dict[str, Any]] = {
     "uneven": {"size": (32, 16, 16), "num_shards": 3},
     "divided low levels": {"size": (48, 16, 16), "num_shards": 3, "min_divided": 8**4},
-    "five, of 4 planes": {"size": (20, 8, 8), "num_shards": 5},
     "batch Dice": {"batch_size": 3, "num_micro_batches": 2, "batch_dice": True},
     "level": {"recompute": "level"},
     "in groups": {"num_replicas": 2},
     "bfloat16": {"precision": "bfloat16"},
-    "residual, supervised": {"model": RESIDUAL},
     "group norm": {"model": {"norm": "group"}},
     "flat across X": {"model": FLAT, "spacing_mm": (4, 1, 1)},
     "trained elsewhere": {"topology": ELSEWHERE},
@@ -203,18 +199,6 @@ def test_gpus_are_predicted_without_gpus():
     first, second = (lowered / full for lowered, full in both)
     assert 0.5 < second < 0.6  # autocast lowers nearly all of them
     assert 0.25 < first < 0.35  # where Triton makes the first convolution, it is recomputed
-
-
-@pytest.mark.parametrize(("precision", "num_shards"), [("float32", 2), ("bfloat16", 1)])
-def test_a_bias_of_the_upsampling_keeps_no_map(precision, num_shards):
-    given = {"num_shards": num_shards, "precision": precision}
-    step = make_step(GPUS[:1], (128, 128, 128), 1, 1, model=WIDE, **given)
-    with_bias = replace(step, topology=replace(step.topology, upsampling_bias=True))
-    plain, more = (predicted(one).memory[0] for one in (step, with_bias))
-    assert more.parameters_bytes - plain.parameters_bytes == 4 * sum(step.topology.channels[:-1])
-    # Faces of a few channels, of maps of 2 million voxels with 32.
-    assert more.activations_bytes - plain.activations_bytes < 2**20
-    assert more.peak_bytes - plain.peak_bytes < 8 * 2**20
 
 
 @pytest.mark.parametrize(("norm", "lowest", "highest"), [("group", 1.2, 1.35), ("batch", 0.5, 0.6)])

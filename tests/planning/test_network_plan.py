@@ -14,7 +14,7 @@ from tests.trainings import run
 from unet3d.config import Config, load_config
 from unet3d.errors import DeviceError
 from unet3d.planning.network_plan import batch_shape, check_shards, plan_without_data
-from unet3d.planning.ways import possible_dims
+from unet3d.planning.placements import possible_dims
 
 CPU = torch.device("cpu")
 CROSSED = ((16, 32, 16), (32, 16, 16), (24, 24, 16))

@@ -11,11 +11,9 @@ from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
 from unet3d.planning import placements
-from unet3d.planning import ways as ways_of_training
 from unet3d.planning.network_plan import plan_without_data
-from unet3d.planning.placements import PlacementOption, choose_mode, timed_options
+from unet3d.planning.placements import PlacementOption, choose_mode, possible_dims, timed_options
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
-from unet3d.planning.ways import possible_dims
 
 GIB = 1024**3
 
@@ -27,7 +25,7 @@ def gpus(monkeypatch):
     torch.backends.cudnn.version()  # which asks all GPUs when it is first called
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setattr(ways_of_training, "device_bytes", lambda device: int(has["gib"] * GIB))
+    monkeypatch.setattr(placements, "device_bytes", lambda device: int(has["gib"] * GIB))
 
     def measure_link(devices, are_here=True):
         is_known = are_here and len(set(devices)) > 1
@@ -51,7 +49,7 @@ def options_of(config: Config, num_gpus: int) -> list[PlacementOption]:
     """Return all that such a training could be placed as, with the time of a step of each."""
     network = plan_without_data(config)
     devices = tuple(torch.device("cuda", index) for index in range(num_gpus))
-    memory = ways_of_training.memory_of(devices, None)
+    memory = placements.memory_of(devices, None)
     return timed_options(config, network, possible_dims(config, network, devices), memory)
 
 
@@ -130,8 +128,7 @@ def test_measured_steps_replace_predicted_ones(tmp_path):
     one, spatial = options_of(config, 2)
 
     def remember(option, seconds):
-        when = "2026-11-22T12:00:00+00:00"
-        tuned = TunedConfig(cuts=(), num_micro_batches=1, step_seconds=seconds, measured=when)
+        tuned = TunedConfig(cuts=(), num_micro_batches=1, step_seconds=seconds, measured="")
         remember_tuned(config, option.step, tuned)
 
     remember(one, 2 * one.seconds)  # all others take twice as long then, too

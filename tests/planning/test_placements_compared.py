@@ -108,21 +108,6 @@ def test_a_replica_takes_what_its_share_takes(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("no_search")
-def test_replicas_of_stages_share_the_batch(capsys, tmp_path):
-    four = ("--parallel", "model", "--devices", "cpu,cpu,cpu,cpu", "--replicas", "2")
-    four += ("--micro-batches", "1", "--device-memory", "1", "--batch-size", "4")
-    ways, out = ways_of(capsys, tmp_path, *four)
-    two = ways["2 model 1"]
-    assert two["asked"]
-    assert [slot["rank"] for slot in two["slots"]] == [0, 0, 1, 1]
-    assert two["slots"][0]["predicted"] == two["slots"][2]["predicted"]
-    # They share the memory of the machine, and the batch.
-    assert two["largest_shape"][0] == 256
-    assert "2 x model, 1*" in out
-    assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 1" in out
-
-
-@pytest.mark.usefixtures("no_search")
 def test_shards_have_a_row_each(capsys, tmp_path):
     spread = ("--parallel", "spatial", "--device-memory", "2", "--batch-size", "2")
     ways, out = ways_of(capsys, tmp_path, "--devices", "0,1,2", *spread)

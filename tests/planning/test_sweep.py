@@ -18,12 +18,12 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError, DoesNotFitError, Unet3dError
 from unet3d.parallel.executor import NetworkExecutor
 from unet3d.planning import placements, sweep
+from unet3d.planning.memory_estimate import predict_shards
 from unet3d.planning.network_plan import plan_without_data
-from unet3d.planning.placements import choose_mode, timed_options
+from unet3d.planning.placements import choose_mode, placed, timed_options
 from unet3d.planning.step_time import step_seconds
-from unet3d.planning.sweep import StepTime, Sweep, measure, measure_rank, micro_batch_counts
+from unet3d.planning.sweep import Sweep, measure, measure_rank, micro_batch_counts
 from unet3d.planning.tuning_cache import recall_tuned, resolve_auto
-from unet3d.planning.ways import placed
 
 FLOAT32 = "training.precision=float32"
 SMALL = (
@@ -65,10 +65,10 @@ def test_every_cut_with_every_number_of_micro_batches_is_measured_and_the_fastes
     assert cuts[0] is None and len(layouts[0].devices) == 1
     assert cuts[1:3] == [(4,), (2,)]  # encoder and decoder, and the cut that is set
     for row in found.rows:
-        assert row.found.seconds > 0
+        assert row.seconds > 0
         assert row.option.seconds == step_seconds(row.option.step)
         memory = row.option.prediction.memory
-        assert row.found.peak_bytes == tuple(memory[i].peak_bytes for i in sorted(memory))
+        assert row.peak_bytes == [memory[i].peak_bytes for i in sorted(memory)]
     record = found.to_dict()
     rows = record["rows"]
     alone = min(row["seconds"] for row in rows if row["parallel"] == "none")
@@ -124,7 +124,7 @@ def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
 
     def time_step(step, group):
         now[0] += each
-        return StepTime(seconds=1.0, peak_bytes=(1,))
+        return 1.0, [1]
 
     monkeypatch.setattr(sweep, "time_step", time_step)
     monkeypatch.setattr(sweep, "_cuts", lambda *_: [(4,)])
@@ -152,14 +152,14 @@ def seconds(monkeypatch):
         assert (options["max_restarts"], options["on_gpus"]) == (0, False)
         took = times[parallel.mode]
         peaks = [] if took is None else [5] * options["num_ranks"]
-        Path(record).write_text(json.dumps({"seconds": took, "peak_bytes": peaks}))
+        Path(record).write_text(json.dumps([took, peaks]))
         if took is None:
             raise Unet3dError("rank 1 ran out of memory")
 
     def time_step(step, group):
         if times["none"] is None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return StepTime(seconds=times["none"] * step.layout.num_micro_batches, peak_bytes=(5,))
+        return times["none"] * step.layout.num_micro_batches, [5]
 
     monkeypatch.setattr(sweep, "launch", launch)
     monkeypatch.setattr(sweep, "time_step", time_step)
@@ -171,9 +171,9 @@ def test_every_mode_is_measured_and_the_fastest_is_taken(tmp_path, seconds):
     network = plan_without_data(config)
     assert choose_mode(config, network)[0].mode == "none"
     found = swept(config)
-    modes = [(row.option.dims.mode, row.found.seconds, row.found.peak_bytes) for row in found.rows]
-    expected = [("none", 0.3, (5,)), ("none", 0.6, (5,))]
-    assert modes == [*expected, ("data", 0.2, (5, 5)), ("spatial", 0.1, (5, 5))]
+    modes = [(row.option.dims.mode, row.seconds, row.peak_bytes) for row in found.rows]
+    expected = [("none", 0.3, [5]), ("none", 0.6, [5])]
+    assert modes == [*expected, ("data", 0.2, [5, 5]), ("spatial", 0.1, [5, 5])]
     assert found.best() is found.best(found.asked) is found.rows[3]
     assert len(list(found.remember().iterdir())) == 3
     chosen, line = choose_mode(config, network)
@@ -181,7 +181,7 @@ def test_every_mode_is_measured_and_the_fastest_is_taken(tmp_path, seconds):
     assert "measured 100 ms a step against 300 on one" in line
     seconds["spatial"] = None  # out of memory
     found = swept(config)
-    assert [row.found.seconds for row in found.rows] == [0.3, 0.6, 0.2, None]
+    assert [row.seconds for row in found.rows] == [0.3, 0.6, 0.2, None]
     assert found.best() is found.rows[2]
     # Of another batch nothing is known.
     larger = settings(tmp_path, *ANY, "training.batch_size=4")
@@ -279,26 +279,15 @@ def test_wrong_use_is_explained(arguments, status, reason, capsys, monkeypatch):
     assert reason in capsys.readouterr().err
 
 
-def test_the_command_fails_where_no_picture_can_be_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    measuring = ("plan", "--measure", "--devices", "cpu", *words(tmp_path, *SMALL[2:]))
-    picture = tmp_path / "nowhere" / "tuning.png"
-    assert run(*measuring, "--picture", picture) == 1
-    assert f"cannot write {picture}" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("balance", ["memory", pytest.param("time", marks=pytest.mark.nightly)])
-def test_a_plan_predicts_the_balanced_cut_that_training_makes(
-    balance, tmp_path, capsys, monkeypatch
-):
+def test_a_plan_predicts_the_balanced_cut_that_training_makes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     dataset, path = write_msd(tmp_path / "data", 2, (8, 8, 8)), tmp_path / "plan.json"
     few = ("training.epochs=1", "training.steps_per_epoch=1", "data.num_workers=0")
     file = tmp_path / "settings.yaml"
-    file.write_text(settings(tmp_path, f"parallel.cuts={balance}", *few).to_yaml())
+    file.write_text(settings(tmp_path, "parallel.cuts=time", *few).to_yaml())
     arguments = ("--config", file, "--micro-batches", 2)
     assert run("plan", dataset, *arguments, "--json", path) == 0
-    assert f"--micro-batches 2 --set parallel.cuts={balance}: up to" in capsys.readouterr().out
+    assert "--micro-batches 2 --set parallel.cuts=time: up to" in capsys.readouterr().out
     assert run("train", dataset, *arguments, "--quiet", "--output", tmp_path / "run") == 0
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     (asked,) = (way for way in json.loads(path.read_text())["ways"] if way["asked"])
@@ -323,10 +312,14 @@ def test_ranks_take_the_steps(changes, tolerance, tmp_path):
     found = swept(settings(tmp_path, *ANY, *changes))
     assert [row.option.dims.mode for row in found.rows] == ["none", "none", "data", "spatial"]
     for row in found.rows:
-        assert 0 < row.found.seconds < 60
-        shards = [shard for _ in range(row.option.dims.num_replicas) for shard in row.option.shards]
+        assert 0 < row.seconds < 60
+        shards = [
+            shard
+            for _ in range(row.option.dims.num_replicas)
+            for shard in predict_shards(row.option.step)
+        ]
         predicted = [shard.memory[0].peak_bytes for shard in shards]
-        assert list(row.found.peak_bytes) == pytest.approx(predicted, rel=tolerance)
+        assert list(row.peak_bytes) == pytest.approx(predicted, rel=tolerance)
 
 
 @pytest.mark.gpu
@@ -338,7 +331,7 @@ def test_a_gpu_that_is_too_small_is_a_row(tmp_path):
         found = swept(config)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
-    fits = [row.found.seconds is not None for row in found.rows]
+    fits = [row.seconds is not None for row in found.rows]
     assert fits[0] is False and fits[-1] is True
 
 
@@ -355,12 +348,12 @@ def test_a_step_takes_time_and_what_was_predicted(alone, tmp_path, monkeypatch):
     settings = tmp_path / "settings.yaml"
     settings.write_text(alone.to_yaml())
     assert run("plan", "--config", settings, "--step-record", path) == 0
-    record = json.loads(path.read_text())
-    assert 0 < record["seconds"] < 60
+    took, peaks = json.loads(path.read_text())
+    assert 0 < took < 60
     dims, memory = placed(alone.parallel, "none", (CPU,)), {CPU: 2**30}
     settled = network.settled(alone)
     (option,) = timed_options(settled, network, (dims,), memory)
-    assert record["peak_bytes"] == [option.prediction.memory[0].peak_bytes]
+    assert peaks == [option.prediction.memory[0].peak_bytes]
 
 
 def test_a_rank_without_memory_says_so(alone, tmp_path, monkeypatch):
@@ -371,7 +364,7 @@ def test_a_rank_without_memory_says_so(alone, tmp_path, monkeypatch):
     path = tmp_path / "step.json"
     with pytest.raises(DoesNotFitError, match="rank 0 ran out of memory"):
         measure_rank(alone, plan_without_data(alone), path)
-    assert json.loads(path.read_text()) == {"seconds": None, "peak_bytes": []}
+    assert json.loads(path.read_text()) == [None, []]
 
 
 def test_a_time_is_that_of_steps_that_do_all_the_work_and_change_nothing(monkeypatch):
@@ -396,6 +389,6 @@ def test_a_time_is_that_of_steps_that_do_all_the_work_and_change_nothing(monkeyp
     found = sweep.time_step(make_step((CPU,)), Group(Ranks()))
     num_steps = 2 + sweep.NUM_TIMED_STEPS  # one makes the state, one counts memory
     assert calls == ["forward and backward", "step"] * num_steps
-    assert 0 < found.seconds < 60
+    assert 0 < found[0] < 60
     ((model, before),) = models
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

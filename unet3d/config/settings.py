@@ -272,22 +272,17 @@ class ParallelSettings(Section):
     Under torchrun its own --max-restarts counts."""
     cuts: (
         Annotated[tuple[Few, ...], at_most(1024), IN_LIST]
-        | Literal["auto", "encoder-decoder", "time", "memory"]
+        | Literal["auto", "encoder-decoder", "time"]
     ) = "auto"
-    """Mode model: where the network is cut in training. time, memory: so that the stages take equal
-    time, or memory, as predicted; encoder-decoder: between the two for two devices, about equal
-    work for more; auto: the cut that ``plan --measure`` found best, else encoder-decoder; or the
-    index of the block that each further stage begins with, such as 4,12."""
+    """Mode model: where the network is cut in training. time: so that the stages take equal time,
+    as predicted; encoder-decoder: between the two for two devices, about equal work for more; auto:
+    the cut that ``plan --measure`` found best, else encoder-decoder; or the index of the block that
+    each further stage begins with, such as 4,12."""
 
     @property
     def cut_blocks(self) -> tuple[int, ...] | None:
         """The blocks that are named; None: the cut is still to be chosen."""
         return None if isinstance(self.cuts, str) else self.cuts
-
-    @property
-    def balance(self) -> Literal["time", "memory"] | None:
-        """What the cut balances as predicted, if anything."""
-        return self.cuts if self.cuts == "time" or self.cuts == "memory" else None
 
 
 class MemorySettings(Section):

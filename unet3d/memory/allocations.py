@@ -163,12 +163,12 @@ class _AutocastOfGpu(TorchFunctionMode):
         """Run one function as autocast would run it on a GPU, if it is to be on one."""
         kwargs = kwargs or {}
         differs = func in (F.group_norm, F.avg_pool3d) and is_fake_device(args[0].device)
-        if differs and torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                if func is F.group_norm:
-                    return func(args[0].float(), *args[1:], **kwargs)
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        if not differs or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        if func is F.group_norm:
+            args = (args[0].float(), *args[1:])
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
 
 
 @contextmanager
@@ -187,11 +187,17 @@ def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecord
 
 
 def make_parameters_fake(module: nn.Module) -> None:
-    """Replace the parameters and buffers of a module that are still real, in the context."""
+    """Replace the parameters of a module that are still real, and its buffers, in the context.
+
+    PyTorch really computes a single number, such as the counter of a batch norm, and leaves it on
+    the real CPU. So buffers are made where the parameters beside them are.
+    """
     for part in module.modules():
+        device = next((own.device for own in part.parameters(recurse=False)), None)
         for name, parameter in part._parameters.items():
             if parameter is not None and not isinstance(parameter, FakeTensor):
                 part._parameters[name] = nn.Parameter(torch.empty_like(parameter))
         for name, buffer in part._buffers.items():
-            if buffer is not None and not isinstance(buffer, FakeTensor):
-                part._buffers[name] = torch.empty_like(buffer)
+            if buffer is not None:
+                place = device or buffer.device
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=place)

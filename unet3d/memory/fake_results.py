@@ -63,17 +63,13 @@ class FakeResults:
                 if isinstance(first, FakeTensor):  # only values change, which it does not have
                     return args[0] if schema.returns else None
             return func(*args, **kwargs)
-        settings = (torch.get_default_dtype(), torch.is_inference_mode_enabled())
-        key = (func, settings, self._key(func, (args, *kwargs.items()), tensors))
-        if key[-1] is None:
-            return func(*args, **kwargs)
-        if key not in _known:
-            results = func(*args, **kwargs)
-            _known[key] = _described(func, results, tensors)
-            return results
-        known = _known[key]
+        key = (func, self._key(func, (args, *kwargs.items()), tensors))
+        known = _known.get(key)
         if known is None:
-            return func(*args, **kwargs)
+            results = func(*args, **kwargs)
+            if key[-1] is not None and key not in _known:
+                _known[key] = _described(func, results, tensors)
+            return results
         container, several = known
         made = [one and self._make(one, tensors) for one in several]
         return made[0] if container is None else container(made)
@@ -112,7 +108,14 @@ def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results |
     container = type(results) if isinstance(results, (tuple, list)) else None
     several = (results,) if container is None else results
     made = [one for one in several if one is not None]
-    if any(tag in func.tags for tag in _UNPREDICTABLE) or not all(map(_is_dense, made)):
+    is_dense = all(
+        type(one) is FakeTensor
+        and one.constant is None
+        and one.layout == torch.strided
+        and not (one.is_conj() or one.is_neg())
+        for one in made
+    )
+    if any(tag in func.tags for tag in _UNPREDICTABLE) or not is_dense:
         return None
     keys = [storage_key(tensor) for tensor in tensors]
     new = [storage_key(one) for one in made if storage_key(one) not in keys]
@@ -133,8 +136,3 @@ def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results |
         for one in several
     ]
     return container, described
-
-
-def _is_dense(result: Any) -> bool:
-    is_fake = type(result) is FakeTensor and result.constant is None
-    return is_fake and result.layout == torch.strided and not (result.is_conj() or result.is_neg())

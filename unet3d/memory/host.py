@@ -31,7 +31,12 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     (a container, a job of a cluster) leaves, and what its limit of address space leaves. What the
     system does not say limits nothing.
     """
-    rooms = [*_of_machine(proc), *_of_groups(proc, cgroups), *_of_address_space(proc)]
+    rooms = [*_of_groups(proc, cgroups), *_of_address_space(proc)]
+    rooms += [
+        int(line.split()[1]) * 1024
+        for line in _lines(proc / "meminfo")
+        if line.startswith("MemAvailable:")  # only kernels before 3.14 do not say
+    ]
     return max(0, min(rooms, default=sys.maxsize))
 
 
@@ -69,13 +74,6 @@ def is_out_of_gpu_memory(error: BaseException) -> bool:
 def shortage_reason(error: BaseException) -> str:
     """Return what PyTorch says of an allocation that failed, without where in its code it was."""
     return str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
-
-
-def _of_machine(proc: Path) -> list[int]:
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            return [int(line.split()[1]) * 1024]
-    return []  # only kernels before 3.14 do not say
 
 
 def _of_groups(proc: Path, cgroups: Path) -> list[int]:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ class Slot:
     index: int
     """Its number, from 0."""
     device: torch.device
-    """The device it computes on."""
     blocks: tuple[str, ...]
     """Names of the blocks that it runs."""
 
@@ -75,17 +75,12 @@ class Mark:
     peak_bytes: int
     """The most bytes in use since the previous action."""
 
-    def plus(self, constant: int) -> "Mark":
-        """Return the mark with as many more bytes in use."""
-        return replace(self, bytes=self.bytes + constant, peak_bytes=self.peak_bytes + constant)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The marks of one step on one GPU, or of one slot on a CPU."""
 
     device: str
-    """Its name."""
     slots: tuple[int, ...]
     """Numbers of the slots whose memory this is."""
     marks: tuple[Mark, ...]
@@ -181,14 +176,16 @@ class MemoryMeter(Observer):
         lines = []
         for device in self._gpus:
             slots = tuple(slot.index for slot in self._slots if slot.device == device)
-            lines.append(
-                Timeline(device=str(device), slots=slots, marks=tuple(self._marks[device]))
-            )
+            marks = tuple(self._marks[device])
+            lines.append(Timeline(device=str(device), slots=slots, marks=marks))
         for slot in self._slots:
             if slot.device.type != "cuda":
                 memory = measured[slot.index]
-                always = memory.parameters_bytes + memory.optimizer_bytes
-                marks = tuple(mark.plus(always) for mark in self._marks[slot.index])
+                more = memory.parameters_bytes + memory.optimizer_bytes
+                marks = tuple(
+                    replace(mark, bytes=mark.bytes + more, peak_bytes=mark.peak_bytes + more)
+                    for mark in self._marks[slot.index]
+                )
                 lines.append(Timeline(device=str(slot.device), slots=(slot.index,), marks=marks))
         return tuple(sorted(lines, key=lambda line: line.slots))
 
@@ -211,28 +208,24 @@ class MemoryMeter(Observer):
         return SlotMemory(**parts, peak_bytes=peak)
 
     def _gradients_now(self, slot: Slot) -> int:
-        gradients = [parameter.grad for parameter in self._parameters(slot)]
-        return _num_bytes([gradient for gradient in gradients if gradient is not None])
+        return _num_bytes([one.grad for one in self._parameters(slot) if one.grad is not None])
 
     def _parameters(self, slot: Slot) -> list[nn.Parameter]:
         """Return those on its device: the copies that nn.DataParallel makes are not its own."""
-        modules = [self._modules[name] for name in slot.blocks]
-        parameters = [one for module in modules for one in module.parameters()]
-        return [one for one in parameters if one.device == slot.device]
+        modules = (self._modules[name] for name in slot.blocks)
+        every = (one for module in modules for one in module.parameters())
+        return [one for one in every if one.device == slot.device]
 
     def _mark(self, slot: int | None, kind: str, micro_batch: int | None) -> None:
+        mark = partial(Mark, slot=slot, kind=kind, micro_batch=micro_batch)
         for device, gpu in self._gpus.items():
             now, peak = gpu.take()
-            self._marks[device].append(
-                Mark(slot=slot, kind=kind, micro_batch=micro_batch, bytes=now, peak_bytes=peak)
-            )
+            self._marks[device].append(mark(bytes=now, peak_bytes=peak))
         for other in self._slots:
             if other.device.type != "cuda":
                 now, peak = self._kept[other.index].take()
-                mark = Mark(
-                    slot=slot, kind=kind, micro_batch=micro_batch, bytes=now, peak_bytes=peak
-                )
-                self._marks[other.index].append(mark.plus(self._gradients_now(other)))
+                more = self._gradients_now(other)
+                self._marks[other.index].append(mark(bytes=now + more, peak_bytes=peak + more))
 
 
 @contextmanager

@@ -4,8 +4,7 @@ The defaults in :mod:`unet3d.config.settings` suit a GPU: on two CPU cores they 
 the built-in phantoms. What a user sets is always obeyed, in a file as in an option.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,34 +12,18 @@ import torch
 
 from unet3d.config import Config
 
-
-@dataclass(frozen=True, kw_only=True)
-class CpuDefault:
-    """Values that belong together: what the user sets of them keeps all of them out."""
-
-    values: Mapping[str, Any]
-    """Dotted key to value."""
-    related: tuple[str, ...] = ()
-    """Other settings, or sections: values would not suit or not reach what differs from these."""
-
-
-CPU_DEFAULTS = (
+CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
     # A tenth of the work of 32 channels, and the memory that two patches of 64^3 voxels then take.
-    CpuDefault(
-        values={"model.base_channels": 8, "patches.memory_gib": 1.1},
-        related=("model.channels",),
-    ),
-    CpuDefault(values={"training.epochs": 40}),
-    CpuDefault(values={"training.steps_per_epoch": 25}),
+    ({"model.base_channels": 8, "patches.memory_gib": 1.1}, "model.channels"),
+    ({"training.epochs": 40}, ""),
+    ({"training.steps_per_epoch": 25}, ""),
     # Too short a training to profit from it.
-    CpuDefault(values={"patches.augmentation": "none"}, related=("patches.augmentation_details",)),
+    ({"patches.augmentation": "none"}, "patches.augmentation_details"),
     # Converges in fewer steps; the rate is higher than usual for the few that there are.
-    CpuDefault(
-        values={"training.optimizer": "adamw", "training.learning_rate": 0.003},
-        related=("training.weight_decay",),
-    ),
+    ({"training.optimizer": "adamw", "training.learning_rate": 0.003}, "training.weight_decay"),
 )
-"""For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases."""
+"""For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases. What the user sets
+of values that stand together, or of the setting behind them, keeps all of them out."""
 
 NETWORK = "model.base_channels"
 """The one of the values that a network to begin with brings itself."""
@@ -60,10 +43,9 @@ def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, 
     if all(device.type == "cpu" for device in devices):
         taken = {
             key: value
-            for default in CPU_DEFAULTS
-            if all(map(config.is_open, default.values))
-            and not any(map(config.differs, default.related))
-            for key, value in default.values.items()
+            for together, related in CPU_DEFAULTS
+            if all(map(config.is_open, together)) and not (related and config.differs(related))
+            for key, value in together.items()
             if not (has_init and key == NETWORK)
         }
     values = dict(taken)

@@ -1,31 +1,32 @@
 """All ways of placing a training side by side, as ``unet3d plan`` shows them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from unet3d.config import Config, ParallelSettings
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import ParallelDims
-from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.link_speed import link_line, measure_link
+from unet3d.planning.memory_estimate import predict_shards
 from unet3d.planning.network_plan import NetworkPlan, check_stages
-from unet3d.planning.placements import PlacementOption, best_of, choice_line, timed_options
-from unet3d.planning.tuning_cache import resolve_auto
-from unet3d.planning.ways import (
+from unet3d.planning.placements import (
+    Devices,
+    PlacementOption,
     all_devices,
+    best_of,
+    choice_line,
     devices_of_ranks,
     dims_of,
     has_gpu,
     if_possible,
-    is_here,
     memory_of,
     numbered,
     possible_dims,
     settings_for,
+    timed_options,
 )
+from unet3d.planning.step_time import wanted_cuts
+from unet3d.planning.tuning_cache import resolve_auto
 
 
 def compare(
@@ -45,44 +46,39 @@ def compare(
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
     refuse_beyond_memory(network.topology)  # predictions make the weights, and do not touch them
-    candidates: tuple[ParallelDims, ...] = (asked,)  # what auto chooses from; else one
+    candidates = [asked]  # what auto chooses from; else one
     if config.parallel.mode == "auto":
         candidates = possible_dims(config, network, asked.all_devices) or candidates
-    every = _beside(candidates, config, network, asked)
+    every = _beside(candidates, config, network, asked.all_devices)
     several = all_devices(every)
     link = measure_link(several, are_here=memory_bytes is None)
-    memory = memory_of(several, memory_bytes)
-    timed = {option.dims: option for option in timed_options(config, network, every, memory, link)}
     notes = list(_notes(config.parallel, memory_bytes))
     notes += [] if link is None else [f"{link_line(link)}."]
-    chosen, choice = asked, None
-    if candidates != (asked,):
+    memory = memory_of(several, memory_bytes)
+    timed = {option.dims: option for option in timed_options(config, network, every, memory, link)}
+    options = [timed[dims] for dims in candidates]
+    chosen, choice = options[0], None
+    if candidates != [asked]:
         watch(0, len(every))
-        options = [timed[dims] for dims in candidates]
-        best = best_of(options)
-        chosen = best.dims
-        choice = choice_line(options, best)
-    if memory_bytes is None and all(map(is_here, chosen.all_devices)):
-        placement = settings_for(config.parallel, chosen)
-        config = resolve_auto(config.model_copy(update={"parallel": placement}), timed[chosen].step)
-    # A cut that depends on times or bytes is the training's.
-    balance = config.parallel.balance
+        chosen = best_of(options)
+        choice = choice_line(options, chosen)
+    if memory_bytes is None:
+        placement = settings_for(config.parallel, chosen.dims)
+        config = resolve_auto(config.model_copy(update={"parallel": placement}), chosen.step)
     counts = sorted({1, config.training.num_micro_batches})
     ways: list[PlacementOption] = []
     rows: list[dict[str, Any]] = []
-    for dims in every:
+    for way in timed.values():
         for count in counts:
             watch(len(ways), len(every) * len(counts))
-            way, is_chosen = timed[dims], dims == chosen
-            cuts = config.parallel.cut_blocks if is_chosen else None
-            if way.step.layout.num_micro_batches != count or cuts is not None:
-                way = way.divided(count, cuts)
-            if is_chosen and dims.mode == "model" and balance is not None:
-                cuts = choose_cuts(way.step, balance)
-                way = replace(way, balance=balance).divided(count, cuts)
-            ways.append(way)
+            is_same = count == way.step.layout.num_micro_batches
+            one, is_chosen = way if is_same else way.divided(count), way is chosen
+            if is_chosen and (cuts := wanted_cuts(config.parallel, one.step)):
+                one = way.divided(count, cuts)
+            ways.append(one)
             is_asked = is_chosen and count == config.training.num_micro_batches
-            rows.append({**_row(way, memory), "asked": is_asked})
+            balance = "time" if is_chosen and config.parallel.cuts == "time" else None
+            rows.append({**_row(one, memory), "balance": balance, "asked": is_asked})
     step = ways[0].step  # the option of one device, which has the whole batch
     return ways, {
         "shape": list(step.size),
@@ -95,11 +91,11 @@ def compare(
     }
 
 
-def _row(way: PlacementOption, memory: Mapping[torch.device, int]) -> dict[str, Any]:
-    dims = way.dims
+def _row(way: PlacementOption, memory: Mapping[Any, int]) -> dict[str, Any]:
+    dims, shards = way.dims, predict_shards(way.step)
     slots: list[dict[str, Any]] = []
     for rank, devices in enumerate(devices_of_ranks(dims)):
-        prediction = way.shards[dims.shard_of(rank)]
+        prediction = shards[dims.shard_of(rank)]
         for slot, device in zip(prediction.slots, devices, strict=True):
             row = {
                 "slot": len(slots),
@@ -114,8 +110,7 @@ def _row(way: PlacementOption, memory: Mapping[torch.device, int]) -> dict[str, 
         "replicas": dims.num_replicas,
         "shards": dims.num_shards,
         "num_micro_batches": way.step.layout.num_micro_batches,
-        "balance": way.balance,
-        "fits": way.fits,
+        "fits": way.load <= 1,
         "step_seconds": way.seconds,
         "step_is_measured": way.is_measured,
         "slots": slots,
@@ -123,13 +118,12 @@ def _row(way: PlacementOption, memory: Mapping[torch.device, int]) -> dict[str, 
 
 
 def _beside(
-    candidates: Sequence[ParallelDims], config: Config, network: NetworkPlan, asked: ParallelDims
+    candidates: Sequence[ParallelDims], config: Config, network: NetworkPlan, devices: Devices
 ) -> list[ParallelDims]:
     """Return candidates with what a reader compares them with, one device first.
 
     That is all that can be on the same devices, or where it is one, on two; and two stages.
     """
-    devices = asked.all_devices
     if len(devices) == 1:
         devices = (devices[0], numbered(devices[0], (devices[0].index or 0) + 1))
     alone = config.parallel.model_copy(update={"replicas": 1})

@@ -20,7 +20,7 @@ from unet3d.planning.network_plan import (
     batch_shape,
     check_shards,
     check_stages,
-    network_of,
+    plan_fingerprint,
     plan_notes,
 )
 from unet3d.preparation.cache import Cache, PreparedCase
@@ -39,18 +39,14 @@ class Experiment:
     config: Config
     """The settings, with every choice that follows from the data written out."""
     preprocessing: Preprocessing
-    """How images are prepared."""
     network: NetworkPlan
     """The network, with the patch size, or all sizes that whole volumes have, also those for
     validation."""
     training: tuple[PreparedCase, ...]
-    """Prepared cases for training."""
     validation: tuple[PreparedCase, ...]
-    """Prepared cases for validation."""
     validation_files: tuple[Case, ...]
     """The files that the latter were prepared from, in the same order."""
     split: CaseSplit
-    """Names and contents of both."""
 
     @property
     def topology(self) -> Topology:
@@ -117,8 +113,15 @@ def plan_experiment(
     )
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, geometries)
     # Before the cases are prepared: what cannot be trained is refused without it.
-    planned = (preprocessing, fingerprint)
-    network = network_of(dataset, config, planned, num_replicas, architecture)
+    network = plan_fingerprint(
+        config,
+        fingerprint,
+        len(dataset.channel_names),
+        preprocessing.num_outputs,
+        num_replicas,
+        preprocessing.region_classes,
+        architecture,
+    )
     check_stages(config, network, num_stages)
     check_shards(network, num_shards)
     for note in plan_notes(config, network):

@@ -28,6 +28,8 @@ from unet3d.parallel.precision import image_dtype, to_parameter_dtype
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.patches.augment.device import DeviceAugmentation
 
+GIB = 1024**3
+
 MESSAGE_BYTES = 512 * 1024**2
 """What NCCL may take of a GPU for the channels between shards, beside the tensors. An upper bound,
 not measured: buffers of 4 MiB for each of up to 32 channels and few peers of one host."""
@@ -41,14 +43,12 @@ class Step:
     """
 
     topology: Topology
-    """The network."""
     layout: Layout
     """Devices (which need not exist), cuts, micro-batches and autocast."""
     size: Shape
     """Voxels of a patch along X, Y, Z; multiples of the total stride. Of the whole one, where it is
     divided over shards."""
     batch_size: int
-    """Patches."""
     settings: TrainingSettings
     """The optimizer and the loss."""
     precision: str
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def loss(self) -> SegmentationLoss:
-        """The loss."""
+        """Return the loss."""
         return SegmentationLoss.of(self.settings, self.regions)
 
     @property
@@ -115,7 +115,6 @@ class MemoryEstimate:
     """The memory that a training step takes."""
 
     step: Step
-    """The step."""
     slots: tuple[Slot, ...]
     """The slots, with the device and the blocks of each."""
     memory: dict[int, SlotMemory]
@@ -161,7 +160,6 @@ def predict_memory(step: Step) -> MemoryEstimate:
         )
         executor = parallelize(model, placed)
         make_parameters_fake(model)
-        _move_counters(executor.slots, model)
         # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
         optimization = Optimization(model, settings, "float32")
         image, target, *kept = empty_batch(step, executor)
@@ -197,10 +195,8 @@ def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
 
     The step is that of any of them, or of a network that is not divided.
     """
-    known: dict[tuple[int, int], MemoryEstimate] = {}
-    for shard in step.shards():
-        if shard.kind not in known:
-            known[shard.kind] = predict_memory(shard)
+    of_kinds = {shard.kind: shard for shard in step.shards()}
+    known = {kind: predict_memory(shard) for kind, shard in of_kinds.items()}
     return tuple(replace(known[shard.kind], step=shard) for shard in step.shards())
 
 
@@ -222,22 +218,6 @@ def empty_batch(step: Step, executor: Executor) -> list[Tensor]:
     targets = [torch.empty((shape[0], *size), dtype=classes, device=device) for _ in range(2)]
     used = [images[0].to(dtype), targets[0].to(executor.output_device)]
     return [*used, *images, *targets]
-
-
-def _move_counters(slots: Sequence[Slot], model: UNet3d) -> None:
-    """Move buffers of a single number, such as the counters of batch norms, to their slots.
-
-    PyTorch knows the value of such a tensor, and really computes what depends on it. So the copy
-    that was moved to a fake device is on the CPU that stands for it.
-    """
-    modules = {block.name: block.module for block in model.blocks()}
-    for slot in slots:
-        for part in (part for name in slot.blocks for part in modules[name].modules()):
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.device != slot.device:
-                    part._buffers[name] = torch.empty(
-                        buffer.shape, dtype=buffer.dtype, device=slot.device
-                    )
 
 
 class _Meter(MemoryMeter):

@@ -4,12 +4,12 @@ import itertools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from unet3d.config import Config, Shape, Spacing
-from unet3d.datasets.dataset import Dataset, load_dataset
+from unet3d.datasets.dataset import load_dataset
 from unet3d.datasets.phantom import LABEL_NAMES, NUM_CASES, SPACING_MM
 from unet3d.images.files import times
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
@@ -20,10 +20,9 @@ from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.patches.augment.device import DeviceAugmentation
 from unet3d.patches.patches import padded_shape
-from unet3d.planning.memory_estimate import Step, predict_memory
-from unet3d.planning.step_size import GIB, MIN_BATCH, plan_batch, plan_patch
+from unet3d.planning.memory_estimate import GIB, Step, predict_memory
+from unet3d.planning.step_size import MIN_BATCH, plan_batch, plan_patch
 from unet3d.preparation.preprocess import Fingerprint, plan_preprocessing
-from unet3d.preparation.transform import Preprocessing
 
 PREPARED_BYTES = 2
 """What a voxel of a prepared image takes where none is there to ask: float16."""
@@ -41,7 +40,6 @@ class NetworkPlan:
     """A network, and the size that it is trained on."""
 
     topology: Topology
-    """The network."""
     sizes: frozenset[Shape]
     """Voxels of a patch along X, Y, Z, multiples of the total stride; or all sizes that whole
     volumes have, padded to such."""
@@ -50,10 +48,10 @@ class NetworkPlan:
     ones are trained on."""
     batch_size: int
     """Patches in a step, of all replicas together."""
-    limits: str | None = field(compare=False)
-    """Why patch and batch are as large as they are, in a line; None: the settings name both."""
-    regions: Regions = ()
+    regions: Regions
     """What it segments instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""
+    limits: str | None = field(default=None, compare=False)
+    """Why patch and batch are as large as they are, in a line; None: the settings name both."""
 
     @property
     def size(self) -> Shape:
@@ -81,14 +79,13 @@ class NetworkPlan:
         """Return the step of a replica with the largest share of the batch."""
         layout = Layout.of(config, dims, precision)
         batch_size = dims.share_of(self.batch_size)
-        channels, classes = self.topology.in_channels, self.topology.num_classes
         augmentation = DeviceAugmentation.on(
             layout.devices[0],
             config.patches.random_changes,
             (self.volume,),
             PREPARED_BYTES,
-            channels,
-            classes,
+            self.topology.in_channels,
+            self.topology.num_classes,
         )
         return Step(
             topology=self.topology,
@@ -112,42 +109,25 @@ def plan_without_data(
     settings, else 1 mm. ``num_replicas`` share a batch; one that is open has a patch for each
     micro-batch of each of them. An ``architecture`` to begin with is taken as it is.
     """
-    data = config.data
+    data, num_channels = config.data, 1
+    regions: Regions = ()
     if data.dataset is not None:
         dataset = load_dataset(data.dataset)
         without_statistics = data.model_copy(update={"normalization": "none"})
-        planned = plan_preprocessing(dataset, without_statistics)
-        return network_of(dataset, config, planned, num_replicas, architecture)
-    shape = data.phantom_shape
-    fingerprint = Fingerprint(
-        spacing_mm=SPACING_MM if isinstance(data.spacing_mm, str) else data.spacing_mm,
-        shape=shape,
-        shapes=frozenset([shape]),
-        num_cases=NUM_CASES,
-    )
-    num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
+        preprocessing, fingerprint = plan_preprocessing(dataset, without_statistics)
+        num_channels, num_outputs = len(dataset.channel_names), preprocessing.num_outputs
+        regions = preprocessing.region_classes
+    else:
+        shape = data.phantom_shape
+        fingerprint = Fingerprint(
+            spacing_mm=SPACING_MM if isinstance(data.spacing_mm, str) else data.spacing_mm,
+            shape=shape,
+            shapes=frozenset([shape]),
+            num_cases=NUM_CASES,
+        )
+        num_outputs = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
     return plan_fingerprint(
-        config, fingerprint, 1, num_classes, num_replicas, architecture=architecture
-    )
-
-
-def network_of(
-    dataset: Dataset,
-    config: Config,
-    planned: tuple[Preprocessing, Fingerprint],
-    num_replicas: int = 1,
-    architecture: Topology | None = None,
-) -> NetworkPlan:
-    """Return the network for a data set of which is known how it is prepared."""
-    preprocessing, fingerprint = planned
-    return plan_fingerprint(
-        config,
-        fingerprint,
-        len(dataset.channel_names),
-        preprocessing.num_outputs,
-        num_replicas,
-        preprocessing.region_classes,
-        architecture,
+        config, fingerprint, num_channels, num_outputs, num_replicas, regions, architecture
     )
 
 
@@ -172,15 +152,14 @@ def check_shards(network: NetworkPlan, num_shards: int) -> None:
 
 def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
     """Return lines on what was made of the patch and batch that the settings name or leave open."""
-    asked, size, limits = config.patches.size, network.size, network.limits
-    notes = []
-    if not isinstance(asked, str) and asked != size:
-        notes.append(
-            f"patches.size {times(asked)} is rounded up to {times(size)}, multiples of "
-            f"{times(network.topology.total_stride)} that the network can halve"
+    asked, notes = config.patches.size, [] if network.limits is None else [network.limits]
+    if not isinstance(asked, str) and asked != network.size:
+        stride = times(network.topology.total_stride)
+        notes.insert(
+            0,
+            f"patches.size {times(asked)} is rounded up to {times(network.size)}, multiples of "
+            f"{stride} that the network can halve",
         )
-    if limits is not None:
-        notes.append(limits)
     return notes
 
 
@@ -232,21 +211,13 @@ def plan_fingerprint(
             return topology_like(architecture, size, num_channels, num_outputs, deep)
         return plan_topology(config.model, size, spacing_mm, num_channels, num_outputs)
 
-    def plan_with(topology: Topology, sizes: frozenset[Shape], batch_size: int) -> NetworkPlan:
-        return NetworkPlan(
-            topology=topology,
-            sizes=sizes,
-            volume=(shape, spacing_mm),
-            batch_size=batch_size,
-            limits=None,
-            regions=regions,
-        )
+    made = partial(NetworkPlan, volume=(shape, spacing_mm), regions=regions)
 
     @cache
     def needed_bytes(topology: Topology, size: Shape, batch_size: int) -> int:
         refuse_beyond_memory(topology)  # a prediction makes the weights, and does not touch them
         precision = "bfloat16" if training.precision == "auto" else training.precision
-        network = plan_with(topology, frozenset([size]), batch_size)
+        network = made(topology=topology, sizes=frozenset([size]), batch_size=batch_size)
         step = network.step(config, REFERENCE, precision)
         # What a capture takes beside changes no patch.
         layout = replace(step.layout, cuts=None, captures=False)
@@ -256,8 +227,7 @@ def plan_fingerprint(
     def load(topology: Topology, size: Shape, batch_size: int) -> float:
         return needed_bytes(topology, size, batch_size) / allowed_bytes
 
-    patch_limit = batch_limit = "as set"
-    least = 1
+    patch_limit, batch_limit, least = "as set", "as set", 1
     if patches.size == "auto":
         asked = training.batch_size
         num_patches = max(MIN_BATCH, training.num_micro_batches) if asked == "auto" else asked
@@ -283,7 +253,7 @@ def plan_fingerprint(
             batch_limit = "a patch for each device's micro-batches"
     else:
         planned = batch_size = training.batch_size
-    network = plan_with(topology, sizes, batch_size)
+    network = made(topology=topology, sizes=sizes, batch_size=batch_size)
     if patches.size != "auto" and training.batch_size != "auto":
         return network
     needed = needed_bytes(topology, batch_shape(sizes, planned), planned)

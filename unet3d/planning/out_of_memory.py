@@ -1,7 +1,6 @@
 """What to tell a user whose training does not fit: where, by how much, and what would fit."""
 
 import logging
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,17 +11,14 @@ from unet3d.errors import DoesNotFitError
 from unet3d.images.files import times
 from unet3d.memory import host
 from unet3d.memory.record import device_bytes
-from unet3d.planning.largest import largest_size
-from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
+from unet3d.planning.memory_estimate import GIB, MemoryEstimate, Step, predict_memory
+from unet3d.planning.step_size import largest_fitting, largest_size
 
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-GIB = 1024**3
 HEADROOM = 0.9
 """Where a prediction was too low, the prediction of an advised option must be lower by this."""
-MAX_TRIED = 4
-"""Numbers of GPUs that are tried, each as the memory with the last one promises."""
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:
@@ -51,7 +47,7 @@ def refuse_beyond_host(prediction: MemoryEstimate) -> None:
 
 def explain_out_of_memory(error: BaseException, step: Step) -> str:
     """Return one line: which slots' device, what was asked and free, and what would fit."""
-    prediction = predict_memory(step)
+    prediction, layout = predict_memory(step), step.layout
     patterns = (r"allocate ([\d.]+ \w+)", r"GPU (\d+)", r"of which ([\d.]+ \w+) is free")
     found = (re.search(pattern, str(error)) for pattern in patterns)  # PyTorch's words
     asked, index, free = (match[1] if match else "" for match in found)
@@ -59,11 +55,11 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
         device = CPU
     else:
         device = torch.device("cuda", int(index)) if index else prediction.slots[-1].device
-    slots = [slot for slot in prediction.slots if slot.device == device]
     names = ", ".join(
-        f"slot {slot.index} ({slot.blocks[0]} to {slot.blocks[-1]})" for slot in slots
+        f"slot {slot.index} ({slot.blocks[0]} to {slot.blocks[-1]})"
+        for slot in prediction.slots
+        if slot.device == device
     )
-    layout = step.layout
     part = f"slab {layout.shard} of {layout.num_shards} of " if layout.num_shards > 1 else ""
     amounts = f": {asked} asked, {free} free" if asked and free else ""
     return (
@@ -71,14 +67,6 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
         f"{part}patches of {times(step.size)} voxels and a batch of {step.batch_size} in "
         f"{layout.num_micro_batches} micro-batch(es); {_what_would_fit(prediction)}"
     )
-
-
-def _what_would_fit(prediction: MemoryEstimate) -> str:
-    options = "; ".join(_alternatives(prediction)) or (
-        "nothing that was tried would; use a smaller network (model.base_channels) or more devices "
-        "with --parallel spatial"
-    )
-    return f"what would fit: {options}"
 
 
 def available_bytes(device: torch.device) -> int:
@@ -89,67 +77,70 @@ def available_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device)
 
 
+def _what_would_fit(prediction: MemoryEstimate) -> str:
+    options = "; ".join(_alternatives(prediction)) or (
+        "nothing that was tried would; use a smaller network (model.base_channels) or more devices "
+        "with --parallel spatial"
+    )
+    return f"what would fit: {options}"
+
+
 def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
     """Yield options that make a training fit, with the memory they are predicted to take."""
-    step = prediction.step
-    needed = prediction.needed_bytes()
+    step, layout = prediction.step, prediction.step.layout
     # It did not fit, regardless of the prediction.
     limits = {
-        device: min(available_bytes(device), int(HEADROOM * needed[device])) for device in needed
+        device: min(available_bytes(device), int(HEADROOM * needed))
+        for device, needed in prediction.needed_bytes().items()
     }
-    whole = replace(step, layout=replace(step.layout, num_micro_batches=step.batch_size))
-    if step.layout.num_micro_batches < step.batch_size and _divides_batches(step):
+    if layout.num_micro_batches < step.batch_size and _divides_batches(step):
+        whole = replace(step, layout=replace(layout, num_micro_batches=step.batch_size))
         yield from _advice(f"--micro-batches {step.batch_size}", whole, limits)
-    if step.layout.recompute != "level":
-        again = replace(step, layout=replace(step.layout, recompute="level", offload="none"))
-        without = "" if step.layout.offload == "none" else "--set memory.offload=none "
+    if layout.recompute != "level":
+        again = replace(step, layout=replace(layout, recompute="level", offload="none"))
+        without = "" if layout.offload == "none" else "--set memory.offload=none "
         yield from _advice(f"{without}--set memory.recompute=level", again, limits)
-        if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
-            offloaded = replace(step, layout=replace(step.layout, offload="skips"))
+        if layout.offload == "none" and any(device.type == "cuda" for device in limits):
+            offloaded = replace(step, layout=replace(layout, offload="skips"))
             yield from _advice("--set memory.offload=skips", offloaded, limits)
-    yield from _over_more_gpus(prediction, limits)
+    yield from _over_more_gpus(step, limits)
     size = largest_size(step, limits, prediction)
     if size is not None:
         smaller = replace(step, size=size).fullest()
         yield from _advice(f"--set patches.size={','.join(map(str, size))}", smaller, limits)
 
 
-def _over_more_gpus(
-    prediction: MemoryEstimate, limits: Mapping[torch.device, int]
-) -> Iterator[str]:
+def _over_more_gpus(step: Step, limits: Mapping[torch.device, int]) -> Iterator[str]:
     """Yield over how many GPUs a volume or, where it cannot be divided, the network would fit."""
-    step, num_gpus = prediction.step, torch.cuda.device_count()
+    num_gpus, most_shards = torch.cuda.device_count(), step.most_shards()
     gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))
     # Other replicas are on the other GPUs now, but would not be then.
     room = available_bytes if step.layout.num_replicas == 1 else device_bytes
     free = {gpu: room(gpu) for gpu in gpus} | dict(limits)
     layout = replace(step.layout, num_replicas=1, cuts=None)
-    batch_size = step.layout.num_replicas * step.batch_size
-    most_shards = step.most_shards()
+    step = replace(step, batch_size=step.layout.num_replicas * step.batch_size)
     if gpus and _divides_batches(step) and most_shards > 1:
-        count, least = layout.num_shards + 1, min(free[gpu] for gpu in gpus)
-        for _ in range(MAX_TRIED):
-            if count > most_shards:
-                return
-            shards = replace(layout, devices=gpus[:1], num_shards=count, shard=0)
-            fullest = replace(step, batch_size=batch_size, layout=shards).fullest()
-            found = predict_memory(fullest)
-            load = found.load({gpus[0]: least})
-            if load <= 1:
-                peak = found.memory[0].peak_bytes / GIB
-                names = ",".join(map(str, range(count)))
-                is_here = count <= num_gpus
-                where = f"--devices {names}" if is_here else f"over {count} GPUs like {gpus[0]}"
-                yield f"--parallel spatial {where} (predicted peak {peak:.1f} GiB on each)"
-                return
-            count = max(count + 1, math.ceil(load * count))
+        counts = range(most_shards, layout.num_shards, -1)
+        least = min(free[gpu] for gpu in gpus)
+
+        def spread(index: int) -> MemoryEstimate:
+            shards = replace(layout, devices=gpus[:1], num_shards=counts[index], shard=0)
+            return predict_memory(replace(step, layout=shards).fullest())
+
+        fewest = largest_fitting(
+            [1 / count for count in counts], lambda index: spread(index).load({gpus[0]: least})
+        )
+        if fewest is not None:
+            count, peak = counts[fewest], spread(fewest).memory[0].peak_bytes / GIB
+            names, is_here = ",".join(map(str, range(count))), count <= num_gpus
+            where = f"--devices {names}" if is_here else f"over {count} GPUs like {gpus[0]}"
+            yield f"--parallel spatial {where} (predicted peak {peak:.1f} GiB on each)"
     elif len(layout.devices) < num_gpus:
         flags = f"--parallel model --devices {','.join(map(str, range(num_gpus)))}"
         if step.batch_size > 1 and _divides_batches(step):
             flags += f" --micro-batches {step.batch_size}"
             layout = replace(layout, num_micro_batches=step.batch_size)
-        stages = replace(layout, devices=gpus)
-        yield from _advice(flags, replace(step, batch_size=batch_size, layout=stages), free)
+        yield from _advice(flags, replace(step, layout=replace(layout, devices=gpus)), free)
 
 
 def _divides_batches(step: Step) -> bool:
@@ -161,8 +152,5 @@ def _advice(flags: str, step: Step, limits: Mapping[torch.device, int]) -> Itera
     prediction = predict_memory(step)
     if prediction.load(limits) <= 1:
         peaks = {slot.device: prediction.memory[slot.index].peak_bytes for slot in prediction.slots}
-        yield (
-            f"{flags} (predicted peak "
-            + ", ".join(f"{peak / GIB:.1f} GiB on {device}" for device, peak in peaks.items())
-            + ")"
-        )
+        amounts = (f"{peak / GIB:.1f} GiB on {device}" for device, peak in peaks.items())
+        yield f"{flags} (predicted peak {', '.join(amounts)})"

@@ -1,4 +1,4 @@
-"""Which way to place a training is taken where the settings leave that open (``auto``).
+"""The ways in which a training can be placed on devices, and which of them mode ``auto`` takes.
 
 It is the fastest that fits, of one device, a replica on each, shards of one volume and replicas of
 shards. Its time is what ``plan --measure`` measured, else what :mod:`unet3d.planning.step_time`
@@ -7,7 +7,8 @@ predicts.
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,30 +16,19 @@ import torch
 
 from unet3d.config import Config, ParallelSettings, Shape
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError
-from unet3d.parallel import ParallelDims, resolve_precision
-from unet3d.planning.largest import largest_size
+from unet3d.errors import ConfigError, DeviceError
+from unet3d.memory.record import device_bytes
+from unet3d.parallel import Machine, ParallelDims, resolve_precision
 from unet3d.planning.link_speed import link_line, measure_link
-from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory, predict_shards
-from unet3d.planning.network_plan import NetworkPlan
+from unet3d.planning.memory_estimate import GIB, MemoryEstimate, Step, predict_memory
+from unet3d.planning.network_plan import NetworkPlan, check_shards, check_stages
+from unet3d.planning.step_size import largest_size
 from unet3d.planning.step_time import step_seconds
-from unet3d.planning.tuning_cache import recall_tuned
-from unet3d.planning.ways import (
-    all_devices,
-    in_words,
-    is_here,
-    limits_of,
-    memory_of,
-    numbered,
-    placed,
-    possible_dims,
-    settings_for,
-)
+from unet3d.planning.tuning_cache import is_here, recall_tuned
 
 logger = logging.getLogger(__name__)
 
-GIB = 1024**3
-MIB = 1024**2
+Devices = tuple[torch.device, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +36,6 @@ class PlacementOption:
     """One option for placing a training. What it needs is predicted when it is first asked for."""
 
     dims: ParallelDims
-    """The mode, and the devices of each copy of the network."""
     step: Step
     """The step of the replica with the largest share of the batch, on the first one's devices; of
     shards, a fullest one."""
@@ -58,28 +47,16 @@ class PlacementOption:
     """How long a step takes; None: that is not known without measuring."""
     is_measured: bool = False
     """Whether that was measured, not predicted."""
-    balance: str | None = None
-    """What its cut balances, where that is not the default."""
 
     @cached_property
     def prediction(self) -> MemoryEstimate:
         """The memory of the step; what allocators reserve for it is not counted."""
         return predict_memory(self.step)
 
-    @cached_property
-    def shards(self) -> tuple[MemoryEstimate, ...]:
-        """All that is predicted, for each shard of a replica, or for the one that it is."""
-        return predict_shards(self.step)
-
     @property
     def load(self) -> float:
         """The needed share of the fullest device; up to 1 it fits."""
         return self.prediction.load(self.limits)
-
-    @property
-    def fits(self) -> bool:
-        """Whether each device has that much memory."""
-        return self.load <= 1
 
     def largest(self) -> Shape | None:
         """Search for the largest patch of the same aspect that fits, if any; it takes a while."""
@@ -91,8 +68,7 @@ class PlacementOption:
         """Return the same placement with other micro-batches and cuts; its time is predicted."""
         layout = replace(self.step.layout, num_micro_batches=num_micro_batches, cuts=cuts)
         step = replace(self.step, layout=layout)
-        seconds = step_seconds(step, self.link)
-        return replace(self, step=step, seconds=seconds, is_measured=False)
+        return replace(self, step=step, seconds=step_seconds(step, self.link), is_measured=False)
 
 
 def choose_mode(
@@ -112,9 +88,9 @@ def choose_mode(
         devices = tuple(numbered(devices[0], index) for index in range(num_ranks))
     found = possible_dims(config, network, devices)
     if num_ranks > 1:
-        found = tuple(dims for dims in found if dims.num_processes == num_ranks) or (
-            placed(config.parallel, "data", devices),
-        )
+        found = [dims for dims in found if dims.num_processes == num_ranks] or [
+            placed(config.parallel, "data", devices)
+        ]
     if not found:
         raise ConfigError(
             f"parallel.replicas is {config.parallel.replicas}, for which there is no mode on "
@@ -131,45 +107,167 @@ def choose_mode(
     return settings, choice_line(options, option)
 
 
+def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> list[ParallelDims]:
+    """Return the ways of placing a training on devices that suit its network, patch and batch.
+
+    One device first, unless several replicas are asked for; then over all devices a replica on
+    each, shards of one volume, and replicas of fewer shards. Stages of the network only where none
+    of these can be.
+    """
+    wanted = config.parallel.replicas
+    one = placed(config.parallel, "none", devices[:1])
+    if len(devices) == 1:
+        return [one]
+    spread: list[ParallelDims] = []
+    # A batch norm has statistics of the whole batch, which replicas and shards do not have.
+    if config.model.norm != "batch":
+        # Each replica has a patch for each of its micro-batches.
+        most = network.batch_size // config.training.num_micro_batches
+        counts = [
+            count
+            for count in range(1, len(devices) + 1)
+            if len(devices) % count == 0 and wanted in (1, count) and count <= most
+        ]
+        ways = [("data" if count == len(devices) else "spatial", count) for count in counts]
+        for mode, count in sorted(ways):
+            spread += if_possible(config, network, mode, devices, count)
+    spread = spread or if_possible(config, network, "model", devices, wanted)
+    return [one, *spread] if wanted == 1 else spread
+
+
+def if_possible(
+    config: Config, network: NetworkPlan, mode: str, devices: Devices, num_replicas: int
+) -> list[ParallelDims]:
+    """Return a mode on devices, or nothing where they or the network do not suit it."""
+    with suppress(DeviceError):
+        dims = placed(config.parallel, mode, devices, num_replicas)
+        if mode == "model":
+            check_stages(config, network, dims.num_stages)
+        check_shards(network, dims.num_shards)
+        return [dims]
+    return []
+
+
+def placed(
+    settings: ParallelSettings, mode: str, devices: Devices, num_replicas: int = 1
+) -> ParallelDims:
+    """Return a mode on devices, which need not be here, or raise DeviceError."""
+    named = _settings_of(settings, mode, devices, num_replicas)
+    return ParallelDims.resolve(named, Machine(num_gpus=0, is_real=False))
+
+
+def settings_for(settings: ParallelSettings, dims: ParallelDims) -> ParallelSettings:
+    """Return settings that name a mode, devices and replicas."""
+    return _settings_of(settings, dims.mode, dims.all_devices, dims.num_replicas)
+
+
+def _settings_of(
+    settings: ParallelSettings, mode: str, devices: Devices, num_replicas: int
+) -> ParallelSettings:
+    return settings.model_copy(
+        update={
+            "mode": mode,
+            "devices": tuple(map(str, devices)),
+            "replicas": num_replicas if mode in ("model", "spatial") else 1,
+            "data_parallel": False,
+        }
+    )
+
+
+def dims_of(settings: ParallelSettings, memory_bytes: int | None) -> ParallelDims:
+    """Return the devices that settings name or imply, whether or not they are here."""
+    settings = settings.model_copy(update={"data_parallel": False})
+    num_gpus = 2 * settings.replicas if has_gpu(memory_bytes) else 0
+    return ParallelDims.resolve(settings, Machine(num_gpus=num_gpus, is_real=False))
+
+
+def has_gpu(memory_bytes: int | None) -> bool:
+    """Return whether there is a GPU here, or one is described by its memory."""
+    return torch.cuda.device_count() > 0 or memory_bytes is not None
+
+
+def numbered(device: torch.device, index: int) -> torch.device:
+    """Return another device like one, which for a CPU is itself."""
+    return torch.device("cuda", index) if device.type == "cuda" else device
+
+
+def all_devices(ways: Iterable[ParallelDims]) -> Devices:
+    """Return the devices of several ways, each once."""
+    return tuple(dict.fromkeys(device for dims in ways for device in dims.all_devices))
+
+
+def devices_of_ranks(dims: ParallelDims) -> list[Devices]:
+    """Return the devices of each process."""
+    size = len(dims.all_devices) // dims.num_processes
+    return list(zip(*[iter(dims.all_devices)] * size, strict=True))
+
+
+def memory_of(devices: Sequence[torch.device], memory_bytes: int | None) -> dict[torch.device, int]:
+    """Return the bytes that each device has, which need not be here.
+
+    ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
+    """
+    has_gpus = any(device.type == "cuda" for device in devices)
+
+    def bytes_of(device: torch.device) -> int:
+        if memory_bytes is not None and (device.type == "cuda") == has_gpus:
+            return memory_bytes
+        if is_here(device):
+            return device_bytes(device)
+        if torch.cuda.device_count() > 0:  # another device like those that are here
+            return device_bytes(torch.device("cuda", 0))
+        raise ConfigError(
+            f"{device} is not on this machine, so its memory is unknown; give it with "
+            "--device-memory GIB, such as --device-memory 80"
+        )
+
+    return {device: bytes_of(device) for device in devices}
+
+
 def timed_options(
     config: Config,
     network: NetworkPlan,
-    ways: Sequence[ParallelDims],
+    ways: Iterable[ParallelDims],
     memory: Mapping[torch.device, int],
     link: float | None = None,
-) -> tuple[PlacementOption, ...]:
+) -> list[PlacementOption]:
     """Return options, cut at the default place, with the time of each, and no memory predicted yet.
 
-    The time is measured if all are on this machine and it was; where only some were, the predicted
-    times of the others change by the same factor.
+    The time is measured where it was; where only some were, the predicted times of the others
+    change by the same factor.
     """
-    devices = all_devices(ways)
-    precision = resolve_precision(config.training.precision, devices)
+    ways = list(ways)
+    precision = resolve_precision(config.training.precision, all_devices(ways))
 
     def predicted(dims: ParallelDims) -> PlacementOption:
         step = network.step(config, dims, precision).fullest()
         step = replace(step, layout=replace(step.layout, cuts=None))
-        limits, seconds = limits_of(dims, memory), step_seconds(step, link)
+        limits, seconds = _limits_of(dims, memory), step_seconds(step, link)
         return PlacementOption(dims=dims, step=step, limits=limits, link=link, seconds=seconds)
 
-    options = tuple(map(predicted, ways))
-    if not all(map(is_here, devices)):
-        return options
-    found = {option.dims: recall_tuned(config, option.step) for option in options}
-    ratios = [
-        known.step_seconds / option.seconds
-        for option in options
-        if (known := found[option.dims]) is not None and option.seconds is not None
-    ]
+    options = [predicted(dims) for dims in ways]
+    found = [recall_tuned(config, option.step) for option in options]
+    both = list(zip(options, found, strict=True))
+    ratios = [known.step_seconds / one.seconds for one, known in both if known and one.seconds]
     factor = statistics.median(ratios) if ratios else 1.0
+    return [
+        replace(one, seconds=known.step_seconds, is_measured=True)
+        if known
+        else replace(one, seconds=one.seconds and factor * one.seconds)
+        for one, known in both
+    ]
 
-    def timed(option: PlacementOption) -> PlacementOption:
-        known = found[option.dims]
-        if known is not None:
-            return replace(option, seconds=known.step_seconds, is_measured=True)
-        return replace(option, seconds=option.seconds and factor * option.seconds)
 
-    return tuple(map(timed, options))
+def _limits_of(dims: ParallelDims, memory: Mapping[torch.device, int]) -> dict[torch.device, int]:
+    """Return the limit of each device of the step, so that every replica and shard fits."""
+    limits: dict[torch.device, int] = {}
+    ranks = devices_of_ranks(dims)
+    for places in zip(*ranks, strict=True):
+        least = min(memory[device] for device in places)
+        if places[0].type == "cpu":  # they share the machine's memory
+            least //= len(ranks)
+        limits[places[0]] = min(least, limits.get(places[0], least))
+    return limits
 
 
 def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
@@ -178,17 +276,8 @@ def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
     Stages are the last resort, so where they are among the options, they are taken.
     """
     stages = [option for option in options if option.dims.mode == "model"]
-    if stages:
-        return stages[0]
-    for option in by_time(options):
-        if option.fits:
-            return option
-    return min(options, key=lambda option: option.load)
-
-
-def by_time(options: Sequence[PlacementOption]) -> list[PlacementOption]:
-    """Return options, the fastest first."""
-    return sorted(options, key=lambda option: option.seconds or 0.0)
+    fitting = (option for option in sorted(options, key=_seconds) if option.load <= 1)
+    return next(iter(stages), None) or next(fitting, None) or min(options, key=lambda one: one.load)
 
 
 def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> str:
@@ -196,27 +285,40 @@ def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> 
     name = f"parallel: {in_words(chosen.dims)}"
     if chosen.dims.mode == "model":
         return f"{name}, the only way to use these devices with this patch and batch"
-    others = [option for option in options if option is not chosen]
     peak = max(memory.peak_bytes for memory in chosen.prediction.memory.values())
-    amount = f"{peak / GIB:.1f} GiB" if peak > GIB / 10 else f"{peak / MIB:.0f} MiB"
+    amount = f"{peak / GIB:.1f} GiB" if peak > GIB / 10 else f"{peak / 2**20:.0f} MiB"
     amount += " each" if len(chosen.dims.all_devices) > 1 else ""
-    one = next((option for option in others if option.dims.mode == "none"), None)
+    others = sorted((option for option in options if option is not chosen), key=_seconds)
+    rival = next((one for one in others if one.dims.mode == "none"), next(iter(others), None))
     against = ""
-    if one is not None:
-        against = f" against {_milliseconds(one)} on one"
-    elif others:
-        fastest = by_time(others)[0]
-        against = f" against {_milliseconds(fastest)} with {in_words(fastest.dims)}"
+    if rival is not None:
+        where = "on one" if rival.dims.mode == "none" else f"with {in_words(rival.dims)}"
+        against = f" against {_milliseconds(rival)} {where}"
     how = "measured" if chosen.is_measured else "predicted"
     line = f"{name}: {how} {_milliseconds(chosen)} ms a step{against}; {amount}"
-    if not chosen.fits:
+    if chosen.load > 1:
         return f"{line}, which is too much, but the least of all"
-    fastest = by_time(options)[0]
-    if (fastest.seconds or 0.0) < (chosen.seconds or 0.0):
-        return f"{line}; {in_words(fastest.dims)} would be faster but does not fit"
+    if others and _seconds(others[0]) < _seconds(chosen):
+        return f"{line}; {in_words(others[0].dims)} would be faster but does not fit"
     return line
 
 
+def in_words(dims: ParallelDims) -> str:
+    """Return a way of placing a training in a few words."""
+    if dims.mode == "none":
+        return f"none, on {dims.all_devices[0]}"
+    if dims.mode == "model":
+        return f"model over {','.join(map(str, dims.all_devices))}"
+    kind = "GPUs" if dims.all_devices[0].type == "cuda" else "CPU processes"
+    if dims.mode == "data" or dims.num_replicas == 1:
+        return f"{dims.mode} over {len(dims.all_devices)} {kind}"
+    return f"{dims.num_replicas} replicas of spatial over {dims.num_shards} {kind} each"
+
+
+def _seconds(option: PlacementOption) -> float:
+    return option.seconds or 0.0
+
+
 def _milliseconds(option: PlacementOption) -> str:
-    milliseconds = 1000 * (option.seconds or 0.0)
+    milliseconds = 1000 * _seconds(option)
     return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:.0f}"

@@ -1,4 +1,4 @@
-"""Patch and batch as large as a given memory allows.
+"""Patch and batch as large as a given memory allows, and the largest patch of a given aspect.
 
 The rules are nnU-Net's (Isensee et al., Nature Methods 2021, arXiv 1809.10486): the patch begins as
 a cube in mm, clipped to the median volume, and the axis that has the largest share of that volume
@@ -8,15 +8,17 @@ of memory makes the patch larger.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
 
 from unet3d.config import Config, Shape, Spacing
 from unet3d.errors import ConfigError
 from unet3d.model import Topology
 from unet3d.patches.patches import padded_shape
-from unet3d.planning.largest import largest_fitting
-
-GIB = 1024**3
+from unet3d.planning.memory_estimate import GIB, MemoryEstimate, Step, predict_memory
 
 GPU_SHARE = 0.9
 """Of a GPU's memory, what a step is planned to take at most."""
@@ -31,6 +33,8 @@ MIN_EDGE = 8
 """Voxels along an axis, below which a patch does not shrink: the fewest that can be halved."""
 MAX_SHARE = 0.05
 """Voxels of a planned batch, as a share of those of all cases, as in nnU-Net."""
+MAX_EDGE = 2**14
+"""Voxels along an axis above which no patch is looked for: no device holds so many."""
 
 
 def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:
@@ -82,12 +86,14 @@ def plan_batch(
     most = max(least, min(MAX_BATCH, max(MIN_BATCH, share)))
     counts = range(least, most + 1)
     last = largest_fitting(counts, lambda index: load(counts[index]))
-    batch_size = counts[last or 0]
+    batch_size, limit = counts[last or 0], "the least"
     if batch_size < most or last is None:
-        return batch_size, "limited by memory"
-    if batch_size == share:
-        return batch_size, f"limited by {MAX_SHARE:.0%} of the data's voxels"
-    return batch_size, "the most that is planned" if batch_size == MAX_BATCH else "the least"
+        limit = "limited by memory"
+    elif batch_size == share:
+        limit = f"limited by {MAX_SHARE:.0%} of the data's voxels"
+    elif batch_size == MAX_BATCH:
+        limit = "the most that is planned"
+    return batch_size, limit
 
 
 def cube_in_mm(shape: Shape, spacing_mm: Spacing, num_voxels: int) -> Shape:
@@ -130,3 +136,63 @@ def _next_smaller(plan: Callable[[Shape], Topology], size: Shape, shape: Shape) 
 
 def _padded(plan: Callable[[Shape], Topology], size: Shape) -> Shape:
     return padded_shape(size, plan(size).total_stride)
+
+
+def largest_fitting(
+    weights: Sequence[float], load: Callable[[int], float], first: int | None = None
+) -> int | None:
+    """Return the last of some rising sizes that fits, or None where not one does.
+
+    Memory grows nearly linearly with the weights, such as voxels, none of which is 0. So the search
+    goes to where a line through the last two answers reaches the limit. ``load`` returns the share
+    of the allowed memory that the size with an index needs; it is asked about ``first`` first, by
+    default about the last, which often fits.
+    """
+    fitting, too_large = -1, len(weights)
+    weight, found = 0.0, 0.0
+    asked = too_large - 1 if first is None else first
+    while too_large - fitting > 1:
+        before = (weight, found)
+        weight, found = weights[asked], load(asked)
+        fitting, too_large = (asked, too_large) if found <= 1 else (fitting, asked)
+        slope = (found - before[1]) / (weight - before[0])
+        aim = weight + (1 - found) / slope if slope > 0 else 0.0
+        asked = min(max(bisect_right(weights, aim) - 1, fitting + 1), too_large - 1)
+    return fitting if fitting >= 0 else None
+
+
+def largest_size(
+    step: Step,
+    device_bytes: Mapping[torch.device, int],
+    predicted: MemoryEstimate | None = None,
+) -> Shape | None:
+    """Return the largest patch of the step's aspect that fits, or None where not one does.
+
+    Over shards the whole patch grows, and the fullest one counts. ``predicted`` is what was
+    predicted for that step, if it was.
+    """
+    stride = step.topology.total_stride
+    units = [max(1, round(voxels / one)) for voxels, one in zip(step.size, stride, strict=True)]
+    longest = max(units)
+
+    def scaled(scale: int) -> Shape:
+        x, y, z = (
+            max(1, round(unit * scale / longest)) * one
+            for unit, one in zip(units, stride, strict=True)
+        )
+        return x, y, z
+
+    # The network refuses a single voxel at its lowest level.
+    least = 1 if scaled(1) != stride else 2
+    while replace(step, size=scaled(least)).most_shards() < step.layout.num_shards:
+        least += 1
+    most = max(longest, least, MAX_EDGE // stride[units.index(longest)])
+    sizes = [scaled(scale) for scale in range(least, most + 1)]
+
+    def load(index: int) -> float:
+        sized = replace(step, size=sizes[index]).fullest()
+        known = predicted if predicted and sized == predicted.step else predict_memory(sized)
+        return known.load(device_bytes)
+
+    last = largest_fitting(list(map(math.prod, sizes)), load, max(longest - least, 0))
+    return None if last is None else sizes[last]

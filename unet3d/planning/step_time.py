@@ -1,30 +1,40 @@
-"""How long a training step will take: what is counted, over rates that were measured once.
+"""How long a training step will take: operations and bytes, over rates that were measured once.
 
-Every block has its operations and its traffic (:mod:`unet3d.planning.block_work`). A shard has its
-share of both where its level is divided. Ranks wait besides for what they tell one another: planes,
+A shard has its share of both where its level is divided. Ranks wait besides for messages: planes,
 sums and gradients. The rates are those of one GPU and one CPU, so on others the seconds are off,
 but nearly by the same factor in every way of placing a training: they serve to compare ways. Links
 differ by more than that, so the one that is used is measured (:mod:`unet3d.planning.link_speed`).
 """
 
+import logging
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
+from unet3d.config import ParallelSettings, Shape
 from unet3d.distributed.ranks import num_cores
-from unet3d.kernels import convolves_by_hand
+from unet3d.kernels import CHANNELS_BY_HAND, convolves_by_hand
 from unet3d.memory.fake_devices import fake_device
+from unet3d.model import Topology, UNet3d
+from unet3d.model.norms import InstanceNorm, OtherNorm
+from unet3d.parallel.partition import block_flops, cheapest_cuts
 from unet3d.parallel.spatial.division import Division, SlabRule
-from unet3d.planning.block_work import BlockWork, Rates, count_work, map_voxels
 from unet3d.planning.memory_estimate import Step
+
+logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 12 * 3600
 """A training on a CPU for which this is predicted is warned of."""
 
+NORM_PASSES = 8
+"""How often a normalisation with its activation goes through its map: three times forward, five
+times backward."""
 SLAB_FACTOR = 1.05
 """What a block of a divided level takes longer than its share, for the planes beside the slab; with
-it 39.1, 123.4 and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 2.5 %
+it 39.1, 123.4 and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 4 %
 (``benchmarks/results/spatial-2026-11-23.json``)."""
 LEVEL_FACTOR = 4 / 3
 """What the encoder takes with ``memory.recompute=level``: forward a second time."""
@@ -40,28 +50,27 @@ SUM_BYTES = 4
 """Of a number that is summed over ranks: float32."""
 
 
-H200 = Rates(
-    operations_per_second=657e12,
-    operations_by_hand=3 / (2 / 700e12 + 1 / 640e12),
-    bytes_per_second=3.48e12,
-    step_seconds=1.5e-3,
-)
-"""An H200 in bfloat16. By hand it does 700e12 forward and for the gradient of the input, and 640e12
-for that of the weights (``benchmarks/results/kernels-h200-2026-11-27.json``). The other rates are
-1 / 1.2 of what it does in a matrix product and in a copy; the factor and the constant are fitted to
-steps of 32 to 320 channels (``hopper-h200-2026-11-27.json``): 13.7 ms at 128^3, batch 2, and 44.5,
-batch 7, 49.3 at 256^3, 166 at 384^3; all within 2 %."""
-H200_BY_CUDNN = Rates(
-    operations_per_second=600e12,
-    operations_by_hand=None,
-    bytes_per_second=3.18e12,
-    step_seconds=2.3e-3,
-)
-"""The same where cuDNN does all: 1 / 1.32 of a product and a copy, fitted to 10.4 ms at 128^3, 68.9
-at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
-CPU_CORE = Rates(
-    operations_per_second=500e9, operations_by_hand=None, bytes_per_second=3.3e9, step_seconds=25e-3
-)
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device does in the steps of a network."""
+
+    operations_per_second: float
+    """Multiplications and additions of convolutions."""
+    bytes_per_second: float
+    """Of maps that are read and written."""
+    step_seconds: float
+    """What a step of any size takes besides."""
+
+
+H200 = Rates(operations_per_second=657e12, bytes_per_second=6.56e12, step_seconds=1.5e-3)
+"""An H200 in bfloat16, with hand-written convolutions, which spare about half of the traffic that
+is counted here. Fitted to steps of 32 to 320 channels
+(``benchmarks/results/hopper-h200-2026-11-27.json``): 13.7 ms at 128^3, batch 2, and 44.5, batch 7,
+49.3 at 256^3, 166 at 384^3; all within 2 %."""
+H200_BY_CUDNN = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
+"""The same where cuDNN does all: 1 / 1.32 of what it does in a matrix product and in a copy, fitted
+to 10.4 ms at 128^3, 68.9 at 256^3, 230 at 384^3; all within 2.5 %."""
+CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320
 channels, within 3 %; small networks take up to half longer."""
@@ -86,10 +95,6 @@ class Links:
         """Return the seconds in which neighbours exchange a plane of so many bytes."""
         return self.latency_seconds + num_bytes / self.planes_per_second
 
-    def gather(self, num_bytes: float, num_ranks: int) -> float:
-        """Return the seconds in which all get what each has a part of."""
-        return self.exchange((num_ranks - 1) / num_ranks * num_bytes)
-
     def sum(self, num_bytes: float, num_ranks: int) -> float:
         """Return the seconds in which all get the sum of what each has."""
         through = 2 * (num_ranks - 1) / num_ranks * num_bytes
@@ -105,6 +110,98 @@ LAUNCHED_LATENCY_SECONDS = 65e-6
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
 """Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
 cores, a message took 1 to 4 ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWork:
+    """The work of a block in one step, forward and backward, on one device."""
+
+    name: str
+    level: int
+    in_encoder: bool
+    num_norms: int
+    num_parameters: int
+    num_operations: float
+    """A multiplication and an addition are two."""
+    moved_bytes: float
+    """What it reads and writes."""
+
+    def seconds(self, rates: Rates) -> float:
+        """Return what the block takes at these rates."""
+        moving = self.moved_bytes / rates.bytes_per_second
+        return self.num_operations / rates.operations_per_second + moving
+
+
+@lru_cache(maxsize=64)
+def count_work(
+    topology: Topology, size: Shape, batch_size: int, element_bytes: int
+) -> tuple[BlockWork, ...]:
+    """Count what each block of a network does in a step with a whole volume.
+
+    Forward and for the gradients of input and weights, a convolution does the same operations, and
+    reads or writes its input and its result once. Operations are counted on meta tensors.
+    """
+    with torch.device("meta"):
+        model = UNet3d(topology)
+    image = torch.empty((batch_size, topology.in_channels, *size), device="meta")
+    num_elements = {"image": image.numel()}
+    work = []
+    for block, operations in zip(model.blocks(), block_flops(model, image), strict=True):
+        read = sum(num_elements[name] for name in block.inputs)
+        made = topology.channels[block.level] * batch_size * map_voxels(topology, size, block.level)
+        num_elements[block.name] = made
+        num_norms = sum(isinstance(m, InstanceNorm | OtherNorm) for m in block.module.modules())
+        num_passes = 2 if block.inputs == ("image",) else 3  # nobody asks for the image's gradient
+        num_moved = num_passes * (read + made) + NORM_PASSES * num_norms * made
+        work.append(
+            BlockWork(
+                name=block.name,
+                level=block.level,
+                in_encoder=block.path == "encoder",
+                num_norms=num_norms,
+                num_parameters=sum(one.numel() for one in block.module.parameters()),
+                num_operations=num_passes * operations,
+                moved_bytes=element_bytes * num_moved,
+            )
+        )
+    return tuple(work)
+
+
+def map_voxels(topology: Topology, size: Shape, level: int) -> int:
+    """Return the voxels of a map of a whole volume."""
+    strides = topology.strides[: level + 1]
+    return math.prod(
+        voxels // math.prod(stride[axis] for stride in strides) for axis, voxels in enumerate(size)
+    )
+
+
+def element_bytes(precision: str) -> int:
+    """Return the bytes of a number in a map, in a resolved precision."""
+    dtype: torch.dtype = getattr(torch, precision)
+    return dtype.itemsize
+
+
+def rates_of(step: Step, device: torch.device, num_sharing: int = 1) -> Rates:
+    """Return the rates of a GPU, which is taken for an H200, or of this machine's CPU.
+
+    ``num_sharing`` processes compute on the CPU at the same time.
+    """
+    longer = element_bytes(step.precision) / 2
+    if device.type != "cpu":
+        by_hand = step.topology.channels[0] in CHANNELS_BY_HAND and convolves_by_hand(
+            fake_device(device), getattr(torch, step.precision)
+        )
+        rates = H200 if by_hand else H200_BY_CUDNN
+        return replace(rates, operations_per_second=rates.operations_per_second / longer)
+    cores = num_cores() / num_sharing
+    operations = CPU_CORE.operations_per_second
+    if longer > 1:
+        operations = CPU_FLOAT32_OPERATIONS * 2 / longer
+    return replace(
+        CPU_CORE,
+        operations_per_second=cores * operations,
+        bytes_per_second=cores * CPU_CORE.bytes_per_second,
+    )
 
 
 def links_between(on_cpu: bool, captured: bool, copied_per_second: float | None = None) -> Links:
@@ -123,47 +220,6 @@ def links_between(on_cpu: bool, captured: bool, copied_per_second: float | None 
     )
 
 
-def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rates:
-    """Return the rates of a GPU, which is taken for an H200, or of this machine's CPU.
-
-    ``num_sharing`` processes compute on the CPU at the same time.
-    """
-    longer = element_bytes(precision) / 2
-    if device.type != "cpu":
-        by_hand = convolves_by_hand(fake_device(device), getattr(torch, precision))
-        rates = H200 if by_hand else H200_BY_CUDNN
-        return replace(rates, operations_per_second=rates.operations_per_second / longer)
-    cores = num_cores() / num_sharing
-    operations = CPU_CORE.operations_per_second
-    if longer > 1:
-        operations = CPU_FLOAT32_OPERATIONS * 2 / longer
-    return replace(
-        CPU_CORE,
-        operations_per_second=cores * operations,
-        bytes_per_second=cores * CPU_CORE.bytes_per_second,
-    )
-
-
-def element_bytes(precision: str) -> int:
-    """Return the bytes of a number in a map, in a resolved precision."""
-    dtype: torch.dtype = getattr(torch, precision)
-    return dtype.itemsize
-
-
-def long_on_cpu(step: Step) -> str | None:
-    """Return a line where a training is predicted to take very long on a CPU, or None."""
-    seconds = step_seconds(step) if step.layout.devices[0].type == "cpu" else None
-    epochs, steps = step.settings.epochs, step.settings.steps_per_epoch
-    hours = (seconds or 0.0) * epochs * steps / 3600
-    if seconds is None or 3600 * hours < LONG_SECONDS:
-        return None
-    words = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.0f} hours"
-    return (
-        f"predicted to take about {words} on a CPU ({epochs} epochs of {steps} steps of "
-        f"{seconds:.2g} s); train on a GPU, or leave presets out: what is open is smaller on a CPU"
-    )
-
-
 def step_seconds(step: Step, copied_per_second: float | None = None) -> float | None:
     """Predict how long the step of one replica takes; None for a network that is cut in stages.
 
@@ -175,21 +231,18 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
     (device,) = layout.devices
     on_cpu = device.type == "cpu"
     num_ranks = layout.num_replicas * layout.num_shards
-    rates = rates_of(device, step.precision, num_ranks if on_cpu else 1)
+    rates = rates_of(step, device, num_ranks if on_cpu else 1)
     links = links_between(on_cpu, layout.captures, copied_per_second)
-    number_bytes = element_bytes(step.precision)
-    work = count_work(topology, step.size, step.batch_size, number_bytes)
+    work = count_work(topology, step.size, step.batch_size, element_bytes(step.precision))
     division = None
     if layout.num_shards > 1:
         division = SlabRule(topology=topology, num_shards=layout.num_shards).divide(step.size)
 
     def seconds(block: BlockWork) -> float:
-        again = layout.recompute == "level" and block.in_encoder
-        factor, defers = LEVEL_FACTOR if again else 1.0, layout.recompute != "level"
-        if division is None or block.level >= division.num_divided:
-            return factor * block.seconds(rates, defers=defers)
-        share = division.most_planes() / division.planes()
-        return SLAB_FACTOR * factor * block.seconds(rates, share, defers=defers)
+        factor = LEVEL_FACTOR if layout.recompute == "level" and block.in_encoder else 1.0
+        if division is not None and block.level < division.num_divided:
+            factor *= SLAB_FACTOR * division.most_planes() / division.planes()
+        return factor * block.seconds(rates)
 
     total = sum(map(seconds, work))
     if layout.offload == "skips" and layout.recompute != "level" and not on_cpu:
@@ -237,6 +290,50 @@ def message_seconds(step: Step, division: Division, links: Links, num_samples: i
         above, below = division.num_divided - 1, division.num_divided
         gathered = number_bytes * channels[above] * map_voxels(topology, size, above)
         averaged = SUM_BYTES * channels[below] * map_voxels(topology, size, below)
-        seconds += links.gather(num_samples * gathered, num_shards)
+        seconds += links.exchange((num_shards - 1) / num_shards * num_samples * gathered)
         seconds += links.sum(num_samples * averaged, num_shards)
     return seconds
+
+
+def wanted_cuts(settings: ParallelSettings, step: Step) -> tuple[int, ...] | None:
+    """Return where settings cut the network of a step; None: at the default place."""
+    return time_cuts(step) if settings.cuts == "time" else settings.cut_blocks
+
+
+def time_cuts(step: Step) -> tuple[int, ...]:
+    """Return where to cut the network of a step so that its slowest stage is as fast as possible.
+
+    The others wait for that stage once the pipeline is full.
+    """
+    devices = step.layout.devices
+    num_samples = math.ceil(step.batch_size / min(step.layout.num_micro_batches, step.batch_size))
+    work = count_work(step.topology, step.size, num_samples, element_bytes(step.precision))
+    rates = [rates_of(step, device) for device in devices]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return sum(block.seconds(rates[stage]) for block in work[start:end])
+
+    cuts = cheapest_cuts(cost, len(work), len(devices))
+    if cuts:
+        runs = enumerate(pairwise((0, *cuts, len(work))))
+        logger.info(
+            "balanced by time: cut before %s (parallel.cuts=%s); predicted for each stage %s",
+            " and ".join(work[cut].name for cut in cuts),
+            ",".join(map(str, cuts)),
+            ", ".join(f"{1000 * cost(stage, *run):.3g} ms" for stage, run in runs),
+        )
+    return cuts
+
+
+def long_on_cpu(step: Step) -> str | None:
+    """Return a line where a training is predicted to take very long on a CPU, or None."""
+    seconds = step_seconds(step) if step.layout.devices[0].type == "cpu" else None
+    epochs, steps = step.settings.epochs, step.settings.steps_per_epoch
+    hours = (seconds or 0.0) * epochs * steps / 3600
+    if seconds is None or 3600 * hours < LONG_SECONDS:
+        return None
+    words = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.0f} hours"
+    return (
+        f"predicted to take about {words} on a CPU ({epochs} epochs of {steps} steps of "
+        f"{seconds:.2g} s); train on a GPU, or leave presets out: what is open is smaller on a CPU"
+    )

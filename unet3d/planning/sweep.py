@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,28 @@ from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import DoesNotFitError, Unet3dError
-from unet3d.inputs.plain_data import validated
 from unet3d.memory.meter import measured_steps
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import ParallelDims, parallelize, resolve_precision
 from unet3d.parallel.graph import release_streams
+from unet3d.parallel.partition import default_cuts
 from unet3d.parallel.precision import to_parameter_dtype
-from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.link_speed import link_line, measure_link
 from unet3d.planning.memory_estimate import Step, empty_batch
 from unet3d.planning.network_plan import NetworkPlan, check_stages
-from unet3d.planning.placements import PlacementOption, timed_options
+from unet3d.planning.placements import (
+    PlacementOption,
+    in_words,
+    memory_of,
+    placed,
+    possible_dims,
+    settings_for,
+    timed_options,
+)
+from unet3d.planning.step_time import time_cuts
 from unet3d.planning.tuning_cache import TunedConfig, hardware, remember_tuned
-from unet3d.planning.ways import in_words, memory_of, placed, possible_dims, settings_for
 
 logger = logging.getLogger(__name__)
 
@@ -50,28 +57,19 @@ NUM_WARM_UP_STEPS = 5
 step has been captured. On CPUs one is enough."""
 NUM_TIMED_STEPS = 5
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """What a training step took."""
-
-    seconds: float | None
-    """Median time in the slowest rank; None: a device ran out of memory."""
-    peak_bytes: tuple[int, ...]
-    """Peak of each device, rank after rank; empty if one ran out of memory."""
-
-
-OUT_OF_MEMORY = StepTime(seconds=None, peak_bytes=())
+StepTime = tuple[float | None, list[int]]
+"""Median seconds of a step in the slowest rank, and the peak bytes of each device, rank after
+rank."""
+OUT_OF_MEMORY: StepTime = (None, [])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting, and what its steps took."""
+    """One setting, with what is predicted of it, and what its steps took; see StepTime."""
 
     option: PlacementOption
-    """Mode, devices, cuts and micro-batches, with what is predicted."""
-    found: StepTime
-    """Time and memory."""
+    seconds: float | None
+    peak_bytes: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +87,21 @@ class Sweep:
 
     def best(self, dims: ParallelDims | None = None) -> Row | None:
         """Return the fastest row of a placement, or of all; None: nothing fits."""
-        timed = [row for row in self.rows if row.found.seconds and dims in (None, row.option.dims)]
-        return min(timed, key=lambda row: row.found.seconds or 0.0, default=None)
+        timed = [row for row in self.rows if row.seconds and dims in (None, row.option.dims)]
+        return min(timed, key=lambda row: row.seconds or 0.0, default=None)
 
     def remember(self) -> Path:
         """Leave the fastest of each placement where trainings find it, and return the folder."""
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        now = f"{datetime.now():%Y-%m-%d at %H:%M}"
         paths = []
         for dims in dict.fromkeys(row.option.dims for row in self.rows):
             best = self.best(dims)
-            if best is not None and best.found.seconds:
+            if best is not None and best.seconds:
                 layout = best.option.step.layout
                 choice = TunedConfig(
                     cuts=layout.cuts or (),
                     num_micro_batches=layout.num_micro_batches,
-                    step_seconds=best.found.seconds,
+                    step_seconds=best.seconds,
                     measured=now,
                 )
                 paths.append(remember_tuned(self.config, best.option.step, choice))
@@ -112,15 +110,15 @@ class Sweep:
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
         first = self.rows[0].option  # which has one device
-        step, alone = first.step, self.best(first.dims)
-        one = None if alone is None else alone.found.seconds
+        alone = self.best(first.dims)
+        one = None if alone is None else alone.seconds
         with torch.device("meta"):
-            blocks = [block.name for block in UNet3d(step.topology).blocks()]
+            blocks = [block.name for block in UNet3d(first.step.topology).blocks()]
         devices = dict.fromkeys(gpu for row in self.rows for gpu in row.option.dims.all_devices)
         return {
-            "size": list(step.size),
+            "size": list(first.step.size),
             "batch_size": self.config.training.num_patches,
-            "precision": step.precision,
+            "precision": first.step.precision,
             "devices": [hardware(device) for device in devices],
             "best_one_device_seconds": one,
             "num_left_out": self.num_left_out,
@@ -128,7 +126,7 @@ class Sweep:
         }
 
     def _row(self, row: Row, one: float | None, blocks: list[str]) -> dict[str, Any]:
-        dims, layout, seconds = row.option.dims, row.option.step.layout, row.found.seconds
+        dims, layout = row.option.dims, row.option.step.layout
         cuts = layout.cuts or ()
         return {
             "name": in_words(dims),
@@ -140,9 +138,9 @@ class Sweep:
             "cut_before": [blocks[cut] for cut in cuts],
             "num_micro_batches": layout.num_micro_batches,
             "predicted_seconds": row.option.seconds,
-            "seconds": seconds,
-            "ratio": one / seconds if one and seconds else None,
-            "peak_bytes": list(row.found.peak_bytes),
+            "seconds": row.seconds,
+            "ratio": one / row.seconds if one and row.seconds else None,
+            "peak_bytes": list(row.peak_bytes),
             "chosen": row is self.best(self.asked),
             "fastest": row is self.best(),
         }
@@ -172,10 +170,12 @@ def measure(
         is_new = all(row.option.dims != option.dims for row in rows.values())
         if time.monotonic() - began > LIMIT_SECONDS and not is_new:
             continue
-        name = _in_words(option)
+        layout = option.step.layout
+        cut = f", cut {','.join(map(str, layout.cuts))}" if layout.cuts else ""
+        name = f"{in_words(option.dims)}{cut}, {layout.num_micro_batches} micro-batch(es)"
         watch(len(rows) + 1, len(wanted), name)
-        rows[index] = Row(option=option, found=_timed(config, option))
-        seconds = rows[index].found.seconds
+        seconds, peak_bytes = _timed(config, option)
+        rows[index] = Row(option=option, seconds=seconds, peak_bytes=peak_bytes)
         took = "out of memory" if seconds is None else f"{1000 * seconds:.1f} ms"
         logger.info("%s: %s", name, took)
     return Sweep(
@@ -199,25 +199,25 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
     if link is not None:
         logger.info("%s", link_line(link))
     memory, options = memory_of((one, *devices), None), []
-    for option in timed_options(config, network, list(dict.fromkeys(found)), memory, link):
+    for option in timed_options(config, network, dict.fromkeys(found), memory, link):
         dims = option.dims
         counts = [config.training.num_micro_batches]
         # Several processes start anew for each, which takes long.
         if dims.mode in ("none", "model"):
             counts = micro_batch_counts(config, dims.share_of(network.batch_size))
-        ways: list[tuple[int, ...] | None] = [None]
+        every: list[tuple[int, ...] | None] = [None]
         if dims.mode == "model":
-            ways = _cuts(config, option.divided(max(counts)).step)
-        options += [option.divided(count, cuts) for cuts in ways for count in counts]
+            every = _cuts(config, option.divided(max(counts)).step)
+        options += [option.divided(count, cuts) for cuts in every for count in counts]
     return options
 
 
 def _cuts(config: Config, step: Step) -> list[tuple[int, ...] | None]:
     """Return the default cuts, those that are set, and balanced ones."""
-    found = [choose_cuts(step, "encoder-decoder")]
+    with torch.device("meta"):
+        found = [default_cuts(UNet3d(step.topology), step.layout)]
     found += [config.parallel.cut_blocks] if config.parallel.cut_blocks else []
-    found += [choose_cuts(step, "time"), choose_cuts(step, "memory")]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, time_cuts(step)]))
 
 
 def micro_batch_counts(config: Config, batch_size: int) -> list[int]:
@@ -229,10 +229,10 @@ def micro_batch_counts(config: Config, batch_size: int) -> list[int]:
 
 
 def _timed(config: Config, option: PlacementOption) -> StepTime:
-    dims, step = option.dims, option.step
+    dims, layout = option.dims, option.step.layout
     if dims.num_processes == 1:
         try:
-            return time_step(step, Group(Ranks()))
+            return time_step(option.step, Group(Ranks()))
         except torch.OutOfMemoryError:
             return OUT_OF_MEMORY
         finally:
@@ -241,8 +241,8 @@ def _timed(config: Config, option: PlacementOption) -> StepTime:
                 release_streams()
                 torch.cuda.empty_cache()
     parallel = settings_for(config.parallel, dims)
-    parallel = parallel.model_copy(update={"cuts": step.layout.cuts or "encoder-decoder"})
-    training = config.training.model_copy(update={"micro_batches": step.layout.num_micro_batches})
+    parallel = parallel.model_copy(update={"cuts": layout.cuts or "encoder-decoder"})
+    training = config.training.model_copy(update={"micro_batches": layout.num_micro_batches})
     settings = config.model_copy(update={"parallel": parallel, "training": training})
     with meeting_folder() as folder:
         path, record = folder / "settings.yaml", folder / "step.json"
@@ -258,24 +258,15 @@ def _timed(config: Config, option: PlacementOption) -> StepTime:
         except Unet3dError:
             if not record.exists():
                 raise
-        return validated(StepTime, json.loads(record.read_text()))
-
-
-def _in_words(option: PlacementOption) -> str:
-    layout = option.step.layout
-    cut = f", cut {','.join(map(str, layout.cuts))}" if layout.cuts else ""
-    return f"{in_words(option.dims)}{cut}, {layout.num_micro_batches} micro-batch(es)"
+        seconds, peak_bytes = json.loads(record.read_text())
+        return seconds, peak_bytes
 
 
 def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
-    """Take training steps with the other ranks, and write a :class:`StepTime` as JSON.
+    """Take training steps with the other ranks, and write a :data:`StepTime` as JSON.
 
     The first rank writes it, or one that runs out of memory and then raises DoesNotFitError.
     """
-
-    def write(found: StepTime) -> None:
-        write_atomically(path, lambda file: file.write(json.dumps(asdict(found)).encode()))
-
     with joined(Ranks.from_environment()) as group:
         try:
             dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
@@ -283,10 +274,10 @@ def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
             group.open(config.parallel.timeout_seconds)
             found = time_step(network.step(config, dims, precision), group)
         except torch.OutOfMemoryError as error:
-            write(OUT_OF_MEMORY)
+            write_atomically(path, lambda file: file.write(json.dumps(OUT_OF_MEMORY).encode()))
             raise DoesNotFitError(f"rank {group.ranks.rank} ran out of memory") from error
         if group.is_first:
-            write(found)
+            write_atomically(path, lambda file: file.write(json.dumps(found).encode()))
 
 
 def time_step(step: Step, group: Group) -> StepTime:
@@ -307,11 +298,16 @@ def time_step(step: Step, group: Group) -> StepTime:
         executor.forward_backward(image, target, step.loss, optimization.scale, planes=planes)
         optimization.step(0.0)  # the work is the same at any rate
 
+    def wait() -> None:
+        for device in layout.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
     def timed() -> float:
-        _wait_for(layout.devices)
+        wait()
         began = time.perf_counter()
         run()
-        _wait_for(layout.devices)
+        wait()
         return time.perf_counter() - began
 
     run()  # creates the optimizer's state
@@ -322,13 +318,5 @@ def time_step(step: Step, group: Group) -> StepTime:
     measured = meter.read(optimization.optimizer)
     peaks = [measured[slot.index].peak_bytes for slot in executor.slots]
     median = statistics.median(timed() for _ in range(NUM_TIMED_STEPS))
-    return StepTime(
-        seconds=max(group.exchange(median)),
-        peak_bytes=tuple(peak for of_rank in group.exchange(peaks) for peak in of_rank),
-    )
-
-
-def _wait_for(devices: Sequence[torch.device]) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    seconds = max(group.exchange(median))
+    return seconds, [peak for of_rank in group.exchange(peaks) for peak in of_rank]

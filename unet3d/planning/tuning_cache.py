@@ -7,16 +7,14 @@ of all that the time of a step depends on; :func:`resolve_auto` replaces ``auto`
 import logging
 import platform
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field
 
 from unet3d import __version__
-from unet3d.config import Config, Few
-from unet3d.inputs.plain_data import PLAIN, at_most, key_of, validated
+from unet3d.config import Config
+from unet3d.inputs.plain_data import key_of
 from unet3d.planning.memory_estimate import Step
 from unet3d.preparation.cache import Cache
 from unet3d.records import recall, remember
@@ -28,16 +26,12 @@ logger = logging.getLogger(__name__)
 class TunedConfig:
     """The fastest measured division of a training."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
-
-    cuts: Annotated[tuple[Few, ...], at_most(1024)]
+    cuts: tuple[int, ...]
     """Index in the block list at which each stage but the first starts."""
-    num_micro_batches: Few
-    """Number of micro-batches of a batch."""
-    step_seconds: Annotated[float, Field(gt=0, le=1e9, strict=True)]
-    """Seconds that a training step took."""
+    num_micro_batches: int
+    step_seconds: float
     measured: str
-    """Date and time of the measurement, ISO 8601."""
+    """Date and time of the measurement, for people."""
 
 
 def describe(step: Step) -> dict[str, Any]:
@@ -70,6 +64,11 @@ def hardware(device: torch.device) -> str:
     return f"{platform.machine()} of {platform.node()}, {torch.get_num_threads()} threads"
 
 
+def is_here(device: torch.device) -> bool:
+    """Return whether this machine has a device."""
+    return device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
+
+
 def _record(config: Config, step: Step) -> Path:
     return Cache(config.data.cache).folder / "tuning" / f"{key_of(describe(step))}.json"
 
@@ -82,13 +81,14 @@ def remember_tuned(config: Config, step: Step, choice: TunedConfig) -> Path:
 
 
 def recall_tuned(config: Config, step: Step) -> TunedConfig | None:
-    """Return the best measured choice for such a step, or None."""
+    """Return the best measured choice for such a step, or None, as on devices that are not here."""
 
     def read(content: Any) -> TunedConfig:
-        choice = validated(TunedConfig, content["choice"])
-        datetime.fromisoformat(choice.measured)
-        return choice
+        choice = content["choice"]
+        return TunedConfig(**{**choice, "cuts": tuple(choice["cuts"])})
 
+    if not all(map(is_here, step.layout.devices)):
+        return None
     return recall(_record(config, step), read)
 
 
@@ -100,27 +100,21 @@ def resolve_auto(config: Config, step: Step) -> Config:
     What is returned leaves nothing open: a run that records it can be repeated.
     """
     training, parallel = config.training, config.parallel
-    choice = None
-    if training.micro_batches == parallel.cuts == "auto":
-        choice = recall_tuned(config, step)
-    if choice is None:
-        return config.with_values(
-            {
-                "training.micro_batches": training.num_micro_batches,
-                "parallel.cuts": "encoder-decoder" if parallel.cuts == "auto" else parallel.cuts,
-            }
+    num_micro_batches, cuts = training.num_micro_batches, parallel.cuts
+    choice = recall_tuned(config, step) if training.micro_batches == cuts == "auto" else None
+    if choice is not None:
+        num_micro_batches, cuts = choice.num_micro_batches, choice.cuts or "auto"
+        logger.info(
+            "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a "
+            "step); --micro-batches or parallel.cuts would overrule it",
+            choice.num_micro_batches,
+            f" and parallel.cuts={','.join(map(str, choice.cuts))}" if choice.cuts else "",
+            choice.measured,
+            1000 * choice.step_seconds,
         )
-    logger.info(
-        "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a step); "
-        "--micro-batches or parallel.cuts would overrule it",
-        choice.num_micro_batches,
-        f" and parallel.cuts={','.join(map(str, choice.cuts))}" if choice.cuts else "",
-        datetime.fromisoformat(choice.measured).strftime("%Y-%m-%d at %H:%M"),
-        1000 * choice.step_seconds,
-    )
     return config.with_values(
         {
-            "training.micro_batches": choice.num_micro_batches,
-            "parallel.cuts": choice.cuts or "encoder-decoder",
+            "training.micro_batches": num_micro_batches,
+            "parallel.cuts": "encoder-decoder" if cuts == "auto" else cuts,
         }
     )

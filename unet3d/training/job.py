@@ -29,7 +29,6 @@ from unet3d.parallel import (
     resolve_precision,
 )
 from unet3d.parallel.precision import cpu_has_bfloat16, precision_on, to_parameter_dtype
-from unet3d.planning.cuts import choose_cuts
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
 from unet3d.planning.out_of_memory import (
@@ -37,7 +36,7 @@ from unet3d.planning.out_of_memory import (
     refuse_beyond_host,
     warn_if_too_large,
 )
-from unet3d.planning.step_time import long_on_cpu
+from unet3d.planning.step_time import long_on_cpu, wanted_cuts
 from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cases import RunContext
@@ -235,8 +234,7 @@ def _place(
         from_plain=Config.from_plain,
     )
     step = replace(step, layout=Layout.of(config, dims, precision), settings=config.training)
-    with _explaining_memory(step, dims):
-        cuts = group.from_first(lambda: _cuts(config, step))
+    cuts = group.from_first(lambda: wanted_cuts(config.parallel, step))
     step = replace(step, layout=replace(step.layout, cuts=cuts and tuple(cuts)))
     prediction = None
     refuse_beyond_memory(experiment.topology)  # a prediction makes weights without touching them
@@ -247,12 +245,6 @@ def _place(
     if group.is_first and (long := long_on_cpu(step)) is not None:
         logger.warning("%s", long)
     return replace(experiment, config=config), step, prediction
-
-
-def _cuts(config: Config, step: Step) -> tuple[int, ...] | None:
-    """Return where the settings cut the network; None: at the default place."""
-    balance = config.parallel.balance
-    return config.parallel.cut_blocks if balance is None else choose_cuts(step, balance)
 
 
 def _make_network(

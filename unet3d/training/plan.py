@@ -25,10 +25,9 @@ from unet3d.model import Topology
 from unet3d.parallel import ParallelDims
 from unet3d.planning.auto_settings import suited_to
 from unet3d.planning.network_plan import NetworkPlan, plan_notes, plan_without_data
-from unet3d.planning.placements import choose_mode
+from unet3d.planning.placements import choose_mode, dims_of, memory_of
 from unet3d.planning.step_size import within_gpus
 from unet3d.planning.step_time import long_on_cpu
-from unet3d.planning.ways import dims_of, memory_of
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.initialising import network_to_begin_with
 from unet3d.training.request import Request, dataset_name, run_to_resume, settings_of
