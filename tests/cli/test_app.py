@@ -155,17 +155,6 @@ def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):
     assert errors.splitlines() == [f"Stopped by {stop.name}"]
 
 
-def test_devices_that_cannot_be_are_explained(scan, checkpoint, capsys):
-    for options, words in (
-        (("--devices", "97"), "device '97' does not exist; this machine has cpu and "),
-        (("--parallel", "none", "--devices", "cpu,cpu"), "use --parallel auto, or name one"),
-        (("--parallel", "model", "--devices", "cpu"), "needs a device for each of two stages"),
-    ):
-        assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, *options)
-        assert words in refusal(capsys, "train", "--output", "run", *options)
-    assert not Path("run").exists() and not Path("a scan_seg.nii.gz").exists()
-
-
 def test_more_stages_than_blocks_are_refused(scan, predicting, capsys):
     stages = ("--parallel", "model", "--devices", ",".join(["cpu"] * 60))
     line = refusal(capsys, *predicting, scan, *stages)

@@ -61,9 +61,6 @@ def data(folder):
 
 
 def test_settings_that_cannot_be_are_explained(capsys):
-    line = refusal(capsys, "train", "--set", "epochs=3")
-    assert "did you mean training.epochs?" in line
-    assert "absent.yaml: No such file" in refusal(capsys, "train", "--config", "absent.yaml")
     Path("bad.yaml").write_text("training:\n  epohcs: 3\n  batch_size: many\n")
     line = refusal(capsys, "train", "--config", "bad.yaml")
     assert "bad.yaml: " in line
@@ -311,12 +308,3 @@ def test_a_signal_while_data_are_prepared_stops_at_once(folder, number, num_work
         assert process.returncode == 128 + number, errors
         assert errors.splitlines()[-1] == f"Stopped by {number.name}"
         assert not list(prepared.glob(".unfinished-*"))
-
-
-def test_short_name_of_the_output_is_that_of_the_other_commands(data, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("mine")
-    lines = [
-        refusal(capsys, "train", "data", *SMALL, name, tmp_path) for name in ("--output", "-o")
-    ]
-    assert lines[0] == lines[1]
-    assert tmp_path.name in lines[0]

@@ -114,8 +114,8 @@ def test_a_log_is_told_of_long_validations_and_predictions(monkeypatch, caplog):
         "epoch 5: validating case 7/20, 2 min 20 s left of it",
         "epoch 5: validating case 13/20, 1 min 20 s left of it",
         "epoch 5: validating case 19/20, 20 s left of it",
-        "predicting case 2/3",
-        "predicting case 3/3",
+        "predicting case 2/3, 1 min 30 s left of it",
+        "predicting case 3/3, 30 s left of it",
     ]
 
 

@@ -76,8 +76,7 @@ class ProgressLine:
         self._show_time(
             f"epoch {epoch + 1}/{self._num_epochs} step {step}/{self._num_steps}",
             f"loss {loss:.3f}  Dice {self._dice}",
-            done,
-            self._validations_until(epoch),
+            (done, self._validations_until(epoch)),
         )
 
     def validating(
@@ -87,29 +86,22 @@ class ProgressLine:
 
         It comes at the end of an epoch; epochs count from 0.
         """
-        part, seconds = self._cases_done(case, num_cases, window, num_windows)
-        if part:
-            self._validation_seconds = seconds / part
-        text = f"validating case {min(case + 1, num_cases)}/{num_cases}"
-        left = duration((1 - part) * self._validation_seconds)
-        self._log(f"epoch {epoch + 1}: {text}, {left} left of it")
+        cases = (case, num_cases, window, num_windows)
+        part, self._validation_seconds = self._cases_done(f"epoch {epoch + 1}: validating", *cases)
         if self._is_due():
             self._show_time(
                 f"epoch {epoch + 1}/{self._num_epochs}",
-                f"{text} window {window}/{num_windows}",
-                (epoch + 1) * self._num_steps,
-                self._validations_until(epoch) + part,
+                f"validating {_in_words(*cases)}",
+                ((epoch + 1) * self._num_steps, self._validations_until(epoch) + part),
             )
 
     def predicting(self, case: int, num_cases: int, window: int, num_windows: int) -> None:
         """Show how many validation cases, and windows of the next one, are predicted at the end."""
-        part, seconds = self._cases_done(case, num_cases, window, num_windows)
-        text = f"case {min(case + 1, num_cases)}/{num_cases}"
-        self._log(f"predicting {text}")
+        cases = (case, num_cases, window, num_windows)
+        part, seconds = self._cases_done("predicting", *cases)
         if self._is_due():
-            left = f"  {duration((1 / part - 1) * seconds)} left" if part else ""
-            status = f"{text} window {window}/{num_windows}{left}"
-            self._show("predicting the validation", part, 1.0, status)
+            left = f"  {duration((1 - part) * seconds)} left" if part else ""
+            self._show("predicting the validation", part, 1.0, f"{_in_words(*cases)}{left}")
 
     def epoch_done(self, metrics: Mapping[str, Any], note: str | None = None) -> None:
         """Show the line of ``metrics.jsonl`` of an epoch, and in a second line what else there is.
@@ -126,13 +118,12 @@ class ProgressLine:
             seconds += metrics["validation_seconds"]
         if self._quiet or (self._is_live and not is_validated):
             return
-        after = self._validations_until(self._num_epochs) - self._validations_until(epoch)
-        left = (self._num_epochs - epoch) * metrics["seconds"] + after * self._validation_seconds
+        *_, left = self._times(epoch * self._num_steps, self._validations_until(epoch))
         took = f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
         lines = [
             f"epoch {epoch}/{self._num_epochs}: loss {metrics['loss']:.4f}"
             + (f", Dice {self._dice}" if is_validated else "")
-            + f", {took} s, {self._left(left, after)}"
+            + f", {took} s, {left}"
         ]
         if is_validated:
             lines.append(INDENT + _labels(metrics["dice"], MAX_COLUMNS - len(INDENT)))
@@ -145,21 +136,20 @@ class ProgressLine:
                 logger.info("%s", text)
 
     def _cases_done(
-        self, case: int, num_cases: int, window: int, num_windows: int
+        self, doing: str, case: int, num_cases: int, window: int, num_windows: int
     ) -> tuple[float, float]:
-        """Return which part of the cases is done, and in how many seconds."""
+        """Return the part of the cases that is done, and how long all take; tell a log at times."""
         now = time.monotonic()
         if case == window == 0 or not self._cases_began:
             self._cases_began, self._next_line, self._next_refresh = now, now + LOG_SECONDS, 0.0
         part = min(1.0, (case + window / num_windows) / max(num_cases, 1))
-        return part, now - self._cases_began
-
-    def _log(self, text: str) -> None:
-        """Tell a log, now and then."""
-        now = time.monotonic()
+        seconds = (now - self._cases_began) / part if part else self._validation_seconds
         if not self._is_live and not self._quiet and now >= self._next_line:
             self._next_line = now + LOG_SECONDS
-            logger.info("%s", text)
+            left = duration((1 - part) * seconds)
+            number = min(case + 1, num_cases)
+            logger.info("%s case %d/%d, %s left of it", doing, number, num_cases, left)
+        return part, seconds
 
     def _is_due(self) -> bool:
         """Return whether the live line is to be drawn again."""
@@ -169,20 +159,22 @@ class ProgressLine:
         self._next_refresh = now + REFRESH_SECONDS
         return True
 
-    def _show_time(self, text: str, status: str, steps: int, validations: float) -> None:
-        """Show a bar whose length is time: steps and validations as long as they take."""
+    def _show_time(self, text: str, status: str, done: tuple[int, float]) -> None:
+        """Show a bar whose length is time, after so many steps and validations."""
+        seconds, total, left = self._times(*done)
+        self._show(text, seconds, total, f"{status}  {left}" if self._step_seconds else status)
+
+    def _times(self, steps: int, validations: float) -> tuple[float, float, str]:
+        """Return the seconds of what is done, of everything, and in words of what is left.
+
+        That is more where a validation is not measured yet.
+        """
         step, validation = self._step_seconds or 1.0, self._validation_seconds
         every_validation = self._validations_until(self._num_epochs)
         done = steps * step + validations * validation
         total = self._num_epochs * self._num_steps * step + every_validation * validation
-        if self._step_seconds:
-            status += f"  {self._left(total - done, every_validation - validations)}"
-        self._show(text, done, total, status)
-
-    def _left(self, seconds: float, num_validations: float) -> str:
-        """Return the time left in words; more than that where a validation is not measured yet."""
-        unknown = num_validations > 0 and self._validation_seconds == 0
-        return f"{'over ' if unknown else ''}{duration(seconds)} left"
+        over = "over " if every_validation > validations and not validation else ""
+        return done, total, f"{over}{duration(total - done)} left"
 
     def _validations_until(self, epoch: int) -> int:
         """Return how many validations the first epochs have."""
@@ -190,6 +182,10 @@ class ProgressLine:
             return 0
         number, rest = divmod(epoch, self._validate_every)
         return number + (epoch == self._num_epochs and rest != 0)
+
+
+def _in_words(case: int, num_cases: int, window: int, num_windows: int) -> str:
+    return f"case {min(case + 1, num_cases)}/{num_cases} window {window}/{num_windows}"
 
 
 def _labels(dice: Mapping[str, float | None], columns: int) -> str:
