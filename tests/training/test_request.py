@@ -82,6 +82,7 @@ except SystemExit as ending:
         (("--resume", "--set", "training.epohcs=3"), "did you mean training.epochs?"),
         (("--resume", "--fold", "7"), "data has folds 0 to 4, not fold 7"),
         (("data", "--fold", "7"), "data has folds 0 to 4, not fold 7"),
+        (("data", "--folds", "0,7"), "--folds names fold 7, but there are 5, counted from 0"),
         (("--resume", "--output", "elsewhere"), "there is no run to resume in elsewhere"),
     ],
 )

@@ -91,7 +91,7 @@ def train(
         refuse_other_file(changes["training.init"])
     request = Request(config_path=settings.path, changes=changes, output=output, resume=resume)
     if ranks.is_first:
-        check_early(request, has_folds=folds is not None)
+        check_early(request, folds)
         is_alone = ranks == Ranks()  # ranks that torchrun starts anew find their run there
         if output is not None and not resume and folds is None and is_alone:
             from unet3d.runs.run_folder import RunFolder

@@ -14,18 +14,17 @@ from statistics import fmean, stdev
 from typing import Any
 
 from unet3d.config import Config
-from unet3d.datasets.dataset import folds_of
 from unet3d.distributed.commands import Say, in_words, run_commands
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, some
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
 from unet3d.planning.experiment import open_dataset, plan_experiment
-from unet3d.runs.finding import FOLDS, chosen_folds, recorded_folds
+from unet3d.runs.finding import FOLDS, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
 from unet3d.training.plan import Plan, run_name
-from unet3d.training.request import Request, run_to_resume
+from unet3d.training.request import Request, named_folds, run_to_resume
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +107,8 @@ def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tu
     recorded = () if old_run is None else recorded_folds(old_run.path) or ()
     if named is None:
         return recorded
-    data = config.data
-    count = len(folds_of(open_dataset(config), data.num_folds, config.training.seed))
-    try:
-        wanted = set(chosen_folds(named) or range(count))
-    except ValueError as error:
-        raise ConfigError(f"--folds {error}") from error
-    if max(wanted) >= count:
-        raise ConfigError(
-            f"--folds names fold {max(wanted)}, but there are {count}, counted from 0; name "
-            "others, or set data.num_folds"
-        )
-    return tuple(sorted(wanted.union(recorded)))
+    wanted = named_folds(named, open_dataset(config), config)
+    return tuple(sorted({*wanted, *recorded}))
 
 
 def _folder(request: Request, old_run: RunFolder | None, config: Config) -> RunFolder:

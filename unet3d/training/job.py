@@ -38,7 +38,6 @@ from unet3d.planning.out_of_memory import (
 )
 from unet3d.planning.step_time import long_on_cpu, wanted_cuts
 from unet3d.planning.tuning_cache import resolve_auto
-from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cases import RunContext
 from unet3d.training.cores import (
     leave_cores,
@@ -82,7 +81,7 @@ def train_run(
         if group.size < run.plan.dims.num_processes:
             start_ranks(run, quiet, say)
             return None
-        return train(run.plan, run.folder, run.resume, console, quiet, group)
+        return train(run, console, quiet, group)
     finally:
         if group.is_first:
             run.folder.discard_if_empty()
@@ -112,17 +111,16 @@ def start_ranks(run: Run, quiet: bool, say: Say | None = None) -> None:
             ) from interruption
 
 
-def train(
-    plan: Plan, folder: RunFolder, resume: bool, console: Console, quiet: bool, group: Group
-) -> TrainingResult:
-    """Train what is planned in a folder, or continue to; all ranks call it.
+def train(run: Run, console: Console, quiet: bool, group: Group) -> TrainingResult:
+    """Train what is planned in this process, or continue to; all ranks call it.
 
     Raises Interrupted for Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
     """
+    plan, folder = run.plan, run.folder
     config, dims = plan.config, plan.dims
     num_workers = loading_processes(config, dims.devices, group.ranks.local_world_size)
     with folder.locked() if group.is_first else nullcontext():
-        past = _open_folder(plan, folder, resume) if group.is_first else None
+        past = _open_folder(run) if group.is_first else None
         precision = _resolve_precision(plan, past, group)
         if group.is_first:
             group.begin(str(folder.path))
@@ -135,7 +133,7 @@ def train(
         experiment, step, prediction = _place(experiment, dims, precision, group)
         leave_cores(num_workers, dims.devices, group.ranks.local_world_size)
         with _explaining_memory(step, dims):
-            executor = _make_network(experiment, step, dims, group, is_new=not resume)
+            executor = _make_network(experiment, step, dims, group, is_new=not run.resume)
             num_shards, cpu = dims.num_shards, torch.device("cpu")
             context = RunContext(
                 experiment=experiment,
@@ -147,20 +145,20 @@ def train(
                 slabs=group.new_group(cpu, num_shards) if num_shards > 1 else None,
             )
             loop = TrainingLoop(context, num_workers, prediction)
-            if resume:
+            if run.resume:
                 loop.load()
             _say_how_it_is_trained(context, step)
             return loop.run(console, quiet)
 
 
-def _open_folder(plan: Plan, folder: RunFolder, resume: bool) -> Past | None:
+def _open_folder(run: Run) -> Past | None:
     """Make the folder of a new run; of one that is continued, return what it was, unchanged."""
-    if not resume:
-        folder.create()
+    if not run.resume:
+        run.folder.create()
         return None
-    folder.check_resumable()
-    past = Past.of(folder)
-    past.check_settings(plan.config)
+    run.folder.check_resumable()
+    past = Past.of(run.folder)
+    past.check_settings(run.plan.config)
     return past
 
 

@@ -139,9 +139,7 @@ class RunRecorder:
     def _title(self) -> str:
         config, path = self._context.experiment.config, self._folder.path.absolute()
         fold = "every case" if config.data.fold == "none" else f"fold {config.data.fold}"
-        is_one_of_several = path.name == fold.replace(" ", "")
-        run = f"{path.parent.name}/{path.name}" if is_one_of_several else path.name
-        return f"{run}: {fold} of {dataset_name(config)}"
+        return f"{path.parent.name}/{path.name}: {fold} of {dataset_name(config)}"
 
     def write_summary(self, final: FinalResult | None) -> None:
         """Write what the training has come to at its end, of which much is in ``metrics.jsonl``.

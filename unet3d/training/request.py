@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.config import Config, ParallelSettings, load_config
-from unet3d.datasets.dataset import fold_cases, load_dataset
+from unet3d.datasets.dataset import Dataset, fold_cases, folds_of, load_dataset
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.memory.gpus import refuse_impossible
-from unet3d.runs.finding import dataset_of, described_in, newest_run, recorded_folds
+from unet3d.runs.finding import (
+    chosen_folds,
+    dataset_of,
+    described_in,
+    newest_run,
+    recorded_folds,
+)
 from unet3d.runs.run_folder import RUNS, RunFolder
 
 PLACEMENT = ("parallel.mode", "parallel.devices")
@@ -34,23 +40,42 @@ class Request:
     """Whether to continue a run."""
 
 
-def check_early(request: Request, has_folds: bool) -> None:
-    """Refuse settings, devices, a data set and a fold without waiting for PyTorch."""
+def check_early(request: Request, folds: str | None) -> None:
+    """Refuse settings, devices, a data set and folds of it without waiting for PyTorch."""
     old_run = None
     if request.resume:
-        old_run = run_to_resume(request, over_folds=has_folds and request.output is None)
+        old_run = run_to_resume(request, over_folds=folds is not None and request.output is None)
     config = settings_of(request, old_run)
     precisions = {
         "training.precision": config.training.precision,
         "inference.precision": config.inference.precision,
     }
-    is_alone = Ranks.from_environment() == Ranks() and not has_folds
+    is_alone = Ranks.from_environment() == Ranks() and folds is None
     refuse_impossible(config.parallel.devices, config.parallel.mode, precisions, is_alone)
     data = config.data
     if data.dataset is not None:
         dataset = load_dataset(data.dataset)
-        if not dataset.faults:  # else they are all told together, later
+        if dataset.faults:  # they are all told together, later
+            return
+        if folds is not None:
+            named_folds(folds, dataset, config)
+        else:
             fold_cases(dataset, data.fold, data.num_folds, config.training.seed)
+
+
+def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]:
+    """Return the folds that ``--folds`` names, ``all`` or numbers with commas between them."""
+    count = len(folds_of(dataset, config.data.num_folds, config.training.seed))
+    try:
+        wanted = chosen_folds(named) or tuple(range(count))
+    except ValueError as error:
+        raise ConfigError(f"--folds {error}") from error
+    if max(wanted) >= count:
+        raise ConfigError(
+            f"--folds names fold {max(wanted)}, but there are {count}, counted from 0; name "
+            "others, or set data.num_folds"
+        )
+    return wanted
 
 
 def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
