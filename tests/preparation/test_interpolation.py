@@ -81,7 +81,7 @@ def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
     expected = torch.nn.functional.interpolate(
         logits[None], size=shape, mode="trilinear", align_corners=False
     )[0]
-    torch.testing.assert_close(torch.cat(found, 1 + axis), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat(found, 1 + axis), expected, rtol=0, atol=1e-6)
     if numbers == 1 and grid != shape:
         assert {slab.shape[1 + axis] for slab in found} == {1}
 
@@ -129,4 +129,4 @@ def test_any_slabs_give_the_nearest_slices(grids, axis, nearest, num_planes):
             for one in slices
         ]
     )
-    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-6)

@@ -2,8 +2,8 @@
 
 Both grids cover the same box of space: voxels are cells, the outer *faces* coincide, and values
 beyond the border repeat it. Interpolation is linear in the voxels and separable, so it is one small
-matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``. Logits come back slab
-after slab, by PyTorch's trilinear interpolation with ``align_corners=False``.
+matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``, which is PyTorch's with
+``align_corners=False``. Logits come back the same way, slab after slab.
 """
 
 import functools
@@ -37,15 +37,11 @@ PIECE_NUMBERS = 2**24
 """Numbers that are made at a time, of the finer planes, unless a single one has more."""
 
 
-def centres(size: int, new_size: int) -> Tensor:
-    """Return where the new voxels of a line have their centres among the old, 0, 1, 2, ..."""
-    # The order of operations decides about what lies just between two of them.
-    return size / new_size * (torch.arange(new_size, dtype=torch.float64) + 0.5) - 0.5
-
-
 def nearest_voxels(size: int, new_size: int) -> Tensor:
     """Return the old voxel next to each new one; of two that are as near, the second."""
-    return (centres(size, new_size) + 0.5).floor().long().clamp(0, size - 1)
+    # The order of operations decides about what lies just between two of them.
+    centres = size / new_size * (torch.arange(new_size, dtype=torch.float64) + 0.5) - 0.5
+    return (centres + 0.5).floor().long().clamp(0, size - 1)
 
 
 @functools.lru_cache(maxsize=KEPT_MATRICES)
@@ -79,7 +75,7 @@ def reached(matrix: Tensor) -> slice:
 
 
 def interpolated(array: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
-    """Multiply dimensions of an array in float32 by matrices, on its device.
+    """Multiply dimensions of an array by matrices, on its device and in its type.
 
     The result has the array's order of memory.
     """
@@ -101,7 +97,7 @@ def _multiplied(array: Tensor, dim: int, matrix: Tensor) -> Tensor:
     before, after = array.shape[:dim], array.shape[dim + 1 :]
     lines = array.reshape(math.prod(before), array.shape[dim], math.prod(after))
     result = array.new_empty(len(lines), len(matrix), lines.shape[2])
-    weights = matrix.to(array.device)
+    weights = matrix.to(array)
     for first in range(0, len(matrix), BAND_ROWS):
         rows = slice(first, first + BAND_ROWS)
         columns = reached(matrix[rows])
@@ -249,57 +245,27 @@ def restored_slabs(
         yield from slabs
         return
     dim = 1 + axis
-    below, above, share = _neighbours(grid[axis], shape[axis], axis == nearest_axis)
+    matrices = {
+        1 + one: line_matrix(grid[one], shape[one], 0 if one == nearest_axis else 1)
+        for one in range(3)
+        if one == axis or grid[one] != shape[one]
+    }
+    along = matrices.pop(dim)
+    ends = grid[axis] - (along != 0).flip(1).int().argmax(1)  # of what each plane is made of
     kept: Tensor | None = None
     first = done = 0  # plane with which the kept ones begin; planes of the result
     for slab in slabs:
         kept = slab if kept is None else torch.cat([kept, slab], dim)
-        known = int(torch.searchsorted(above, first + kept.shape[dim]))
+        known = int(torch.searchsorted(ends, first + kept.shape[dim], right=True))
         # A plane is made of the network's voxels first, and of these the image's.
         voxels = max(math.prod(one) // one[axis] for one in (grid, shape))
         num_planes = max(1, PIECE_NUMBERS // (len(kept) * voxels))
         for begin in range(done, known, num_planes):
-            part = slice(begin, min(begin + num_planes, known))
-            along = _between(kept, dim, below[part] - first, above[part] - first, share[part])
-            yield _within_planes(along, axis, shape, nearest_axis)
+            rows = along[begin : min(begin + num_planes, known)]
+            planes = reached(rows)
+            own = kept.narrow(dim, planes.start - first, planes.stop - planes.start)
+            yield interpolated(own, {**matrices, dim: rows[:, planes]})
         done = known
         if done < shape[axis]:
-            spent = min(int(below[done]) - first, kept.shape[dim])
+            spent = min(reached(along[done:]).start - first, kept.shape[dim])
             kept, first = kept.narrow(dim, spent, kept.shape[dim] - spent), first + spent
-
-
-def _neighbours(size: int, new_size: int, is_nearest: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the planes around each new one, and how much of the way it is to the second."""
-    if is_nearest:
-        nearest = nearest_voxels(size, new_size)
-        return nearest, nearest, torch.zeros(new_size, dtype=torch.float64)
-    places = centres(size, new_size).clamp(0, size - 1)
-    below = places.floor().long()
-    return below, (below + 1).clamp_max(size - 1), places - below
-
-
-def _between(logits: Tensor, dim: int, below: Tensor, above: Tensor, share: Tensor) -> Tensor:
-    first, second, weight = (one.to(logits.device) for one in (below, above, share))
-    if not share.any():
-        return logits.index_select(dim, first)
-    weight = weight.to(logits.dtype).reshape([-1 if one == dim else 1 for one in range(4)])
-    return torch.lerp(logits.index_select(dim, first), logits.index_select(dim, second), weight)
-
-
-def _within_planes(logits: Tensor, axis: int, shape: Shape, nearest_axis: int | None) -> Tensor:
-    """Interpolate planes to the shape; along the nearest axis voxels are taken instead."""
-    size = [
-        logits.shape[1 + other] if other == nearest_axis else shape[other]
-        for other in range(3)
-        if other != axis
-    ]
-    planes = logits.movedim(1 + axis, 1)
-    if list(planes.shape[2:]) != size:
-        planes = torch.nn.functional.interpolate(
-            planes, size=size, mode="bilinear", align_corners=False
-        )
-        logits = planes.movedim(1, 1 + axis)
-    if nearest_axis is None or nearest_axis == axis:
-        return logits
-    nearest = nearest_voxels(logits.shape[1 + nearest_axis], shape[nearest_axis])
-    return logits.index_select(1 + nearest_axis, nearest.to(logits.device))
