@@ -9,16 +9,13 @@ from unet3d.errors import DatasetError, reason_of
 from unet3d.images.files import is_volume_file, stands_for_volume, volume_stem
 from unet3d.images.image import open_source
 
-Pair = tuple[Path, Path]
-"""A prediction and its label map."""
-Pairs = Sequence[Pair]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPairs:
     """What to compare, and what is left out."""
 
-    pairs: Pairs
+    pairs: Sequence[tuple[Path, Path]]
+    """A prediction and its label map each."""
     without_prediction: tuple[str, ...] = ()
     """Names of the label maps that have none."""
     without_label: tuple[str, ...] = ()

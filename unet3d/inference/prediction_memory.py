@@ -99,22 +99,27 @@ def prediction_memory(
     stored = geometry.shape
     shape = visible_shape(stored, geometry.spacing_mm, preprocessing.spacing_mm)
     on_gpu = device.type == "cuda"
-    # All of them are in memory here, too, and one of them again where it computes.
-    described = networks.described
-    weights = max(sum(value.nbytes for value in one.model.values()) for one in described)
+    # All of them are in memory here, too, and one of each kind again where it computes.
+    kinds = [(one.topology, one.dtype) for one in networks.described]
+    sizes = [sum(value.nbytes for value in one.model.values()) for one in networks.described]
+    weights = sum(dict(zip(kinds, sizes, strict=True)).values())
     # Before anything is counted, which imports what a prediction does not.
     program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
-    found = []
-    for network in described:
+    computed: dict[Any, int] = {}
+    kept, prepared, all_windows = [], [], []
+    for kind, network in zip(kinds, networks.described, strict=True):
         windows = _windows(network, shape, device, gpu_bytes)
-        computed = _computed_bytes(network, windows, device)
-        kept = _kept_bytes(network, windows, device)
-        prepared = _prepared_bytes(stored, shape, windows, image.num_channels)
-        found.append((computed + kept + prepared, computed, kept, prepared, windows))
-    *_, largest = max(found, key=lambda one: one[0])
-    at_a_time = found[:1] if networks.add_up else found
-    all_prepared = sum(prepared for *_, prepared, _ in at_a_time)
-    needed = max(computed for _, computed, *_ in found) + sum(kept for _, _, kept, *_ in at_a_time)
+        of_windows = _computed_bytes(network, windows, device)
+        computed[kind] = max(of_windows, computed.get(kind, 0))
+        kept.append(_kept_bytes(network, windows, device))
+        prepared.append(_prepared_bytes(stored, shape, windows, image.num_channels))
+        all_windows.append(windows)
+    if networks.add_up:
+        kept, prepared = kept[:1], prepared[:1]
+    # On a GPU, each kind keeps the memory of its graph.
+    needed = sum(kept) + (sum if on_gpu else max)(computed.values())
+    all_prepared = sum(prepared)
+    largest = max(all_windows, key=lambda one: math.prod(one.slab))
     slabs = all_prepared + (0 if on_gpu else needed)
     voxels = image.unpacked_bytes
     labels = math.prod(stored) * np.min_scalar_type(max(preprocessing.label_values)).itemsize

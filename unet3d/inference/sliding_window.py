@@ -20,15 +20,18 @@ from torch import Tensor
 
 from unet3d.errors import VolumeError
 from unet3d.images.files import times
-from unet3d.images.memory_limits import refuse_beyond_memory
+from unet3d.images.memory_limits import FLOAT32_BYTES, refuse_beyond_memory
 from unet3d.inference.image_slab import ImageSlab, drop_planes
 from unet3d.inference.window_network import WindowNetwork, naming_devices
-from unet3d.inference.windows import Windows, gaussian_weight, product
+from unet3d.inference.windows import Windows, gaussian_weight, product, with_room
 
 logger = logging.getLogger(__name__)
 
 PIECE_NUMBERS = {"cpu": 2**24, "cuda": 2**26}
 """Means that are made at a time on each kind of device, unless a single plane has more."""
+
+SUMS_SHARE = 1 / 2
+"""Of what is free on a GPU, the part that sums of logits may take."""
 
 WindowsDone = Callable[[int, int], object]
 """Is told how many windows are done, and of how many. A GPU may still compute the last of them."""
@@ -151,7 +154,7 @@ class _Sums:
         # Where windows are skipped, the last channel is the sum of the weights.
         num_channels = num_classes + (empty_logits is not None)
         numbers = num_channels * math.prod(size)
-        device = _accumulation_device(device, numbers)
+        device = with_room(device, FLOAT32_BYTES * numbers, SUMS_SHARE)
         if device.type == "cpu":
             refuse_beyond_memory(
                 numbers * dtype.itemsize,
@@ -217,10 +220,3 @@ def _refuse_non_finite(logits: Tensor) -> None:
     # One pass that makes no second tensor; NaN anywhere is the least and the largest.
     if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(logits)):
         raise NonFiniteLogitsError("the network's output is NaN or infinite")
-
-
-def _accumulation_device(device: torch.device, num_logits: int) -> torch.device:
-    if device.type != "cuda":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if 4 * num_logits <= free // 2 else torch.device("cpu")

@@ -18,12 +18,14 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import Placed, TrainedNetwork
 from unet3d.inference.sliding_window import WindowsDone, logit_slabs
 from unet3d.inference.windows import (
+    GPU_SHARE,
     Windows,
+    bytes_of_image,
     bytes_of_voxel,
     longest_axis,
     refuse_beyond_host,
-    slab_device,
     window_of,
+    with_room,
 )
 from unet3d.preparation.transform import Preprocessing
 
@@ -127,7 +129,8 @@ class VolumeLogits:
         for index in indices:  # so that one that cannot be read ends it before the first window
             self._placed.use(index)
         network = self._networks.described[indices[0]]
-        device = slab_device(network, windows.slab, self.input_device)
+        needed = bytes_of_image(network, windows.slab)
+        device = with_room(self.input_device, needed, GPU_SHARE)
         yield from logit_slabs(
             [self._predicting[index] for index in indices],
             ImageSlab(image, windows, network.dtype, device),

@@ -257,13 +257,11 @@ def windows_at_a_time(
     return max(1, min(GPU_VOXELS, int(free_bytes * GPU_SHARE) // voxel_bytes) // voxels)
 
 
-def slab_device(network: Checkpoint, slab: Shape, device: torch.device) -> torch.device:
-    """Return where the image around windows has room: where they are computed, or the CPU."""
-    if device.type != "cuda":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    has_room = bytes_of_image(network, slab) <= free * GPU_SHARE
-    return device if has_room else torch.device("cpu")
+def with_room(device: torch.device, needed_bytes: int, share: float) -> torch.device:
+    """Return a device, or the CPU where bytes take more than a share of what is free on a GPU."""
+    if device.type == "cuda" and needed_bytes > share * torch.cuda.mem_get_info(device)[0]:
+        return torch.device("cpu")
+    return device
 
 
 def bytes_of_image(network: Checkpoint, slab: Shape) -> int:
