@@ -70,10 +70,10 @@ def made_cases():
     return made
 
 
-def validator(cases, group, num_shards=1, executor=None, window="4,4,4", ignore_value=None):
+def validator(cases, group, num_shards=1, executor=None, ignore_value=None):
     known = checkpoint()
     experiment = SimpleNamespace(
-        config=load_config(None, [f"inference.window={window}"]),
+        config=load_config(None, ["inference.window=4,4,4"]),
         preprocessing=replace(known.preprocessing, ignore_value=ignore_value),
         topology=known.topology,
         patch_size=known.patch_size,

@@ -23,7 +23,7 @@ from tests.training.known_answers import (
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.errors import ConfigError, DeviceError
+from unet3d.errors import ConfigError
 from unet3d.interruption import InterruptionRequest
 from unet3d.training.cases import Stopped
 
@@ -79,16 +79,6 @@ def test_a_network_that_is_not_finite_any_more_is_said_with_the_case(cases, monk
     monkeypatch.setattr(Reader, "predict", lambda *arguments: math.nan * answer(*arguments))
     with pytest.raises(ConfigError, match="case case_0 is not finite; use a smaller training.lea"):
         validator(cases, Group(Ranks())).validate(1, watcher())
-
-
-@pytest.mark.parametrize(("window", "planes"), [("3,8,8", 4), ("whole", 6)])
-def test_windows_with_too_few_planes_are_refused_before_the_first_epoch(
-    cases, window, planes, monkeypatch
-):
-    monkeypatch.setattr(Group, "new_group", lambda *_: None)
-    validator(cases, Group(Ranks()), planes, window=window)
-    with pytest.raises(DeviceError, match=f"has {planes} planes .* use at most {planes}$"):
-        validator(cases, Group(Ranks()), planes + 1, window=window)
 
 
 NUM_SHARDS = 2

@@ -3,12 +3,10 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from unet3d.config import Shape
 from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.label_scores import dice_per_class
 from unet3d.inference.sliding_window import (
@@ -16,10 +14,9 @@ from unet3d.inference.sliding_window import (
     logit_slabs,
 )
 from unet3d.inference.window_network import WindowNetwork
-from unet3d.inference.windows import Windows, computed_window
+from unet3d.inference.windows import Windows
 from unet3d.model import SegmentationLoss
 from unet3d.parallel.precision import image_dtype
-from unet3d.parallel.spatial.division import SlabRule
 from unet3d.preparation.cache import PreparedCase
 from unet3d.preparation.transform import classes_of
 from unet3d.training.cases import RunContext, Watcher, WindowsDone, over_cases
@@ -48,17 +45,12 @@ class Validator:
     """Segments the validation cases as prediction would, and compares them with their labels."""
 
     def __init__(self, context: RunContext) -> None:
-        """Refuse windows with too few planes for the slabs, which would be found after an epoch."""
+        """Take the network and the cases of a training."""
         self._experiment = context.experiment
         self._executor = context.executor
         self._context = context
         regions = self._experiment.preprocessing.region_classes
         self._loss = SegmentationLoss.of(self._experiment.config.training, regions)
-        num_shards = context.dims.num_shards
-        if num_shards > 1:
-            rule = SlabRule(topology=self._experiment.topology, num_shards=num_shards)
-            for size in self._window_sizes():
-                rule.divide(size)
 
     def validate(self, epoch: int, watcher: Watcher) -> Validation:
         """Return the Dice of each label after an epoch, each case counted once.
@@ -90,7 +82,8 @@ class Validator:
     ) -> tuple[float, list[float | None]] | None:
         """Return loss and Dice of each label or region of a case; None in a shard but the first."""
         experiment, executor = self._experiment, self._executor
-        settings, window = experiment.config.inference, self._window
+        settings = experiment.config.inference
+        window = experiment.patch_size or "whole" if settings.window == "auto" else settings.window
         image = Planes.of(torch.from_numpy(case.image().copy()))
         windows = Windows.of(
             image.shape,
@@ -148,19 +141,6 @@ class Validator:
             )
             for start in range(0, len(classes), num_planes)
         ]
-
-    @property
-    def _window(self) -> Shape | Literal["whole"]:
-        window = self._experiment.config.inference.window
-        return self._experiment.patch_size or "whole" if window == "auto" else window
-
-    def _window_sizes(self) -> set[Shape]:
-        """Return the voxels of all windows that will be computed."""
-        stride, window = self._experiment.topology.total_stride, self._window
-        if window != "whole":
-            return {computed_window(window, stride)}
-        cases = self._experiment.validation
-        return {computed_window(case.shape, stride) for case in cases}
 
 
 def _is_any_of(classes: Tensor, some: Sequence[int]) -> Tensor:
