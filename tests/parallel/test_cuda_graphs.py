@@ -183,18 +183,6 @@ def test_a_changed_network_is_captured_anew(cpu_graphs):
     assert_same(changed(True), changed(False))
 
 
-def test_a_weight_that_modules_share_gets_the_gradient_of_both(cpu_graphs):
-    found = []
-    for choice in (True, False):
-        executor = make_executor((CPU,), captures=choice)
-        first, second = executor.module.decoder.levels["0"]["units"]
-        second.norm.weight = first.norm.weight
-        executor = parallelize(executor.module, Layout(devices=(CPU,), captures=choice))
-        found.append(take_steps(executor))
-    assert cpu_graphs.num_captured > 0
-    assert_same(*found)
-
-
 class TwoNames(nn.Module):
     """Has one parameter under two names."""
 
@@ -206,15 +194,28 @@ class TwoNames(nn.Module):
         return x * self.weight + self.same
 
 
-def test_a_weight_with_two_names_gets_the_gradient_of_both(cpu_graphs):
-    found = []
-    for choice in (True, False):
-        torch.manual_seed(0)
-        chain = nn.Sequential(nn.Conv3d(1, 3, 1), TwoNames()).double()
-        network = SequentialNetwork(chain, (1, 8, 8, 8))
-        found.append(take_steps(parallelize(network, Layout(devices=(CPU,), captures=choice))))
+def with_two_names():
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Conv3d(1, 3, 1), TwoNames()).double()
+    return SequentialNetwork(chain, (1, 8, 8, 8))
+
+
+def shared_by_modules():
+    torch.manual_seed(0)
+    network = UNet3d(TOPOLOGY).double()
+    first, second = network.decoder.levels["0"]["units"]
+    second.norm.weight = first.norm.weight
+    return network
+
+
+@pytest.mark.parametrize("make", [with_two_names, shared_by_modules])
+def test_a_weight_in_two_places_gets_the_gradient_of_both(make, cpu_graphs):
+    replayed, launched = (
+        take_steps(parallelize(make(), Layout(devices=(CPU,), captures=choice)))
+        for choice in (True, False)
+    )
     assert cpu_graphs.num_captured > 0
-    assert_same(*found)
+    assert_same(replayed, launched)
 
 
 def test_a_loss_that_cannot_be_captured_is_launched(cpu_graphs, caplog):

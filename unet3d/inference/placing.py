@@ -199,6 +199,7 @@ class PlacedNetworks:
             autocast=autocast_dtype(self._precisions[index]),
             num_shards=dims.num_shards,
             shard=dims.shard_of(group.ranks.rank),
+            captures=False,  # it takes no steps
         )
         try:
             executor = parallelize(network.build_model(), layout, group if self.is_shared else None)

@@ -50,17 +50,13 @@ class Mail:
         self._batch = batch
         self._loss_device = stages[-1].slot.device
         self._maker = {block.name: stage.slot for stage in stages for block in stage.blocks}
-        self._onward: dict[tuple[int, int, str], Arriving] = {}
-        self._logits: dict[int, dict[str, Arriving]] = defaultdict(dict)
-        self._back: dict[tuple[int, str], list[Arriving]] = defaultdict(list)
+        self._arriving: dict[tuple[Reader, str], list[Arriving]] = defaultdict(list)
 
     def inputs(self, stage: Stage, number: int) -> dict[str, Tensor]:
         """Return a stage's inputs by name, on its device; those of other stages are taken out."""
-        index = stage.slot.index
+        reader = stage.slot.index, number
         return {
-            name: self.image(stage, number)
-            if name == "image"
-            else self._onward.pop((index, number, name)).wait()
+            name: self.image(stage, number) if name == "image" else self._take(reader, name)[0]
             for name in stage.inputs
         }
 
@@ -74,33 +70,32 @@ class Mail:
 
     def logits(self, number: int) -> dict[str, Tensor]:
         """Take out the network's results by name, on the last stage's device."""
-        arrived = self._logits.pop(number)
-        return {name: arrived[name].wait() for name in self._results}
+        return {name: self._take(("loss", number), name)[0] for name in self._results}
 
     def gradients(self, stage: Stage, number: int) -> dict[str, list[Tensor]]:
         """Take out the gradients of a stage's outputs by name, on its device."""
-        return {
-            name: [gradient.wait() for gradient in self._back.pop((number, name), [])]
-            for name in stage.outputs
-        }
+        reader = stage.slot.index, number
+        return {name: self._take(reader, f"gradient of {name}") for name in stage.outputs}
 
     def send_on(self, stage: Stage, number: int, name: str, made: Tensor) -> None:
         """Send what a stage has produced to the stages, and the loss, that read it."""
         for later in self._stages[stage.slot.index + 1 :]:
             if name in later.inputs:
-                index = later.slot.index
-                arriving = self._send((index, number), name, made, later.slot.device)
-                self._onward[index, number, name] = arriving
+                self._put((later.slot.index, number), name, made, later.slot.device)
         if name in self._results:
-            arriving = self._send(("loss", number), name, made, self._loss_device)
-            self._logits[number][name] = arriving
+            self._put(("loss", number), name, made, self._loss_device)
 
     def send_back(self, stage: Stage, number: int, name: str, gradient: Tensor) -> None:
         """Send the gradient of what a stage, or the loss on it, has read to the producer."""
         maker = self._maker[name]
-        message = f"gradient of {name}"
-        arriving = self._send((maker.index, number), message, gradient, maker.device)
-        self._back[number, name].append(arriving)
+        self._put((maker.index, number), f"gradient of {name}", gradient, maker.device)
+
+    def _put(self, reader: Reader, message: str, tensor: Tensor, device: torch.device) -> None:
+        self._arriving[reader, message].append(self._send(reader, message, tensor, device))
+
+    def _take(self, reader: Reader, message: str) -> list[Tensor]:
+        """Take out what was sent to a reader under one name, in the order in which it was sent."""
+        return [one.wait() for one in self._arriving.pop((reader, message), [])]
 
     def _send(self, reader: Reader, message: str, tensor: Tensor, device: torch.device) -> Arriving:
         """Send a tensor to its reader."""

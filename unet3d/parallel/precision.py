@@ -126,19 +126,16 @@ def bfloat16_is_faster() -> bool:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    times, path = None, None
+    times = None
     try:
         path = users_cache() / "processors" / f"{key_of(processor)}.json"
         times = recall(path, lambda record: (float(record["float32"]), float(record["bfloat16"])))
+        if times is None:
+            times = convolution_seconds(torch.float32), convolution_seconds(torch.bfloat16)
+            remember(path, {**processor, "float32": times[0], "bfloat16": times[1]})
     except CacheError as error:
         logger.debug("nothing is kept of this processor: %s", error)
-    if times is None:
-        times = convolution_seconds(torch.float32), convolution_seconds(torch.bfloat16)
-        try:
-            if path is not None:
-                remember(path, {**processor, "float32": times[0], "bfloat16": times[1]})
-        except CacheError as error:
-            logger.debug("nothing is kept of this processor: %s", error)
+    times = times or (convolution_seconds(torch.float32), convolution_seconds(torch.bfloat16))
     is_faster = times[0] > MIN_GAIN * times[1]
     logger.debug(
         "this CPU computes in %s: a convolution takes %.1f ms in float32 and %.1f in bfloat16",

@@ -80,9 +80,7 @@ class PipelineStage:
         scaled, loss = own.loss(list(leaves.values()), target)
         torch.autograd.backward(scaled)
         for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                gradient, leaf.grad = leaf.grad, None
-                send(name, gradient)
+            _send_gradient(name, send, leaf)
         return loss
 
     def backward(self, number: int, gradients: Mapping[str, Sequence[Tensor]], send: Send) -> None:
@@ -94,7 +92,7 @@ class PipelineStage:
         for name, leaf in leaves.items():
             if leaf.requires_grad:
                 # Sent as soon as it exists, while the rest of the stage still goes backward.
-                leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(partial(_send_gradient, name, send))  # type: ignore[no-untyped-call]
         # A loss may leave out a result, and frozen blocks in front have no graph.
         names = [name for name in roots if gradients[name]]
         # They are added in the order in which they came, so that a run can be repeated.
@@ -108,15 +106,11 @@ class PipelineStage:
         self._alive.clear()
 
 
-def _sender(name: str, send: Send) -> Callable[[Tensor], None]:
-    """Return a hook that sends a leaf's gradient and removes it from the leaf."""
-
-    def hook(leaf: Tensor) -> None:
-        if leaf.grad is not None:
-            gradient, leaf.grad = leaf.grad, None
-            send(name, gradient)
-
-    return hook
+def _send_gradient(name: str, send: Send, leaf: Tensor) -> None:
+    """Send what backward has left in a leaf, and keep none of it."""
+    if leaf.grad is not None:
+        gradient, leaf.grad = leaf.grad, None
+        send(name, gradient)
 
 
 def walk(
