@@ -93,12 +93,14 @@ def plan_preprocessing(
     geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
-    whole = [geometry.shape for geometry in geometries]
     of_ct = [channel for channel, kind in enumerate(kinds) if kind == "ct"]
     kept, statistics = _found_in_voxels(dataset, Cache(settings.cache), of_ct)
     for channel, how in zip(of_ct, statistics, strict=True):
         channels[channel] = how
-    if takes_much(whole, kept):
+    shares = [
+        math.prod(box) / math.prod(one.shape) for box, one in zip(kept, geometries, strict=True)
+    ]
+    if np.median(shares) <= MASKED_SHARE:
         masked = ChannelNormalization(kind="z-score-inside")
         channels = [masked if one.kind == "z-score" else one for one in channels]
     spacings_mm = [geometry.spacing_mm for geometry in geometries]
@@ -209,13 +211,6 @@ def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
             )
     x, y, z = (part.stop - part.start for part in nonzero_box(image))
     return (x, y, z), intensities
-
-
-def takes_much(whole: Sequence[Shape], kept: Sequence[Shape]) -> bool:
-    """Return whether cropping takes so much, in the median case, that the outside is masked."""
-    sizes = zip(whole, kept, strict=True)
-    left = np.median([math.prod(of_box) / math.prod(shape) for shape, of_box in sizes])
-    return bool(left <= MASKED_SHARE)
 
 
 def prepare_cases(
