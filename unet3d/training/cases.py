@@ -77,7 +77,7 @@ class Watcher:
     """Training steps done since the beginning, for the other ranks."""
     interruption: InterruptionRequest
     """Ends the work before the next case of this rank."""
-    progress: Progress = lambda *_: None
+    progress: Progress
 
 
 def over_cases(
