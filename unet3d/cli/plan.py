@@ -1,8 +1,7 @@
 """``unet3d plan``."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -157,20 +156,16 @@ def plan(
         planned = Plan.of(request, is_described=not measure, gpu_bytes=memory_bytes)
         notes = [*planned.notes, *planned.network_notes()]
         config, network = planned.network.settled(planned.config), planned.network
+    for note in notes:
+        show_result(note)
     if picture is not None:
-        _measure(config, network, notes, picture, json_path, overwrite)
-    else:
-        _predict(config, network, notes, memory_bytes, json_path, overwrite)
+        _measure(config, network, picture, json_path, overwrite)
+        return
+    record = _predict(config, network, memory_bytes)
+    write_json(json_path, {**record, "notes": [*notes, *record["notes"]]}, overwrite)
 
 
-def _predict(
-    config: "Config",
-    network: "NetworkPlan",
-    notes: Sequence[str],
-    memory_bytes: int | None,
-    json_path: Path | None,
-    overwrite: bool,
-) -> None:
+def _predict(config: "Config", network: "NetworkPlan", memory_bytes: int | None) -> dict[str, Any]:
     """Show the memory of every way, and then the largest volumes as they are found."""
     from unet3d.planning.comparison import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
@@ -182,23 +177,19 @@ def _predict(
             memory_bytes,
             watch=lambda done, total: show(f"predicting the memory of {done + 1} of {total}"),
         )
-    for note in notes:
-        show_result(note)
     show_result(plan_table(record))
     if record["choice"] is not None:
         show_result(record["choice"])
-    record["notes"] = [*notes, *record["notes"]]
     for way, row in zip(ways, record["ways"], strict=True):
         with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):
             row["largest_shape"] = way.largest()
         show_result(plan_line(row))
-    write_json(json_path, record, overwrite)
+    return record
 
 
 def _measure(
     config: "Config",
     network: "NetworkPlan",
-    notes: Sequence[str],
     picture: Path,
     json_path: Path | None,
     overwrite: bool,
@@ -208,8 +199,6 @@ def _measure(
     from unet3d.reports.figures import save_figure
     from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table
 
-    for note in notes:
-        show_result(note)
     with working("predicting") as show:
         sweep = measure(
             config,

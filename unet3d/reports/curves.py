@@ -40,7 +40,14 @@ def progress_figure(metrics: Metrics, title: str) -> Figure:
     )
     marker = "o" if len(metrics) < 2 else ""  # one point makes no line
     validations = [line for line in metrics if line.get("dice")]
-    _draw_loss(loss_axes, metrics, validations, marker)
+    loss_axes.set_ylabel("loss", fontsize=FONT)
+    losses = _values(metrics, "loss")
+    _plot(loss_axes, metrics, losses, "training", color=BLUE, linewidth=2, marker=marker)
+    if validations:
+        losses = _values(validations, "validation_loss")
+        style = {"linestyle": "--", "marker": "s", "markersize": 4}
+        _plot(loss_axes, validations, losses, "validation", color=VERMILION, linewidth=2, **style)
+    legend_beside(loss_axes, fontsize=FONT)
     _draw_dice(dice_axes, validations)
     rates = _values(metrics, "learning_rate")
     rate_axes.plot(_values(metrics, "epoch"), rates, color="black", linewidth=1, marker=marker)
@@ -54,26 +61,6 @@ def progress_figure(metrics: Metrics, title: str) -> Figure:
     return figure
 
 
-def _draw_loss(axes: Axes, metrics: Metrics, validations: Metrics, marker: str) -> None:
-    axes.set_ylabel("loss", fontsize=FONT)
-    losses = _values(metrics, "loss")
-    name = _with_last("training", losses)
-    axes.plot(_values(metrics, "epoch"), losses, color=BLUE, linewidth=2, marker=marker, label=name)
-    if validations:
-        of_validation = _values(validations, "validation_loss")
-        axes.plot(
-            _values(validations, "epoch"),
-            of_validation,
-            color=VERMILION,
-            linestyle="--",
-            linewidth=2,
-            marker="s",
-            markersize=4,
-            label=_with_last("validation", of_validation),
-        )
-    legend_beside(axes, fontsize=FONT)
-
-
 def _draw_dice(axes: Axes, validations: Metrics) -> None:
     axes.set_ylabel("Dice in validation", fontsize=FONT)
     axes.set_ylim(-0.02, 1.02)  # so that lines at 0 and 1 are seen whole
@@ -85,29 +72,18 @@ def _draw_dice(axes: Axes, validations: Metrics) -> None:
     named = len(labels) <= MAX_NAMED_LABELS
     for index, label in enumerate(labels):
         values = _values([line["dice"] for line in validations], label)
-        style, place = divmod(index, len(LINES))
-        colour, marker = LINES[place]
-        axes.plot(
-            epochs,
-            values,
-            color=colour if named else GREY,
-            linestyle=LINE_STYLES[style] if named else "-",
-            linewidth=1.8 if named else 0.8,
-            marker=marker if named else "",
-            markersize=4.5,
-            label=_with_last(label, values) if named else None,
-        )
+        if named:
+            style, place = divmod(index, len(LINES))
+            colour, marker = LINES[place]
+            look = {"linestyle": LINE_STYLES[style], "marker": marker, "markersize": 4.5}
+            _plot(axes, validations, values, label, color=colour, linewidth=1.8, **look)
+        else:
+            axes.plot(epochs, values, color=GREY, linewidth=0.8)
     means = _values(validations, "mean_dice")
-    axes.plot(
-        epochs,
-        means,
-        color="black",
-        linewidth=3,
-        zorder=1.5 if named else 3,  # behind the lines that can be told apart
-        marker="o",
-        markersize=4,
-        label=_with_last("mean" if named else f"mean of {len(labels)} labels", means),
-    )
+    name = "mean" if named else f"mean of {len(labels)} labels"
+    # Behind the lines that can be told apart.
+    look = {"linewidth": 3, "zorder": 1.5 if named else 3, "marker": "o", "markersize": 4}
+    _plot(axes, validations, means, name, color="black", **look)
     known = [(mean, -epoch) for epoch, mean in zip(epochs, means, strict=True) if mean == mean]
     if known:
         best, epoch = max(known)
@@ -125,9 +101,12 @@ def _draw_dice(axes: Axes, validations: Metrics) -> None:
     legend_beside(axes, fontsize=FONT)
 
 
-def _with_last(name: str, values: Sequence[float]) -> str:
+def _plot(axes: Axes, lines: Metrics, values: Sequence[float], name: str, **look: Any) -> None:
+    """Draw a number of each line over the epochs, and name the last one in the legend."""
     text = drawable(f"{name}  {score(None if math.isnan(values[-1]) else values[-1])}")
-    return f" {text}" if text.startswith("_") else text  # which a legend would leave out
+    # A legend would leave out what begins with an underscore.
+    label = f" {text}" if text.startswith("_") else text
+    axes.plot(_values(lines, "epoch"), values, label=label, **look)
 
 
 def _values(lines: Metrics, key: str) -> list[float]:

@@ -11,7 +11,7 @@ import io
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,6 +22,7 @@ from unet3d.inputs.plain_data import printable
 from unet3d.reports.figures import save_figure
 from unet3d.reports.tables import score
 
+QUOTED_NONE = "'none'"
 GENERATOR = b'<meta name="generator" content="unet3d '
 """Stands in the head of every page."""
 
@@ -37,7 +38,7 @@ def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **co
         (
             "default-src 'none'",
             f"style-src {_digest(style)}",
-            f"script-src {' '.join(map(_digest, sources)) or _NONE}",
+            f"script-src {' '.join(map(_digest, sources)) or QUOTED_NONE}",
             "img-src data:",
             "base-uri 'none'",
             "form-action 'none'",
@@ -74,11 +75,11 @@ def picture_of(path: Path) -> str | None:
     return _url("image/png", content) if content.startswith(b"\x89PNG\r\n\x1a\n") else None
 
 
-def drawing_of(figure: Figure, kind: str = "svg") -> str:
+def drawing_of(figure: Figure, kind: Literal["png", "svg"] = "svg") -> str:
     """Return a figure as a URL that holds it, as SVG, which is sharp at any size, or as PNG."""
     file = io.BytesIO()
-    save_figure(figure, file, "png" if kind == "png" else "svg")
-    return _url("image/png" if kind == "png" else "image/svg+xml", file.getvalue())
+    save_figure(figure, file, kind)
+    return _url({"png": "image/png", "svg": "image/svg+xml"}[kind], file.getvalue())
 
 
 def shade(dice: float | None) -> int | None:
@@ -101,8 +102,6 @@ def _digest(source: str) -> str:
     digest = hashlib.sha256(source.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
-
-_NONE = "'none'"
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader(__package__),

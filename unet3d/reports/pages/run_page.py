@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import yaml
 from markupsafe import Markup
 
 from unet3d.errors import CheckpointError, reason_of, some
@@ -195,10 +194,8 @@ def _summary(content: Content) -> dict[str, Any]:
 
 
 def _unfinished(num_epochs: int, settings: Sequence[str] | None) -> str:
-    try:
-        of = f" of {yaml.safe_load(chr(10).join(settings or ()))['training']['epochs']}"
-    except (yaml.YAMLError, TypeError, LookupError):
-        of = ""
+    wanted = [line.split()[-1] for line in settings or () if line.startswith("  epochs: ")]
+    of = f" of {wanted[0]}" if wanted else ""
     return f"Not finished: {num_epochs}{of} epochs are done. It may still be running."
 
 
@@ -248,7 +245,7 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
         known = [(one["dice"], label) for label, one in labels.items() if one["dice"] is not None]
         return [f"{name_of(min(known)[1])} {score(min(known)[0])}" if known else ""]
 
-    figures = [("mean Dice", score(content["mean_dice"]), f"{len(cases)} cases, final network")]
+    figures = [("mean Dice", score(content["mean_dice"]), f"{len(cases)} case(s), final network")]
     for key, what, text in (
         ("hd95_mm", "mean HD95", units.length_text),
         ("nsd", "mean NSD", score),
