@@ -75,7 +75,7 @@ def test_the_viewer_gets_the_scan_its_labels_and_their_places(files):
     assert np.median(np.abs(scan.get_fdata() - image)) <= step / 2
     assert names_in_the_viewer(page) == ["label 2", "label 9"]
     # Okabe and Ito's sky blue and orange.
-    assert [one["colour"] for one in viewer["labels"]] == [[86, 180, 233], [230, 159, 0]]
+    assert [one["colour"] for one in viewer["labels"]] == ["#56B4E9", "#E69F00"]
     for value, one in zip((2, 9), viewer["labels"], strict=True):
         nearest = np.rint(apply_affine(np.linalg.inv(affine), one["place"])).astype(int)
         assert labels[tuple(nearest)] == value

@@ -107,13 +107,7 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
         labels=Markup(numbered(reduced, [row["value"] for row in rows], affine)),
         viewer={
             "labels": [
-                {
-                    "name": row["name"],
-                    "colour": list(bytes.fromhex(row["colour"][1:])),
-                    "place": row["place"],
-                    "num_voxels": row["num_voxels"],
-                }
-                for row in rows
+                {key: row[key] for key in ("name", "colour", "place", "num_voxels")} for row in rows
             ],
             "extent": [
                 size * mm / units.mm

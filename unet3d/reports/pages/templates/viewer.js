@@ -62,9 +62,9 @@
     numbers.map((number) => (data.labels[number - 1] ? of(data.labels[number - 1], number) : other));
   const colours = () => ({
     I: numbers,
-    R: each((label) => label.colour[0]),
-    G: each((label) => label.colour[1]),
-    B: each((label) => label.colour[2]),
+    R: each((label) => parseInt(label.colour.slice(1, 3), 16)),
+    G: each((label) => parseInt(label.colour.slice(3, 5), 16)),
+    B: each((label) => parseInt(label.colour.slice(5, 7), 16)),
     A: each((_, number) => (shown[number - 1] ? 255 : 0)),
   });
   // Each of these takes effect with the next update, which takes a while where volumes are large.
