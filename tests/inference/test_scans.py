@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,7 +85,7 @@ def test_statistics_are_those_of_numpy(tmp_path):
     assert found["corner"]["intensity"][0]["mean"] == array[5, 4, 3, 0]
     nothing = {"value": 9, "num_voxels": 0, "volume_ml": 0, "intensity": [None, None]}
     assert found["absent"] == nothing
-    write_statistics(scan.beside("statistics"), scan, found, [Path("a.pt"), Path("b.pt")])
+    write_statistics(scan.beside("statistics"), scan, found, ["a.pt", "b.pt"])
     content = json.loads((tmp_path / "mine.json").read_text())
     assert content == {"image": [str(path)], "checkpoints": ["a.pt", "b.pt"], "labels": found}
 

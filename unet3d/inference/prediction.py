@@ -124,7 +124,7 @@ def predict(
                 _start_ranks(request, dims, say)
                 return results
             is_dealt = dims.mode == "data" and group.size > 1
-            job = _Job(scans, request, known, group, is_dealt, progress, draw_preview)
+            job = _Job(scans, request, group, is_dealt, progress, draw_preview)
             if is_dealt:
                 devices = tuple(map(str, dims.devices))
                 parallel = ParallelSettings(mode="none", devices=devices)
@@ -148,16 +148,12 @@ class _Job:
         self,
         scans: FoundScans,
         request: PredictionRequest,
-        known_as: Sequence[Path],
         group: Group,
         is_dealt: bool,
         progress: Progress,
         draw_preview: DrawPreview,
     ) -> None:
-        """Say which scans need nothing, and which cannot be segmented.
-
-        A user knows the networks by ``known_as``, which statistics name.
-        """
+        """Say which scans need nothing, and which cannot be segmented."""
         self._group = group
         self._is_dealt = is_dealt
         self._together = Group(Ranks()) if is_dealt else group
@@ -167,7 +163,6 @@ class _Job:
             self._scans = scans.to_segment[group.ranks.rank :: group.size]
         self._num_scans = scans.number
         self._request = request
-        self._known_as = known_as
         self._progress = progress
         self._draw_preview = draw_preview
         self._failures: list[Path] = []
@@ -201,7 +196,7 @@ class _Job:
             began = time.monotonic()
             try:
                 with self._progress.scan(number, len(self._scans), scan.images[0].name):
-                    self._segment(number - 1, predictor)
+                    self._segment(number - 1, predictor, networks.names)
             except (CheckpointError, RankError):
                 raise
             except (Unet3dError, OSError) as error:
@@ -249,7 +244,7 @@ class _Job:
     def _keep(self, scan: Scan) -> None:
         self._progress.said(f"{scan.images[0]} -> {scan.output} (kept; --overwrite replaces it)")
 
-    def _segment(self, number: int, predictor: Predictor) -> None:
+    def _segment(self, number: int, predictor: Predictor, checkpoints: Sequence[str]) -> None:
         """Write all results of a scan, or none: some of them alone would have to be replaced."""
         scan, request, names = self._scans[number], self._request, predictor.label_names
         image: Image | None = None
@@ -286,7 +281,7 @@ class _Job:
             if request.preview:
                 self._draw_preview(new(scan.beside("preview")), image, labels, names)
             if found is not None:
-                write_statistics(new(scan.beside("statistics")), scan, found, self._known_as)
+                write_statistics(new(scan.beside("statistics")), scan, found, checkpoints)
             write_segmentation(scan, labels, image.geometry, names, replaces)
         for path in {scan.beside(one) for one in ENDINGS} - {*scan.results(request)}:
             if os.path.lexists(path):

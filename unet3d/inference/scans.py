@@ -175,12 +175,12 @@ def label_statistics(
 
 
 def write_statistics(
-    path: Path, scan: Scan, statistics: dict[str, Any], checkpoints: Sequence[Path]
+    path: Path, scan: Scan, statistics: dict[str, Any], checkpoints: Sequence[str]
 ) -> None:
     """Write statistics of a scan's labels as JSON."""
     content = {
         "image": list(map(str, scan.images)),
-        "checkpoints": list(map(str, checkpoints)),
+        "checkpoints": list(checkpoints),
         "labels": statistics,
     }
     path.write_bytes(f"{json.dumps(content, indent=2)}\n".encode())
