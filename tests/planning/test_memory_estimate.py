@@ -194,11 +194,6 @@ def test_gpus_are_predicted_without_gpus():
         assert counted < memory.peak_bytes < 2 * counted
     needed = prediction.needed_bytes()
     assert needed[GPUS[0]] == prediction.memory[0].peak_bytes + UNCOUNTED_BYTES
-    in_float32 = activations(replace(step, layout=replace(step.layout, autocast=None)))
-    both = zip(activations(step), in_float32, strict=True)
-    first, second = (lowered / full for lowered, full in both)
-    assert 0.5 < second < 0.6  # autocast lowers nearly all of them
-    assert 0.25 < first < 0.35  # where Triton makes the first convolution, it is recomputed
 
 
 @pytest.mark.parametrize(("norm", "lowest", "highest"), [("group", 1.2, 1.35), ("batch", 0.5, 0.6)])

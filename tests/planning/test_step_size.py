@@ -115,23 +115,12 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it():
 @pytest.mark.parametrize(
     ("num_cases", "changes", "num_replicas", "batch_size", "limit"),
     [
-        (
-            100,
-            (),
-            1,
-            5,
-            "limited by 5% of the data's voxels",
-        ),  # 5 % of 100 cases, each as large as a patch
+        # 5 % of 100 cases, each as large as a patch.
+        (100, (), 1, 5, "limited by 5% of the data's voxels"),
         (10, (), 1, 2, "the least"),
         (100_000, (), 1, 32, "the most that is planned"),
         (10, ("training.micro_batches=3",), 1, 3, "the least"),
-        (
-            100,
-            ("training.micro_batches=2",),
-            4,
-            8,
-            "a patch for each device's micro-batches",
-        ),  # a patch for each micro-batch
+        (100, ("training.micro_batches=2",), 4, 8, "a patch for each device's micro-batches"),
     ],
 )
 def test_a_batch_is_limited_by_the_data_and_the_devices(
@@ -139,11 +128,8 @@ def test_a_batch_is_limited_by_the_data_and_the_devices(
 ):
     data = fingerprint((32, 32, 32), num_cases=num_cases)
     _, network = planned(data, *changes, num_replicas=num_replicas)
-    assert (network.size, *limits_of(network)) == (
-        (32, 32, 32),
-        "limited by the median volume",
-        limit,
-    )
+    assert network.size == (32, 32, 32)
+    assert limits_of(network) == ("limited by the median volume", limit)
     assert network.batch_size == batch_size
 
 
