@@ -52,7 +52,7 @@ from torch import Tensor
 
 from unet3d.kernels.conv import folded
 from unet3d.kernels.conv.hopper import op, reference
-from unet3d.kernels.maps import MAX_CHANNELS, channels_last, mark_padded, pad_z
+from unet3d.kernels.maps import MAX_CHANNELS, channels_last, empty_map, mark_padded, pad_z
 from unet3d.kernels.norm.volume import stages_for
 
 SIZES = "32-32@256,32-32@4x128,32-32@128,64-64@128,64-64@64,32-64@128,64-32@128"
@@ -247,7 +247,9 @@ def plain(form: Form, maps: Maps) -> Tensor:
     """Do it with cuDNN, as PyTorch does."""
     x = maps.x
     if form.normalizes and form.kind != "input_gradient":
-        x = maps.stages.normalize(x, *maps.affine, slope=SLOPE, pads=False)
+        normal = channels_last(torch.empty_like(x))
+        maps.stages.normalize(normal, x, *maps.affine, slope=SLOPE, pads=False)
+        x = normal
     if form.kind == "convolve":
         made = F.conv3d(x, maps.kernel, padding=1)
     else:
@@ -264,7 +266,8 @@ def in_pairs(form: Form, maps: Maps) -> Tensor:
     """Do it with cuDNN, two neighbours along Z as one voxel."""
     x, kernel, on_gpu = maps.padded_x, maps.kernel, maps.x.is_cuda
     if form.normalizes and form.kind != "input_gradient":
-        x = maps.stages.normalize(maps.x, *maps.affine, slope=SLOPE, pads=on_gpu)
+        x = empty_map(maps.x, on_gpu)
+        maps.stages.normalize(x, maps.x, *maps.affine, slope=SLOPE, pads=on_gpu)
         x = mark_padded(x) if on_gpu else x
     if form.kind == "convolve":
         made = folded._convolve(x, kernel, 1)
@@ -289,7 +292,7 @@ def with_numbers(form: Form, made: Tensor, maps: Maps) -> Tensor:
 def ways_for(size: Size) -> dict[str, Way]:
     """Return all that can be done at a size, by name."""
     ways: dict[str, Way] = {"by hand": by_hand, "cuDNN": plain}
-    if min(size.inputs, size.outputs) <= MAX_CHANNELS and size.edge % 2 == 0:
+    if max(size.inputs, size.outputs) <= MAX_CHANNELS and size.edge % 2 == 0:
         ways["cuDNN, folded"] = in_pairs
     return ways
 

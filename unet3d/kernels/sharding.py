@@ -89,13 +89,10 @@ def number_of_largest(number: int) -> int:
 
 
 def sum_of_losses(values: Tensor) -> Tensor:
-    """Return sums over the volume from those over this slab; may be differentiated.
+    """Return sums over the volume from those over a slab, or a whole map; may be differentiated.
 
     Every device computes the same from them, so what comes back is the same everywhere, and the
     derivative of the sum of all losses is so many times it.
-
-    Args:
-        values: Sums over the slab, or over a map that is whole.
     """
     shard = current_shard()
     if shard is None:

@@ -82,7 +82,7 @@ def test_moments_of_the_result_come_with_it(shape, padding, mean):
 
 
 def test_programs_take_all_planes_of_all_tiles():
-    launch = FORWARD.from_one
+    launch = FORWARD[0]
     of_planes, of_voxels = (1, 2, 127, 128, 640), (1, 63, 64, 65, 96**2, 640**2)
     for samples, planes, voxels in product((1, 2, 7, 600), of_planes, of_voxels):
         tiles, run, runs = division_of(launch, samples, planes, voxels)

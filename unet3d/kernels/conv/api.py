@@ -75,7 +75,7 @@ def conv3x3x3(x: Tensor, weight: Tensor, *, moments: bool = False) -> Tensor:
         return hopper.convolve(x, weight, 1, moments)
     if hopper.suits(x, x.shape[1], weight.shape[0]):
         return hopper.convolve(x, weight, x_padding(), moments)
-    if can_fold(x, min(weight.shape[:2])):
+    if max(weight.shape[:2]) <= MAX_CHANNELS and can_fold(x, min(weight.shape[:2])):
         y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding())  # type: ignore[no-untyped-call]
         return mark_folded(y)
     return slabs.convolve(x, weight, _PLAIN, (x_padding(), 1, 1))
@@ -171,19 +171,15 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     outputs, inputs = weight.shape[:2]
     n, _, i, j, k = x.shape
     is_worth_it = outputs * together <= MAX_HEAD_COLUMNS and k % together == 0
-    if not (is_worth_it and can_fold(x, inputs)):
-        if slabs.is_one_call(x, weight, _PLAIN, _NONE):
+    is_one_call = slabs.is_one_call(x, weight, _PLAIN, _NONE)
+    if not (is_worth_it and is_one_call and can_fold(x, inputs)):
+        if is_one_call:
             return F.conv3d(x, weight, bias)
         return slabs.convolve(x, weight, _PLAIN, _NONE).add_(bias.view(1, -1, 1, 1, 1))
     one = torch.eye(together, dtype=weight.dtype, device=weight.device)
     matrix = torch.kron(one, weight.reshape(outputs, inputs))
     folded = x.permute(0, 2, 3, 4, 1).reshape(n, i, j, k // together, together * inputs)
-    if slabs.is_one_call(x, weight, _PLAIN, _NONE):
-        y = F.linear(folded.flatten(0, 3), matrix, bias.repeat(together))
-    else:
-        kernel = matrix.view(*matrix.shape, 1, 1, 1)
-        y = slabs.convolve(folded.permute(0, 4, 1, 2, 3), kernel, _PLAIN, _NONE)
-        y = y.permute(0, 2, 3, 4, 1).add_(bias.repeat(together))
+    y = F.linear(folded.flatten(0, 3), matrix, bias.repeat(together))
     return y.reshape(n, i, j, k, outputs).permute(0, 4, 1, 2, 3)
 
 

@@ -6,17 +6,16 @@ memory two neighbours along Z with 32 channels each *are* one voxel with 64: a v
 3x3x3 convolution can be done on such double voxels, of which there are half as many. To find both
 voxels of the pair (2a, 2a + 1) it needs the voxels 2a - 1 to 2a + 2. Where a map has a voxel of
 zeros before each row (:mod:`unet3d.kernels.maps`), those are two whole pairs of its memory, a
-3x3x2 kernel; elsewhere they are half of three::
+3x3x2 kernel; elsewhere it is copied so::
 
-    map             z   0   1 | 2   3 | 4   5
     with zeros  0 | 0   1 | 2   3 | 4   5 | 0     (-1, 0) (1, 2) ...
 
 The gradient of the input is the same convolution with the flipped kernel, and the gradient of the
 weights is that of the double voxels' kernel, of which the entries that belong to one weight are
-added up. Measured on an H100 at 256^3 from 32 to 32
-channels, plain, folded and folded with zeros around: forward 4.3, 3.5 and 2.6 ms, gradient of the
-input 4.4, 3.6 and 2.6 ms, of the weights 6.9, 4.1 and 2.8 ms. With 64 channels cuDNN is faster as
-it is.
+added up. Measured on an H100 at 256^3 from 32 to 32 channels, plain and folded: forward 4.3 and
+2.6 ms, gradient of the input 4.4 and 2.6 ms, of the weights 6.9 and 2.8 ms; folded without zeros
+around, as half of three pairs, they took 3.5, 3.6 and 4.1 ms, about as much as with a copy. With
+64 channels cuDNN is faster as it is.
 """
 
 import itertools
@@ -29,13 +28,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
-from unet3d.kernels.maps import MAX_CHANNELS, is_padded, pad_z, with_padding
+from unet3d.kernels.maps import (
+    MAX_CHANNELS,
+    channels_last,
+    is_padded,
+    mark_padded,
+    pad_z,
+    with_padding,
+)
 
 _PLAIN = (1, 1, 1)
 
 
 class FoldedConvolution(torch.autograd.Function):
-    """Stride-1 convolution of channels-last volumes with an even number of voxels along Z."""
+    """Stride-1 convolution of channels-last volumes with an even number of voxels along Z.
+
+    Inputs and outputs have at most :data:`MAX_CHANNELS`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, x_padding: int = 1) -> Tensor:
@@ -49,7 +58,7 @@ class FoldedConvolution(torch.autograd.Function):
         """Return the gradients of x and weight."""
         x, weight = ctx.saved_tensors
         if not is_padded(dy):
-            dy = dy.contiguous(memory_format=torch.channels_last_3d)
+            dy = channels_last(dy)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
             dweight = _weight_gradient(dy, x, weight, ctx.x_padding)
@@ -161,14 +170,9 @@ class ComposedUpsampling(torch.autograd.Function):
 
 
 def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
-    """Return the kernel of upsampling and the convolution behind it; may be differentiated.
+    """Return the kernel of upsampling, (I, C, *stride), and the convolution behind it.
 
-    Args:
-        up: (I, C, *stride).
-        weight: (O, C, 3, 3, 3).
-
-    Returns:
-        (I, O, ...) with stride + 2 taps along each axis.
+    It is (I, O, ...) with stride + 2 taps along each axis, and may be differentiated.
     """
     # Voxel s z + a of the upsampled map, read by tap t, reaches s z + a - t + 1: tap a - t + 2.
     # The meta device has no autocast.
@@ -182,41 +186,37 @@ def _transposed_pairs(weight: Tensor) -> Tensor:
     """Return the kernel of pairs (I, 2 O, X, Y, 2) from that of voxels (I, O, X, Y, 4)."""
     inputs, outputs, i, j, _ = weight.shape
     pairs = weight.reshape(inputs, outputs, i, j, 2, 2).permute(0, 5, 1, 2, 3, 4).flatten(1, 2)
-    return pairs.contiguous(memory_format=torch.channels_last_3d)
+    return channels_last(pairs)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Return a map with zeros around Z: itself, or a copy."""
+    return x if is_padded(x) else mark_padded(pad_z(x, 1, 1)[..., 1:-1])
+
+
+# Which tap t of pairs leads from neighbour q to neighbour p by a voxel's tap k: (p, q, t, k).
+_ENTRIES = [
+    (p, q, t, 2 * t + q - p)
+    for p, q, t in itertools.product(range(2), repeat=3)
+    if 0 <= 2 * t + q - p <= 2
+]
 
 
 def _convolve(x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
-    if weight.shape[0] > MAX_CHANNELS:
-        return slabs.convolve(x, weight, _PLAIN, (x_padding, 1, 1))
-    if is_padded(x) and weight.shape[1] <= MAX_CHANNELS:
-        outputs, inputs = weight.shape[:2]
-        pairs = weight.new_zeros((2, outputs, 2, inputs, 3, 3, 2))
-        for p, q, t, k in _entries(2):
-            pairs[p, :, q, ..., t] = weight[..., k]
-        pairs = pairs.view(2 * outputs, 2 * inputs, 3, 3, 2)
-        pairs = pairs.contiguous(memory_format=torch.channels_last_3d)
-        return _unfold(slabs.convolve(_fold(with_padding(x)), pairs, _PLAIN, (x_padding, 1, 0)))
-    # The first of two neighbours sees voxels 0 to 2 of the four along Z, the second 1 to 3.
-    both = torch.cat([F.pad(weight, (0, 1)), F.pad(weight, (1, 0))])
-    both = both.contiguous(memory_format=torch.channels_last_3d)
-    return _unfold(slabs.convolve(x, both, (1, 1, 2), (x_padding, 1, 1)))
-
-
-def _entries(taps: int) -> list[tuple[int, int, int, int]]:
-    """Return which tap t of pairs leads from neighbour q to neighbour p by a voxel's tap k.
-
-    Two taps along Z begin with the pair (-1, 0), where zeros are around; three with (-2, -1).
-    """
-    every = itertools.product(range(2), range(2), range(taps))
-    known = [(p, q, t, 2 * t + q - p - (taps - 2)) for p, q, t in every]
-    return [entry for entry in known if 0 <= entry[3] <= 2]
+    outputs, inputs = weight.shape[:2]
+    pairs = weight.new_zeros((2, outputs, 2, inputs, 3, 3, 2))
+    for p, q, t, k in _ENTRIES:
+        pairs[p, :, q, ..., t] = weight[..., k]
+    pairs = channels_last(pairs.view(2 * outputs, 2 * inputs, 3, 3, 2))
+    x = _fold(with_padding(_padded(x)))
+    return _unfold(slabs.convolve(x, pairs, _PLAIN, (x_padding, 1, 0)))
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
-    if is_padded(dy):
+    if is_padded(dy) or not is_padded(x):
         # The gradient, which has zeros around, stands where the input does, and x where the output
         # does: the same products seen from the other side, so the kernel comes out flipped.
-        turned = _pairs_gradient(x, dy, weight.transpose(0, 1), 2 - x_padding)
+        turned = _pairs_gradient(x, _padded(dy), weight.transpose(0, 1), 2 - x_padding)
         return turned.transpose(0, 1).flip(2, 3, 4)
     return _pairs_gradient(dy, x, weight, x_padding)
 
@@ -224,17 +224,13 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> T
 def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     """Return the gradient of a weight of this shape from that of the double voxels' kernel."""
     outputs, inputs = weight.shape[:2]
-    padded = is_padded(x)
-    taps = 2 if padded else 3
-    like = weight.new_empty((2 * outputs, 2 * inputs, 3, 3, taps))
-    like = like.contiguous(memory_format=torch.channels_last_3d)
-    padding = (x_padding, 1, 0 if padded else 1)
-    pairs = _fold(with_padding(x) if padded else x)
-    folded = slabs.weight_gradient(_fold(dy), pairs, like, _PLAIN, padding)
+    like = channels_last(weight.new_empty((2 * outputs, 2 * inputs, 3, 3, 2)))
+    pairs = _fold(with_padding(x))
+    folded = slabs.weight_gradient(_fold(dy), pairs, like, _PLAIN, (x_padding, 1, 0))
     exact = torch.promote_types(folded.dtype, torch.float32)
-    parts = folded.reshape(2, outputs, 2, inputs, 3, 3, taps)
+    parts = folded.reshape(2, outputs, 2, inputs, 3, 3, 2)
     total = parts.new_zeros((outputs, inputs, 3, 3, 3), dtype=exact)
-    for p, q, t, k in _entries(taps):
+    for p, q, t, k in _ENTRIES:
         total[..., k] += parts[p, :, q, ..., t]
     return total.to(weight.dtype)
 
@@ -251,12 +247,12 @@ def _strided_pairs(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape[:2]
     kernel = F.pad(weight, (1, 0))  # tap 2 t + q reads the neighbour q of pair t
     pairs = kernel.reshape(outputs, inputs, 3, 3, 2, 2).permute(0, 5, 1, 2, 3, 4).flatten(1, 2)
-    return pairs.contiguous(memory_format=torch.channels_last_3d)
+    return channels_last(pairs)
 
 
 def _fold(x: Tensor) -> Tensor:
     """View (N, C, X, Y, Z) as (N, 2 C, X, Y, Z / 2)."""
-    x = x.contiguous(memory_format=torch.channels_last_3d)
+    x = channels_last(x)
     n, c, i, j, k = x.shape
     return x.permute(0, 2, 3, 4, 1).reshape(n, i, j, k // 2, 2 * c).permute(0, 4, 1, 2, 3)
 

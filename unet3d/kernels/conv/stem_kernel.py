@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.conv.stem_op import FORWARD, WEIGHTS, Launch, division_of, empty_moments
+from unet3d.kernels.conv.stem_op import (
+    FORWARD,
+    WEIGHTS,
+    Launch,
+    division_of,
+    empty_moments,
+    launch_of,
+)
 from unet3d.kernels.maps import empty_result
 from unet3d.kernels.norm.blocks import gradient_of, load_gradient
 
@@ -185,7 +192,7 @@ def _convolve(x: Tensor, weight: Tensor, padding: int, moments: Tensor | None) -
     y = empty_result(x, o, x.shape[2] + 2 * padding - 2)
     matrix = weight.permute(2, 3, 4, 1, 0).reshape(27 * i, o).contiguous()
     makes = moments is not None
-    grid, sizes, options = _divided(FORWARD.of(weight), x, y, padding)
+    grid, sizes, options = _divided(launch_of(FORWARD, weight), x, y, padding)
     with torch.cuda.device(x.device):
         _forward[grid](x, matrix, y, moments if makes else y, *sizes, MOMENTS=makes, **options)
     return y
@@ -208,7 +215,7 @@ def weight_gradient(
     normalisation with LeakyReLU made of it.
     """
     x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
-    grid, sizes, options = _divided(WEIGHTS.of(kernel), x, dy, padding)
+    grid, sizes, options = _divided(launch_of(WEIGHTS, kernel), x, dy, padding)
     partial = dy.new_empty((len(x) * grid[0], 3, options["K"], options["BO"]), dtype=torch.float32)
     maps = (dy,) * 6 if y is None else (y, *affine, total)
     with torch.cuda.device(x.device):

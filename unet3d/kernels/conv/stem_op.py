@@ -27,55 +27,43 @@ class Launch(NamedTuple):
     """Of a thread, at most."""
 
 
-class Launches(NamedTuple):
-    """How a kernel is launched, by its channels."""
-
-    from_one: Launch
-    """From one channel to at most 32."""
-    from_many: Launch
-    """For more of either."""
-
-    def of(self, weight: Tensor) -> Launch:
-        """Return the one for a kernel (O, I, 3, 3, 3)."""
-        outputs, inputs = weight.shape[:2]
-        return self.from_one if inputs == 1 and outputs <= 32 else self.from_many
-
-
 # By measurement on an H200: 256^3 voxels from one channel to 32 take 0.46 ms with moments, where a
 # pass for these made it 0.70, and 128^3 from four channels 0.17 instead of 0.22; the gradients of
-# their weights 1.02 and 0.25 ms.
-FORWARD = Launches(
-    from_one=Launch(block_voxels=128, programs=396, warps=4, registers=168),
-    from_many=Launch(block_voxels=64, programs=528, warps=4, registers=None),
+# their weights 1.02 and 0.25 ms. The first is from one channel to at most 32.
+FORWARD = (
+    Launch(block_voxels=128, programs=396, warps=4, registers=168),
+    Launch(block_voxels=64, programs=528, warps=4, registers=None),
 )
-WEIGHTS = Launches(
-    from_one=Launch(block_voxels=64, programs=528, warps=4, registers=128),
-    from_many=Launch(block_voxels=64, programs=264, warps=8, registers=128),
+WEIGHTS = (
+    Launch(block_voxels=64, programs=528, warps=4, registers=128),
+    Launch(block_voxels=64, programs=264, warps=8, registers=128),
 )
 
 
-class Division(NamedTuple):
-    """How the planes of all tiles of a sample are divided among programs."""
-
-    tiles: int
-    """Tiles of a plane, of which the last may be shorter."""
-    run: int
-    """Planes of tiles that a program takes, one tile after another."""
-    runs: int
-    """Programs of a sample, of which the last may have a shorter run."""
+def launch_of(launches: tuple[Launch, Launch], weight: Tensor) -> Launch:
+    """Return how a kernel is launched for a weight (O, I, 3, 3, 3)."""
+    outputs, inputs = weight.shape[:2]
+    return launches[0 if inputs == 1 and outputs <= 32 else 1]
 
 
-def division_of(launch: Launch, samples: int, planes: int, plane_voxels: int) -> Division:
-    """Return how so many planes of a result are divided."""
+def division_of(
+    launch: Launch, samples: int, planes: int, plane_voxels: int
+) -> tuple[int, int, int]:
+    """Return how so many planes of a result are divided among programs.
+
+    These are the tiles of a plane, the planes of tiles that a program takes, one tile after
+    another, and the programs of a sample. The last tile may be shorter, and the last run.
+    """
     tiles = -(-plane_voxels // launch.block_voxels)
     run = -(-tiles * planes * samples // launch.programs)
-    return Division(tiles, run, -(-tiles * planes // run))
+    return tiles, run, -(-tiles * planes // run)
 
 
 def empty_moments(x: Tensor, weight: Tensor, padding: int) -> Tensor:
     """Return memory for the moments of a result, in as many parts as there are programs."""
     n, _, planes, y, z = x.shape
-    parts = division_of(FORWARD.of(weight), n, planes + 2 * padding - 2, y * z).runs
+    made = planes + 2 * padding - 2
+    *_, parts = division_of(launch_of(FORWARD, weight), n, made, y * z)
     return x.new_empty((parts, 4, n, len(weight)), dtype=torch.float32)
 
 

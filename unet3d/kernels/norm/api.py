@@ -67,7 +67,7 @@ def instance_norm(
     moments = take(x, MOMENTS)
     if stages is reference and added is not None:
         x, added, moments = sum_of(x, added), None, None
-    is_deferred = normalizes(x, x.shape[1], outputs_of_reader)
+    is_deferred = normalizes(x, outputs_of_reader)
     if stages is reference and shard is None and moments is None and not is_deferred:
         return _of_whole(x, weight, bias, eps, negative_slope)
     norm = VolumeNorm(

@@ -93,3 +93,14 @@ def gradient_of(g, value, scale, shift, slant, level, slope):
     is_above = value * scale[None, :] + shift[None, :] > 0
     factor = tl.where(is_above, scale[None, :], (scale * slope)[None, :])
     return g * factor + (value * slant[None, :] + level[None, :])
+
+
+@triton.jit
+def before_head(dy, head, row, is_voxel, channel, known, C, BV, BC, K: tl.constexpr):
+    """Return the gradient of a block of the normalised map, from that of its logits."""
+    g = tl.zeros((BV, BC), tl.float32)
+    for k in tl.static_range(K):
+        given = tl.load(dy + row * K + k, mask=is_voxel, other=0.0).to(tl.float32)
+        of_class = tl.load(head + k * C + channel, mask=known, other=0.0).to(tl.float32)
+        g += given[:, None] * of_class[None, :]
+    return g

@@ -18,7 +18,6 @@ from unet3d.kernels.maps import (
     MOMENTS,
     can_fold,
     channels_last,
-    empty_map,
     empty_result,
     laid_out,
     mark_padded,
@@ -98,7 +97,7 @@ class _InstanceNormHead(torch.autograd.Function):
         dy = channels_last(dy.to(x.dtype))
         parts, ends = sums(dy, x, *affine, slope=norm.slope)
         own = norm_op.total(parts)
-        dx = gradient(
+        dx = norm_op.gradient(
             dy,
             x,
             *affine,
@@ -143,11 +142,4 @@ sums = operation(
     f"(Tensor dy, Tensor x, {_AFFINE}, *, float slope) -> (Tensor, Tensor)",
     "norm.head_kernel.write_sums",
     lambda dy, x, weight, bias, mean, rstd, head, slope: empty_sums(x, head),
-)
-gradient = operation(
-    "norm_head_gradient",
-    f"(Tensor dy, Tensor x, {_AFFINE}, *, Tensor total, int voxels, float slope, bool pads)"
-    " -> Tensor",
-    "norm.head_kernel.write_gradient",
-    lambda dy, x, *affine, total, voxels, slope, pads: empty_map(x, pads),
 )

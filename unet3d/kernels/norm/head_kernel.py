@@ -7,7 +7,8 @@ read x instead of writing and reading maps of its size::
     logits     one pass: normalises a block and multiplies it by the head's matrix
     sums       per run: of g and g * normalised, where g is the gradient before LeakyReLU, which is
                made from that of the logits, and of the gradients of the head's weight and bias
-    gradient   one pass, with the same g
+
+The gradient is that of the normalisation's stages, with the same g.
 
 Blocks hold all channels of a voxel. Classes are unrolled: for a few, a matrix unit would multiply
 mostly zeros. Between the passes come the stages of the normalisation (:mod:`unet3d.kernels.norm`),
@@ -19,36 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.maps import empty_map, empty_result, with_padding
+from unet3d.kernels.maps import empty_result
 from unet3d.kernels.norm.blocks import (
-    gradient_of,
+    before_head,
     load_affine,
     load_block,
-    load_gradient,
     normalized,
     start_of,
-    store_block,
 )
 from unet3d.kernels.norm.head import empty_sums
 from unet3d.kernels.norm.launch import matrix_of, start_of_memory
 
 LOGITS_ELEMENTS = 8192
 """Elements of a block that logits are made from."""
-GRADIENT_ELEMENTS = 4096
-"""Elements of a block that a gradient is made for."""
 SUMMED_NUMBERS = 5 * 4096
 """Most numbers that a program adds up at a time: 160 a thread."""
-
-
-@triton.jit
-def _before_head(dy, head, row, is_voxel, channel, known, C, BV, BC, K: tl.constexpr):
-    """Return the gradient of a block of the normalised map, from that of its logits."""
-    g = tl.zeros((BV, BC), tl.float32)
-    for k in tl.static_range(K):
-        given = tl.load(dy + row * K + k, mask=is_voxel, other=0.0).to(tl.float32)
-        of_class = tl.load(head + k * C + channel, mask=known, other=0.0).to(tl.float32)
-        g += given[:, None] * of_class[None, :]
-    return g
 
 
 @triton.jit
@@ -105,7 +91,7 @@ def sums(
         block = load_block(x, first + start, row, channel, inside, C, Z, ROOM)
         value = tl.where(inside, block - mean[None, :], 0.0)
         at = dy + start * K
-        g = _before_head(at, head, row, is_voxel, channel, known, C, BV, BC, K)
+        g = before_head(at, head, row, is_voxel, channel, known, C, BV, BC, K)
         before = value * scale[None, :] + shift[None, :]
         normal = tl.where(before > 0, before, before * slope)
         g = tl.where(before > 0, g, g * slope)
@@ -129,33 +115,6 @@ def sums(
     for k in tl.static_range(K):
         tl.store(out + (2 + k) * line, tl.sum(of_head[k], axis=0), mask=known)
         tl.store(end + k, tl.sum(of_bias[k], axis=0))
-
-
-@triton.jit
-def gradient(
-    x, dy, dx, weight, bias, means, rstds, head, totals, COUNT, V, C, slope,
-    Z: tl.constexpr, ROOM: tl.constexpr, PADS: tl.constexpr,
-    K: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient of a block."""
-    sample = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BV
-    row = tl.arange(0, BV)
-    channel = tl.arange(0, BC)
-    known = channel < C
-    is_voxel = row < V - first
-    inside = is_voxel[:, None] & known[None, :]
-    x += start_of(sample, V, Z, ROOM) * C
-    value = load_block(x, first, row, channel, inside, C, Z, ROOM)
-    at = dy + (sample * V + first) * K
-    g = _before_head(at, head, row, is_voxel, channel, known, C, BV, BC, K)
-    samples = tl.num_programs(1)
-    mean, scale, shift, slant, level = load_gradient(
-        weight, bias, means, rstds, totals, sample, samples, channel, known, C, COUNT
-    )
-    value = gradient_of(g, value - mean[None, :], scale, shift, slant, level, slope)
-    dx += start_of(sample, V, Z, PADS) * C
-    store_block(dx, first, row, value, channel, inside, C, Z, PADS)
 
 
 def write_logits(x: Tensor, *given: Tensor, slope: float) -> Tensor:
@@ -184,18 +143,3 @@ def write_sums(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> tuple[Te
     with torch.cuda.device(x.device):
         sums[(grid.runs, len(x))](*given, **sizes)
     return made
-
-
-def write_gradient(
-    dy: Tensor, x: Tensor, *affine: Tensor, total: Tensor, voxels: int, slope: float, pads: bool
-) -> Tensor:
-    """Return the gradient of a map, with zeros around Z or not."""
-    dx = empty_map(x, pads)
-    grid, *size = matrix_of(x)
-    start, room, z = start_of_memory(x, pads)
-    block = GRADIENT_ELEMENTS // grid.block_channels
-    given = (start, dy, with_padding(dx) if pads else dx, *affine, total, voxels, *size, slope, z)
-    sizes = {"K": len(affine[-1]), "BV": block, "BC": grid.block_channels}
-    with torch.cuda.device(x.device):
-        gradient[(triton.cdiv(size[0], block), len(x))](*given, ROOM=room, PADS=pads, **sizes)
-    return dx

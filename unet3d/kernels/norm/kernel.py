@@ -25,6 +25,7 @@ import triton.language as tl
 
 from unet3d.kernels.norm.blocks import (
     before_activation,
+    before_head,
     gradient_of,
     load_affine,
     load_block,
@@ -233,19 +234,27 @@ def total(sums, totals, C, P, R, BP: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def gradient(
-    x, dy, dx, weight, bias, means, rstds, totals, COUNT, V, C, slope,
-    Z: tl.constexpr, ROOM: tl.constexpr, PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    x, dy, dx, weight, bias, means, rstds, head, totals, COUNT, V, C, slope,
+    Z: tl.constexpr, ROOM: tl.constexpr, PADS: tl.constexpr, K: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a block."""
+    """Write the gradient of a block, from that of the result, or of the K logits of a head."""
     sample = tl.program_id(2).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BV
     row = tl.arange(0, BV)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    channel = tl.arange(0, BC)
+    if not K:  # else all channels are in one block
+        channel += tl.program_id(1) * BC
     known = channel < C
-    inside = (row < V - first)[:, None] & known[None, :]
+    is_voxel = row < V - first
+    inside = is_voxel[:, None] & known[None, :]
     x += start_of(sample, V, Z, ROOM) * C
     value = load_block(x, first, row, channel, inside, C, Z, ROOM)
-    g = load_block(dy + sample * V * C, first, row, channel, inside, C, Z, False)
+    if K:
+        at = dy + (sample * V + first) * K
+        g = before_head(at, head, row, is_voxel, channel, known, C, BV, BC, K)
+    else:
+        g = load_block(dy + sample * V * C, first, row, channel, inside, C, Z, False)
     samples = tl.num_programs(2)
     mean, scale, shift, slant, level = load_gradient(
         weight, bias, means, rstds, totals, sample, samples, channel, known, C, COUNT

@@ -40,14 +40,7 @@ def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Ten
     return made
 
 
-def normalize(x: Tensor, *affine: Tensor, slope: float, pads: bool) -> Tensor:
-    """Return the normalised map."""
-    y = empty_map(x, pads)
-    _normalize(y, x, *affine, slope=slope, pads=pads)
-    return y
-
-
-def normalize_into(
+def normalize(
     y: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -58,15 +51,15 @@ def normalize_into(
     slope: float,
     pads: bool,
 ) -> None:
-    """Write the normalised map to planes of a larger one."""
-    for at in range(len(x)):  # between two samples lie planes that are not written
-        own_y, own_x, own_mean, own_rstd = (v.narrow(0, at, 1) for v in (y, x, mean, rstd))
-        _normalize(own_y, own_x, weight, bias, own_mean, own_rstd, slope=slope, pads=pads)
-
-
-def _normalize(y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: bool) -> None:
+    """Write the normalised map to a whole one, or to planes of a larger one."""
+    if len(x) > 1 and y.stride(0) > y.shape[2] * y.stride(2):  # with planes between two samples
+        for at in range(len(x)):
+            one_y, one_x, *own = (v.narrow(0, at, 1) for v in (y, x, mean, rstd))
+            normalize(one_y, one_x, weight, bias, *own, slope=slope, pads=pads)
+        return
     grid, *size = matrix_of(x)
     start, room, z = start_of_memory(x, pads)
+    affine = (weight, bias, mean, rstd)
     given = (with_padding(y) if pads else y, *affine, *size, slope, z, room, pads)
     with torch.cuda.device(x.device):
         kernel.normalize[grid.over_blocks](start, *given, **block_of(grid))
@@ -94,14 +87,27 @@ def total(sums: Tensor) -> Tensor:
 
 
 def gradient(
-    dy: Tensor, x: Tensor, *affine: Tensor, total: Tensor, voxels: int, slope: float, pads: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    head: Tensor | None = None,
+    *,
+    total: Tensor,
+    voxels: int,
+    slope: float,
+    pads: bool,
 ) -> Tensor:
-    """Return the gradient of a map."""
+    """Return the gradient of a map, from that of the result or of a head's logits."""
     grid, *size = matrix_of(x)
     dx = empty_map(x, pads)
     start, room, z = start_of_memory(x, pads)
     out = with_padding(dx) if pads else dx
-    given = (start, dy, out, *affine, total, voxels, *size, slope, z, room, pads)
+    classes = 0 if head is None else len(head)
+    affine = (weight, bias, mean, rstd, start if head is None else head)
+    given = (start, dy, out, *affine, total, voxels, *size, slope, z, room, pads, classes)
     with torch.cuda.device(x.device):
         kernel.gradient[grid.over_blocks](*given, **block_of(grid))
     return dx

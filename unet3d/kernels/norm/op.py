@@ -10,11 +10,12 @@ Here they have fake versions, in :mod:`unet3d.kernels.norm.reference` a plain on
     sum_moments  the same, of x to which a map is added first, in its memory
     merge        from the moments of all parts: the mean (N, C, M), 1 / deviation (N, C), and the
                  moments (1, 2 + M, N, C) of all as one, which are what devices exchange
-    normalize    (N, C, X, Y, Z): normalised, then LeakyReLU
+    normalize    writes x normalised, then LeakyReLU, to a map, or to planes of a larger one
     sums         (P, 2, N, C) of g, the gradient before LeakyReLU, and of g * normalised
     total        (R, N, C), the sums (P, R, N, C) of all parts; over N, the first two of these are
                  the gradients of bias and weight
-    gradient     (N, C, X, Y, Z), from the total of the volume
+    gradient     (N, C, X, Y, Z), from the total of the volume; with the matrix (K, C) of a head,
+                 dy is the gradient of its logits
 
 Numbers of channels and samples are float32 at least. What several stages take is ``affine``: the
 weight (C,), the bias (C,), the mean and 1 / deviation of the volume. A ``slope`` of 1 leaves
@@ -110,14 +111,8 @@ merge = operation(
 )
 normalize = operation(
     "norm_normalize",
-    f"(Tensor x, {_AFFINE}, *, float slope, bool pads) -> Tensor",
-    "norm.launch.normalize",
-    lambda x, *affine, slope, pads: empty_map(x, pads),
-)
-normalize_into = operation(
-    "norm_normalize_into",
     f"(Tensor(a!) y, Tensor x, {_AFFINE}, *, float slope, bool pads) -> ()",
-    "norm.launch.normalize_into",
+    "norm.launch.normalize",
     lambda y, x, *affine, slope, pads: None,
 )
 sums = operation(
@@ -134,8 +129,8 @@ total = operation(
 )
 gradient = operation(
     "norm_gradient",
-    f"(Tensor dy, Tensor x, {_AFFINE}, *, Tensor total, int voxels, float slope, bool pads)"
-    " -> Tensor",
+    f"(Tensor dy, Tensor x, {_AFFINE}, Tensor? head=None, *, Tensor total, int voxels,"
+    " float slope, bool pads) -> Tensor",
     "norm.launch.gradient",
     lambda dy, x, *affine, total, voxels, slope, pads: empty_map(x, pads),
 )

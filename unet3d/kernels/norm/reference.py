@@ -39,16 +39,11 @@ def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Ten
     return mean.to(dtype).unsqueeze(-1), rstd.to(dtype), merged.to(dtype)
 
 
-def normalize(x: Tensor, *affine: Tensor, slope: float, pads: Literal[False] = False) -> Tensor:
-    """Return the normalised map, in one pass."""
-    return _activated(_before_activation(x, *affine), slope).reshape(x.shape)
-
-
-def normalize_into(
+def normalize(
     y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: Literal[False] = False
 ) -> None:
     """Write the normalised map to memory that is there."""
-    y.copy_(normalize(x, *affine, slope=slope))
+    y.copy_(_activated(_before_activation(x, *affine), slope).reshape(x.shape))
 
 
 def sums(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:

@@ -90,7 +90,7 @@ class _StemNorm(torch.autograd.Function):
         y, moments = stem_with_moments(x, kernel, padding)
         affine = (weight, bias, *norm.statistics(y, moments=moments))
         norm = norm._replace(pads=norm.pads and wants_padding(y))
-        if normalizes(y, y.shape[1], outputs_of_reader):
+        if normalizes(y, outputs_of_reader):
             norm = norm._replace(is_deferred=True, halo_of=None)
         made, halo = norm.normalized(y, *affine)
         # Where the reader normalises, both are one map, and the reader saves it too.

@@ -86,11 +86,11 @@ class VolumeNorm(NamedTuple):
         """
         if self.is_deferred:
             return x.detach(), (None, None)
-        given = {"slope": self.slope, "pads": self.pads}
+        y = empty_map(x, self.pads, has_halo=self.halo_of is not None)
+        own = y if self.halo_of is None else inner(y)
+        self.stages.normalize(own, x, *affine, slope=self.slope, pads=self.pads)
         if self.halo_of is None:
-            return self.stages.normalize(x, *affine, **given), (None, None)
-        y = empty_map(x, self.pads, has_halo=True)
-        self.stages.normalize_into(inner(y), x, *affine, **given)
+            return y, (None, None)
         if halo is None:
             return y, fill_halo(y, self.halo_of, self.pads)
         put_halo(y, halo)

@@ -16,7 +16,6 @@ from tests.kernels.comparison import (
     assert_same,
     between,
     channels_last,
-    in_slabs,
     padded,
     results,
     tensor,
@@ -205,17 +204,6 @@ def test_moments_in_parts_of_which_some_are_empty():
     assert_same(merged[0], [torch.full_like(exact, 144), variance, exact])
 
 
-def test_shards_with_halos_are_the_whole_convolution(everywhere, calls):
-    """Three slabs of a volume, each with its neighbours' planes, or zeros at the volume's edge."""
-    values = [tensor(1, 3, 12, 3, 4), tensor(4, 3, 3, 3, 3, seed=1)]
-
-    def in_shards(x, weight):
-        return in_slabs(lambda x: conv3x3x3(x, weight), x, (0, 4, 8, 12))
-
-    assert_same(results(in_shards, values), results(plain, values))
-    assert len(calls) == 9
-
-
 class Chain:
     """Two convolutions with the normalisation between them, in PyTorch's operations and here."""
 
@@ -372,11 +360,11 @@ def test_frozen_parts(everywhere, calls):
 
 def test_who_normalises_what_it_loads(everywhere, monkeypatch):
     x = tensor(1, 4, 5, 4, 6)
-    assert api.normalizes(x, 4, 32)
-    assert not api.normalizes(x, 4, None)
+    assert api.normalizes(x, 32)
+    assert not api.normalizes(x, None)
     monkeypatch.setattr(api, "suits", lambda x, inputs, outputs: (inputs, outputs) == (4, 32))
-    assert api.normalizes(x, 4, 32)
-    assert not api.normalizes(x, 4, 33)
+    assert api.normalizes(x, 32)
+    assert not api.normalizes(x, 33)
 
 
 @pytest.mark.parametrize(("planes", "suits"), [(32, True), (31, False)])
@@ -385,7 +373,7 @@ def test_all_slabs_do_as_the_largest(planes, suits, monkeypatch):
     monkeypatch.setattr(api, "available", lambda device: True)
     with FakeTensorMode(), sharded(SimpleNamespace(of_largest=lambda n: n * planes // 8)):
         x = torch.empty(1, 32, 8, 32, 32, device="cpu:0", dtype=torch.bfloat16)
-        assert api.normalizes(channels_last(x), 32, 32) == suits
+        assert api.normalizes(channels_last(x), 32) == suits
 
 
 def test_the_first_unit_leaves_it_to_its_reader_too(monkeypatch):

@@ -10,7 +10,6 @@ memory is checked, each allocation one of its own::
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from threading import Thread
 
 import pytest
 import torch
@@ -342,31 +341,6 @@ def test_moments_of_a_large_mean(channels, dtype):
     assert (want_mean / want.sqrt()).min() > 1000
     assert ((mean - want_mean).abs() / want.sqrt()).max() < 1e-3
     assert (variance / want - 1).abs().max() < 1e-3
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_another_default_type_changes_nothing(name):
-    values = noise((32, 64), (1, (16, 16, 16)), slope=0.01)
-    expected = CALLS[name](op, values)
-    torch.set_default_dtype(torch.float64)
-    try:
-        made = CALLS[name](op, values)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(made, expected, strict=True)
-    )
-
-
-def test_a_new_thread():
-    """Which has no context, as the threads of autograd."""
-    values = noise((32, 32), (1, (16, 16, 16)), slope=0.01)
-    for name in CALLS:
-        made = []
-        thread = Thread(target=lambda name=name, made=made: made.extend(CALLS[name](op, values)))
-        thread.start()
-        thread.join()
-        assert torch.equal(made[0], CALLS[name](op, values)[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

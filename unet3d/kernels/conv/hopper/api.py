@@ -163,16 +163,13 @@ def wants_padding(x: Tensor) -> bool:
     return can_fold(x, channels) and not suits(x, channels, channels)
 
 
-def normalizes(x: Tensor, channels: int, outputs: int | None) -> bool:
-    """Return whether the reader of a normalised map will normalise it itself.
+def normalizes(x: Tensor, outputs: int | None) -> bool:
+    """Return whether the reader of a normalised map like this one will normalise it itself.
 
-    Args:
-        x: What is normalised, or a map of its size.
-        channels: Of what is normalised.
-        outputs: Channels that the only reader makes, a 3x3x3 convolution with stride 1; None: the
-            map has other readers.
+    ``outputs`` are the channels that the only reader makes, a 3x3x3 convolution with stride 1; None
+    where the map has other readers.
     """
-    return outputs is not None and suits(x, channels, outputs)
+    return outputs is not None and suits(x, x.shape[1], outputs)
 
 
 def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor:
