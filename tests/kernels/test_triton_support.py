@@ -40,7 +40,7 @@ def test_ranks_agree_when_a_network_is_placed(others_can, mode, monkeypatch, cap
     group = Group(place(0, 2))
     monkeypatch.setattr(group, "exchange", exchange)
     monkeypatch.setattr(parallel, "NetworkExecutor", Mock())
-    monkeypatch.setattr(parallel, "SpatialExecutor", Mock())
+    monkeypatch.setattr("unet3d.parallel.spatial.executor.SpatialExecutor", Mock())
     layout = Layout(devices=(GPU,), num_shards=2 if mode == "SpatialExecutor" else 1)
     assert triton_support.triton_available(ON_GPU)
     parallelize(make_network(make_topology()), layout, group)

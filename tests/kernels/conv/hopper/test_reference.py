@@ -4,13 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.comparison import assert_same, channels_last, tensor
+from tests.kernels.comparison import assert_same, tensor
 from tests.products import pairwise
-from unet3d.kernels.conv.hopper import op, reference
-from unet3d.kernels.norm import reference as norm
+from unet3d.kernels.conv.hopper import reference
 
-EPS = 1e-5
-NO_AFFINE = (None,) * 4
 NO_HALO = (None,) * 2
 CHANNELS = [(3, 5), (4, 2)]
 SIDES = [(1, 1), (0, 0), (0, 2), (2, 0)]
@@ -90,57 +87,6 @@ def test_slabs_with_planes_of_their_neighbours_are_parts_of_a_map(ends):
     around[:, :, slab] = dy
     dweight = reference.weight_gradient(dy, x, *affine, *halo, **options)
     assert_same([dweight], [reference.weight_gradient(around, whole, *affine, *NO_HALO, **options)])
-
-
-@pytest.mark.parametrize("sides", SIDES, ids=str)
-@pytest.mark.parametrize("channels", CHANNELS, ids=str)
-def test_operations_are_those_of_a_map(channels, sides):
-    x, kernel, dy = maps(channels, sides)
-    leaves = [x.clone().requires_grad_(), kernel.clone().requires_grad_()]
-    expected = convolved(*leaves, sides)
-    gradients = torch.autograd.grad(expected, leaves, dy)
-    options = {"slope": 0.01, "before": sides[0]}
-    y, moments = op.convolve(
-        x, kernel, *NO_AFFINE, *NO_HALO, **options, after=sides[1], moments=False
-    )
-    dx, sums = op.input_gradient(dy, kernel, None, *NO_AFFINE, **options, after=sides[1])
-    dweight = op.weight_gradient(dy, x, *NO_AFFINE, *NO_HALO, **options)
-    assert_same([y, dx, dweight], [expected.detach(), *gradients])
-    assert (moments.shape, sums.shape) == ((0, 4, *y.shape[:2]), (0, 2, *x.shape[:2]))
-
-
-def test_with_the_stages_of_a_normalisation_they_are_a_block():
-    """Two convolutions with an instance normalisation between, forward and backward."""
-    x, first, _ = maps((3, 5), (1, 1))
-    weight, bias, second = tensor(5, seed=7), tensor(5, seed=8), tensor(4, 5, 3, 3, 3, seed=9)
-
-    def block(x, first, weight, bias, second):
-        y = F.conv3d(x, first, padding=1)
-        z = F.leaky_relu(F.instance_norm(y, weight=weight, bias=bias, eps=EPS), 0.01)
-        return F.conv3d(z, second, padding=1)
-
-    leaves = [one.clone().requires_grad_() for one in (x, first, weight, bias, second)]
-    expected = block(*leaves)
-    dy = channels_last(torch.randn_like(expected))
-    gradients = torch.autograd.grad(expected, leaves, dy)
-
-    sides, options = {"before": 1, "after": 1}, {"slope": 0.01}
-    y, moments = reference.convolve(
-        x, first, *NO_AFFINE, *NO_HALO, slope=1.0, **sides, moments=True
-    )
-    voxels = y[0, 0].numel()
-    mean, rstd, _ = norm.merge(moments[:, :3], voxels, EPS)  # the rest of the mean is 0
-    affine = (weight, bias, mean, rstd)
-    out, _ = reference.convolve(y, second, *affine, *NO_HALO, **options, **sides, moments=False)
-    dz, sums = reference.input_gradient(dy, second, y, *affine, **options, **sides)
-    of_second = reference.weight_gradient(dy, y, *affine, *NO_HALO, **options, before=1)
-    total = norm.total(sums)
-    between = norm.gradient(dz, y, *affine, total=total, voxels=voxels, **options)
-    dx, _ = reference.input_gradient(between, first, None, *NO_AFFINE, slope=1.0, **sides)
-    of_first = reference.weight_gradient(between, x, *NO_AFFINE, *NO_HALO, slope=1.0, before=1)
-    of_bias, of_weight = total.sum(1)
-    found = [out, dx, of_first, of_weight, of_bias, of_second]
-    assert_same(found, [expected.detach(), *gradients], 1e-10)
 
 
 def test_low_types_keep_their_maps_and_sum_in_float32():
