@@ -132,9 +132,9 @@ def test_on_one_cpu_the_process_counts_and_there_are_no_slots():
     assert figure.get_suptitle() == "Memory in training, on one CPU"
 
 
-def drawn_step(line, device_mib=80 * 1024):
+def drawn_step(line):
     axes = Figure().add_subplot()
-    draw_timeline(axes, line, device_mib * MIB, "MiB", MIB)
+    draw_timeline(axes, line, "MiB", MIB)
     return axes
 
 
@@ -154,12 +154,3 @@ def test_actions_of_other_slots_are_told_apart():
     (bars,) = axes.containers
     colours = [bar.get_facecolor() for bar in bars]
     assert colours[0] == colours[3] != colours[1] == colours[4]  # forward is of slot 0
-
-
-def test_the_total_of_a_device_is_shown_where_it_is_near():
-    for device_mib, is_shown in ((140, True), (160, False), (90, True)):
-        axes = drawn_step(timeline(1), device_mib)
-        assert ("device total" in legend(axes)) == is_shown
-        totals = [line.get_ydata()[0] for line in axes.get_lines()]
-        assert totals == ([device_mib] if is_shown else [])
-        assert not is_shown or axes.get_ylim()[1] > device_mib

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -34,8 +33,6 @@ ACTION_COLOURS = {
     **{"optimizer": figures.GREEN, ELSEWHERE: figures.GREY},
 }
 PANEL_HEIGHT_INCHES = 2.3
-NEAR = 1.5
-"""The device's total is drawn where it is at most this many times the peak."""
 
 
 def memory_figure(record: Mapping[str, Any]) -> Figure:
@@ -52,8 +49,7 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
         f"Memory in training, {where}", x=0.01, ha="left", fontsize=13, fontweight="bold"
     )
     for panel, timeline in zip(panels, timelines, strict=True):
-        totals = [slot["device_bytes"] for slot in slots if slot["slot"] in timeline["slots"]]
-        draw_timeline(panel, timeline, min(totals), unit, unit_bytes)
+        draw_timeline(panel, timeline, unit, unit_bytes)
         names = ", ".join(map(str, timeline["slots"]))
         of = f", slot{'s' if len(timeline['slots']) > 1 else ''} {names}"
         title = f"One step on {timeline['device']}{'' if is_one_cpu(slots) else of}"
@@ -105,10 +101,8 @@ def _draw_bars(axes: Axes, slots: Slots, unit: str, unit_bytes: int) -> None:
     tidy(axes, has_grid=False)
 
 
-def draw_timeline(
-    axes: Axes, timeline: Mapping[str, Any], device_bytes: int, unit: str, unit_bytes: int
-) -> None:
-    """Draw the memory in use over the actions of one step, the device's total where it is near."""
+def draw_timeline(axes: Axes, timeline: Mapping[str, Any], unit: str, unit_bytes: int) -> None:
+    """Draw the memory in use over the actions of one step."""
     marks, slots = timeline["marks"], timeline["slots"]
     kinds = [mark["kind"] if mark["slot"] in (None, *slots) else ELSEWHERE for mark in marks]
     peaks = [mark["peak_bytes"] / unit_bytes for mark in marks]
@@ -121,18 +115,8 @@ def draw_timeline(
         baseline=None,
         label="at the end of each action",
     )
-    lines: list[Artist] = [line]
-    most, total = max(peaks, default=0.0), device_bytes / unit_bytes
-    top = most * 1.15
-    if total <= NEAR * most:
-        lines.append(
-            axes.axhline(
-                total, color=figures.VERMILION, linestyle="--", linewidth=2, label="device total"
-            )
-        )
-        top = max(top, total * 1.05)
     axes.set_ylabel(unit)
-    axes.set_ylim(0, top or 1)
+    axes.set_ylim(0, max(peaks, default=0.0) * 1.15 or 1)
     axes.set_xlim(-0.5, max(len(marks) - 0.5, 0.5))
     axes.set_xticks([])
     axes.set_xlabel(
@@ -141,5 +125,5 @@ def draw_timeline(
     )
     shown = {kind: colour for kind, colour in ACTION_COLOURS.items() if kind in kinds}
     patches = [Patch(color=colour, label=kind) for kind, colour in shown.items()]
-    legend_beside(axes, handles=[*patches, *lines])
+    legend_beside(axes, handles=[*patches, line])
     tidy(axes, has_grid=False)
