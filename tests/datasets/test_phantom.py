@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path, monkeypatch):
         write_phantom_dataset(tmp_path / "file" / "phantom", 1, *SMALL)
 
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(nib.Nifti1Image, "to_file_map", full)
+    monkeypatch.setattr(heads, "write_nifti", full)
     with pytest.raises(DatasetError, match=r"No space left on device; .*data\.cache"):
         write_phantom_dataset(tmp_path / "phantom", 1, *SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing is left of it

@@ -5,13 +5,14 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 from isal import igzip, igzip_threaded
 from nibabel.spatialimages import SpatialImage
+from nibabel.volumeutils import array_to_file
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError
@@ -215,32 +216,15 @@ def write_nifti(path: Path, image: Any) -> None:
         # nibabel's save would change the case of letters in the ending.
         image.to_file_map({"image": nib.FileHolder(filename=str(path))})
         return
+    image.update_header()
+    header, start = image.header.copy(), io.BytesIO()
+    header.set_slope_inter(1, 0)
+    header.write_to(start)
     threads = min(PACKING_THREADS, num_cores())
     with (
         path.open("wb") as file,
         igzip_threaded.open(file, "wb", PACKING_LEVEL, threads=threads) as packed,  # type: ignore[no-untyped-call]
     ):
-        image.to_file_map({"image": nib.FileHolder(fileobj=_Onward(packed))})
-
-
-class _Onward(io.RawIOBase):
-    """A stream that is written from its beginning to its end, where nibabel asks for its place."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__()
-        self._stream = stream
-        self._place = 0
-
-    def write(self, content: Any) -> int:
-        written = self._stream.write(content)
-        self._place += written
-        return written
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, place: int, whence: int = 0) -> int:
-        if whence or place < self._place:
-            raise OSError("what is packed cannot be written again")
-        self.write(bytes(place - self._place))
-        return place
+        # nibabel asks for the place in a file, which a packed one does not have.
+        packed.write(start.getvalue().ljust(header.get_data_offset(), b"\0"))
+        array_to_file(image.dataobj, packed, header.get_data_dtype(), offset=None)
