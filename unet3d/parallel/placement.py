@@ -263,22 +263,13 @@ class ParallelDims:
         return -(-batch_size // self.num_replicas)
 
     def check_batch(self, batch_size: int) -> str | None:
-        """Return a warning where replicas have no sample of a batch, or None.
-
-        Raises:
-            ConfigError: The replicas are threads, which must all have a sample.
-        """
+        """Return a warning where replicas have no sample of a batch, or None."""
         idle = self.num_replicas - batch_size
         if idle <= 0:
             return None
-        if self.uses_threads:
-            raise ConfigError(
-                f"a batch of {batch_size} gives {idle} of the {self.num_replicas} devices no "
-                f"patch; use --batch-size {self.num_replicas} or more, or fewer --devices"
-            )
         return (
             f"a batch of {batch_size} leaves {idle} of {self.num_replicas} replicas without work; "
-            f"use --batch-size {self.num_replicas} or more"
+            f"use --batch-size {self.num_replicas} or more, or fewer --devices"
         )
 
 
