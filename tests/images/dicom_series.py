@@ -36,7 +36,10 @@ ELEMENTS = {
     "PixelRepresentation": (0x00280103, "US"),
     "RescaleIntercept": (0x00281052, "DS"),
     "RescaleSlope": (0x00281053, "DS"),
+    "ModalityLUTSequence": (0x00283000, "SQ"),
+    "PrivateCreator": (0x00290010, "LO"),
     "FloatPixelData": (0x7FE00008, "OF"),
+    "DoubleFloatPixelData": (0x7FE00009, "OD"),
     "PixelData": (0x7FE00010, "OW"),
 }
 """The tag and the type of each attribute."""
@@ -100,11 +103,11 @@ def element(tag: int, vr: str, value: Any, is_explicit: bool = True) -> bytes:
         value = struct.pack("<H", value)
     elif not isinstance(value, bytes):
         value = "\\".join(map(str, value if isinstance(value, list) else [value])).encode()
-    value += (b"\0" if vr in ("UI", "OW", "OF") else b" ") * (len(value) % 2)
+    value += (b"\0" if vr in ("UI", "OW", "OF", "OD") else b" ") * (len(value) % 2)
     head = struct.pack("<HH", tag >> 16, tag & 0xFFFF)
     if not is_explicit:
         return head + struct.pack("<I", len(value)) + value
-    if vr in ("OW", "OB", "OF"):
+    if vr in ("OW", "OB", "OF", "OD", "SQ", "UN"):
         return head + vr.encode() + struct.pack("<HI", 0, len(value)) + value
     return head + vr.encode() + struct.pack("<H", len(value)) + value
 

@@ -1,7 +1,4 @@
-"""Folders of DICOM slices: a volume is read, and what is none is refused with the reason.
-
-GDCM reads the slices, so what they hold is compared with the arrays that they were written from.
-"""
+"""Folders of DICOM slices: a volume is read, and what is none is refused with the reason."""
 
 import os
 import shutil
@@ -9,21 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import SimpleITK as sitk
 import torch
 
-from tests.images.dicom_series import IMPLICIT, change, in_order, write_series, write_slice
+from tests.images.dicom_series import change, in_order, write_series, write_slice
 from tests.images.samples import refusal, write_json
 from unet3d.datasets.dataset import load_dataset
 from unet3d.errors import VolumeError
-from unet3d.images.dicom import read_pixels, read_slice
 from unet3d.images.image import open_image
 from unet3d.images.scratch import Scratch
 from unet3d.memory import host
 from unet3d.preparation.check import examine
 
-JPEG_LOSSLESS, JPEG_2000 = "1.2.840.10008.1.2.4.70", "1.2.840.10008.1.2.4.90"
-PIXELS = np.random.default_rng(0).integers(-1000, 3000, (24, 36)).astype(np.int16)
 ARRAY = np.random.default_rng(0).integers(-1000, 3000, (5, 4, 6)).astype(np.int16)
 
 
@@ -50,7 +43,7 @@ def test_headers_are_read_without_pixels(series):
     image = open_image(series)
     assert image.geometry.shape == (5, 4, 6)
     slices[2].write_bytes(cut[:-20])
-    with pytest.raises(VolumeError, match=f"cannot read the pixels of .*{slices[2].name}; it is"):
+    with pytest.raises(VolumeError, match=f"{slices[2].name}: it has changed; run again"):
         image.load()
 
 
@@ -71,8 +64,9 @@ def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
             (whole[:100], "is named like the slices beside it but is no DICOM file"),
             (whole[:128] + b"DISM" + whole[132:], "is named like the slices"),
             (whole[:140], "cannot read the header"),
-            (whole[:-1], "cannot read the"),
-            (whole[:-52], "cannot read the"),
+            (whole[:-1], "cannot read the header"),
+            (whole[:-44], "cannot read the header"),
+            (whole[:-52], "ends before the last of 5x4 pixels; it is damaged or incomplete"),
         ):
             slices[number].write_bytes(content)
             line = refusal(series)
@@ -176,96 +170,6 @@ def test_slices_are_stacked_in_memory_or_on_a_disk(series, tmp_path, is_memory):
     np.testing.assert_array_equal(planes[0], ARRAY[:, 1:3])
     assert (str(tmp_path) in Path("/proc/self/maps").read_text()) != is_memory
     assert not list((tmp_path / "disk").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("slope", "intercept"), [(None, None), (2, -1024), (-1, 0), (0.25, 3.5), (1e300, 0)]
-)
-def test_slope_and_intercept_are_applied(tmp_path, slope, intercept):
-    path = write_slice(tmp_path / "a", PIXELS, RescaleSlope=slope, RescaleIntercept=intercept)
-    with np.errstate(over="ignore"):
-        expected = (PIXELS.T * float(slope or 1) + float(intercept or 0)).astype(np.float32)
-        np.testing.assert_array_equal(read_pixels(read_slice(path)).astype(np.float32), expected)
-
-
-@pytest.mark.parametrize("syntax", [{}, {"syntax": IMPLICIT}], ids=["explicit", "implicit"])
-def test_every_type_is_read(tmp_path, syntax):
-    for dtype in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32):
-        info = np.iinfo(dtype)
-        pixels = np.array([[info.min, 0, 1], [2, 3, info.max]], dtype)
-        one = read_slice(write_slice(tmp_path / "a", pixels, **syntax))
-        assert one.dtype == read_pixels(one).dtype == dtype
-        np.testing.assert_array_equal(read_pixels(one), pixels.T)
-
-
-def test_bits_that_are_not_stored_do_not_count(tmp_path):
-    for dtype, low, high in ((np.uint16, 0, 4096), (np.int16, -2048, 2048)):
-        pixels = np.random.default_rng(0).integers(low, high, (4, 6)).astype(dtype)
-        dirty = (pixels & 0x0FFF) | np.array(0x5000, dtype)
-        path = write_slice(tmp_path / "a", dirty, BitsStored=12, HighBit=11)
-        np.testing.assert_array_equal(read_pixels(read_slice(path)), pixels.T)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (
-            {"PhotometricInterpretation": "RGB", "SamplesPerPixel": 3},
-            "PhotometricInterpretation is RGB; move it out of the folder, or",
-        ),
-        (
-            {"PhotometricInterpretation": "MONOCHROME1"},
-            "PhotometricInterpretation is MONOCHROME1; move",
-        ),
-        ({"NumberOfFrames": 3}, "its NumberOfFrames is 3"),
-        ({"ImagePositionPatient": None}, "its ImagePositionPatient is missing"),
-        ({"ImagePositionPatient": [1, 2]}, "its ImagePositionPatient is 1\\2;"),
-        ({"ImagePositionPatient": [1, "\x1b[2J", 3]}, "its ImagePositionPatient is 1\\\\x1b[2J"),
-        ({"PixelSpacing": None}, "its PixelSpacing is missing"),
-        ({"PixelSpacing": [0, 1]}, "its PixelSpacing is 0\\1"),
-        (
-            {"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]},
-            "its ImageOrientationPatient is 1\\0\\0\\1\\0\\0;",
-        ),
-        ({"PixelData": None, "FloatPixelData": bytes(24 * 36 * 4)}, "cannot read the header"),
-        ({"Rows": 4000}, "ends before the last of 36x4000 pixels"),
-        ({"PixelData": bytes(100)}, "ends before the last of 36x24 pixels"),
-        ({"PixelData": None}, "cannot read the header"),
-        ({"Rows": None}, "cannot read the header"),
-        ({"syntax": ""}, "it is damaged, incomplete or of an unknown compression"),
-    ],
-)
-def test_what_is_no_slice_is_refused(tmp_path, changes, reason):
-    path = write_slice(tmp_path / "a", PIXELS)
-    change(path, **changes)
-    line = refusal(path, read_slice)
-    assert reason in line and line.isprintable()
-
-
-@pytest.mark.parametrize("scale", [{}, {"RescaleSlope": 0.5, "RescaleIntercept": 2}])
-@pytest.mark.parametrize("compressor", ["JPEG", "JPEG2000"])
-def test_compressed_pixels_are_unpacked(tmp_path, compressor, scale):
-    path = write_slice(tmp_path / "a", PIXELS, **compressed(tmp_path, compressor), **scale)
-    expected = PIXELS.T * scale.get("RescaleSlope", 1) + scale.get("RescaleIntercept", 0)
-    np.testing.assert_array_equal(read_pixels(read_slice(path)), expected)
-    path.write_bytes(path.read_bytes()[:-300])
-    assert "cannot read the" in refusal(path, lambda path: read_pixels(read_slice(path)))
-
-
-def compressed(tmp_path, compressor):
-    """Return the attributes of a slice whose pixels SimpleITK has compressed."""
-    writer = sitk.ImageFileWriter()
-    writer.SetFileName(str(tmp_path / "packed.dcm"))
-    writer.SetUseCompression(True)
-    writer.SetCompressor(compressor)
-    writer.Execute(sitk.GetImageFromArray(PIXELS[None])[:, :, 0])
-    content = (tmp_path / "packed.dcm").read_bytes()
-    mark = b"\xe0\x7f\x10\x00OB\0\0\xff\xff\xff\xff"
-    fragments = content[content.index(mark) + len(mark) :]
-    return {
-        "syntax": JPEG_LOSSLESS if compressor == "JPEG" else JPEG_2000,
-        "fragments": fragments,
-    }
 
 
 def test_a_pipe_is_no_slice_and_not_waited_for(series):

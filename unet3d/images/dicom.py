@@ -1,37 +1,30 @@
 """Opening a folder of DICOM slices as one volume, once they are all of it.
 
-SimpleITK reads each slice by GDCM, which also applies slope and intercept. Where slices lie is
-computed from the position of each, because readers of series take the distance of the first two for
-all: that would close a gap, and straighten a tilted gantry.
+Where slices lie is computed from the position of each, because readers of series take the distance
+of the first two for all: that would close a gap, and straighten a tilted gantry.
 """
 
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unet3d.distributed.ranks import num_cores
 from unet3d.errors import VolumeError, reason_of, some
+from unet3d.images.dicom_slice import DAMAGED, MARK, MARK_AT, SAME, Slice, read_pixels, read_slice
 from unet3d.images.files import times
 from unet3d.images.geometry import RAS_FROM_LPS, geometry_of_affine, is_sheared, shear_degrees
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import Source
 from unet3d.inputs.ahead import in_threads
-from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
-
-MARK, MARK_AT = b"DICM", 128
-"""What every DICOM file has after its preamble, whatever it is called."""
 
 INDEX = "DICOMDIR"
 """A table of contents, in DICOM's own form."""
-
-SAME = 1e-3
-"""Difference of direction cosines, of places in mm, and relative one of spacings that are one."""
 
 EVENLY = 0.1
 """How far a slice may lie above or below its place, as a part of the distance of slices."""
@@ -40,35 +33,6 @@ ALIGNED = 0.25
 """How far it may lie to the side, as a part of the distance of pixels."""
 
 MAX_THREADS = 8
-
-COMPRESSED = re.compile(rb"1\.2\.840\.10008\.1\.2\.[45][.\0]")
-"""What transfer syntaxes with compression begin with, within the first bytes of a file."""
-
-DAMAGED = (
-    "it is damaged, incomplete or of an unknown compression: move it out of the folder, or export "
-    "the series again"
-)
-UNUSABLE = "move it out of the folder, or convert the series to NIfTI, as with dcm2niix"
-
-Array = npt.NDArray[np.float64]
-
-
-class Slice(NamedTuple):
-    """The header of one slice; lengths are in mm, places in LPS."""
-
-    path: Path
-    series: str
-    """Its unique identifier."""
-    title: str
-    shape: tuple[int, int]
-    """Columns and rows."""
-    dtype: np.dtype[Any]
-    """Type of the intensities."""
-    spacing_mm: list[float]
-    """Distance of columns, and of rows."""
-    directions: Array
-    """(3, 2): where a row runs to and where a column runs to, of length 1."""
-    position: Array
 
 
 def is_dicom_file(path: Path) -> bool:
@@ -100,9 +64,8 @@ def open_file(folder: Path) -> Source:
         _refuse_lost_slices(folder, files)
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
-    num_threads = min(MAX_THREADS, num_cores())
-    slices = in_threads(read_slice, files, num_threads)
-    examples = {one.series: f'"{one.title}", such as {one.path.name}' for one in slices}
+    slices = [read_slice(file) for file in files]
+    examples = {one.SeriesInstanceUID: f'"{one.title}", such as {one.path.name}' for one in slices}
     if len(examples) > 1:
         raise VolumeError(
             f"{folder} holds {len(examples)} DICOM series, {some(list(examples.values()), 4)}; "
@@ -114,92 +77,32 @@ def open_file(folder: Path) -> Source:
     for one in slices[1:]:
         _refuse_unlike(first, one)
     normal = np.cross(*first.directions.T)
-    slices.sort(key=lambda one: float(normal @ one.position))
+    slices.sort(key=lambda one: float(normal @ one.ImagePositionPatient))
     shape = (*first.shape, len(slices), 1)
     geometry = geometry_of_affine(folder, shape, RAS_FROM_LPS @ _affine(folder, slices, normal))
-    dtype = np.result_type(*{one.dtype for one in slices})
+    # Most series have one scale, and stay as they are stored: half of float32.
+    scales = {one.scale for one in slices}
+    scale = scales.pop() if len(scales) == 1 else (1.0, 0.0)
+    types = {one.dtype if one.scale == scale else np.dtype(np.float32) for one in slices}
+    dtype = np.result_type(*types)
     dtype = np.dtype(np.float32) if dtype.kind == "f" else dtype
 
     def read(scratch: Scratch) -> npt.NDArray[Any]:
         voxels = scratch.empty(shape, dtype, f"{folder}: reading {times(shape)} voxels", "F")
 
         def fill(number: int) -> None:
+            pixels, (slope, inter) = read_pixels(slices[number]), slices[number].scale
             with np.errstate(over="ignore"):  # an infinite voxel is refused later
-                voxels[:, :, number, 0] = read_pixels(slices[number])
+                is_ready = (slope, inter) == scale
+                voxels[:, :, number, 0] = pixels if is_ready else pixels * slope + inter
 
-        in_threads(fill, range(len(slices)), num_threads)
+        # GDCM takes 40 ms for each slice.
+        in_threads(fill, range(len(slices)), min(MAX_THREADS, num_cores()))
         return voxels
 
-    return Source(geometry, dtype, read, unpacked_bytes=math.prod(shape) * dtype.itemsize)
-
-
-def read_slice(path: Path) -> Slice:
-    """Read the header of a slice."""
-    import SimpleITK as sitk  # takes half a second
-
-    sitk.ProcessObject.SetGlobalWarningDisplay(False)
-    reader = sitk.ImageFileReader()
-    reader.SetImageIO("GDCMImageIO")
-    reader.SetFileName(str(path))
-    try:
-        reader.ReadImageInformation()
-    except RuntimeError as error:  # every error of ITK and GDCM
-        raise VolumeError(f"cannot read the header of {path}; {DAMAGED}") from error
-
-    def text(tag: str) -> str:
-        return reader.GetMetaData(tag).strip("\0 ") if reader.HasMetaDataKey(tag) else ""
-
-    def refuse(name: str, tag: str) -> NoReturn:
-        given = printable(text(tag)) or "missing"
-        raise VolumeError(f"{path} is no slice of a scan: its {name} is {given}; {UNUSABLE}")
-
-    def numbers(name: str, tag: str, count: int) -> Array:
-        try:
-            found = np.array(text(tag).split("\\"), np.float64)
-        except ValueError:
-            refuse(name, tag)
-        return found if len(found) == count and np.isfinite(found).all() else refuse(name, tag)
-
-    if text("0028|0004") != "MONOCHROME2":  # GDCM inverts MONOCHROME1
-        refuse("PhotometricInterpretation", "0028|0004")
-    columns, rows, *num_frames = reader.GetSize()
-    if max(num_frames, default=1) > 1:
-        refuse("NumberOfFrames", "0028|0008")
-    stored_bytes = columns * rows * int(text("0028|0100")) // 8
-    with open_regular(path) as file:
-        is_raw = COMPRESSED.search(file.read(1024)) is None
-    if is_raw and path.stat().st_size < stored_bytes:  # GDCM makes up the rest
-        raise VolumeError(f"{path} ends before the last of {columns}x{rows} pixels; {DAMAGED}")
-    cosines = numbers("ImageOrientationPatient", "0020|0037", 6)
-    directions = cosines.reshape(2, 3).T
-    if not np.allclose(directions.T @ directions, np.eye(2), atol=SAME):
-        refuse("ImageOrientationPatient", "0020|0037")
-    spacing_mm = numbers("PixelSpacing", "0028|0030", 2)[::-1].tolist()
-    if min(spacing_mm) <= 0:
-        refuse("PixelSpacing", "0028|0030")
-    return Slice(
-        path=path,
-        series=text("0020|000e"),
-        title=printable(text("0008|103e") or f"series {text('0020|0011')}"),
-        shape=(columns, rows),
-        dtype=sitk.GetArrayViewFromImage(sitk.Image([1, 1], reader.GetPixelID())).dtype,
-        spacing_mm=spacing_mm,
-        directions=directions,
-        position=numbers("ImagePositionPatient", "0020|0032", 3),
-    )
-
-
-def read_pixels(one: Slice) -> npt.NDArray[Any]:
-    """Return the intensities of a slice, (columns, rows)."""
-    import SimpleITK as sitk
-
-    try:
-        pixels: npt.NDArray[Any] = sitk.GetArrayFromImage(
-            sitk.ReadImage(str(one.path), imageIO="GDCMImageIO")
-        )
-    except RuntimeError as error:
-        raise VolumeError(f"cannot read the pixels of {one.path}; {DAMAGED}") from error
-    return pixels.reshape(one.shape[::-1]).T
+    num_bytes = math.prod(shape) * dtype.itemsize
+    slope, inter = scale
+    return Source(geometry, dtype, read, slope=slope, inter=inter, unpacked_bytes=num_bytes)
 
 
 def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
@@ -228,7 +131,7 @@ def _refuse_unlike(first: Slice, one: Slice) -> None:
     ):
         seen = [
             f"{times(each.shape)} pixels of {times(each.spacing_mm)} mm along "
-            f"{times(each.directions.T.ravel())}"
+            f"{times(each.ImageOrientationPatient)}"
             for each in (one, first)
         ]
         raise VolumeError(
@@ -242,7 +145,7 @@ def _affine(
 ) -> npt.NDArray[np.float64]:
     """Return where stacked slices lie, (4, 4) in LPS, or refuse what is no even stack of them."""
     first = slices[0]
-    places = np.array([one.position for one in slices])
+    places = np.array([one.ImagePositionPatient for one in slices])
     span = places[-1] - places[0]
     steps = np.diff(places @ normal)
     nearest, widest = int(steps.argmin()), int(steps.argmax())
