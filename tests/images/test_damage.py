@@ -4,6 +4,7 @@ import io
 import itertools
 import os
 import re
+import resource
 import socket
 import struct
 
@@ -160,6 +161,22 @@ def changed(place, raw):
     """Return a header with other bytes at a place, and all that follows it."""
     header, rest = content_of("one.nii")
     return header[:place] + raw + header[place + len(raw) :], rest
+
+
+def test_a_plain_file_may_not_go_on_either(tmp_path):
+    path = write(tmp_path, "one.nii", *content_of("one.nii"))
+    os.truncate(path, 2**33)  # a hole, which takes no space
+    assert "after the voxels that its header describes" in refusal(path, open_image)
+
+
+def test_a_false_offset_in_a_packed_file_takes_no_memory(tmp_path):
+    header, rest = changed(108, struct.pack("<f", 1e9))
+    zeros = gzip.compress(bytes(2**20), mtime=0) * 2**11  # compressed one by one, which is quick
+    path = tmp_path / "far.nii.gz"
+    path.write_bytes(gzip.compress(header + rest, mtime=0) + zeros)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "after the voxels that its header describes" in refusal(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 2**18
 
 
 def test_sizes_of_extensions_may_lie(tmp_path):

@@ -27,7 +27,7 @@ from unet3d.inputs.reading import open_regular
 GZIP_MARK = b"\x1f\x8b"
 
 MAX_TAIL_BYTES = 2**20
-"""What may follow packed voxels, such as the footer of an MGH file: the checksum is behind it."""
+"""What may follow the voxels, such as the footer of an MGH file."""
 
 MAX_DEFLATE_RATIO = 1040
 """No gzip file grows more than about 1032 times when it is unpacked."""
@@ -151,6 +151,8 @@ def source_in_file(
             f"{path} claims the shape {times(shape)}, {num_bytes} bytes from byte {begin} on, but "
             f"{file.name} has only {file_bytes}; it is damaged or incomplete"
         )
+    if not packing:
+        _refuse_tail(path, file_bytes - begin - num_bytes)
 
     def read(scratch: Scratch) -> npt.NDArray[Any]:
         if packing is None:
@@ -158,15 +160,20 @@ def source_in_file(
         voxels = scratch.empty(shape, dtype, f"{path}: reading {times(shape)} voxels", order)
         target = memoryview(voxels.reshape(-1, order=order).view(np.uint8).data)
         unpack = _unpack_gzip if packing == "gzip" else _unpack_zlib
-        if unpack(file, packed_from, offset, target) > MAX_TAIL_BYTES:
-            raise VolumeError(
-                f"{path} goes on for more than {MAX_TAIL_BYTES} bytes after the voxels that its "
-                "header describes; it is damaged, or the shape in its header is wrong"
-            )
+        _refuse_tail(path, unpack(file, packed_from, offset, target))
         return voxels
 
     unpacked_bytes = 0 if packing is None else num_bytes
     return Source(geometry, dtype, read, slope=slope, inter=inter, unpacked_bytes=unpacked_bytes)
+
+
+def _refuse_tail(path: Path, num_bytes: int) -> None:
+    """Refuse a file that goes on: a smaller shape would read other voxels, and say nothing."""
+    if num_bytes > MAX_TAIL_BYTES:
+        raise VolumeError(
+            f"{path} goes on for more than {MAX_TAIL_BYTES} bytes after the voxels that its "
+            "header describes; it is damaged, or the shape in its header is wrong"
+        )
 
 
 def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int:
@@ -174,7 +181,7 @@ def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int
     with path.open("rb") as file:
         file.seek(start)
         with igzip.open(file, "rb") as packed:  # type: ignore[no-untyped-call]
-            skipped = len(packed.read(offset))
+            skipped = packed.seek(offset)  # a false offset takes time, and no memory
             done = 0
             while count := packed.readinto(target[done : done + PIECE_BYTES]):
                 done += count
