@@ -51,7 +51,7 @@ def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path):
     scans = ["B.NII.GZ", "LOUD.HDR", "Mixed.hdr", "pair.hdr", "a.nii", "b.nii.gz", "c.mgz"]
     scans += ["lonely.img", "e.nrrd", "f.mha", "g.mhd"]
     touch(tmp_path, *scans, "LOUD.IMG", "Mixed.IMG", "pair.img", "g.raw", "deeper/d.nii")
-    touch(tmp_path, "a_seg.nii.gz", "B_SEG.NII.GZ", ".hidden.nii", "notes.txt")
+    touch(tmp_path, "a_seg.nii.gz", "B_SEG.NII.GZ", "a_seg.nii", ".hidden.nii", "notes.txt")
     for name in ("series", "s.2", ".hidden", "study/too deep"):
         dicom_folder(tmp_path / name)
     assert outputs(found_of([tmp_path], None, 1, overwrite=True)) == {
