@@ -58,13 +58,25 @@ def test_all_that_it_depends_on_is_in_the_key(nvrtc, sources, tmp_path, monkeypa
     assert len(kept(tmp_path)) == 7
 
 
+@pytest.mark.parametrize("damage", [b"", b"short", CUBIN, bytes(32) + CUBIN])
+def test_what_is_damaged_is_replaced(damage, nvrtc, tmp_path, log):
+    build.cubin(FILES, DEFINES)
+    (path,) = kept(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(damage)
+    assert build.cubin(FILES, DEFINES) == CUBIN
+    assert log.messages == [f"{path} is damaged and not used; a new one replaces it"]
+    assert kept(tmp_path) == [path] and path.read_bytes() == whole
+
+
 def test_without_a_folder_that_can_be_written_nothing_is_kept(nvrtc, tmp_path, log):
     (tmp_path / "cache").write_text("a file")
     assert build.cubin(FILES, DEFINES) == build.cubin(FILES, DEFINES) == CUBIN
     assert len(nvrtc.programs) == 2
     (line,) = log.messages
+    folder = tmp_path / "cache/unet3d/kernels"
     assert line.startswith("compiled kernels are not kept, so every start takes seconds longer")
-    assert f"Not a directory: '{tmp_path}/cache/unet3d" in line
+    assert line.endswith(f": {folder}: Not a directory")
 
 
 def test_without_a_home_nothing_is_kept(nvrtc, monkeypatch, log):
@@ -75,7 +87,7 @@ def test_without_a_home_nothing_is_kept(nvrtc, monkeypatch, log):
     monkeypatch.setattr(Path, "home", no_home)
     assert build.cubin(FILES, DEFINES) == build.cubin(FILES, DEFINES) == CUBIN
     (line,) = log.messages
-    assert line.endswith("because this user has no home folder")
+    assert line.endswith("longer: this user has no home folder")
 
 
 def test_the_first_error_of_a_compilation_is_told(nvrtc):
@@ -95,6 +107,14 @@ def test_several_are_compiled_at_a_time(nvrtc, monkeypatch):
     assert begun[0] is begun[2]
     made = [one.result() for one in begun]
     assert [one[-1:] for one in made] == [b"0", b"1", b"0"] and len(nvrtc.programs) == 2
+
+
+@pytest.mark.parametrize(("version", "at_a_time"), [((12, 8), 1), ((13, 0), 3)])
+def test_how_many_are_compiled_at_a_time(version, at_a_time, nvrtc, monkeypatch):
+    nvrtc.version = version
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: range(3))
+    turns = build._turns()
+    assert [turns.acquire(blocking=False) for _ in range(4)].count(True) == at_a_time
 
 
 def test_the_end_of_the_program_does_not_wait_for_what_has_not_begun(nvrtc, monkeypatch):

@@ -7,6 +7,7 @@ in the user's cache folder.
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from unet3d.atomic import make_folder, users_cache, write_atomically
-from unet3d.errors import CacheError
+from unet3d.errors import CacheError, reason_of
 from unet3d.inputs.plain_data import key_of
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,10 @@ ARCHITECTURE = "sm_90a"
 """Hopper with its own instructions; a cubin runs on no other processor."""
 
 MAX_THREADS = 8
-"""Variants that are compiled at a time."""
+"""Variants that are compiled at a time; NVRTC 12 compiles one, whatever is asked of it."""
 
 _FOLDER = Path(__file__).parent
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @functools.cache
@@ -64,17 +66,14 @@ def cubin(sources: Sequence[str], defines: Mapping[str, int], driver: int = 0) -
     source = "".join((_FOLDER / name).read_text() for name in sources)
     flags = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17"]
     flags += [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    key, made = key_of([source, flags, _version(), driver]), None
-    try:
-        path = users_cache() / "kernels" / f"{key}.cubin"
-        if path.exists():
-            return path.read_bytes()
-        made = _compiled(source, sources[-1], flags)
-        make_folder(path.parent)
-        write_atomically(path, lambda file: file.write(made))
-    except (CacheError, OSError) as error:
-        _say_that_nothing_is_kept(str(error).partition(";")[0])
-    return _compiled(source, sources[-1], flags) if made is None else made
+    path = _kept_at(key_of([source, flags, _version(), driver]))
+    kept = None if path is None else _read(path)
+    if kept is not None:
+        return kept
+    made = _compiled(source, sources[-1], flags)
+    if path is not None:
+        _keep(path, made)
+    return made
 
 
 @functools.cache
@@ -101,7 +100,8 @@ def _names() -> Iterator[str]:
     folders = [] if packages is None else packages.submodule_search_locations or []
     found = [path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")]
     yield from map(str, sorted(found, key=lambda path: (path.name != version, path)))
-    yield version
+    yield from (version, "libnvrtc.so.13", "libnvrtc.so.12")
+    yield from map(str, sorted(Path("/usr/local/cuda/lib64").glob("libnvrtc.so.*")))
 
 
 @functools.cache
@@ -113,7 +113,9 @@ def _version() -> tuple[int, int]:
 
 @functools.cache
 def _turns() -> threading.Semaphore:
-    return threading.Semaphore(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    # NVRTC 12 has a lock of its own, but who waits for that cannot give up, nor is first served.
+    at_a_time = MAX_THREADS if _version()[0] >= 13 else 1
+    return threading.Semaphore(min(at_a_time, len(os.sched_getaffinity(0))))
 
 
 def _compiled(source: str, name: str, flags: Sequence[str]) -> bytes:
@@ -144,6 +146,37 @@ def _check(code: int, log: str = "") -> None:
     if code != 0:
         errors = [line.strip() for line in log.splitlines() if "error" in line]
         raise RuntimeError(f"NVRTC cannot compile: {errors[0] if errors else f'code {code}'}")
+
+
+def _kept_at(key: str) -> Path | None:
+    """Return where the cubin of a key is kept, or None where this user has no cache folder."""
+    try:
+        return users_cache() / "kernels" / f"{key}.cubin"
+    except CacheError:
+        _say_that_nothing_is_kept("this user has no home folder")
+        return None
+
+
+def _read(path: Path) -> bytes | None:
+    """Return a kept cubin, or None where there is none or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, kept = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(kept).digest() == digest:
+        return kept
+    logger.warning("%s is damaged and not used; a new one replaces it", path)
+    return None
+
+
+def _keep(path: Path, made: bytes) -> None:
+    """Keep a cubin, with its digest before it, where the folder can be written."""
+    try:
+        make_folder(path.parent)
+        write_atomically(path, lambda file: file.write(hashlib.sha256(made).digest() + made))
+    except OSError as error:
+        _say_that_nothing_is_kept(f"{path.parent}: {reason_of(error)}")
 
 
 @functools.cache
