@@ -49,6 +49,8 @@ def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(tmp_path, caplog
         ((), 99, 1, "99 devices for a network of"),
         (("patches.size=16,16,16", "model.num_levels=5"), 1, 1, "5 levels but a patch of 16x16x16"),
         (("patches.size=16,16,16",), 1, 17, "16x16x16 voxels has 16 planes .* use at most 16"),
+        (("patches.size=32,32,32", "inference.window=6,9,9"), 1, 9, "use at most 4$"),
+        (("patches.size=64,64,64", "inference.window=whole"), 1, 9, "use at most [1-8]$"),
     ],
     ids=str,
 )

@@ -102,6 +102,7 @@ def test_what_may_change_is_named_and_takes_effect(place, caplog):
             place,
             *("training.learning_rate=0.01", "training.weight_decay=0.0"),
             *("training.batch_size=4", "training.epochs=3", "inference.overlap=0.25"),
+            *("training.micro_batches=auto", "parallel.cuts=auto"),  # as a run over folds has them
         )
     (line,) = (text for text in caplog.messages if text.startswith("changed since"))
     for words in (
@@ -110,7 +111,7 @@ def test_what_may_change_is_named_and_takes_effect(place, caplog):
         "overlap from 0.5 to 0.2",
     ):
         assert words in line
-    assert "epochs" not in line
+    assert "epochs" not in line and "auto" not in line
     assert [epoch for epoch, _ in losses(place / "run")] == [1, 2, 3]
     training = load_checkpoint(place / "run/checkpoint-latest.pt").training
     (group,) = training["optimizer"]["param_groups"]

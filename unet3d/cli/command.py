@@ -50,10 +50,11 @@ class GivenSettings:
         from unet3d.distributed.ranks import Ranks
         from unet3d.memory.gpus import refuse_impossible
 
-        config = self.config
-        precisions = {"inference.precision": config.inference.precision}
+        parallel = self.config.parallel
+        precisions = {"inference.precision": self.config.inference.precision}
         is_alone = Ranks.from_environment() == Ranks()
-        refuse_impossible(config.parallel.devices, config.parallel.mode, precisions, is_alone)
+        named = (parallel.devices, parallel.mode, parallel.replicas)
+        refuse_impossible(*named, precisions, is_alone)
 
 
 class Command(click.Command):

@@ -113,6 +113,7 @@ def plan(
         return
     from unet3d.datasets.dataset import load_dataset
     from unet3d.inference.scan_search import refuse_early
+    from unet3d.memory.gpus import refuse_unknown_memory
 
     if checkpoints and not scan:
         raise click.UsageError("--checkpoint is the network of --predict SCAN; add that")
@@ -146,6 +147,10 @@ def plan(
     check_result(picture, *read, overwrite=overwrite)
     if dataset is not None:
         load_dataset(dataset)  # before PyTorch is imported
+    if measure:
+        settings.check_devices()
+    elif device_memory is None:
+        refuse_unknown_memory(settings.config.parallel.devices or ())
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
         load_torch()

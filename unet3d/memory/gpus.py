@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unet3d.errors import DeviceError
+from unet3d.errors import ConfigError, DeviceError
 
 DEVICES = Path("/dev")
 
@@ -48,9 +48,29 @@ def refuse_missing(names: Sequence[str]) -> None:
             raise DeviceError(f"device {name!r} does not exist; this machine has cpu and {has}")
 
 
-def check_count(mode: str, names: Sequence[str]) -> None:
-    """Refuse a number of devices that does not suit the mode, whatever they are."""
+def refuse_unknown_memory(names: Sequence[str]) -> None:
+    """Refuse GPUs that are described by no memory on a machine without any."""
+    indices = [index for index in map(gpu_index, names) if index is not None]
+    if indices and most_gpus() == 0:
+        raise unknown_memory(f"cuda:{indices[0]}")
+
+
+def unknown_memory(device: object) -> ConfigError:
+    """Return the error for a GPU whose memory nobody knows."""
+    return ConfigError(
+        f"{device} is not on this machine, so its memory is unknown; give it with "
+        "--device-memory GIB, such as --device-memory 80"
+    )
+
+
+def check_count(mode: str, names: Sequence[str], num_replicas: int) -> None:
+    """Refuse a number of devices that does not suit mode and replicas, whatever they are."""
     listed = ",".join(names)
+    if mode in ("none", "auto") and len(names) == 1 and num_replicas > 1:
+        raise ConfigError(
+            f"parallel.replicas is {num_replicas}, but there is one device, {listed}; name more "
+            "with --devices, or leave replicas out"
+        )
     if mode == "none" and len(names) != 1:
         raise DeviceError(
             f"devices {listed} but parallel mode none uses one; use --parallel auto, or name one "
@@ -64,7 +84,11 @@ def check_count(mode: str, names: Sequence[str]) -> None:
 
 
 def refuse_impossible(
-    names: Sequence[str] | None, mode: str, precisions: Mapping[str, str], is_alone: bool
+    names: Sequence[str] | None,
+    mode: str,
+    num_replicas: int,
+    precisions: Mapping[str, str],
+    is_alone: bool,
 ) -> None:
     """Refuse devices and precisions, by their settings, that no PyTorch is needed to judge.
 
@@ -72,7 +96,7 @@ def refuse_impossible(
     """
     refuse_missing(names or ())
     if names is not None and is_alone:
-        check_count(mode, names)
+        check_count(mode, names, num_replicas)
     if names is None:
         on_gpu = most_gpus() > 0
     else:

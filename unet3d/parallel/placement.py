@@ -130,13 +130,8 @@ class ParallelDims:
         if settings.data_parallel is not False:
             return cls._of_threads(settings, machine, devices)
         mode = _possible_mode(devices) if settings.mode == "auto" else settings.mode
-        check_count(mode, names)
+        check_count(mode, names, settings.replicas)
         num_replicas = len(devices) if mode == "data" else settings.replicas
-        if mode == "none" and num_replicas > 1:
-            raise ConfigError(
-                f"parallel.replicas is {num_replicas}, but there is one device, {names[0]}; name "
-                "more with --devices, or leave replicas out"
-            )
         replicas = divided(devices, num_replicas, "replicas")
         if mode in NEEDS and len(replicas[0]) < 2:
             raise DeviceError(

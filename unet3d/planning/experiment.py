@@ -123,7 +123,9 @@ def plan_experiment(
         architecture,
     )
     check_stages(config, network, num_stages)
-    check_shards(network, num_shards)
+    window = config.inference.window
+    windows = fingerprint.shapes if window == "whole" else [window] if window != "auto" else ()
+    check_shards(network, num_shards, windows)
     for note in plan_notes(config, network):
         logger.log(logging.DEBUG if note == network.limits else logging.INFO, "%s", note)
     values: dict[str, Any] = {"data.spacing_mm": preprocessing.spacing_mm or "native"}

@@ -143,10 +143,13 @@ def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:
         check_cuts(cuts, len(model.blocks()), num_stages)
 
 
-def check_shards(network: NetworkPlan, num_shards: int) -> None:
-    """Refuse more shards than the smallest volume has planes for."""
-    rule = SlabRule(topology=network.topology, num_shards=num_shards)
-    for size in network.sizes:
+def check_shards(network: NetworkPlan, num_shards: int, windows: Collection[Shape] = ()) -> None:
+    """Refuse more shards than the smallest volume, or window of validation, has planes for."""
+    rule, stride = (
+        SlabRule(topology=network.topology, num_shards=num_shards),
+        network.topology.total_stride,
+    )
+    for size in (*network.sizes, *(padded_shape(window, stride) for window in windows)):
         rule.divide(size)
 
 

@@ -17,6 +17,7 @@ import torch
 from unet3d.config import Config, ParallelSettings, Shape
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
+from unet3d.memory.gpus import unknown_memory
 from unet3d.memory.record import device_bytes
 from unet3d.parallel import Machine, ParallelDims, resolve_precision
 from unet3d.planning.link_speed import link_line, measure_link
@@ -216,10 +217,7 @@ def memory_of(devices: Sequence[torch.device], memory_bytes: int | None) -> dict
             return device_bytes(device)
         if torch.cuda.device_count() > 0:  # another device like those that are here
             return device_bytes(torch.device("cuda", 0))
-        raise ConfigError(
-            f"{device} is not on this machine, so its memory is unknown; give it with "
-            "--device-memory GIB, such as --device-memory 80"
-        )
+        raise unknown_memory(device)
 
     return {device: bytes_of(device) for device in devices}
 

@@ -67,8 +67,6 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
     the same way, so they do not begin.
     """
     old_run = RunFolder(request.output) if request.resume and request.output else None
-    if "data.fold" in request.changes:
-        raise ConfigError("--fold is given for a run over several folds; leave it out, or --folds")
     plan = Plan.of(request, old_run=old_run)
     devices = plan.dims.all_devices
     if plan.config.parallel.mode == "auto" and len(devices) > 1:

@@ -45,14 +45,18 @@ def check_early(request: Request, folds: str | None) -> None:
     old_run = None
     if request.resume:
         old_run = run_to_resume(request, over_folds=folds is not None and request.output is None)
+    is_over_folds = folds is not None or (old_run and recorded_folds(old_run.path) is not None)
+    if is_over_folds and "data.fold" in request.changes:
+        raise ConfigError("--fold is given for a run over several folds; leave it out, or --folds")
     config = settings_of(request, old_run)
     precisions = {
         "training.precision": config.training.precision,
         "inference.precision": config.inference.precision,
     }
     is_alone = Ranks.from_environment() == Ranks() and folds is None
-    refuse_impossible(config.parallel.devices, config.parallel.mode, precisions, is_alone)
-    data = config.data
+    parallel, data = config.parallel, config.data
+    named = (parallel.devices, parallel.mode, parallel.replicas)
+    refuse_impossible(*named, precisions, is_alone)
     if data.dataset is not None:
         dataset = load_dataset(data.dataset)
         if dataset.faults:  # they are all told together, later

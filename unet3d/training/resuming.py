@@ -83,7 +83,7 @@ class Past:
         changes = [
             f"{key} from {before[key]} to {now[key]}"
             for key in now
-            if now[key] != before[key] and key != "training.epochs"
+            if now[key] not in (before[key], "auto") and key != "training.epochs"
         ]
         if changes:
             logger.info("changed since the run was saved: %s", ", ".join(changes))
