@@ -121,6 +121,22 @@ def test_transposed_convolutions_leave_planes_out(size, left_out, limit, monkeyp
     assert_same([actual], [expected], 1e-12)
 
 
+@pytest.mark.parametrize(("kernel", "size"), [(1, 7), (1, 8), (2, 9)])
+def test_planes_without_a_reader_have_no_gradient(kernel, size, monkeypatch):
+    """As those that a stride above the kernel leaves out between two of the result."""
+    x, weight = tensor(2, 3, size, 4, 4), tensor(4, 3, kernel, 1, 1, seed=1)
+    stride = (kernel + 1, 2, 2)
+    expected = results(lambda x, w: F.conv3d(x, w, stride=stride), [x, weight])
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 60)
+    made = slabs.empty_channels_last
+    monkeypatch.setattr(
+        slabs, "empty_channels_last", lambda shape, like: made(shape, like).fill_(torch.nan)
+    )
+    assert_same(
+        results(lambda x, w: slabs.convolve(x, w, stride, (0, 0, 0)), [x, weight]), expected
+    )
+
+
 def test_slabs_are_few_equal_and_below_the_limit(monkeypatch):
     x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)  # 50 in a plane
     given = (x, weight, (1, 1, 1), (1, 1, 1))

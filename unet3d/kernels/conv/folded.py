@@ -57,8 +57,7 @@ class FoldedConvolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and weight."""
         x, weight = ctx.saved_tensors
-        if not is_padded(dy):
-            dy = channels_last(dy)
+        dy = _padded(dy)  # once for both
         dx = dweight = None
         if ctx.needs_input_grad[1]:
             dweight = _weight_gradient(dy, x, weight, ctx.x_padding)
@@ -213,26 +212,21 @@ def _convolve(x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
-    if is_padded(dy) or not is_padded(x):
-        # The gradient, which has zeros around, stands where the input does, and x where the output
-        # does: the same products seen from the other side, so the kernel comes out flipped.
-        turned = _pairs_gradient(x, _padded(dy), weight.transpose(0, 1), 2 - x_padding)
-        return turned.transpose(0, 1).flip(2, 3, 4)
-    return _pairs_gradient(dy, x, weight, x_padding)
+    """Return the gradient of a weight from that of the double voxels' kernel.
 
-
-def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
-    """Return the gradient of a weight of this shape from that of the double voxels' kernel."""
+    The gradient dy, which has zeros around, stands where the input does, and x where the output
+    does: the same products seen from the other side, so the kernel comes out flipped.
+    """
     outputs, inputs = weight.shape[:2]
-    like = channels_last(weight.new_empty((2 * outputs, 2 * inputs, 3, 3, 2)))
-    pairs = _fold(with_padding(x))
-    folded = slabs.weight_gradient(_fold(dy), pairs, like, _PLAIN, (x_padding, 1, 0))
+    like = channels_last(weight.new_empty((2 * inputs, 2 * outputs, 3, 3, 2)))
+    pairs, padding = _fold(with_padding(dy)), (2 - x_padding, 1, 0)
+    folded = slabs.weight_gradient(_fold(x), pairs, like, _PLAIN, padding)
     exact = torch.promote_types(folded.dtype, torch.float32)
-    parts = folded.reshape(2, outputs, 2, inputs, 3, 3, 2)
-    total = parts.new_zeros((outputs, inputs, 3, 3, 3), dtype=exact)
+    parts = folded.reshape(2, inputs, 2, outputs, 3, 3, 2)
+    total = parts.new_zeros((inputs, outputs, 3, 3, 3), dtype=exact)
     for p, q, t, k in _ENTRIES:
         total[..., k] += parts[p, :, q, ..., t]
-    return total.to(weight.dtype)
+    return total.to(weight.dtype).transpose(0, 1).flip(2, 3, 4)
 
 
 def _strided_pairs(weight: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ def transposed(
         return F.conv_transpose3d(x, weight, None, tuple(stride), padding, more)
     axis = axis_of(shape[2], weight, stride, padding)
     y = empty_channels_last(shape, x)
-    if axis.read_by(range(axis.result)).stop < axis.size:
-        y.zero_()  # the last planes have no reader
+    if axis.stride > axis.kernel or axis.read_by(range(axis.result)).stop < axis.size:
+        y.zero_()  # planes between two of the result, or the last ones, have no reader
     x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
 
     def fits(made: range) -> bool:
