@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.rank_threads import in_threads, place, store_of_all
+from unet3d.distributed import group as group_module
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.watch import Watch
@@ -105,6 +106,35 @@ def test_the_rank_that_got_least_far_hangs():
     groups[2].note(7, "epoch 1, step 8")
     with pytest.raises(RankError, match=r"^rank 1 \(in epoch 1, step 5\) hangs: nothing for 0.5 s"):
         groups[0].exchange(None)
+
+
+def test_the_first_rank_which_may_keep_the_store_leaves_last(monkeypatch):
+    ready = {"is_initialized": True, "all_reduce": None, "destroy_process_group": None}
+    for name, value in ready.items():
+        monkeypatch.setattr(torch.distributed, name, lambda *_, value=value, **__: value)
+    came, events = group_module._came, []
+
+    def slow(store, keys):
+        done = came(store, keys)
+        time.sleep(0.2 * (threading.current_thread().name == "slow"))
+        return done
+
+    monkeypatch.setattr(group_module, "_came", slow)
+
+    def work(group):
+        if not group.is_first:
+            threading.current_thread().name = "slow"
+            read = group._watch.store.get
+            monkeypatch.setattr(
+                group._watch.store, "get", lambda key: (events.append(key), read(key))[1]
+            )
+        group.close()
+        if group.is_first:
+            events.append("the first has left")
+
+    in_threads(2, work)
+    assert len(events) > 1
+    assert events[-1] == "the first has left"
 
 
 def test_an_error_of_a_process_group_names_the_rank_that_misses_nobody(monkeypatch):

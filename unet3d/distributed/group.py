@@ -103,9 +103,17 @@ class Group:
         if self._watch is None or not dist.is_initialized():
             return
         self._wait_for_flags()
-        self.exchange(None)  # the rank that keeps the store or listens must leave last
+        self.exchange(None)
         self._watch.close()
         dist.destroy_process_group()
+        # The first rank may keep the store, from which others may still read that exchange: so it
+        # leaves last, but waits for no rank that dies here.
+        store, left = self._watch.store, [f"left/{rank}" for rank in range(1, self.size)]
+        if not self.is_first:
+            store.set(left[self.ranks.rank - 1], "")
+        deadline = time.monotonic() + self._watch.timeout.total_seconds()
+        while self.is_first and not _came(store, left) and time.monotonic() < deadline:
+            pass
 
     def begin(self, run: str) -> None:
         """Write down, for these ranks when they are restarted, that the run is theirs."""
@@ -295,7 +303,8 @@ def _await_all(watch: Watch, keys: Sequence[str], alive: Any) -> None:
     """Wait until all ranks have written a key, as long as none dies and one gets further."""
     notes, changed = None, time.monotonic()
     while not _came(watch.store, keys):
-        if alive is not None and alive.is_completed():
+        # A rank that has read all keys may have left since they were asked for.
+        if alive is not None and alive.is_completed() and not watch.store.check(keys):
             with watch.translate_dist_errors():
                 alive.wait()
         before, notes = notes, watch.notes()
