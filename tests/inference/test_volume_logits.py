@@ -63,6 +63,14 @@ class Memory:
         monkeypatch.setattr(predictor.executor, "predict", limited)
 
 
+def test_a_warm_up_asks_for_no_memory_of_the_host(monkeypatch):
+    """It computes windows of a volume that no scan need have."""
+    _, logits = placed(Networks.of(random_checkpoint()))
+    monkeypatch.setattr(PlacedNetworks, "is_replayable", True)
+    monkeypatch.setattr("unet3d.inference.windows.shortage", lambda _: "takes more than there is")
+    logits.warm_up()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     late, tmp_path, monkeypatch, caplog

@@ -75,9 +75,10 @@ class VolumeLogits:
         if size == "whole" or not self._placed.is_replayable:
             return
         enough = 4 * max(size)  # of them there are as many as at any time
-        windows = self._windows(index, (enough, enough, enough))
-        shape = (windows.batch_size, network.topology.in_channels, *windows.shape)
-        with suppress(torch.OutOfMemoryError, DoesNotFitError):
+        # A scan may be smaller than that, and have room on the host.
+        with suppress(torch.OutOfMemoryError, DoesNotFitError, VolumeError):
+            windows = self._windows(index, (enough, enough, enough))
+            shape = (windows.batch_size, network.topology.in_channels, *windows.shape)
             nothing = torch.zeros(shape, dtype=network.dtype, device=self.input_device)
             self._predicting[index].predict(nothing)
 
