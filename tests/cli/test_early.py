@@ -69,7 +69,7 @@ ERRORS = [
 ]
 
 
-def test_an_error_does_not_wait_for_pytorch(tmp_path):
+def test_an_error_does_not_wait_for_pytorch_and_leaves_nothing(tmp_path):
     write_msd(tmp_path / "data")
     (tmp_path / "full").mkdir()
     (tmp_path / "taken/scan.nii.gz").mkdir(parents=True)
@@ -77,6 +77,7 @@ def test_an_error_does_not_wait_for_pytorch(tmp_path):
     for name in ("text.pt", "full/file"):
         (tmp_path / name).write_text("text")
     (tmp_path / "scan.nii.gz").symlink_to(min(tmp_path.glob("data/imagesTr/*")))
+    before = {path.name for path in tmp_path.iterdir()}
     command = [sys.executable, "-c", WITHOUT_TORCH]
     lines = json.dumps([line for line, _ in ERRORS])
     done = subprocess.run(
@@ -91,3 +92,4 @@ def test_an_error_does_not_wait_for_pytorch(tmp_path):
     for (line, words), shown in zip(ERRORS, done.stdout.splitlines(), strict=True):
         status, errors = json.loads(shown)
         assert status == 1 and words in error_line(errors), line
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == before  # of Matplotlib
