@@ -91,6 +91,17 @@ def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(tmp_path
     assert 2 * sums_and_image < more
 
 
+def test_networks_that_compute_in_different_precisions_have_a_place_each(tmp_path):
+    image = open_image(scan_of(tmp_path, (40, 40, 80)))
+
+    def bytes_of(*precisions):
+        settings = [InferenceSettings(batch_size=1, precision=one) for one in precisions]
+        networks = Networks.of(*(set_to(random_checkpoint(), one) for one in settings))
+        return prediction_memory(image, networks, GPU, 24 * 2**30)["device_bytes"]
+
+    assert bytes_of("float32", "bfloat16") > bytes_of("float32", "float32")
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("shape", "spacing"), [((200, 180, 160), 1.0), ((120, 100, 140), 0.5)])

@@ -149,6 +149,13 @@ def test_many_voxels_lose_no_digits(dtype, monkeypatch):
     assert found.std == pytest.approx(stored.astype(np.float64).std(), rel=1e-11)
 
 
+def test_equal_voxels_have_no_deviation_at_all(monkeypatch):
+    monkeypatch.setattr(image_module, "PIECE_VOXELS", 1000)
+    for value in (0.1, -7.3, 3e38, 1234567.9):
+        (found,) = measured(held_image(np.full((1, 31, 17, 13), value, np.float32)), [None])
+        assert (found.mean, found.std) == (np.float32(value), 0), value
+
+
 def test_a_mask_without_voxels_has_no_intensities():
     (found,) = measured(held_image(noise((1, 4, 5, 6))), [np.zeros((4, 5, 6), bool)])
     assert (found.mean, found.std, found.lowest, found.highest) == (0, 0, [0], [0])

@@ -100,16 +100,21 @@ def prediction_memory(
     shape = visible_shape(stored, geometry.spacing_mm, preprocessing.spacing_mm)
     on_gpu = device.type == "cuda"
     # All of them are in memory here, too, and one of each kind again where it computes.
-    kinds = [(one.topology, one.dtype) for one in networks.described]
+    precisions = [
+        resolve_precision(wanted_precision(one.dtype, one.config, [device]), [device])
+        for one in networks.described
+    ]
+    described = list(zip(networks.described, precisions, strict=True))
+    kinds = [(one.topology, one.dtype, precision) for one, precision in described]
     sizes = [sum(value.nbytes for value in one.model.values()) for one in networks.described]
     weights = sum(dict(zip(kinds, sizes, strict=True)).values())
     # Before anything is counted, which imports what a prediction does not.
     program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
     computed: dict[Any, int] = {}
     kept, prepared, all_windows = [], [], []
-    for kind, network in zip(kinds, networks.described, strict=True):
+    for kind, (network, precision) in zip(kinds, described, strict=True):
         windows = _windows(network, shape, device, gpu_bytes)
-        of_windows = _computed_bytes(network, windows, device)
+        of_windows = _computed_bytes(network, windows, device, precision)
         computed[kind] = max(of_windows, computed.get(kind, 0))
         kept.append(_kept_bytes(network, windows, device))
         prepared.append(_prepared_bytes(stored, shape, windows, image.num_channels))
@@ -186,11 +191,11 @@ def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels:
     return 2 * made + (num_planes * of_plane + piece * arrays) * FLOAT32_BYTES
 
 
-def _computed_bytes(network: Checkpoint, windows: Windows, device: torch.device) -> int:
+def _computed_bytes(
+    network: Checkpoint, windows: Windows, device: torch.device, precision: str
+) -> int:
     """Return what the network takes while it computes windows."""
-    wanted = wanted_precision(network.dtype, network.config, [device])
-    autocast = autocast_dtype(resolve_precision(wanted, [device]))
-    topology = network.topology
+    autocast, topology = autocast_dtype(precision), network.topology
     count = min(windows.batch_size, len(windows.starts))
     if device.type != "cuda":
         logits = topology.num_classes * network.dtype.itemsize
