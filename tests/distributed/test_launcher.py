@@ -20,7 +20,7 @@ from tests.trainings import SMALL, run, settings, weights, without_drawing, word
 from unet3d.distributed import launcher
 from unet3d.distributed.launcher import Failure, _reason, launch, meeting_folder
 from unet3d.distributed.ranks import TRAINING, report_end
-from unet3d.errors import Unet3dError
+from unet3d.errors import RankError, Unet3dError
 from unet3d.interruption import Interrupted
 
 ALONE: Any = {"num_ranks": 1, "on_gpus": False}
@@ -40,7 +40,7 @@ def test_a_rank_that_cannot_end_is_ended(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(launcher, "END_SECONDS", 1.0)
-    with pytest.raises(Unet3dError, match=r"^rank 1 \(in epoch 3\) hangs$"):
+    with pytest.raises(RankError, match=r"^rank 1 \(in epoch 3\) hangs$"):
         launch(["--version"], tmp_path, num_ranks=2, max_restarts=0, on_gpus=False)
 
 

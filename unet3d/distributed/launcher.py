@@ -149,7 +149,8 @@ def _reason(
     if kind == "interrupted":
         return Interrupted(first.report["signal"])
     if kind in ("explained", "hang", "consequence"):
-        return Unet3dError(first.report["message"]["message"])
+        error = Unet3dError if kind == "explained" else RankError
+        return error(first.report["message"]["message"])
     if kind == "unexpected":
         reason = f"stopped with {first.report['message']['message']}; --debug shows where"
     elif status < 0:
