@@ -115,7 +115,9 @@ def surface_distances(
 
     edges = get_mask_edges(prediction, label)
     one, other = (np.argwhere(edge) @ affine[:3, :3].T for edge in edges)
-    return cKDTree(other).query(one)[0], cKDTree(one).query(other)[0]
+    # A place far from the other surface is compared with much of it, so all cores are used.
+    there = cKDTree(other).query(one, workers=-1)[0]
+    return there, cKDTree(one).query(other, workers=-1)[0]
 
 
 def surface_dice(
