@@ -1,5 +1,8 @@
 """Names of labels in the header: as TotalSegmentator and nibabel read them, damaged, or hostile."""
 
+import gzip
+import struct
+import tracemalloc
 from xml.etree import ElementTree
 
 import nibabel as nib
@@ -53,3 +56,17 @@ def test_a_file_without_names_or_with_damaged_ones_has_none(geometry, tmp_path):
         assert read_label_names(path) == {}
     path.write_bytes(b"\x1f\x8b\x08damaged")
     assert read_label_names(path) == {}
+
+
+def test_only_the_beginning_of_a_packed_file_is_unpacked(tmp_path):
+    """A small file may claim that gigabytes of names follow."""
+    header, num_bytes = nib.Nifti1Header(), 2**26
+    header.set_data_shape((1, 1, 1))
+    header.structarr["magic"], header.structarr["vox_offset"] = b"n+1", 352 + num_bytes
+    extension = struct.pack("<4bii", 1, 0, 0, 0, num_bytes, 0) + bytes(num_bytes)
+    path = tmp_path / "packed.nii.gz"
+    path.write_bytes(gzip.compress(header.binaryblock + extension, 1))
+    tracemalloc.start()
+    assert read_label_names(path) == {}
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()

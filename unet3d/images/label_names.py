@@ -5,15 +5,22 @@ XML, which 3D Slicer and TotalSegmentator's own tools read. Other programs skip 
 """
 
 import re
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from xml.etree import ElementTree
 
 import nibabel as nib
+from isal import igzip
 
+from unet3d.images.source import GZIP_MARK
 from unet3d.inputs.plain_data import printable
+from unet3d.inputs.reading import open_regular
+
+MAX_BYTES = 2**20
+"""Many times what the names of thousands of labels take."""
 
 TABLE = re.compile(rb"<CaretExtension.*?</CaretExtension>", re.DOTALL)
 
@@ -44,12 +51,19 @@ def read_label_names(path: Path) -> dict[int, str]:
 
     The file is not trusted: what is damaged counts as no names.
     """
-    with suppress(Exception):  # whatever nibabel makes of damage
-        header: Any = nib.load(path).header
-        content = b"".join(one.get_content() for one in header.extensions)
-        found = TABLE.search(content)
+    with suppress(OSError, EOFError, ValueError, zlib.error, ElementTree.ParseError):
+        found = TABLE.search(_beginning(path))
         # Without a document type, which would stand before it, XML has no entities to unfold.
         labels = ElementTree.fromstring(found[0]).iter("Label") if found else ()
         names = {int(one.get("Key", "0")): printable((one.text or "").strip()) for one in labels}
         return {value: name for value, name in names.items() if value > 0 and name}
     return {}
+
+
+def _beginning(path: Path) -> bytes:
+    """Return the first bytes of a file, packed or not, of which the header is a part."""
+    with open_regular(path) as file:
+        is_packed = file.peek(2)[:2] == GZIP_MARK
+        opened: Any = igzip.open
+        content: IO[bytes] = opened(file, "rb") if is_packed else file
+        return content.read(MAX_BYTES)
