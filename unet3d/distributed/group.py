@@ -304,7 +304,7 @@ def _await_all(watch: Watch, keys: Sequence[str], alive: Any) -> None:
     notes, changed = None, time.monotonic()
     while not _came(watch.store, keys):
         # A rank that has read all keys may have left since they were asked for.
-        if alive is not None and alive.is_completed() and not watch.store.check(keys):
+        if alive is not None and alive.is_completed() and not watch.store.check(list(keys)):
             with watch.translate_dist_errors():
                 alive.wait()
         before, notes = notes, watch.notes()
