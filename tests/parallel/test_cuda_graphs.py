@@ -203,15 +203,17 @@ def with_two_names():
 def shared_by_modules():
     torch.manual_seed(0)
     network = UNet3d(TOPOLOGY).double()
-    first, second = network.decoder.levels["0"]["units"]
-    second.norm.weight = first.norm.weight
+    last = network.decoder.levels["0"]["units"][-1]
+    last.norm.weight = network.encoder.levels[0][0].norm.weight
     return network
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("make", [with_two_names, shared_by_modules])
-def test_a_weight_in_two_places_gets_the_gradient_of_both(make, cpu_graphs):
+def test_a_weight_in_two_places_gets_the_gradient_of_both(make, num_stages, cpu_graphs):
+    """Of two stages on one device, too."""
     replayed, launched = (
-        take_steps(parallelize(make(), Layout(devices=(CPU,), captures=choice)))
+        take_steps(parallelize(make(), Layout(devices=(CPU,) * num_stages, captures=choice)))
         for choice in (True, False)
     )
     assert cpu_graphs.num_captured > 0

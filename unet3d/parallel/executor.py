@@ -177,8 +177,10 @@ class NetworkExecutor:
                     with nullcontext() if captured.averages else self.exchange.averaging():
                         loss = captured.replay(batch)
                         for gradients in captured.gradients:
-                            for parameter, gradient in gradients.items():
-                                parameter.grad = gradient  # which the next replay overwrites
+                            for parameter, own in gradients.items():
+                                # The next replay overwrites it. Stages may share a parameter.
+                                others = parameter.grad
+                                parameter.grad = own if others is None else others.add_(own)
                         return loss
                 if needs_sums:
                     known = whole.total(self._sums(batch))
