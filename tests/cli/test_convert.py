@@ -24,7 +24,7 @@ def test_a_model_becomes_a_checkpoint_and_several_folds_a_folder(capsys):
     read = load_network(model / "fold_0/checkpoint_final.pth")
     assert load_checkpoint(Path("model.pt")).preprocessing == read.preprocessing
     said = refusal(capsys, "convert", NAME, "-o", "other.pt")
-    assert "the model has 2 folds, and other.pt takes one network; name a fold with --folds" in said
+    assert "the model has 2 folds, but other.pt holds one network; name a fold with --folds" in said
     assert run("convert", NAME, "--folds", "2", "-o", "model.pt", "--overwrite") == 0
     assert run("convert", NAME, "-o", "models") == 0
     assert names_in("models") == ["fold_0.pt", "fold_2.pt"]
@@ -118,7 +118,7 @@ def test_only_a_model_is_replaced(capsys):
         assert f"{name} exists, and is no folder of a model; choose another --output" in said
     assert Path("mine/precious").exists()
     for name in (NAME, ".", f"{NAME}/fold_0"):  # it is read from there
-        assert "is no place for the results" in refusal(capsys, *to_nnunet, name)
+        assert "cannot hold the results" in refusal(capsys, *to_nnunet, name)
     assert Path(NAME, "fold_0/checkpoint_final.pth").exists()
 
 
@@ -127,7 +127,7 @@ def test_folders_are_not_named_like_files(capsys):
     for words, message in (
         (("-o", "model.PT"), "model.PT ends in .PT; name a file *.pt, or a folder"),
         (("-o", "model.zip"), "model.zip ends in .zip"),
-        (("-o", "model.nii.gz"), "model.nii.gz is no place for the results"),
+        (("-o", "model.nii.gz"), "model.nii.gz cannot hold the results"),
         (("--to", "nnunet", "-o", "model.pt"), "model.pt ends in .pt; name a folder with --output"),
     ):
         assert message in refusal(capsys, "convert", NAME, *words)

@@ -54,7 +54,7 @@ ERRORS = [
     ("predict scan.nii.gz -o pipe.nii", "cannot write pipe.nii: it is not a regular file"),
     ("predict scan.nii.gz -o taken --overwrite", "cannot write taken/scan.nii.gz: it is not a reg"),
     ("predict scan.nii.gz --devices 97", "device '97' does not exist"),
-    ("predict scan.nii.gz", "no checkpoint: there is no finished run in "),
+    ("predict scan.nii.gz", " has no finished run; name a checkpoint"),
     ("plan --devices 0,cpu", "cuda:0 is not on this machine, so its memory is unknown"),
     ("plan --measure --devices 97", "device '97' does not exist"),
     ("plan nowhere", "nowhere; give its folder"),
@@ -63,7 +63,7 @@ ERRORS = [
     ("evaluate missing.nii.gz data", "there is no file or folder missing.nii.gz"),
     ("evaluate text.pt text.pt", "text.pt is not named like a volume"),
     ("evaluate data/imagesTr data/labelsTr/case_0.nii.gz", "has no label map in data/labelsTr"),
-    ("evaluate scan.nii.gz scan.nii.gz --json pipe.nii", "pipe.nii is no place for the results"),
+    ("evaluate scan.nii.gz scan.nii.gz --json pipe.nii", "pipe.nii cannot hold the results"),
     ("report scan.nii.gz --image missing.nii", "cannot read missing.nii: No such file"),
     ("convert text.pt -o model.pt", "text.pt is not a checkpoint"),
 ]

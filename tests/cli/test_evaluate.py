@@ -78,7 +78,7 @@ def test_results_are_not_written_over_what_they_are_made_from(capsys):
         ("check", "data", "--json", "data/dataset.json"),
         ("check", "data", "--json", "link.json"),
     ):
-        assert "is no place for the results" in refusal(capsys, *command)
+        assert "cannot hold the results" in refusal(capsys, *command)
     assert contents(Path()) == before
 
 
@@ -108,7 +108,7 @@ def test_labels_are_named_by_the_data_set_that_they_lie_in(capsys):
     assert (scores["ignore"], scores["tolerance_mm"]) == (7, 2.5)
     assert {key: mean["name"] for key, mean in scores["mean"].items()} == {"1,2": "both"}
     assert "--ignore 2 is a label" in refusal(capsys, *arguments, "--ignore", "2")
-    assert "is no place" in refusal(capsys, *arguments, "--json", "regions.json")
+    assert "cannot hold the results" in refusal(capsys, *arguments, "--json", "regions.json")
     assert "cannot read absent" in refusal(capsys, *arguments[:-1], "absent")
 
 

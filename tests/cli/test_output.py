@@ -31,7 +31,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(tmp_path):
         ("nowhere/scores.json", "nowhere/scores.json: No such file or directory"),
         ("folder", "folder: Is a directory"),
         *((name, f"{name}: it is not a regular file") for name in ("pipe", "link")),
-        *((name, "is no place for the results") for name in ("input.json", "alias.json", "a.nii")),
+        *((name, "cannot hold the results") for name in ("input.json", "alias.json", "a.nii")),
     ):
         with pytest.raises(ConfigError, match=reason):
             check_result(tmp_path / name, tmp_path / "input.json", overwrite=True)

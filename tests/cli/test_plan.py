@@ -99,7 +99,7 @@ def test_results_are_not_written_over_what_they_are_made_from(capsys):
         ("data", "--json", "data/imagesTr/case_0.nii.gz"),
         ("--predict", "data/imagesTr/case_0.nii.gz", "--json", "data/imagesTr/case_0.nii.gz"),
     ):
-        assert "is no place for the results" in refusal(capsys, "plan", *options)
+        assert "cannot hold the results" in refusal(capsys, "plan", *options)
     refusal(capsys, "plan", "--shape", "1,1,1", "--json", "plan.json", "--overwrite")
     assert contents(Path()) == before
 

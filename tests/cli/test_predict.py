@@ -38,7 +38,7 @@ def segmented(scan, *checkpoints, **inference):
 
 def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     line = refusal(capsys, "predict", scan)
-    assert f"no finished run in {folder / 'runs'}" in line
+    assert f"{folder / 'runs'} has no finished run" in line
     assert "--checkpoint FILE" in line and "unet3d train" in line
     for age, name in enumerate(("newest", "middle", "oldest")):
         write_checkpoint(Path("runs", name, "checkpoint-latest.pt"), patch_size=(8, 8, 8))

@@ -103,7 +103,7 @@ def test_what_has_no_page_is_refused_in_one_line(folder, finished, segmentation,
     other = write_volume(folder / "other.nii.gz", scan_array((9, 9, 9)))
     for arguments, words in (
         ((segmentation,), "to show a segmentation, name its scan with --image SCAN"),
-        (("absent",), "no folder of a run"),
+        (("absent",), "not the folder of a run"),
         ((finished, "--checkpoint", write_checkpoint(folder / "a.pt")), "--image"),
         ((segmentation, "--image", "absent.nii.gz"), "absent.nii.gz"),
         (("absent.nii.gz", "--image", scan), "absent.nii.gz"),

@@ -18,9 +18,9 @@ from unet3d.errors import DatasetError
 def check(
     *, dataset: Path, settings: GivenSettings, json_path: Path | None, overwrite: bool
 ) -> None:
-    """Say what DATASET holds, and what would break training.
+    """List contents and problems of DATASET before training.
 
-    Of the settings, data.labels, data.spacing_mm, data.fold and data.num_folds count.
+    Only these settings have an effect: data.labels, data.spacing_mm, data.fold, data.num_folds.
     """
     check_result(json_path, *files_of(dataset), settings.path, overwrite=overwrite)
 

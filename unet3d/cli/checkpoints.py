@@ -39,12 +39,12 @@ def wanted_checkpoints(
     if paths:
         return named_checkpoints(paths, folds)
     if folds is not None:
-        raise click.UsageError("--folds needs the network whose folds are meant: --checkpoint")
+        raise click.UsageError("--folds chooses folds of a checkpoint; add --checkpoint")
     finished = newest_runs(finished=True)
     if not finished:
         raise ConfigError(
-            f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
-            "--checkpoint FILE, or make one with unet3d train DATASET"
+            f"{RUNS.absolute()} has no finished run; name a checkpoint with --checkpoint FILE, "
+            "or train one with unet3d train DATASET"
         )
     newest: dict[Path | None, str] = {}
     for run in (*finished, *newest_runs(finished=False)):

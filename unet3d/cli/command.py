@@ -178,7 +178,7 @@ def debug_option() -> click.Option:
         is_eager=True,
         expose_value=False,
         callback=_log_more,
-        help="Log more, and show where an error comes from.",
+        help="Log more, and show tracebacks of errors.",
     )
 
 

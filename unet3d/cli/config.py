@@ -11,7 +11,7 @@ from unet3d.cli.options import common_options
 def config(settings: GivenSettings) -> None:
     """Print every setting with its meaning, as YAML.
 
-    train takes such a file with --config. The values are the defaults, or those of --config,
+    The output is a file for --config of train. Its values are the defaults, changed by --config,
     --preset and --set.
     """
     from unet3d.config.configuration import commented_yaml

@@ -38,7 +38,7 @@ FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip"
 @grouped(
     "Output",
     output_option(
-        "File of a checkpoint; a folder: the checkpoints of several folds, or nnU-Net's model.",
+        "Checkpoint file, or a folder for checkpoints of several folds or for a model of nnU-Net.",
         required=True,
     ),
     overwrite_option,
@@ -69,8 +69,8 @@ def convert(
             raise ConfigError(f"cannot write to {output}: {reason_of(error)}") from error
     elif len(checkpoints) > 1:
         raise ConfigError(
-            f"the model has {len(checkpoints)} folds, and {output} takes one network; name a fold "
-            "with --folds, or a folder with --output"
+            f"the model has {len(checkpoints)} folds, but {output} holds one network; name a "
+            "fold with --folds, or a folder with --output"
         )
     for target in targets.values():
         check_result(target, *checkpoints, overwrite=overwrite)
@@ -113,6 +113,6 @@ def _write_model(checkpoints: tuple[Path, ...], output: Path, *, overwrite: bool
         write_model(folds, output, overwrite=overwrite)
     if networks[0].postprocessing:
         logger.warning(
-            "nnU-Net keeps all components: it applies post-processing with a command of its own"
+            "nnU-Net keeps all components: it has a separate command for post-processing"
         )
     click.echo(f"{', '.join(str(known_as(path)) for path in checkpoints)} -> {output}")

@@ -26,29 +26,29 @@ from unet3d.cli.output import check_result, files_of, load_torch, show_result, w
     click.option(
         "--dataset",
         type=FILE,
-        help="Data set that names labels, regions and what to ignore; default: the one that "
-        "LABELS lies in, as labelsTr does.",
+        help="Data set that names labels, regions and the ignore label; default: the one that "
+        "contains LABELS.",
     ),
     checkpoint_option(
-        "Checkpoint or run that names labels instead, as its data.labels chose them."
+        "Checkpoint or run that names the labels instead, as chosen by its data.labels."
     ),
     click.option(
         "--ignore",
         type=click.IntRange(min=1),
         metavar="VALUE",
-        help="Value in LABELS whose voxels count nowhere; default: 'ignore' of dataset.json.",
+        help="Value in LABELS whose voxels are not scored; default: 'ignore' of dataset.json.",
     ),
     click.option(
         "--tolerance-mm",
         type=FiniteRange(min=0, max=1000),
         metavar="MM",
-        help="How far a surface may lie from the other and count as right in NSD; default: 1, "
-        "and twice the spacing of microscopes.",
+        help="Distance up to which surfaces agree in NSD; default: 1, or twice the spacing in "
+        "microscopy.",
     ),
     click.option(
         "--leave-out",
         is_flag=True,
-        help="Leave out segmentations without label map instead of refusing them.",
+        help="Leave out segmentations without a label map instead of refusing them.",
     ),
 )
 @grouped("Output", json_option("the scores"), overwrite_option)
@@ -66,11 +66,11 @@ def evaluate(
 ) -> None:
     """Score SEGMENTATIONS against LABELS: Dice, HD95, NSD.
 
-    Both are files, or folders; a segmentation belongs to the label map of its name.
+    Both are files, or both are folders, whose files are paired by name.
 
     HD95, the 95th percentile of the distances between surfaces, and NSD, the share of the surfaces
-    within --tolerance-mm of the other, are MONAI's. Where only one side has a label, Dice and NSD
-    are 0, and HD95 has no value; where neither has it, it does not count.
+    within --tolerance-mm of the other, are MONAI's. If only one side has a label, Dice and NSD are
+    0, and HD95 has no value. If neither has it, the label is not scored.
     """
     if dataset is not None and checkpoint is not None:
         raise click.UsageError("--dataset and --checkpoint both name labels; leave one out")

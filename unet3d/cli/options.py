@@ -36,12 +36,12 @@ folds_option = click.option(
     "--folds",
     metavar="LIST",
     callback=_folds,
-    help="Which folds of the network, such as 0,2; default: all that it has.",
+    help="Folds of the network to use, such as 0,2; default: all.",
 )
 
 
 class FiniteRange(click.FloatRange):
-    """A number within bounds; a bound says nothing of ``nan``, which is refused, too."""
+    """A number within bounds, and not ``nan``, which no bound excludes."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -49,7 +49,7 @@ class FiniteRange(click.FloatRange):
         """Return the number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
 
@@ -61,7 +61,7 @@ common_options = grouped(
         "presets",
         metavar="NAME",
         multiple=True,
-        help="Settings that belong together, over those of --config: quick (50 epochs), full "
+        help="Group of settings, which overrides --config: quick (50 epochs), full "
         "(1000), resenc-m or resenc-l (nnU-Net's residual encoders); repeatable.",
     ),
     click.option(
@@ -72,7 +72,7 @@ common_options = grouped(
         help="One setting, such as training.batch_size=4; repeatable. unet3d config lists all.",
     ),
 )
-"""Options that name a configuration; each counts more than those before it."""
+"""Options that name a configuration; each overrides those before it."""
 
 devices_option = setting(
     "parallel.devices",
@@ -86,15 +86,15 @@ parallel_option = setting(
     "--parallel",
     "MODE",
     "What is on each device. data: a copy of the network; spatial: a slab of each volume; "
-    "model: a part of the network; none: there is one device; auto: the fastest that fits "
-    "(default).",
+    "model: a part of the network; none: one device does everything; auto: the fastest that "
+    "fits (default).",
 )
 
 replicas_option = setting(
     "parallel.replicas",
     "--replicas",
     "R",
-    "Groups that --devices are divided into, each with a network on several of them.",
+    "Groups that --devices are divided into; each group shares one copy of the network.",
 )
 
 batch_options = (
@@ -102,13 +102,13 @@ batch_options = (
         "training.batch_size",
         "--batch-size",
         "N",
-        "Patches in a step; default: as many as suit the data.",
+        "Patches in a step; default: planned from data and memory.",
     ),
     setting(
         "training.micro_batches",
         "--micro-batches",
         "M",
-        "Portions of a batch, which keep all devices of --parallel model busy.",
+        "Parts of a batch that run one after another, and in --parallel model as a pipeline.",
     ),
 )
 
@@ -122,4 +122,4 @@ def output_option(help_: str, *, required: bool = False) -> Callable[[Function],
 
 def json_option(what: str) -> Callable[[Function], Function]:
     """Return a decorator that adds the option which names a file of results for programs."""
-    return click.option("--json", "json_path", type=FILE, help=f"Write {what} here, too.")
+    return click.option("--json", "json_path", type=FILE, help=f"Also write {what} to this file.")

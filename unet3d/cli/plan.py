@@ -48,7 +48,7 @@ TOO_LARGE = (
 @dataset_argument()
 @grouped(
     "Training",
-    setting("patches.size", "--shape", "X,Y,Z", "Voxels of a patch; default: as training chooses."),
+    setting("patches.size", "--shape", "X,Y,Z", "Voxels of a patch; default: as in training."),
     *batch_options,
 )
 @grouped(
@@ -59,9 +59,9 @@ TOO_LARGE = (
         type=FILE,
         metavar="SCAN",
         multiple=True,
-        help="What the prediction of this scan takes; repeatable: the files of its channels.",
+        help="Predict the memory for segmenting this scan; repeatable: one file per channel.",
     ),
-    checkpoint_option("With --predict: as for unet3d predict.", several=True),
+    checkpoint_option("With --predict: as in unet3d predict.", several=True),
 )
 @grouped(
     "Devices",
@@ -72,13 +72,13 @@ TOO_LARGE = (
         "--device-memory",
         type=FiniteRange(min=0, max=2**20, min_open=True),
         metavar="GIB",
-        help="Memory of each GPU, which need not be here; default: as in this machine.",
+        help="Memory of each GPU; the GPUs need not exist. Default: those of this machine.",
     ),
     click.option(
         "--measure",
         is_flag=True,
-        help="Time steps on --devices, in every mode, cut and number of micro-batches that may be "
-        "best; training then takes the best.",
+        help="Time steps on --devices, for every promising mode, cut and number of "
+        "micro-batches; training then uses the fastest.",
     ),
 )
 @grouped(
@@ -105,8 +105,8 @@ def plan(
 ) -> None:
     """Predict the memory and time that training takes.
 
-    Of each device, on DATASET or for --shape; with --predict, what the prediction of a scan takes
-    of the host and of a GPU. No GPU is needed: --device-memory 80 describes one.
+    Memory is predicted for each device, on DATASET or for --shape. With --predict: the memory for
+    segmenting a scan, on the host and on a GPU. No GPU is needed: --device-memory 80 describes one.
     """
     if step_record is not None:
         _measure_rank(settings.config, step_record)
@@ -116,10 +116,10 @@ def plan(
     from unet3d.memory.gpus import refuse_unknown_memory
 
     if checkpoints and not scan:
-        raise click.UsageError("--checkpoint is the network of --predict SCAN; add that")
+        raise click.UsageError("--checkpoint needs --predict SCAN; add it")
     if scan:
         if "data.dataset" in settings.changes or measure:
-            raise click.UsageError("--predict plans one scan; drop DATASET and --measure")
+            raise click.UsageError("--predict is for one scan; drop DATASET and --measure")
         check_result(json_path, *scan, *checkpoints, overwrite=overwrite)
         refuse_early(scan)
         checkpoints = wanted_checkpoints(checkpoints)
@@ -136,7 +136,7 @@ def plan(
         write_json(json_path, record, overwrite)
         return
     if measure and device_memory is not None:
-        raise click.UsageError("--measure takes the devices of this machine; drop --device-memory")
+        raise click.UsageError("--measure uses the devices of this machine; drop --device-memory")
     if picture is not None and not measure:
         raise click.UsageError("--picture shows measured times; add --measure")
     if measure and picture is None:
@@ -221,8 +221,8 @@ def _measure(
     for line in (
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",
-        f"The best of each placement is in {folder}, where --parallel auto and training find it: "
-        "for the same network, patch, batch and devices, unless micro-batches or cuts are "
+        f"The fastest of each placement is saved in {folder}. Training and --parallel auto use "
+        "it for the same network, patch, batch and devices, unless micro-batches or cuts are "
         "set.",
     ):
         show_result(line)

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
         "inference.overlap",
         "--overlap",
         "SHARE",
-        "Share of a window that its neighbour covers too, 0 to 0.95; default: as in training.",
+        "Overlap of neighbouring windows, 0 to 0.95; default: as in training.",
     ),
     setting(
         "inference.precision",
         "--precision",
         "TYPE",
-        "bfloat16, float16 or float32; default: what suits training and device.",
+        "bfloat16, float16 or float32; default: chosen by training and device.",
     ),
     setting(
         "inference.tta",
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
         "inference.postprocessing",
         "--no-postprocessing",
         None,
-        "Keep all components, also where validation has shown that the largest is better.",
+        "Keep all components, even if validation chose to keep only the largest.",
         is_flag=True,
         flag_value=False,
         default=None,
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
         "--scratch",
         type=FILE,
         metavar="DIR",
-        help="Keep unpacked scans and labels in files there, and not in memory.",
+        help="Keep unpacked scans and labels in files there instead of in memory.",
     ),
 )
 @grouped(
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
         "--continue",
         "goes_on",
         is_flag=True,
-        help="Keep results that are complete, and make the others.",
+        help="Keep complete results, and make the missing ones.",
     ),
     overwrite_option,
 )
@@ -119,7 +119,7 @@ def predict(
         raise click.UsageError("--continue keeps results and --overwrite replaces them; drop one")
     if asked["scratch"] is not None and not os.path.isdir(asked["scratch"]):
         raise click.BadParameter(
-            f"{asked['scratch']} is no folder; name one on a disk with space",
+            f"{asked['scratch']} is not a folder; name one on a disk with space",
             param_hint="'--scratch'",
         )
     settings.check_devices()
@@ -139,7 +139,7 @@ def predict(
 @click.command("predict-as-rank", hidden=True)
 @click.argument("request", type=FILE)
 def predict_as_rank(request: Path) -> None:
-    """Do a rank's part of what is asked in a file, as the command that has started it."""
+    """Run as one rank of the prediction that a file describes."""
     from unet3d.inputs.reading import read_json
 
     _run(read_json(request), begin_as_rank())

@@ -15,7 +15,7 @@ from unet3d.errors import ConfigError
 @click.argument("path", metavar="RUN|SEGMENTATION", type=FILE)
 @grouped(
     "Of a segmentation",
-    click.option("--image", type=FILE, help="The scan that it was made of; a run needs none."),
+    click.option("--image", type=FILE, help="Scan of the SEGMENTATION; not for a run."),
     checkpoint_option(
         "Checkpoint that names the labels; default: the names in the segmentation's header."
     ),
@@ -30,15 +30,16 @@ def report(
 ) -> None:
     """Make a page of a RUN, or a viewer of a SEGMENTATION.
 
-    Of a run, also one that has not ended: curves, Dice of each label and case, the worst and the
-    best case, memory, versions and configuration; made again, it replaces its page. Of a run over
-    folds, each fold has its page as well. Of a segmentation: a viewer with its labels, and their
-    volumes. The page needs no network and no other file.
+    The page of a run has curves, Dice of each label and case, the worst and the best case, memory,
+    versions and configuration. The run may still be training; the next call replaces the page. In a
+    run over folds, each fold gets a page, too. The page of a segmentation has a viewer with its
+    labels, and their volumes. A page needs no network and no other file.
     """
     is_run = image is None
     if is_run and (checkpoint or not path.is_dir()):
         raise ConfigError(
-            f"{path} is no folder of a run; to show a segmentation, name its scan with --image SCAN"
+            f"{path} is not the folder of a run; to show a segmentation, name its scan with "
+            "--image SCAN"
         )
     from unet3d.images.files import volume_stem
     from unet3d.reports.pages.page import is_page
@@ -47,7 +48,7 @@ def report(
     if output is None:
         output = path / REPORT if is_run else path.with_name(f"{volume_stem(path)}.html")
     if output.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"{output} is no place for a page; name a file that ends in .html")
+        raise ConfigError(f"{output} cannot hold a page; name a file that ends in .html")
     # The page of a run that goes on is made again and again.
     overwrite |= is_run and output.parent.resolve() == path.resolve() and is_page(output)
     check_result(output, overwrite=overwrite)

@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 @dataset_argument()
 @grouped(
     "Training",
-    setting("training.epochs", "--epochs", "N", "Epochs in all; more with --resume extend a run."),
+    setting("training.epochs", "--epochs", "N", "Total epochs; more with --resume extend a run."),
     setting(
         "data.fold",
         "--fold",
         "K|none",
-        "Which fifth of the cases validates, from 0; none: train on all of them.",
+        "Fold that validates, counted from 0; none: train on all cases.",
     ),
     click.option(
         "--folds",
         metavar="LIST",
-        help="Train several folds, all or 0,1,2: one on each of --devices at the same time, or "
-        "with another --parallel than auto one after another on all of them.",
+        help="Folds to train, all or such as 0,1,2. Each of --devices trains one fold after "
+        "another; with a mode in --parallel, all devices train each fold together.",
     ),
     setting(
         "training.init",
         "--init",
         None,
-        "Begin with the network of a checkpoint or of a run, also for other labels.",
+        "Checkpoint or run to begin with, also for other labels.",
         type=FILE,
     ),
     *batch_options,
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
         "parallel.max_restarts",
         "--max-restarts",
         "N",
-        "How often to go on by itself when one of several processes dies.",
+        "How often to restart from the latest checkpoint when a process dies.",
     ),
 )
 @grouped(
     "Output",
     output_option("Folder of the run; default: a new one in runs/."),
     click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one."),
-    click.option("--quiet", is_flag=True, help="No progress, no tables."),
+    click.option("--quiet", is_flag=True, help="Show neither progress nor tables."),
 )
 @common_options
 def train(
@@ -76,8 +76,8 @@ def train(
 ) -> None:
     """Train a network on DATASET.
 
-    DATASET is a folder with a dataset.json, as the Medical Segmentation Decathlon, nnU-Net and
-    MONAI have it. Without one, heads are made up and trained on.
+    DATASET is a folder with a dataset.json in the layout of the Medical Segmentation Decathlon,
+    nnU-Net or MONAI. Without DATASET, built-in phantom heads are used.
     """
     from unet3d.distributed.ranks import Ranks
     from unet3d.training.request import Request, check_early
@@ -119,7 +119,7 @@ def train(
 
 
 def _results(folder: "RunFolder", memory: Mapping[str, Any] | None) -> Iterator["str | Table"]:
-    """Yield what a training, of one fold or of several, has come to, and what to do with it."""
+    """Yield the results of a training run, of one fold or of several, and what to do with them."""
     from unet3d.inputs.reading import read_json
     from unet3d.reports.tables import dice_table, folds_table, memory_table
 
