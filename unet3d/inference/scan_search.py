@@ -79,9 +79,10 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
         try:
             _refuse_other_channels(case, scan.images, num_channels)
             for result in scan.results(request):
-                _refuse_unwritable(result)
+                _refuse_irregular(result)
             if not request.overwrite:
                 refuse_existing(scan, request)
+            _refuse_unwritable(scan.output)  # not before: what is kept is not written
             to_segment.append(scan)
         except ResultExistsError:
             if len(scans) == 1 and not request.goes_on:
@@ -104,10 +105,15 @@ def refuse_early(inputs: Sequence[Path], output: Path | None = None) -> None:
         elif len(inputs) == 1:  # of several, others may be segmented
             open_source(path)
             if output is None or os.path.isdir(output):
-                _refuse_unwritable(_place(volume_stem(path), path, output))
+                place = _place(volume_stem(path), path, output)
             elif output.suffix:
+                place = output
                 _refuse_collisions([Scan(images=(path,), output=output)])
-                _refuse_unwritable(output)
+            else:
+                continue
+            _refuse_irregular(place)
+            if not os.path.lexists(place):  # else it may be kept
+                _refuse_unwritable(place)
 
 
 def _place(stem: str, scan: Path, output: Path | None) -> Path:
@@ -160,12 +166,16 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
             )
 
 
-def _refuse_unwritable(path: Path) -> None:
-    """Refuse what would fail only once everything has been computed."""
+def _refuse_irregular(path: Path) -> None:
+    """Refuse what no file can be written in place of."""
     if os.path.isdir(path) or (os.path.exists(path) and not os.path.isfile(path)):
         raise ConfigError(
             f"cannot write {path}: it is not a regular file; remove it, or choose another --output"
         )
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Refuse a folder in which writing would fail only once everything has been computed."""
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
