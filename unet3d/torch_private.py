@@ -9,14 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.distributed_c10d import PrefixStore as PrefixStore
 from torch.distributed.distributed_c10d import Store as Store
-from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.modules.dropout import _DropoutNd
 
 # `FakeTensorMode` replaces meta tensors, which have no device; `suggest_memory_format` a comparison
@@ -94,11 +93,6 @@ def mkldnn_has_bfloat16() -> bool:
 def free_cublas_workspaces() -> None:
     """Free what cuBLAS keeps for streams, in place of a new process."""
     torch._C._cuda_clearCublasWorkspaces()
-
-
-def abort_group(group: dist.ProcessGroup) -> None:
-    """Abort a group and forget it; ``destroy_process_group`` waits for its messages."""
-    _abort_process_group(group)
 
 
 def set_timeout(timeout: timedelta) -> None:
