@@ -258,7 +258,7 @@ def test_what_only_the_command_does_is_named(folder, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="start it with torchrun -m unet3d train"):
+    with pytest.raises(ConfigError, match="run torchrun -m unet3d train"):
         unet3d.train()
 
 

@@ -323,8 +323,8 @@ def train(
     ranks = Ranks.from_environment()
     if ranks.world_size > 1:
         raise ConfigError(
-            f"torchrun has started {ranks.world_size} ranks, which only the command joins; start "
-            "it with torchrun -m unet3d train, or name the devices here without torchrun"
+            f"torchrun has started {ranks.world_size} ranks, but only the command can join them; "
+            "run torchrun -m unet3d train, or name devices here without torchrun"
         )
     named = {
         "data.dataset": dataset,
@@ -440,7 +440,7 @@ def _volume(image: Image, affine: npt.ArrayLike | None) -> OpenedImage:
     if isinstance(image, np.ndarray) and affine is not None:
         return image_of([open_array(image, affine)])
     if isinstance(image, np.ndarray) or affine is not None:
-        raise TypeError("a NumPy array needs an affine, and nothing else takes one")
+        raise TypeError("give an affine with a NumPy array, and with nothing else")
     if isinstance(image, SpatialImage):
         return image_of([open_nibabel(image)])
     paths = [image] if isinstance(image, (str, os.PathLike)) else image

@@ -24,7 +24,7 @@ class ResultExistsError(ConfigError):
     def meanwhile(cls, path: Path) -> Self:
         """Return the error for a file that somebody else has made while ours was written."""
         return cls(
-            f"{path} was made by somebody else in the meantime, and is kept; add --overwrite to "
+            f"{path} was made by another process meanwhile, and is kept; add --overwrite to "
             "replace it"
         )
 

@@ -88,7 +88,7 @@ def test_variables_of_ranks_that_contradict_one_another_are_one_line(monkeypatch
     for name, value in (("RANK", "first"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     line = refusal(capsys, "predict", "scan.nii.gz")
-    assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE is no number" in line
+    assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE is not a number" in line
 
 
 def test_a_traceback_only_with_debug(monkeypatch, capsys):
@@ -167,9 +167,7 @@ def test_outputs_that_cannot_be_written_are_explained(folder, scan, predicting, 
     line = refusal(capsys, "train", "data", *SMALL, "--output", "file/run")
     assert "cannot write to file/run: " in line
     assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
-    assert "file is no folder that you can write to" in refusal(
-        capsys, *predicting, scan, "-o", "file/out"
-    )
+    assert "file is not a writable folder" in refusal(capsys, *predicting, scan, "-o", "file/out")
     line = refusal(capsys, "train", "data", *SMALL, "--set", "data.cache=file")
     assert "cannot write the cache folder" in line and "set data.cache" in line
 

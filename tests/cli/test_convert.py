@@ -115,7 +115,7 @@ def test_only_a_model_is_replaced(capsys):
     Path("link").symlink_to("back")
     for name in ("mine", "link"):
         said = refusal(capsys, *to_nnunet, name)
-        assert f"{name} exists, and is no folder of a model; choose another --output" in said
+        assert f"{name} exists, but is not the folder of a model; choose another --output" in said
     assert Path("mine/precious").exists()
     for name in (NAME, ".", f"{NAME}/fold_0"):  # it is read from there
         assert "cannot hold the results" in refusal(capsys, *to_nnunet, name)

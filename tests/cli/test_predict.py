@@ -130,7 +130,7 @@ def test_predict_beside_the_scan_and_never_over_it(scan, checkpoint, predicting,
     )
     assert run(*predicting, scan, "--overwrite") == 0
     line = refusal(capsys, *predicting, scan, "-o", scan, "--overwrite")
-    assert "is itself to be segmented" in line
+    assert "is also an input" in line
 
 
 def test_bad_scans_among_others_are_skipped_and_only_the_end_is_an_error(predicting, capsys):
@@ -280,10 +280,10 @@ def test_whatever_is_explained_does_not_end_a_folder(into_out, error, monkeypatc
 
 def test_files_of_an_earlier_segmentation_are_pointed_out(scan, predicting, caplog):
     assert run(*predicting, scan, "--statistics", "--preview", "--probabilities") == 0
-    assert "was there before" not in caplog.text
+    assert "existed before" not in caplog.text
     assert run(*predicting, scan, "--overwrite") == 0
     for ending in (".json", ".png", ".npy"):
-        assert f"a scan_seg{ending} was there before and may be of another" in caplog.text
+        assert f"a scan_seg{ending} existed before and may belong to another" in caplog.text
 
 
 def test_a_terminal_counts_windows_and_a_log_does_not(scans, into_out, monkeypatch, capsys):

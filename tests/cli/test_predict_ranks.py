@@ -108,10 +108,10 @@ def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
     done = warm.run([*arguments, *DEALT, "-o", "dealt", "--continue"])
     assert done.returncode == 1
     dealt, *said, error = done.stderr.splitlines()
-    assert dealt == "5 scans dealt to 2 devices"
+    assert dealt == "distributing 5 scans over 2 devices"
     said.remove("computing on cpu in float64")  # of the first rank, which waits for no other
-    *skipped, warning = sorted(said, key=lambda line: "miss a right angle" in line)
-    assert "scans/e.nii.gz" in warning and "miss a right angle" in warning
+    *skipped, warning = sorted(said, key=lambda line: "deviate from a right angle" in line)
+    assert "scans/e.nii.gz" in warning and "deviate from a right angle" in warning
     begins = [line.partition(".nii.gz")[0] for line in sorted(skipped)]
     assert begins == [f"Skipped: cannot read {scans}/{name}" for name in "bf"]
     assert error.startswith("Error: 2 of 6 scans could not be segmented: ")

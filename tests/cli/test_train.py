@@ -256,7 +256,7 @@ def test_an_output_folder_with_other_files_is_left_alone(data, capsys):
     before = contents(data.parent)
     for output in ("mine", "data/imagesTr", "."):
         line = refusal(capsys, "train", "data", *SMALL, "--output", output)
-        assert f"{output} is not empty and is no run: it holds " in line
+        assert f"{output} is not empty and is not a run: it holds " in line
     assert contents(data.parent) == before
 
 

@@ -165,9 +165,9 @@ def test_folds_that_fail_are_named_and_there_is_no_summary(monkeypatch, capsys):
     monkeypatch.setattr(folds, "run_commands", fail)
     options = ("--folds", "all", "--output", "folds", "--quiet", "--devices", "cpu")
     assert refusal(capsys, "train", *SMALL, *options) == (
-        "Error: 2 of 3 folds did not come to their end: fold0 failed, fold1 was killed by SIGKILL, "
-        "so fold2 did not begin; each has said why. Repair that, or remove the folder of a fold "
-        "that is to begin anew, and add --resume --output folds"
+        "Error: 2 of 3 folds did not finish: fold0 failed, fold1 was killed by SIGKILL, "
+        "so fold2 did not begin; their errors are above. Fix them, or remove the folder of a fold "
+        "to start it over, and add --resume --output folds"
     )
     assert asked == {"fold0": True, "fold1": False, "fold2": False}
     assert not Path("folds/summary.json").exists()

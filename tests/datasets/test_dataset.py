@@ -115,7 +115,7 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
         ({"labels": {"a": 1, "ignore": [5, 6]}}, "is 5, 6, and the highest other value is 1"),
         ({"labels": {"a": 3, "ignore": 2}}, "value is 3; give ignore one value above"),
-        ({"labels": {"0": "background", "1": "ignore"}}, "nothing but the background"),
+        ({"labels": {"0": "background", "1": "ignore"}}, "only the background"),
         ({"labels": ["background", "a"]}, "names and values"),
         ({"channel_names": {"0": "CT", "2": "PET"}}, "numbered 0, 2"),
         ({"labels": {"background": 0, "a": 2**32}}, "4294967296; use whole numbers from 0 to"),
@@ -129,7 +129,7 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": {f"l{n}": n for n in range(66000)}}, "names 66000 labels; use at most"),
         ({"file_ending": ".png"}, "file_ending is '.png'; known: .nii.gz"),
         ({"dataset": {"": {}}}, "a case is called ''"),
-        ({"dataset": {"../a": {}}}, r"a case is called \.\./a, which leaves its folder"),
+        ({"dataset": {"../a": {}}}, r"the case name \.\./a leads out of its folder"),
         ({"dataset": {"a": 3}}, "dataset.a needs an image and a label"),
     ],
 )
@@ -262,9 +262,9 @@ def test_honours_splits_final(tmp_path, caplog):
         (None, r"cannot read .*splits_final.json: No such file"),
         ({"train": []}, "list of folds"),
         ([{"train": ["case_0"]}], "'val'"),
-        ([{"train": ["case_0"], "val": ["case_9"]}], "case_9, which is no case"),
+        ([{"train": ["case_0"], "val": ["case_9"]}], "case_9, which is not a case"),
         ([{"train": ["case_0", "case_1"], "val": ["case_1"]}], "case_1 twice"),
-        ([{"train": ["case_0"], "val": ["x" * 10**6]}], r"names x{80}\.\.\., which is no case"),
+        ([{"train": ["case_0"], "val": ["x" * 10**6]}], r"names x{80}\.\.\., which is not a case"),
     ],
 )
 def test_a_wrong_split_hides_no_other_fault(tmp_path, folds, message):
@@ -308,7 +308,7 @@ def test_every_image_without_label_map_is_named(tmp_path, caplog):
     fold = {"train": ["a", "liver_10"], "val": ["b"]}
     write_json(root / "splits_final.json", [fold, {"train": ["z"], "val": ["a"]}])
     split, *findings = examine(load_dataset(root)).findings
-    assert "fold 1 names z, which is no case" in split.message
+    assert "fold 1 names z, which is not a case" in split.message
     add = "is missing; add it, or take the case out of the data set"
     assert [f"{finding.severity}: {finding.message}" for finding in findings] == [
         f"error: {root}/imagesTr/a_0001.nii.gz {add}",

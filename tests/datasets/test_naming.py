@@ -106,11 +106,11 @@ def test_regions_become_labels_and_what_is_ignored_stays(tmp_path):
     [
         (
             ["lung"],
-            r"lung, which is no label of .*; name some of liver \(1\), core \(2\), rim \(3",
+            r"lung, which is not a label of .*; name some of liver \(1\), core \(2\), rim \(3",
         ),
-        ({"a": [4]}, "names 4, which is no label of"),
-        ({"a": [0]}, r"names 0, which is no label of .*; name some of liver \(1\)"),
-        ({"a": ["outside"]}, "names outside, which is no label of"),
+        ({"a": [4]}, "names 4, which is not a label of"),
+        ({"a": [0]}, r"names 0, which is not a label of .*; name some of liver \(1\)"),
+        ({"a": ["outside"]}, "names outside, which is not a label of"),
         ({"a": ["\x1b[2J"]}, r"names \\x1b\[2J, which is"),
         ({"a": [2, 3], "b": ["rim"]}, r"lists rim \(3\) twice, in a and in b; list it once"),
         ({"a": [2, "core"]}, r"lists core \(2\) twice, in a and in a; list it once"),

@@ -117,7 +117,7 @@ def test_a_restart_is_told_with_its_reason_unless_the_rank_was_asked_to_stop(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PROBE", "9-")
     launch(["--version"], tmp_path, max_restarts=2, **ALONE)
-    assert caplog.messages == ["rank 0 was killed by SIGKILL; all ranks are started again (1 of 2)"]
+    assert caplog.messages == ["rank 0 was killed by SIGKILL; restarting all ranks (1 of 2)"]
     monkeypatch.setenv("PROBE", "15-")
     with pytest.raises(Interrupted, match="SIGTERM"):
         launch(["--version"], tmp_path, max_restarts=2, **ALONE)
@@ -239,7 +239,7 @@ def told(rank, kind, seconds, text):
             "rank 1 stopped with",
         ),
         ([told(0, "consequence", 5.1, "rank 1 is gone")], "rank 1 is gone"),
-        ([failure(2, 7)], "rank 2 ended with status 7"),
+        ([failure(2, 7)], "rank 2 exited with status 7"),
         ([failure(2, 143)], "SIGTERM"),
     ],
     ids=("killed", "earliest", "not its own", "consequence", "status", "while loading"),

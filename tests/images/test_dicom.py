@@ -60,8 +60,8 @@ def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
     for number in (0, 3, 5):  # the last one leaves no gap
         whole = slices[number].read_bytes()
         for content, said in (
-            (b"", "is named like the slices beside it but is no DICOM file; it is damaged"),
-            (whole[:100], "is named like the slices beside it but is no DICOM file"),
+            (b"", "is named like the slices beside it but is not a DICOM file; it is damaged"),
+            (whole[:100], "is named like the slices beside it but is not a DICOM file"),
             (whole[:128] + b"DISM" + whole[132:], "is named like the slices"),
             (whole[:140], "cannot read the header"),
             (whole[:-1], "cannot read the header"),
@@ -78,7 +78,7 @@ def test_a_slice_that_is_lost_is_named_wherever_it_lies(tmp_path, ending):
 def test_slices_that_are_missing_or_twice_there_are_named(series):
     slices = in_order(series)
     shutil.copy(slices[1], series / "zcopy")
-    assert f"two slices at one place, {slices[1].name} and zcopy" in refusal(series)
+    assert f"two slices at one position, {slices[1].name} and zcopy" in refusal(series)
     (series / "zcopy").unlink()
     slices[3].unlink()
     line = refusal(series)

@@ -86,7 +86,7 @@ def assert_is_what_nibabel_loads(path):
     expected = np.moveaxis(found.reshape(*found.shape[:3], -1), 3, 0).astype(np.float32)
     num_bad, num_channels = np.count_nonzero(~np.isfinite(expected)), len(expected)
     if num_bad:
-        assert "no integer labels, such as" in refusal(path, read_label)
+        assert "not integer labels, such as" in refusal(path, read_label)
         assert np.array_equal(open_image(path).whole(), expected, equal_nan=True)
         return
     volume = open_image(path)
@@ -101,7 +101,7 @@ def assert_is_what_nibabel_loads(path):
     if num_channels > 1:
         assert f"{num_channels} channels" in refusal(path, read_label)
     elif np.abs(found - np.rint(found)).max() > 1e-3:
-        assert "no integer labels" in refusal(path, read_label)
+        assert "not integer labels" in refusal(path, read_label)
     else:
         label = read_label(path).array
         np.testing.assert_array_equal(label, np.rint(expected[0]))
@@ -221,12 +221,12 @@ def test_labels_far_from_integers_are_refused_by_value(tmp_path):
         stored = np.zeros((3, 4, 5), np.float64)
         stored[1, 1, 1] = value
         nib.save(nib.Nifti1Image(stored, np.eye(4)), path)
-        expected = f"1 voxels that are no integer labels, such as {value:g}"
+        expected = f"1 voxels that are not integer labels, such as {value:g}"
         assert expected in refusal(path, read_label)
     # An image in units of m^2/s would all be rounded away; noise beside labels is no fault.
     stored = np.full((3, 4, 5), 7e-4)
     nib.save(nib.Nifti1Image(stored, np.eye(4)), path)
-    assert "60 voxels that are no integer labels, such as 0.0007;" in refusal(path, read_label)
+    assert "60 voxels that are not integer labels, such as 0.0007;" in refusal(path, read_label)
     stored[1, 1, 1] = 3
     nib.save(nib.Nifti1Image(stored, np.eye(4)), path)
     assert read_label(path).array.sum() == 3

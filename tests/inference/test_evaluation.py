@@ -65,7 +65,7 @@ def test_pairs_by_name(tmp_path, prediction, label):
         (["a", "b", "c"], ["a"], r"b\.nii\.gz has no .*for b, nor have 1 more predictions; "),
         (["a", "a_seg"], ["a"], r"a\.nii\.gz and .*a_seg\.nii\.gz both belong to .*a\.nii\.gz"),
         ([], ["a"], "holds no volume"),
-        (["a"], ["a", "a.nii"], "have one name; keep one"),
+        (["a"], ["a", "a.nii"], "have the same name; keep one"),
         (["a"], None, "there is no file or folder .*/l"),
     ],
 )
@@ -130,7 +130,10 @@ def test_other_grids_are_refused(tmp_path, shape, origin_mm, message):
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [
-        (np.float32, r"image\.nii\.gz has \d+ voxels that are no integer labels.*is it an image\?"),
+        (
+            np.float32,
+            r"image\.nii\.gz has \d+ voxels that are not integer labels.*it an image\?",
+        ),
         (np.int16, r"image\.nii\.gz is an image, not a label map: it holds \d{3} different values"),
     ],
 )
@@ -152,7 +155,7 @@ def test_an_atlas_of_many_labels_is_no_image(tmp_path):
 
 @pytest.mark.parametrize(
     ("ignore", "message"),
-    [(None, "nothing to compare"), (1, "where 1 is not to be ignored; there is nothing to")],
+    [(None, "nothing to compare"), (1, "outside of the ignore label 1; there is nothing to")],
 )
 def test_nothing_to_compare_is_refused(tmp_path, ignore, message):
     value = 0 if ignore is None else ignore

@@ -169,8 +169,8 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "other/empty").mkdir(parents=True)
     a, b, twin, pair = touch(tmp_path, "a.nii.gz", "b.nii.gz", "other/a.nii", "pair.hdr")
     for inputs, output, words in (
-        ([a], a, "is itself to be segmented"),
-        ([a, tmp_path / "a_seg.nii.gz"], None, "is itself to be segmented"),
+        ([a], a, "is also an input"),
+        ([a, tmp_path / "a_seg.nii.gz"], None, "is also an input"),
         ([a, b], tmp_path / "one.nii.gz", "is one file for 2 scans; name a folder"),
         ([a, twin], tmp_path / "out", "would both be written to"),
         ([a], tmp_path / "out.mgz", r"ends in .nii.gz or .nii; name such a file"),
@@ -180,7 +180,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
     ):
         refuses(inputs, words, output, overwrite=True)
     (tmp_path / "a_seg.nii.gz").symlink_to("a.nii.gz")
-    refuses([a], "is itself to be segmented", overwrite=True)
+    refuses([a], "is also an input", overwrite=True)
 
 
 def test_results_that_exist_are_kept_and_only_a_single_scan_is_refused(tmp_path):

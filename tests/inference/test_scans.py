@@ -37,7 +37,7 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path, header
     assert results == [scan.output, scan.beside("statistics")]
     for path in results:
         path.write_text("theirs")
-    with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by somebody else in the"):
+    with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by another process mean"):
         write_segmentation(scan, LABELS, header, {})
     assert [path.read_text() for path in results] == ["theirs", "theirs"]
     write_segmentation(scan, LABELS, header, {}, overwrite=True)
@@ -56,7 +56,7 @@ def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path):
     with result_file(path, overwrite=False) as unfinished:
         unfinished.write_text("whole")
         assert not path.exists()
-    with pytest.raises(ResultExistsError, match="scan_seg.png was made by somebody else in the"):
+    with pytest.raises(ResultExistsError, match="scan_seg.png was made by another process mean"):
         with result_file(path, overwrite=False) as unfinished:
             unfinished.write_text("other")
     assert path.read_text() == "whole"

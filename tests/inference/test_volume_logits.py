@@ -92,8 +92,8 @@ def test_windows_that_do_not_fit_together_are_computed_one_by_one(
     np.testing.assert_array_equal(np.load(tmp_path / "several.npy"), np.load(tmp_path / "one.npy"))
     num_windows = len(memory.tried) - (3 if late else 1)
     assert memory.tried == [5] * (3 if late else 1) + [1] * num_windows
-    (told,) = [line for line in caplog.messages if "at a time" in line]
-    assert told == "5 windows at a time do not fit; trying one"
+    (told,) = [line for line in caplog.messages if "per forward pass" in line]
+    assert told == "5 windows per forward pass do not fit; trying one"
     # The next scan does not try again.
     memory.tried.clear()
     np.testing.assert_array_equal(predictor.segment(scan), expected)

@@ -88,7 +88,7 @@ def test_windows_advance_along_the_longest_axis_and_reach_no_further(size, overl
 @pytest.mark.parametrize("size", [(10**9, 10**9, 10**9), (3000, 3000, 2000)])
 def test_windows_are_counted_before_they_are_listed(size):
     began = time.monotonic()
-    with pytest.raises(VolumeError, match="windows of 16x16x16, and at most 2097152 .*--window"):
+    with pytest.raises(VolumeError, match="windows of 16x16x16, but at most 2097152 .*--window"):
         Windows.of(size, TOPOLOGY, (16, 16, 16), 0.5, 1, [CPU])
     assert time.monotonic() - began < 1
 

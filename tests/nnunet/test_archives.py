@@ -72,9 +72,11 @@ def test_a_download_that_is_damaged(tmp_path):
 def test_what_no_model_has_is_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "no such folder"))
     path = archive_with(tmp_path / "a.zip", checkpoint=bytes(10**6))
-    assert "a.zip has 1.2" in refusal(path) and "as no weights have; if that is" in refusal(path)
+    assert "a.zip has 1.2" in refusal(path) and "implausible for weights; if that is" in refusal(
+        path
+    )
     path = archive_with(tmp_path / "b.zip", **{"model/dataset.json": bytes(10**6)})
-    assert "as no weights have; if that is" in refusal(path)
+    assert "implausible for weights; if that is" in refusal(path)
     assert "cannot unpack" in refusal(archive_with(tmp_path / "c.zip"))
 
 

@@ -106,10 +106,10 @@ def test_regions_keep_their_order(tmp_path):
     [
         (replace(trained(), patch_size=None), "it was trained on whole volumes"),
         (trained(spacing_mm=None), "each image keeps its own spacing"),
-        (trained(crops_to_nonzero=False), "it crops images to what is not zero"),
+        (trained(crops_to_nonzero=False), "it crops images to nonzero voxels"),
         (trained(label_values=(0, 1, 5)), "without a gap, and these 0, 1, 5"),
         (trained(ignore_value=7), "its ignore label follows the highest one, 2, and this is 7"),
-        (replace(trained(), topology=GROUPS), "instance normalisation, and this is group"),
+        (replace(trained(), topology=GROUPS), "this network has group"),
     ],
 )
 def test_what_nnunet_cannot_do_is_refused(tmp_path, checkpoint, message):
@@ -123,7 +123,7 @@ def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path):
     known = ChannelNormalization(kind="z-score-inside", least_std=1e-8)
     write_model({0: trained(), 1: trained(channels=(CT, known))}, tmp_path / "model")
     other = trained(channels=(CT, ChannelNormalization(kind="z-score")))
-    with pytest.raises(CheckpointError, match="network 1 is not as the first; name folds of"):
+    with pytest.raises(CheckpointError, match="network 1 differs from the first; name folds of"):
         write_model({0: trained(), 1: other}, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -131,7 +131,7 @@ def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path):
 def test_a_folder_that_is_there_is_kept(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine").touch()
-    with pytest.raises(ResultExistsError, match="exists, and is no folder of a model"):
+    with pytest.raises(ResultExistsError, match="exists, but is not the folder of a model"):
         write_model({0: trained()}, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
 

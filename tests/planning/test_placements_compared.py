@@ -169,7 +169,7 @@ def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(capsys, tmp_pa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     small = ("--shape", "32,32,16", "--batch-size", "1")
     record, out = plan(capsys, tmp_path, *small, *TINY)
-    assert "This machine has no GPU, so its CPU is meant" in " ".join(out.split())
+    assert "This machine has no GPU, so this is about its CPU" in " ".join(out.split())
     assert "--parallel model --devices cpu,cpu" in out
     for way in record["ways"]:
         x, y, z = way["largest_shape"]

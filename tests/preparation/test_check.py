@@ -63,7 +63,7 @@ def root(tmp_path):
         (np.stack([RAMP] * 2, 3), LABEL, ["error: has 2 channel(s) but dataset.json names 1: MRI"]),
         (RAMP, np.stack([LABEL] * 2, 3), ["error: is 4-D with 2 channels; a label map is 3-D"]),
         (RAMP, labels_of(0, 127, 255), ["error: value(s) 127, 255, but dataset.json names 0, 1"]),
-        (RAMP, labels_of(0.4, 1.4, dtype=np.float32), ["error: no integer labels"]),
+        (RAMP, labels_of(0.4, 1.4, dtype=np.float32), ["error: not integer labels"]),
         (with_voxel(np.nan), LABEL, ["error: has 1 voxels of 1680 that are NaN or infinite"]),
         (
             np.full_like(RAMP, 7),
@@ -138,7 +138,7 @@ def test_names_a_case_that_would_not_fit_in_memory(root, spacing_mm, reason, mon
 
 def test_names_grids_that_no_scan_has(root):
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1e30, 1, 1))
-    wanted = "error: affine that no scan has: it begins at 0x0x0 mm, and its spacing is 1e+30x1x1"
+    wanted = "error: impossible affine: it begins at 0x0x0 mm, and its spacing is 1e+30x1x1"
     assert_finds(root, wanted)
     write_volume(root / "imagesTr/case_1.nii.gz", RAMP, (1, 1, 1.5))
     assert_finds(root, "error: 4.5 mm apart")
@@ -148,7 +148,7 @@ def test_names_grids_that_no_scan_has(root):
     tilted = np.eye(4)
     tilted[1:3, 1] = np.cos(np.radians(15)), np.sin(np.radians(15))
     write_case(root, affine=tilted)
-    assert_finds(root, "warning: miss a right angle by 15 degrees")
+    assert_finds(root, "warning: deviate from a right angle by 15 degrees")
 
 
 def test_labels_are_those_of_the_settings(root, capsys, tmp_path):

@@ -111,11 +111,11 @@ def test_a_log_is_told_of_long_validations_and_predictions(monkeypatch, caplog):
             clock[0] += 10.0
             log.predicting(second // 50, 3, second % 50, 50)
     assert caplog.messages == [
-        "epoch 5: validating case 7/20, 2 min 20 s left of it",
-        "epoch 5: validating case 13/20, 1 min 20 s left of it",
-        "epoch 5: validating case 19/20, 20 s left of it",
-        "predicting case 2/3, 1 min 30 s left of it",
-        "predicting case 3/3, 30 s left of it",
+        "epoch 5: validating case 7/20, 2 min 20 s left",
+        "epoch 5: validating case 13/20, 1 min 20 s left",
+        "epoch 5: validating case 19/20, 20 s left",
+        "predicting case 2/3, 1 min 30 s left",
+        "predicting case 3/3, 30 s left",
     ]
 
 

@@ -79,7 +79,7 @@ def test_what_predictions_keep_is_kept(tmp_path):
     assert load_checkpoint(path).postprocessing == ()
     for wrong in (((0,),), ((1, 3),)):
         save_checkpoint(replace(checkpoint, postprocessing=wrong), path)
-        assert f"post-processing of label {wrong[0][-1]}, which is none" in refusal(path)
+        assert f"post-processing of label {wrong[0][-1]}, which it does not have" in refusal(path)
     save_checkpoint(replace(checkpoint, postprocessing=((),)), path)
     assert "postprocessing" in refusal(path)
 

@@ -155,7 +155,7 @@ NAN = float("nan")
         ({"preprocessing__label_values": [0, 1, 10**30]}, "label_values.2 must be less than 9223"),
         (
             {"preprocessing__label_values": [0, 1, 1]},
-            "has another number of labels than of their na",
+            "has different numbers of labels and of their na",
         ),
         ({"preprocessing__label_names": ["a", "b", "\x1b[2J"]}, "label_names.2 must hold no con"),
         ({"patch_size": (16, 16, 0)}, "patch_size.2 must be greater than 0, but is 0"),

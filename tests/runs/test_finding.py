@@ -80,7 +80,7 @@ def test_a_folder_stands_for_one_checkpoint_of_each_fold(tmp_path, caplog):
     (mine / "fold3").mkdir()  # which has not begun
     files = [f"fold{fold}/checkpoint-latest.pt" for fold in (0, 2, 10)]
     assert names_in(mine) == files
-    assert caplog.messages == [f"{mine}: the training of fold2, fold3 has not ended"]
+    assert caplog.messages == [f"{mine}: training of fold2, fold3 has not finished"]
 
 
 def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path):

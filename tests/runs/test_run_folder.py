@@ -84,7 +84,7 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path, name, own
     with (
         run.locked(),
         pytest.raises(
-            ConfigError, match="mine is not empty and is no run: .*; move it away, or choose"
+            ConfigError, match="mine is not empty and is not a run: .*; move it away, or choose"
         ),
     ):
         run.create()
@@ -148,7 +148,7 @@ def test_a_folder_is_one_trainings_at_a_time(run):
     with run.locked():
         run.append_metrics({"epoch": 1})
         with (
-            pytest.raises(ConfigError, match=r"first is in use by a running training; .*--output"),
+            pytest.raises(ConfigError, match=r"first is in use by another.*--output"),
             RunFolder(run.path).locked(),
         ):
             pass
@@ -180,7 +180,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(run, monkeypatch, ca
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with run.locked():
-        assert "start no second training in it" in caplog.text
+        assert "do not start a second run in it" in caplog.text
 
 
 def test_only_an_empty_folder_that_was_made_is_discarded(tmp_path):

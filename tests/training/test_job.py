@@ -233,7 +233,7 @@ def test_a_run_is_not_overwritten_and_a_second_training_leaves_it_to_the_first(f
         run(settings(cache), finished)
     with RunFolder(finished).locked():
         for resume in (False, True):
-            with pytest.raises(ConfigError, match="undisturbed is in use by a running training"):
+            with pytest.raises(ConfigError, match="undisturbed is in use by another training run"):
                 run(settings(cache, "training.epochs=4"), finished, resume)
     assert contents(finished) == before
 

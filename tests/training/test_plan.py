@@ -184,7 +184,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(here, cap
     again = choose_run(request(changes=(), output=here / "run", resume=True), ALONE)
     assert not again.resume and again.plan.config == started.plan.config
     assert caplog.messages == [
-        f"{here / 'run'} was stopped before its first checkpoint; it begins anew"
+        f"{here / 'run'} was stopped before its first checkpoint; it starts over"
     ]
 
 

@@ -98,7 +98,7 @@ def load_dataset(path: Path) -> Dataset:
         raise DatasetError(f"{path} holds no dataset.json; a data set is {LAYOUTS}")
     tree = read_description(description)
     if not isinstance(tree, dict):
-        raise DatasetError(f"{description} is of no known layout; a data set is {LAYOUTS}")
+        raise DatasetError(f"{description} has no known layout; a data set is {LAYOUTS}")
     return _Description(description, tree).dataset()
 
 
@@ -134,7 +134,7 @@ def fold_cases(
     set_aside = {*dataset.validation, *chosen.validation}
     train = chosen.train or tuple(name for name in by_name if name not in set_aside)
     if not train:
-        raise DatasetError(f"{dataset.root}: every case is set aside for validation")
+        raise DatasetError(f"{dataset.root}: all cases are for validation, and none for training")
     unused = len(by_name) - len(train) - len(chosen.validation)
     if unused:
         logger.warning(
@@ -165,7 +165,7 @@ class _Description:
         elif {"channel_names", "labels", "file_ending"} <= self.tree.keys():
             self._add_those_of_nnunet()
         else:
-            raise DatasetError(f"{self.path} is of no known layout; a data set is {LAYOUTS}")
+            raise DatasetError(f"{self.path} has no known layout; a data set is {LAYOUTS}")
         if not self.cases:
             raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
         folds: tuple[Fold, ...] = ()
@@ -210,9 +210,7 @@ class _Description:
             for key, entry in explicit.items():
                 name = clean_name(self.path, "a case", key)
                 if Path(name).is_absolute() or ".." in Path(name).parts:
-                    raise DatasetError(
-                        f"{self.path}: a case is called {name}, which leaves its folder"
-                    )
+                    raise DatasetError(f"{self.path}: the case name {name} leads out of its folder")
                 named = entry if isinstance(entry, dict) else {}
                 renamed = {"image": named.get("images"), "label": named.get("label")}
                 self._add(f"dataset.{name}", renamed, name)

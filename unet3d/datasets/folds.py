@@ -86,12 +86,12 @@ def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
         unknown = sorted(counts.keys() - cases)
         if unknown:
             raise DatasetError(
-                f"{where} names {printable(unknown[0])}, which is no case of the data set; cases "
-                f"are named like {known[0]}"
+                f"{where} names {printable(unknown[0])}, which is not a case of the data set; "
+                f"cases are named like {known[0]}"
             )
         repeated, count = counts.most_common(1)[0]
         if count > 1:
-            raise DatasetError(f"{where} names {repeated} twice; a case is in one list")
+            raise DatasetError(f"{where} names {repeated} twice; a case must be in one list only")
         folds.append(Fold(train=train, validation=validation))
     return tuple(folds)
 

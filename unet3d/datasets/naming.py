@@ -66,9 +66,7 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
     known = sorted({value for values in scored.values() for value in values})
     names |= {value: single.get(value, f"label {value}") for value in known}
     if not known:
-        raise DatasetError(
-            f"{path}: labels names nothing but the background; name what is labelled"
-        )
+        raise DatasetError(f"{path}: labels has only the background; name the other labels")
     if ignored is not None and (len(ignored) > 1 or ignored[0] <= known[-1]):
         raise DatasetError(
             f"{path}: the label {IGNORE} is {some(ignored)}, and the highest other value is "
@@ -197,7 +195,8 @@ def with_labels(labels: Labelled, choice: LabelChoice) -> Labelled:
             return (int(text),)
         have = some([f"{name} ({value})" for value, name in name_of.items() if value])
         raise ConfigError(
-            f"data.labels names {printable(text)}, which is no label of the data set; name some of "
+            f"data.labels names {printable(text)}, which is not a label of the data set; name "
+            "some of "
             f"{have}"
         )
 

@@ -94,7 +94,7 @@ def launch(
                 raise reason
             what = str(reason).partition(";")[0]
             number = restart_count + 1
-            logger.warning("%s; all ranks are started again (%d of %d)", what, number, max_restarts)
+            logger.warning("%s; restarting all ranks (%d of %d)", what, number, max_restarts)
 
 
 def _wait(
@@ -158,7 +158,7 @@ def _reason(
     elif status - 128 in SIGNALS:  # while its modules were loaded
         return Interrupted(status - 128)
     else:
-        reason = f"ended with status {status} without a word"
+        reason = f"exited with status {status} and no message"
     return RankError(f"rank {first.rank} {reason}")
 
 

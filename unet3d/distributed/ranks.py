@@ -70,8 +70,8 @@ class Ranks:
         missing = [name for name, value in values.items() if not value.isdigit()]
         if missing:
             raise ConfigError(
-                f"RANK and WORLD_SIZE are set but {', '.join(missing)} is no number; start the "
-                "ranks with torchrun, or unset RANK"
+                f"RANK and WORLD_SIZE are set but {', '.join(missing)} is not a number; start "
+                "the ranks with torchrun, or unset RANK"
             )
         numbers = {name.lower(): int(value) for name, value in values.items()}
         ranks = cls(**numbers, restart_count=int(os.environ.get(RESTART_COUNT, "0")))

@@ -112,7 +112,7 @@ def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
         is_listed = not path.name.startswith(".") and path.name.upper() != INDEX
         if is_listed and _kind_of_name(path) in kinds and not path.is_dir():
             raise VolumeError(
-                f"{path} is named like the slices beside it but is no DICOM file; {DAMAGED}"
+                f"{path} is named like the slices beside it but is not a DICOM file; {DAMAGED}"
             )
 
 
@@ -152,8 +152,8 @@ def _affine(
     if steps[nearest] < SAME:
         names = f"{slices[nearest].path.name} and {slices[nearest + 1].path.name}"
         raise VolumeError(
-            f"{folder} has two slices at one place, {names}: copies, or several volumes in one "
-            "series, such as points in time; keep the slices of one"
+            f"{folder} has two slices at one position, {names}: copies, or several volumes in "
+            "one series, such as time points; keep the slices of one volume"
         )
     affine = np.eye(4)
     affine[:3, :2] = first.directions * first.spacing_mm

@@ -60,7 +60,7 @@ def _text(raw: bytes) -> str:
 
 
 def _refuse(raw: bytes) -> None:
-    raise ValueError("is there, which cannot be applied")
+    raise ValueError("is present, but cannot be applied")
 
 
 TEXT = BeforeValidator(_text)
@@ -173,7 +173,7 @@ def read_slice(path: Path) -> Slice:
         one = validated(Slice, {**values, **place})
     except ValueError as error:
         raise VolumeError(
-            f"{path} is no slice that can be used: {error}; move it out of the folder, or convert "
+            f"{path} is not a usable slice: {error}; move it out of the folder, or convert "
             "the series to NIfTI, as with dcm2niix"
         ) from error
     num_bytes = 1 if is_compressed else math.prod(one.shape) * one.dtype.itemsize

@@ -191,7 +191,7 @@ def _refuse_impossible(path: Path, affine: Affine, is_held: bool = True) -> None
         is_usual = MIN_SPACING_MM <= lengths.min() and lengths.max() <= MAX_SPACING_MM
     if not (is_held and is_usual and np.isfinite(affine).all()) or is_flat:
         raise VolumeError(
-            f"{path} has an affine that no scan has: it begins at {times(affine[:3, 3])} mm, and "
+            f"{path} has an impossible affine: it begins at {times(affine[:3, 3])} mm, and "
             f"its spacing is {times(lengths)} mm; fix its header, or the unit in it"
         )
 
@@ -228,10 +228,10 @@ def shear_warning(geometry: Geometry) -> str | None:
     if not is_sheared(geometry.affine):
         return None
     return (
-        f"{geometry.path} has axes that miss a right angle by "
-        f"{shear_degrees(geometry.affine):.3g} degrees, as of a tilted gantry: the network sees "
-        "its voxels on a right-angled grid; volumes in mL and distances in mm are those of the "
-        "tilted one"
+        f"{geometry.path} has axes that deviate from a right angle by "
+        f"{shear_degrees(geometry.affine):.3g} degrees, as with a tilted gantry: the network "
+        "treats the grid as right-angled; volumes in mL and distances in mm take the tilt into "
+        "account"
     )
 
 

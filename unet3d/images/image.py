@@ -50,7 +50,7 @@ def open_source(path: Path) -> Source:
             f"{path} is one DICOM file; name the folder that holds all slices of its series"
         )
     raise VolumeError(
-        f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}, and folders of DICOM "
+        f"{path} has no known file ending; known: {', '.join(SUFFIXES)}, and folders of DICOM "
         "slices"
     )
 

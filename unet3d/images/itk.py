@@ -184,8 +184,8 @@ def open_file(path: Path) -> Source:
         affine, spacing_mm = _placed(header, is_nrrd)
     except ValueError as error:
         raise VolumeError(
-            f"{path} has a header that cannot be used: {error}; save it as a volume of three axes "
-            "of space and one number in each voxel, in one file, raw or compressed by gzip"
+            f"{path} has a header that cannot be used: {error}; save it as one file with three "
+            "spatial axes and one number per voxel, raw or compressed by gzip"
         ) from error
     is_anatomical = header.directions is not None and not (is_nrrd and "space" not in fields)
     if not is_anatomical:

@@ -127,7 +127,7 @@ def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
         wrong |= stored != 0
     if wrong.any():
         raise VolumeError(
-            f"{path} has {np.count_nonzero(wrong)} voxels that are no integer labels, such as "
+            f"{path} has {np.count_nonzero(wrong)} voxels that are not integer labels, such as "
             f"{stored[wrong][0]:.7g}; is it an image? a label map holds whole numbers"
         )
     return rounded

@@ -138,11 +138,12 @@ def open_nibabel(image: SpatialImage) -> Source:
     is_nifti = isinstance(image, nib.Nifti1Pair)  # the others of its kind derive from it
     if not is_nifti and not isinstance(image, nib.MGHImage):
         raise VolumeError(
-            f"{IN_MEMORY} is nibabel's {type(image).__name__}, which may not say where left is; "
+            f"{IN_MEMORY} is a nibabel {type(image).__name__}, which may not define left and "
+            "right; "
             "give a NIfTI or MGH image, or its array with an affine"
         )
     if image.affine is None:
-        raise VolumeError(f"{IN_MEMORY} has no affine, so nobody knows where it lies; give it one")
+        raise VolumeError(f"{IN_MEMORY} has no affine, so its position is unknown; give it one")
     try:
         voxels = np.asanyarray(image.dataobj)
     except MemoryError:  # which the caller explains
@@ -168,7 +169,7 @@ def open_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> Source:
         matrix = np.empty(0)
     if matrix.shape != (4, 4) or not np.array_equal(matrix[3], (0, 0, 0, 1)):
         raise VolumeError(
-            f"the affine of {IN_MEMORY} is none; give 4 rows of 4 numbers, the last of them 0, 0, "
+            f"the affine of {IN_MEMORY} is invalid; give 4 rows of 4 numbers, the last row 0, 0, "
             "0, 1"
         )
     if voxels.ndim not in (3, 4):

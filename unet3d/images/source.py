@@ -171,7 +171,7 @@ def _refuse_tail(path: Path, num_bytes: int) -> None:
     """Refuse a file that goes on: a smaller shape would read other voxels, and say nothing."""
     if num_bytes > MAX_TAIL_BYTES:
         raise VolumeError(
-            f"{path} goes on for more than {MAX_TAIL_BYTES} bytes after the voxels that its "
+            f"{path} has more than {MAX_TAIL_BYTES} bytes after the voxels that its "
             "header describes; it is damaged, or the shape in its header is wrong"
         )
 

@@ -179,7 +179,7 @@ def evaluate(
     if not evaluation.labels:
         raise DatasetError(
             f"neither {predictions} nor {labels} holds any label but the background 0"
-            f"{'' if scored.ignore is None else f' where {scored.ignore} is not to be ignored'}; "
+            f"{'' if scored.ignore is None else f' outside of the ignore label {scored.ignore}'}; "
             "there is nothing to compare"
         )
     return evaluation
@@ -209,8 +209,8 @@ def scored_labels(
         return scored
     if ignore in {value for label in scored.names for value in values_of(label)}:
         raise ConfigError(
-            f"--ignore {ignore} is a label of {dataset or checkpoint or found}; give the value "
-            "that is none"
+            f"--ignore {ignore} is a label of {dataset or checkpoint or found}; give a value "
+            "that is not a label"
         )
     return replace(scored, ignore=ignore)
 
@@ -222,7 +222,7 @@ def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelM
     if disagreement is not None:
         raise VolumeError(
             f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
-            "compare a prediction with the label map of its own image"
+            "compare a segmentation with the label map of its own scan"
         )
     return on_grid_of(label.geometry, prediction), label
 
@@ -250,8 +250,8 @@ def _refuse_image(
     num_unknown = len(np.setdiff1d(values, partner_values))
     if num_unknown > MAX_VALUES_OF_ONE_SIDE:
         raise VolumeError(
-            f"{path} is an image, not a label map: it holds {len(values)} different values, of "
-            f"which {partner} lacks {num_unknown}; name label maps"
+            f"{path} is an image, not a label map: it holds {len(values)} different values, and "
+            f"{partner} lacks {num_unknown} of them; name label maps"
         )
 
 

@@ -50,8 +50,8 @@ def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> Foun
         advice = ", or leave them out with --leave-out" if prediction_of else ""
         raise DatasetError(
             f"{unknown[0]} has no label map in {labels}, looked for "
-            f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each prediction "
-            f"the name of its label map, and keep others elsewhere{advice}"
+            f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each "
+            f"segmentation the name of its label map, and move others elsewhere{advice}"
         )
     # A user who names one prediction asks for that one only.
     without = sorted(label_of.keys() - prediction_of.keys()) if predictions.is_dir() else []
@@ -73,7 +73,7 @@ def _by_stem(path: Path) -> dict[str, Path]:
             continue
         stem = volume_stem(file)
         if stem in found:
-            raise DatasetError(f"{found[stem]} and {file} have one name; keep one of them")
+            raise DatasetError(f"{found[stem]} and {file} have the same name; keep one of them")
         found[stem] = file
     if not found:
         raise DatasetError(f"{path} holds no volume to compare")

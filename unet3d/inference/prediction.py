@@ -119,7 +119,7 @@ def predict(
         with _naming_left(scans, request.overwrite, progress if says else None):
             will_deal = group.size == 1 and 1 < dims.num_replicas <= num_left
             if will_deal:
-                logger.info("%d scans dealt to %d devices", num_left, dims.num_replicas)
+                logger.info("distributing %d scans over %d devices", num_left, dims.num_replicas)
             if will_deal or (dims.num_shards > group.size and num_left):
                 _start_ranks(request, dims, say)
                 return results
@@ -285,7 +285,7 @@ class _Job:
             write_segmentation(scan, labels, image.geometry, names, replaces)
         for path in {scan.beside(one) for one in ENDINGS} - {*scan.results(request)}:
             if os.path.lexists(path):
-                logger.warning("%s was there before and may be of another segmentation", path)
+                logger.warning("%s existed before and may belong to another segmentation", path)
 
 
 def _start_ranks(

@@ -256,7 +256,7 @@ def _log_mirroring(networks: Networks) -> None:
                 "each window is predicted %d times, mirrored along %s", 2 ** len(axes), words
             )
         else:
-            logger.warning("no mirror images: training had none, so --tta changes nothing")
+            logger.warning("training used no mirror images, so --tta changes nothing")
 
 
 def cause_of_non_finite(largest: float, precision: str) -> str:
@@ -265,18 +265,15 @@ def cause_of_non_finite(largest: float, precision: str) -> str:
     The normalised intensities of the image reach so far, in magnitude.
     """
     if not largest <= LARGEST_USUAL:
-        return (
-            f"its normalised intensities reach {largest:.3g}; look for single voxels that are far "
-            "from all others"
-        )
+        return f"its normalised intensities reach {largest:.3g}; look for single outlier voxels"
     if precision == "float16":
         return (
             f"in float16, numbers beyond {MAX_FLOAT16} overflow; add --precision bfloat16, which "
             "reaches further"
         )
     return (
-        "its intensities are unlike those of the training, or the training has diverged; look at "
-        "the image, or use another checkpoint"
+        "its intensities differ from those in training, or training had diverged; look at the "
+        "image, or use another checkpoint"
     )
 
 
@@ -296,7 +293,7 @@ def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
     values = [_few_values(image, channel) for channel in range(image.num_channels)]
     if all(values):
         yield (
-            f"{path} holds the whole numbers {some(values[0])} alone, as a label map does; name "
+            f"{path} holds the whole numbers {some(values[0])} only, as a label map does; name "
             "the scan itself"
         )
 

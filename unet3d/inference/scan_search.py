@@ -157,7 +157,7 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
             )
         place = os.path.realpath(scan.output)
         if place in sources:
-            raise ConfigError(f"{scan.output} is itself to be segmented; choose another --output")
+            raise ConfigError(f"{scan.output} is also an input; choose another --output")
         twin = by_output.setdefault(place, scan)
         if twin is not scan:
             raise ConfigError(
@@ -179,8 +179,7 @@ def _refuse_unwritable(path: Path) -> None:
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"cannot write {path}: {folder} is no folder that you can write to; choose another "
-            "--output"
+            f"cannot write {path}: {folder} is not a writable folder; choose another --output"
         )
 
 

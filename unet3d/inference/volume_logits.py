@@ -91,7 +91,7 @@ class VolumeLogits:
         if self._placed.is_shared or settings.batch_size != "auto" or self._most_at_a_time == 1:
             return False
         self._takes_one = True
-        logger.info("%d windows at a time do not fit; trying one", self._most_at_a_time)
+        logger.info("%d windows per forward pass do not fit; trying one", self._most_at_a_time)
         return True
 
     def slabs(self, image: Planes, windows_done: WindowsDone) -> Iterator[Tensor]:

@@ -184,6 +184,6 @@ class Replayed:
         except RuntimeError as error:
             self._has_failed = True
             logger.warning(
-                "windows cannot be captured as CUDA graphs, so they are launched: %s",
+                "windows cannot be captured as CUDA graphs, so they run without graphs: %s",
                 " ".join(str(error).split())[:200],
             )

@@ -153,8 +153,8 @@ class Windows:
         number = math.prod(_num_windows(max(n, w), w, overlap) for n, w in each)
         if number > MOST_WINDOWS:
             raise VolumeError(
-                f"{times(size)} voxels need {number:.3g} windows of {times(shape)}, and at most "
-                f"{MOST_WINDOWS} are computed; check the spacing in the header, or take larger "
+                f"{times(size)} voxels need {number:.3g} windows of {times(shape)}, but at most "
+                f"{MOST_WINDOWS} are allowed; check the spacing in the header, or take larger "
                 "windows (--window) or a smaller --overlap"
             )
         x, y, z = (max(n, w) for n, w in zip(size, shape, strict=True))

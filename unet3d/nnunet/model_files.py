@@ -75,8 +75,8 @@ def networks_in(
         return _chosen(_final_ones(path, ""), folds, path)
     if archive is not None and not path.is_file():
         raise CheckpointError(
-            f"{known_as(path)} has no {PLANS}, so it is no model of nnU-Net; name an archive that "
-            "nnUNetv2_export_model_to_zip has written, or what is in it"
+            f"{known_as(path)} has no {PLANS}, so it is not a model of nnU-Net; name an archive "
+            "from nnUNetv2_export_model_to_zip, or its content"
         )
     files = checkpoints_in(path)
     if folds is None or not path.exists():  # what is missing is said when it is read
@@ -169,8 +169,9 @@ def _unpacked(path: Path, stack: ExitStack) -> Path:
             size, needed = path.stat().st_size, sum(member.file_size for member in members)
             if needed > MAX_GROWTH * size:
                 raise CheckpointError(
-                    f"{path} has {readable(size)}, and {readable(needed)} unpacked, as no weights "
-                    "have; if that is right, unpack it yourself and name its folder"
+                    f"{path} has {readable(size)}, and {readable(needed)} unpacked, which is "
+                    "implausible for weights; if that is right, unpack it yourself and name its "
+                    "folder"
                 )
             folder = stack.enter_context(temporary_folder(UNPACKED))
             (folder / "archive").symlink_to(path)

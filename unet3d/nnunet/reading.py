@@ -144,9 +144,9 @@ def warn_of_trainer(trainer: str, model: str) -> None:
     """Say that a model may need another network than its plan describes; once for each."""
     if not keeps_network(trainer):
         logger.warning(
-            "%s was trained by %s, which nnU-Net does not have: if it changes what the plan says "
-            "of the network, such as the activation, the segmentations are wrong; compare one with "
-            "that of nnU-Net",
+            "%s was trained by %s, which nnU-Net does not have: if this trainer changes the "
+            "network, such as the activation, the segmentations are wrong; compare one with "
+            "nnU-Net's",
             model,
             trainer,
         )

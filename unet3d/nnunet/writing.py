@@ -36,14 +36,14 @@ def write_model(
         remove_leftovers(folder.absolute().parent)  # a killed process may have moved it aside
     if folder.is_symlink() or (folder.exists() and not (folder / PLANS).is_file()):
         raise ResultExistsError(
-            f"{folder} exists, and is no folder of a model; choose another --output"
+            f"{folder} exists, but is not the folder of a model; choose another --output"
         )
     if folder.exists() and not overwrite:
         raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
     first = next(iter(folds.values()))
     for fold, other in folds.items():
         if _of_training(other) != _of_training(first):
-            raise _refused(f"network {fold} is not as the first; name folds of one training")
+            raise _refused(f"network {fold} differs from the first; name folds of one run")
     plans = json.loads(json.dumps(_plans(first)))  # lists for tuples, as nnU-Net reads them
     dataset = _dataset(first.preprocessing)
     try:
@@ -97,13 +97,16 @@ def _refused(why: str) -> CheckpointError:
 def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
     topology, preprocessing = checkpoint.topology, checkpoint.preprocessing
     if topology.norm != "instance":
-        raise _refused(f"its plans have instance normalisation, and this is {topology.norm}")
+        raise _refused(
+            f"its plans have instance normalisation, but this network has {topology.norm} "
+            "normalisation"
+        )
     if checkpoint.patch_size is None:
-        raise _refused("it was trained on whole volumes, and its plans need a patch size")
+        raise _refused("it was trained on whole volumes, but nnU-Net's plans need a patch size")
     if preprocessing.spacing_mm is None:
-        raise _refused("each image keeps its own spacing, and its plans need one for all")
+        raise _refused("each image keeps its own spacing, but nnU-Net's plans need one for all")
     if not preprocessing.crops_to_nonzero:
-        raise _refused("it crops images to what is not zero, and this network takes all of them")
+        raise _refused("it crops images to nonzero voxels, but this network uses complete images")
     spacing = preprocessing.spacing_mm[::-1]
     size = checkpoint.patch_size[::-1]
     scheme_of = {kind: scheme for scheme, kind in SCHEMES.items()}

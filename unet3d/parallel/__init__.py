@@ -57,7 +57,7 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
             hopper.agree(layout.devices, group.exchange)
     if layout.num_shards > 1:
         if not isinstance(network, UNet3d):
-            raise ConfigError("parallel mode spatial knows slabs of a UNet3d only")
+            raise ConfigError("parallel mode spatial supports only a UNet3d")
         from unet3d.parallel.spatial.executor import SpatialExecutor
 
         return SpatialExecutor(network, layout, group)

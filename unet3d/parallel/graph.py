@@ -286,8 +286,8 @@ class StepCapture:
             logger.debug("no memory to capture steps of %d micro-batches %s", len(batch), shape)
         except RuntimeError as error:  # such as of a loss that reads a value back to the host
             logger.warning(
-                "steps of batches %s cannot be captured as CUDA graphs, so they are launched: %s; "
-                "%s=0 in the environment does not try",
+                "steps of batches %s cannot be captured as CUDA graphs, so they run without "
+                "graphs: %s; %s=0 in the environment turns graphs off",
                 shape,
                 " ".join(str(error).split())[:200],
                 CAPTURE_SWITCH,

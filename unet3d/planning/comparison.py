@@ -136,9 +136,12 @@ def _beside(
 
 def _notes(settings: ParallelSettings, memory_bytes: int | None) -> Iterator[str]:
     if settings.devices is None and not has_gpu(memory_bytes):
-        yield "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
+        yield (
+            "This machine has no GPU, so this is about its CPU; --device-memory GIB describes one."
+        )
     if settings.data_parallel is not False:
         yield (
             "parallel.data_parallel=true is not predicted: each step copies the network to every "
-            "GPU but the first, which gathers what they make. What is shown is a process for each."
+            "GPU but the first, which gathers the results. The numbers are those of one process "
+            "for each GPU."
         )

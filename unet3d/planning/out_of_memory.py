@@ -79,7 +79,7 @@ def available_bytes(device: torch.device) -> int:
 
 def _what_would_fit(prediction: MemoryEstimate) -> str:
     options = "; ".join(_alternatives(prediction)) or (
-        "nothing that was tried would; use a smaller network (model.base_channels) or more devices "
+        "nothing that was tried; use a smaller network (model.base_channels) or more devices "
         "with --parallel spatial"
     )
     return f"what would fit: {options}"

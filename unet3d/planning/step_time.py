@@ -335,5 +335,5 @@ def long_on_cpu(step: Step) -> str | None:
     words = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.0f} hours"
     return (
         f"predicted to take about {words} on a CPU ({epochs} epochs of {steps} steps of "
-        f"{seconds:.2g} s); train on a GPU, or leave presets out: what is open is smaller on a CPU"
+        f"{seconds:.2g} s); train on a GPU, or leave presets out: the defaults on a CPU are smaller"
     )

@@ -102,8 +102,8 @@ class PreparedCase:
             return np.ndarray(shape, dtype, content, size - num_bytes)
         except (OSError, ValueError) as error:
             raise CacheError(
-                f"{path} is gone or damaged since training began; run again to prepare it anew, "
-                "and leave the folder of data.cache alone during a run"
+                f"{path} is gone or damaged since training began; run again to prepare it, and "
+                "do not change the folder of data.cache during a run"
             ) from error
 
 

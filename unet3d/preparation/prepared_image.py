@@ -69,8 +69,8 @@ class PreparedImage:
         """The largest magnitude of its normalised intensities."""
         if not self.largest <= MAX_NORMALISED:
             raise VolumeError(
-                f"its normalised intensities reach {self.largest:.3g}; look for voxels that are "
-                "far from all others, or train with data.normalization=z-score"
+                f"its normalised intensities reach {self.largest:.3g}; look for outlier voxels, "
+                "or train with data.normalization=z-score"
             )
         orders = interpolation.orders(slice_axis)
         limits = ranges if interpolation.clips else None

@@ -239,8 +239,8 @@ def prepare_cases(
     prepared = [result for result in found if result is not None]
     if len(prepared) < len(tasks):
         raise CacheError(
-            f"{store.folder} lost what was written to it; leave the folder of data.cache alone "
-            "during a run"
+            f"{store.folder} lost files that were written to it; do not change the folder of "
+            "data.cache during a run"
         )
     return prepared
 

@@ -153,7 +153,7 @@ def visible_shape(
         f"{times(target_mm or spacing_mm)} mm"
     )
     if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
-        raise VolumeError(f"{change}, and nothing would be left to see; {REMEDY}")
+        raise VolumeError(f"{change}, which is far too few; {REMEDY}")
     finest = max(new / old for new, old in zip(new_shape, shape, strict=True))
     if new_shape != shape and (finest > MAX_FINER or math.prod(new_shape) > MAX_VOXELS):
         raise VolumeError(f"{change}, which is far too many; {REMEDY}")

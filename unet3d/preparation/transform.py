@@ -72,10 +72,12 @@ class Preprocessing(Labels):
     def _parts_agree(self) -> Self:
         """Refuse what a file says of channels and labels that do not belong together."""
         if not len(self.channels) == len(self.channel_names) > 0:
-            raise ValueError("has another number of channels than of their names")
+            raise ValueError("has different numbers of channels and of their names")
         labels = set(self.label_values)
         if not len(self.label_names) == len(labels) == len(self.label_values) > 0:
-            raise ValueError("has another number of labels than of their names, or one value twice")
+            raise ValueError(
+                "has different numbers of labels and of their names, or one value twice"
+            )
         in_regions = {value for region in self.regions for value in region.values}
         written = {region.written for region in self.regions}
         raw = [value for values in self.raw_values for value in values]

@@ -148,7 +148,7 @@ class ProgressLine:
             self._next_line = now + LOG_SECONDS
             left = duration((1 - part) * seconds)
             number = min(case + 1, num_cases)
-            logger.info("%s case %d/%d, %s left of it", doing, number, num_cases, left)
+            logger.info("%s case %d/%d, %s left", doing, number, num_cases, left)
         return part, seconds
 
     def _is_due(self) -> bool:

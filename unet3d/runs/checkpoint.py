@@ -90,9 +90,7 @@ class Checkpoint:
         values = {value for rule in self.postprocessing for value in rule}
         unknown = values.difference(self.preprocessing.label_values[1:])
         if unknown:
-            raise ValueError(
-                f"has post-processing of label {min(unknown)}, which is none of its own"
-            )
+            raise ValueError(f"has post-processing of label {min(unknown)}, which it does not have")
         return self
 
     @property
@@ -222,7 +220,7 @@ def refuse_non_finite(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
             raise ValueError(
-                f"the weight {printable(name)} holds numbers that are not finite: the training had "
+                f"the weight {printable(name)} holds numbers that are not finite: training had "
                 "diverged"
             )
 

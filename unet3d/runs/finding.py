@@ -62,7 +62,7 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
     if begun:
         lacking = [fold.path.name for fold in folds if not fold.has_summary()]
         if lacking:
-            logger.warning("%s: the training of %s has not ended", path, some(lacking))
+            logger.warning("%s: training of %s has not finished", path, some(lacking))
         return begun
     files = tuple(sorted(file for file in path.glob("*.pt") if file.is_file()))
     if not files:

@@ -81,13 +81,13 @@ class RunFolder:
                 stack.enter_context(locked(self.path.resolve()))
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"{self.path} is in use by a running training; wait until it ends, or "
+                    f"{self.path} is in use by another training run; wait until it ends, or "
                     "choose another --output"
                 ) from error
             except OSError as error:  # a file system without locks
                 reason = reason_of(error)
                 logger.warning(
-                    "cannot lock %s (%s); start no second training in it", self.path, reason
+                    "cannot lock %s (%s); do not start a second run in it", self.path, reason
                 )
             yield
 
@@ -118,13 +118,13 @@ class RunFolder:
             names = sorted(path.name for path in self.path.iterdir() if not is_leftover(path))
             if names and self.read_data() is None:
                 raise ConfigError(
-                    f"{self.path} is not empty and is no run: it holds {names[0]}; {AWAY}, or "
+                    f"{self.path} is not empty and is not a run: it holds {names[0]}; {AWAY}, or "
                     "choose another --output"
                 )
         if self.has_summary() or len(self.read_metrics()) > 1:
             raise ConfigError(
-                f"{self.path} holds the results of a run whose checkpoints are gone; bring "
-                f"{self.latest.name} back, or choose another --output"
+                f"{self.path} holds the results of a run whose checkpoints are missing; restore "
+                f"{self.latest.name}, or choose another --output"
             )
 
     def checkpoint(self) -> Path | None:

@@ -100,7 +100,7 @@ class FinalValidation:
             return None
         began = time.monotonic()
         logger.info(
-            "predicting %d validation case(s) with the final network in %s",
+            "segmenting %d validation case(s) with the final network in %s",
             len(cases),
             self._precision,
         )

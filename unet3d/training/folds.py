@@ -177,8 +177,8 @@ def _train(
         others = [name for name in of_name if name not in statuses]
         begin = f", so {some(others)} did not begin" if others else ""
         raise Unet3dError(
-            f"{len(failed)} of {len(runs)} folds did not come to their end: {some(failed)}{begin}; "
-            "each has said why. Repair that, or remove the folder of a fold that is to begin anew, "
+            f"{len(failed)} of {len(runs)} folds did not finish: {some(failed)}{begin}; "
+            "their errors are above. Fix them, or remove the folder of a fold to start it over, "
             f"and add --resume --output {folder.path}"
         )
 

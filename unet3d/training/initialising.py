@@ -70,7 +70,8 @@ def network_to_begin_with(
     ]
     if differences:
         raise ConfigError(
-            f"training.init ({config.training.init}) is another network than the settings ask for: "
+            f"training.init ({config.training.init}) has another network than the settings ask "
+            "for: "
             f"{'; '.join(differences)}; leave these settings out"
         )
     if config.is_open("data.spacing_mm"):

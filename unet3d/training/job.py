@@ -209,8 +209,8 @@ def _is_finished(past: Past | None, experiment: Experiment, group: Group) -> boo
         if not past.is_finished(epochs):
             return False
         logger.info(
-            "%s is finished: %d of %d epochs are done; to train on, give --resume --epochs with "
-            "more",
+            "%s is finished: %d of %d epochs are done; to train longer, give --resume --epochs "
+            "with a larger number",
             past.folder.path,
             past.state.epoch,
             epochs,

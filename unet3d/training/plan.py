@@ -184,7 +184,7 @@ def _choose_run(request: Request, group: Group) -> Run:
         is_saved = old_run.latest.exists()
         if not is_saved:
             logger.warning(
-                "%s was stopped before its first checkpoint; it begins anew", old_run.path
+                "%s was stopped before its first checkpoint; it starts over", old_run.path
             )
         return Run(plan=plan, folder=old_run, resume=is_saved)
     may_be_restarted = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"

@@ -108,8 +108,8 @@ def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
         run = RunFolder(request.output)
     if run is None and request.output is not None and RunFolder(request.output).checkpoint():
         raise ConfigError(
-            f"{request.output} has a checkpoint, but no config.yaml to resume with; bring that "
-            f"back, or begin a new run with its network: --init {request.output}"
+            f"{request.output} has a checkpoint, but no config.yaml to resume with; restore that "
+            f"file, or start a new run with its network: --init {request.output}"
         )
     if run is None:
         made_with = "" if request.output or dataset is None else f" that was made with {dataset}"

@@ -91,8 +91,8 @@ class Past:
     def _refuse(self, changes: list[str]) -> None:
         if changes:
             raise ConfigError(
-                f"{self.folder.path} cannot be continued: {'; '.join(changes)}; resume with what "
-                "it was trained on, or start a new run in another --output"
+                f"{self.folder.path} cannot be continued: {'; '.join(changes)}; resume with the "
+                "same data and settings, or start a new run in another --output"
             )
 
 

@@ -97,7 +97,7 @@ class TrainingState:
         Raises ValueError where one is of another type, or not finite.
         """
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-            raise ValueError("it holds no state of a training")
+            raise ValueError("it holds no training state")
         try:
             state = cls(**values)
         except ValidationError as error:
@@ -206,7 +206,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 def divergence_error(what: str, learning_rate: float) -> ConfigError:
     """Return the error for a training that is not finite any more."""
     return ConfigError(
-        f"{what}; use a smaller training.learning_rate than {learning_rate:g}, which also --resume "
-        "takes: what was saved before is finite. With data.normalization none, look for images "
-        "with extreme intensities, too"
+        f"{what}; use a smaller training.learning_rate than {learning_rate:g}, also with "
+        "--resume: the last checkpoint is finite. With data.normalization none, also look for "
+        "images with extreme intensities"
     )

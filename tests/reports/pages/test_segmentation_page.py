@@ -159,7 +159,7 @@ def test_an_empty_segmentation_and_several_channels_say_so(tmp_path):
         (np.zeros((24, 20, 15), np.uint8), ("do not lie on one grid", "24x20x15")),
         (np.arange(7680).reshape(SHAPE).astype(np.int16), ("7680 different values", "an image?")),
         (np.full(SHAPE, -3, np.int16), ("from -3 to -3",)),
-        (np.full(SHAPE, 0.5, np.float32), ("no integer labels",)),
+        (np.full(SHAPE, 0.5, np.float32), ("not integer labels",)),
     ],
 )
 def test_what_is_no_segmentation_of_the_scan_is_refused(files, array, words):

@@ -69,7 +69,7 @@ def run_page(folder: Path) -> str:
     run = RunFolder(folder)
     if not has_page(run):
         raise CheckpointError(
-            f"{folder} is no folder of a run: it has neither {run.data.name} nor "
+            f"{folder} is not the folder of a run: it has neither {run.data.name} nor "
             f"{run.config.name}; name one, or a segmentation with --image"
         )
     notes: list[str] = []

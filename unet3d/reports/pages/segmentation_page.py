@@ -70,7 +70,7 @@ def _statistics(scan: Image, labels: LabelMap, names: Mapping[int, str] | None) 
     if len(values) > MAX_LABELS or values[0] < 0:
         raise VolumeError(
             f"{path} holds {len(values)} different values, from {values[0]} to {values[-1]}; "
-            f"is it an image? name a label map, of at most {MAX_LABELS} values from 0"
+            f"is it an image? name a label map with at most {MAX_LABELS} values, from 0"
         )
     if names is None:
         names = read_label_names(path)

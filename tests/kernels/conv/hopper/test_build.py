@@ -75,7 +75,7 @@ def test_without_a_folder_that_can_be_written_nothing_is_kept(nvrtc, tmp_path, l
     assert len(nvrtc.programs) == 2
     (line,) = log.messages
     folder = tmp_path / "cache/unet3d/kernels"
-    assert line.startswith("compiled kernels are not kept, so every start takes seconds longer")
+    assert line.startswith("compiled kernels are not cached, so every start takes seconds longer")
     assert line.endswith(f": {folder}: Not a directory")
 
 

@@ -181,4 +181,4 @@ def _keep(path: Path, made: bytes) -> None:
 
 @functools.cache
 def _say_that_nothing_is_kept(reason: str) -> None:
-    logger.info("compiled kernels are not kept, so every start takes seconds longer: %s", reason)
+    logger.info("compiled kernels are not cached, so every start takes seconds longer: %s", reason)
