@@ -70,9 +70,9 @@ _training = Lock()
 
 
 class Segmenter:
-    """Segments images with a network, or with the mean of several, as ``unet3d predict`` does.
+    """Segments images with one network or an ensemble, as ``unet3d predict`` does.
 
-    One image at a time: threads wait for one another.
+    Threads may share it; they segment one image after another.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -96,19 +96,18 @@ class Segmenter:
         Args:
             image: A file or a folder of DICOM slices; several files, one for each channel; an image
                 of nibabel's; or an array of shape (I, J, K), or (I, J, K, C) with channels.
-            affine: Of an array: (4, 4), from its indices to mm, to the right, front and top, as
-                nibabel has it.
+            affine: For an array only: (4, 4), from voxel indices to mm in RAS, as in nibabel.
 
         Returns:
             The labels on the grid of the image, in its orientation:
             ``numpy.asarray(result.dataobj)`` has their values, ``nibabel.save`` writes them.
 
         Raises:
-            VolumeError: The image cannot be read or used, or has other channels than the networks.
+            VolumeError: The image cannot be read or used, or its channels do not match the
+                networks.
             DoesNotFitError: A device has too little memory.
             CheckpointError: One of several networks cannot be used.
-            TypeError: The image is something else, an array has no affine, or something else has
-                one.
+            TypeError: The image has another type, or an affine is missing or not allowed.
         """
         with explaining_memory("the image"):
             volume = _volume(image, affine)
@@ -135,23 +134,23 @@ def load(
     """Load trained networks, and place them on devices of this process.
 
     Args:
-        checkpoint: File or folder of a run, of folds or of files, or a model of nnU-Net, as a
-            folder or an archive.
-        others: More of them; several networks are averaged.
-        folds: Which folds of them, such as 0, ``"0,2"`` or ``[0, 2]``; ``"all"`` or None: all that
-            they have; of a model of nnU-Net the numbered ones, or else the one on all cases.
-        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for windows dealt to replicas on
-            two GPUs (where a window does not fit on one of them, or they differ, for a network in
-            stages); None: the first GPU, or the CPU.
+        checkpoint: Checkpoint file, folder of a run, of folds or of checkpoints, or a model of
+            nnU-Net as a folder or an archive.
+        others: More checkpoints; the networks are averaged.
+        folds: Folds to use, such as 0, ``"0,2"`` or ``[0, 2]``; ``"all"`` or None: all folds. For a
+            model of nnU-Net these are the numbered folds, or else ``fold_all``.
+        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for replicas on two GPUs, which
+            share the windows (for a network in stages, if the GPUs differ or a window does not fit
+            on one); None: the first GPU, or the CPU.
         window: Voxels of a window along X, Y, Z, or ``"whole"``; None: as in training.
-        overlap: Share of a window that its neighbour covers too; None: as in training.
-        precision: What is computed in, such as ``"float32"``; None: as in training.
+        overlap: Overlap of neighbouring windows, as a share of the window; None: as in training.
+        precision: Number type of activations, such as ``"float32"``; None: as in training.
         tta: Whether to average over mirror images, too; None: as in training.
-        postprocessing: Whether to keep only the largest component of the labels where the
-            validation has shown that this is better; None: as in training.
+        postprocessing: Whether to keep only the largest component of labels for which validation
+            chose that; None: as in training.
 
     Returns:
-        What segments images, one after another.
+        The segmenter, with its networks on the devices.
 
     Raises:
         CheckpointError: A file cannot be used, or the networks do not belong together.
@@ -194,8 +193,8 @@ def predict(
 ) -> tuple[Path, ...]:
     """Segment files with trained networks, as ``unet3d predict`` does.
 
-    What the command says of each scan goes to the logger ``unet3d`` at level INFO. Where several
-    devices need a process each, these are started, and end with this call.
+    Progress goes to the logger ``unet3d`` at level INFO. If each device needs a process, the
+    processes run for the duration of this call.
 
     Args:
         images: Files, or folders of them or of DICOM slices.
@@ -207,12 +206,11 @@ def predict(
             :class:`~unet3d.inference.request.PredictionRequest`, such as ``statistics=True``.
 
     Returns:
-        The files of the segmentations, sorted: those that were made, and those that were there and
-        were kept.
+        The files of the segmentations, sorted: new ones, and existing ones that were kept.
 
     Raises:
-        Unet3dError: For every reason that can be explained; a DatasetError at the end where some of
-            several scans could not be segmented.
+        Unet3dError: Any error with a known cause; a DatasetError at the end if some of several
+            scans could not be segmented.
         TypeError: There is no such option.
     """
     asked = {name: options.pop(name) for name in SETTINGS if name in options}
@@ -242,7 +240,7 @@ def predict(
 
 
 def _settings(devices: Device | Sequence[Device] | None, **asked: Any) -> dict[str, Any]:
-    """Return what is asked for as settings, dotted key to value."""
+    """Return the arguments as settings, dotted key to value."""
     if devices is not None:
         asked["devices"] = names_of(devices)
     return {
@@ -254,7 +252,7 @@ def _settings(devices: Device | Sequence[Device] | None, **asked: Any) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """A training that has come to its end."""
+    """A finished training run."""
 
     folder: Path
     """The run's folder, as ``unet3d train`` leaves it."""
@@ -283,37 +281,37 @@ def train(
     init: FileName | None = None,
     resume: bool = False,
 ) -> TrainedRun:
-    """Train a network, or continue to, as ``unet3d train`` does.
+    """Train a network, or resume a training run, as ``unet3d train`` does.
 
-    One device, or one network in stages on several, is trained in this process. Where a mode needs
-    a process for each device, they are started, and end with this call.
+    Training on one device, or of one network in stages, runs in this process. If a mode needs a
+    process for each device, the processes run for the duration of this call.
 
-    Nothing is shown: progress goes to the logger ``unet3d`` at level INFO. Random numbers and
-    threads of PyTorch are afterwards as they were before. Ctrl-C, SIGTERM and SIGHUP save a
-    checkpoint first; a thread other than the main one does not hear of them. A process trains one
-    network at a time: threads wait for one another.
+    Nothing is printed: progress goes to the logger ``unet3d`` at level INFO. Random state and
+    number of threads of PyTorch are restored afterwards. Ctrl-C, SIGTERM and SIGHUP save a
+    checkpoint first, but only if the main thread trains. A process trains one network at a time:
+    other threads wait.
 
     Args:
-        dataset: Folder of the data set, or its dataset.json; None: built-in phantom heads, or where
-            a run is continued, its own.
-        output: Folder of the run; None: a new one below ``runs/``, or the newest to continue.
-        config: YAML file of settings; what is auto is smaller where there is no GPU.
-        preset: Names of settings that belong together, over those of the file.
-        settings: Any others, over those, such as ``{"training.batch_size": 4}``.
-        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"``, of which the setting
-            ``parallel.mode`` says what is on each; None: the first GPU, or the CPU.
-        epochs: Epochs in all; more of them extend a run that is continued.
+        dataset: Folder of the data set, or its dataset.json; None: built-in phantom heads, or the
+            data set of a resumed run.
+        output: Folder of the run; None: a new one below ``runs/``, or with ``resume`` the newest.
+        config: YAML file of settings; values of ``auto`` are smaller without a GPU.
+        preset: Names of presets, which override the file.
+        settings: Settings that override presets, such as ``{"training.batch_size": 4}``.
+        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"``; the setting ``parallel.mode``
+            says what is on each. None: the first GPU, or the CPU.
+        epochs: Total number of epochs; a larger number extends a resumed run.
         fold: Which fold validates; "none" trains on every case.
-        init: Checkpoint, or folder of a run, with whose weights to begin.
+        init: Checkpoint or folder of a run whose weights a new run begins with.
         resume: Whether to continue the run in ``output``, or the newest one.
 
     Returns:
         The run, with the Dice of its validation cases.
 
     Raises:
-        Unet3dError: For every reason that can be explained, such as a setting that is refused
-            (ConfigError) or a data set that cannot be used (DatasetError).
-        KeyboardInterrupt: Ctrl-C; with ``resume`` what is saved is continued.
+        Unet3dError: Any error with a known cause, such as a wrong setting (ConfigError) or data set
+            (DatasetError).
+        KeyboardInterrupt: Ctrl-C; call again with ``resume`` to continue.
         Interrupted: SIGTERM or SIGHUP, likewise.
     """
     # A room of its own, which takes long to import.
@@ -392,7 +390,7 @@ def _train(request: "Request", ranks: Ranks) -> RunFolder:
 
 @contextmanager
 def _state_of_torch_kept() -> Iterator[None]:
-    """Leave random numbers, threads and switches as they were."""
+    """Restore random state, threads and switches of PyTorch at the end."""
     benchmark, num_threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]):

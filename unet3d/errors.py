@@ -1,6 +1,6 @@
-"""Every error that unet3d raises for a reason it can explain.
+"""Every error that unet3d raises for a known cause.
 
-The message is one line: what is wrong, which value, what to do. The command line prints it after
+A message is one line: what is wrong, which value, what to do. The command line prints it after
 ``Error:`` and exits with status 1, without a traceback.
 """
 
@@ -18,11 +18,11 @@ class ConfigError(Unet3dError):
 
 
 class ResultExistsError(ConfigError):
-    """A result is there already, and nobody has allowed to replace it."""
+    """A result exists, and may not be replaced."""
 
     @classmethod
     def meanwhile(cls, path: Path) -> Self:
-        """Return the error for a file that somebody else has made while ours was written."""
+        """Return the error for a file that another process has made while this one wrote it."""
         return cls(
             f"{path} was made by another process meanwhile, and is kept; add --overwrite to "
             "replace it"
@@ -50,11 +50,11 @@ class DoesNotFitError(DeviceError):
 
 
 class RankError(Unet3dError):
-    """One of the processes of a training hangs or cannot be reached, so the others cannot go on."""
+    """A process of a training run hangs or cannot be reached, so the others cannot continue."""
 
 
 class LostRankError(RankError):
-    """Another process of the training has ended, and knows the reason better than this one."""
+    """Another process of the training run has ended; its error has the cause."""
 
 
 class CheckpointError(Unet3dError):
@@ -64,7 +64,7 @@ class CheckpointError(Unet3dError):
 def reason_of(error: OSError) -> str:
     """Return why a file could not be used, for the end of a message: one line, never empty.
 
-    Libraries raise some errors of files without the system's text, such as NumPy on a full disk.
+    Some libraries raise file errors without the system's text, such as NumPy on a full disk.
     """
     return " ".join(str(error.strerror or error).split()) or type(error).__name__
 

@@ -59,7 +59,7 @@ encoders, planned to 9 and 24 GB (10^9 bytes) of a GPU (Isensee et al., arXiv 24
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Makes plain values, without aliases: a few lines of them unfold into gigabytes."""
+    """Makes plain values, and refuses aliases: a few lines with aliases can expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -155,13 +155,13 @@ class Config(Section):
         return dict(items(self.model_dump(mode="json", exclude_unset=only_set), ""))
 
     def is_open(self, key: str) -> bool:
-        """Return whether a setting, by its dotted key, is ``auto``: nobody has set it."""
+        """Return whether a setting, by its dotted key, is still ``auto``."""
         *sections, name = key.split(".")
         section = attrgetter(".".join(sections))(self)
         return section.may_be_open(name) and name not in section.model_fields_set
 
     def differs(self, key: str) -> bool:
-        """Return whether a setting, or one of a section, is another than by default."""
+        """Return whether a setting, or any of a section, differs from its default."""
         return bool(attrgetter(key)(self) != attrgetter(key)(Config()))
 
     @classmethod
@@ -186,12 +186,12 @@ def load_config(
 
     Args:
         path: A YAML file, or None for the defaults.
-        changes: Dotted key to value; or ``section.key=value`` strings as they are typed, see
-            :func:`parsed_changes`. Later ones win.
+        changes: Dotted key to value, or ``section.key=value`` strings, see :func:`parsed_changes`.
+            Later changes override earlier ones.
 
     Raises:
-        ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
-            are named at once.
+        ConfigError: The file cannot be read, a key is unknown, or a value is wrong. The message
+            names all problems.
     """
     source, tree = "", {}
     if path is not None:

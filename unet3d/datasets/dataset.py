@@ -7,14 +7,14 @@ nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.g
 MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
 ==============  ==================================================================================
 
-A label called ``ignore``, which has the highest value, marks voxels that nobody has labelled. Where
-labels have lists of values, they are regions, which may overlap; ``regions_class_order`` says what
-a segmentation has in each.
+A label called ``ignore``, which has the highest value, marks unlabelled voxels. Labels with lists
+of values are regions, which may overlap; ``regions_class_order`` has the value that a segmentation
+gets in each region.
 
-Files may be links and lie anywhere. A case is called by the path of its label map in the data set's
-folder, or by the whole path of one that lies elsewhere, without ``labelsTr`` and without the
-ending: ``liver_2``, ``patient_7/seg``. So a name depends on no other case. Where two cases would
-have one name, the data set is refused.
+Files may be links and lie anywhere. A case is named by the path of its label map in the data set's
+folder (the full path if the label map lies elsewhere), without ``labelsTr`` and without the ending:
+``liver_2``, ``patient_7/seg``. So its name does not depend on other cases. A data set in which two
+cases get the same name is refused.
 
 No volume is opened, except for a description that does not name its channels or labels. A missing
 file is not an error yet: ``unet3d.preparation.check`` names all of them at once.
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, or looks wrong, with a data set."""
+    """One error in a data set, or one doubtful thing."""
 
     case: str
     """Name of the case; where it is of none, that of the file or the data set."""
@@ -103,7 +103,7 @@ def load_dataset(path: Path) -> Dataset:
 
 
 def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
-    """Return all folds of a data set: its own, or those that are drawn; see :func:`fold_cases`."""
+    """Return all folds of a data set, its own or drawn ones; see :func:`fold_cases`."""
     if dataset.faults:
         fault = dataset.faults[0]
         raise DatasetError(f"{fault.case}: {fault.message}")
@@ -236,7 +236,7 @@ class _Description:
         return {name[: -len(ending)]: name for name in fitting}
 
     def _add(self, where: str, entry: Any, name: str | None = None) -> None:
-        """Add a case, by default called by its label map; without one it is a fault."""
+        """Add a case, by default named after its label map; a missing label map is a fault."""
         if not isinstance(entry, dict) or not entry.get("image"):
             raise DatasetError(
                 f"{self.path}: {where} needs an image and a label, but is {shown(entry)}"
@@ -259,7 +259,7 @@ class _Description:
         self.fold_of[case.name] = entry.get("fold")
 
     def _name_of(self, label: Path) -> str:
-        """Return what a case is called; results are named so too, below the folder of a run."""
+        """Return the name of a case, which also names its results in a run."""
         place = Path(os.path.normpath(label))
         if not place.is_relative_to(self.root):  # by this name
             place = Path(os.path.realpath(label.parent), label.name)

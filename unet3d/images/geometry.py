@@ -74,8 +74,8 @@ class Geometry:
     orientation: Orientation = field(repr=False)
     """From the axes of the file to X, Y, Z."""
     is_anatomical: bool = True
-    """Whether the file states which axis runs where in a patient; else nobody knows left from
-    right."""
+    """Whether the file states the orientation of its axes in the patient; if not, it is unknown
+    which side is left or right."""
     nifti_header: Any = field(repr=False)
     """A NIfTI header with nothing but the geometry of the file, for writing label maps."""
 
@@ -86,7 +86,7 @@ class Geometry:
         return (i, j, k)
 
     def as_stored(self) -> "Geometry":
-        """Return the same grid with the axes of the file, in their direction, as X, Y, Z."""
+        """Return the same grid with the axes of the file as X, Y, Z."""
         i, j, k = (int(axis) for axis in self.orientation[:, 0])
         turn = nib.orientations.ornt_transform(RAS, self.orientation)
         return replace(
@@ -118,8 +118,8 @@ def geometry_of_affine(
 ) -> Geometry:
     """Return the geometry of an array (I, J, K, C) with an affine in RAS and mm.
 
-    The spacing along I, J, K is that of the affine unless the file states it. An affine that
-    float32, in which segmentations are written, cannot hold raises VolumeError.
+    The spacing along I, J, K comes from the affine unless the file states it. Raises VolumeError if
+    float32, in which segmentations are written, cannot hold the affine.
     """
     grid = (shape[0], shape[1], shape[2])
     with np.errstate(all="ignore"):
@@ -197,10 +197,10 @@ def _refuse_impossible(path: Path, affine: Affine, is_held: bool = True) -> None
 
 
 def same_grid(a: Geometry, b: Geometry) -> str | None:
-    """Return what disagrees about the grids of two images, in RAS or not; None where nothing does.
+    """Return how the grids of two images differ, in RAS or not; None if they agree.
 
-    The same corner may lie a tenth of the finest spacing apart, or more where float32 cannot tell
-    so little that far from the origin.
+    Corners may differ by a tenth of the finest spacing, or by the rounding of float32 far from the
+    origin.
     """
     turn = axes_between(b.affine, a.affine)
     x, y, z = np.argsort(turn[:, 0])
@@ -224,7 +224,7 @@ def axes_between(source: Affine, target: Affine) -> Orientation:
 
 
 def shear_warning(geometry: Geometry) -> str | None:
-    """Return what the user of a sheared image must know; None where axes are at right angles."""
+    """Return a warning about a sheared image; None if its axes are at right angles."""
     if not is_sheared(geometry.affine):
         return None
     return (
@@ -241,7 +241,7 @@ def voxel_mm3(affine: Affine) -> float:
 
 
 def shear_degrees(affine: Affine) -> float:
-    """Return by how much the two axes that miss a right angle most miss it, in degrees."""
+    """Return the largest deviation of two axes from a right angle, in degrees."""
     directions = affine[:3, :3] / voxel_sizes(affine)
     cosines = np.abs(directions.T @ directions - np.eye(3))
     return math.degrees(math.asin(min(1.0, float(cosines.max()))))

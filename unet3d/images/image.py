@@ -1,7 +1,7 @@
 """An image: a lazy array (C, X, Y, Z) with a geometry, whatever files its channels are in.
 
-A scan of 16-bit numbers takes half of what it would take in float32, and one that is mapped takes
-nothing: voxels stay as they are stored until some of them are asked for.
+Voxels keep their stored type until they are read. So a scan of 16-bit numbers takes half the memory
+of float32, and a mapped file takes none.
 """
 
 import math
@@ -58,8 +58,8 @@ def open_source(path: Path) -> Source:
 def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> "Image":
     """Open an image whose channels are in one file or in several; voxels are read on demand.
 
-    Voxels that are packed in their file go to ``scratch``, by default into memory. A file that is
-    missing, damaged, of a kind that cannot be used or not on the grid of the first is refused.
+    Compressed voxels are unpacked to ``scratch``, by default in memory. Raises VolumeError if a
+    file is missing, damaged, of an unsupported kind, or not on the grid of the first.
     """
     sources = [open_source(path) for path in ([paths] if isinstance(paths, Path) else paths)]
     for source in sources:
@@ -70,7 +70,7 @@ def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> 
 def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
     """Return the image whose channels are in sources on one grid, in their order.
 
-    Its axes are right, front and top, or those of the first file.
+    Its axes are in RAS, or those of the first file.
     """
     first = sources[0].geometry
     target = first.as_stored() if as_stored else first
@@ -143,19 +143,19 @@ class Image:
 
     @property
     def unpacked_bytes(self) -> int:
-        """The room that voxels take which are packed in their files."""
+        """Bytes of the voxels that are compressed in their files, once unpacked."""
         return sum(source.unpacked_bytes for source in self._sources)
 
     def load(self) -> None:
-        """Unpack now what is packed."""
+        """Unpack compressed voxels now."""
         for source in self._sources:
             source.voxels()
 
     def read(self, box: Box | None = None, channel: int | None = None) -> npt.NDArray[np.float32]:
         """Return a box along X, Y, Z of all channels or of one, scaled, (C, X, Y, Z).
 
-        It is in the order of memory of the file, and nobody may change it. What float32 cannot hold
-        becomes infinite; a file that is damaged, or for which there is no memory, is refused.
+        It has the memory order of the file, and must not be changed. Values beyond float32 become
+        infinite. Raises VolumeError if a file is damaged or memory is too small.
         """
         place = self._placed(box)
         channels = self._channels if channel is None else [self._channels[channel]]
@@ -209,7 +209,7 @@ class Image:
 
     @property
     def slowest_axis(self) -> int:
-        """Of X, Y, Z, counted from 0, the one along which voxels lie furthest apart in memory."""
+        """Axis (0, 1, 2) along which voxels lie furthest apart in memory."""
         x, y, z = (slice(start, start + 1) for start in self._start)
         strides = np.abs(self._channels[0].stored((x, y, z)).strides)
         return int(np.argmax(np.where(np.array(self.shape[1:]) > 1, strides, -1)))
@@ -222,7 +222,7 @@ class Image:
             yield self.planes(axis, slice(first, min(first + num_planes, shape[axis])))
 
     def planes(self, axis: int, planes: slice) -> Box:
-        """Return the box of some planes that follow each other along an axis of X, Y, Z."""
+        """Return the box of consecutive planes along an axis."""
         x, y, z = (
             planes if one == axis else slice(0, size) for one, size in enumerate(self.shape[1:])
         )

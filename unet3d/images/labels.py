@@ -34,7 +34,7 @@ class LabelMap:
 
 
 def read_label(path: Path | str) -> LabelMap:
-    """Read a label map in RAS, or refuse a file with several channels or no integers.
+    """Read a label map in RAS; VolumeError if it has several channels or no integer values.
 
     Its array (X, Y, Z) is C-contiguous, of the smallest unsigned integer type that holds its
     values, or the smallest signed one if some are negative.
@@ -65,8 +65,8 @@ def read_label(path: Path | str) -> LabelMap:
 def on_grid_of(target: Geometry, label: LabelMap) -> LabelMap:
     """Return a label map with its axes in the order and direction of an image on the same grid.
 
-    That changes something only where both lie so obliquely, near 45 degrees, that the nearest
-    anatomical axes are a matter of rounding.
+    This has an effect only for grids rotated by about 45 degrees, where rounding decides which
+    anatomical axes are nearest.
     """
     turn = axes_between(label.geometry.affine, target.affine)
     if np.array_equal(turn, RAS):
@@ -85,7 +85,7 @@ def write_label(
     """Write a label map (X, Y, Z) in RAS onto the grid of the image that it was made from.
 
     The file has the axes, shape and place of that image, and the names of label values. It appears
-    whole or not at all; FileExistsError where something has its name and may not be replaced.
+    complete or not at all. Raises FileExistsError if a file exists and may not be replaced.
     """
     path = Path(path)
     if not can_be_written(path):
@@ -109,7 +109,7 @@ def write_label(
 def stored_labels(labels: npt.NDArray[Any], geometry: Geometry) -> npt.NDArray[Any]:
     """Return labels (X, Y, Z) in RAS with the axes of the image's file, of the smallest type.
 
-    ValueError: they are not on the grid of the image, or no labels.
+    Raises ValueError if the shape is not that of the image, or values are no labels.
     """
     if labels.shape != geometry.shape:
         raise ValueError(f"labels of shape {labels.shape} for a grid of shape {geometry.shape}")

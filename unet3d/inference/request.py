@@ -1,4 +1,4 @@
-"""What is asked of a prediction: the options of ``unet3d predict`` and of ``unet3d.predict``."""
+"""The request of a prediction: the options of ``unet3d predict`` and of ``unet3d.predict``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from unet3d.inputs.plain_data import explained
 
 
 class PredictionRequest(BaseModel):
-    """Which scans are segmented with which networks, how, and what is written."""
+    """Scans, checkpoints, settings and outputs of a prediction."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ class PredictionRequest(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "PredictionRequest":
-        """Return what plain values ask for, or raise ConfigError."""
+        """Return the request that plain values describe, or raise ConfigError."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -49,10 +49,10 @@ class PredictionRequest(BaseModel):
 
     @property
     def inference(self) -> dict[str, Any]:
-        """Return what is asked of how networks predict, dotted key to value."""
+        """Return the requested settings of inference, dotted key to value."""
         return {key: value for key, value in self.settings.items() if key.startswith("inference.")}
 
     @property
     def placement(self) -> ParallelSettings:
-        """Return where networks run; the devices of training say nothing about it."""
+        """Return the devices and mode of prediction, which do not depend on those of training."""
         return Config().with_values(self.settings).parallel

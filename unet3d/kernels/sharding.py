@@ -1,15 +1,15 @@
-"""Maps that are slabs of a volume along X, and what their operations tell the other slabs' holders.
+"""Feature maps that are slabs of a volume along X, and the messages between slabs.
 
 Inside :func:`sharded` a map is this device's slab. Between the units of a network it has one plane
 more on each side, its halo: the planes of the slabs beside it, or zeros where the volume ends. So a
-convolution pads nothing along X and sends nothing; its gradient of the halo's planes belongs to the
-neighbours, who add it to their own.
+convolution pads nothing along X and sends nothing. Its gradient of the halo's planes belongs to the
+neighbours, which add it to their own.
 
-Gradients follow the convention of ``DistributedDataParallel``: what every device has in the end is
-the derivative of the sum of all devices' losses, and the mean over the devices is the gradient.
-Every device computes the loss of the whole volume, so that sum counts it once for each of them.
+Gradients follow the convention of ``DistributedDataParallel``: each device ends up with the
+derivative of the sum of all devices' losses, and the mean over the devices is the gradient. Every
+device computes the loss of the whole volume, so the sum counts it once per device.
 
-A message must never depend on the size of a device's own slab: another one would wait for ever.
+A message must never depend on the size of a device's own slab: another device would wait forever.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ Halo = tuple[Tensor | None, Tensor | None]
 
 
 class Shard(Protocol):
-    """A device's slab of a volume, and its way to the others; all of them call each method."""
+    """A device's slab of a volume, and its messages to the others; all devices call each method."""
 
     index: int
     """Its number, from 0 along X."""
@@ -36,11 +36,11 @@ class Shard(Protocol):
     """Number of slabs."""
 
     def of_volume(self, number: int) -> int:
-        """Return how many planes or voxels the whole volume has, of which this slab has so many."""
+        """Return the number of planes or voxels of the whole volume, given that of this slab."""
         ...
 
     def of_largest(self, number: int) -> int:
-        """Return how many the largest slab has, of which this one has so many."""
+        """Return the number of the largest slab, given that of this slab."""
         ...
 
     def exchange(self, first: Tensor, last: Tensor) -> Halo:
@@ -60,13 +60,13 @@ _current: ContextVar[Shard | None] = ContextVar("shard", default=None)
 
 
 def current_shard() -> Shard | None:
-    """Return the slab that maps are, or None where they are whole."""
+    """Return the current slab, or None if maps are whole."""
     return _current.get()
 
 
 @contextmanager
 def sharded(shard: Shard | None) -> Iterator[None]:
-    """Take maps as slabs in the context, or as whole."""
+    """Treat maps as slabs in the context; None: as whole."""
     token = _current.set(shard)
     try:
         yield
@@ -83,16 +83,16 @@ def x_padding() -> int:
 
 
 def number_of_largest(number: int) -> int:
-    """Return how many voxels or elements the largest slab has, of which a map has so many."""
+    """Return the number of voxels or elements of the largest slab, given that of a map."""
     shard = current_shard()
     return number if shard is None else shard.of_largest(number)
 
 
 def sum_of_losses(values: Tensor) -> Tensor:
-    """Return sums over the volume from those over a slab, or a whole map; may be differentiated.
+    """Return sums over the volume from those over a slab, or over a whole map; differentiable.
 
-    Every device computes the same from them, so what comes back is the same everywhere, and the
-    derivative of the sum of all losses is so many times it.
+    Every device computes the same loss from the sums, so gradients arrive the same everywhere, and
+    the derivative of the sum of all losses is their multiple by the number of devices.
     """
     shard = current_shard()
     if shard is None:
@@ -102,13 +102,13 @@ def sum_of_losses(values: Tensor) -> Tensor:
 
 
 def sum_over_shards(values: Tensor, shard: Shard) -> Tensor:
-    """Return the sums over all slabs, of which each device makes its own; may be differentiated."""
+    """Return the sums over all slabs of values that each device computes; differentiable."""
     total: Tensor = _Sum.apply(values, shard, False)  # type: ignore[no-untyped-call]
     return total
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over slabs, whose gradient every device has, or only its own part of it."""
+    """A sum over slabs; each device has its whole gradient, or only a part of it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, shard: Shard, all_have_gradient: bool) -> Tensor:
