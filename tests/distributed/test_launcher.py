@@ -258,6 +258,13 @@ def test_a_rank_that_could_not_save_when_it_was_stopped_says_so():
     assert str(_reason([stopped, killed], TRAINING, signal.SIGTERM)) == "SIGTERM"
 
 
+def test_ranks_that_end_in_the_middle_of_their_work_are_told_from_those_that_say_how_it_ended():
+    """After the former, a prediction says which scans are left."""
+    for kind in ("consequence", "device", "hang"):
+        assert type(_reason([told(0, kind, 5.1, "no")])) is RankError
+    assert type(_reason([told(0, "explained", 5.1, "2 of 3 scans could not be")])) is Unet3dError
+
+
 def test_the_meeting_folder_is_private(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with meeting_folder() as folder:

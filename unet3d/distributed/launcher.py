@@ -88,7 +88,9 @@ def launch(
             if not failures:
                 return
             reason = _reason(failures, purpose, request.signal_number)
-            would_fail_again = any(one.report.get("kind") == "explained" for one in failures)
+            would_fail_again = any(
+                one.report.get("kind") in ("explained", "device") for one in failures
+            )
             is_last = would_fail_again or restart_count == max_restarts
             if is_last or request.signal_number is not None or isinstance(reason, Interrupted):
                 raise reason
@@ -148,9 +150,10 @@ def _reason(
         return Interrupted(stop_signal)
     if kind == "interrupted":
         return Interrupted(first.report["signal"])
-    if kind in ("explained", "hang", "consequence"):
-        error = Unet3dError if kind == "explained" else RankError
-        return error(first.report["message"]["message"])
+    if kind == "explained":
+        return Unet3dError(first.report["message"]["message"])
+    if kind in ("device", "hang", "consequence"):  # in the middle of the work of all
+        return RankError(first.report["message"]["message"])
     if kind == "unexpected":
         reason = f"stopped with {first.report['message']['message']}; --debug shows where"
     elif status < 0:

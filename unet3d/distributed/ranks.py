@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from unet3d.distributed import PARENT, SHARED_BY, is_launched, is_started
 from unet3d.distributed.processes import die_with_parent
-from unet3d.errors import ConfigError, LostRankError, RankError, Unet3dError
+from unet3d.errors import ConfigError, DeviceError, LostRankError, RankError, Unet3dError
 from unet3d.interruption import Interrupted, end_at_once
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,12 @@ _ending = threading.RLock()
 KINDS: dict[type[BaseException], str] = {
     LostRankError: "consequence",
     RankError: "hang",
+    DeviceError: "device",
     Unet3dError: "explained",
     Interrupted: "interrupted",
 }
-"""What ends a rank: the end of another, one that hangs, an explained error or a signal."""
+"""What ends a rank: the end of another, one that hangs, a device that cannot go on, another
+explained error, or a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
