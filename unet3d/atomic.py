@@ -148,7 +148,7 @@ def append(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[os.stat_result]:
-    """Hold the lock on a file or a folder, or raise BlockingIOError where another process does."""
+    """Lock a file or a folder, or raise BlockingIOError if another process holds the lock."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +173,7 @@ def remove_leftovers(folder: Path, elsewhere_s: float = ELSEWHERE_SECONDS) -> No
 
 
 def is_leftover(path: Path) -> bool:
-    """Return whether a name that a folder lists is that of a temporary file or folder of ours."""
+    """Return whether a name is that of a temporary file or folder of unet3d."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -245,7 +245,7 @@ def _flush_all(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    """Flush the content of a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

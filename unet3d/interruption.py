@@ -37,7 +37,7 @@ class Interrupted(BaseException):
 
 
 class InterruptionRequest:
-    """Whether somebody has asked to stop."""
+    """Whether a stop was requested."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -67,7 +67,7 @@ def end_at_once(status: int) -> NoReturn:
 
 
 class _Stop:
-    """Handler of the signals, where nothing is deferred."""
+    """Signal handler for times when stopping is not deferred."""
 
     def __init__(self) -> None:
         self.is_rank = False

@@ -1,1 +1,1 @@
-"""The command line: one module for each group of commands; `app` is where it starts."""
+"""The command line: a module for each command; `app` is the entry point."""

@@ -79,7 +79,7 @@ class Command(click.Command):
             raise
 
     def with_settings(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the function: ``settings`` in place of options of settings."""
+        """Return the function's arguments: ``settings`` replaces options of settings."""
         if not self.of_settings and "overrides" not in parameters:
             return dict(parameters)
         from unet3d.config import parsed_changes, parsed_value, preset_changes
@@ -106,7 +106,7 @@ class Command(click.Command):
         return message
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in groups, all with one first column."""
+        """Write the options in groups, with a common width of the first column."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

@@ -24,7 +24,7 @@ class TerminalProgress(Progress):
         self._console = Console(stderr=True, force_terminal=None if is_live else False)
 
     def said(self, line: str) -> None:
-        """Show what became of a scan."""
+        """Show the result of a scan."""
         click.echo(line)
 
     def warned(self, what: str, line: str) -> None:

@@ -48,7 +48,7 @@ class Section(BaseModel):
 
 
 def _few_voxels(size: Any) -> Any:
-    """Refuse three sizes that are allowed alone, but not together."""
+    """Refuse a size whose axes are allowed, but whose product is not."""
     if not isinstance(size, str) and math.prod(size) > MAX_PATCH_VOXELS:
         raise ValueError(f"has {math.prod(size):,} voxels; give at most {MAX_PATCH_VOXELS:,}")
     return size

@@ -170,7 +170,7 @@ def _volumes_ml(cases: Sequence[CaseContents], values: Sequence[int]) -> Numbers
 
 
 def _are_far_out(values: Numbers) -> npt.NDArray[np.bool_]:
-    """Return which cases (N,) lie far out with one of their values (N, K), by Tukey's rule."""
+    """Return which cases (N,) are outliers in any of their values (N, K), by Tukey's rule."""
     if np.isfinite(values).all(axis=1).sum() < MIN_CASES:
         return np.zeros(len(values), bool)
     low, high = np.nanpercentile(values, (25, 75), axis=0)

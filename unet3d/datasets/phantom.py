@@ -161,7 +161,7 @@ def head_phantom(
 
 
 class _Head:
-    """What a seed determines before any voxel is sampled; lengths are in mm."""
+    """Shapes of a head, drawn with a seed; lengths are in mm."""
 
     def __init__(self, rng: np.random.Generator, shape: Shape, spacing_mm: Spacing) -> None:
         extent_mm = np.array(shape) * spacing_mm

@@ -212,7 +212,7 @@ class Group:
             return read(Path(copy.name))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order; all of them call it."""
+        """Return the values of all ranks, in rank order; a collective call."""
         if self._watch is None:
             return [value]
         store, key = self._watch.store, self._next_key()

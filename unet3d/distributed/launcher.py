@@ -1,8 +1,8 @@
-"""Starting the ranks of one machine, again when one dies, and reporting their end.
+"""Starts the ranks of one machine, restarts them if one dies, and reports their end.
 
-PyTorch's elastic launcher does this too, but on the way it listens on all interfaces and unpickles
-what it is sent. Here the store in which the ranks meet and the sockets of gloo and NCCL stay on the
-loopback interface.
+PyTorch's elastic launcher does this, too, but listens on all interfaces and unpickles what it
+receives. Here the store of the ranks and the sockets of gloo and NCCL are bound to the loopback
+interface.
 """
 
 import json

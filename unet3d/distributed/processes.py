@@ -33,7 +33,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Keep signals from this thread until the context ends, and from processes that it starts."""
+    """Block signals in this thread, and in processes that it starts, until the context ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

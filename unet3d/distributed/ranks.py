@@ -92,7 +92,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose:
-    """What ranks were started for, which decides what a user can do when one of them is lost."""
+    """The purpose of ranks, which decides the advice when a rank is lost."""
 
     after_loss: str
     """What to do when a rank was killed."""

@@ -1,9 +1,9 @@
 """One DICOM slice of a volume: its header, checked by a model, and its pixels.
 
-GDCM, by which SimpleITK reads DICOM, hangs on 8 of 1,000 slices with a few damaged bytes, makes up
-pixels where a file has fewer than its header says, and reads headers that contradict themselves. So
-the structure of a file is read here, where every step goes forward and nothing reaches beyond the
-file, and only compressed pixels in a sound structure are left to GDCM.
+GDCM, through which SimpleITK reads DICOM, hangs on 8 of 1,000 slices with a few damaged bytes,
+makes up pixels if a file has fewer than its header says, and accepts contradictory headers. So this
+module parses the structure of a file: the parser only moves forward and never reads beyond the
+file. GDCM only decompresses pixels of files with a sound structure.
 """
 
 import math

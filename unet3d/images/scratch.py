@@ -62,7 +62,7 @@ def new_mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.
 
 
 def forget_pages(array: npt.NDArray[Any]) -> None:
-    """Give back the memory of a mapped array, whose content stays in its file."""
+    """Release the pages of a mapped array; its content stays in its file."""
     owner: Any = array
     while owner is not None and not isinstance(owner, np.memmap):
         owner = getattr(owner, "base", None)

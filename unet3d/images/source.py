@@ -78,7 +78,7 @@ class Source:
         return self.geometry.path
 
     def voxels(self) -> Voxels:
-        """Return the voxels, unpacked when they are first asked for."""
+        """Return the voxels; compressed ones are unpacked on first use."""
         with self._lock:
             return self._voxels
 
@@ -112,7 +112,7 @@ def beginning_of(path: Path) -> bytes:
 
 
 def whole_axes(path: Path, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return a shape of one to many axes as (I, J, K, C), where it has no more than these."""
+    """Return a shape as (I, J, K, C), or refuse one with more axes."""
     x, y, z, num_channels, *further = (*shape, 1, 1, 1, 1)
     if min(x, y, z, num_channels, *further) < 1:
         raise VolumeError(f"{path} claims the shape {times(shape)}; it has no voxels")

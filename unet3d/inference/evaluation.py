@@ -68,7 +68,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, cases: Sequence[CaseScores], scored: ScoredLabels, **more: Any) -> "Evaluation":
-        """Return the evaluation of cases, each of which has the scores of its own labels."""
+        """Return the evaluation of cases, each with the scores of its labels."""
         there = {label for case in cases for label in case.scores}
         order = scored.among({value for label in there for value in values_of(label)})
         labels = tuple(label for label in order if label in there)

@@ -29,7 +29,7 @@ Share = Callable[[Callable[[], Tensor] | None, list[int]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Planes:
-    """A prepared image, of which some planes at a time can be had."""
+    """A prepared image, which is read plane by plane."""
 
     shape: Shape
     """Voxels along X, Y, Z."""

@@ -299,9 +299,10 @@ def _is_divisible(network: Checkpoint, num_shards: int) -> bool:
 
 
 def wanted_precision(dtype: torch.dtype, config: Config, devices: Sequence[torch.device]) -> str:
-    """Return what a network of a type is to compute in on the devices of all ranks; or ``auto``.
+    """Return the number type for a network on the devices of all ranks, or ``auto``.
 
-    What was trained in float16 stays in its range, and float16 has more digits than bfloat16.
+    A network that was trained in float16 stays in the range of float16, which has more digits than
+    bfloat16.
     """
     if dtype == torch.float64:
         return "float64"

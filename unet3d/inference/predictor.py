@@ -262,7 +262,7 @@ def _log_mirroring(networks: Networks) -> None:
 def cause_of_non_finite(largest: float, precision: str) -> str:
     """Return the likely cause of an output that is not finite, and what to do about it.
 
-    The normalised intensities of the image reach so far, in magnitude.
+    ``largest`` is the largest magnitude of the normalised intensities.
     """
     if not largest <= LARGEST_USUAL:
         return f"its normalised intensities reach {largest:.3g}; look for single outlier voxels"

@@ -188,7 +188,7 @@ def write_statistics(
 
 @contextmanager
 def result_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield the name to write a file to that appears beside a segmentation once it is whole."""
+    """Yield a temporary name for a file, which appears beside a segmentation once complete."""
     with _explaining(path), replacing(path, may_exist=overwrite) as unfinished:
         yield unfinished
 

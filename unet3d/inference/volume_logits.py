@@ -43,7 +43,7 @@ class AgreedError(VolumeError):
 
 
 class VolumeLogits:
-    """Computes the windows of an image with each network, and averages where there are several."""
+    """Computes the windows of an image with each network, and averages those of an ensemble."""
 
     def __init__(
         self, networks: Networks, placed: Placed, group: Group, *, skips_empty: bool = False
@@ -65,9 +65,9 @@ class VolumeLogits:
         self.input_device = self._predicting[0].input_device
 
     def warm_up(self) -> None:
-        """Compute windows of nothing, so that a GPU's kernels are there when a scan is.
+        """Compute windows of zeros, so that the kernels of a GPU are ready before the first scan.
 
-        Not where their size depends on the scan, and nothing is said of memory that is too small.
+        Does nothing if the size of windows depends on the scan, and ignores errors of memory.
         """
         index = self._placed.index
         network = self._networks.described[index]

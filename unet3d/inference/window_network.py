@@ -31,7 +31,7 @@ Predict = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class WindowNetwork:
-    """A network that is placed, as windows need it."""
+    """A placed network that computes batches of windows."""
 
     predict: Predict
     input_device: torch.device

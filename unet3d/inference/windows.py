@@ -258,7 +258,7 @@ def windows_at_a_time(
 
 
 def with_room(device: torch.device, needed_bytes: int, share: float) -> torch.device:
-    """Return a device, or the CPU where bytes take more than a share of what is free on a GPU."""
+    """Return a device, or the CPU if the bytes exceed a share of the free memory of a GPU."""
     if device.type == "cuda" and needed_bytes > share * torch.cuda.mem_get_info(device)[0]:
         return torch.device("cpu")
     return device

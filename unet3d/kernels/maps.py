@@ -1,16 +1,15 @@
-"""Feature maps in memory, and what the operation that made one tells the one that reads it.
+"""Feature maps in memory, and marks by which the operation that made a map informs its reader.
 
-Marks are on one tensor: a tensor made from it, even by ``detach``, has none. Moments and sums are
-forgotten where the values are changed in place: a hook may do it, and so does autograd where it
-adds up gradients.
+A mark belongs to one tensor: a tensor made from it, even by ``detach``, has none. Marks of moments
+and sums become invalid if values change in place, as by hooks or when autograd adds up gradients.
 
 Maps may be stored with one voxel of zeros at each end of Z.
 
-Channels-last memory of such a map can be read as voxels of twice the channels that begin one voxel
-before the first: what a 3x3x3 convolution of two neighbours along Z needs is then two of them, and
-not half of three (:mod:`unet3d.kernels.conv.api`). Kernels that write a map anyway write it with
-zeros; a map shows its own voxels only, so code that does not know of the zeros reads it like any
-other. What a convolution of such pairs writes has room for the zeros, but other values there.
+Channels-last memory of such a map can be read as voxels of twice the channels, which begin one
+voxel before the first. A 3x3x3 convolution of two neighbours along Z then reads two such voxels
+instead of half of three (:mod:`unet3d.kernels.conv.api`). Kernels that write a map write the zeros,
+too. The tensor shows only its own voxels, so other code reads it like any map. The result of a
+convolution of such pairs has room for the zeros, but other values there.
 
 Maps are (N, C, X, Y, Z) throughout.
 """
@@ -84,7 +83,7 @@ def empty_channels_last(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
-    """Return channels-last memory for so many channels and planes of what is made of a map."""
+    """Return empty channels-last memory for a result of a map, by channels and planes."""
     return empty_channels_last((len(x), channels, planes, *x.shape[3:]), x)
 
 
@@ -156,7 +155,7 @@ def take(x: Tensor, name: str) -> Tensor | None:
 def mark_deferred(x: Tensor, deferred: Deferred) -> Tensor:
     """Mark a map whose only reader normalises what it loads, and return it.
 
-    To autograd it is the normalised map: the reader returns the gradient of that.
+    Autograd treats it as the normalised map: the reader returns the gradient of the latter.
     """
     setattr(x, _DEFERRED, deferred)
     return x

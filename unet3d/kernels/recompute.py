@@ -95,12 +95,12 @@ def offer(
     source: Tensor | None = None,
     deferred: Deferred | None = None,
 ) -> None:
-    """Let a tensor that was just computed be recomputed, where a context asks for it.
+    """Register how to recompute a tensor that was just computed, if a context asks for it.
 
-    ``recompute`` does it in the same layout but for zeros around (:mod:`unet3d.kernels.maps`),
-    and holds nothing that is not kept for backward anyway, of large tensors only the ``source``.
-    With a source a tensor is recomputed only if it is large; without one, as the result of a part
-    of the network that runs again, of whatever size.
+    ``recompute`` returns it in the same layout except for zeros around it
+    (:mod:`unet3d.kernels.maps`). It must only hold tensors that are kept for backward anyway, and
+    of large ones only the ``source``. With a source, only large tensors are recomputed; without
+    one, as the result of a part of the network that runs again, tensors of any size.
     """
     known = _known.get()
     if known is None or (source is not None and tensor.numel() < MIN_ELEMENTS):

@@ -175,9 +175,8 @@ class _AutocastOfGpu(TorchFunctionMode):
 def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecorder]:
     """Make every tensor in the context fake, and count them.
 
-    Tensors on real CPU devices that come from outside may be read and moved in it. A signal that
-    interrupts does so at its end. Without ``with_autocast`` all is faster, and autocast must
-    be off.
+    Real CPU tensors from outside may be read and moved in the context. Interrupts are deferred to
+    its end. Without ``with_autocast`` it is faster, but autocast must be off.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # two would only take longer, and memory

@@ -41,7 +41,7 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def shortage(needed_bytes: int) -> str | None:
-    """Return that bytes needed at the same time are more than there are, as a part of a message."""
+    """Return a part of a message if the needed bytes exceed the available memory."""
     available = available_bytes()
     if needed_bytes <= max(available, SMALL_BYTES):
         return None

@@ -3,12 +3,12 @@
 ``parameters``, ``gradients`` and ``optimizer`` are counted from the tensors themselves.
 ``activations`` are the bytes that autograd keeps for backward, counted while it saves them: the
 same on a CPU and on a GPU, and per slot even where two slots share a device. ``peak`` comes from
-the CUDA allocator. A CPU has no such allocator, so there the peak is the sum of the other four, and
-so a lower bound.
+the CUDA allocator. A CPU has no such allocator, so its peak is the sum of the other four: a lower
+bound.
 
-Over a step there is a mark after each action of the schedule. Python queues work and GPUs do it
-later, but a GPU's allocator hands out memory while the work is queued. So marks are in the order in
-which actions are queued, and no time passes between them.
+In a step, each action of the schedule ends with a mark. GPUs do work after Python has queued it,
+but the allocator hands out memory when work is queued. So marks are in the order of queueing, and
+are not a time axis.
 """
 
 import weakref
@@ -42,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotMemory:
-    """Bytes that one slot holds in training, predicted or measured."""
+    """Bytes that one slot holds in a training step, predicted or measured."""
 
     parameters_bytes: int
     """Master weights and buffers."""

@@ -19,9 +19,9 @@ def device_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return the most that a GPU's allocator has reserved since it was measured.
+    """Return the peak of memory that a GPU's allocator has reserved in the measurement.
 
-    On a CPU it is the most that this process has ever had of the machine's memory.
+    On a CPU it is the peak resident memory of this process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)

@@ -34,7 +34,7 @@ def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, .
 class _Deferring(nn.Module):
     """A unit that knows its only reader.
 
-    It has no parameters but the unit's, and is made anew where blocks are.
+    It has only the unit's parameters, and is created with the blocks.
     """
 
     def __init__(self, unit: ConvUnit | UpsampledUnit, reader: ConvUnit) -> None:

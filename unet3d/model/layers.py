@@ -63,7 +63,7 @@ class Convolution(nn.Conv3d):
 
     @property
     def adds_in_passing(self) -> bool:
-        """Whether there are kernels that add it to another map (:func:`sum_with_conv3x3x3`)."""
+        """Whether kernels add its result to another map (:func:`sum_with_conv3x3x3`)."""
         return self.is_plain and {self.in_channels, self.out_channels} <= set(CHANNELS_BY_HAND)
 
     def forward(self, x: Tensor, moments: bool = False) -> Tensor:

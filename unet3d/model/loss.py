@@ -34,11 +34,11 @@ class LossTerms(NamedTuple):
 class SegmentationLoss:
     """Soft Dice loss plus cross-entropy, made of sums over voxels.
 
-    Sums of parts of a volume add up to those of the volume, so the loss can be taken of slabs. The
-    Dice is that of V-Net (arXiv 1606.04797) with the smoothing of nnU-Net, for each foreground
-    class, or for each region. By default it is taken for each sample too. Then the loss of a batch
-    is the mean of the losses of its samples: a sum over micro-batches, weighted by their sizes, is
-    exact. Computed in float32 at least.
+    The sums over parts of a volume add up to the sums over the volume, so slabs can compute the
+    loss. The Dice is that of V-Net (arXiv 1606.04797) with the smoothing of nnU-Net, for each
+    foreground class, or for each region. By default the Dice is computed per sample. Then the loss
+    of a batch is the mean over its samples, and the sum over micro-batches, weighted by their
+    sizes, is exact. The loss is computed in float32 or higher.
     """
 
     joins_samples: bool = False
@@ -51,7 +51,7 @@ class SegmentationLoss:
 
     @classmethod
     def of(cls, settings: TrainingSettings, regions: Regions) -> "SegmentationLoss":
-        """Return the loss of a training.
+        """Return the loss that settings ask for.
 
         Args:
             settings: Where ``batch_dice`` is still ``auto``, it counts as false.

@@ -22,8 +22,8 @@ class Block:
     """One step of the network, and the unit that a cut can fall between.
 
     The blocks of a network are in an order in which they can run. Each reads tensors by name and
-    writes one tensor under its own name; ``image`` is the network's input. So any run of blocks
-    tells which tensors it needs from outside: at a cut, those are the ones that must travel.
+    writes one tensor under its own name; ``image`` is the network's input. So the names tell which
+    tensors consecutive blocks need from outside: these tensors must cross a cut.
     """
 
     name: str
@@ -50,7 +50,7 @@ RunBlock = Callable[[Block, Mapping[str, Tensor]], Tensor]
 
 
 def run_block(block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return what a block makes of its inputs, which it gets by name."""
+    """Run a block on its inputs, which are found by name, and return the result."""
     given = [inputs[name] for name in block.inputs]
     with sharded(block.shard):
         made: Tensor = block.module(*(given if block.enter is None else map(block.enter, given)))
@@ -66,8 +66,8 @@ def run_blocks(
 ) -> dict[str, Tensor]:
     """Run blocks in order, and return the tensors that are to be kept, by name.
 
-    ``tensors`` holds what they need from outside. It is emptied: each tensor goes after its last
-    reader.
+    ``tensors`` holds the tensors that the blocks need from outside. Each tensor is removed after
+    its last reader.
     """
     kept = set(keep)
     last_reader = {name: block.name for block in blocks for name in block.inputs}
@@ -84,10 +84,10 @@ def run_blocks(
 def in_running_order(blocks: Sequence[Block]) -> tuple[Block, ...]:
     """Return blocks in the order in which their backward passes need the least memory.
 
-    The convolution of a skip can run long before the decoder needs its result. Then backward, which
-    goes the other way, comes to it late, right before the encoder's level that computed the skip:
-    so the skip is needed once in backward, not at two times far from each other. For that, a block
-    that reads a single tensor follows the first reader of the tensor, if these blocks have both.
+    The convolution of a skip can run long before the decoder needs its result. Backward then
+    reaches it late, right before the encoder level that computed the skip, so backward needs the
+    skip only once, not at two distant times. Therefore a block that reads a single tensor follows
+    the first other reader of that tensor, if both are among these blocks.
     """
     ordered: list[Block] = []
     for block in blocks:

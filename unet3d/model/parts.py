@@ -227,7 +227,7 @@ class _Result:
 
     @property
     def is_quick(self) -> bool:
-        """Whether its part takes little time: in an encoder, a convolution of few channels."""
+        """Whether its part is fast: in an encoder, a convolution of few channels."""
         return all(
             block.path == "encoder" and block.inputs == ("image",) for block in self._part.blocks
         )

@@ -45,7 +45,7 @@ nnU-Net's, arXiv 2404.09556)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Everything that fixes the parameters of a :class:`~unet3d.model.unet.UNet3d`."""
+    """Everything that determines the parameters of a :class:`~unet3d.model.unet.UNet3d`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
@@ -81,7 +81,7 @@ class Topology:
 
     @model_validator(mode="after")
     def _levels_agree(self) -> Self:
-        """Refuse what a file says of levels that do not belong together."""
+        """Refuse levels of a file that contradict each other."""
         if not 0 < len(self.channels) == len(self.strides) or self.strides[0] != (1, 1, 1):
             raise ValueError(
                 f"names channels of {len(self.channels)} levels but {len(self.strides)} strides, "
@@ -156,11 +156,11 @@ def plan_topology(
 ) -> Topology:
     """Choose channels, strides and kernels for patches of one size and spacing.
 
-    An axis is not halved while its spacing is more than twice the finest of the axes that can
-    still be halved, nor below 4 voxels; so a volume with thick slices is first halved within its
-    slices, until its voxels are about cubes (the rule of nnU-Net, arXiv 1904.08128). Anisotropic
-    kernels have one voxel along an axis until it is halved, or its spacing is less than twice the
-    finest, and three from there on, at the lowest level anyway.
+    An axis is not halved below 4 voxels, nor while its spacing is more than twice the finest
+    spacing of the axes that can still be halved. So a volume with thick slices is first halved
+    within its slices, until its voxels are about cubes (the rule of nnU-Net, arXiv 1904.08128).
+    Anisotropic kernels have one voxel along an axis until the axis is halved or its spacing is less
+    than twice the finest; from there on, and at the lowest level, they have three.
 
     Args:
         settings: Levels, channels and options.
@@ -170,8 +170,8 @@ def plan_topology(
         num_classes: Classes, the background included.
 
     Raises:
-        ConfigError: More levels are asked for than the patch can be halved to, it cannot be halved
-            at all, or the settings of levels do not belong together.
+        ConfigError: The patch is too small for the number of levels, or the settings of levels
+            contradict each other.
     """
     strides = _strides(size, spacing_mm)
     wanted = len(settings.channels) if settings.channels else settings.num_levels

@@ -1,8 +1,8 @@
-"""A 3D U-Net as a list of blocks: an encoder and a decoder that share nothing but tensors.
+"""A 3D U-Net as a list of blocks: an encoder and a decoder, which share only tensors.
 
-In the style of nnU-Net's networks (arXiv 1904.08128): a few convolutions a level, two unless the
-topology has other numbers, 3x3x3 unless it has other kernels, each with normalisation and
-LeakyReLU, strided convolution down, transposed convolution up::
+In the style of nnU-Net's networks (arXiv 1904.08128): two 3x3x3 convolutions per level, unless the
+topology has other numbers or kernels, each with normalisation and LeakyReLU; strided convolution
+down, transposed convolution up::
 
     image ─ encoder.0.0 ─ encoder.0.1 ──────── decoder.0.skip ─ decoder.0.0 ─ head
                                │                                    │
@@ -121,8 +121,8 @@ class Decoder(nn.Module):
     def _units_of(self, level: int) -> dict[str, nn.Module]:
         """Return the units of a level by the names of their blocks, with what belongs to them.
 
-        What joins two modules is made anew each time: it has no parameters but theirs, which keep
-        their names, also in a replica of nn.DataParallel and where one takes the place of another.
+        A wrapper that joins two modules is created in each call. It has only their parameters,
+        which keep their names, also in a replica of nn.DataParallel and if a module is replaced.
         """
         parts: Any = self.levels[str(level)]
         units: list[Any] = _units_of(parts["units"])
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def share_variance(self) -> None:
-        """Initialise two convolutions that are added like the one over both inputs."""
+        """Initialise two added convolutions like one convolution over both inputs."""
         for parts in self.levels.values():
             for conv in (parts["skip"], parts["units"][0].conv):  # type: ignore[index]
                 conv.weight.mul_(0.5**0.5)
@@ -212,7 +212,7 @@ class UNet3d(BlockNetwork):
         return torch.empty(1, self.topology.in_channels, *size, device="meta")
 
     def check_shape(self, image: Tensor) -> None:
-        """Refuse an image of other channels, that the strides do not divide, or leave one voxel."""
+        """Refuse wrong channels, and sizes that strides do not divide or reduce to one voxel."""
         channels, *size = image.shape[1:]
         if channels != self.topology.in_channels:
             raise VolumeError(

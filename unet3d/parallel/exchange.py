@@ -146,7 +146,7 @@ class FlatExchange(NoExchange):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Name a rank that is lost in a step, and watch over its messages."""
+        """Watch the messages of a step, and name a lost rank."""
         with self.errors(), self.watching():
             yield
 

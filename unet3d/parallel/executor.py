@@ -1,6 +1,6 @@
-"""The one interface between a network spread over devices and the jobs that use it.
+"""The interface of a network that is placed on devices.
 
-Here is the network of one process: on one device, or as a pipeline over several.
+Here is also the executor of one process: on one device, or as a pipeline over several.
 """
 
 import weakref
@@ -63,19 +63,20 @@ class Executor(Protocol):
         Args:
             image: (N, C, X, Y, Z), or another input of the network, on the input device.
             target: (N, ...) on the output device, such as class indices (N, X, Y, Z).
-            loss_fn: A mean over samples, or a loss of the batch as one; called where the logits
-                are.
-            scale: Factor of the loss before backward (of a gradient scaler); not in the result.
-            weight: The share of the batch's samples that this replica has, over the mean share; see
-                :attr:`unet3d.patches.patches.Batch.weight`. 0: the samples do not count. It is
-                not in the result.
-            planes: Planes along X of the whole volume, where image and target are the slab of it
-                that belongs to this process; None: they are whole. Others than
-                :class:`~unet3d.parallel.spatial.executor.SpatialExecutor` take no slabs.
+            loss_fn: A mean over samples, or a loss of the whole batch; called on the device of the
+                logits.
+            scale: Factor of the loss before backward, for a gradient scaler; the returned loss is
+                without it.
+            weight: This replica's share of the samples of the batch over the mean share; see
+                :attr:`unet3d.patches.patches.Batch.weight`. 0: the samples do not count. The
+                returned loss is without it.
+            planes: Number of planes along X of the whole volume, if image and target are this
+                process's slab of it; None: they are whole. Only
+                :class:`~unet3d.parallel.spatial.executor.SpatialExecutor` takes slabs.
 
         Returns:
-            The batch's loss, a named tuple without a graph on the output device: a plain scalar
-            is its ``total``. Nothing waits for it.
+            The loss of the batch, a named tuple without a graph on the output device; a plain
+            scalar becomes its ``total``. The host does not wait for it.
         """
         ...
 
@@ -86,7 +87,7 @@ class Executor(Protocol):
 
         Args:
             image: (N, C, X, Y, Z), or another input of the network, on the input device.
-            precision: What it is computed in, resolved, such as ``float32``; None: that of
+            precision: Resolved number type of activations, such as ``float32``; None: that of
                 training.
         """
         ...
@@ -220,9 +221,9 @@ class NetworkExecutor:
 
 @contextmanager
 def _apart(module: BlockNetwork) -> Iterator[None]:
-    """Add gradients that are there already to those of a step, once it has been taken.
+    """Set existing gradients apart, and add them to those of a step after it.
 
-    Else ranks would average them too, or a replay would overwrite those of the one before.
+    Otherwise ranks would average them again, or a replay would overwrite them.
     """
     before = {one: one.grad.clone() for one in module.parameters() if one.grad is not None}
     for parameter in before:
@@ -237,8 +238,9 @@ def _apart(module: BlockNetwork) -> Iterator[None]:
 def _parts(whole: PartOfBatch, batch: Sequence[MicroBatch], scale: float) -> list[MicroBatch]:
     """Return micro-batches whose gradients add up to those of the whole batch, times a scale.
 
-    Each has the value of the whole, so their weighted values add up to that. Of its gradient each
-    has its own part, without a weight; the exchange takes the mean over replicas.
+    Each micro-batch has the loss value of the whole batch, so the weighted values add up to it.
+    Each has its own part of the gradient, without a weight; the exchange takes the mean over
+    replicas.
     """
     factor = scale * whole.factor * whole.exchange.num_replicas
     return [replace(one, loss_fn=whole, scale=factor / one.weight) for one in batch]

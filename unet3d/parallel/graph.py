@@ -166,7 +166,7 @@ def release_streams() -> None:
 
 
 def give_cached_memory_back(devices: Iterable[torch.device]) -> None:
-    """Return to the devices what launched steps have left in the allocator's cache."""
+    """Release memory that launched steps left in the allocator's cache."""
     gpus = [device for device in devices if device.type == "cuda"]
     for device in gpus:
         torch.cuda.synchronize(device)

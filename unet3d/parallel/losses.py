@@ -1,15 +1,15 @@
-"""Loss functions, and how the losses of the parts of a batch add up.
+"""Loss functions, and how losses of the parts of a batch are added.
 
-A loss is a mean over samples, or one of the whole batch, such as batch Dice. That is f(T), where T
-are sums over all voxels of the batch. Its gradient with respect to the sums S of one part, a
-micro-batch or a replica's share, depends on T only. So the part's own loss is f(S + (T - S)), where
-the difference is taken as a constant: it has the value of the whole batch's, and the gradients of
-all parts add up to the whole batch's.
+A loss is a mean over samples, or a loss of the whole batch, such as batch Dice. The latter is f(T),
+where T are sums over all voxels of the batch. Its gradient with respect to the sums S of one part
+(a micro-batch, or a replica's share) depends on T only. So the loss of a part is f(S + (T - S)),
+where the difference is a constant. It has the value of the loss of the batch, and the gradients of
+all parts add up to the gradient of the batch.
 
-Before the first backward, T must be known. Replicas with one micro-batch tell one another their
-sums between forward and loss, in a captured step by a message that is part of its graph. Several
-micro-batches pass forward once before, without gradients: their activations are not kept, so it
-takes no more memory, but the time of the forward pass, and such a step is launched.
+Before the first backward, T must be known. Replicas with one micro-batch exchange their sums
+between forward and loss; in a captured step the message is part of the graph. Several micro-batches
+first run forward without gradients. This keeps no activations, so it needs no more memory, but the
+time of a forward pass, and such a step is not captured.
 """
 
 import functools
@@ -42,7 +42,7 @@ class ScalarLoss(NamedTuple):
 
 
 def as_loss(returned: Any) -> Any:
-    """Return a named tuple of scalars, whichever of both a loss function returns."""
+    """Return the result of a loss function, a scalar or a named tuple, as a named tuple."""
     if not isinstance(returned, Tensor):
         return returned
     if returned.dim() != 0:
@@ -69,13 +69,13 @@ def added(values: Sequence[Tensor]) -> Tensor:
 
 
 def joins_samples(loss_fn: LossFunction) -> bool:
-    """Return whether a loss is that of the batch as one, and not a mean over the samples."""
+    """Return whether a loss is that of the whole batch, and not a mean over samples."""
     return bool(getattr(loss_fn, "joins_samples", False))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartOfBatch:
-    """The loss of the batch as one, as a function of what one part of it contributes.
+    """The loss of the whole batch as a function of the sums of one part.
 
     Two are equal where their fields are, as captured steps ask.
     """

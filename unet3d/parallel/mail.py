@@ -94,7 +94,7 @@ class Mail:
         self._arriving[reader, message].append(self._send(reader, message, tensor, device))
 
     def _take(self, reader: Reader, message: str) -> list[Tensor]:
-        """Take out what was sent to a reader under one name, in the order in which it was sent."""
+        """Remove and return what was sent to a reader under a name, in order of sending."""
         return [one.wait() for one in self._arriving.pop((reader, message), [])]
 
     def _send(self, reader: Reader, message: str, tensor: Tensor, device: torch.device) -> Arriving:
@@ -175,7 +175,7 @@ class Buffer:
             self._arrived = None
 
     def release(self) -> None:
-        """Let the next copy overwrite it, once work that is queued now has read it."""
+        """Let the next copy overwrite the buffer after the currently queued work has read it."""
         if self.tensor.is_cuda:
             stream = torch.cuda.current_stream(self.tensor.device)
             self._released = stream.record_event()

@@ -85,7 +85,7 @@ class CapturedPipeline:
 
 
 class _Actions:
-    """The actions of one device, in order: what they have sent must outlive the next action."""
+    """The actions of one device, in order; what an action sends must outlive the next one."""
 
     def __init__(self, pool: GraphPool) -> None:
         self.pool = pool
@@ -290,9 +290,9 @@ class Pipeline:
     def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
         """Return the logits of the full resolution.
 
-        Nothing waits for the result, so the next call's first stage overlaps with this call's last;
-        at most as many calls are under way as there are stages, so that a fast first stage does not
-        fill the memory of the others.
+        The host does not wait for the result, so the first stage of the next call overlaps with the
+        last of this one. The number of calls in flight is at most the number of stages, so that a
+        fast first stage does not fill the memory of the others.
         """
         result, *coarse = self._results
         logits = self._forward(image, coarse, precision)[result]

@@ -57,7 +57,7 @@ class Layout:
         """Return how settings spread the network of one replica.
 
         Args:
-            config: Cuts, micro-batches, and what is kept for backward.
+            config: Settings of cuts, micro-batches and memory.
             dims: The devices and ranks.
             precision: A resolved one, such as ``bfloat16``; never ``auto``.
         """
@@ -77,9 +77,9 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """How a training or a prediction is spread: replicas, stages or shards, and their devices.
+    """How training or prediction is divided: replicas, stages or slabs, and their devices.
 
-    It is made by :meth:`resolve`, which refuses every conflict between settings, devices and ranks.
+    :meth:`resolve` makes it, and refuses conflicts between settings, devices and ranks.
     """
 
     mode: Literal["none", "data", "spatial", "model"]
@@ -108,17 +108,17 @@ class ParallelDims:
     ) -> "ParallelDims":
         """Resolve the settings on a machine, for one of several ranks.
 
-        Mode auto is none on one device; on several it is what can run on them, whatever the batch:
-        spatial on devices of one kind, else model. A training chooses its mode before.
+        Mode auto becomes none on one device, spatial on several devices of one kind, else model.
+        Training chooses its mode earlier.
 
         Args:
             settings: Mode, devices and replicas.
             machine: The devices that exist; None: those of this machine.
-            ranks: The rank of this process; None: it is the only one, or starts the others.
+            ranks: The rank of this process; None: it is the only process, or starts the others.
 
         Raises:
             DeviceError: A device is unknown or absent, or their number does not suit the mode.
-            ConfigError: The settings ask for another number of replicas than there are ranks.
+            ConfigError: The number of replicas does not match the number of ranks.
         """
         machine = machine or Machine.here()
         if ranks is not None and ranks.world_size > 1:
@@ -218,7 +218,7 @@ class ParallelDims:
 
     @property
     def devices(self) -> Devices:
-        """The devices that this process drives: of its stages, of its shard, or of all threads."""
+        """The devices of this process: of its stages, of its slab, or of all threads."""
         if self.uses_threads:
             return self.all_devices
         return (self.all_devices[self.own],) if self.num_shards > 1 else self.replicas[self.own]
@@ -235,7 +235,7 @@ class ParallelDims:
 
     @property
     def num_processes(self) -> int:
-        """How many processes this machine runs: one for each replica, shard, or for all threads."""
+        """Processes of this machine: one per replica, one per slab, or one for all threads."""
         if self.uses_threads:
             return 1
         return len(self.all_devices) if self.num_shards > 1 else len(self.replicas)
@@ -250,7 +250,7 @@ class ParallelDims:
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether a replica's step shows what its devices need; threads also copy and gather."""
+        """Whether one replica's memory can be predicted alone; threads also copy and gather."""
         return not self.uses_threads
 
     def share_of(self, batch_size: int) -> int:
@@ -258,7 +258,7 @@ class ParallelDims:
         return -(-batch_size // self.num_replicas)
 
     def check_batch(self, batch_size: int) -> str | None:
-        """Return a warning where replicas have no sample of a batch, or None."""
+        """Return a warning if replicas get no sample of a batch, else None."""
         idle = self.num_replicas - batch_size
         if idle <= 0:
             return None

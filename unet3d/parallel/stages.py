@@ -122,8 +122,8 @@ def walk(
 ) -> Any:
     """Run the schedule of a step, and return its weighted loss.
 
-    The one place where micro-batches meet stages, launched or captured. ``before_last_backward`` is
-    called where the gradients of a stage are about to be complete.
+    Launched and captured steps both use it. ``before_last_backward`` is called just before the
+    gradients of a stage are complete.
     """
     losses: list[Any] = []
     num_left = [len(batch)] * len(runners)

@@ -1,8 +1,8 @@
 """A training step on one device: a batch in micro-batches, one after the other.
 
-Every way to train stands on it. A slab of a volume is this step inside a shard
-(:mod:`unet3d.parallel.spatial`), replicas are this step and an exchange of gradients
-(:mod:`unet3d.parallel.exchange`), and a pipeline has stages whose blocks run as they do here
+Every mode is based on it: slabs run this step inside a slab's context
+(:mod:`unet3d.parallel.spatial`), replicas add an exchange of gradients
+(:mod:`unet3d.parallel.exchange`), and stages of a pipeline run their blocks in the same way
 (:mod:`unet3d.parallel.pipeline`).
 """
 

@@ -1,7 +1,7 @@
 """Cutting training patches out of prepared cases.
 
 A patch is a pure function of (seed, epoch, index, batch size): its case, its place, every random
-change. So it does not matter which process cuts it, or at which step a run was resumed. Cases are
+change. So it does not depend on the process that cuts it, nor on resuming a run. Cases are
 drawn with replacement, and the last patches of each batch are centred on foreground, as in nnU-Net
 (Isensee et al., Nature Methods 2021).
 

@@ -1,4 +1,4 @@
-"""How much memory a training will take on each device, known before it starts.
+"""The memory of each device in a training run, predicted before it starts.
 
 The step that is counted is the real one: the real network, executor and optimizer, on fake tensors
 (see :mod:`unet3d.memory.allocations`). So no table of constants here could grow stale.
@@ -39,7 +39,7 @@ not measured: buffers of 4 MiB for each of up to 32 channels and few peers of on
 class Step:
     """A training step: everything that its memory depends on.
 
-    Where a patch has too few planes for the shards, all that asks for its slabs is a DeviceError.
+    If a patch has too few planes for the slabs, methods that need its slabs raise DeviceError.
     """
 
     topology: Topology
@@ -104,7 +104,7 @@ class Step:
         return self._slabs().slab(layout.shard, self.size) if layout.num_shards > 1 else None
 
     def staging_bytes(self) -> int:
-        """Return what a GPU takes to make patches, on the stream beside the step."""
+        """Return the bytes that a GPU needs to make patches during the step."""
         if self.augmentation is None:
             return 0
         return self.augmentation.staging_bytes(self.size, self.batch_size, self._slab())
@@ -136,13 +136,13 @@ class MemoryEstimate:
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
-        """Return the share that the fullest device needs of its bytes; up to 1 the step fits."""
+        """Return the largest share of its memory that a device needs; the step fits up to 1."""
         needed = self.needed_bytes()
         return max(need / device_bytes[device] for device, need in needed.items())
 
 
 def predict_memory(step: Step) -> MemoryEstimate:
-    """Count what every slot holds in a training step."""
+    """Predict the bytes that each slot holds in a training step."""
     topology, layout, settings = step.topology, step.layout, step.settings
     with torch.device("meta"):
         model = UNet3d(topology)
@@ -191,7 +191,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
 
 
 def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
-    """Count what every shard of a replica holds in a training step; one of each kind is run.
+    """Predict the bytes of each slab of a replica; one slab of each kind is run.
 
     The step is that of any of them, or of a network that is not divided.
     """
@@ -201,9 +201,9 @@ def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
 
 
 def empty_batch(step: Step, executor: Executor) -> list[Tensor]:
-    """Return image and target as the step takes them, and what else of batches is in memory.
+    """Return image and target of a step, and the other memory of batches.
 
-    Where batches are made on a GPU, there are two places for them, which take turns.
+    A GPU that makes batches has two buffers for them, used alternately.
     """
     size = step.own_size
     shape = (step.batch_size, step.topology.in_channels, *size)
@@ -233,7 +233,7 @@ class _Meter(MemoryMeter):
 
 
 def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
-    """Return how many samples and micro-batches show all that a whole batch would.
+    """Return how many samples and micro-batches suffice to predict a batch.
 
     With 1F1B at most as many micro-batches are alive as there are stages. So the first few are run,
     and two more, so that one adds to the gradients of those before.

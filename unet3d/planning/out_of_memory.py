@@ -1,4 +1,4 @@
-"""What to tell a user whose training does not fit: where, by how much, and what would fit."""
+"""Messages for training that does not fit: on which device, by how much, and what would fit."""
 
 import logging
 import re

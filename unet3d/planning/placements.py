@@ -75,10 +75,10 @@ class PlacementOption:
 def choose_mode(
     config: Config, network: NetworkPlan, ranks: Ranks | None = None
 ) -> tuple[ParallelSettings, str]:
-    """Choose how to place a training whose settings leave that open; the line says why.
+    """Choose the placement of a training run if its settings leave it open; the line says why.
 
-    Memory is predicted only until something fits, the fastest first, so it takes a second or so,
-    and the link between GPUs is measured. ``ranks`` are the processes that have been started, with
+    Memory is predicted for the fastest placement first, until one fits, which takes about a second.
+    The link between GPUs is measured. ``ranks`` are the processes that have been started, with
     a device each, if any.
     """
     config = network.settled(config)

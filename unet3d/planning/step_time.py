@@ -92,11 +92,11 @@ class Links:
     the share of one."""
 
     def exchange(self, num_bytes: float) -> float:
-        """Return the seconds in which neighbours exchange a plane of so many bytes."""
+        """Return the seconds of exchanging a plane between neighbours, by its bytes."""
         return self.latency_seconds + num_bytes / self.planes_per_second
 
     def sum(self, num_bytes: float, num_ranks: int) -> float:
-        """Return the seconds in which all get the sum of what each has."""
+        """Return the seconds of an all-reduce."""
         through = 2 * (num_ranks - 1) / num_ranks * num_bytes
         return self.latency_seconds + through / self.sums_per_second
 

@@ -74,7 +74,7 @@ def _record(config: Config, step: Step) -> Path:
 
 
 def remember_tuned(config: Config, step: Step, choice: TunedConfig) -> Path:
-    """Write a choice to where trainings with such a step find it, and return the file."""
+    """Save a choice where training runs with the same step find it, and return the file."""
     path = _record(config, step)
     remember(path, {**describe(step), "choice": asdict(choice)})
     return path

@@ -1,4 +1,4 @@
-"""Checks for whatever would break a training on a data set, before it starts."""
+"""Checks of a data set for problems that would break training."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ Read = TypeVar("Read")
 
 
 class Examined(NamedTuple):
-    """What was found out about a data set."""
+    """The findings about a data set."""
 
     findings: list[Finding]
     """Everything that is wrong or looks wrong, case after case."""
@@ -45,12 +45,12 @@ def examine(
     spacing_mm: SpacingSetting = "median",
     watch: Callable[[str], object] | None = None,
 ) -> Examined:
-    """Look at all headers, and where somebody watches also at all voxels.
+    """Check all headers and, if ``watch`` is given, all voxels.
 
-    Headers tell what training finds before it starts; voxels also label values that dataset.json
-    lacks, empty label maps, NaN, infinite and constant images, and files that cannot be read.
-    Resampled by the setting ``data.spacing_mm``, cases must fit in memory. ``watch`` is told what
-    is read next.
+    Headers show problems that stop training at its start. Voxels also show label values that
+    dataset.json lacks, empty label maps, NaN, infinite and constant images, and unreadable files.
+    Resampled to ``data.spacing_mm``, cases must fit in memory. ``watch`` gets the name of what is
+    read next.
     """
     if watch is not None:
         watch("reading headers")

@@ -1,7 +1,7 @@
 """Intensities of one channel brought to a mean of 0 and a deviation of 1, or to 0 ... 1.
 
-Each normalisation clips, subtracts and divides: what depends on the whole image is measured first,
-in one pass over its pieces (:func:`measured`), then any part of it can be normalised by itself.
+Each normalisation clips, subtracts and divides. Statistics of the whole image are computed first,
+in one pass over its pieces (:func:`measured`); then any part can be normalised separately.
 """
 
 import math

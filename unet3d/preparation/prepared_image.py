@@ -1,6 +1,6 @@
 """Images and label maps prepared: cut to a box, normalised, and resampled.
 
-Training asks for whole images; prediction for some planes at a time, where they are needed.
+Training reads whole images; prediction reads planes when it needs them.
 """
 
 import logging
@@ -137,7 +137,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def kept_box(image: Image, preprocessing: Preprocessing) -> Box:
-    """Return the part of an image that is prepared, and to which its label map is cut too."""
+    """Return the box to which an image and its label map are cropped."""
     return nonzero_box(image) if preprocessing.crops_to_nonzero else whole_box(image.geometry.shape)
 
 

@@ -70,7 +70,7 @@ class Preprocessing(Labels):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        """Refuse what a file says of channels and labels that do not belong together."""
+        """Refuse channels and labels of a file that contradict each other."""
         if not len(self.channels) == len(self.channel_names) > 0:
             raise ValueError("has different numbers of channels and of their names")
         labels = set(self.label_values)

@@ -1,4 +1,4 @@
-"""Plans for people: every way of placing a training side by side, and what a prediction takes."""
+"""Text of plans: all placements of a training run compared, and the memory of a prediction."""
 
 from collections.abc import Mapping
 from itertools import groupby

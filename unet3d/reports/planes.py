@@ -49,7 +49,7 @@ class Survey:
 
 
 def survey(labels: Labels, structures: Sequence[Structure]) -> Survey:
-    """Return where structures lie, from one plane of a label map after the other."""
+    """Return the positions of structures, reading a label map plane by plane."""
     shape = labels.shape
     values = np.array(sorted({value for one in structures for value in one.values}), np.int64)
     counts = np.zeros((shape[0], len(values)), np.int64)

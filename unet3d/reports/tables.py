@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 def measured_slots(record: Mapping[str, Any]) -> Slots:
     """Return the slots of a ``memory.json`` as reports show them.
 
-    On one CPU, the peak is that of the whole process, which nobody predicts.
+    On one CPU, the peak is that of the whole process, which is not predicted.
     """
     slots: Slots = record["slots"]
     if not is_one_cpu(slots):
@@ -136,7 +136,7 @@ def bar_parts(slot: Mapping[str, Any], slots: Slots, kind: str = "measured") -> 
 
 
 def memory_notes(slots: Slots, kind: str = "measured") -> list[str]:
-    """Return what a reader of these slots' numbers must know."""
+    """Return notes that explain the numbers of these slots."""
     notes = []
     if is_one_cpu(slots) and kind == "measured":
         notes.append("The peak is that of the whole process, with Python, PyTorch and the data.")

@@ -49,7 +49,7 @@ class CaseSplit:
 
     @property
     def fingerprint(self) -> str:
-        """What tells these cases from others: one digest of all names and contents."""
+        """One digest of the names and contents of all cases."""
         return key_of(asdict(self))
 
     @property

@@ -97,10 +97,9 @@ def checkpoint_in(path: Path) -> Path:
 def newest_run(
     finished: bool, suits: Callable[[RunFolder], bool] = lambda run: True
 ) -> RunFolder | None:
-    """Return the run below ``runs/`` that was written to last; one over several folds counts once.
+    """Return the newest run below ``runs/`` that suits; a run over several folds counts once.
 
-    It has come to its end, with all its folds, where only finished ones are asked for, and suits;
-    the newest ones are asked first.
+    Newest means written to last. If only finished runs are wanted, all folds must be finished.
     """
     return next(filter(suits, newest_runs(finished)), None)
 

@@ -1,7 +1,7 @@
-"""How many processes prepare data for a network's devices, and how long these wait for them.
+"""The number of processes that prepare data for a network's devices, and how long devices wait.
 
-Where a part of the network is on a CPU, another busy process costs it more than that process's
-time: each operation waits for the slowest of its threads. So no core is given twice.
+If a part of the network runs on a CPU, another busy process costs it more than that process's time,
+because each operation waits for its slowest thread. So no core is assigned twice.
 """
 
 import os

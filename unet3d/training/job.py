@@ -73,9 +73,9 @@ def start_training(
 def train_run(
     run: Run, group: Group, console: Console, quiet: bool, say: Say | None = None
 ) -> TrainingResult | None:
-    """Train a run, in this process or in one for each replica or slab; None: in those.
+    """Train in this process, or in a process for each replica or slab and return None.
 
-    ``say`` takes the lines of the processes that are started; None: they go to the terminal.
+    ``say`` gets the lines of these processes; None: they go to the terminal.
     """
     try:
         if group.size < run.plan.dims.num_processes:

@@ -251,7 +251,7 @@ class TrainingLoop:
         return final
 
     def _end_epoch(self, validation: Validation | None) -> dict[str, Any]:
-        """Go on to the next epoch, and return the line of metrics of this one."""
+        """End this epoch, and return its line of metrics."""
         num_steps = self.loader.num_steps
         metrics = epoch_metrics(
             self.state,

@@ -64,8 +64,8 @@ class RunRecorder:
     def begin(self) -> None:
         """Make the folder ready, once.
 
-        A run that is continued is left as it was until there is something to save: a change of
-        its settings that fails in the first step must not stay in its ``config.yaml``.
+        A resumed run is not changed until there is something to save: changed settings that fail in
+        the first step must not remain in its ``config.yaml``.
         """
         if self._has_begun or not self._group.is_first:
             return

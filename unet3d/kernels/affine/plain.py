@@ -76,7 +76,7 @@ def sample(
 
 
 def _inside(block: Block, shape: torch.Size) -> Region | None:
-    """Return which part of the box a block reads, None if it reads none."""
+    """Return the part of the box that a block reads, or None."""
     low = [max(0, origin) for origin in block.origin]
     high = [
         min(size, origin + reach)

@@ -133,7 +133,7 @@ def _gradients_of(
 
 
 def _affine(weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by how much (N, C) the map of each channel is scaled and shifted."""
+    """Return scale and shift (N, C) of each channel."""
     scale = rstd * weight
     return scale, torch.addcmul(bias, mean, scale, value=-1)
 
@@ -153,7 +153,7 @@ def _scale(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
 
 
 def _divided(x: Tensor) -> tuple[int, int]:
-    """Return how many voxels are taken as one, and how many parts a sample has: powers of two."""
+    """Return the number of voxels treated as one and of parts per sample: powers of two."""
     n, c, *space = x.shape
     voxels, k, num_parts = space[0] * space[1] * space[2], 1, 1
     while 2 * k * c <= MAX_COLUMNS and voxels % (2 * k) == 0:

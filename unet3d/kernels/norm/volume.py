@@ -64,8 +64,7 @@ class VolumeNorm(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Return the volume's mean (N, C, M) and 1 / deviation (N, C).
 
-        They are those of x, to which a map may be added first, in its memory; or of the moments of
-        x, which may be known.
+        Computed from x, to which a map may be added first in place, or from known moments of x.
         """
         if added is not None:
             moments = self.stages.sum_moments(x, added)

@@ -1,8 +1,9 @@
 """How a volume is divided into slabs along X.
 
 Planes are contiguous in channels-last memory, and folding needs Z, so X is the axis that is
-divided. The low levels of a network are tiny: to exchange planes takes longer there than to compute
-them, and soon there are fewer planes than devices. They stay whole, and every device computes them.
+divided. The low levels of a network are tiny: exchanging planes takes longer than computing them,
+and there may be fewer planes than devices. So low levels stay whole, and every device computes
+them.
 """
 
 import itertools
@@ -59,7 +60,7 @@ class SlabRule:
     """How many slabs there are."""
 
     def divide(self, size: Shape) -> Division:
-        """Divide a volume of so many voxels along X, Y, Z, multiples of the total stride.
+        """Divide a volume of a size along X, Y, Z, multiples of the total stride.
 
         Raises:
             DeviceError: It has fewer planes than there are shards, at full resolution or at the
@@ -83,7 +84,7 @@ class SlabRule:
         return self.divide(size).slab(shard)
 
     def most_shards(self, size: Shape) -> int:
-        """Return the most shards that a volume of so many voxels along X, Y, Z can have."""
+        """Return the largest number of slabs of a volume of a size along X, Y, Z."""
         return size[0] // _steps(self.topology)[self.topology.num_heads - 1]
 
     def _is_worth_it(self, level: int, size: Shape) -> bool:

@@ -1,9 +1,8 @@
 """One volume over several devices: each has the whole network and a slab of every map.
 
-Memory and time both go by the number of devices, where stages of a network divide neither: the
-peak is at full resolution, and a batch of one cannot be pipelined. A process drives one device, so
-it works on several machines, with replicas, and each replays its own CUDA graphs, with the messages
-in them.
+Slabs divide both memory and time by the number of devices. Stages divide neither: the peak is at
+full resolution, and a batch of one cannot be pipelined. A process drives one device, so it works on
+several machines, with replicas, and each replays its own CUDA graphs, with the messages in them.
 """
 
 from collections.abc import Sequence
@@ -55,7 +54,8 @@ class SpatialExecutor:
             network: The network, with all its parameters in one precision.
             layout: The device, the slab, and how a batch is run; ``num_shards`` says how many
                 devices share a volume.
-            group: The ranks, shards of a replica one after the other; None: there is nobody.
+            group: The ranks, slabs of a replica one after the other; None: there are no other
+                ranks.
             messages: To the other shards; None: those of the group.
 
         Raises:

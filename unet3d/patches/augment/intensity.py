@@ -23,7 +23,7 @@ everywhere. The holders of all slabs call it equally often, whatever they hold."
 
 
 class Levels(NamedTuple):
-    """Numbers over all voxels of each channel of patches (R, 1)."""
+    """Statistics over all voxels of each channel of patches, (R, 1)."""
 
     mean: Tensor
     variance: Tensor
@@ -83,7 +83,7 @@ def change_contrast(channels: Tensor, part: Part, factors: Tensor) -> Tensor:
 
 
 def change_gamma(channels: Tensor, part: Part, exponents: Tensor, signs: Tensor) -> Tensor:
-    """Bend intensities (R, X, Y, Z) between their extremes by a power; with -1 inverted ones.
+    """Apply gamma curves to intensities (R, X, Y, Z) in place; sign -1: to inverted ones.
 
     Exponents and signs are (R, 1). Mean and deviation are restored. The intensities are changed in
     place, so they are contiguous.

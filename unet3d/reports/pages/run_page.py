@@ -168,7 +168,7 @@ def _data(folder: Path, content: Content) -> dict[str, Any]:
 
 
 def _summary(content: Content) -> dict[str, Any]:
-    """Return what a finished training came to."""
+    """Return the results of a finished run."""
     epochs, seconds = content["epochs"], duration(content["seconds"])
     facts: Facts = [
         ("devices", ", ".join(content.get("devices", ()))),
@@ -295,7 +295,7 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
 
 
 def _peak(content: Content) -> Figure:
-    """Return the highest peak of memory, and whose it is."""
+    """Return the highest peak of memory and its device."""
     slots = measured_slots(content)
     unit, unit_bytes = unit_of(slots)
     largest = max(slots, key=lambda slot: slot["measured"]["peak_bytes"])

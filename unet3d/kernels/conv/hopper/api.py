@@ -117,11 +117,11 @@ def are_on(device: torch.device, dtype: torch.dtype | None) -> bool:
 
 
 def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
-    """Let all slabs of a volume be convolved here, or none; all ranks call it with their devices.
+    """Use these kernels for all slabs of a volume, or for none; a collective call with own devices.
 
-    Where a reader normalises, planes are exchanged that are not normalised yet. Ranks which differ
-    would send as many messages of the same sizes, and compute nonsense from them. ``exchange`` maps
-    this rank's answer to those of all ranks.
+    If the reader normalises, ranks exchange planes before normalisation. Ranks that disagree would
+    send messages of the same sizes and compute wrong values from them. ``exchange`` maps this
+    rank's answer to those of all ranks.
     """
     global _all_slabs_can
     own = all(available(device) for device in devices)
@@ -164,7 +164,7 @@ def wants_padding(x: Tensor) -> bool:
 
 
 def normalizes(x: Tensor, outputs: int | None) -> bool:
-    """Return whether the reader of a normalised map like this one will normalise it itself.
+    """Return whether the reader of a normalised map like this one will normalise it.
 
     ``outputs`` are the channels that the only reader makes, a 3x3x3 convolution with stride 1; None
     where the map has other readers.

@@ -238,7 +238,7 @@ def _map(x: Tensor) -> _Map:
 
 
 def _halo(before: Tensor | None, behind: Tensor | None) -> _Halo:
-    """Return the planes beside a map (N, C, 1, Y, Z), stored as it is, of which one may miss."""
+    """Return the planes beside a map, (N, C, 1, Y, Z) with the map's layout; one may be None."""
     sample = next((plane.stride(0) for plane in (before, behind) if plane is not None), 0)
     pointers = (None if plane is None else plane.data_ptr() for plane in (before, behind))
     return _Halo(*pointers, sample)

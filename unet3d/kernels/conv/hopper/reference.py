@@ -1,6 +1,6 @@
 """The hand-written convolutions (:mod:`unet3d.kernels.conv.hopper.op`) in PyTorch's own operations.
 
-They stand for the kernels in tests, on a CPU and in any type.
+Tests use them in place of the kernels, on a CPU and in any number type.
 """
 
 from typing import Any
