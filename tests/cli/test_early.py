@@ -33,6 +33,7 @@ ERRORS = [
     ("train nowhere --resume", "no run to resume in runs that was made with "),
     ("train data --parallel model --devices cpu", "needs a device for each of two stages"),
     ("train data --replicas 2 --devices cpu", "--replicas is 2, but there is one device, cpu"),
+    ("train data --set data.labels=[heart]", "data.labels names heart, which is not"),
     ("train data --folds all --fold 1", "--fold is given for a run over several folds; leave"),
     ("train data --set training.precision=float16", "training.precision=float16 needs a GPU"),
     ("train --resume --devices 97", "there is no run to resume in runs; name one with"),
@@ -46,6 +47,7 @@ ERRORS = [
     ("predict text.pt", "text.pt has no known file ending"),
     ("predict scan.nii.gz -o seg.png", "seg.png: a segmentation ends in .nii.gz or .nii"),
     ("predict scan.nii.gz -o text.pt/seg.nii", "text.pt is not a writable folder"),
+    ("predict scan.nii.gz -o there.nii", "there.nii exists; add --overwrite to replace it"),
     ("predict full", "full holds no volumes to segment"),
     ("predict scan.nii.gz -c text.pt", "text.pt is not a checkpoint; name one"),
     ("predict scan.nii.gz -c full", "full has neither checkpoint-latest.pt nor"),
@@ -58,6 +60,7 @@ ERRORS = [
     ("plan --devices 0,cpu", "cuda:0 is not on this machine, so its memory is unknown"),
     ("plan --measure --devices 97", "device '97' does not exist"),
     ("plan nowhere", "nowhere; give its folder"),
+    ("plan --predict scan.nii.gz --devices 97", "device '97' does not exist"),
     ("plan --predict CT/", "there is no file or folder CT"),
     ("check nowhere", "there is no data set at nowhere"),
     ("evaluate missing.nii.gz data", "there is no file or folder missing.nii.gz"),
@@ -74,7 +77,7 @@ def test_an_error_does_not_wait_for_pytorch_and_leaves_nothing(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "taken/scan.nii.gz").mkdir(parents=True)
     os.mkfifo(tmp_path / "pipe.nii")
-    for name in ("text.pt", "full/file"):
+    for name in ("text.pt", "full/file", "there.nii"):
         (tmp_path / name).write_text("text")
     (tmp_path / "scan.nii.gz").symlink_to(min(tmp_path.glob("data/imagesTr/*")))
     before = {path.name for path in tmp_path.iterdir()}

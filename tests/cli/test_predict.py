@@ -54,7 +54,7 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     capsys.readouterr()
     for name in ("newest", "oldest"):  # also one that has not ended
         write_json(Path("runs", name, "data.json"), {"dataset": "/data/b"})
-        assert refusal(capsys, "predict", scan) == (
+        assert refusal(capsys, "predict", scan, "--overwrite") == (
             "Error: runs/ has runs of 2 data sets; add one of --checkpoint runs/middle (trained on "
             f"/data/a), --checkpoint runs/{name} (trained on /data/b)"
         )

@@ -229,12 +229,13 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
 
     monkeypatch.setattr(os, "access", on_read_only_disk)
     inside = write_volume(tmp_path / "read-only/mine/b.nii.gz", noise((4, 5, 6)))
-    refuse_early([inside])
+    refuse_early(PredictionRequest(images=(inside,)))
+    beside = write_volume(tmp_path / "read-only/c.nii.gz", noise((4, 5, 6)))
     with pytest.raises(ConfigError, match=r"cannot write .*read-only/c_seg"):
-        refuse_early([write_volume(tmp_path / "read-only/c.nii.gz", noise((4, 5, 6)))])
+        refuse_early(PredictionRequest(images=(beside,)))
     done = write_volume(tmp_path / "read-only/done.nii.gz", noise((4, 5, 6)))
     write_volume(tmp_path / "read-only/done_seg.nii.gz", np.zeros((4, 5, 6), np.uint8))
-    refuse_early([done])
+    refuse_early(PredictionRequest(images=(done,), goes_on=True))
     assert names(found_of([done], None, 1, goes_on=True).kept) == ["done.nii.gz"]
     for place in ("file", "read-only", "dangling"):
         words = f"cannot write.*{place}.*choose another"

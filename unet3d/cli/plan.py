@@ -112,6 +112,7 @@ def plan(
         _measure_rank(settings.config, step_record)
         return
     from unet3d.datasets.dataset import load_dataset
+    from unet3d.inference.request import PredictionRequest
     from unet3d.inference.scan_search import refuse_early
     from unet3d.memory.gpus import refuse_unknown_memory
 
@@ -121,7 +122,9 @@ def plan(
         if "data.dataset" in settings.changes or measure:
             raise click.UsageError("--predict is for one scan; drop DATASET and --measure")
         check_result(json_path, *scan, *checkpoints, overwrite=overwrite)
-        refuse_early(scan)
+        if device_memory is None:
+            settings.check_devices()
+        refuse_early(PredictionRequest(images=scan, goes_on=True))
         checkpoints = wanted_checkpoints(checkpoints)
         with working("predicting"):
             load_torch()

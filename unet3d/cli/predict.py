@@ -123,17 +123,19 @@ def predict(
             param_hint="'--scratch'",
         )
     settings.check_devices()
+    from unet3d.inference.request import PredictionRequest
     from unet3d.inference.scan_search import refuse_early
 
+    asked["settings"] = settings.changes
     ranks = begin_as_rank()
     if ranks.is_first:
-        refuse_early(asked["images"], asked["output"])
+        refuse_early(PredictionRequest.of(asked))
         checkpoints = wanted_checkpoints(checkpoints, folds)
         # What follows takes seconds before anything else can be seen.
         click.echo(f"using {_in_words(checkpoints)}")
     else:
         checkpoints = ()  # the first one has the files
-    _run({**asked, "checkpoints": checkpoints, "settings": settings.changes}, ranks)
+    _run({**asked, "checkpoints": checkpoints}, ranks)
 
 
 @click.command("predict-as-rank", hidden=True)

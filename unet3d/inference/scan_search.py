@@ -95,8 +95,9 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
     return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
 
 
-def refuse_early(inputs: Sequence[Path], output: Path | None = None) -> None:
+def refuse_early(request: PredictionRequest) -> None:
     """Refuse what is wrong with names and headers, before networks are read; not all is known."""
+    inputs, output = request.images, request.output
     if not any(os.path.exists(path) for path in inputs):
         raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
     for path in inputs:
@@ -112,6 +113,8 @@ def refuse_early(inputs: Sequence[Path], output: Path | None = None) -> None:
             else:
                 continue
             _refuse_irregular(place)
+            if not request.overwrite and not request.goes_on:
+                refuse_existing(Scan(images=(path,), output=place), request)
             if not os.path.lexists(place):  # else it may be kept
                 _refuse_unwritable(place)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.datasets.dataset import Dataset, fold_cases, folds_of, load_dataset
+from unet3d.datasets.naming import with_labels
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.memory.gpus import refuse_impossible
@@ -61,6 +62,8 @@ def check_early(request: Request, folds: str | None) -> None:
         dataset = load_dataset(data.dataset)
         if dataset.faults:  # they are all told together, later
             return
+        if data.labels is not None:
+            with_labels(dataset, data.labels)
         if folds is not None:
             named_folds(folds, dataset, config)
         else:
