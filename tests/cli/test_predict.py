@@ -65,7 +65,7 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     write_json(Path("runs/killed/data.json"), {"dataset": "/data/b"})  # without a network
     Path("runs/killed/config.yaml").touch()
     assert run("predict", scan, "--devices", "cpu", "--overwrite") == 0
-    line = refusal(capsys, "predict", scan, "--checkpoint", "runs")
+    line = refusal(capsys, "predict", scan, "--checkpoint", "runs", "--overwrite")
     assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt, no folds" in line
 
 
