@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what they do while modules load, before a training, and during it.
+"""The effects of Ctrl-C, SIGTERM and SIGHUP while modules load, before and during a training run.
 
 While the program starts, ends or loads modules, a signal ends the process at once, because an
 exception in the middle of an import can be lost, or leave broken modules. While a command runs,

@@ -47,7 +47,7 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """What the values in the label maps of a data set mean, or meant in a training."""
+    """The meaning of values in the label maps of a data set, now or when a network was trained."""
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
@@ -60,7 +60,7 @@ class Labels:
     ] = ()
     """Values in label maps that each class is made of; none: each of its own value alone."""
     ignore_value: LabelValue | None = None
-    """Value of voxels that nobody has labelled, above that of every class; None: there is none. In
+    """Value of unlabelled voxels, above that of every class; None: there is none. In
     prepared label maps they have the index after the last class."""
     regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
     """What is segmented instead of the classes, in the order in which it is written."""

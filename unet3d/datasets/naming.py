@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_NAME_LETTERS = 200
 
 IGNORE = "ignore"
-"""Name of the label of voxels that nobody has labelled, as nnU-Net has it."""
+"""Name of the label for unlabelled voxels, as in nnU-Net."""
 
 
 def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:

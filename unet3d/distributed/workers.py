@@ -35,7 +35,7 @@ def map_items(
     """Return the results of work on each item, in the order of the items.
 
     The work is a function of a module, and done in this process for fewer than two workers. The
-    watch is told how many items are done. Raises DatasetError where a worker was killed.
+    watch gets the number of finished items. Raises DatasetError if a worker was killed.
     """
     num_workers = min(num_workers, len(items))
     if num_workers < 2:

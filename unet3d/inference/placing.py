@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedNetwork:
-    """The one network that a training has on its devices."""
+    """The one network that training has on its devices."""
 
     executor: Executor
     """The network, in evaluation mode."""
@@ -51,7 +51,7 @@ class TrainedNetwork:
     """Whether other ranks compute slabs of the same windows."""
     index: ClassVar[int] = 0
     is_replayable: ClassVar[bool] = False
-    """Not where memory is scarce: a training has its own beside it."""
+    """Not if memory is scarce: training needs its own beside it."""
 
     @property
     def executors(self) -> tuple[Executor, ...]:

@@ -81,7 +81,7 @@ class Progress:
         """Take what is done with the scan now, such as ``reading``."""
 
     def windows_done(self, done: int, total: int) -> None:
-        """Take how many windows are done; 0 begins anew, such as with smaller ones."""
+        """Take how many windows are done; 0 starts over, such as with smaller ones."""
 
 
 def predict(

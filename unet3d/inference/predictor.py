@@ -85,7 +85,7 @@ class Predictor:
         *,
         skips_empty: bool = False,
     ) -> None:
-        """Place the first network, or take the only one as a training has it.
+        """Place the first network, or take the only one as a training run has it.
 
         All ranks of the group compute slabs of the same windows, of images that the first one has.
         Windows in which each channel is one number may be skipped; what no other window reaches
@@ -230,7 +230,7 @@ class Predictor:
     def _fill(self, job: _Job | None, planes: Planes, windows_done: WindowsDone) -> None:
         """Segment a prepared image, on its grid before it was resampled.
 
-        Where windows do not fit together, all begins anew with one at a time.
+        If several windows do not fit, prediction starts over with one per forward pass.
         """
         while True:
             try:

@@ -47,7 +47,7 @@ def in_threads(
 ) -> list[Result]:
     """Return the results of work on each item, or raise the first error without a wait for others.
 
-    ``watch`` is told how many items are done, after each.
+    ``watch`` gets the number of finished items, after each.
     """
     futures = each_ahead(work, items, num_threads)
     results: list[Result] = []

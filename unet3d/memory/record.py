@@ -1,4 +1,4 @@
-"""What is written down of the memory of a training: the content of ``memory.json``."""
+"""The recorded memory of a training run: the content of ``memory.json``."""
 
 import os
 import resource

@@ -263,7 +263,7 @@ class Head(nn.Conv3d):
 
 
 class HeadUnit(nn.Module):
-    """The last unit and its head: nobody else reads the unit's features."""
+    """The last unit and its head: nothing else reads the unit's features."""
 
     def __init__(self, unit: ConvUnit | UpsampledUnit, head: Head) -> None:
         """Join two modules."""

@@ -14,10 +14,10 @@ MAX_GRADIENT_NORM = 12.0
 """Of all gradients together, as the momentum in nnU-Net's training."""
 
 WARMUP_STEPS = 250
-"""Of a training that begins with other weights: a new head has gradients without meaning."""
+"""Warm-up steps of a run with ``training.init``: a new head has meaningless gradients."""
 
 MIN_TRAININGS_OF_WARMUP = 10
-"""A warm-up is at most one part of so many of a training, which would else end before it learns."""
+"""A warm-up takes at most a tenth of a run; otherwise a short run would end before it learns."""
 
 STATES = {
     "sgd": frozenset({"momentum_buffer"}),
@@ -71,7 +71,7 @@ class Optimization:
         return scale
 
     def learning_rate(self, step: int, num_steps: int) -> float:
-        """Return the rate of one step of a training, from 0 to below ``num_steps``."""
+        """Return the rate of one step of a training run, from 0 to below ``num_steps``."""
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
         if self.settings.init is None:
             return rate

@@ -1,1 +1,1 @@
-"""nnU-Net's trained models: read as checkpoints of ours, and ours written as such models."""
+"""nnU-Net's models are read as checkpoints, and checkpoints are written as such models."""

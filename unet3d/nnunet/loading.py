@@ -18,7 +18,7 @@ from unet3d.runs.tensor_file import read_tensors
 
 
 def load_network(path: Path, part: Part = "network") -> Checkpoint:
-    """Read a network to predict with, onto the CPU: a checkpoint of ours, or one of nnU-Net."""
+    """Read a network for prediction onto the CPU, from a checkpoint of unet3d or of nnU-Net."""
     with explained(known_as(path)):
         content = read_tensors(path, described=part == "description")
         if not isinstance(content, dict) or "network_weights" not in content:

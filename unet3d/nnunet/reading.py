@@ -1,4 +1,4 @@
-"""A trained model of nnU-Net v2, read as a checkpoint of ours.
+"""A trained model of nnU-Net v2, read as a checkpoint of unet3d.
 
 Everything comes from ``checkpoint_final.pth`` and, where they lie above it, from ``plans.json`` and
 ``dataset.json``. No code in them is run: :mod:`unet3d.runs.tensor_file` reads plain values, and

@@ -26,17 +26,17 @@ CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
 of values that stand together, or of the setting behind them, keeps all of them out."""
 
 NETWORK = "model.base_channels"
-"""The one of the values that a network to begin with brings itself."""
+"""The one setting among these that comes with a network to begin with."""
 
 RATE_DIVISOR_OF_INIT = 10
-"""Of the learning rate where a training begins with the weights of another one: a rate that suits
-random weights would destroy what they have learnt."""
+"""Divides the learning rate in a run with ``training.init``: the rate for random weights would
+destroy trained ones."""
 
 
 def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, str | None]:
     """Return settings whose ``auto`` ones suit some devices and weights to begin with.
 
-    The line says what was taken for a CPU; None: nothing.
+    The line names the values chosen for a CPU; None: there are none.
     """
     has_init = config.training.init is not None
     taken: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""All ways of placing a training side by side, as ``unet3d plan`` shows them."""
+"""All placements of a training run compared, as ``unet3d plan`` shows them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def compare(
     The record of these options has slots as in a run's ``memory.json``, and under ``choice`` what
     mode ``auto`` chooses; the largest patches, which take longer to find, are left out.
     ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
-    ``watch`` is told before each prediction how many there were and will be in all.
+    Before each prediction, ``watch`` gets the number of finished predictions and their total.
     """
     config = network.settled(config)
     asked = dims_of(config.parallel, memory_bytes)

@@ -22,7 +22,7 @@ HEADROOM = 0.9
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:
-    """Log a warning for each GPU that has less than a training is predicted to need."""
+    """Log a warning for each GPU with less memory than training is predicted to need."""
     for device, needed in prediction.needed_bytes().items():
         if device.type == "cuda" and needed > available_bytes(device):
             logger.warning(
@@ -35,7 +35,7 @@ def warn_if_too_large(prediction: MemoryEstimate) -> None:
 
 
 def refuse_beyond_host(prediction: MemoryEstimate) -> None:
-    """Refuse a training whose slots on the CPU need more than the host has available.
+    """Refuse a training run whose slots on the CPU need more than the host has available.
 
     What is predicted of a CPU is a lower bound, so such a training cannot fit, and Linux would
     kill it without a word.

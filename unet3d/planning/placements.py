@@ -1,4 +1,4 @@
-"""The ways in which a training can be placed on devices, and which of them mode ``auto`` takes.
+"""The possible placements of a training run on devices, and the choice of mode ``auto``.
 
 It is the fastest that fits, of one device, a replica on each, shards of one volume and replicas of
 shards. Its time is what ``plan --measure`` measured, else what :mod:`unet3d.planning.step_time`
@@ -34,7 +34,7 @@ Devices = tuple[torch.device, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOption:
-    """One option for placing a training. What it needs is predicted when it is first asked for."""
+    """One placement of a training run; its memory is predicted on first use."""
 
     dims: ParallelDims
     step: Step
@@ -109,7 +109,7 @@ def choose_mode(
 
 
 def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> list[ParallelDims]:
-    """Return the ways of placing a training on devices that suit its network, patch and batch.
+    """Return the placements of a training run that suit its network, patch and batch.
 
     One device first, unless several replicas are asked for; then over all devices a replica on
     each, shards of one volume, and replicas of fewer shards. Stages of the network only where none
@@ -302,7 +302,7 @@ def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> 
 
 
 def in_words(dims: ParallelDims) -> str:
-    """Return a way of placing a training in a few words."""
+    """Describe a placement of a training run in a few words."""
     if dims.mode == "none":
         return f"none, on {dims.all_devices[0]}"
     if dims.mode == "model":

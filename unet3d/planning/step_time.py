@@ -2,8 +2,8 @@
 
 A shard has its share of both where its level is divided. Ranks wait besides for messages: planes,
 sums and gradients. The rates are those of one GPU and one CPU, so on others the seconds are off,
-but nearly by the same factor in every way of placing a training: they serve to compare ways. Links
-differ by more than that, so the one that is used is measured (:mod:`unet3d.planning.link_speed`).
+but nearly by the same factor in every placement: the times serve to compare placements. Links
+differ by more than that, so the link in use is measured (:mod:`unet3d.planning.link_speed`).
 """
 
 import logging
@@ -27,7 +27,7 @@ from unet3d.planning.memory_estimate import Step
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 12 * 3600
-"""A training on a CPU for which this is predicted is warned of."""
+"""A warning is shown if a training run on a CPU is predicted to take longer."""
 
 NORM_PASSES = 8
 """How often a normalisation with its activation goes through its map: three times forward, five
@@ -326,7 +326,7 @@ def time_cuts(step: Step) -> tuple[int, ...]:
 
 
 def long_on_cpu(step: Step) -> str | None:
-    """Return a line where a training is predicted to take very long on a CPU, or None."""
+    """Return a warning if a training run is predicted to take very long on a CPU, or None."""
     seconds = step_seconds(step) if step.layout.devices[0].type == "cpu" else None
     epochs, steps = step.settings.epochs, step.settings.steps_per_epoch
     hours = (seconds or 0.0) * epochs * steps / 3600

@@ -91,7 +91,7 @@ class Sweep:
         return min(timed, key=lambda row: row.seconds or 0.0, default=None)
 
     def remember(self) -> Path:
-        """Leave the fastest of each placement where trainings find it, and return the folder."""
+        """Save the fastest of each placement for training runs, and return the folder."""
         now = f"{datetime.now():%Y-%m-%d at %H:%M}"
         paths = []
         for dims in dict.fromkeys(row.option.dims for row in self.rows):

@@ -1,4 +1,4 @@
-"""How a training is divided where its settings leave that open: as measured, if it was measured.
+"""The measured division of a training run, for settings that leave the division open.
 
 ``plan --measure`` writes the best micro-batches and cuts to a file in the cache folder, under a key
 of all that the time of a step depends on; :func:`resolve_auto` replaces ``auto`` by them.
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TunedConfig:
-    """The fastest measured division of a training."""
+    """The fastest measured division of a training run."""
 
     cuts: tuple[int, ...]
     """Index in the block list at which each stage but the first starts."""

@@ -13,7 +13,7 @@
 
 A key is a hash of what the files *contain* and of everything that was done to them, so an entry is
 never stale. An entry is written under a temporary name and renamed when it is whole; opening it
-compares the size of each file, and a truncated one is made anew. Of two processes that make the
+compares the size of each file, and a truncated one is rebuilt. Of two processes that make the
 same entry one wins, and the other uses its result.
 """
 

@@ -68,7 +68,7 @@ class ChannelNormalization:
 
 
 def kind_of(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
-    """Return how a channel is normalised in a training, by ``data.normalization`` or its name."""
+    """Return how training normalises a channel, by ``data.normalization`` or its name."""
     if setting != "auto":
         return setting
     name = channel_name.strip().lower()

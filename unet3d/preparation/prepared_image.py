@@ -206,7 +206,7 @@ def prepare_label(
 ) -> npt.NDArray[np.unsignedinteger]:
     """Turn label values (X, Y, Z), cut as the image is, into class indices, and resample them.
 
-    The indices are of uint8, or uint16 for more than 256. Voxels that nobody has labelled have the
+    The indices are of uint8, or uint16 for more than 256. Unlabelled voxels have the
     one after the last class.
     """
     known = preprocessing.class_of

@@ -44,11 +44,11 @@ this percentile of the data set's (the value of nnU-Net)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Interpolation:
-    """How images come to the target spacing, and logits back; by default as in our own trainings.
+    """How images are resampled to the target spacing, and logits back.
 
-    A spline through slices that lie far apart swings above and below what either of them holds, so
-    it is of another order across them. As in nnU-Net, there is one axis of slices at most: none
-    where two are equally coarse.
+    A spline across slices that lie far apart overshoots their intensities, so its order differs
+    across slices. As in nnU-Net, there is at most one axis of slices: none if two are equally
+    coarse.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN

@@ -1,4 +1,4 @@
-"""The memory of a training: a table for the terminal, and a picture with its course in one step."""
+"""The memory of a training run: a table for the terminal, and a picture of one step."""
 
 from collections.abc import Mapping
 from typing import Any

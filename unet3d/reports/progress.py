@@ -1,4 +1,4 @@
-"""The progress of a training: a live line on a terminal, plain lines in a log."""
+"""The progress of a training run: a live line on a terminal, plain lines in a log."""
 
 import logging
 import time

@@ -115,7 +115,7 @@ def measured_slots(record: Mapping[str, Any]) -> Slots:
 
 
 def is_one_cpu(slots: Slots) -> bool:
-    """Tell whether a training is on one CPU, where there are no slots to compare."""
+    """Tell whether a training run is on one CPU, where there are no slots to compare."""
     return len(slots) == 1 and slots[0]["device"] == "cpu"
 
 

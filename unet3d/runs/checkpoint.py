@@ -29,11 +29,11 @@ from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.tensor_file import on_tensors, own, own_tensors, read_tensors, write_tensors
 
 FORMAT = 1
-"""Raised whenever a checkpoint is laid out differently."""
+"""Incremented whenever the layout of checkpoints changes."""
 
 Part = Literal["all", "network", "description"]
-"""What is read of a checkpoint: everything; the weights, but nothing to continue a training with;
-or neither, with weights on the meta device."""
+"""The parts of a checkpoint to read: all; all but the state of training; or, of the latter, weights
+on the meta device only."""
 
 
 def _config(text: Any) -> Config:
@@ -146,7 +146,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
 def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
-    Raises CheckpointError where the file is missing, damaged or not a checkpoint of ours, has
+    Raises CheckpointError where the file is missing, damaged or not a checkpoint of unet3d, has
     values out of range or tensors of another network, or weights that are not finite.
     """
     with explained(path):

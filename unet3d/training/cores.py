@@ -19,7 +19,7 @@ MAX_PROCESSES = 16
 """The most processes that prepare cases, or make patches, for GPUs."""
 MAX_CUTTING = 8
 """The most processes where patches are only cut, and augmented on a GPU. For an H200 two were
-enough at 128^3, four at 256^3; with 16, which start later, a training was no faster."""
+enough at 128^3, four at 256^3; with 16, which start later, a training run was no faster."""
 MAX_ON_CPU = 4
 """The most processes beside a network on a CPU."""
 CORES_OF_A_LOADER = 32

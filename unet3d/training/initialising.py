@@ -5,8 +5,8 @@ of this the settings can say is written into them, where they leave it open. A r
 the network in its own checkpoint, so it does not need the file again. Patches may have another
 size, because no weight depends on it.
 
-The heads are made anew where the labels are others, and the stem where the number of channels is:
-there is no weight for them.
+If labels or channels differ, the heads or the stem start from scratch: the checkpoint has no
+weights for them.
 
 Images are prepared as for any training here: in RAS, interpolated and normalised as the settings
 say.

@@ -35,7 +35,7 @@ from unet3d.training.validation import Validation, Validator
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """A training that has come to its end; what it has come to is in its folder."""
+    """A finished training run; its results are in its folder."""
 
     folder: RunFolder
     """The run."""

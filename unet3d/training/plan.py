@@ -41,7 +41,7 @@ MAX_NAME_LETTERS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A training that is decided, but for what its data decide."""
+    """The plan of a training run, except for what depends on its data."""
 
     config: Config
     """Every setting."""

@@ -1,4 +1,4 @@
-"""What a user asks of a training, and the run that goes on; read before PyTorch is imported."""
+"""The request for a training run, and the run to resume; read before PyTorch is imported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -149,7 +149,7 @@ def _is_moved(recorded: ParallelSettings, changes: Mapping[str, Any]) -> bool:
 
 
 def dataset_name(config: Config) -> str:
-    """Return what the data set of a training is called: its folder, or ``phantom``."""
+    """Return the name of the data set: its folder, or ``phantom``."""
     source = config.data.dataset
     if source is None:
         return "phantom"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where a training stands, when one is due, and reading it back."""
+"""The checkpoints of a run: the state of training, when to save it, and reading it back."""
 
 import logging
 import math
@@ -204,7 +204,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def divergence_error(what: str, learning_rate: float) -> ConfigError:
-    """Return the error for a training that is not finite any more."""
+    """Return the error for a diverged training run."""
     return ConfigError(
         f"{what}; use a smaller training.learning_rate than {learning_rate:g}, also with "
         "--resume: the last checkpoint is finite. With data.normalization none, also look for "

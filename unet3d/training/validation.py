@@ -45,7 +45,7 @@ class Validator:
     """Segments the validation cases as prediction would, and compares them with their labels."""
 
     def __init__(self, context: RunContext) -> None:
-        """Take the network and the cases of a training."""
+        """Take the network and the cases of a training run."""
         self._experiment = context.experiment
         self._executor = context.executor
         self._context = context

@@ -91,7 +91,7 @@ def instance_norm(
 
 
 def sum_of(x: Tensor, added: Tensor) -> Tensor:
-    """Add a map to a convolution's result that nobody else reads, in its memory where it can be."""
+    """Add a map to a convolution's result without other readers, in its memory where it can be."""
     # A view that an autograd function returned cannot become another tensor.
     return x + added if is_view(x) else x.add_(added)
 

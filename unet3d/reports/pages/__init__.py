@@ -1,1 +1,1 @@
-"""HTML pages of one file, which need no network: a training, its folds, a segmentation."""
+"""HTML pages of one file, which need no network: a training run, its folds, a segmentation."""

@@ -1,4 +1,4 @@
-"""The page of a training: what it came to, its curves, cases, memory and settings; and of folds.
+"""The page of a training run: results, curves, cases, memory and settings; and of folds.
 
 It shows what the folder of the run holds by now. Each part is made of one file; a file that is
 missing has no part, and one that is damaged is named.
@@ -65,7 +65,7 @@ def pages_of_run(folder: Path, output: Path) -> Iterator[tuple[Path, str, Path]]
 
 
 def run_page(folder: Path) -> str:
-    """Return the page of a training; CheckpointError: the folder is no run's."""
+    """Return the page of a training run; CheckpointError if the folder is not one of a run."""
     run = RunFolder(folder)
     if not has_page(run):
         raise CheckpointError(

@@ -188,7 +188,7 @@ def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor
 def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     """Return a map with the convolution of x added in its memory, marked with its moments.
 
-    The map must be a result that nobody else reads. Where x is a normalised map that backward would
+    The map must be a result without other readers. Where x is a normalised map that backward would
     recompute, the gradient of the weight normalises what it loads instead.
     """
     given = (x, weight, y, None, normalized_from(x), None, x_padding, True)
