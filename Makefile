@@ -2,6 +2,7 @@
 # make test: what protects a change, and CI runs: lint and the default tests, about five minutes on two cores.
 # make nightly: lint and every test, those that are slow and rare too, about 20 minutes.
 # make docs: build the site in site/; open site/index.html in a browser.
+# make pictures: draw the pictures of the product in docs/ anew; needs Chromium and two minutes.
 # PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test nightly lint docs clean
+.PHONY: demo test nightly lint docs pictures clean
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
@@ -28,6 +29,9 @@ lint: .venv/tools
 
 docs: .venv/tools
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: .venv/tools
+	$(BIN)/python docs/draw_tour.py
 
 # A stamp is the last thing written, so that an interrupted installation is begun again.
 .venv/installed: pyproject.toml constraints.txt

@@ -15,6 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 
@@ -34,6 +35,7 @@ NEEDS = {
     *("GPU", "Docker", "Slurm", "several machines", "TensorBoard", "a download"),
     "a process of its own",
 }
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 BLOCK = re.compile(
     r"(?:^<!-- needs: ([\w ]+) -->\n)?^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -230,6 +232,41 @@ def test_links_lead_to_files_and_what_is_named_exists():
         for name in re.findall(rf"`((?:{packages})/[\w/]+)`", text):
             module = ROOT / "unet3d" / name
             assert module.is_dir() or module.with_suffix(".py").is_file(), (document, name)
+
+
+def pictures_shown():
+    """Return the names of the pictures that documents show."""
+    shown = r"!\[[^]]+\]\(([^)]+)\)"
+    return {Path(link).name for page in DOCUMENTS for link in re.findall(shown, page.read_text())}
+
+
+def test_every_picture_is_shown_and_drawn_by_a_script():
+    docs = ROOT / "docs"
+    pictures = [path for path in docs.iterdir() if path.suffix in (".png", ".svg")]
+    assert {path.name for path in pictures} == pictures_shown()
+    assert sum(path.stat().st_size for path in pictures) <= 900_000
+    scripts = "".join(path.read_text() for path in docs.glob("draw_*.py"))
+    # The frontier was measured on a GPU, once.
+    assert {name for name in pictures_shown() if name not in scripts} == {"frontier.png"}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not any(map(shutil.which, CHROMIUMS)), reason=f"none of {CHROMIUMS}")
+def test_the_pictures_of_the_product_are_drawn(tmp_path):
+    pytest.importorskip("playwright")
+    settings = ("training.steps_per_epoch=2", "model.base_channels=4", "model.num_levels=2")
+    settings += ("patches.size=16,16,16", "data.phantom_shape=24,24,24")
+    smaller = [word for setting in settings for word in ("--set", setting)]
+    script = [sys.executable, ROOT / "docs/draw_tour.py", tmp_path, "--epochs", "2", *smaller]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    by_others = {"frontier.png", "slabs.svg", "two-devices.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == pictures_shown() - by_others
+    for path in tmp_path.glob("*.png"):
+        assert len(np.unique(matplotlib.image.imread(path))) > 50, path
+    terminal = (tmp_path / "terminal.svg").read_text()
+    assert "unet3d&#160;train" in terminal and "/2&#160;" in terminal and "url(http" not in terminal
 
 
 def test_every_answer_is_linked_from_the_list_of_questions():
