@@ -20,12 +20,12 @@ _INTERFACE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return what the Python interface has; importing it takes seconds, so nothing else waits."""
+    """Return a name of the Python interface, imported on first use because that takes seconds."""
     if name not in _INTERFACE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_INTERFACE[name]), name)
 
 
 def __dir__() -> list[str]:
-    """Return what there is, the Python interface included."""
+    """Return all names, including those of the Python interface."""
     return sorted((*globals(), *_INTERFACE))

@@ -1,6 +1,6 @@
-"""Where the program starts: ``unet3d``, ``python -m unet3d`` and ``python cli.py``.
+"""The entry point of ``unet3d``, ``python -m unet3d`` and ``python cli.py``.
 
-Signals are handled before anything is loaded that takes time, so nothing heavy is imported above.
+Signals are handled before slow imports, so nothing heavy is imported at the top.
 """
 
 from unet3d.distributed import is_started

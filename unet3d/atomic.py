@@ -1,11 +1,11 @@
-"""Files and folders that are the old ones or the new ones at every moment, never half of either.
+"""Atomic writing: a file or folder is always the old one or the new one, never a part of either.
 
 Everything is written beside its final name, flushed to the disk, and only then renamed. The folder
-is flushed last, because a rename is lost in a power cut until then.
+is flushed last, because a power cut could otherwise undo the rename.
 
-What is not published goes with its process. Until then the process has a lock on it, which the
-system releases even after SIGKILL, and the next process that writes to the same folder deletes what
-nobody has a lock on. A folder that was being replaced is put back.
+The writing process holds a lock on unpublished files, which the system releases even after SIGKILL.
+The next process that writes to the same folder deletes temporary files without a lock, and restores
+a folder whose replacement was interrupted.
 """
 
 import errno
@@ -50,7 +50,7 @@ _swept: set[Path] = set()
 
 
 def users_cache() -> Path:
-    """Return ``unet3d`` in the user's cache folder, made or not; CacheError: there is none."""
+    """Return the path ``unet3d`` in the user's cache folder; CacheError: there is none."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
     except RuntimeError as error:  # no HOME, and a user that the system does not know
@@ -67,11 +67,10 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 @contextmanager
 def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
-    """Replace a file with the one that is written to the name that this yields, in the same folder.
+    """Yield a temporary name in the same folder, and replace a file with what is written to it.
 
-    A device or a pipe is never replaced, and a file that replaces another has its permissions. If
-    no file may exist, FileExistsError is raised where one has the name by then: of several writers
-    at once, the first wins.
+    A device or a pipe is never replaced, and the new file keeps the permissions of the old one. If
+    no file may exist, FileExistsError is raised if another writer was faster.
     """
     with _temporary(path, Path.touch) as unfinished:
         yield unfinished
@@ -88,9 +87,9 @@ def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Make a folder with what is put into the empty one that this yields, or nothing at all.
+    """Yield an empty folder, and publish it with its content, or leave nothing.
 
-    Raises OSError where a folder has the name by then that is neither empty nor to be replaced.
+    Raises OSError if a folder of that name exists that is neither empty nor to be replaced.
     """
     with unfinished_folder(path) as unfinished:
         yield unfinished
@@ -99,7 +98,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
-    """Make a hidden folder beside a path for what is to be published, and delete it in the end."""
+    """Make a hidden folder beside a path for files to publish, and delete it at the end."""
     make_folder(path.absolute().parent)
     with _temporary(path, Path.mkdir) as unfinished:
         yield unfinished
@@ -108,7 +107,7 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
 def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
     """Flush a folder with everything in it, then give it a name on the same file system.
 
-    Of a folder that is to be replaced nothing is deleted before the new one is in its place.
+    A folder to be replaced is deleted only after the new one is in its place.
     """
     _flush_all(folder)
     parent = path.absolute().parent
@@ -123,7 +122,7 @@ def publish_folder(folder: Path, path: Path, *, replace: bool = False) -> None:
 
 @contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
-    """Make a folder for temporary files that only this user can open, and delete it in the end."""
+    """Make a private folder for temporary files, and delete it at the end."""
     with _temporary(Path(tempfile.gettempdir(), name), lambda path: path.mkdir(0o700)) as folder:
         yield folder
 
@@ -158,10 +157,10 @@ def locked(path: Path) -> Iterator[os.stat_result]:
 
 
 def remove_leftovers(folder: Path, elsewhere_s: float = ELSEWHERE_SECONDS) -> None:
-    """Delete what processes have left in a folder that were killed, or put back what they replaced.
+    """Delete temporary files of killed processes in a folder, or restore what they replaced.
 
-    What other users own, or a living process has a lock on, stays; so does what has another name.
-    Locks of other machines may not be seen here, so what was made there stays for some time.
+    Files of other users, files locked by a living process and files with other names stay. Locks of
+    other machines may be invisible here, so files from there stay for some time.
     """
     for path in folder.iterdir():
         name = _NAME.fullmatch(path.name)
@@ -179,7 +178,7 @@ def is_leftover(path: Path) -> bool:
 
 @contextmanager
 def _temporary(final: Path, make: Callable[[Path], object], prefix: str = PREFIX) -> Iterator[Path]:
-    """Make a file or a folder beside another, locked while it is in use; it goes in the end."""
+    """Make a locked temporary file or folder beside another, and delete it at the end."""
     folder = final.absolute().parent
     if folder not in _swept:
         _swept.add(folder)

@@ -1,4 +1,4 @@
-"""Where the command line starts: the group of commands, errors, exit statuses.
+"""The entry point of the command line: the group of commands, errors, exit statuses.
 
 Heavy imports are inside the commands, so that ``--help`` is instant.
 """
@@ -29,7 +29,7 @@ from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line, by default with the arguments of the process, and exit.
 
-    Exit status: 0 done; 1 a problem that we explain; 2 wrong usage; 130, 143 and 129 after Ctrl-C,
+    Exit status: 0 done; 1 an explained problem; 2 wrong usage; 130, 143 and 129 after Ctrl-C,
     SIGTERM and SIGHUP.
     """
     from unet3d.distributed import is_launched, is_started
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _of_system(error: OSError) -> Unet3dError:
-    """Return the error for one such as a full disk, in the middle of a run."""
+    """Return the error for a system error in the middle of a run, such as a full disk."""
     place = f"{error.filename}: " if error.filename else ""
     return Unet3dError(f"{place}{reason_of(error)}; --debug shows where")
 

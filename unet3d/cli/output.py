@@ -1,4 +1,4 @@
-"""What commands write beside their results: errors in one line, JSON files."""
+"""Output of commands other than results: one-line errors, JSON files."""
 
 import gc
 import json
@@ -53,9 +53,9 @@ def log_to_terminal() -> None:
 
 
 def begin_as_rank(quiet: bool = False) -> "Ranks":
-    """Return the place of this process, of which the first rank alone logs; before PyTorch loads.
+    """Return the rank of this process, before PyTorch loads; only the first rank logs.
 
-    ``quiet``: that one only warns.
+    ``quiet``: the first rank logs warnings only.
     """
     from unet3d.distributed.ranks import Ranks, silence_torch
 
@@ -93,7 +93,7 @@ def files_of(dataset: Path | None) -> tuple[Path, ...]:
 
 
 def refuse_input(path: Path, *inputs: Path | None) -> None:
-    """Refuse to write results over what they are made from, or over a volume."""
+    """Refuse to write results over their inputs, or over a volume."""
     from unet3d.images.files import is_volume_file
 
     read = [os.path.realpath(one) for one in inputs if one is not None]
@@ -135,7 +135,7 @@ def writing_result(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being done, as long as it takes; yield what changes the text."""
+    """Show on a terminal the work in progress; yield a function that changes the text."""
     from rich.console import Console
     from rich.text import Text
 
@@ -152,9 +152,9 @@ def write_json(path: Path | None, content: dict[str, Any], overwrite: bool) -> N
 
 
 def load_torch() -> None:
-    """Import PyTorch, and let no search for garbage go through all that it makes.
+    """Import PyTorch, and exclude its objects from garbage collection.
 
-    Searches as it is imported, and the last one as the process ends, take half a second.
+    Collections during the import, and the last one as the process ends, take half a second.
     """
     if "torch" in sys.modules:
         return

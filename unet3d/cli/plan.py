@@ -174,7 +174,7 @@ def plan(
 
 
 def _predict(config: "Config", network: "NetworkPlan", memory_bytes: int | None) -> dict[str, Any]:
-    """Show the memory of every way, and then the largest volumes as they are found."""
+    """Show the memory of every placement, then the largest volumes as they are found."""
     from unet3d.planning.comparison import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
 

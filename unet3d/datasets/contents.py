@@ -1,4 +1,4 @@
-"""What a data set holds: shapes, spacings, intensities and labels of its cases, and who is far out.
+"""The contents of a data set: shapes, spacings, intensities, labels of its cases, and outliers.
 
 Arrays are measured while they are in memory for the checks, so no file is read twice.
 """
@@ -45,7 +45,7 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(kw_only=True)
 class CaseContents:
-    """What was measured of a case."""
+    """Measurements of a case."""
 
     name: str
     shape: Shape
@@ -58,7 +58,7 @@ class CaseContents:
 
 
 def intensities_of(array: npt.NDArray[Any]) -> list[float]:
-    """Return the percentiles of a channel (X, Y, Z); the lowest and the highest are of all."""
+    """Return percentiles of a channel (X, Y, Z); lowest and highest include all voxels."""
     step = math.ceil((array.size / SAMPLE_VOXELS) ** (1 / 3))
     inner = np.percentile(array[::step, ::step, ::step], PERCENTILES[1:-1])
     return [float(value) for value in (array.min(), *inner, array.max())]
@@ -74,7 +74,7 @@ def voxels_of(array: npt.NDArray[np.integer[Any]]) -> dict[int, int]:
 
 
 def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
-    """Return what the cases hold together, who is far out, and each case: plain values for JSON."""
+    """Return a summary of all cases, outliers, and each case, as plain values for JSON."""
     scored = ScoredLabels.of(dataset).names
     volumes_ml = {name: _volumes_ml(cases, values_of(label)) for label, name in scored.items()}
     shapes = np.array([case.shape for case in cases], np.float64).reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""What the channels and labels of a data set are called, by its description or by its volumes.
+"""Names of the channels and labels of a data set, from its description or its volumes.
 
 Names become keys of metrics and statistics, titles of curves and lines of a terminal. So they are
 short text without control characters, and no two labels have one name.

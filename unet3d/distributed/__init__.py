@@ -1,7 +1,7 @@
-"""The processes of one training: their places, their messages, starting and stopping them.
+"""The processes of one training run: ranks, messages, starting and stopping.
 
-Here is what a command tells the ranks, or the other commands, that it starts, in their environment.
-Nothing else is imported, because ``unet3d`` reads it before it handles signals.
+This module has the environment variables by which a command informs the ranks or commands that it
+starts. It imports nothing else, because ``unet3d`` reads it before it handles signals.
 """
 
 import os
@@ -17,10 +17,10 @@ SHARED_BY = "UNET3D_SHARED_BY"
 
 
 def is_started() -> bool:
-    """Return whether a command has started this one, and says itself when both are stopped."""
+    """Return whether another command started this one, and reports when both are stopped."""
     return PARENT in os.environ
 
 
 def is_launched() -> bool:
-    """Return whether a command has started this process as one of its ranks, and reports for it."""
+    """Return whether a command started this process as one of its ranks, and reports for it."""
     return STORE_PORT in os.environ

@@ -1,7 +1,7 @@
-"""Running ``unet3d`` commands: ranks, or one after another, or some of them at the same time.
+"""Running ``unet3d`` commands in processes: ranks, or commands one after another or in parallel.
 
-Each is a process of its own, so that what one leaves in memory, or how it ends, is nothing to the
-next. None outlives this process: Linux kills them when it dies (``die_with_launcher``).
+Separate processes keep the memory or a crash of one command from affecting the next. None outlives
+this process: Linux kills them when it dies (``die_with_launcher``).
 """
 
 import os
@@ -33,9 +33,9 @@ STOP_SECONDS = TRAINING.stop_seconds + 15
 
 
 class CommandProcess:
-    """A command whose stderr goes to ``say``, from a thread, and its results nowhere.
+    """A command whose stderr goes to ``say``, from a thread, and whose stdout is discarded.
 
-    Where ``say`` is None, both go to the terminal.
+    If ``say`` is None, both go to the terminal.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CommandProcess:
         self._process.send_signal(signal_number)
 
     def end(self) -> None:
-        """Kill the process if it runs, and see that all it said is shown."""
+        """Kill the process if it runs, and show its remaining output."""
         self._process.kill()
         self._process.wait()
         if self._reader is not None:
@@ -76,7 +76,7 @@ class CommandProcess:
 
 
 def stop(processes: Collection[CommandProcess], signal_number: int, within_seconds: float) -> None:
-    """Ask commands to stop, wait for them, and kill those that do not."""
+    """Ask commands to stop, wait for them, and kill commands that do not."""
     for process in processes:
         process.send(signal_number)
     deadline = time.monotonic() + within_seconds
@@ -86,7 +86,7 @@ def stop(processes: Collection[CommandProcess], signal_number: int, within_secon
 
 
 def end_all(processes: Collection[CommandProcess]) -> None:
-    """Kill the commands that run, all at once, and show what they said."""
+    """Kill all running commands, and show their remaining output."""
     for process in processes:
         process.send(signal.SIGKILL)
     for process in processes:
@@ -96,9 +96,9 @@ def end_all(processes: Collection[CommandProcess]) -> None:
 def import_variables() -> dict[str, str]:
     """Return the variables with which a Python process imports exactly what this one does.
 
-    ``PYTHONPATH`` alone is not enough: its relative entries mean something else after a change of
-    the current folder, and entries that the program added to ``sys.path`` are not in it. So the
-    whole of ``sys.path`` is handed on, with absolute paths, and nothing is put before it.
+    ``PYTHONPATH`` alone is not enough: its relative entries change meaning with the current folder,
+    and it lacks entries that the program added to ``sys.path``. So all of ``sys.path`` is passed
+    on, with absolute paths, and nothing is put before it.
     """
     paths = [os.path.abspath(path) for path in sys.path]
     package = str(Path(unet3d.__file__).parent.parent)
@@ -115,13 +115,13 @@ def run_commands(
     say: Say,
     goes_on_after: Callable[[str], bool],
 ) -> dict[str, int]:
-    """Run commands in their order, as many at a time as there are slots, and wait for all of them.
+    """Run commands in order, at most one per slot in parallel, and wait for all of them.
 
-    Each has a name and its arguments of ``unet3d``, to which the words of the slot where it runs
-    are added. With one slot a command writes to the terminal itself. With several, what they write
-    to stderr is shown line by line, each with the name of its command, and their results are not.
-    On CPUs, commands that run at the same time share the cores. Those that run always go on to
-    their end; ``goes_on_after`` says whether others still begin after one that failed.
+    A command has a name and arguments of ``unet3d``; the words of its slot are appended. With one
+    slot, commands write to the terminal. With several, each line of stderr is shown with the name
+    of its command, and stdout is discarded. On CPUs, parallel commands share the cores. Running
+    commands always continue to their end; ``goes_on_after`` says whether others still start after a
+    failure.
 
     Returns the exit status of each command that was run, by its name; negative: the signal that
     killed it. Raises Interrupted after all commands have ended.
@@ -158,7 +158,7 @@ def run_commands(
 
 
 def in_words(status: int) -> str:
-    """Return how a command ended that failed, by its exit status; negative: a signal killed it."""
+    """Describe how a failed command ended, by its exit status; negative: a signal killed it."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     if status - 128 in SIGNALS:

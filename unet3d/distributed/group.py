@@ -1,18 +1,17 @@
-"""The ranks of one training or prediction, and what they tell one another beside gradients.
+"""The ranks of one training run or prediction, and their messages other than gradients.
 
-There are two channels. A *store* holds small values and outlives the ranks; it can be asked without
-waiting, so it never times out. Each thing that all ranks do together has a key there, numbered in
-the order in which they do it. A *gloo* group carries the bytes of files, and a message for every
-step, which is read one step after it was sent: so no rank waits for another, and a rank that is
-lost is noticed within a step::
+There are two channels. A *store* holds small values and outlives the ranks; it is polled without
+waiting, so it never times out. Each collective operation has a key there, numbered in order. A
+*gloo* group carries the bytes of files, and a message for every step. The message is read one step
+after it was sent, so no rank waits for another, and a lost rank is noticed within a step::
 
     step        1          2          3
     send        flags 1    flags 2    flags 3
     read                   flags 1    flags 2
 
-Gradients go through groups of their own; see :mod:`unet3d.parallel.exchange`. Where GPUs wait for
-their messages, nobody reads anything; so a thread watches them (`watch`). Nothing that one rank
-sends another is ever unpickled: values are JSON, everything else is tensors of numbers.
+Gradients go through groups of their own; see :mod:`unet3d.parallel.exchange`. While GPUs wait for
+messages, the host reads none, so a thread watches the GPUs (`watch`). Ranks never unpickle data:
+values are JSON, everything else is tensors of numbers.
 """
 
 import itertools
@@ -56,10 +55,10 @@ class Group:
         lasting: Store | None = None,
         purpose: Purpose = TRAINING,
     ) -> None:
-        """Take a place among the ranks.
+        """Join the ranks.
 
-        The store holds what they and PyTorch's process groups tell one another, and is empty when
-        they start; the lasting one outlives a restart. A single rank needs neither.
+        The store holds messages of ranks and of PyTorch's process groups, and starts empty; the
+        lasting store outlives a restart. A single rank needs neither.
         """
         self.ranks = ranks
         self.values = store
@@ -82,7 +81,7 @@ class Group:
         return self.ranks.world_size
 
     def open(self, timeout_seconds: float) -> None:
-        """Connect the ranks; all of them call it. After such silence a rank is taken to hang."""
+        """Connect the ranks; a collective call. After this silence a rank counts as hanging."""
         if self._watch is None:
             return
         self._watch.timeout = timedelta(seconds=timeout_seconds)
@@ -116,7 +115,7 @@ class Group:
             pass
 
     def begin(self, run: str) -> None:
-        """Write down, for these ranks when they are restarted, that the run is theirs."""
+        """Record that these ranks have begun the run, for the case that they are restarted."""
         if self._lasting is not None:
             self._lasting.set(f"begun/{run}", "")
 
@@ -127,7 +126,7 @@ class Group:
         return self._lasting.check([f"begun/{run}"])
 
     def new_group(self, device: torch.device, size: int | None = None) -> dist.ProcessGroup:
-        """Return a group that moves tensors of a kind of device; all ranks call it.
+        """Return a process group for tensors on a kind of device; a collective call.
 
         It connects all ranks, or the ``size`` ranks in a row that this one is in; the size divides
         the number of ranks.
@@ -147,12 +146,12 @@ class Group:
         return own
 
     def note(self, step: int, text: str) -> None:
-        """Say how far this rank is, in steps since the beginning and in words."""
+        """Report the progress of this rank, in steps since the beginning and in words."""
         if self._watch is not None:
             self._watch.note(step, text)
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Do work whose result is kept in files: the first rank, then the others, fast.
+        """Do work with results in files: in the first rank, then in the others, which are fast.
 
         On each machine one rank comes next, because a machine may have a disk of its own.
         """
@@ -175,10 +174,11 @@ class Group:
         from_plain: Callable[[Any], Result] = lambda plain: plain,
         shares_errors: bool = False,
     ) -> Result:
-        """Return what the first rank makes, however long it takes; a single rank's as it is.
+        """Return the result of the first rank, without a timeout; a single rank returns its own.
 
         ``to_plain`` turns it into lists, numbers and strings, ``from_plain`` back in every rank.
-        With ``shares_errors`` all ranks raise what the first one does, and can go on after it.
+        With ``shares_errors`` all ranks raise the error of the first one, and can continue after
+        it.
         """
         if self._watch is None:
             return make()
@@ -234,7 +234,7 @@ class Group:
         return [sum(column) for column in zip(*self.exchange(list(values)), strict=True)]
 
     def all_reduce_flags(self, stop: int, save: bool) -> tuple[int, bool]:
-        """Say what this rank asks for after a step, and return what all of them do now.
+        """Send the flags of this rank after a step, and return those of all ranks.
 
         The answer to the flags of a step comes after the next step; a single rank has it at once.
         """
@@ -248,11 +248,11 @@ class Group:
         return reduced[0], bool(reduced[1])
 
     def agree(self, stop: int, shards: dist.ProcessGroup | None) -> int:
-        """Return the largest number that a shard of this replica has; all of them call it.
+        """Return the largest number of the slabs of this replica; a collective call of its ranks.
 
-        Ranks with the slabs of one volume compute it together. A signal reaches each of them at
-        another moment; so they ask one another before each volume, and either all of them compute
-        it or none does. None: the replica is one rank.
+        Ranks with the slabs of one volume compute it together. A signal reaches them at different
+        times, so they agree before each volume that all of them compute it, or none. None: the
+        replica is one rank.
         """
         if shards is None:
             return stop
@@ -300,7 +300,7 @@ def _await(store: Store, key: str) -> None:
 
 
 def _await_all(watch: Watch, keys: Sequence[str], alive: Any) -> None:
-    """Wait until all ranks have written a key, as long as none dies and one gets further."""
+    """Wait until all ranks have written a key, as long as none dies and some make progress."""
     notes, changed = None, time.monotonic()
     while not _came(watch.store, keys):
         # A rank that has read all keys may have left since they were asked for.
@@ -317,7 +317,7 @@ def _await_all(watch: Watch, keys: Sequence[str], alive: Any) -> None:
 
 
 def _came(store: Store, keys: Sequence[str]) -> bool:
-    """Wait for keys, but not so long that a signal would have to wait, too."""
+    """Wait for keys, in short intervals so that signals are handled."""
     try:
         store.wait(list(keys), POLL)
     except dist.DistStoreError:

@@ -32,7 +32,7 @@ MEETING = "unet3d-ranks"
 
 
 class Failure(NamedTuple):
-    """How a rank ended that did not come to its end."""
+    """How a rank failed."""
 
     rank: int
     exit_status: int | None
@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
 
 def meeting_folder() -> AbstractContextManager[Path]:
-    """Make a temporary folder that only this user can open, and that no service tidies up."""
+    """Make a private temporary folder that no clean-up service deletes."""
     return temporary_folder(MEETING)
 
 
@@ -59,9 +59,9 @@ def launch(
     """Run a ``unet3d`` command in several ranks on this machine, until all have ended.
 
     They have a folder for their files (:func:`meeting_folder`). If one dies or hangs, all are
-    started again, ``max_restarts`` times; not if one was asked to stop, nor after an explained
-    error, which would come again. With ``say``, it takes the lines that they write to stderr, from
-    threads, and nothing is left of their results; else both go to the terminal.
+    restarted, up to ``max_restarts`` times, but not after a requested stop or an explained error,
+    which would repeat. ``say`` gets the lines of stderr, from threads, and stdout is discarded;
+    without it both go to the terminal.
 
     Raises Interrupted after the ranks have ended, or Unet3dError for the first one that failed.
     """
@@ -104,8 +104,8 @@ def _wait(
 ) -> list[Failure]:
     """Wait until all ranks have ended; if one fails, or somebody asks to stop, ask all of them.
 
-    The files are where they write down why they end. Ranks that only ended because another one
-    failed are no failures.
+    Ranks write the reasons of their ends to the files. Ranks that only ended because another one
+    failed do not count as failures.
     """
     while any(process.status() is None for process in ranks.values()):
         if request.signal_number is not None:
@@ -118,9 +118,9 @@ def _wait(
 
 
 def _failures(ranks: Mapping[Path, CommandProcess]) -> list[Failure]:
-    """Return how ranks failed: one that has said why may not be able to end.
+    """Return how ranks failed; a rank that has reported a reason may still be running.
 
-    Its GPU may still wait for a rank that hangs, which nobody else ends.
+    Its GPU may wait for a hanging rank, which only the launcher can end.
     """
     failures = []
     for rank, (path, process) in enumerate(ranks.items()):
@@ -166,7 +166,7 @@ def _reason(
 
 
 def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
-    """Return what all ranks find in their environment."""
+    """Return the environment variables of all ranks."""
     variables = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),

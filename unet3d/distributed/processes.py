@@ -65,8 +65,8 @@ def shielded_children(*signals: signal.Signals) -> Iterator[None]:
 def without_main_module() -> Iterator[None]:
     """Start processes with multiprocessing that do not run the program's own file first.
 
-    What our children do is in modules of ours. A script that trains, and does not ask for its
-    ``__name__``, would train again in each of them.
+    Children only need modules of unet3d. A script that trains without checking ``__name__`` would
+    train again in each child.
     """
     main = vars(sys.modules["__main__"])
     origin: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}

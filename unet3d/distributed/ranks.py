@@ -123,12 +123,12 @@ def num_cores() -> int:
 
 
 def wait_passively() -> None:
-    """Have threads sleep while they wait for one another, where others use this machine too.
+    """Let waiting threads sleep if other programs use this machine.
 
-    By default OpenMP's threads wait busily, and where one of them has no core the others burn
-    theirs until it gets one: on two cores at a load of 8, a step of a small network took 2.8 s and
+    By default OpenMP threads wait actively, and if one of them has no core, the others keep theirs
+    busy until it gets one: on two cores at a load of 8, a step of a small network took 2.8 s and
     1.1 s of a core instead of 0.2 and 0.13. Results stay the same, as does the number of threads.
-    What a user has set is kept. It must be called before PyTorch is imported.
+    Settings of the user are kept. Call it before PyTorch is imported.
     """
     if not any(variable in os.environ for variable in _WAITING_VARIABLES):
         if _busy_cores() > (os.cpu_count() or 1) / 2:
@@ -136,7 +136,7 @@ def wait_passively() -> None:
 
 
 def _busy_cores() -> float:
-    """Return how many threads of others run now, and did so in the last minute, as Linux counts."""
+    """Return the number of running threads of other programs, now and in the last minute."""
     try:
         minute, _, _, now, _ = Path("/proc/loadavg").read_text().split()
     except OSError:
@@ -145,7 +145,7 @@ def _busy_cores() -> float:
 
 
 def die_with_launcher() -> None:
-    """Have Linux kill this process, if another command has started it, when that one dies."""
+    """If another command started this process, let Linux kill this one when that one dies."""
     if is_started():
         die_with_parent(int(os.environ[PARENT]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
@@ -155,7 +155,7 @@ def die_with_launcher() -> None:
 def silence_torch() -> None:
     """Keep PyTorch's messages on waits and lost connections off the terminal.
 
-    One line of ours tells the same. It must be called before PyTorch is imported.
+    A message of unet3d says the same in one line. Call it before PyTorch is imported.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
