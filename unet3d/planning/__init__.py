@@ -1,1 +1,1 @@
-"""What a training consists of, how much memory it needs and how it is divided, before it starts."""
+"""Plans of training runs: data, network, memory and placement, before training starts."""

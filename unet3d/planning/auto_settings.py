@@ -1,7 +1,7 @@
-"""Settings that are ``auto``, where a CPU or weights to begin with call for other values.
+"""Values of ``auto`` settings for a CPU, and for runs that begin with other weights.
 
 The defaults in :mod:`unet3d.config.settings` suit a GPU: on two CPU cores they would take a day for
-the built-in phantoms. What a user sets is always obeyed, in a file as in an option.
+the built-in phantoms. Settings of a user, in a file or as an option, are always kept.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ destroy trained ones."""
 
 
 def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, str | None]:
-    """Return settings whose ``auto`` ones suit some devices and weights to begin with.
+    """Return settings with values of ``auto`` that suit devices and initial weights.
 
     The line names the values chosen for a CPU; None: there are none.
     """

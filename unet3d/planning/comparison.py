@@ -120,9 +120,9 @@ def _row(way: PlacementOption, memory: Mapping[Any, int]) -> dict[str, Any]:
 def _beside(
     candidates: Sequence[ParallelDims], config: Config, network: NetworkPlan, devices: Devices
 ) -> list[ParallelDims]:
-    """Return candidates with what a reader compares them with, one device first.
+    """Return candidates with placements to compare them with, one device first.
 
-    That is all that can be on the same devices, or where it is one, on two; and two stages.
+    These are all placements on the same devices (for one device, on two), and two stages.
     """
     if len(devices) == 1:
         devices = (devices[0], numbered(devices[0], (devices[0].index or 0) + 1))

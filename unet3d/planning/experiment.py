@@ -1,4 +1,4 @@
-"""From a configuration to all that training needs except devices: cases, patches, network."""
+"""The experiment of a configuration: all that training needs except devices."""
 
 import logging
 from dataclasses import dataclass, replace

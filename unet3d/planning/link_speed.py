@@ -1,7 +1,7 @@
-"""How fast the GPUs of this machine copy to one another: timed at the start, in milliseconds.
+"""The bandwidth between the GPUs of this machine, measured in milliseconds at the start.
 
-A process of its own does it, because one that touches a GPU keeps half a gibibyte of its memory
-until it ends, and a process that starts ranks lives as long as they do.
+A separate process measures it, because a process that uses a GPU keeps half a gibibyte of its
+memory until it ends, and the process that starts ranks lives as long as they do.
 """
 
 import logging
@@ -26,10 +26,10 @@ LIMIT_SECONDS = 60.0
 
 
 def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> float | None:
-    """Return the bytes that each GPU among these sends to its neighbour a second, while others do.
+    """Return the bytes per second that each GPU sends to its neighbour while the others send.
 
-    None: there are not two. Infinite: that is not known, because one of them is not here or no time
-    can be taken, and they are taken to have NVLink.
+    None: there are fewer than two. Infinite: unknown, because a GPU is not on this machine or
+    cannot be timed; NVLink is then assumed.
     """
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     if len(gpus) < 2:
@@ -54,14 +54,14 @@ def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> floa
 
 
 def link_line(copied_per_second: float) -> str:
-    """Return one line on what is known of a link."""
+    """Describe a link in one line."""
     if math.isinf(copied_per_second):
         return "link: not measured, NVLink is assumed"
     return f"link: {copied_per_second / 1e9:.3g} GB/s measured between the GPUs"
 
 
 def time_copies(gpus: Sequence[torch.device]) -> float:
-    """Return the bytes a second that each GPU sends to the next, all of them at once."""
+    """Return the bytes per second that each GPU sends to the next, all at the same time."""
     sent = [torch.zeros(COPY_BYTES, dtype=torch.uint8, device=gpu) for gpu in gpus]
     received = [torch.empty_like(one) for one in sent]
     streams = [torch.cuda.Stream(gpu) for gpu in gpus]  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ class; nnU-Net then takes its batch Dice too (Isensee et al., Nature Methods 18,
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPlan:
-    """A network, and the size that it is trained on."""
+    """A network, its patch and its batch."""
 
     topology: Topology
     sizes: frozenset[Shape]
@@ -63,7 +63,7 @@ class NetworkPlan:
         return batch_shape(self.sizes, num_patches)
 
     def settled(self, config: Config) -> Config:
-        """Return settings with what follows from the data written out."""
+        """Return settings with the values that follow from the data."""
         is_whole, joins = config.patches.size == "whole", config.training.batch_dice
         if joins == "auto":
             joins = math.prod(self.size) < BATCH_DICE_SHARE * math.prod(self.volume[0])
@@ -105,9 +105,9 @@ def plan_without_data(
     """Choose patch, batch and network without preparing a case.
 
     Of a data set headers are read, and once, where images are not zero.
-    Where only a shape is given, there are one channel, three classes, and the spacing of the
-    settings, else 1 mm. ``num_replicas`` share a batch; one that is open has a patch for each
-    micro-batch of each of them. An ``architecture`` to begin with is taken as it is.
+    If only a shape is given, one channel, three classes and the spacing of the settings, or 1 mm,
+    are assumed. ``num_replicas`` share a batch; one that is open has a patch for each micro-batch
+    of each of them. An ``architecture`` to begin with is taken as it is.
     """
     data, num_channels = config.data, 1
     regions: Regions = ()
@@ -154,7 +154,7 @@ def check_shards(network: NetworkPlan, num_shards: int, windows: Collection[Shap
 
 
 def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
-    """Return lines on what was made of the patch and batch that the settings name or leave open."""
+    """Return lines on the choice of patch and batch, and on changes of those in the settings."""
     asked, notes = config.patches.size, [] if network.limits is None else [network.limits]
     if not isinstance(asked, str) and asked != network.size:
         stride = times(network.topology.total_stride)
@@ -196,10 +196,10 @@ def plan_fingerprint(
     regions: Regions = (),
     architecture: Topology | None = None,
 ) -> NetworkPlan:
-    """Return the network for data of which only this is known; classes include the background.
+    """Return the network for data with these properties; classes include the background.
 
-    What is open is planned for one GPU that trains alone, in bfloat16 unless the settings name a
-    precision: so a plan is the same wherever it is made.
+    ``auto`` is planned for one GPU, in bfloat16 unless the settings name a precision, so a plan
+    does not depend on the machine.
     """
     patches, training = config.patches, config.training
     shape, spacing_mm = fingerprint.shape, fingerprint.spacing_mm

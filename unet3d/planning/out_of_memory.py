@@ -37,8 +37,8 @@ def warn_if_too_large(prediction: MemoryEstimate) -> None:
 def refuse_beyond_host(prediction: MemoryEstimate) -> None:
     """Refuse a training run whose slots on the CPU need more than the host has available.
 
-    What is predicted of a CPU is a lower bound, so such a training cannot fit, and Linux would
-    kill it without a word.
+    The prediction for a CPU is a lower bound, so such a run cannot fit, and Linux would kill it
+    without a message.
     """
     lacking = host.shortage(prediction.needed_bytes().get(CPU, 0))
     if lacking is not None:
@@ -46,7 +46,7 @@ def refuse_beyond_host(prediction: MemoryEstimate) -> None:
 
 
 def explain_out_of_memory(error: BaseException, step: Step) -> str:
-    """Return one line: which slots' device, what was asked and free, and what would fit."""
+    """Return one line: the device with its slots, requested and free memory, and what would fit."""
     prediction, layout = predict_memory(step), step.layout
     patterns = (r"allocate ([\d.]+ \w+)", r"GPU (\d+)", r"of which ([\d.]+ \w+) is free")
     found = (re.search(pattern, str(error)) for pattern in patterns)  # PyTorch's words
@@ -70,7 +70,7 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the memory that this process can have on a device, with what it has already."""
+    """Return the memory that this process can use on a device, including what it holds."""
     if device.type != "cuda":
         return host.available_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -86,7 +86,7 @@ def _what_would_fit(prediction: MemoryEstimate) -> str:
 
 
 def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
-    """Yield options that make a training fit, with the memory they are predicted to take."""
+    """Yield options with which training fits, with their predicted memory."""
     step, layout = prediction.step, prediction.step.layout
     # It did not fit, regardless of the prediction.
     limits = {
@@ -111,7 +111,7 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
 
 
 def _over_more_gpus(step: Step, limits: Mapping[torch.device, int]) -> Iterator[str]:
-    """Yield over how many GPUs a volume or, where it cannot be divided, the network would fit."""
+    """Yield numbers of GPUs on which a volume would fit, or else the network in stages."""
     num_gpus, most_shards = torch.cuda.device_count(), step.most_shards()
     gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))
     # Other replicas are on the other GPUs now, but would not be then.

@@ -1,8 +1,8 @@
 """The possible placements of a training run on devices, and the choice of mode ``auto``.
 
-It is the fastest that fits, of one device, a replica on each, shards of one volume and replicas of
-shards. Its time is what ``plan --measure`` measured, else what :mod:`unet3d.planning.step_time`
-predicts.
+The choice is the fastest that fits among one device, replicas, slabs of one volume, and replicas of
+slabs. Times were measured by ``plan --measure``, or are predicted by
+:mod:`unet3d.planning.step_time`.
 """
 
 import logging
@@ -111,9 +111,8 @@ def choose_mode(
 def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> list[ParallelDims]:
     """Return the placements of a training run that suit its network, patch and batch.
 
-    One device first, unless several replicas are asked for; then over all devices a replica on
-    each, shards of one volume, and replicas of fewer shards. Stages of the network only where none
-    of these can be.
+    First one device, unless several replicas are requested; then over all devices replicas, slabs
+    of one volume, and replicas of fewer slabs. Stages only if none of these is possible.
     """
     wanted = config.parallel.replicas
     one = placed(config.parallel, "none", devices[:1])
@@ -139,7 +138,7 @@ def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> lis
 def if_possible(
     config: Config, network: NetworkPlan, mode: str, devices: Devices, num_replicas: int
 ) -> list[ParallelDims]:
-    """Return a mode on devices, or nothing where they or the network do not suit it."""
+    """Return a mode on devices, or nothing if the devices or the network do not suit it."""
     with suppress(DeviceError):
         dims = placed(config.parallel, mode, devices, num_replicas)
         if mode == "model":
@@ -152,7 +151,7 @@ def if_possible(
 def placed(
     settings: ParallelSettings, mode: str, devices: Devices, num_replicas: int = 1
 ) -> ParallelDims:
-    """Return a mode on devices, which need not be here, or raise DeviceError."""
+    """Return a mode on devices, which need not exist, or raise DeviceError."""
     named = _settings_of(settings, mode, devices, num_replicas)
     return ParallelDims.resolve(named, Machine(num_gpus=0, is_real=False))
 
@@ -176,14 +175,14 @@ def _settings_of(
 
 
 def dims_of(settings: ParallelSettings, memory_bytes: int | None) -> ParallelDims:
-    """Return the devices that settings name or imply, whether or not they are here."""
+    """Return the devices that settings name or imply, whether or not they exist."""
     settings = settings.model_copy(update={"data_parallel": False})
     num_gpus = 2 * settings.replicas if has_gpu(memory_bytes) else 0
     return ParallelDims.resolve(settings, Machine(num_gpus=num_gpus, is_real=False))
 
 
 def has_gpu(memory_bytes: int | None) -> bool:
-    """Return whether there is a GPU here, or one is described by its memory."""
+    """Return whether this machine has a GPU, or one is described by its memory."""
     return torch.cuda.device_count() > 0 or memory_bytes is not None
 
 
@@ -193,7 +192,7 @@ def numbered(device: torch.device, index: int) -> torch.device:
 
 
 def all_devices(ways: Iterable[ParallelDims]) -> Devices:
-    """Return the devices of several ways, each once."""
+    """Return the devices of several placements, each once."""
     return tuple(dict.fromkeys(device for dims in ways for device in dims.all_devices))
 
 
@@ -204,7 +203,7 @@ def devices_of_ranks(dims: ParallelDims) -> list[Devices]:
 
 
 def memory_of(devices: Sequence[torch.device], memory_bytes: int | None) -> dict[torch.device, int]:
-    """Return the bytes that each device has, which need not be here.
+    """Return the bytes of memory of each device, which need not exist.
 
     ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
     """
@@ -229,10 +228,10 @@ def timed_options(
     memory: Mapping[torch.device, int],
     link: float | None = None,
 ) -> list[PlacementOption]:
-    """Return options, cut at the default place, with the time of each, and no memory predicted yet.
+    """Return options with default cuts and their times, before any memory is predicted.
 
-    The time is measured where it was; where only some were, the predicted times of the others
-    change by the same factor.
+    Measured times are used; if only some exist, the other predicted times are scaled by the same
+    factor.
     """
     ways = list(ways)
     precision = resolve_precision(config.training.precision, all_devices(ways))
@@ -269,9 +268,9 @@ def _limits_of(dims: ParallelDims, memory: Mapping[torch.device, int]) -> dict[t
 
 
 def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
-    """Return the fastest option that fits, or the least loaded where none does.
+    """Return the fastest option that fits, or the least loaded if none does.
 
-    Stages are the last resort, so where they are among the options, they are taken.
+    Stages are the last resort, so if they are among the options, they are taken.
     """
     stages = [option for option in options if option.dims.mode == "model"]
     fitting = (option for option in sorted(options, key=_seconds) if option.load <= 1)

@@ -3,8 +3,8 @@
 The rules are nnU-Net's (Isensee et al., Nature Methods 2021, arXiv 1809.10486): the patch begins as
 a cube in mm, clipped to the median volume, and the axis that has the largest share of that volume
 shrinks until a batch of two fits; then the batch grows, up to 5 % of the voxels of the data set.
-What fits is not counted in values of feature maps, as there, but predicted: what the settings save
-of memory makes the patch larger.
+nnU-Net counts elements of feature maps; here memory is predicted, so settings that save memory make
+the patch larger.
 """
 
 import math
@@ -38,9 +38,9 @@ MAX_EDGE = 2**14
 
 
 def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:
-    """Return settings whose ``patches.memory_gib`` is what the smallest GPU has, if that is less.
+    """Return settings with ``patches.memory_gib`` limited to 90 % of the smallest GPU.
 
-    Then 10 % of it stay free. Settings that leave neither patch nor batch open stay as they are.
+    Settings with fixed patch and batch do not change.
     """
     if not gpu_bytes or (config.patches.size != "auto" and config.training.batch_size != "auto"):
         return config
@@ -59,8 +59,8 @@ def plan_patch(
     """Return the largest patch that fits, a multiple of its network's strides, and what limits it.
 
     ``load`` returns the share of the allowed memory that a batch of such patches takes. The shape
-    is that of the median volume. Where not even the smallest patch of the settings' networks fits,
-    it is that one.
+    is that of the median volume. If no patch fits, it is the smallest patch that the settings
+    allow.
     """
     voxels = START_VOXELS
     start = cube_in_mm(shape, spacing_mm, voxels)
@@ -77,10 +77,10 @@ def plan_patch(
 def plan_batch(
     load: Callable[[int], float], size: Shape, num_voxels: int, least: int
 ) -> tuple[int, str]:
-    """Return how many patches of a given size fit and may be in a batch, and what limits them.
+    """Return the number of patches of a given size in a batch, and what limits it.
 
-    ``load`` returns the share of the allowed memory that so many take, and ``num_voxels`` are those
-    of all cases together; ``least`` patches are taken even if they do not fit.
+    ``load`` returns the share of the allowed memory that a number of patches takes; ``num_voxels``
+    counts the voxels of all cases; ``least`` patches are taken even if they do not fit.
     """
     share = round(MAX_SHARE * num_voxels / math.prod(size))
     most = max(least, min(MAX_BATCH, max(MIN_BATCH, share)))
@@ -109,7 +109,7 @@ def cube_in_mm(shape: Shape, spacing_mm: Spacing, num_voxels: int) -> Shape:
 def shrinking_sizes(
     plan: Callable[[Shape], Topology], start: Shape, shape: Shape
 ) -> Iterator[Shape]:
-    """Yield smaller and smaller patches, each a multiple of the strides of its own network.
+    """Yield shrinking patches, each a multiple of the strides of its own network.
 
     The axis that is largest relative to the volume shrinks to what its network can halve next.
     """
@@ -141,7 +141,7 @@ def _padded(plan: Callable[[Shape], Topology], size: Shape) -> Shape:
 def largest_fitting(
     weights: Sequence[float], load: Callable[[int], float], first: int | None = None
 ) -> int | None:
-    """Return the last of some rising sizes that fits, or None where not one does.
+    """Return the last of some rising sizes that fits, or None.
 
     Memory grows nearly linearly with the weights, such as voxels, none of which is 0. So the search
     goes to where a line through the last two answers reaches the limit. ``load`` returns the share
@@ -166,10 +166,10 @@ def largest_size(
     device_bytes: Mapping[torch.device, int],
     predicted: MemoryEstimate | None = None,
 ) -> Shape | None:
-    """Return the largest patch of the step's aspect that fits, or None where not one does.
+    """Return the largest patch with the step's aspect that fits, or None.
 
-    Over shards the whole patch grows, and the fullest one counts. ``predicted`` is what was
-    predicted for that step, if it was.
+    With slabs, the whole patch grows, and the fullest slab counts. ``predicted`` is an existing
+    prediction for the step.
     """
     stride = step.topology.total_stride
     units = [max(1, round(voxels / one)) for voxels, one in zip(step.size, stride, strict=True)]

@@ -1,9 +1,9 @@
-"""How long a training step will take: operations and bytes, over rates that were measured once.
+"""The predicted time of a training step: operations and bytes over measured rates.
 
-A shard has its share of both where its level is divided. Ranks wait besides for messages: planes,
-sums and gradients. The rates are those of one GPU and one CPU, so on others the seconds are off,
-but nearly by the same factor in every placement: the times serve to compare placements. Links
-differ by more than that, so the link in use is measured (:mod:`unet3d.planning.link_speed`).
+A slab has its share of both at divided levels. Ranks also wait for messages: planes, sums and
+gradients. The rates are those of one GPU and one CPU, so on others the seconds are wrong, but
+nearly by the same factor in every placement: the times serve to compare placements. Links differ by
+more than that, so the link in use is measured (:mod:`unet3d.planning.link_speed`).
 """
 
 import logging
@@ -52,7 +52,7 @@ SUM_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device does in the steps of a network."""
+    """Rates of a device in the steps of a network."""
 
     operations_per_second: float
     """Multiplications and additions of convolutions."""
@@ -136,10 +136,10 @@ class BlockWork:
 def count_work(
     topology: Topology, size: Shape, batch_size: int, element_bytes: int
 ) -> tuple[BlockWork, ...]:
-    """Count what each block of a network does in a step with a whole volume.
+    """Count the work of each block of a network in a step with a whole volume.
 
-    Forward and for the gradients of input and weights, a convolution does the same operations, and
-    reads or writes its input and its result once. Operations are counted on meta tensors.
+    Forward, input gradient and weight gradient of a convolution take the same number of operations,
+    and each reads or writes input and result once. Operations are counted on meta tensors.
     """
     with torch.device("meta"):
         model = UNet3d(topology)
@@ -182,7 +182,7 @@ def element_bytes(precision: str) -> int:
 
 
 def rates_of(step: Step, device: torch.device, num_sharing: int = 1) -> Rates:
-    """Return the rates of a GPU, which is taken for an H200, or of this machine's CPU.
+    """Return the rates of an H200, for any GPU, or of this machine's CPU.
 
     ``num_sharing`` processes compute on the CPU at the same time.
     """
@@ -207,8 +207,8 @@ def rates_of(step: Step, device: torch.device, num_sharing: int = 1) -> Rates:
 def links_between(on_cpu: bool, captured: bool, copied_per_second: float | None = None) -> Links:
     """Return how fast the devices of one machine tell one another something.
 
-    No message between GPUs is faster than a copy to a neighbour while another comes from there,
-    ``copied_per_second``; where that is not known, they are taken to have NVLink.
+    No message between GPUs is faster than simultaneous copies to and from a neighbour,
+    ``copied_per_second``; if that is unknown, NVLink is assumed.
     """
     if on_cpu:
         return GLOO
@@ -221,7 +221,7 @@ def links_between(on_cpu: bool, captured: bool, copied_per_second: float | None 
 
 
 def step_seconds(step: Step, copied_per_second: float | None = None) -> float | None:
-    """Predict how long the step of one replica takes; None for a network that is cut in stages.
+    """Predict the time of a step of one replica; None for a network in stages.
 
     ``copied_per_second`` is the speed of the link between its GPUs, as in :func:`links_between`.
     """
@@ -261,12 +261,12 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
 
 
 def message_seconds(step: Step, division: Division, links: Links, num_samples: int) -> float:
-    """Return what the messages of the shards of one volume take, for one micro-batch.
+    """Return the seconds of the messages between the slabs of one volume, per micro-batch.
 
     Of each normalisation in a divided level, the moments are gathered forward, and sums of its
-    gradient in backward. Each time the planes beside the slab are exchanged, but not those of the
-    last one, which the head reads. The map that enters the levels that are whole is gathered, and
-    the gradient of what leaves them is averaged. The loss is one sum.
+    gradient in backward. Each time the planes beside the slab are exchanged, except after the last
+    normalisation, which the head reads. The map that enters the whole levels is gathered, and the
+    gradient of the map that leaves them is averaged. The loss is one sum.
     """
     topology, size, num_shards = step.topology, step.size, division.num_shards
     channels, number_bytes = topology.channels, element_bytes(step.precision)
@@ -301,9 +301,9 @@ def wanted_cuts(settings: ParallelSettings, step: Step) -> tuple[int, ...] | Non
 
 
 def time_cuts(step: Step) -> tuple[int, ...]:
-    """Return where to cut the network of a step so that its slowest stage is as fast as possible.
+    """Return the cuts of a step's network that make its slowest stage as fast as possible.
 
-    The others wait for that stage once the pipeline is full.
+    The other stages wait for it once the pipeline is full.
     """
     devices = step.layout.devices
     num_samples = math.ceil(step.batch_size / min(step.layout.num_micro_batches, step.batch_size))

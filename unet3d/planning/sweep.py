@@ -1,8 +1,7 @@
-"""Which mode, cut and number of micro-batches are fastest on these devices: measured.
+"""Measures which mode, cut and number of micro-batches are fastest on these devices.
 
-Every setting takes real training steps: in this process where it needs one, else in as many ranks
-as a training would have, so that GPUs exchange messages as they would then. The ranks leave their
-time in a file.
+Every setting takes real training steps: in this process, or in as many ranks as training would
+have, so that GPUs exchange the same messages. The ranks write their time to a file.
 """
 
 import gc
@@ -65,7 +64,7 @@ OUT_OF_MEMORY: StepTime = (None, [])
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting, with what is predicted of it, and what its steps took; see StepTime."""
+    """One setting with its predictions and its measured steps; see StepTime."""
 
     option: PlacementOption
     seconds: float | None
@@ -151,10 +150,10 @@ def measure(
     network: NetworkPlan,
     watch: Callable[[int, int, str], object] = lambda number, total, name: None,
 ) -> Sweep:
-    """Measure one device, and every placement that is asked for or that ``auto`` chooses from.
+    """Measure one device, and every placement that is requested or that ``auto`` chooses from.
 
-    No further setting is begun after :data:`LIMIT_SECONDS`, once each placement has one; ``watch``
-    is told the number of each setting, how many there are, and its name.
+    After :data:`LIMIT_SECONDS`, no new setting begins once each placement has one; ``watch`` gets
+    the number of each setting, the total, and its name.
     """
     config = network.settled(config)
     dims = ParallelDims.resolve(config.parallel.model_copy(update={"data_parallel": False}))
@@ -187,7 +186,7 @@ def measure(
 
 
 def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list[PlacementOption]:
-    """Return all that is measured: one device first, then placement after placement."""
+    """Return all settings to measure: one device first, then placement after placement."""
     devices = asked.all_devices
     one = next((device for device in devices if device.type == "cuda"), devices[0])
     found = [placed(config.parallel, "none", (one,))]
@@ -221,7 +220,7 @@ def _cuts(config: Config, step: Step) -> list[tuple[int, ...] | None]:
 
 
 def micro_batch_counts(config: Config, batch_size: int) -> list[int]:
-    """Return the numbers of micro-batches that are worth a measurement, rising."""
+    """Return the numbers of micro-batches to measure, rising."""
     if config.model.norm == "batch":  # its statistics are those of the whole batch
         return [1]
     powers = {2**exponent for exponent in range(batch_size.bit_length())}

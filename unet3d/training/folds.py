@@ -1,10 +1,10 @@
 """Training several folds: one after another on all devices, or one on each at the same time.
 
-Folds are independent of one another, so several devices train them fastest with one fold on each:
-nothing is exchanged. That is what mode ``auto`` means here. Any other mode says how *one* network
-is spread over the devices, so the folds are then trained one after another, each on all of them.
+Folds are independent, so several devices train them fastest with one fold on each, without
+messages. This is what mode ``auto`` means here. Any other mode places *one* network on all devices,
+so folds are then trained one after another.
 
-Each fold is a process of its own and a normal run, in ``fold0``, ``fold1``, ... of one folder.
+Each fold runs in its own process as a normal run, in ``fold0``, ``fold1``, ... of one folder.
 """
 
 import logging
@@ -38,7 +38,7 @@ SCORES_OF_LABELS = ("final_dice", "dice")
 def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Request | None:
     """Return the request for a run over several folds, its folder named; None: it is for one run.
 
-    ``folds`` are those that were named; None: none were, so that an earlier run decides.
+    ``folds`` are the named folds; None: an earlier run decides.
     """
     if folds is not None and ranks.world_size > 1:
         raise ConfigError(
@@ -63,8 +63,8 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
 
     ``folds`` are ``all`` or numbers with commas between them; None: those of the run to continue.
     ``say`` shows a line of a fold that is trained beside others. A fold that fails does not stop
-    the others. If it has not come to its first checkpoint, those that have not begun would fail in
-    the same way, so they do not begin.
+    running folds. If it fails before its first checkpoint, waiting folds would fail in the same way
+    and do not start.
     """
     old_run = RunFolder(request.output) if request.resume and request.output else None
     plan = Plan.of(request, old_run=old_run)
@@ -126,7 +126,7 @@ def _folder(request: Request, old_run: RunFolder | None, config: Config) -> RunF
 def _prepare_cases(plan: Plan, fold: int) -> Config:
     """Check and prepare the cases, once for all folds, and return the settings of each.
 
-    What every fold would be refused for is refused before any of them begins.
+    Errors that every fold would raise are raised before any fold begins.
     """
     config, dims = plan.config.with_values({"data.fold": fold}), plan.dims
     num_processes = preparing_processes(config, dims.all_devices, 1)
@@ -148,9 +148,9 @@ def _log_places(plans: Sequence[Plan], left: Sequence[int], finished: Sequence[i
 def _train(
     folder: RunFolder, runs: dict[int, RunFolder], plans: Sequence[Plan], quiet: bool, say: Say
 ) -> None:
-    """Train the folds that are left, as many at a time as there are plans.
+    """Train the remaining folds, one for each plan in parallel.
 
-    Raises Unet3dError where some failed, and Interrupted where they were asked to stop.
+    Raises Unet3dError if some failed, and Interrupted after a requested stop.
     """
     slots: list[tuple[str, ...]] = [()]
     if len(plans) > 1:

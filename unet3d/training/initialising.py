@@ -1,15 +1,13 @@
 """Beginning a run with the weights of another one, for the same or other labels and channels.
 
-The network is that of the checkpoint, and its images have the spacing that its features know. What
-of this the settings can say is written into them, where they leave it open. A run that goes on has
-the network in its own checkpoint, so it does not need the file again. Patches may have another
-size, because no weight depends on it.
+The network is that of the checkpoint, and images get the spacing that it was trained at. Open
+settings get these values. A resumed run has the network in its own checkpoint, so it does not need
+the file again. Patches may have another size, because no weight depends on it.
 
 If labels or channels differ, the heads or the stem start from scratch: the checkpoint has no
 weights for them.
 
-Images are prepared as for any training here: in RAS, interpolated and normalised as the settings
-say.
+Images are prepared as in any training run: in RAS, interpolated and normalised by the settings.
 """
 
 import logging
@@ -46,7 +44,7 @@ def network_to_begin_with(
 ) -> tuple[Config, Topology | None]:
     """Return the network of ``training.init``, and settings that suit it; None: there is none.
 
-    A run that goes on, or a fold of it, has that network in a checkpoint of its own.
+    A resumed run, or a fold of it, has that network in its own checkpoint.
     """
     path = config.training.init
     if path is None:
@@ -80,7 +78,7 @@ def network_to_begin_with(
 
 
 def _is_asked(config: Config, key: str) -> bool:
-    """Return whether a user has chosen a setting of the network: defaults are not asked for."""
+    """Return whether a user has set a setting of the network; defaults do not count."""
     if key == BASE:
         return not config.model.channels and not config.is_open(key)
     return config.differs(key)

@@ -1,4 +1,4 @@
-"""One training, in this process or in ranks that it starts: data, network, devices, loop."""
+"""One training run, in this process or in ranks that it starts: data, network, devices, loop."""
 
 import logging
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ SPREAD = {
 def start_training(
     request: Request, ranks: Ranks, console: Console, quiet: bool
 ) -> TrainingResult | None:
-    """Train what was asked for; None: in processes that were started, which show their own."""
+    """Train as requested; None: in processes, which show their own results."""
     with joined(ranks) as group:
         return train_run(choose_run(request, group), group, console, quiet)
 
@@ -152,7 +152,7 @@ def train(run: Run, console: Console, quiet: bool, group: Group) -> TrainingResu
 
 
 def _open_folder(run: Run) -> Past | None:
-    """Make the folder of a new run; of one that is continued, return what it was, unchanged."""
+    """Make the folder of a new run, or return the past of a resumed run without changing it."""
     if not run.resume:
         run.folder.create()
         return None
@@ -163,7 +163,7 @@ def _open_folder(run: Run) -> Past | None:
 
 
 def _resolve_precision(plan: Plan, past: Past | None, group: Group) -> str:
-    """Return what to compute in; a run on CPUs that leaves it open keeps what it has begun with."""
+    """Return the number type; a resumed run on CPUs keeps its first one, unless it is set."""
 
     def wanted() -> str:
         setting, recorded = plan.config.training.precision, past.state.cpu_precision if past else ""
@@ -196,9 +196,9 @@ def _prepare_data(plan: Plan, group: Group) -> Experiment:
 
 
 def _is_finished(past: Past | None, experiment: Experiment, group: Group) -> bool:
-    """Return whether nothing is left to do, and say how to go on; all ranks call it.
+    """Return whether the run is finished, and log how to extend it; a collective call.
 
-    Only the first one knows the run, and refuses data or a network that are not the run's.
+    Only the first rank reads the run, and refuses other data or another network.
     """
 
     def finished() -> bool:
@@ -283,7 +283,7 @@ def _say_how_it_is_trained(context: RunContext, step: Step) -> None:
 
 @contextmanager
 def _explaining_memory(step: Step, dims: ParallelDims) -> Iterator[None]:
-    """Say of memory that runs out, of a GPU or of the host, which slots took it and what fits."""
+    """Explain an out-of-memory error of a GPU or of the host: which slots, and what would fit."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -44,14 +44,14 @@ class TrainingResult:
 
 
 class TrainingLoop:
-    """One training, or one rank's share of it."""
+    """One training run, or one rank's share of it."""
 
     def __init__(
         self, context: RunContext, num_workers: int, prediction: MemoryEstimate | None
     ) -> None:
         """Prepare the first step; ``num_workers`` processes cut patches, 0: this one.
 
-        The memory that is predicted will stand beside what is measured.
+        Predicted memory is recorded beside the measured memory.
         """
         self.context = context
         self.group, self.executor = context.group, context.executor
@@ -130,7 +130,7 @@ class TrainingLoop:
         return TrainingResult(folder=self.context.folder, memory=self.recorder.memory)
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
-        """Take the steps that are left of an epoch, the first time under measurement."""
+        """Take the remaining steps of an epoch; the first time, memory is measured."""
         optimizer = self.optimization.optimizer
         if self.recorder.memory is not None or self.state.step >= self.loader.num_steps:
             self._take_steps(line, interruption)
@@ -203,7 +203,7 @@ class TrainingLoop:
         losses.clear()
 
     def _check_weights(self) -> None:
-        """See that the network can be saved, which its losses cannot show before the next step."""
+        """Check that weights are finite, which losses show only in the next step."""
         if any(self.group.exchange(not self.saver.is_finite())):
             raise self._diverged("the weights are not finite")
 
@@ -235,7 +235,7 @@ class TrainingLoop:
     def _validate_finally(
         self, line: ProgressLine, interruption: InterruptionRequest
     ) -> FinalResult | None:
-        """Predict the validation cases with the final network, and keep what comes out."""
+        """Segment the validation cases with the final network, and save the results."""
         watcher = Watcher(
             num_steps=self.state.epoch * self.loader.num_steps,
             interruption=interruption,
@@ -271,7 +271,7 @@ class TrainingLoop:
         self.saver.save(self.state, improved)
 
     def _stop(self, signal_number: int) -> NoReturn:
-        """End here, all ranks together: one that ended earlier would have the others killed."""
+        """End all ranks together: if one ended earlier, the launcher would kill the others."""
         self.group.exchange(None)
         raise Interrupted(signal_number, can_resume=True)
 

@@ -1,4 +1,4 @@
-"""What a run's folder tells of a training beside its checkpoints; the first rank writes it."""
+"""The files of a run's folder except checkpoints; the first rank writes them."""
 
 import io
 import platform
@@ -103,10 +103,10 @@ class RunRecorder:
             write_figure(memory_figure(record), self._folder.memory_picture)
 
     def update_reserved(self) -> None:
-        """Write down what allocators, or a process on a CPU, have reserved; all ranks call it.
+        """Record the reserved memory of allocators, or of a process on a CPU; a collective call.
 
-        Steps are measured while they are launched; those of small volumes are captured later, and
-        keep memory of their own.
+        Memory is measured in launched steps; steps of small volumes are captured later, and their
+        graphs keep additional memory.
         """
         if self.memory is None:
             return
@@ -142,7 +142,7 @@ class RunRecorder:
         return f"{path.parent.name}/{path.name}: {fold} of {dataset_name(config)}"
 
     def write_summary(self, final: FinalResult | None) -> None:
-        """Write what the training has come to at its end, of which much is in ``metrics.jsonl``.
+        """Write the results of a finished run; ``metrics.jsonl`` has them by epoch.
 
         ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
         whose network is ``checkpoint-best.pt``; where no case validates they are None or empty.
@@ -216,7 +216,7 @@ def epoch_metrics(
 class ScalarFile:
     """Numbers of each epoch for TensorBoard.
 
-    PyTorch's writer has a thread, which on a full disk ends in a traceback.
+    PyTorch's writer uses a thread that ends with a traceback if the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:

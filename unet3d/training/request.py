@@ -29,7 +29,7 @@ KEPT = {"devices", "timeout_seconds", "max_restarts"}
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a user says of a run."""
+    """The options of a user for a run."""
 
     config_path: Path | None = None
     """A configuration file; None: the defaults, or where a run is continued, its own."""
@@ -124,7 +124,7 @@ def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
 
 
 def settings_of(request: Request, old_run: RunFolder | None) -> Config:
-    """Return the settings of a request, over those of the run that goes on."""
+    """Return the settings of a request, which override those of a resumed run."""
     if old_run is None:
         return load_config(request.config_path, request.changes)
     changes = dict(request.changes)
@@ -138,7 +138,7 @@ def settings_of(request: Request, old_run: RunFolder | None) -> Config:
 
 
 def _is_moved(recorded: ParallelSettings, changes: Mapping[str, Any]) -> bool:
-    """Return whether changes place a training otherwise than it is recorded."""
+    """Return whether changes give a run another placement than its recorded one."""
     named = {key: changes[key] for key in PLACEMENT if key in changes}
     wanted = load_config(None, named).parallel
     return any(

@@ -1,8 +1,7 @@
 """Whether a run may be continued with the settings and the data of now.
 
-What it was trained and validated on may not change, because its scores would then be of other cases
-and its networks would have seen the cases that judge them. How it is trained may: learning rate,
-batch, patches, devices.
+Training and validation cases must not change: scores would belong to other cases, and networks
+could have trained on validation cases. Learning rate, batch, patches and devices may change.
 """
 
 import logging
@@ -28,7 +27,7 @@ FIXED = ("data.fold", "training.seed", "training.optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What a run was when it last saved."""
+    """The state of a run when it was last saved."""
 
     folder: RunFolder
     """The run's files."""
@@ -54,12 +53,12 @@ class Past:
         return cls(folder=folder, saved=saved, split=saved.split, state=state)
 
     def is_finished(self, epochs: int) -> bool:
-        """Return whether nothing is left to do of so many epochs."""
+        """Return whether a number of epochs is already done."""
         is_validated = not self.split.validation or self.folder.has_validation()
         return self.state.epoch >= epochs and is_validated and self.folder.has_summary()
 
     def check_settings(self, config: Config) -> None:
-        """See that the settings suit the run, as far as that can be said without the data."""
+        """Check that the settings suit the run, before the data are read."""
         before, now = self.saved.config.flat(), config.flat()
         self._refuse(_changed(before, now, FIXED))
         done, epochs = self.state.epoch, config.training.epochs
@@ -71,7 +70,7 @@ class Past:
             )
 
     def check_experiment(self, experiment: Experiment) -> None:
-        """See that the data are those of the run, and its network; say what else has changed."""
+        """Check that data and network are those of the run; log other changes."""
         preparation = self.saved.preprocessing.to_dict(), experiment.preprocessing.to_dict()
         self._refuse([*experiment.split.changes_since(self.split), *_changed(*preparation)])
         if self.saved.topology != experiment.topology:

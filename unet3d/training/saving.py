@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, config=ConfigDict(extra="ignore", strict=True, allow_inf_nan=False))
 class TrainingState:
-    """Epochs and steps that are done, and the sums of the epoch that is not."""
+    """Finished epochs and steps, and the sums of the current epoch."""
 
     cpu_precision: str = ""
     """What a network on CPUs alone is computed in, which ``auto`` keeps; empty: not known."""
@@ -165,7 +165,7 @@ class CheckpointSaver:
         )
 
     def is_finite(self) -> bool:
-        """Return whether all that would be saved is a number; this waits for the devices."""
+        """Return whether all values to save are finite; this waits for the devices."""
         states = self._optimization.optimizer.state.values()
         tensors = [value for of_one in states for value in of_one.values() if is_tensor(value)]
         return all_finite([*self._module.state_dict().values(), *tensors])

@@ -28,7 +28,7 @@ MAX_LOGITS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What a validation found, the same in all ranks except for the time."""
+    """The results of a validation, the same in all ranks except for the time."""
 
     dice: dict[str, float | None]
     """Mean over the cases for each label but the background, or for each region; None where no case
