@@ -2,6 +2,7 @@
 
     python benchmarks/nnunet.py MODEL --shape 512,512,400 --spacing 0.8 --json model.json
     python benchmarks/nnunet.py MODEL --scans FOLDER --mirrored --precision float32
+    python benchmarks/nnunet.py MODEL --scans FOLDER --resampler default,torch
     python benchmarks/nnunet.py MODEL --scans FOLDER --found SEGMENTATIONS --precision auto,float32
     python benchmarks/nnunet.py MODEL --device cpu --threads 2 --shape 256,256,100 --spacing 1.5
 
@@ -11,12 +12,14 @@ folder (``case_0000.nii.gz``, ...), or a phantom of that shape and spacing.
 
 Both commands segment the folder in processes of their own, as a user starts them: nnU-Net's by its
 entry point for a folder, with its default workers, uncompiled unless ``nnUNet_compile`` says
-otherwise, and ``unet3d predict``, both without mirror images unless ``--mirrored``. Without
-``--threads`` each takes the cores that it takes; with it both have that many. Of our runs the first
-compiles what kernels it needs into an empty cache; the time is the median of the others. Host
-memory is the most that a process and those that it started held together, GPU memory what
-nvidia-smi says. ``--found`` names what ``nnUNetv2_predict`` has written for the scans; then nnU-Net
-does not run.
+otherwise, and ``unet3d predict``, both without mirror images unless ``--mirrored``. With
+``--resampler torch`` the model's plans have PyTorch resample nnU-Net's logits to the scan, as its
+authors advise where that takes long; images are resampled as in its training. The ratio is to
+nnU-Net's fastest run. Without ``--threads`` each takes the cores that it takes; with it both have
+that many. Of our runs the first compiles what kernels it needs into an empty cache; the time is the
+median of the others. Host memory is the most that a process and those that it started held
+together, GPU memory what nvidia-smi says. ``--found`` names what ``nnUNetv2_predict`` has written
+for the scans; then nnU-Net does not run.
 
 With ``--precision float32`` ours computes in float32 without TF32. ``--nnunet-precision float32``
 does that in nnU-Net, which lowers its precision on a GPU, and adds up the logits of windows in
@@ -27,11 +30,14 @@ cases together, which does not let small cases count most.
 
 import argparse
 import importlib.util
+import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +73,15 @@ IN_FLOAT32 = [
     "torch.half = torch.float32",
 ]
 """What has nnU-Net compute windows, and add up their logits, in float32."""
+TORCH_RESAMPLER = {
+    "resampling_fn_probabilities": "resample_torch_fornnunet",
+    "resampling_fn_probabilities_kwargs": {
+        "is_seg": False,
+        "force_separate_z": False,
+        "memefficient_seg_resampling": False,
+    },
+}
+"""As nnU-Net's own planners with this resampler (``nnUNetPlannerResEncL_torchres``) have it."""
 ALL_CORES = "multiprocessing.cpu_count = lambda: {threads}"
 """nnU-Net on a CPU computes in as many threads as this says, wherever it may run."""
 
@@ -81,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--folds", type=numbers, default="0")
     parser.add_argument("--mirrored", action="store_true")
     parser.add_argument("--precision", type=words, default="auto", help="of ours, such as auto")
+    parser.add_argument("--resampler", type=words, default="default", help="of nnU-Net, or torch")
     parser.add_argument("--nnunet-precision", choices=("auto", "float32"), default="auto")
     parser.add_argument("--device", default=one_device())
     parser.add_argument("--threads", type=int, help="cores of either")
@@ -89,18 +105,59 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def segment_by_nnunet(arguments: argparse.Namespace, scans: Path, out: Path) -> dict[str, Any]:
+def with_torch_resampler(model: Path, folder: Path) -> Path:
+    """Return a new folder with a model of nnU-Net whose plans have PyTorch resample its logits."""
+    shutil.copytree(model.absolute(), folder, copy_function=os.symlink)
+    plans = json.loads((folder / "plans.json").read_text())
+    for configuration in plans["configurations"].values():
+        if "resampling_fn_probabilities" in configuration:  # else it inherits them
+            configuration |= TORCH_RESAMPLER
+    (folder / "plans.json").unlink()  # a link
+    (folder / "plans.json").write_text(json.dumps(plans))
+    return folder
+
+
+def command_of_nnunet(
+    model: Path,
+    scans: Path,
+    out: Path,
+    device: str,
+    *,
+    folds: Sequence[int] = (0,),
+    mirrored: bool,
+    before: Sequence[str] = (),
+) -> tuple[list[object], dict[str, str]]:
+    """Return nnU-Net's command that segments a folder, and its environment."""
+    (place,) = devices_named((device,))
+    said: list[object] = [sys.executable, "-c", ENTRY.format(before="; ".join(before) or "pass")]
+    said += ["-i", scans, "-o", out, "-m", model, "-f", *folds]
+    said += ["-device", place.type, "--disable_progress_bar"]
+    said += [] if mirrored else ["--disable_tta"]
+    environment = {f"nnUNet_{name}": str(out) for name in ("raw", "preprocessed", "results")}
+    if place.type == "cuda":  # its command takes the first GPU that it sees
+        gpu, seen = place.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
+    return said, environment
+
+
+def segment_by_nnunet(
+    arguments: argparse.Namespace, model: Path, scans: Path, out: Path
+) -> dict[str, Any]:
     """Segment a folder with nnU-Net's command."""
     if importlib.util.find_spec("nnunetv2") is None:
         return {"reason": "nnunetv2 is not installed"}
     before = list(IN_FLOAT32) if arguments.nnunet_precision == "float32" else []
     if arguments.threads is not None:
         before.append(ALL_CORES.format(threads=arguments.threads))
-    said: list[object] = [sys.executable, "-c", ENTRY.format(before="; ".join(before) or "pass")]
-    said += ["-i", scans, "-o", out, "-m", arguments.model, "-f", *arguments.folds]
-    said += ["-device", "cpu" if arguments.device == "cpu" else "cuda", "--disable_progress_bar"]
-    said += [] if arguments.mirrored else ["--disable_tta"]
-    environment = {f"nnUNet_{name}": str(out) for name in ("raw", "preprocessed", "results")}
+    said, environment = command_of_nnunet(
+        model,
+        scans,
+        out,
+        arguments.device,
+        folds=arguments.folds,
+        mirrored=arguments.mirrored,
+        before=before,
+    )
     environment |= without_tf32(arguments.nnunet_precision)
     runs = [
         run_watched(said, environment, arguments.threads) for _ in range(arguments.nnunet_repeats)
@@ -183,13 +240,18 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
     rows: dict[str, dict[str, Any]] = {}
     theirs = arguments.found
     if theirs is None:
-        theirs = folder / "nnunet"
-        rows["nnU-Net"] = segment_by_nnunet(arguments, scans, theirs)
+        for resampler in arguments.resampler:
+            model, out = arguments.model, folder / f"nnunet-{resampler}"
+            if resampler == "torch":
+                model = with_torch_resampler(model, folder / "with-torch")
+            rows[f"nnU-Net, {resampler}"] = segment_by_nnunet(arguments, model, scans, out)
+            theirs = theirs or out
+    fastest = min((row["seconds"] for row in rows.values() if "seconds" in row), default=None)
     for precision in arguments.precision:
         out = folder / precision
         row = segment_by_us(arguments, precision, scans, out, folder / f"kernels-{precision}")
-        if "seconds" in row and "seconds" in rows.get("nnU-Net", {}):
-            row["ratio"] = row["seconds"] / rows["nnU-Net"]["seconds"]
+        if "seconds" in row and fastest is not None:
+            row["ratio"] = row["seconds"] / fastest
         if theirs.is_dir() and "reason" not in row:
             row["to_nnunet"] = agreement(out, theirs)
         rows[f"unet3d, {precision}"] = row

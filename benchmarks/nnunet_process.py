@@ -9,9 +9,9 @@ Dice loss compiled on a GPU.
 * ``steps`` times its training steps. Its plan is kept but for the size of patches and batches and
   for the network, which is the one that we train; the trainer is ``nnUNetTrainerNoDeepSupervision``
   because ours has no deep supervision there either.
-* ``fit`` trains for some minutes with all that it chooses itself, and segments folders. Only the
-  number of epochs follows from the minutes: the first ones are timed in a training that is thrown
-  away, as nnU-Net's schedule of the learning rate needs to know the number from the start.
+* ``fit`` trains with all that it chooses itself, for a number of epochs or for some minutes. The
+  minutes become a number: the first epochs are timed in a training that is thrown away, as
+  nnU-Net's schedule of the learning rate needs to know the number from the start.
 """
 
 import importlib.util
@@ -71,14 +71,14 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A training with all that nnU-Net chooses itself, and what it then segments."""
+    """A training with all that nnU-Net chooses itself."""
 
-    minutes: float
-    """That the training may take."""
+    minutes: float | None
+    """That the training may take, unless there is a"""
+    num_epochs: int | None
+    """of which nnU-Net's own trainer takes 1000."""
     steps_per_epoch: int
     """As many as nnU-Net's own trainer takes, unless something is only tried."""
-    folders: Mapping[str, str]
-    """Of images, ``case_0000.nii.gz``, to where their segmentations go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Request:
     steps: Steps | None = None
     """Times its steps; or"""
     fit: Fit | None = None
-    """trains and segments."""
+    """trains."""
 
 
 def request_of(
@@ -294,40 +294,26 @@ def _loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, float]:
 
 
 def fit(request: Request, asked: Fit) -> dict[str, Any]:
-    """Prepare, train for the minutes, and segment the folders with and without mirroring."""
-    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
-
+    """Prepare the data and train for the epochs or minutes."""
     prepare_seconds = prepare(request)
-    _, seconds = train(request, asked, NUM_TIMED_EPOCHS)
-    shutil.rmtree(os.environ["nnUNet_results"])
-    available = 60 * asked.minutes - (seconds[0] - seconds[-1])
-    num_epochs = max(1, int(available / seconds[-1]))
+    num_epochs = asked.num_epochs
+    if num_epochs is None:
+        assert asked.minutes is not None
+        _, seconds = train(request, asked, NUM_TIMED_EPOCHS)
+        shutil.rmtree(os.environ["nnUNet_results"])
+        available = 60 * asked.minutes - (seconds[0] - seconds[-1])
+        num_epochs = max(1, int(available / seconds[-1]))
     began = time.perf_counter()
     trainer, seconds = train(request, asked, num_epochs)
-    row = {
+    return {
         "prepare_seconds": prepare_seconds,
         "train_seconds": time.perf_counter() - began,
         "epoch_seconds": seconds,
         "num_epochs": num_epochs,
         "patch": trainer.configuration_manager.patch_size[::-1],
         "batch_size": trainer.configuration_manager.batch_size,
+        "model": str(Path(trainer.output_folder).parent),
     }
-    model, predict_seconds = str(Path(trainer.output_folder).parent), {}
-    del trainer
-    for way, mirrors in (("plain", False), ("mirrored", True)):
-        predictor = nnUNetPredictor(
-            use_mirroring=mirrors,
-            device=torch.device(request.device),
-            perform_everything_on_device=request.device != "cpu",
-        )
-        predictor.initialize_from_trained_model_folder(model, (0,))
-        began = time.perf_counter()
-        for images, output in asked.folders.items():
-            out = Path(output) / way
-            out.mkdir(parents=True)
-            predictor.predict_from_files_sequential(images, str(out))
-        predict_seconds[way] = time.perf_counter() - began
-    return {**row, "predict_seconds": predict_seconds}
 
 
 def train(request: Request, asked: Fit, num_epochs: int) -> tuple[Any, list[float]]:

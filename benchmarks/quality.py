@@ -1,32 +1,45 @@
 """Default trainings of unet3d and, where it is installed, of nnU-Net, of the same wall time.
 
     python benchmarks/quality.py DATASET --minutes 4 --json quality.json
-    python benchmarks/quality.py DATASET --minutes 4 --held-out OTHER --keep work
+    python benchmarks/quality.py DATASET --minutes 4 --folds 0,1,2,3,4 --devices 0,1,2,3 --keep work
+    python benchmarks/quality.py DATASET --nnunet-epochs 1000 --held-out OTHER
 
-Both train on the cases that are not in the fold, for ``--minutes``, with what they choose
-themselves: ``unet3d train DATASET`` without a configuration (but for ``--set``), and nnU-Net's
-planner and trainer, 3d_fullres. Only the number of epochs follows from the minutes; a short
-training before it tells how long one takes. Preparing the data is not counted. Then both segment
-the images of the fold and, if one is named, of another data set's folder that nobody trained on,
-from file to file, with and without mirror images, and ``unet3d evaluate`` scores them. What both
-trained stays in the folder of ``--keep``: ``unet3d/run`` and ``nnunet/results``.
+Both train on the cases that are not in the fold, with what they choose themselves: ``unet3d train
+DATASET`` without a configuration (but for ``--set``), and nnU-Net's planner and trainer,
+3d_fullres. Only the number of epochs follows from ``--minutes``; a short training before it tells
+how long one takes. ``--nnunet-epochs`` is the number of nnU-Net's, and without minutes ours then
+gets the time that they took. Preparing the data is not counted.
+
+Then the commands of both segment the images of the fold and, if one is named, of another data set's
+folder that nobody trained on, from file to file, with and without mirror images and without the
+post-processing that ours chose by the cases of the fold; nnU-Net's also with its torch resampler
+(``nnunet.py``). ``unet3d evaluate`` scores them.
+
+Each of ``--devices`` takes the next fold when it is free, with its share of the cores. What both
+trained stays in the folder of ``--keep``: ``fold-0/unet3d/run`` and ``fold-0/nnunet/results``. A
+fold that is finished there is not trained again, so several commands can share the work.
 """
 
 import argparse
 import json
+import os
+import queue
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import nnunet_process
 import yaml
-from common import devices_named, new_parser, one_device, write_record
+from common import devices_named, new_parser, numbers, one_device, words, write_record
+from nnunet import command_of_nnunet, with_torch_resampler
 
 from unet3d.datasets.dataset import Case, Dataset, fold_cases, load_dataset
 from unet3d.distributed.ranks import num_cores
@@ -35,40 +48,63 @@ NUM_TIMED_EPOCHS = 2
 NUM_FOLDS = 5
 WAYS = {"plain": (), "mirrored": ("--tta",)}
 """Both predict with and without mirror images: the options of ``unet3d predict``."""
+MEASURES = ("dice", "hd95_mm", "nsd")
+ROWS = "rows.json"
+"""Is written last into the folder of a fold."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("dataset", type=Path)
-    parser.add_argument("--minutes", type=float, required=True, help="of each training")
+    parser.add_argument("--minutes", type=float, help="of each training")
+    parser.add_argument("--nnunet-epochs", type=int, help="as 1000, nnU-Net's own number")
     parser.add_argument("--held-out", type=Path, help="a data set that nobody trains on")
-    parser.add_argument("--fold", type=int, default=0)
+    parser.add_argument("--folds", type=numbers, default="0")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default=one_device())
+    parser.add_argument("--devices", type=words, default=one_device(), help="for a fold each")
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--nnunet-steps", type=int, default=250, help="of an epoch of nnU-Net's")
-    parser.add_argument("--keep", type=Path, help="leave all files in this new folder")
+    parser.add_argument("--keep", type=Path, help="leave all files in this folder")
     return parser
 
 
-def unet3d(*words: object) -> float:
+def seconds_of(said: Sequence[object], environment: Mapping[str, str] | None = None) -> float:
     """Run a command, and return the seconds that it took."""
-    said = [str(word) for word in words]
-    print(f"unet3d {shlex.join(said)}", file=sys.stderr)
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "unet3d", *said], stdout=sys.stderr.fileno(), check=True)
+    subprocess.run(
+        [str(word) for word in said],
+        env={**os.environ, **(environment or {})},
+        stdout=sys.stderr.fileno(),
+        check=True,
+    )
     return time.perf_counter() - began
 
 
+def unet3d(*said: object) -> float:
+    """Run a command of ours, and return the seconds that it took."""
+    print(f"unet3d {shlex.join(map(str, said))}", file=sys.stderr)
+    return seconds_of([sys.executable, "-m", "unet3d", *said])
+
+
 def scores(predictions: Path, labels: Path, folder: Path) -> dict[str, Any]:
-    """Return the mean Dice of segmentations, over labels and of each."""
+    """Return the scores of segmentations: over labels, of each label, and of each case."""
     file = folder / "scores.json"
     unet3d("evaluate", predictions, labels, "--json", file, "--overwrite")
     found = json.loads(file.read_text())
+    over_labels = {
+        measure: spread(label[measure] for label in found["mean"].values())["mean"]
+        for measure in MEASURES
+    }
+    cases = {case["case"]: case["labels"] for case in found["cases"]}
+    return {**over_labels, "labels": found["mean"], "cases": cases}
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float | None]:
+    """Return the mean of values that are known, and their standard deviation if there are two."""
+    known = [value for value in values if value is not None]
     return {
-        "mean_dice": found["mean_dice"],
-        "dice": {label: mean["dice"] for label, mean in found["mean"].items()},
-        "num_cases": len(found["cases"]),
+        "mean": statistics.fmean(known) if known else None,
+        "standard_deviation": statistics.stdev(known) if len(known) > 1 else None,
     }
 
 
@@ -82,35 +118,43 @@ def put(cases: Sequence[Case], folder: Path) -> None:
         shutil.copyfile(case.label, folder / "labels" / f"{case.name}.nii.gz")
 
 
-def ours(arguments: argparse.Namespace, sets: Mapping[str, Path], folder: Path) -> dict[str, Any]:
-    """Train unet3d, and score it on sets of cases."""
-    words = ["train", arguments.dataset, "--fold", arguments.fold, "--seed", arguments.seed]
-    words += ["--devices", arguments.device]
-    words += [word for change in arguments.changes for word in ("--set", change)]
-    unet3d(*words, "--epochs", NUM_TIMED_EPOCHS, "--output", folder / "timed")
+def ours(
+    arguments: argparse.Namespace,
+    fold: int,
+    device: str,
+    minutes: float,
+    sets: Mapping[str, Path],
+    folder: Path,
+) -> dict[str, Any]:
+    """Train unet3d for some minutes, and score it on sets of cases."""
+    said = ["train", arguments.dataset, "--fold", fold, "--seed", arguments.seed]
+    said += ["--devices", device]
+    said += [word for change in arguments.changes for word in ("--set", change)]
+    unet3d(*said, "--epochs", NUM_TIMED_EPOCHS, "--output", folder / "timed")
     lines = (folder / "timed" / "metrics.jsonl").read_text().splitlines()
     epochs = [json.loads(line) for line in lines]
     seconds = [epoch["seconds"] for epoch in epochs]
     config = yaml.safe_load((folder / "timed" / "config.yaml").read_text())
     validation = epochs[-1]["validation_seconds"] / config["training"]["validate_every"]
     # The command again, for what it takes besides: start, planning, compiling, validation.
-    whole = unet3d(*words, "--epochs", 1, "--output", folder / "started")
+    whole = unet3d(*said, "--epochs", 1, "--output", folder / "started")
     beside = whole - json.loads((folder / "started" / "metrics.jsonl").read_text())["seconds"]
-    num_epochs = max(1, int((60 * arguments.minutes - beside) / (seconds[-1] + validation)))
+    num_epochs = max(1, int((60 * minutes - beside) / (seconds[-1] + validation)))
     run = folder / "run"
     row: dict[str, Any] = {
-        "train_seconds": unet3d(*words, "--epochs", num_epochs, "--output", run),
+        "train_seconds": unet3d(*said, "--epochs", num_epochs, "--output", run),
         "epoch_seconds": seconds,
         "num_epochs": num_epochs,
         "summary": json.loads((run / "summary.json").read_text()),
+        "scores": {},
     }
     for name, cases in sets.items():
         for way, options in WAYS.items():
             out = folder / name / way
             predict = ["predict", cases / "images", "-o", out, "--checkpoint", run, *options]
-            predict_seconds = unet3d(*predict, "--devices", arguments.device)
+            taken = unet3d(*predict, "--no-postprocessing", "--devices", device)
             found = scores(out, cases / "labels", folder)
-            row[f"{name}, {way}"] = {**found, "predict_seconds": predict_seconds}
+            row["scores"][f"{name}, {way}"] = {**found, "predict_seconds": taken}
     return row
 
 
@@ -118,29 +162,44 @@ def nnunet(
     arguments: argparse.Namespace,
     dataset: Dataset,
     validation: Sequence[Case],
+    device: str,
     sets: Mapping[str, Path],
     folder: Path,
 ) -> dict[str, Any]:
     """Train nnU-Net, and score it on sets of cases; or return a ``reason`` why not."""
     fit = nnunet_process.Fit(
         minutes=arguments.minutes,
+        num_epochs=arguments.nnunet_epochs,
         steps_per_epoch=arguments.nnunet_steps,
-        folders={str(cases / "images"): str(folder / name) for name, cases in sets.items()},
     )
     workers = min(8, num_cores())
-    request = nnunet_process.request_of(dataset, validation, arguments.device, workers, fit=fit)
+    place = str(devices_named((device,))[0])
+    request = nnunet_process.request_of(dataset, validation, place, workers, fit=fit)
     row = nnunet_process.ask(request, folder)
-    if "reason" not in row:
-        for name, cases in sets.items():
-            for way in WAYS:
-                row[f"{name}, {way}"] = scores(folder / name / way, cases / "labels", folder)
+    if "reason" in row:
+        return row
+    row["scores"] = {}
+    model = Path(row.pop("model"))
+    faster = with_torch_resampler(model, folder / "with-torch-resampler")
+    ways = {"plain": model, "mirrored": model, "plain, torch resampler": faster}
+    for name, cases in sets.items():
+        for way, of_way in ways.items():
+            out = folder / name / way
+            taken = seconds_of(
+                *command_of_nnunet(
+                    of_way, cases / "images", out, device, mirrored=way == "mirrored"
+                )
+            )
+            found = scores(out, cases / "labels", folder)
+            row["scores"][f"{name}, {way}"] = {**found, "predict_seconds": taken}
     return row
 
 
-def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Train both in a folder, and return a row of each."""
-    dataset = load_dataset(arguments.dataset)
-    _, validation = fold_cases(dataset, arguments.fold, NUM_FOLDS, arguments.seed)
+def compare(
+    arguments: argparse.Namespace, dataset: Dataset, fold: int, device: str, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Train both on a fold in a folder, and return a row of each."""
+    _, validation = fold_cases(dataset, fold, NUM_FOLDS, arguments.seed)
     sets = {"validation": folder / "cases" / "validation"}
     put(validation, sets["validation"])
     if arguments.held_out is not None:
@@ -148,32 +207,90 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
         put(load_dataset(arguments.held_out).cases, sets["held out"])
     for name in ("unet3d", "nnunet"):
         (folder / name).mkdir()
+    theirs = nnunet(arguments, dataset, validation, device, sets, folder / "nnunet")
+    minutes = arguments.minutes
+    if minutes is None and "reason" not in theirs:
+        minutes = theirs["train_seconds"] / 60
+    row = {"reason": "needs --minutes where nnU-Net does not train"}
+    if minutes is not None:
+        row = ours(arguments, fold, device, minutes, sets, folder / "unet3d")
+    return {"unet3d": row, "nnU-Net": theirs}
+
+
+def compare_folds(arguments: argparse.Namespace, folder: Path) -> dict[int, dict[str, Any]]:
+    """Train both on each fold, one on each device at a time, and return the rows of each."""
+    dataset = load_dataset(arguments.dataset)
+    cores = sorted(os.sched_getaffinity(0))
+    places = queue.SimpleQueue[tuple[str, list[int]]]()
+    num_places = min(len(arguments.devices), len(arguments.folds))
+    for index, device in enumerate(arguments.devices[:num_places]):
+        places.put((device, cores[index::num_places] or cores))
+
+    def rows_of(fold: int) -> dict[str, Any]:
+        own = folder / f"fold-{fold}"
+        if not (own / ROWS).exists():
+            shutil.rmtree(own, ignore_errors=True)  # of a command that was ended
+            device, share = places.get()
+            os.sched_setaffinity(0, share)  # of this thread, and of the commands that it starts
+            try:
+                rows = compare(arguments, dataset, fold, device, own)
+            finally:
+                places.put((device, share))
+            (own / ROWS).write_text(json.dumps(rows))
+        return dict(json.loads((own / ROWS).read_text()))
+
+    with ThreadPoolExecutor(num_places) as threads:
+        return dict(zip(arguments.folds, threads.map(rows_of, arguments.folds), strict=True))
+
+
+def summary(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the mean over folds of each score and time, with its spread, for each way."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows.values():
+        for tool, of_tool in row.items():
+            for way, of_way in of_tool.get("scores", {}).items():
+                times = {key: of_tool[key] for key in ("train_seconds", "num_epochs")}
+                found.setdefault(f"{tool}, {way}", []).append({**of_way, **times})
+    keys = (*MEASURES, "num_epochs", "train_seconds", "predict_seconds")
     return {
-        "unet3d": ours(arguments, sets, folder / "unet3d"),
-        "nnU-Net": nnunet(arguments, dataset, validation, sets, folder / "nnunet"),
+        way: {"num_folds": len(folds), "num_cases": sum(len(fold["cases"]) for fold in folds)}
+        | {key: spread(fold[key] for fold in folds) for key in keys}
+        for way, folds in found.items()
     }
+
+
+def cell(value: Mapping[str, float | None], digits: int) -> str:
+    """Return a mean, with its standard deviation if it has one."""
+    parts = (value["mean"], value["standard_deviation"])
+    return " ± ".join(f"{part:.{digits}f}" for part in parts if part is not None)
 
 
 def main() -> None:
     """Train both and print a table."""
-    arguments = make_parser().parse_args()
+    parser = make_parser()
+    arguments = parser.parse_args()
+    if arguments.minutes is None and arguments.nnunet_epochs is None:
+        parser.error("give --minutes, --nnunet-epochs, or both")
     if arguments.keep is not None:
-        arguments.keep.mkdir()
-        rows = compare(arguments, arguments.keep.absolute())
+        rows = compare_folds(arguments, arguments.keep.absolute())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = compare(arguments, Path(folder))
-    print("| | cases | mean Dice | epochs | training, s |\n|---|---|---:|---:|---:|")
-    for way, row in rows.items():
-        if "reason" in row:
-            print(f"| {way} | | {row['reason']} | | |")
-        for name, found in row.items():
-            if isinstance(found, dict) and "num_cases" in found:
-                print(
-                    f"| {way} | {found['num_cases']}, {name} | {found['mean_dice']:.4f} | "
-                    f"{row['num_epochs']} | {row['train_seconds']:.0f} |"
-                )
-    write_record(arguments.json, devices_named((arguments.device,)), rows=rows)
+            rows = compare_folds(arguments, Path(folder))
+    table = summary(rows)
+    print("| | folds, cases | Dice | HD95, mm | NSD | epochs | training, s | prediction, s |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    digits = {"dice": 4, "hd95_mm": 2, "nsd": 4}
+    digits |= {"num_epochs": 0, "train_seconds": 0, "predict_seconds": 1}
+    for way, found in table.items():
+        cells = [f"{found['num_folds']}, {found['num_cases']}"]
+        cells += [cell(found[key], places) for key, places in digits.items()]
+        print(f"| {way} | {' | '.join(cells)} |")
+    for fold, row in rows.items():
+        for tool, of_tool in row.items():
+            if "reason" in of_tool:
+                print(f"\n{tool}, fold {fold}: {of_tool['reason']}")
+    devices = devices_named(arguments.devices)
+    write_record(arguments.json, devices, summary=table, rows=rows)
 
 
 if __name__ == "__main__":

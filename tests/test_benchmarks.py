@@ -151,12 +151,34 @@ def test_memory_is_predicted_and_cubes_are_tried(run, load):
 def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
     dataset = write_phantom_dataset(tmp_path / "heads", 5, (32, 32, 32), (1.0, 1.0, 1.0), 0)
     settings = ("patches.size=[16,16,16]", "model.channels=[4,8]", "training.steps_per_epoch=2")
-    options = ("--device cpu --minutes 0.01 --nnunet-steps 2", *(f"--set {s}" for s in settings))
-    record, table = run("quality", f"'{dataset}' {' '.join(options)}")
-    ours, theirs = record["rows"]["unet3d"], record["rows"]["nnU-Net"]
-    assert ours["validation, plain"]["num_cases"] == ours["validation, mirrored"]["num_cases"] == 1
-    assert ours["num_epochs"] == 1 and "| unet3d | 1, validation, plain |" in table
-    assert "nnunetv2" in theirs.get("reason", "") or theirs["validation, plain"]["num_cases"] == 1
+    trial = "--minutes 0.01 --nnunet-epochs 1 --nnunet-steps 2"
+    folds = f"--folds 0,1 --devices cpu,cpu --keep '{tmp_path / 'work'}'"
+    options = f"'{dataset}' {trial} {folds} {' '.join(f'--set {s}' for s in settings)}"
+    record, table = run("quality", options)
+    ours, theirs = record["rows"]["1"]["unet3d"], record["rows"]["1"]["nnU-Net"]
+    (case,) = ours["scores"]["validation, mirrored"]["cases"].values()
+    assert {"dice", "hd95_mm", "nsd"} < set(case["1"]) and ours["num_epochs"] == 1
+    assert "nnunetv2" in theirs.get("reason", "") or len(theirs["scores"]) == 3
+    folds = [row["unet3d"]["scores"]["validation, plain"]["nsd"] for row in record["rows"].values()]
+    over_folds = record["summary"]["unet3d, validation, plain"]["nsd"]
+    assert over_folds["mean"] == pytest.approx(sum(folds) / 2)
+    assert over_folds["standard_deviation"] == pytest.approx(abs(folds[0] - folds[1]) / 2**0.5)
+    assert "| unet3d, validation, plain | 2, 2 |" in table
+    again, _ = run("quality", options)  # nothing is trained anew
+    assert again["rows"] == record["rows"]
+
+
+def test_a_model_gets_the_resampler_that_is_fast_and_stays_as_it_was(load, tmp_path):
+    model = ROOT / "tests/recorded/nnunet/isotropic/nnUNetTrainer__nnUNetPlans__3d_fullres"
+    before = (model / "plans.json").read_bytes()
+    faster = load("nnunet").with_torch_resampler(model, tmp_path / "faster")
+    plans, own = json.loads((faster / "plans.json").read_text()), json.loads(before)
+    plan, was = (one["configurations"]["3d_fullres"] for one in (plans, own))
+    changed = {key for key in was if plan[key] != was[key]}
+    assert changed == {"resampling_fn_probabilities", "resampling_fn_probabilities_kwargs"}
+    assert plan["resampling_fn_probabilities"] == "resample_torch_fornnunet"
+    assert (model / "plans.json").read_bytes() == before
+    assert (faster / "fold_0/checkpoint_final.pth").is_file()
 
 
 @pytest.mark.nightly
