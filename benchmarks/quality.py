@@ -172,7 +172,7 @@ def nnunet(
         num_epochs=arguments.nnunet_epochs,
         steps_per_epoch=arguments.nnunet_steps,
     )
-    workers = min(8, num_cores())
+    workers = min(12, num_cores())  # as by nnU-Net's own default
     place = str(devices_named((device,))[0])
     request = nnunet_process.request_of(dataset, validation, place, workers, fit=fit)
     row = nnunet_process.ask(request, folder)
