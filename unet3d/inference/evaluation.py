@@ -1,6 +1,6 @@
-"""How well predictions agree with labels, from file to file: scores of each label in each case.
+"""Scores of segmentations against label maps, from file to file: each label in each case.
 
-Only the files are needed, so predictions of any other tool can be evaluated as well.
+Only the files are needed, so segmentations of other tools can be evaluated, too.
 """
 
 import logging
@@ -50,7 +50,7 @@ class CaseScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The scores of every case; each has one for every label that is in any of them."""
+    """The scores of all cases; each case has a score for every label that any case has."""
 
     cases: tuple[CaseScores, ...]
     labels: tuple[Label, ...]
@@ -105,7 +105,7 @@ class Evaluation:
         return _mean([self.mean(label).dice for label in self.labels])
 
     def name_of(self, label: Label) -> str:
-        """Return what a label is called: by its name, else by its value."""
+        """Return the name of a label, or else its value."""
         return self.scored.names.get(label, _key(label))
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,10 +153,10 @@ def evaluate(
 ) -> Evaluation:
     """Compare predictions with labels.
 
-    Two files are compared whatever their names. In folders, the prediction of ``case.nii.gz`` is
-    ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. Every value but 0 is a label,
-    if none are named. Label maps in a folder need not all be predicted, but every prediction needs
-    its label map: one that has none is more likely to be misnamed than meant to be left out.
+    Two files may have any names. In folders, the segmentation of ``case.nii.gz`` is
+    ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. If no labels are named, every
+    value but 0 is a label. Label maps in a folder may lack a segmentation, but every segmentation
+    needs its label map: one without is more likely misnamed than meant to be left out.
     """
     found = find_pairs(predictions, labels, leave_out)
     spacing_mm = open_image(found.pairs[0][1]).geometry.spacing_mm
@@ -188,9 +188,9 @@ def evaluate(
 def scored_labels(
     labels: Path, dataset: Path | None, checkpoint: Path | None, ignore: int | None
 ) -> ScoredLabels:
-    """Return what is scored, as a named data set or checkpoint says, or that of the label maps.
+    """Return the labels to score, from a named data set or checkpoint, or from the label maps.
 
-    ``ignore`` is a value of the label maps that counts nowhere; ConfigError: it is a label.
+    Voxels of the value ``ignore`` are not scored; ConfigError if the value is a label.
     """
     scored, found = EVERY_VALUE, None
     if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""The planes of an image that windows reach, made when they do and forgotten after."""
+"""The planes of an image that windows read, prepared just before and dropped afterwards."""
 
 import math
 from collections import deque
@@ -65,9 +65,9 @@ class Planes:
 def sharing(group: Group, messages: dist.ProcessGroup, device: torch.device) -> Share:
     """Return what sends planes of the first rank to all, which have a device for messages each.
 
-    So the first rank alone reads and prepares the image. All ask for the same planes in the same
-    order. They are sent between two windows, from the main thread: of the messages of several
-    threads, each rank could have another order.
+    Only the first rank reads and prepares the image. All ranks request the same planes in the same
+    order. The main thread sends them between windows, because messages of several threads could
+    have a different order in each rank.
     """
 
     def share(made: Callable[[], Tensor] | None, size: list[int]) -> Tensor:
@@ -98,8 +98,8 @@ class ImageSlab:
     ) -> None:
         """Begin before the first window, with the network's ``dtype``.
 
-        Windows are cut on ``device``, best the one that computes them: each voxel is in several of
-        them, and is sent there once.
+        Windows are cut on ``device``, ideally the one that computes them: each voxel is in several
+        windows, but is sent once.
         """
         self.dtype = dtype
         self._image = image
@@ -116,8 +116,8 @@ class ImageSlab:
     def cut(self, starts: list[tuple[int, ...]]) -> Tensor:
         """Return windows, shape (N, C, X, Y, Z), by where they start.
 
-        Outside of the image there is 0, the mean of a prepared one. Each call begins where the last
-        one did, or behind it.
+        Outside the image, voxels are 0, the mean of a prepared image. Calls must not go backward
+        along the axis.
         """
         windows = self._windows
         axis = windows.axis

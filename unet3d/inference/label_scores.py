@@ -1,9 +1,9 @@
-"""How well a label map agrees with another: Dice, HD95, surface Dice and volume of each label.
+"""Scores of a label map against another: Dice, HD95, surface Dice and volume of each label.
 
-The surface of a mask is those of its voxels with one of their six neighbours outside; beyond the
-edge of a volume is outside. Each has a distance, in mm, from its centre to that of the nearest
-surface voxel of the other mask. This is the convention of MONAI, by which other tools' numbers may
-differ: some measure between the faces of voxels, or weigh a voxel by the area of its surface.
+The surface of a mask consists of its voxels with at least one of six neighbours outside; beyond the
+edge of a volume is outside. A distance is that in mm between the centres of a surface voxel and of
+the nearest surface voxel of the other mask. This is MONAI's convention; other tools may measure
+between faces of voxels, or weight voxels by surface area.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What is found in a scan, on its own grid: label values, and the probability of each class."""
+"""Results on the grid of a scan: label values, and the probability of each class."""
 
 from collections import deque
 from collections.abc import Callable
@@ -36,14 +36,14 @@ class SlabSink:
         self._waiting: deque[Future[None]] = deque()
 
     def begin(self) -> None:
-        """Begin anew, with the first slab."""
+        """Start over with the first slab."""
         self.finish()
         self._done = 0
 
     def take(self, slab: Tensor, axis: int) -> None:
-        """Take the next planes (..., X, Y, Z) along an axis; nobody changes them any more.
+        """Take the next planes (..., X, Y, Z) along an axis, which must not change any more.
 
-        Also raises what happened to a slab before.
+        Also raises an error of an earlier slab.
         """
         dim = slab.ndim - 3 + axis
         planes = slice(self._done, self._done + slab.shape[dim])

@@ -1,4 +1,4 @@
-"""The networks of one prediction: whether they belong together, and reading them in time."""
+"""The networks of one prediction: whether they match, and reading them ahead."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,11 +18,11 @@ from unet3d.runs.checkpoint import Checkpoint
 
 
 class Networks:
-    """Trained networks that are averaged; they prepare an image in one way.
+    """Trained networks of an ensemble, with the same preparation.
 
-    How each predicts, say the settings ``inference`` of its ``config``.
-    Only what the files say of them is read at first. The weights of the first network are read when
-    it is asked for, and those of the others meanwhile, in their order, in a thread.
+    The settings ``inference`` of its ``config`` say how each network predicts. At first only the
+    descriptions are read. The weights of the first network are read on first use, and those of the
+    others meanwhile in a thread, in order.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Networks:
         described: Sequence[Checkpoint],
         load: Callable[[int], Checkpoint],
     ) -> None:
-        """See that they belong together, as far as is known of them without their weights."""
+        """Check that the networks match, as far as their descriptions tell."""
         self.names = tuple(names)
         self.described = tuple(described)
         self._load = load
@@ -53,7 +53,7 @@ class Networks:
 
     @classmethod
     def of(cls, *checkpoints: Checkpoint) -> "Networks":
-        """Return networks that are in memory already."""
+        """Return networks in memory."""
         names = [f"network {number}" for number in range(1, len(checkpoints) + 1)]
         return cls(names, checkpoints, checkpoints.__getitem__)
 
@@ -63,7 +63,7 @@ class Networks:
     ) -> "Networks":
         """Return the networks of files; of several ranks the first one sends them to all.
 
-        They predict as they were trained to, but for ``changes`` of settings by dotted key.
+        They predict with their own settings, except for ``changes`` by dotted key.
         """
         names = [str(known_as(path)) for path in paths]
 
@@ -94,7 +94,7 @@ class Networks:
     def add_up(self) -> bool:
         """Whether their logits can be added up as those of one network, window by window.
 
-        So it is where the mean is that of logits, and all have the same windows.
+        True if logits are averaged and all networks have the same windows.
         """
         first, *others = map(_computing, self.described)
         of_logits = self.described[0].config.inference.averaging == "logits"
@@ -120,8 +120,8 @@ def _computing(network: Checkpoint) -> tuple[Any, ...]:
 def _differences(first: Preprocessing, other: Preprocessing) -> list[str]:
     """Return how a preparation differs from the first network's, in words.
 
-    Which label was not trained on does not matter: no network answers with it. Nor does a least
-    deviation: the first network's counts.
+    The ignore label does not matter, because no network predicts it. Neither does the least
+    deviation: that of the first network is used.
     """
     wanted, found = _compared(first), _compared(other)
     return [

@@ -1,4 +1,4 @@
-"""Which label map belongs to which prediction, by their names."""
+"""Pairs of segmentations and label maps, by name."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where trained networks predict: the mode, the precision, and the executors of this process."""
+"""Placement of trained networks: mode, precision, and the executors of this process."""
 
 import logging
 import math
@@ -85,11 +85,11 @@ class _Place:
 class PlacedNetworks:
     """Networks on the devices of this process, one of a kind at a time; ranks have slabs each.
 
-    In mode data each device has a replica of it. The weights of the next network are copied over
-    those of the one before, as folds of one data set allow, so that the CUDA graph of a replica
-    serves all of them; a network of another topology or type has a place of its own.
+    In mode data each device has a replica. The weights of the next fold overwrite those of the
+    previous one, so the CUDA graph of a replica serves all folds. A network of another topology or
+    type has its own executors.
 
-    Ranks with slabs all do the same: place, use and compute the same networks in the same order.
+    Ranks with slabs place, use and compute the same networks in the same order.
     """
 
     def __init__(self, networks: Networks, parallel: ParallelSettings, group: Group) -> None:
@@ -248,9 +248,9 @@ Placed = PlacedNetworks | TrainedNetwork
 def choose_mode(settings: ParallelSettings, networks: Networks, ranks: Ranks) -> ParallelSettings:
     """Return the settings with a mode in place of ``auto``.
 
-    Devices of one kind each take a replica, and a part of every batch of windows. Where windows are
-    too large for one of them, or are whole volumes, each takes a slab of every window, if it has
-    enough planes for them. Other devices take a stage of the network each.
+    Devices of one kind each take a replica, and a part of every batch of windows. If windows are
+    too large for one device, or are whole volumes, each device takes a slab of every window, if
+    there are enough planes. Devices of different kinds each take a stage of the network.
     """
     if ranks.world_size > 1:
         if settings.mode not in ("auto", "data", "spatial"):
@@ -276,8 +276,8 @@ def choose_mode(settings: ParallelSettings, networks: Networks, ranks: Ranks) ->
 def _fits_each(network: Checkpoint, devices: Sequence[torch.device]) -> bool:
     """Return whether windows have a size, of which a batch would not be too large for any device.
 
-    What others hold of its memory does not count: asking for it would take some, for a process that
-    may only start others.
+    Memory used by other processes is not counted: querying it would itself take GPU memory, in a
+    process that may only start others.
     """
     window = window_of(network)
     if window == "whole":

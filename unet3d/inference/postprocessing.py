@@ -1,4 +1,4 @@
-"""The components that a segmentation keeps, where the validation has shown that it helps.
+"""Removal of small components from a segmentation, as chosen by validation.
 
 A rule names values of labels. Of all voxels that have one of them, taken together, only the largest
 component stays, and the others become background: nnU-Net's post-processing (arXiv 1904.08128). Two
@@ -28,7 +28,7 @@ BYTES_PER_VOXEL = 6
 
 
 def keep_largest(labels: npt.NDArray[np.integer[Any]], rules: Sequence[Rule]) -> None:
-    """Remove what rules say from a segmentation, in place."""
+    """Apply rules to a segmentation, in place."""
     for rule in rules:
         removed = small_components(labels, rule)
         if removed is not None:
@@ -62,7 +62,7 @@ def small_components(
 
 
 def rules_in_words(rules: Sequence[Rule], name_of: Mapping[int, str]) -> str:
-    """Return what rules do, for people."""
+    """Describe rules in words."""
     phrases = []
     for rule in rules:
         if len(rule) > 1 and set(rule) == set(name_of):

@@ -1,7 +1,7 @@
-"""A prediction as a whole: one scan after the other, from file to file, here or in several ranks.
+"""A complete prediction: scan by scan, from file to file, in this process or in several ranks.
 
 All ranks run this program. With slabs of each window they segment every scan together; of a folder
-with at least as many scans as devices, each of n ranks has every n-th scan and a device of its own.
+with at least as many scans as devices, each of n ranks takes every n-th scan on its own device.
 """
 
 import json
@@ -62,14 +62,14 @@ DrawPreview = Callable[[Path, Image, npt.NDArray[Any], dict[int, str]], None]
 
 
 class Progress:
-    """Is told how a prediction goes; here it becomes lines of the log."""
+    """Receives the progress of a prediction, and logs it."""
 
     def said(self, line: str) -> None:
-        """Take what became of a scan."""
+        """Take the result of a scan."""
         logger.info("%s", line)
 
     def warned(self, what: str, line: str) -> None:
-        """Take which scan is ``Skipped`` and why, or which are ``Not segmented`` at the end."""
+        """Take why a scan is ``Skipped``, or at the end which are ``Not segmented``."""
         logger.warning("%s: %s", what, line)
 
     @contextmanager
@@ -139,9 +139,8 @@ def predict(
 class _Job:
     """The scans of one command, or those that are dealt to this rank.
 
-    Where each scan is dealt to one rank, ranks have no part in the scans of others. Else all ranks
-    segment each scan together: the first one reads and writes, and where it cannot, all of them go
-    on with the next scan.
+    If scans are distributed, each rank segments its own. Otherwise all ranks segment each scan
+    together: the first one reads and writes, and if it fails, all continue with the next scan.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class _Job:
         self._together.from_first(lambda: None)  # which writes the last one, however long it takes
 
     def end(self) -> Unet3dError | OSError | None:
-        """Return what the command ends with: why the only scan failed, or which ones did.
+        """Return the final error: why the only scan failed, or which scans failed.
 
         The first of the ranks that scans are dealt to has the failures of all.
         """
@@ -245,7 +244,7 @@ class _Job:
         self._progress.said(f"{scan.images[0]} -> {scan.output} (kept; --overwrite replaces it)")
 
     def _segment(self, number: int, predictor: Predictor, checkpoints: Sequence[str]) -> None:
-        """Write all results of a scan, or none: some of them alone would have to be replaced."""
+        """Write all results of a scan, or none."""
         scan, request, names = self._scans[number], self._request, predictor.label_names
         image: Image | None = None
         npy: Path | None = None
@@ -318,7 +317,7 @@ def _log_in_all_ranks(*names: str) -> None:
 
 @contextmanager
 def _naming_left(scans: FoundScans, overwrite: bool, progress: Progress | None) -> Iterator[None]:
-    """Return a context in which scans are segmented, and which says what is left of several."""
+    """Return a context for segmenting scans, which reports unfinished scans on an interruption."""
     began = time.time()
     try:
         yield

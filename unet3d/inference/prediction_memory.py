@@ -1,7 +1,7 @@
-"""How much memory a prediction takes of the host and of its device, known before it starts.
+"""The memory of a prediction on host and device, predicted before it starts.
 
-What the network takes of a GPU is counted on fake tensors, as for training. The rest follows from
-shapes: the slab of the image that windows reach, their sums, and what of a scan is in memory.
+GPU memory of the network is counted on fake tensors, as for training. The rest follows from shapes:
+the slab of the image that windows read, their sums, and the voxels and labels of a scan.
 """
 
 import math
@@ -59,9 +59,9 @@ def planned_prediction(
     parallel: ParallelSettings,
     device_memory: float | None,
 ) -> dict[str, Any]:
-    """Return what a scan takes of the host and of a device, as plain values.
+    """Return the memory of a scan on the host and on a device, as plain values.
 
-    The device is the first of the settings, or a GPU of so many GiB that need not be here.
+    The device is the first of the settings, or a described GPU that need not exist.
     """
     networks = Networks.of(*map(load_network, checkpoints))
     if device_memory is not None:
@@ -194,7 +194,7 @@ def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels:
 def _computed_bytes(
     network: Checkpoint, windows: Windows, device: torch.device, precision: str
 ) -> int:
-    """Return what the network takes while it computes windows."""
+    """Return the bytes that the network needs to compute windows."""
     autocast, topology = autocast_dtype(precision), network.topology
     count = min(windows.batch_size, len(windows.starts))
     if device.type != "cuda":

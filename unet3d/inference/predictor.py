@@ -88,8 +88,7 @@ class Predictor:
         """Place the first network, or take the only one as a training run has it.
 
         All ranks of the group compute slabs of the same windows, of images that the first one has.
-        Windows in which each channel is one number may be skipped; what no other window reaches
-        becomes background.
+        Windows of constant intensity may be skipped; voxels in no other window become background.
         """
         self._group = group = group or Group(Ranks())
         self._networks = networks
@@ -135,7 +134,7 @@ class Predictor:
         return dict(list(names)[1:])
 
     def warm_up(self) -> None:
-        """Prepare a GPU for windows, while a scan is still read."""
+        """Warm up a GPU while a scan is read."""
         self._logits.warm_up()
 
     def segment(
@@ -147,8 +146,8 @@ class Predictor:
     ) -> Any:
         """Return the label values (X, Y, Z) of an image on its grid, after post-processing.
 
-        All ranks call it; those that do not have the image get None. Labels go to ``scratch``,
-        by default into memory, and probabilities to a file that may be named.
+        A collective call; ranks without the image get None. Labels go to ``scratch``, by default in
+        memory, and probabilities to an optional file.
 
         Raises:
             CheckpointError: Another network than the first cannot be used.
@@ -246,7 +245,7 @@ class Predictor:
 
 
 def _log_mirroring(networks: Networks) -> None:
-    """Say how many forward passes a window takes, where mirror images are asked for."""
+    """Log the number of forward passes per window, if mirror images are used."""
     letters = "XYZ" if networks.preprocessing.orientation == "ras" else "IJK"
     mirrored = [one.mirror_axes for one in networks.described if one.config.inference.tta]
     for axes in dict.fromkeys(mirrored):

@@ -1,4 +1,4 @@
-"""Which scans to segment: the files that were named, and the results that are there already."""
+"""The scans to segment: named files, and existing results."""
 
 import functools
 import os
@@ -32,7 +32,7 @@ CHANNEL = re.compile(r"(.+)_\d{4}")
 
 
 class FoundScans(BaseModel):
-    """The scans that were asked for, by what is to be done with them."""
+    """The requested scans, grouped by what to do with them."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,7 +50,7 @@ class FoundScans(BaseModel):
 
 
 def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
-    """Return what to segment and where to, once all names have been checked.
+    """Return the scans and their outputs, after checking all names.
 
     Images are files, folders of volumes or of DICOM slices; the output is a file for one scan, a
     folder for any number, or None: beside each scan.
@@ -96,7 +96,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
 
 
 def refuse_early(request: PredictionRequest) -> None:
-    """Refuse what is wrong with names and headers, before networks are read; not all is known."""
+    """Check names and headers as far as possible before networks are read."""
     inputs, output = request.images, request.output
     if not any(os.path.exists(path) for path in inputs):
         raise VolumeError(f"there is no file or folder {inputs[0]}; name a scan, or a folder")
@@ -122,7 +122,8 @@ def refuse_early(request: PredictionRequest) -> None:
 def _place(stem: str, scan: Path, output: Path | None) -> Path:
     """Return where a segmentation goes: in another folder it has the name of the scan's case.
 
-    So it pairs with a label map by name; nnU-Net's number of the only channel is no part of it.
+    So it pairs with a label map by name; nnU-Net's channel number is left out if there is one
+    channel.
     """
     suffix, folder = written_suffix(scan), scan.parent
     if output is None or os.path.realpath(output) == os.path.realpath(folder):
@@ -133,7 +134,7 @@ def _place(stem: str, scan: Path, output: Path | None) -> Path:
 def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do.
 
-    Where a prediction goes on, results that are cut off do not count, and may be replaced.
+    With ``--continue``, truncated results do not count, and may be replaced.
     """
     results = scan.results(request)
     existing = [path for path in results if os.path.lexists(path)]
@@ -170,7 +171,7 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
 
 
 def _refuse_irregular(path: Path) -> None:
-    """Refuse what no file can be written in place of."""
+    """Refuse a path that a file cannot replace."""
     if os.path.isdir(path) or (os.path.exists(path) and not os.path.isfile(path)):
         raise ConfigError(
             f"cannot write {path}: it is not a regular file; remove it, or choose another --output"
@@ -178,7 +179,7 @@ def _refuse_irregular(path: Path) -> None:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Refuse a folder in which writing would fail only once everything has been computed."""
+    """Refuse a folder that is not writable before anything is computed."""
     folder = next((above for above in path.parents if os.path.lexists(above)), path.parent)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -197,7 +198,7 @@ def _refuse_other_channels(case: Path, files: Sequence[Path], num_channels: int)
 
 
 def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path, ...]]:
-    """Return the files of each scan; a volume that is named twice counts once."""
+    """Return the files of each scan; duplicates count once."""
     groups: dict[Path, list[Path]] = {}
     named: set[tuple[str, ...]] = set()
     real_folder = functools.cache(os.path.realpath)

@@ -1,4 +1,4 @@
-"""Scans to segment: reading them one ahead, and writing what was found in them."""
+"""Scans to segment: reading the next one ahead, and writing results."""
 
 import json
 import logging
@@ -95,7 +95,7 @@ def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
 
 
 class ScansAhead:
-    """Reads scans in their order, each of them while the one before is in use."""
+    """Reads scans in order, each while the previous one is in use."""
 
     def __init__(self, scans: Sequence[Scan], scratch: Scratch) -> None:
         """Take them; nothing is read yet, and packed voxels will go to ``scratch``."""
@@ -112,7 +112,7 @@ class ScansAhead:
     def take(self, number: int) -> Image:
         """Return a scan by its place among all, and begin with the next one.
 
-        What could not be read ahead is raised here.
+        Errors of reading ahead are raised here.
         """
         begun = self._begun.pop(number, None)
         self._begun.clear()  # of one that nobody took
@@ -195,7 +195,7 @@ def result_file(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def _explaining(path: Path) -> Iterator[None]:
-    """Make the folder of a result, and say why the result cannot be written."""
+    """Make the folder of a result, and explain errors of writing it."""
     try:
         make_folder(path.parent)
     except OSError as error:

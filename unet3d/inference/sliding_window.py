@@ -1,13 +1,13 @@
-"""Logits of a volume from its windows, slab after slab: each as soon as no window reaches it.
+"""Logits of a volume from its windows, slab by slab, each as soon as no later window covers it.
 
-Windows come in the order of their starts along the volume's longest axis, so what lies before the
-next one is finished::
+Windows come in the order of their starts along the volume's longest axis, so planes before the next
+start are finished::
 
     |--- finished, and gone ---|--- logits are added up here ---|   no logits yet
                                |-----next window-----|
 
-Only the logits of as many planes as a batch of windows reaches are in memory, however long the
-volume is.
+Memory holds only the logits of the planes that a batch of windows covers, however long the volume
+is.
 """
 
 import itertools
@@ -38,7 +38,7 @@ WindowsDone = Callable[[int, int], object]
 
 
 class NonFiniteLogitsError(VolumeError):
-    """The network answers with NaN or infinity, which are no reason to prefer a class."""
+    """The output of the network is NaN or infinite, so no class can be chosen."""
 
 
 def logit_slabs(
@@ -51,10 +51,10 @@ def logit_slabs(
 ) -> Iterator[Tensor]:
     """Yield the logits (K, X, Y, Z) of one volume, slab after slab along the axis of its windows.
 
-    The networks, on the same devices, compute only while the next slab is asked for. Of several it
-    is the mean of their logits, which are added up together: that takes no more memory than one of
-    them. Where ``empty_logits`` are given, one for each class, windows in which each channel is one
-    number are skipped, and these stand where no other window is.
+    The networks, on the same devices, compute only when the next slab is requested. The logits of
+    several are averaged in one sum, which takes no more memory than one network. If
+    ``empty_logits`` are given, one for each class, windows of constant intensity are skipped, and
+    voxels in no other window get these logits.
 
     Logits are in float32 (float64 for a float64 image) on the networks' output device, or on the
     CPU if what is added up would take more than half of that device's free memory. The receiver may

@@ -39,7 +39,7 @@ PIECE_NUMBERS = 2**22
 
 
 class AgreedError(VolumeError):
-    """An image cannot be segmented, which all ranks know before the first window of it."""
+    """An image cannot be segmented; all ranks raise this before its first window."""
 
 
 class VolumeLogits:
@@ -83,9 +83,9 @@ class VolumeLogits:
             self._predicting[index].predict(nothing)
 
     def takes_fewer(self) -> bool:
-        """Return whether windows that did not fit are computed one at a time from now on.
+        """Return whether to retry with one window per forward pass, after windows did not fit.
 
-        Ranks try nothing else, because those where there was room wait for a message.
+        Ranks never retry, because the other ranks already wait for a message.
         """
         settings = self._networks.described[self._placed.index].config.inference
         if self._placed.is_shared or settings.batch_size != "auto" or self._most_at_a_time == 1:
@@ -173,7 +173,7 @@ class VolumeLogits:
 
 
 def empty_logits(preprocessing: Preprocessing) -> list[float]:
-    """Return logits of voxels that nobody looked at: of the background, or of no region."""
+    """Return the logits of skipped voxels: background, or no region."""
     logits = [-CERTAIN_LOGIT] * preprocessing.num_outputs
     if not preprocessing.regions:
         logits[0] = CERTAIN_LOGIT
@@ -183,7 +183,7 @@ def empty_logits(preprocessing: Preprocessing) -> list[float]:
 def mean_slabs(
     networks: Sequence[Iterator[Tensor]], axis: int, averaging: str, *, of_regions: bool
 ) -> Iterator[Tensor]:
-    """Yield the mean of networks, as far as all of them have come; of a single one, its slabs."""
+    """Yield the mean of networks for planes that all have computed; for one network, its slabs."""
     if len(networks) == 1:
         yield from networks[0]
         return

@@ -1,4 +1,4 @@
-"""What computes windows: a network on devices, with its replicas, mirror images and CUDA graphs.
+"""Computing windows: a network on devices, with replicas, mirror images and CUDA graphs.
 
 Each function takes one way to predict and returns another::
 
@@ -88,7 +88,7 @@ def mirrored_mean(predict: Predict, image: Tensor, axes: Sequence[int]) -> Tenso
 
 
 def replicated(replicas: Sequence[WindowNetwork]) -> WindowNetwork:
-    """Return a network of replicas on several devices, each of which computes a part of a batch.
+    """Return a network of replicas on several devices, each computing a part of a batch.
 
     One thread queues the work of all GPUs, a batch ahead of them, so it must not be slower than
     they are together: hence :class:`Replayed`. A part is sent before any network begins, and logits

@@ -1,4 +1,4 @@
-"""The windows of a volume: where they are, how many are computed at a time, and what they take.
+"""The windows of a volume: positions, number per forward pass, and memory.
 
 Windows of one size cover the volume so that neighbours overlap and the last one ends at the
 volume's edge. Their logits are averaged with a Gaussian weight, because a network is least certain
@@ -202,7 +202,7 @@ class Windows:
         return (x, y, z)
 
     def batches(self) -> Iterator[list[tuple[int, ...]]]:
-        """Yield the starts of the windows that are computed at a time."""
+        """Yield the starts of the windows of each forward pass."""
         rows = [list(row) for _, row in itertools.groupby(self.starts, lambda one: one[self.axis])]
         if not self.keeps_rows or len(rows[0]) < self.batch_size:
             rows = [self.starts]
@@ -217,12 +217,12 @@ class Windows:
 
 
 def bytes_of_maps(topology: Topology) -> int:
-    """Return what the maps of a voxel of a window take while it is computed."""
+    """Return the bytes of the maps per voxel of a window in a forward pass."""
     return MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
 
 
 def bytes_of_voxel(network: Checkpoint, num_replicas: int = 1) -> int:
-    """Return what a voxel of a window takes of a GPU while it is computed: maps and logits.
+    """Return the GPU bytes per voxel of a window in a forward pass: maps and logits.
 
     The logits of several replicas come together; those of mirror images are added up.
     """
@@ -241,7 +241,7 @@ def windows_at_a_time(
     voxel_bytes: int | None = None,
     free_bytes: int | None = None,
 ) -> int:
-    """Return how many windows are best computed in one forward pass on a network's devices.
+    """Return the best number of windows per forward pass on a network's devices.
 
     One on GPUs of which it is not known what a voxel takes, or where ranks know it differently.
     ``free_bytes`` of each GPU may be given, of one that is not here.
@@ -265,7 +265,7 @@ def with_room(device: torch.device, needed_bytes: int, share: float) -> torch.de
 
 
 def bytes_of_image(network: Checkpoint, slab: Shape) -> int:
-    """Return what a slab of a prepared image takes."""
+    """Return the bytes of a slab of a prepared image."""
     return network.topology.in_channels * math.prod(slab) * network.dtype.itemsize
 
 
