@@ -1,4 +1,4 @@
-"""Loading a network to predict with, ours or one of nnU-Net, by what its file holds."""
+"""Loading a network for prediction, from a checkpoint of unet3d or of nnU-Net."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Finding the networks that are meant by a path: ours, and those of nnU-Net's models.
+"""Finding the checkpoints that a path stands for, of unet3d or of nnU-Net's models.
 
 A model of nnU-Net is a folder of its results::
 
@@ -56,7 +56,7 @@ Folds = Sequence[int] | None
 def networks_in(
     path: Path, folds: Folds = None, stack: ExitStack | None = None
 ) -> tuple[Path, ...]:
-    """Return the files of the networks that are meant by a path.
+    """Return the checkpoint files that a path stands for.
 
     That is what :func:`~unet3d.runs.finding.checkpoints_in` takes; a model of nnU-Net, the folder
     of one of its folds or its only configuration, a checkpoint in it; or an archive of it, or one
@@ -86,7 +86,7 @@ def networks_in(
 
 
 def known_as(path: Path) -> Path:
-    """Return what a user knows a checkpoint by: of one from an archive, its place there."""
+    """Return the path by which a user knows a checkpoint; for an archive, the path in it."""
     for folder in path.parents:
         if folder.name.endswith(UNPACKED) and (folder / "archive").is_symlink():
             return Path(os.readlink(folder / "archive"), path.relative_to(folder / "files"))
@@ -104,7 +104,7 @@ def fold_named(name: str) -> int | str | None:
 def fold_of(file: Path) -> int | str | None:
     """Return the fold of a checkpoint, as its run records it, or by its name or that of its folder.
 
-    None: nothing says it.
+    None: unknown.
     """
     folder = file.absolute().parent
     recorded = (RunFolder(folder).read_data() or {}).get("fold")

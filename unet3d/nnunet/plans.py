@@ -1,7 +1,7 @@
-"""What ``plans.json`` says of a model: its network, and how its images are prepared.
+"""The network and preparation that ``plans.json`` of a model describes.
 
-Only what decides a segmentation is looked at. What this package cannot do as nnU-Net does it is
-refused by name. Axes of the plan become those of a file.
+Only entries that affect segmentations are read. Options that unet3d cannot reproduce are refused by
+name. Axes of the plan become those of a file.
 """
 
 from collections.abc import Mapping
@@ -113,7 +113,7 @@ class _Architecture(BaseModel):
 
 
 class _Said(BaseModel):
-    """What a plan says of all configurations and of one, along its own axes."""
+    """The content of a plan, for all configurations and for one, along its own axes."""
 
     patch_size: Shape
     spacing: Spacing
@@ -158,8 +158,8 @@ class Plan:
 def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) -> Plan:
     """Return what a plan says of one of its configurations, such as ``3d_fullres``.
 
-    Classes are the channels of the network's logits. Raises ValueError, in one line, where the plan
-    cannot be understood, or needs something that this package does not do.
+    Classes are the channels of the network's logits. Raises ValueError, in one line, if the plan is
+    invalid or needs an unsupported option.
     """
     found = _configuration(plans, configuration)
     size = found.get("patch_size")

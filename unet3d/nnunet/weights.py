@@ -1,11 +1,11 @@
-"""The parameters of a network by nnU-Net's names and by ours, and the order of their axes.
+"""Parameters of a network by nnU-Net's and by unet3d's names, and the order of their axes.
 
 The networks compute the same but for the order of sums:
 
 * nnU-Net joins upsampled features and skip before a convolution; here each has its own half of it.
-* A bias before an instance normalisation has no effect, and is not kept. That of the upsampling
-  has, because the convolution behind it pads with zeros.
-* nnU-Net has a head at every level of the decoder; here the lowest, which its loss leaves out, has
+* A bias before an instance normalisation has no effect, and is not kept. The bias of the upsampling
+has an effect, because the next convolution pads with zeros. * nnU-Net has a head at every level of
+the decoder; here the lowest, which its loss leaves out, has
   none.
 * Modules of nnU-Net know their parts under several names, which a file has all of.
 """

@@ -1,4 +1,4 @@
-"""The cache folder: what files contain and what was made of them, shared by all processes.
+"""The cache folder: digests of files and prepared cases, shared by all processes.
 
 ::
 
@@ -11,10 +11,10 @@
         foreground.npy, components.npy  see :mod:`unet3d.preparation.foreground`
         meta.json                       shape, type and size of each array; spacing
 
-A key is a hash of what the files *contain* and of everything that was done to them, so an entry is
-never stale. An entry is written under a temporary name and renamed when it is whole; opening it
-compares the size of each file, and a truncated one is rebuilt. Of two processes that make the
-same entry one wins, and the other uses its result.
+A key is a hash of the *content* of files and of all steps of preparation, so an entry is never
+stale. An entry is written under a temporary name and renamed when it is whole; opening it compares
+the size of each file, and a truncated one is rebuilt. Of two processes that make the same entry one
+wins, and the other uses its result.
 """
 
 import hashlib
@@ -123,7 +123,7 @@ class Cache:
     def digest(self, path: Path) -> str:
         """Return the SHA-256 of the bytes of all files of a volume, hashing them only once.
 
-        A file that keeps its path, size and times is taken to be unchanged. VolumeError where one
+        A file with the same path, size and times counts as unchanged. VolumeError where one
         cannot be read.
         """
         try:
@@ -162,7 +162,7 @@ class Cache:
             return None
 
     def has_case(self, key: str) -> bool:
-        """Return whether there is a whole case, without a word about a damaged one."""
+        """Return whether there is a complete case, without a warning about a damaged one."""
         try:
             _opened(self.folder / "prepared" / key, "")
         except (OSError, ValueError):

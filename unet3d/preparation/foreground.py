@@ -1,7 +1,8 @@
 """Voxels that patches are centred on: of each class, of each of its connected components.
 
 A class is drawn first, then one of its components, then a voxel of that. So a lesion of ten voxels
-is seen as often as one of ten thousand, where voxels drawn evenly would show the large one alone.
+is drawn as often as one of ten thousand; uniformly drawn voxels would nearly always be of the large
+one.
 """
 
 from dataclasses import dataclass
@@ -46,9 +47,9 @@ class Foreground:
 def foreground_voxels(label: npt.NDArray[np.unsignedinteger[Any]], num_classes: int) -> Foreground:
     """Return some voxels of each component of each class of (X, Y, Z) but the background.
 
-    Of a class at most ``MAX_FOREGROUND_VOXELS`` are kept, as many of each component as it has or as
-    are its share; where there are more components than that, a random choice of them. The choice is
-    random but the same for the same label map. Indices beyond the classes count nowhere.
+    At most ``MAX_FOREGROUND_VOXELS`` of a class are kept, an equal share of each component, or of a
+    random choice if there are more components than that. The choice is reproducible for a label
+    map. Indices beyond the classes are ignored.
     """
     dtype = np.min_scalar_type(label.size)
     inside = np.flatnonzero((label > 0) & (label < num_classes))

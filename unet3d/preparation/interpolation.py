@@ -48,7 +48,7 @@ def nearest_voxels(size: int, new_size: int) -> Tensor:
 def line_matrix(size: int, new_size: int, order: Order) -> Tensor:
     """Return the weights of the old voxels of a line in the new ones, (new_size, size), on the CPU.
 
-    A spline depends on all voxels of a line, but on those far away by less than
+    A spline depends on all voxels of a line; weights of distant voxels are below
     :data:`NEGLIGIBLE_WEIGHT`.
     """
     if size == new_size:
@@ -198,8 +198,8 @@ def resample_classes(
 ) -> npt.NDArray[np.unsignedinteger]:
     """Resample class indices (X, Y, Z): each class linearly as a mask; the strongest one wins.
 
-    No index arises that was not there. Interpolating the indices themselves would put class 2
-    between classes 1 and 3; taking the nearest would leave stairs.
+    No new indices arise. Interpolating indices would put class 2 between classes 1 and 3;
+    nearest-neighbour interpolation would leave stairs.
     """
     if classes.shape == shape:
         return classes
@@ -235,7 +235,7 @@ def restored_slabs(
     shape: Shape,
     nearest_axis: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield logits on the grid of the original image, each plane as soon as it is known.
+    """Yield logits on the grid of the original image, each plane as soon as it is complete.
 
     The slabs (K, X, Y, Z), on any device, follow each other along the axis and have all voxels of
     the grid together; the results have all of the shape. If both are one, they are the slabs. Along

@@ -50,9 +50,9 @@ class ChannelNormalization:
 
     ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
     and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with mean and
-    deviation of all voxels of the image. ``z-score-inside``: with those of what is inside, and 0
-    outside. ``rescale``: from 0 for the lowest intensity to 1 for the highest. ``rgb``: 255 becomes
-    1. ``none``: unchanged.
+    deviation of all voxels of the image. ``z-score-inside``: with those of the voxels inside the
+    mask; outside is 0. ``rescale``: from 0 for the lowest intensity to 1 for the highest. ``rgb``:
+    255 becomes 1. ``none``: unchanged.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -78,7 +78,7 @@ def kind_of(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]
 
 
 class Intensities(NamedTuple):
-    """Of the voxels of one channel that count."""
+    """Statistics of the counted voxels of one channel."""
 
     mean: float
     std: float
@@ -191,7 +191,7 @@ class Scaling:
         return cls(mean=start, std=std, is_masked=how.kind == "z-score-inside")
 
     def apply_(self, values: Tensor, inside: Tensor | None = None) -> None:
-        """Normalise a part of the channel in place, in float32, of which a mask says the inside."""
+        """Normalise a part of the channel in place, in float32; a mask marks the inside."""
         if self.limits is not None:
             values.clamp_(*self.limits)
         if self.mean:

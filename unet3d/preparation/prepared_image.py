@@ -35,10 +35,7 @@ the segmentation empty, though no number in sight is NaN or infinite."""
 
 
 class PreparedImage:
-    """An image that is normalised and resampled where its planes are asked for.
-
-    On a GPU that happens on a stream of its own.
-    """
+    """An image whose planes are normalised and resampled on request."""
 
     def __init__(self, image: Image, preprocessing: Preprocessing) -> None:
         """Measure an image that is cut to its :func:`kept_box`, or refuse it."""
@@ -148,10 +145,10 @@ def whole_box(shape: Shape) -> Box:
 
 
 def nonzero_box(image: Image) -> Box:
-    """Return the smallest box of all voxels that are not zero in every channel, as in nnU-Net.
+    """Return the bounding box of voxels that are nonzero in any channel, as in nnU-Net.
 
-    Of an image that is zero everywhere, it is all of it. Around a head whose skull was taken away,
-    or beyond the field of view, there is nothing to learn, and it may be most of the volume.
+    For an image of zeros, it is the whole image. Zeros around a skull-stripped head or outside the
+    field of view can be most of the volume, and teach nothing.
     """
     shape = image.geometry.shape
     ends = ((axis, slice(end, end + 1)) for axis in range(3) for end in (0, shape[axis] - 1))
@@ -175,9 +172,9 @@ def nonzero_box(image: Image) -> Box:
 
 
 def inside_mask(image: Image) -> Mask:
-    """Return the voxels that are not zero in every channel, and those that they enclose, (X, Y, Z).
+    """Return the mask (X, Y, Z) of voxels that are nonzero in any channel, with its holes filled.
 
-    Of an image that is cut to its box the mask is the same there.
+    Cropping an image to its box does not change the mask.
     """
     from scipy import ndimage  # takes a third of a second, and most images need it not
 

@@ -1,7 +1,7 @@
-"""From a data set of scans to arrays that the network can be trained on.
+"""Preparation of a data set: from scans to arrays for training.
 
-:func:`plan_preprocessing` looks at the data set and decides how its images are prepared;
-:func:`prepare_cases` does it, once, into the cache.
+:func:`plan_preprocessing` decides from the data set how images are prepared; :func:`prepare_cases`
+prepares them once, into the cache.
 """
 
 import logging
@@ -86,9 +86,9 @@ def plan_preprocessing(
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
-    Voxels are read to find what is not zero, and for the statistics of CT channels; the cache then
-    keeps both. All labelled cases count, in every fold, so that folds share prepared arrays.
-    Headers whose ``geometries`` are not given, one for each case, are read.
+    Voxels are read for the nonzero box and the statistics of CT channels; the cache keeps both. All
+    labelled cases count in every fold, so that folds share prepared arrays. Headers whose
+    ``geometries`` are not given, one for each case, are read.
     """
     geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
@@ -304,9 +304,9 @@ def _read_case(case: Case) -> tuple[Image, LabelMap]:
 def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelNormalization:
     """Return the normalisation of a CT channel: percentiles 0.5 and 99.5, mean, deviation.
 
-    Every case counts alike, however few of its voxels are labelled, as in nnU-Net, which draws
-    equally many from each with replacement; here each voxel is weighted instead. Intensities are
-    (N,) for each case, at least one in all.
+    Every case has the same weight, as in nnU-Net. nnU-Net draws equally many voxels of each case,
+    with replacement; here voxels are weighted instead. Intensities are (N,) for each case, at least
+    one in all.
     """
     values = np.concatenate(intensities).astype(np.float64)
     sizes = [len(of_case) for of_case in intensities]

@@ -102,13 +102,13 @@ def median_spacing(spacings_mm: Sequence[Spacing]) -> Spacing:
 def target_spacing(
     spacings_mm: Sequence[Spacing], shapes: Sequence[Shape], setting: SpacingSetting
 ) -> Spacing | None:
-    """Return the spacing that cases are resampled to, by data.spacing_mm; None: each its own.
+    """Return the target spacing by data.spacing_mm; None: each case keeps its own.
 
-    The median of some data sets with thick slices is so coarse that cases with thinner ones would
-    lose most of theirs, of which they have few. So where the coarsest axis of the median exceeds
-    both others by the factor :data:`THICK_SLICE_RATIO` in spacing, and is exceeded by both in
-    voxels, it takes the 10th percentile of its spacings, but not less than the others have: the
-    rule of nnU-Net (Isensee et al., Nature Methods 2021). The shapes are those at the spacings.
+    In data sets with thick slices, the median can be so coarse that cases with thinner slices would
+    lose most of their few slices. So if the coarsest axis of the median exceeds both others by the
+    factor :data:`THICK_SLICE_RATIO` in spacing, and both others exceed it by that factor in voxels,
+    its target is the 10th percentile of its spacings, but not below the other two: the rule of
+    nnU-Net (Isensee et al., Nature Methods 2021). Shapes belong to spacings.
     """
     if setting == "native":
         return None

@@ -1,4 +1,4 @@
-"""How images and label maps are prepared, and what logits mean.
+"""The plan of preparation, and the meaning of logits.
 
 Training keeps the plan with the network, so that prediction prepares an image exactly as training
 did.

@@ -1,1 +1,1 @@
-"""Tables, pictures and the live line: everything that people read and look at."""
+"""Tables, pictures, pages and the live line."""

@@ -55,7 +55,7 @@ def write_figure(figure: Figure, path: Path) -> None:
 def save_figure(
     figure: Figure, file: IO[bytes] | Path, kind: Literal["png", "svg"] = "png"
 ) -> None:
-    """Save a figure to a file that somebody else gives its name."""
+    """Save a figure to a file that the caller names."""
     FigureCanvasAgg(figure)
     # Without a salt and a date, two SVG files of one figure would differ.
     metadata = {"Date": None} if kind == "svg" else None

@@ -1,4 +1,4 @@
-"""What every page has: its frame, its rights, pictures within it.
+"""Common parts of all pages: template, Content-Security-Policy, embedded pictures.
 
 All text is escaped by jinja2, and what cannot be shown, such as half a character in the name of a
 file, is written as its code. The Content-Security-Policy of a page lets nothing be loaded, and

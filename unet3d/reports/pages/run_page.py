@@ -1,7 +1,7 @@
 """The page of a training run: results, curves, cases, memory and settings; and of folds.
 
-It shows what the folder of the run holds by now. Each part is made of one file; a file that is
-missing has no part, and one that is damaged is named.
+It shows the current content of the run's folder. Each part comes from one file; a missing file has
+no part, and a damaged file is named.
 """
 
 import json
@@ -49,7 +49,7 @@ Part = TypeVar("Part")
 def pages_of_run(folder: Path, output: Path) -> Iterator[tuple[Path, str, Path]]:
     """Yield the pages of a run, each with its folder and its place; first those of its folds.
 
-    A fold whose page would replace a file of somebody else has none.
+    A fold gets no page if its page would replace another file.
     """
     folds = folds_in(folder)
     if not folds or has_page(RunFolder(folder), is_over_folds=True):
@@ -311,7 +311,7 @@ def _counted(names: Content) -> str:
 def folds_page(
     folder: Path, runs: Mapping[int, RunFolder], pages: Mapping[int, Path], output: Path
 ) -> str:
-    """Return the page of a training over several folds, with links to pages of single folds.
+    """Return the page of a run over several folds, with links to pages of single folds.
 
     The links are relative to the file that the page will be.
     """
@@ -350,7 +350,7 @@ def _of_folds(content: Content) -> dict[str, Any]:
 
 
 def _of_fold(content: Content) -> tuple[Cell, ...]:
-    """Return what a fold has come to: its mean Dice, epochs and time."""
+    """Return the results of a fold: its mean Dice, epochs and time."""
     final = content.get("final") or {}
     mean = number(final.get("mean_dice", content.get("last_mean_dice")))
     return mean, str(content["epochs"]), duration(content["seconds"])
