@@ -155,7 +155,7 @@ def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch):
             with pytest.raises(VolumeError, match="unit in the header") as caught:
                 prepare(spacing_mm)
             assert f"would become {would}" in str(caught.value)
-    with pytest.raises(VolumeError, match="would become 1x1x1 of 1x1x1 mm, and nothing"):
+    with pytest.raises(VolumeError, match="would become 1x1x1 of 1x1x1 mm, which is far too few"):
         prepare_image(held_image(array, spacing_mm=(1e-3, 1e-3, 1e-3)), at_one_mm)
 
 
