@@ -82,6 +82,14 @@ def devices_named(names: Sequence[str]) -> tuple[torch.device, ...]:
     return tuple(machine.device(name) for name in names)
 
 
+def seen_alone(device: torch.device) -> dict[str, str]:
+    """Return the environment in which nnU-Net, which takes the first GPU it sees, takes this one."""
+    if device.type != "cuda":
+        return {}
+    gpu, seen = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[gpu] if seen else str(gpu)}
+
+
 # Times and memory
 
 

@@ -50,6 +50,7 @@ from common import (
     numbers,
     one_device,
     run_watched,
+    seen_alone,
     shape,
     words,
     write_record,
@@ -134,10 +135,7 @@ def command_of_nnunet(
     said += ["-device", place.type, "--disable_progress_bar"]
     said += [] if mirrored else ["--disable_tta"]
     environment = {f"nnUNet_{name}": str(out) for name in ("raw", "preprocessed", "results")}
-    if place.type == "cuda":  # its command takes the first GPU that it sees
-        gpu, seen = place.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
-    return said, environment
+    return said, environment | seen_alone(place)
 
 
 def segment_by_nnunet(

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import forget_peaks, peaks, reason_of, synchronize, timed
+from common import forget_peaks, peaks, reason_of, seen_alone, synchronize, timed
 
 from unet3d.config import Shape
 from unet3d.datasets.dataset import Case, Dataset
@@ -137,6 +137,7 @@ def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[st
     answer.unlink(missing_ok=True)
     names = ("raw", "preprocessed", "results")
     environment = {f"nnUNet_{name}": str(folder.absolute() / name) for name in names}
+    environment |= seen_alone(torch.device(request.device))
     environment["nnUNet_n_proc_DA"] = str(max(1, request.num_workers))  # the planner needs one
     process = subprocess.Popen(
         [sys.executable, __file__, str(asked), str(answer)],
@@ -200,9 +201,8 @@ def make_trainer(request: Request, name: str = "nnUNetTrainer", plans: str = PLA
     """Return a trainer of nnU-Net, set up as its command line does."""
     from nnunetv2.run.run_training import get_trainer_from_args
 
-    device = torch.device(request.device)
+    device = torch.device(torch.device(request.device).type)  # ``ask`` shows it only one GPU
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
     return get_trainer_from_args(str(DATASET_ID), CONFIGURATION, 0, name, plans, device=device)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from unet3d.datasets.phantom import write_phantom_dataset
 from unet3d.distributed.group import Group
@@ -166,6 +167,15 @@ def test_default_trainings_are_scored_on_the_cases_of_the_fold(run, tmp_path):
     assert "| unet3d, validation, plain | 2, 2 |" in table
     again, _ = run("quality", options)  # nothing is trained anew
     assert again["rows"] == record["rows"]
+
+
+def test_nnunet_sees_only_the_gpu_that_it_is_to_take(load, monkeypatch):
+    seen_alone = load("common").seen_alone
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert seen_alone(torch.device("cpu")) == {}
+    assert seen_alone(torch.device("cuda:1")) == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert seen_alone(torch.device("cuda:1")) == {"CUDA_VISIBLE_DEVICES": "5"}
 
 
 def test_a_model_gets_the_resampler_that_is_fast_and_stays_as_it_was(load, tmp_path):
