@@ -1,6 +1,7 @@
 """Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
-from unet3d.kernels.affine.api import Boxes, sample_affine
+from unet3d.kernels.affine.api import sample_affine
+from unet3d.kernels.affine.boxes import Boxes
 from unet3d.kernels.conv.api import (
     conv1x1x1,
     conv3x3x3,

@@ -7,75 +7,15 @@ with the nearest label (F. Isensee et al., nnU-Net, do the same where they resam
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unet3d.kernels.affine import plain
+from unet3d.kernels.affine.boxes import Boxes
 from unet3d.kernels.affine.noise import add_noise, independent_of_threads
 from unet3d.kernels.affine.plain import Matrix, Offset, Voxel
 from unet3d.kernels.triton_support import triton_available
-
-TABLE_CHANNELS = 16
-"""Column of a table where the numbers of the channels begin."""
-
-Intensity = tuple[float, float, float, float]
-"""Deviation of the noise that is added to a channel, two numbers below 2^32 that it is made from,
-and what the sum is multiplied by."""
-
-
-class Boxes(NamedTuple):
-    """Boxes that outputs of one size are sampled from: voxel o at ``matrix @ o + offset``."""
-
-    images: Tensor
-    """float16, float32 or float64: (C, X, Y, Z) of each box, one after another, without axes."""
-    labels: Tensor
-    """uint8 or int64: (X, Y, Z) of each box, likewise; any number of classes."""
-    table: Tensor
-    """float64, a row for each output: three rows of the matrix, each with its offset; shape of the
-    box, and how many voxels come before it; the four numbers of each channel."""
-    start: Voxel
-    """The first voxel of the outputs, where they are parts of larger ones; a part is as in the
-    whole."""
-    size: Voxel
-    """Voxels of whole outputs."""
-
-    @staticmethod
-    def of(
-        images: Sequence[Tensor],
-        labels: Sequence[Tensor],
-        maps: Sequence[tuple[Matrix, Offset]],
-        channels: Sequence[Sequence[Intensity]],
-        start: Voxel,
-        size: Voxel,
-    ) -> "Boxes":
-        """Lay boxes one after another, all of one type and with as many channels."""
-        table, before = list[list[float]](), 0
-        for label, (matrix, offset), intensities in zip(labels, maps, channels, strict=True):
-            rows = [(*row, at) for row, at in zip(matrix, offset, strict=True)]
-            parts = [*rows, (*label.shape, before), *intensities]
-            table.append([number for part in parts for number in part])
-            before += math.prod(label.shape)
-        joined = (_joined(images), _joined(labels), torch.tensor(table, dtype=torch.float64))
-        return Boxes(*joined, start, size)
-
-    def each(self, num_channels: int) -> Iterator[tuple[Tensor, Tensor, Matrix, Offset, list[Any]]]:
-        """Yield image, label, matrix, offset and the numbers of channels of each output."""
-        end = 0
-        for row in self.table.tolist():
-            (a, b, c, x), (d, e, f, y), (g, h, i, z) = row[:4], row[4:8], row[8:12]
-            shape = [int(voxels) for voxels in row[12:15]]
-            begin, end = end, end + math.prod(shape)
-            image = self.images[begin * num_channels : end * num_channels]
-            yield (
-                image.view(num_channels, *shape),
-                self.labels[begin:end].view(shape),
-                ((a, b, c), (d, e, f), (g, h, i)),
-                (x, y, z),
-                [row[first : first + 4] for first in range(TABLE_CHANNELS, len(row), 4)],
-            )
 
 
 def sample_affine(boxes: Boxes, *, image_out: Tensor, label_out: Tensor) -> None:
@@ -157,8 +97,3 @@ def _copy(box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], out: Ten
     if inside.numel() < out.numel():
         out.zero_()
     inside.copy_(torch.flip(part, flipped) if flipped else part)
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)

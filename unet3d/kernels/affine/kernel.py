@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.affine.api import TABLE_CHANNELS, Boxes
+from unet3d.kernels.affine.boxes import TABLE_CHANNELS, Boxes
 from unet3d.kernels.affine.plain import EQUAL_SHARES
 
 BLOCK_VOXELS = 128
