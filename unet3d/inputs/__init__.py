@@ -1,1 +1,1 @@
-"""What comes from files that anyone may have made: read within bounds, validated, shown safely."""
+"""Reads untrusted files within limits, validates their content, and shows it safely in messages."""

@@ -1,6 +1,6 @@
-"""Work in threads while something else goes on; a process that ends waits for none of them.
+"""Background work in threads; the process does not wait for them when it ends.
 
-A pool of ``concurrent.futures`` is waited for at the end of the process, whatever was asked of it.
+For a pool of ``concurrent.futures``, Python always waits at the end of the process.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def ahead(work: Callable[[], Result]) -> "Future[Result]":
-    """Begin with some work now."""
+    """Start work in a thread, and return its future result."""
     (future,) = each_ahead(lambda _: work(), [None])
     return future
 
@@ -23,7 +23,7 @@ def ahead(work: Callable[[], Result]) -> "Future[Result]":
 def each_ahead(
     work: Callable[[Item], Result], items: Sequence[Item], num_threads: int = 1
 ) -> "list[Future[Result]]":
-    """Begin with work on items, in their order; what has not begun can be cancelled."""
+    """Start work on items, in their order; items that have not started can be cancelled."""
     futures: list[Future[Result]] = [Future() for _ in items]
     waiting: SimpleQueue[tuple[Future[Result], Item]] = SimpleQueue()
     for pair in zip(futures, items, strict=True):
@@ -45,7 +45,7 @@ def in_threads(
     num_threads: int,
     watch: Callable[[int], object] = lambda num_done: None,
 ) -> list[Result]:
-    """Return the results of work on each item, or raise the first error without a wait for others.
+    """Return the results of work on each item; raise the first error without waiting for others.
 
     ``watch`` gets the number of finished items, after each.
     """
@@ -56,7 +56,7 @@ def in_threads(
             results.append(future.result())
             watch(len(results))
         return results
-    finally:  # also where there is a fault, or somebody asked to stop
+    finally:  # also after an error or an interruption
         for future in futures:
             future.cancel()
 
@@ -66,7 +66,7 @@ def _fulfil(future: "Future[Result]", item: Item, work: Callable[[Item], Result]
         return
     try:
         result = work(item)
-    except BaseException as error:  # raised where the result is asked for
+    except BaseException as error:  # raised when the result is requested
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""Plain data that anyone may have written: validated by a model, and shown safely in messages.
+"""Untrusted plain data: validated by a model, and shown safely in messages.
 
 A model is a pydantic model or a dataclass whose fields carry their ranges. A wrong value of a file
 becomes one short line without control characters, whatever the file holds.
@@ -28,10 +28,10 @@ PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
 """``__pydantic_config__`` of a dataclass, or ``model_config`` of a model."""
 
 TOLERANCE = 1e-5
-"""Relative difference at which statistics of the same images, computed elsewhere, are the same."""
+"""Largest relative difference between statistics of the same images on different machines."""
 
 MAX_PROBLEMS = 10
-"""How many mistakes of one file a message names."""
+"""Most errors of one file that a message names."""
 
 _UNPRINTABLE = {"Cc", "Cs", "Zl", "Zp"}
 _TURNS_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -49,7 +49,7 @@ _WORDS = {
 
 
 def is_printable(text: str) -> bool:
-    """Return whether text has no control characters and no halves of characters."""
+    """Return whether text has no control characters and no lone surrogates."""
     return not any(
         unicodedata.category(letter) in _UNPRINTABLE or letter in _TURNS_TEXT for letter in text
     )
@@ -66,7 +66,7 @@ def printable(text: object, max_length: int = 80) -> str:
 
 
 class _Limited(reprlib.Repr):
-    """Representations that never become long, and that take no time for what they leave out."""
+    """Representations of limited length; omitted parts take no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ shown: Callable[[object], str] = _Limited().repr
 
 
 def is_close(first: Any, second: Any) -> bool:
-    """Return whether nested plain values are equal, numbers with a fraction nearly so."""
+    """Return whether nested plain values are equal, floating-point numbers approximately."""
     if isinstance(first, float) and isinstance(second, float):
         return math.isclose(first, second, rel_tol=TOLERANCE, abs_tol=1e-12)
     if isinstance(first, dict) and isinstance(second, dict):
@@ -104,7 +104,7 @@ def listed(problems: Iterable[str], most: int = MAX_PROBLEMS) -> str:
 
 
 def validated(model: type[Model], values: Any) -> Model:
-    """Return plain values as the pydantic model, or dataclass with ranges, that they describe.
+    """Return plain values as an instance of a pydantic model, or of a dataclass with ranges.
 
     A ValueError names the wrong fields in one line.
     """
@@ -116,7 +116,7 @@ def validated(model: type[Model], values: Any) -> Model:
 
 
 def explained(error: ValidationError, phrase: Callable[[dict[str, Any]], str] | None = None) -> str:
-    """Return in one line what a model refused; ``phrase`` puts one problem of pydantic in words."""
+    """Return a validation error in one line; ``phrase`` puts one problem of pydantic in words."""
     return listed(map(phrase or _phrase, map(dict, error.errors(include_url=False))))
 
 
@@ -134,7 +134,7 @@ def _phrase(problem: dict[str, Any]) -> str:
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Return a limit for the items of a collection that holds before they are looked at."""
+    """Return a limit on the length of a collection, checked before its items are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | tuple | dict) and len(value) > count:
@@ -159,6 +159,6 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 def key_of(parts: Any, version: int = 1) -> str:
     """Return the key of plain values, such as hashes of files and settings.
 
-    A caller raises the version when the same parts come to mean another content.
+    Callers raise the version when the same parts mean different content.
     """
     return hashlib.sha256(json.dumps([version, parts], sort_keys=True).encode()).hexdigest()

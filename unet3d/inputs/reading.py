@@ -1,6 +1,6 @@
-"""Reading files that anyone may have made: only regular ones, and only so many bytes.
+"""Reading untrusted files: only regular files, up to a limit of bytes.
 
-A FIFO is never waited for, a device has no end, and a small file of JSON may unfold into much.
+A FIFO could block forever, a device has no end, and small JSON files can take much memory.
 """
 
 import errno
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 32 * 2**20
-"""More than the list of any data set's files; as Python's values it takes up to 1 GB."""
+"""More than any data set's list of files; parsed, such JSON takes up to 1 GB."""
 
 
 def open_regular(path: Path) -> io.BufferedReader:

@@ -1,4 +1,4 @@
-"""What devices hold, measured or followed on tensors without memory.
+"""The memory of devices, measured, or predicted with tensors without memory.
 
-Nothing is imported here, so that the modules below everything else stay below everything else.
+Nothing is imported here, so the lowest layer can import modules of this package.
 """

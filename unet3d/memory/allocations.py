@@ -1,8 +1,8 @@
 """Counting what a device would have to allocate, by running the real code on fake tensors.
 
 A fake tensor has a shape, a type and a device but no memory; the code that runs on it computes
-nothing and allocates nothing, and still makes and drops every tensor that it would. So the count
-follows the code by itself, and takes seconds for volumes of any size on a machine without a GPU.
+nothing and allocates nothing, but creates and frees the same tensors. So the count is always up to
+date with the code, and takes seconds for volumes of any size on a machine without a GPU.
 """
 
 import weakref
@@ -51,10 +51,10 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now: dict[torch.device, int] = defaultdict(int)
         """Bytes in use, per device."""
         self.peak: dict[torch.device, int] = defaultdict(int)
-        """The most bytes in use at any moment, per device."""
+        """Peak of the bytes in use, per device."""
         self._alive: dict[int, int] = {}
         self.workspace_bytes: dict[torch.device, int] = defaultdict(int)
-        """What libraries keep beside that from their first call on, per device."""
+        """Workspaces that libraries keep from their first call on, per device."""
 
     def __torch_dispatch__(
         self,
@@ -66,7 +66,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operation and count the memory of its results, unless they share older memory."""
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].device
-        # What is done here and below is no function of the step, so no mode of functions sees it.
+        # These operations are not part of the step, so torch function modes are disabled for them.
         with without_functions():
             return self._run(func, args, kwargs or {})
 
@@ -128,7 +128,7 @@ def _as_cudnn(func: Any, args: tuple[Any, ...], results: Any) -> Any:
     """Return results of a convolution in the memory format that cuDNN gives them.
 
     That is channels-last where the input or the weight is. PyTorch asks this machine's CPU instead:
-    without AVX-512 no library convolves in bfloat16 there, and the results would be channels-first.
+    without AVX-512 its convolutions in bfloat16 return channels-first results.
     """
     is_forward = func is torch.ops.aten.convolution.default
     source, weight = args[:2] if is_forward else args[1:3]
@@ -148,9 +148,8 @@ def _as_cudnn(func: Any, args: tuple[Any, ...], results: Any) -> Any:
 class _AutocastOfGpu(TorchFunctionMode):
     """Makes autocast treat fake devices as it treats CUDA tensors.
 
-    It has one list of operations for each kind of device. Among those of the networks here, two
-    operations are on one list and not on the other: on CUDA ``group_norm`` is done in float32, on
-    a CPU ``avg_pool3d`` is.
+    It has one list of operations for each kind of device. For the operations of our networks, the
+    lists differ twice: ``group_norm`` runs in float32 on CUDA, ``avg_pool3d`` on a CPU.
     """
 
     def __torch_function__(
@@ -160,7 +159,7 @@ class _AutocastOfGpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one function as autocast would run it on a GPU, if it is to be on one."""
+        """Run one function as autocast would on a GPU, if its tensors stand for GPU tensors."""
         kwargs = kwargs or {}
         differs = func in (F.group_norm, F.avg_pool3d) and is_fake_device(args[0].device)
         if not differs or not torch.is_autocast_enabled("cpu"):
@@ -179,7 +178,7 @@ def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecord
     its end. Without ``with_autocast`` it is faster, but autocast must be off.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # two would only take longer, and memory
+    mode.cache_enabled = False  # a second cache would only cost time and memory
     autocast = _AutocastOfGpu() if with_autocast else nullcontext()
     with postponed_interruption(), mode, autocast, AllocationRecorder(mode) as recorder:
         yield recorder
@@ -188,8 +187,8 @@ def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecord
 def make_parameters_fake(module: nn.Module) -> None:
     """Replace the parameters of a module that are still real, and its buffers, in the context.
 
-    PyTorch really computes a single number, such as the counter of a batch norm, and leaves it on
-    the real CPU. So buffers are made where the parameters beside them are.
+    PyTorch computes single numbers, such as the counter of a batch norm, on the real CPU. So
+    buffers are created on the device of the parameters beside them.
     """
     for part in module.modules():
         device = next((own.device for own in part.parameters(recurse=False)), None)

@@ -18,9 +18,9 @@ _MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_
 def use_expandable_segments() -> None:
     """Have CUDA's allocator grow what it has reserved, instead of adding pieces of fixed size.
 
-    Feature maps with and without padding differ by about a percent in size, so neither fits into
-    the gap that the other leaves. Much less is lost where gaps can grow together with the memory
-    after them. What a user has set is kept. Call it before CUDA is first used.
+    Feature maps with and without padding differ by about a percent in size, so one does not fit
+    into the freed memory of the other. Expandable segments reduce this fragmentation. Settings of
+    the user are kept. Call it before CUDA is first used.
     """
     if not any(variable in os.environ for variable in VARIABLES):
         os.environ[VARIABLES[0]] = "expandable_segments:True"
@@ -31,8 +31,8 @@ def keep_host_memory() -> None:
 
     By default glibc takes every large tensor from the system and gives it back when it is freed,
     and the system fills each new page with zeros: on a CPU that takes as long as several passes
-    over the tensor, and up to half of a training step. What a user has set is kept, and other C
-    libraries are left alone.
+    over the tensor, and up to half of a training step. Settings of the user are kept, and other C
+    libraries are not changed.
     """
     if sys.platform != "linux" or any(variable in os.environ for variable in _MALLOC_VARIABLES):
         return

@@ -1,8 +1,8 @@
-"""What operations on fake tensors return, remembered, because a step repeats most of them.
+"""A cache of the results of operations on fake tensors, because a step repeats most of them.
 
-PyTorch remembers that too, but looks it up by everything that a tensor can be, sparse or
-quantized, which takes longer than all else in a step of fake tensors. Here a tensor is only dense.
-Whatever else comes is left to PyTorch.
+PyTorch's own cache has keys for all kinds of tensors, such as sparse and quantized ones. Its
+lookups take more time than the rest of a fake step. This cache has dense tensors only, and leaves
+others to PyTorch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from unet3d.torch_private import (
 _BY_VALUE = {type(None), bool, int, float, str}
 _BY_VALUE |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default)
-"""Operations whose result never has the memory of its argument, which may be a real parameter."""
+"""Operations that never return memory of their argument, which may be a real parameter."""
 _UNPREDICTABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operations whose results do not follow from the arguments' shapes."""
 
@@ -31,7 +31,7 @@ class _Result(NamedTuple):
     """A tensor that an operation returns."""
 
     source: int | None
-    """Number of the tensor among the arguments that has its memory; None: the memory is new."""
+    """Index of the argument whose memory it shares; None: the memory is new."""
     num_bytes: int
     """Bytes of its memory."""
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ _Results = tuple[type | None, list[_Result | None]]
 """What holds several, or None, and each of them; None is returned as such."""
 
 _known: dict[Any, _Results | None] = {}
-"""By operation and arguments, in all of a process; None: the arguments do not tell."""
+"""Results by operation and arguments, for the whole process; None: not determined by them."""
 
 
 class FakeResults:
@@ -60,7 +60,7 @@ class FakeResults:
         if schema.is_mutable:
             if schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags:
                 first = args[0][0] if isinstance(args[0], list) else args[0]
-                if isinstance(first, FakeTensor):  # only values change, which it does not have
+                if isinstance(first, FakeTensor):  # in place; a fake tensor has no values to change
                     return args[0] if schema.returns else None
             return func(*args, **kwargs)
         key = (func, self._key(func, (args, *kwargs.items()), tensors))
@@ -75,7 +75,7 @@ class FakeResults:
         return made[0] if container is None else container(made)
 
     def _key(self, func: Any, value: Any, tensors: list[Tensor]) -> Any:
-        """Return all that results depend on, and add the tensors; None: more than is known here."""
+        """Return the key of an operation, and collect its tensors; None: unknown arguments."""
         kind = type(value)
         if kind in _BY_VALUE:
             return kind, value  # 1 and 1.0 are equal
@@ -104,7 +104,7 @@ class FakeResults:
 
 
 def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results | None:
-    """Return what makes such results again; None: the arguments do not tell."""
+    """Return a description to recreate such results; None: not determined by the arguments."""
     container = type(results) if isinstance(results, (tuple, list)) else None
     several = (results,) if container is None else results
     made = [one for one in several if one is not None]

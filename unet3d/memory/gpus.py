@@ -11,14 +11,14 @@ from unet3d.errors import ConfigError, DeviceError
 DEVICES = Path("/dev")
 
 OTHER_GPUS = ("dxg", "kfd", "nvmap")
-"""Devices of Linux for GPUs that are not numbered as NVIDIA's are: of WSL, AMD and Jetson."""
+"""Device files on Linux of GPUs without NVIDIA's numbering: WSL, AMD and Jetson."""
 
 
 NEEDS = {
     "model": "needs a device for each of two stages or more",
     "spatial": "needs a device for each of two slabs or more",
 }
-"""What the modes that have groups of devices need."""
+"""Error text for modes with groups of devices."""
 
 
 def gpu_index(name: str) -> int | None:
@@ -30,7 +30,7 @@ def gpu_index(name: str) -> int | None:
 
 
 def most_gpus() -> float:
-    """Return how many GPUs there can be here; PyTorch knows which of them there are."""
+    """Return an upper bound on the number of GPUs; only PyTorch knows the exact number."""
     if any((DEVICES / name).exists() for name in OTHER_GPUS):
         return math.inf
     num_gpus = len([*DEVICES.glob("nvidia[0-9]*")])
@@ -64,7 +64,7 @@ def unknown_memory(device: object) -> ConfigError:
 
 
 def check_count(mode: str, names: Sequence[str], num_replicas: int) -> None:
-    """Refuse a number of devices that does not suit mode and replicas, whatever they are."""
+    """Refuse a number of devices that does not suit mode and replicas."""
     listed = ",".join(names)
     if mode in ("none", "auto") and len(names) == 1 and num_replicas > 1:
         raise ConfigError(
@@ -90,9 +90,9 @@ def refuse_impossible(
     precisions: Mapping[str, str],
     is_alone: bool,
 ) -> None:
-    """Refuse devices and precisions, by their settings, that no PyTorch is needed to judge.
+    """Refuse impossible devices and precisions, as far as this needs no PyTorch.
 
-    Of ranks that are not alone, each has some of the devices.
+    With several ranks, each has a share of the devices.
     """
     refuse_missing(names or ())
     if names is not None and is_alone:

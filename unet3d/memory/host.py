@@ -1,4 +1,4 @@
-"""How much memory the host can still give to this process, and what says that there was none."""
+"""The host memory available to this process, and the recognition of out-of-memory errors."""
 
 import resource
 import sys
@@ -10,7 +10,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 SMALL_BYTES = 2**26
-"""So much is tried even where nothing seems to be left: other programs may be about to end."""
+"""Always assumed to be available, because other programs may be about to end."""
 
 LIMIT_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -27,9 +27,8 @@ short; in version 2 of control groups and in version 1."""
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the bytes that this process can still allocate without swapping.
 
-    That is the least of what the machine has available, what each control group of the process
-    (a container, a job of a cluster) leaves, and what its limit of address space leaves. What the
-    system does not say limits nothing.
+    The minimum of the machine's available memory, the rest of each control group's limit (a
+    container, a cluster job), and the rest of the address space limit. Unknown limits are ignored.
     """
     rooms = [*_of_groups(proc, cgroups), *_of_address_space(proc)]
     rooms += [
@@ -65,14 +64,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_gpu_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed on a GPU, of PyTorch or of what cuBLAS takes for itself."""
-    # By its name, so that what reads images need not import PyTorch.
+    """Tell whether an allocation of PyTorch or cuBLAS failed on a GPU."""
+    # By its name, so that code that reads images need not import PyTorch.
     is_torchs = type(error).__name__ == "OutOfMemoryError" or "CUBLAS_STATUS_ALLOC" in str(error)
     return isinstance(error, RuntimeError) and is_torchs
 
 
 def shortage_reason(error: BaseException) -> str:
-    """Return what PyTorch says of an allocation that failed, without where in its code it was."""
+    """Return PyTorch's message for a failed allocation, without the location in its code."""
     return str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
 
 
@@ -116,7 +115,7 @@ def _of_address_space(proc: Path) -> list[int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of what the system says; none where it does not say it."""
+    """Return the lines of a system file; none if it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -51,7 +51,7 @@ class SlotMemory:
     optimizer_bytes: int
     """State of the optimizer, such as momentum."""
     activations_bytes: int
-    """Largest total, at any moment, of what is kept for backward."""
+    """Peak of the bytes kept for backward."""
     peak_bytes: int
     """Largest use of the device during a step, work space included."""
 
@@ -139,14 +139,14 @@ class MemoryMeter(Observer):
         self._mark(slot.index, kind, micro_batch)
 
     def resized(self, tensor: Tensor) -> None:
-        """Count a tensor's memory as what it is now: offloaded elsewhere, or back."""
+        """Count the current size of a tensor's memory, which was offloaded or came back."""
         for kept in self._kept.values():
             kept.resize(storage_key(tensor), tensor.untyped_storage().nbytes())
 
     def end_step(self) -> None:
         """Mark the end of the optimizer's step; call it before the gradients are cleared.
 
-        Nothing else is known about a replayed step, so nothing is marked for it.
+        A replayed step has no other marks, so it gets none here.
         """
         if self._saw_action:
             self._mark(None, "optimizer", None)
@@ -211,7 +211,7 @@ class MemoryMeter(Observer):
         return _num_bytes([one.grad for one in self._parameters(slot) if one.grad is not None])
 
     def _parameters(self, slot: Slot) -> list[nn.Parameter]:
-        """Return those on its device: the copies that nn.DataParallel makes are not its own."""
+        """Return the slot's parameters on its device, without copies made by nn.DataParallel."""
         modules = (self._modules[name] for name in slot.blocks)
         every = (one for module in modules for one in module.parameters())
         return [one for one in every if one.device == slot.device]
@@ -260,7 +260,7 @@ class _GpuMemory:
         self.peak_bytes = 0
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes in use now, and the most that there were since the last call."""
+        """Return the bytes in use now, and their peak since the last call."""
         stats = torch.cuda.memory_stats(self.device)
         peak: int = stats["allocated_bytes.all.peak"]
         self.peak_bytes = max(self.peak_bytes, peak)
@@ -291,7 +291,7 @@ class _KeptBytes:
             self.recent_peak = max(self.recent_peak, self.now)
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes now, and the most that there were since the last call."""
+        """Return the bytes now, and their peak since the last call."""
         peak, self.recent_peak = self.recent_peak, self.now
         return self.now, peak
 

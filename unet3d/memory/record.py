@@ -59,7 +59,7 @@ def memory_record(
 
 
 def merged_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one record of the slots of all ranks, numbered through."""
+    """Return one record of the slots of all ranks, numbered consecutively."""
     slots: list[dict[str, Any]] = []
     timelines: list[dict[str, Any]] = []
     for rank, record in enumerate(records):

@@ -1,4 +1,4 @@
-"""What becomes of each tensor that autograd saves for backward.
+"""Handlers for the tensors that autograd saves for backward.
 
 With nested saved-tensor hooks PyTorch calls only the innermost. Here all handlers are asked, the
 innermost first, until one takes the tensor. So one may recompute a tensor instead of keeping it
@@ -51,7 +51,7 @@ class Kept:
 
 
 def save(tensor: Tensor) -> Saved:
-    """Return what stands for a tensor that is kept for backward, but not by autograd."""
+    """Return the stand-in for a tensor that is kept for backward outside autograd."""
     saved = _pack(tensor)
     return Kept(saved) if isinstance(saved, Tensor) else saved
 

@@ -1,7 +1,7 @@
-"""Blocks that leave a part of their work to the block that reads them.
+"""Fusion of blocks with the blocks that read their results.
 
-``blocks`` are all that run in one place, in any order; ``outputs`` are names of results that others
-read too.
+``blocks`` are all blocks of one device, in any order; ``outputs`` name results with other readers,
+too.
 """
 
 from collections import Counter, defaultdict
@@ -16,11 +16,11 @@ from unet3d.torch_private import has_hooks
 
 
 def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, ...]:
-    """Return blocks that run together, of which some tell their normalisation who reads it alone.
+    """Return blocks whose normalisation is left to the only reader, where that is possible.
 
-    That is a block that begins with a convolution which may normalise what it loads
-    (:func:`unet3d.kernels.instance_norm`). What passes between such two is for no one else, so that
-    nobody writes it normalised.
+    The reader must begin with a convolution that can normalise its input while loading
+    (:func:`unet3d.kernels.instance_norm`). Nothing else reads the map, so it is never written
+    normalised.
     """
     readers: dict[str, list[nn.Module | None]] = defaultdict(list)
     for block in blocks:
@@ -40,7 +40,7 @@ class _Deferring(nn.Module):
     def __init__(self, unit: ConvUnit | UpsampledUnit, reader: ConvUnit) -> None:
         super().__init__()
         self.unit = unit
-        self._reader = (reader,)  # in a tuple: what it has belongs to another block
+        self._reader = (reader,)  # in a tuple: the reader's parameters belong to another block
 
     def forward(self, *inputs: Tensor) -> Tensor:
         (reader,) = self._reader
@@ -59,10 +59,10 @@ def _told(block: Block, readers: Sequence[nn.Module | None]) -> Block:
 
 
 def adding_skips(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, ...]:
-    """Return blocks that run together, with the convolutions of skips in the blocks that add them.
+    """Return blocks with the convolutions of skips fused into the blocks that add them.
 
-    Apart, the two results are written, and read again to be added. Together, what is kept between
-    encoder and decoder is the skip, of the same size, and not its convolution.
+    This saves writing and reading a map. Between encoder and decoder the skip is kept instead of
+    its convolution, which has the same size.
     """
     num_readers = Counter(name for block in blocks for name in block.inputs)
     num_readers.update(outputs)

@@ -1,7 +1,7 @@
 """The modules that a U-Net is made of.
 
-Where maps are slabs of a volume (:mod:`unet3d.kernels.sharding`), what a unit takes and returns has
-its halo; what is within a unit, added or made into logits has not.
+If maps are slabs of a volume (:mod:`unet3d.kernels.sharding`), inputs and results of units have a
+halo. Maps within a unit, added maps and inputs of heads have none.
 """
 
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class Convolution(nn.Conv3d):
 
     @property
     def outputs_of_reader(self) -> int | None:
-        """What a normalisation is told that has no other reader (:func:`instance_norm`)."""
+        """``outputs`` for :func:`instance_norm` if only this convolution reads its result."""
         # Hooks read what it reads.
         return self.out_channels if self.is_plain and not has_hooks(self) else None
 
@@ -69,7 +69,7 @@ class Convolution(nn.Conv3d):
     def forward(self, x: Tensor, moments: bool = False) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
 
-        With ``moments`` a normalisation reads the result, and is told them where they are known.
+        With ``moments`` a normalisation reads the result, with its moments if they are known.
         """
         if not self.is_cube:
             return flat_conv(x, self.weight, self.stride)
@@ -108,7 +108,7 @@ class ConvUnit(nn.Module):
         self.norm = make_norm(topology, channels, True, feeds_convolution and self.conv.is_cube)
 
     def convolved(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return what is normalised, and what is added to it before: nothing."""
+        """Return the map to normalise, and the map to add before: none."""
         return self.conv(x, moments=isinstance(self.norm, InstanceNorm)), None
 
     def forward(self, x: Tensor, outputs_of_reader: int | None = None) -> Tensor:
@@ -215,7 +215,7 @@ class UpsampledUnit(nn.Module):
         return self.with_bias(conv(upsample_with_halo(x, self.up.weight, stride)))
 
     def with_bias(self, convolved: Tensor) -> Tensor:
-        """Return a convolution, which is lost, with what the bias of the upsampling adds to it."""
+        """Add the effect of the upsampling's bias to a convolution, in place, and return it."""
         bias = self.up.bias
         # The normalisation removes all but the border.
         return convolved if bias is None else add_border(convolved, self.unit.conv.weight, bias)

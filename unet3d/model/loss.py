@@ -47,7 +47,7 @@ class SegmentationLoss:
     regions: Regions = ()
     """Indices of the classes that each region is made of, all but the background in one at least.
     Then the logits are those of regions, which may overlap; probabilities are sigmoids, and the
-    cross-entropy is the binary one. None: the logits are those of classes."""
+    cross-entropy is the binary one. None: the logits are of classes."""
 
     @classmethod
     def of(cls, settings: TrainingSettings, regions: Regions) -> "SegmentationLoss":
@@ -102,7 +102,7 @@ class SegmentationLoss:
                 :attr:`joins_samples`, over the whole batch.
         """
         surprise, common, predicted = sums[:, :3].unbind(1)
-        # All voxels that count: each in its class, or in each region.
+        # All voxels that count, by class or by region.
         truth, counted = sums[:, 3].detach(), sums[:, -1].detach()
         # A sample without a voxel that counts is as good as can be: both of its terms are 0.
         cross_entropy = (surprise.sum(2) / counted.sum(2).clamp_min(1)).mean(1)

@@ -1,4 +1,4 @@
-"""Networks that are lists of blocks: what a cut divides, and how blocks run.
+"""Networks as lists of blocks, which cuts divide into stages, and running the blocks.
 
 Any chain of modules becomes such a network.
 """
@@ -37,13 +37,13 @@ class Block:
     level: int = 0
     """Resolution at which it works; 0 is the full one."""
     shard: Shard | None = None
-    """The slab that its maps are; None: they are whole."""
+    """The slab of the volume that it computes; None: the whole volume."""
     enter: Callable[[Tensor], Tensor] | None = None
-    """What makes its maps of those that it reads, if they are of other planes."""
+    """Converts its inputs to its own planes, if they have other planes."""
 
 
 AfterBlock = Callable[[Block, Tensor], None]
-"""Is called with a block that has run, and its result."""
+"""Called with each block after it has run, and its result."""
 
 RunBlock = Callable[[Block, Mapping[str, Tensor]], Tensor]
 """Runs one block on its inputs, which it gets by name."""
@@ -138,7 +138,7 @@ class BlockNetwork(nn.Module, ABC):
         return not any(isinstance(module, _OVER_THE_BATCH) for module in self.modules())
 
     def preferred_cuts(self, num_stages: int) -> tuple[int, ...] | None:
-        """Return the preferred cuts of the network, for when no others are asked for.
+        """Return the network's default cuts, used if the settings name none.
 
         Args:
             num_stages: How many devices share it.

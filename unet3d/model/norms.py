@@ -27,7 +27,7 @@ class InstanceNorm(nn.Module):
     def forward(
         self, x: Tensor, added: Tensor | None = None, outputs_of_reader: int | None = None
     ) -> Tensor:
-        """Map features (N, C, X, Y, Z) to the same shape; where some are added first, x is lost.
+        """Map features (N, C, X, Y, Z) to the same shape; adding other features first overwrites x.
 
         For ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
         """

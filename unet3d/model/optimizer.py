@@ -94,8 +94,8 @@ class Optimization:
     def _begin_momentum(self) -> None:
         """Let the momentum of parameters that have none yet begin at zero.
 
-        PyTorch's fused SGD takes momentum of all parameters or of none, and leaves it as its memory
-        was where the very first gradient overflows.
+        PyTorch's fused SGD needs momentum for all parameters or none, and leaves it uninitialised
+        if the very first gradient overflows.
         """
         if self.settings.optimizer != "sgd":
             return
@@ -105,14 +105,14 @@ class Optimization:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a resumed training needs."""
+        """Return the state for resuming a training run."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, onto the parameters' devices.
 
-        Weight decay and the like stay as the settings say: of the state only what was
-        gathered in training is taken. ValueError: it belongs to another optimizer or network.
+        Options such as weight decay keep their values from the settings. ValueError: the state
+        belongs to another optimizer or network.
         """
         own, stored = self.optimizer.state_dict()["param_groups"], state["optimizer"]
         if [group["params"] for group in own] != [
@@ -123,8 +123,8 @@ class Optimization:
         for parameter, values in self.optimizer.state.items():
             self._check_state(parameter, values)
             for name, value in values.items():
-                # On other devices kernels may be stored in another order, and a fused step goes
-                # through memory as it is.
+                # Other devices may store kernels in another memory order, and a fused step ignores
+                # strides.
                 if value is not None and name != "step":
                     values[name] = torch.empty_like(parameter).copy_(value)
         if self.scaler.is_enabled() and state["scaler"]:

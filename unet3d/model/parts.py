@@ -1,10 +1,9 @@
-"""Parts of a network that keep nothing for backward but run again when it comes to them.
+"""Parts of a network that run again in backward instead of keeping activations.
 
-PyTorch's graph is built once, in forward, and in place of every tensor that it would save it gets a
-place to put one. The first time that backward asks for one of them the part runs again, and what
-the second run saves is put into the places (Chen et al., arXiv 1604.06174). So backward itself is
-that of a network that keeps everything: the same gradients, added in the same order, and each
-tensor is freed as soon as it has been used.
+PyTorch's graph is built once, in forward, with placeholders instead of saved tensors. When backward
+first needs a saved tensor of a part, the part runs again and fills its placeholders (Chen et al.,
+arXiv 1604.06174). So backward is the same as without recomputing: the same gradients, added in the
+same order, and each tensor is freed as soon as it has been used.
 
 In the second run normalised features are recomputed once more instead of being kept
 (:mod:`unet3d.kernels.recompute`), as they are in a network without parts.
