@@ -2,10 +2,10 @@
 
 While the program starts, ends or loads modules, a signal ends the process at once, because an
 exception in the middle of an import can be lost, or leave broken modules. While a command runs,
-:class:`Interrupted` is raised, so that what was begun is cleaned up; during a training a signal is
-a request, which is granted after the step. A second signal ends the process at once.
+:class:`Interrupted` is raised, so that unfinished work is cleaned up; during a training run a
+signal is a request, which takes effect after the step. A second signal ends the process at once.
 
-Only small modules are imported here, because this must be in force before anything else is loaded.
+Only small modules are imported here, because handlers must be set before anything else is loaded.
 """
 
 import os
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 REPEAT_SECONDS = 0.05
-"""After what time an interruption that Python could not pass on is repeated."""
+"""Delay until an interruption that Python could not raise is repeated."""
 
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
@@ -29,7 +29,7 @@ class Interrupted(BaseException):
     """The user or the system asked to stop; like KeyboardInterrupt, no error to be handled."""
 
     def __init__(self, signal_number: int, can_resume: bool = False) -> None:
-        """Say which signal asked, and whether the work so far is saved."""
+        """Take the signal, and whether the work so far is saved."""
         super().__init__(signal.Signals(signal_number).name)
         self.can_resume = can_resume
         self.signal_number = signal_number
@@ -44,12 +44,12 @@ class InterruptionRequest:
 
 
 _last_actions: dict[Callable[[], object], int] = {}
-"""With the process that each is of: forked ones have a copy."""
+"""Each with its process id, because forked processes have a copy."""
 
 
 @contextmanager
 def at_sudden_end(action: Callable[[], object]) -> Iterator[None]:
-    """Have something done where this process ends at once within the context, but by SIGKILL."""
+    """Run a cleanup if this process ends at once within the context, except by SIGKILL."""
     _last_actions[action] = os.getpid()
     try:
         yield
@@ -58,7 +58,7 @@ def at_sudden_end(action: Callable[[], object]) -> Iterator[None]:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End this process without unwinding, after what :func:`at_sudden_end` was told."""
+    """End this process without unwinding, after the cleanups of :func:`at_sudden_end`."""
     for action, process in list(_last_actions.items()):
         if process == os.getpid():
             with suppress(Exception):
@@ -86,7 +86,7 @@ class _Stop:
         end_at_once(128 + number)
 
     def repeat(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        """Raise an interruption again that came where Python cannot pass it on, as in __del__."""
+        """Raise an interruption again that came where exceptions are ignored, as in __del__."""
         error = unraisable.exc_value
         if isinstance(error, Interrupted):
             self._has_raised = False
@@ -103,8 +103,8 @@ _stop = _Stop()
 def stop_on_signals(is_rank: bool) -> None:
     """Have the signals end this program, from now on and until it ends.
 
-    Where another command has started this process, as a rank or for a fold, that one tells the
-    user, and a second signal changes nothing, because terminals and launchers send it twice.
+    If another command has started this process, as a rank or for a fold, that command tells the
+    user. A second signal is then ignored, because terminals and launchers send it twice.
     """
     _stop.is_rank = is_rank
     sys.unraisablehook = _stop.repeat
@@ -143,8 +143,8 @@ def postponed_interruption() -> Iterator[None]:
 def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest]:
     """Turn the first Ctrl-C, SIGTERM or SIGHUP into a request; a second one acts at once.
 
-    Only the main thread can do so, in which Python runs handlers; in another one nothing changes.
-    Another program's handlers are put back. To a rank, a second signal is no news.
+    Python runs handlers in the main thread only, so in other threads this is a no-op. Another
+    program's handlers are restored. A rank ignores a second signal.
     """
     request = InterruptionRequest()
     previous: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Small JSON records in the cache, each in a file named by a key of all that it depends on."""
+"""Small JSON records in the cache; each file is named by a key of its inputs."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
 
 
 def remember(path: Path, content: Mapping[str, object]) -> None:
-    """Write a record into the cache folder; it says for people, too, what it depends on."""
+    """Write a record into the cache folder; it also lists its inputs, for people."""
     with writing_cache(path.parent):
         make_folder(path.parent)
         write_record(path, content)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 20.0
-"""How often work on many cases that goes on says how far it is."""
+"""Seconds between log lines about the progress of work on many cases."""
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
@@ -27,7 +27,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 class Show(Protocol):
-    """Shows what is done now: how much of how much, and what else there is to say of it."""
+    """Shows the current work: the amount done, the total, and a note."""
 
     def __call__(
         self, text: str, done: float | None = None, total: float | None = None, status: str = ""
@@ -41,8 +41,8 @@ def live_line(
 ) -> Iterator[Show]:
     """Show a line with a bar on a terminal while in the context; anything else gets nothing.
 
-    The line leaves nothing behind unless it ``stays``. What is printed meanwhile stands above it,
-    as far as it goes to the same terminal: stdout, if it may be a file, is not to be taken.
+    The line is erased at the end unless it ``stays``. Output printed to the same terminal meanwhile
+    appears above it; stdout, which may be a file, is not redirected.
     """
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
@@ -71,9 +71,9 @@ def live_line(
 
 @contextmanager
 def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
-    """Show how many cases are done: in a bar on our terminal, else in a line now and then.
+    """Show how many cases are done: as a bar on our terminal, else as occasional lines.
 
-    Yields what takes how many are done.
+    Yields a function that takes the number of finished cases.
     """
     if num_cases < 2 or not logger.isEnabledFor(logging.INFO):
         yield lambda num_done: None
@@ -82,7 +82,7 @@ def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
     from rich.file_proxy import FileProxy
 
     console = Console(stderr=True)
-    # Another program that uses this package has a terminal, and a log, of its own.
+    # Another program that uses this package has its own terminal and log.
     is_ours = any(isinstance(one, TerminalHandler) for one in logging.getLogger().handlers)
     has_live_line = isinstance(sys.stderr, FileProxy)
     if not is_ours or has_live_line or not console.is_terminal:

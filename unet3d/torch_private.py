@@ -1,4 +1,4 @@
-"""What PyTorch keeps to itself and this package uses all the same, and what each name replaces.
+"""Private names of PyTorch that this package uses, and what each replaces.
 
 A new version of PyTorch may change any of it, so it is used here only.
 """

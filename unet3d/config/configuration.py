@@ -33,7 +33,7 @@ from unet3d.inputs.plain_data import explained, printable, shown
 from unet3d.inputs.reading import read_bytes
 
 MAX_BYTES = 2**18
-"""Many times what a configuration has."""
+"""Limit of a file's size, many times that of a configuration."""
 
 _WIDTH = 96
 _HEADER = """\

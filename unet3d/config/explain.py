@@ -35,7 +35,7 @@ class Setting(NamedTuple):
     meaning: str
     """What it does, with its unit; names of commands stand in double backticks."""
     default: Any
-    """As YAML holds it."""
+    """Default value as in YAML."""
     is_section: bool = False
     is_path: bool = False
 

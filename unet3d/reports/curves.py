@@ -32,7 +32,7 @@ Metrics = Sequence[Mapping[str, Any]]
 
 
 def progress_figure(metrics: Metrics, title: str) -> Figure:
-    """Draw loss, Dice and learning rate over the epochs; the title says of which training."""
+    """Draw loss, Dice and learning rate over the epochs; the title names the training run."""
     figure = Figure(figsize=(WIDTH_INCHES, 8.0), layout="constrained")
     loss_axes, dice_axes, rate_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
     figure.suptitle(
@@ -81,7 +81,7 @@ def _draw_dice(axes: Axes, validations: Metrics) -> None:
             axes.plot(epochs, values, color=GREY, linewidth=0.8)
     means = _values(validations, "mean_dice")
     name = "mean" if named else f"mean of {len(labels)} labels"
-    # Behind the lines that can be told apart.
+    # Drawn behind the lines of labels, if these are in colour.
     look = {"linewidth": 3, "zorder": 1.5 if named else 3, "marker": "o", "markersize": 4}
     _plot(axes, validations, means, name, color="black", **look)
     known = [(mean, -epoch) for epoch, mean in zip(epochs, means, strict=True) if mean == mean]

@@ -19,17 +19,17 @@ LINES = tuple(zip((BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION), "osD^vP", stric
 """Colour and marker of one line after the other, so that they can be told apart without colours."""
 
 LABELS = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)
-"""Of outlined labels: those that are seen best on grey come first."""
+"""Colours of outlined labels: the most visible on grey come first."""
 
 WIDTH_INCHES = 9.0
 DOTS_PER_INCH = 120
 
 
 def drawable(text: str, most: int | None = None) -> str:
-    """Return a name of a file's, cut to ``most`` letters, as matplotlib draws it."""
+    """Return a name from a file, cut to ``most`` letters and safe for matplotlib."""
     if most is not None and len(text) > most:
         text = text[: most - 1].rstrip() + "…"
-    text = text.encode(errors="replace").decode()  # no halves of characters
+    text = text.encode(errors="replace").decode()  # no lone surrogates
     return text.replace("$", r"\$")  # matplotlib would read a formula
 
 

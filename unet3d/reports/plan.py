@@ -13,7 +13,7 @@ MAX_ROWS = 8
 
 
 def plan_table(record: Mapping[str, Any]) -> Table:
-    """Return what the ways of :func:`unet3d.planning.comparison.compare` take."""
+    """Return the table of the placements of :func:`unet3d.planning.comparison.compare`."""
     ways = record["ways"]
     unit, unit_bytes = unit_of([slot for way in ways for slot in way["slots"]], "predicted")
     notes = [note for way in ways for note in memory_notes(way["slots"], "predicted")]
@@ -90,7 +90,7 @@ def _milliseconds(way: Mapping[str, Any]) -> str:
 
 
 def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
-    """Return what a scan takes of each machine, as ``PredictionMemory.to_dict`` has it."""
+    """Return lines on a scan's memory on each machine, from ``PredictionMemory.to_dict``."""
     parts = {
         "the program and the network": record["program_bytes"],
         "the slab that is worked on": record["slab_bytes"],

@@ -1,6 +1,6 @@
 """The three planes through the largest structure of a label map, and what is shown of them.
 
-Arrays are ``(X, Y, Z)``. Only planes of them are taken, so they may be mapped files that are larger
+Arrays are ``(X, Y, Z)``. Only planes of them are read, so they may be memory-mapped files larger
 than the memory.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 MARGIN = 0.15
-"""What is shown around the structures, as a share of their own extent on either side."""
+"""Margin around the structures on either side, as a share of their extent."""
 
 MIN_SHARE = 1 / 3
-"""Share of the volume that is shown along each axis at least, so that the place can be told."""
+"""Least share of the volume shown along each axis, so that the position is recognisable."""
 
 Ends = tuple[int, int]
 """The first voxel along an axis, and the one behind the last."""
@@ -26,7 +26,7 @@ Labels = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """What is outlined in one colour: a label, or a region of several."""
+    """A label or region, outlined in one colour."""
 
     name: str
     values: tuple[int, ...]

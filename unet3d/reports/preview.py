@@ -22,9 +22,9 @@ from unet3d.reports.tables import score
 PERCENTILES = (1.0, 99.0)
 """Intensities of the planes that are black and white."""
 PATIENT_ENDS = (("L", "R"), ("P", "A"), ("I", "S"))
-"""Where each axis begins and ends in a patient."""
+"""Anatomical directions of the start and end of each axis."""
 ARRAY_ENDS = (("", "X"), ("", "Y"), ("", "Z"))
-"""What is known of the axes of a file that does not say where left is."""
+"""Axis names for a file without anatomical directions."""
 FILL, LINE = 0.15, 1.6
 """Opacity within an outline, and its width in points."""
 DASHES = (0, (2.5, 1.5))
@@ -287,7 +287,7 @@ def _draw_legend(
 def _notes(
     preview: Preview, surveys: Sequence[Survey], rows: Sequence[Row], seen: set[int]
 ) -> list[str]:
-    """Return what a reader of the picture must know, a line each."""
+    """Return the notes below the picture, a line each."""
     notes = []
     if surveys[0].largest is None:
         notes.append(EMPTY)

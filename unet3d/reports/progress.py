@@ -18,7 +18,7 @@ REFRESH_SECONDS = 0.5
 """Reading a loss waits for the device, so it is not done at every step."""
 
 LOG_SECONDS = 60.0
-"""A log gets a line about a validation that goes on for so long, and then one in each such time."""
+"""Seconds between log lines during a validation, and before the first one."""
 
 MAX_COLUMNS = 80
 """Width that every line fits."""
@@ -51,7 +51,7 @@ class ProgressLine:
         self._is_live = console.is_terminal and not quiet
         self._dice = score(None)
         self._began: tuple[int, float] | None = None
-        """Steps that were done at a time, from which on those of the first epoch are timed."""
+        """A number of steps and its time, from which the steps of the first epoch are timed."""
         self._has_epoch = False
         self._step_seconds = self._validation_seconds = 0.0
         self._cases_began = self._next_refresh = self._next_line = 0.0
@@ -104,7 +104,7 @@ class ProgressLine:
             self._show("predicting the validation", part, 1.0, f"{_in_words(*cases)}{left}")
 
     def epoch_done(self, metrics: Mapping[str, Any], note: str | None = None) -> None:
-        """Show the line of ``metrics.jsonl`` of an epoch, and in a second line what else there is.
+        """Show an epoch's line of ``metrics.jsonl``, and further numbers in a second line.
 
         On a terminal, epochs without a validation are seen in the live line only.
         """
@@ -138,7 +138,7 @@ class ProgressLine:
     def _cases_done(
         self, doing: str, case: int, num_cases: int, window: int, num_windows: int
     ) -> tuple[float, float]:
-        """Return the part of the cases that is done, and how long all take; tell a log at times."""
+        """Return the share of finished cases, and the time for all; log it occasionally."""
         now = time.monotonic()
         if case == window == 0 or not self._cases_began:
             self._cases_began, self._next_line, self._next_refresh = now, now + LOG_SECONDS, 0.0
@@ -165,9 +165,9 @@ class ProgressLine:
         self._show(text, seconds, total, f"{status}  {left}" if self._step_seconds else status)
 
     def _times(self, steps: int, validations: float) -> tuple[float, float, str]:
-        """Return the seconds of what is done, of everything, and in words of what is left.
+        """Return the seconds so far, the seconds in total, and the remaining time in words.
 
-        That is more where a validation is not measured yet.
+        The words begin with "over" while no validation has been measured.
         """
         step, validation = self._step_seconds or 1.0, self._validation_seconds
         every_validation = self._validations_until(self._num_epochs)
@@ -189,7 +189,7 @@ def _in_words(case: int, num_cases: int, window: int, num_windows: int) -> str:
 
 
 def _labels(dice: Mapping[str, float | None], columns: int) -> str:
-    """Return the Dice of each label; where there is no place for all, the lowest ones."""
+    """Return the Dice of each label, or the lowest ones if the line is too short."""
     texts = {}
     for name, value in dice.items():
         plain = "".join(letter if letter.isprintable() else "?" for letter in name)

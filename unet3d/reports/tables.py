@@ -51,7 +51,7 @@ class Table:
     num_names: int = 1
     """How many columns hold names."""
     notes: Sequence[str] = ()
-    """What a reader must know of the numbers."""
+    """Notes on the numbers."""
 
     @property
     def whole_heads(self) -> list[str]:
@@ -93,7 +93,7 @@ def score(value: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people write them, such as ``2 h 05 min`` or ``41 s``."""
+    """Return a duration in words, such as ``2 h 05 min`` or ``41 s``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -164,7 +164,7 @@ def blocks_text(blocks: Sequence[str]) -> str:
 
 
 def _place(slot: Mapping[str, Any]) -> tuple[int, str]:
-    """Return where a slot is: ranks of two machines may each have a ``cuda:0``."""
+    """Return the place of a slot; ranks of two machines may each have a ``cuda:0``."""
     return slot.get("rank", 0), slot["device"]
 
 
@@ -241,7 +241,7 @@ def score_cells(scores: Mapping[str, Any], units: Units) -> tuple[str, ...]:
 
 
 def evaluation_lines(evaluation: "Evaluation", is_default_tolerance: bool) -> list[str]:
-    """Return what else there is to say: how near counts, and what had no partner, a line each."""
+    """Return notes, a line each: the tolerance of the NSD, and files without a partner."""
     lines = []
     if is_default_tolerance and evaluation.units.is_microscopic:
         near = evaluation.units.length_text(evaluation.tolerance_mm)

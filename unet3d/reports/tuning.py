@@ -91,7 +91,7 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
 
 
 def tuning_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return what the times mean for who asked for these devices, a line each."""
+    """Return conclusions from the times for a user of these devices, a line each."""
     lines = []
     fastest = next((row for row in record["rows"] if row["fastest"]), None)
     chosen = next((row for row in record["rows"] if row["chosen"]), None)

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from unet3d.errors import some
 from unet3d.inputs.plain_data import at_most, key_of, printable
 
-if TYPE_CHECKING:  # every prediction reads a checkpoint with a split, and has no data set
+if TYPE_CHECKING:  # prediction reads a checkpoint with a split, but needs no data set
     from unet3d.datasets.dataset import Case
     from unet3d.preparation.cache import Cache
 
@@ -27,7 +27,7 @@ Contents = Annotated[dict[Text, Text], at_most(MAX_CASES)]
 class CaseSplit:
     """The cases of a run by name, each with a digest of the bytes of its files.
 
-    So a data set is the same wherever it is, and another one as soon as a file of it changes.
+    So a data set may be moved, but a changed file makes it a different data set.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")  # data.json has more

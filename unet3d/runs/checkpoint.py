@@ -1,8 +1,8 @@
 """Checkpoints: written whole or not at all, independent of devices, safe to load.
 
 A checkpoint is one file of tensors on the CPU, numbers and strings. Parameters have their plain
-names, so it loads in every mode and on every number of devices. It may come from anyone: no code in
-it is run, and its fields are checked before its tensors are read.
+names, so it loads in every mode and on every number of devices. It is untrusted: no code in it is
+run, and its fields are checked before its tensors are read.
 """
 
 import math
@@ -32,8 +32,8 @@ FORMAT = 1
 """Incremented whenever the layout of checkpoints changes."""
 
 Part = Literal["all", "network", "description"]
-"""The parts of a checkpoint to read: all; all but the state of training; or, of the latter, weights
-on the meta device only."""
+"""The parts of a checkpoint to read: all; all but the training state; or the same with weights on
+the meta device."""
 
 
 def _config(text: Any) -> Config:
@@ -67,13 +67,13 @@ class Checkpoint:
     postprocessing: Annotated[tuple[Values, ...], at_most(2**16)] = ()
     """Values of labels, whose voxels together keep only their largest component in predictions."""
     model: dict[Name, Tensor]
-    """Parameters and buffers by name; on the meta device where only a description was read."""
+    """Parameters and buffers by name; on the meta device if only a description was read."""
     training: Annotated[dict[Name, Any], at_most(8)]
-    """Where its training stands, for ``--resume``; empty where there is nothing to continue."""
+    """The training state, for ``--resume``; empty if there is nothing to continue."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        """Refuse what a file says of network, images and labels that do not belong together."""
+        """Refuse a file whose network, images and labels contradict each other."""
         classes, labels = self.topology.num_classes, self.preprocessing.num_outputs
         channels, images = self.topology.in_channels, len(self.preprocessing.channels)
         if classes != labels or channels != images:
@@ -155,7 +155,7 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
 
 
 def checkpoint_of(content: Any, path: Path, part: Part) -> Checkpoint:
-    """Return the checkpoint that a file holds; ValueError or ConfigError where it is none."""
+    """Return the checkpoint in a file; ValueError or ConfigError if it is invalid."""
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
     if content["format"] != FORMAT:
@@ -172,7 +172,7 @@ def checkpoint_of(content: Any, path: Path, part: Part) -> Checkpoint:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Say of a file that a user knows by a path why it cannot be read, and what to do."""
+    """Explain why the checkpoint at a user's path cannot be read, and what to do."""
     try:
         yield
     except OSError as error:

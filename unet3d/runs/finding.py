@@ -15,7 +15,7 @@ from unet3d.runs.run_folder import RUNS, RunFolder, folds_in
 logger = logging.getLogger(__name__)
 
 FOLDS = "folds.json"
-"""File of a run over several folds that says which they are."""
+"""File that lists the folds of a run over several folds."""
 
 
 def chosen_folds(folds: str | int | Sequence[str | int] | None) -> tuple[int, ...] | None:
@@ -34,9 +34,9 @@ def chosen_folds(folds: str | int | Sequence[str | int] | None) -> tuple[int, ..
 
 
 def recorded_folds(path: Path) -> tuple[int, ...] | None:
-    """Return which folds the run of a folder is over; None: it is not over several.
+    """Return the folds of a run over several folds; None: a run of one fold.
 
-    Where the record is missing or damaged, they are those that have begun.
+    If the record is missing or damaged, these are the folds that have begun.
     """
     with suppress(OSError, ValueError, TypeError, LookupError):
         folds = read_json(path / FOLDS)["folds"]
@@ -46,10 +46,10 @@ def recorded_folds(path: Path) -> tuple[int, ...] | None:
 
 
 def checkpoints_in(path: Path) -> tuple[Path, ...]:
-    """Return the checkpoints that are meant by a path.
+    """Return the checkpoints that a path names.
 
-    A file stands for itself; the folder of a run for one checkpoint, of a run over several folds
-    for one of each, and a folder of checkpoints for all of them.
+    A file names itself, the folder of a run one checkpoint, the folder of a run over several folds
+    one checkpoint of each fold, and a folder of checkpoints all of them.
     """
     if not path.is_dir():
         return (path,)
@@ -87,7 +87,7 @@ def refuse_other_file(path: Path) -> None:
 
 
 def checkpoint_in(path: Path) -> Path:
-    """Return the only checkpoint that is meant by a path."""
+    """Return the only checkpoint that a path names."""
     found = checkpoints_in(path)
     if len(found) > 1:
         raise CheckpointError(f"{path} has several checkpoints: {some(found)}; name one of them")
@@ -105,7 +105,7 @@ def newest_run(
 
 
 def newest_runs(finished: bool) -> list[RunFolder]:
-    """Return the runs below ``runs/``, or the finished ones; first what was written to last."""
+    """Return the runs below ``runs/``, or the finished ones; the latest written first."""
     written = []
     for path in RUNS.iterdir() if RUNS.is_dir() else ():
         run = RunFolder(path)
@@ -118,7 +118,7 @@ def newest_runs(finished: bool) -> list[RunFolder]:
 
 
 def dataset_of(run: RunFolder) -> str:
-    """Return where the data are that a run was trained on; empty where it does not say so."""
+    """Return the path of a run's training data; empty if the run does not record it."""
     for one in (run, *folds_in(run.path).values()):
         with suppress(OSError, ValueError, TypeError, LookupError):
             return str(read_json(one.data)["dataset"] or "")

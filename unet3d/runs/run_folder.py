@@ -44,14 +44,14 @@ FOLD = re.compile("fold([0-9]{1,4})")
 
 
 AWAY = "move it away"
-"""What helps where a file is in the way of a run."""
+"""Advice for a file that is in the way of a run."""
 
 
 class RunFolder:
     """The files of one run."""
 
     def __init__(self, path: Path, is_made: bool = False) -> None:
-        """Name the files of a folder; one that was made for this run goes while it is empty."""
+        """Name the files of a folder; a folder made for this run is removed if it stays empty."""
         self.path = path
         self.is_made = is_made
         self.data = path / "data.json"
@@ -68,7 +68,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder where there is none, and keep every other training out of it.
+        """Make the folder if it is missing, and lock it against other training runs.
 
         The lock is on the folder itself, so it leaves no file, and the kernel releases it when the
         process ends, however it ends.
@@ -103,8 +103,8 @@ class RunFolder:
     def refuse_used(self) -> None:
         """Refuse a folder that is not for a new run; nothing is changed.
 
-        It does not exist, is empty, or holds what a run left that was killed before it first saved,
-        which ``data.json`` shows: a run writes it first, and saves after its first epoch.
+        Allowed are a missing folder, an empty one, and one of a run that was killed before its
+        first checkpoint. Such a run has left ``data.json``, which it writes first.
         """
         for file, instead in ((self.latest, "continue it with --resume"), (self.best, AWAY)):
             if file.exists():
@@ -132,7 +132,7 @@ class RunFolder:
         return next((file for file in (self.latest, self.best) if file.is_file()), None)
 
     def check_resumable(self) -> None:
-        """See that there is a run to continue; nothing is changed."""
+        """Check that there is a run to continue; nothing is changed."""
         if not self.latest.exists():
             raise CheckpointError(
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
@@ -142,7 +142,7 @@ class RunFolder:
             tempfile.TemporaryFile(dir=self.path).close()
 
     def has_summary(self) -> bool:
-        """Return whether the run has come to its end and said so in a file that is whole."""
+        """Return whether the run has finished and its summary is intact."""
         return _read_object(self.summary) is not None
 
     def has_validation(self) -> bool:
@@ -176,7 +176,7 @@ class RunFolder:
         self.write_json(self.data, {"unet3d": __version__, **record})
 
     def read_data(self) -> dict[str, Any] | None:
-        """Return what :meth:`write_data` wrote, or None where there is nothing of it."""
+        """Return what :meth:`write_data` wrote, or None if it is missing."""
         content = _read_object(self.data)
         return content if content is not None and "unet3d" in content else None
 
@@ -197,8 +197,8 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of all epochs, without damaged ones, which a warning counts.
 
-        A last line that was not finished is none: a process was killed while it wrote it, and its
-        epoch runs again.
+        An incomplete last line is ignored: the process was killed while writing it, and its epoch
+        runs again.
         """
         if not self.metrics.is_file():
             return []
@@ -224,7 +224,7 @@ def folds_in(path: Path) -> dict[int, RunFolder]:
 def make_run(name: str) -> RunFolder:
     """Make a folder below ``runs/`` that no other process has made.
 
-    If there is one of that name, a number is put behind it.
+    If the name is taken, a number is appended.
     """
     for number in itertools.count(1):
         run = RunFolder(RUNS / (name if number == 1 else f"{name}-{number}"), is_made=True)
@@ -239,7 +239,7 @@ def make_run(name: str) -> RunFolder:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return what a JSON file of ours holds, or None where it is missing or damaged."""
+    """Return the content of a JSON file of ours, or None if it is missing or damaged."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that anyone may have made: plain values and tensors, and no code."""
+"""Untrusted files of ``torch.save``: plain values and tensors, but no code."""
 
 import pickle
 import re
@@ -19,7 +19,7 @@ from unet3d.memory.host import is_out_of_memory, shortage
 def write_tensors(content: Any, file: IO[bytes]) -> None:
     """Write plain values and tensors to an open file, and raise OSError where that is not possible.
 
-    Of a path, torch.save would not say why it cannot be written.
+    With a path, torch.save would not say why writing failed.
     """
     try:
         torch.save(content, file)
@@ -31,9 +31,10 @@ def write_tensors(content: Any, file: IO[bytes]) -> None:
 
 
 class _Ignored:
-    """Stands for a number of NumPy, or its type, of which the logs of nnU-Net have some.
+    """A placeholder for NumPy's numbers and types, which occur in the logs of nnU-Net.
 
-    NumPy's own types can take any memory. Nothing that is read of a checkpoint is such a number.
+    NumPy's own types could allocate any amount of memory. No field of a checkpoint needs such
+    numbers.
     """
 
     def __init__(self, *_: object) -> None: ...
@@ -49,7 +50,7 @@ _one_at_a_time = threading.Lock()
 
 
 def read_tensors(path: Path, *, described: bool = False) -> Any:
-    """Return the content of a file: tensors are mapped, or where only described, without memory.
+    """Return the content of a file; tensors are memory-mapped, or only described without memory.
 
     Raises OSError, and ValueError for what is damaged, or could run code.
     """
@@ -67,7 +68,7 @@ def read_tensors(path: Path, *, described: bool = False) -> Any:
         raise
     except zipfile.BadZipFile as error:
         raise ValueError("it is not a file of torch.save, or only a part of one") from error
-    except Exception as error:  # of the many that a damaged file leads to, none is documented
+    except Exception as error:  # damaged files raise many kinds of errors, none of them documented
         if is_out_of_memory(error):
             raise
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
@@ -79,10 +80,10 @@ def read_tensors(path: Path, *, described: bool = False) -> Any:
 
 
 def own_tensors(value: Any, num_bytes: int) -> Any:
-    """Return values with tensors in memory of their own, which stay when the file changes.
+    """Return values with tensors copied to memory, which do not change with the file.
 
-    Raises ValueError where they are larger than the file, of ``num_bytes``, as tensors are that
-    repeat their numbers, or larger than what this machine has available.
+    Raises ValueError if they are larger than the file, of ``num_bytes``, as tensors with stride 0
+    are, or larger than the available memory.
     """
     sizes: list[int] = []
     on_tensors(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), value)
@@ -96,7 +97,7 @@ def own_tensors(value: Any, num_bytes: int) -> Any:
 
 
 def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return nested values with each tensor replaced by what a function returns of it."""
+    """Return nested values with a function applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -107,7 +108,7 @@ def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU that shares no memory, and has no history."""
+    """Return a copy on the CPU that shares no memory, and has no autograd graph."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ValueError("one of its tensors does not hold plain numbers")
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

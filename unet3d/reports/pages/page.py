@@ -1,8 +1,8 @@
 """Common parts of all pages: template, Content-Security-Policy, embedded pictures.
 
-All text is escaped by jinja2, and what cannot be shown, such as half a character in the name of a
-file, is written as its code. The Content-Security-Policy of a page lets nothing be loaded, and
-names the digest of each of its own scripts and styles, so nothing else in it can run.
+All text is escaped by jinja2, and unprintable characters, such as a lone surrogate in a file name,
+are written as their code. The Content-Security-Policy of a page lets nothing be loaded, and names
+the digest of each of its own scripts and styles, so nothing else in it can run.
 """
 
 import base64
@@ -30,7 +30,7 @@ GENERATOR = b'<meta name="generator" content="unet3d '
 def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **content: Any) -> str:
     """Return a page as HTML: a template with files of CSS and JavaScript of this package.
 
-    What the template shows of the content is escaped.
+    The content is escaped.
     """
     style = "\n".join(map(resource, styles))
     sources = [resource(script) for script in scripts]
@@ -88,7 +88,7 @@ def shade(dice: float | None) -> int | None:
 
 
 def _finalize(value: Any) -> Any:
-    """Return what a template shows of a value: text without what cannot be shown."""
+    """Return a value as a template shows it: text without unprintable characters."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return printable(value, max_length=len(value))
     return value

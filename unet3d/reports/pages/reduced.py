@@ -1,4 +1,4 @@
-"""Volumes as small as a page can carry: fewer voxels, 256 grey levels, labels numbered through.
+"""Volumes reduced for a page: fewer voxels, 256 grey levels, labels numbered consecutively.
 
 A page holds them as NIfTI, compressed, in base64. Blocks of voxels become one: the mean of the
 image, the middle one of the labels.
@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_VOXELS = 12_000_000
-"""Of an image, a byte each: with noise everywhere a page of 17 MB. 256 x 256 x 180 are fewer."""
+"""Most voxels of an image, a byte each: 256 x 256 x 180 fit; pure noise makes a page of 17 MB."""
 
 MAX_SIDE = 1024
-"""Voxels along an axis; graphics cards of some telephones take no more in a texture."""
+"""Most voxels along an axis, because some phones limit textures to this size."""
 
 LEVELS = 255
 GREY_PERCENTILES = (0.1, 99.9)
@@ -115,7 +115,7 @@ def numbered(labels: npt.NDArray[Any], values: Sequence[int], affine: Affine) ->
 
     The first of the values, which ascend, becomes 1; all others become background.
     """
-    labels = labels.astype(np.uint64)  # which has room for labels that are nowhere, too
+    labels = labels.astype(np.uint64)  # has room for labels without voxels, too
     known = np.array([0, *values], np.uint64)
     places = np.minimum(np.searchsorted(known, labels), len(known) - 1)
     numbers = np.where(known[places] == labels, places, 0)

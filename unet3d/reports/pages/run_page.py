@@ -37,12 +37,12 @@ from unet3d.runs.run_folder import BEST, CASES, WORST, RunFolder, folds_in
 REPORT = "report.html"
 """Name of a run's page, unless another one is asked for."""
 MAX_LABEL_COLUMNS = 8
-"""Labels that have a column of their own in the table of cases; of more, the lowest is named."""
+"""Most labels with their own column in the table of cases; beyond, the lowest Dice is named."""
 
 Content = Mapping[str, Any]
 Facts = list[tuple[str, str]]
 Figure = tuple[str, str, str]
-"""A number that is looked for first: what, how much, and what that is of."""
+"""A headline number: name, value, and what it refers to."""
 Part = TypeVar("Part")
 
 
@@ -115,7 +115,7 @@ def run_page(folder: Path) -> str:
 
 
 def has_page(run: RunFolder, is_over_folds: bool = False) -> bool:
-    """Tell whether a folder is a run's; where it has folds, whether it is one itself, too."""
+    """Tell whether a folder is a run's; with folds, whether it is also a run itself."""
     files = [run.data, run.metrics, run.latest]
     return any(file.is_file() for file in [*files, *[run.config] * (not is_over_folds)])
 
@@ -126,7 +126,7 @@ def part_of(
     notes: list[str],
     read: Callable[[Path], Any] = lambda path: json.loads(path.read_bytes()),
 ) -> Part | None:
-    """Return what a function makes of a file; None, and a note, where that is damaged."""
+    """Return a function's result for a file; None, and a note, if the file is damaged."""
     if not path.is_file():
         return None
     try:

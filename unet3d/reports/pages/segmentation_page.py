@@ -39,7 +39,7 @@ LICENCES = ("niivue/LICENSE", "niivue/LICENSES-OF-PARTS.txt")
 
 ANATOMICAL_VIEWS = ("axial", "coronal", "sagittal")
 ARRAY_VIEWS = ("XY", "XZ", "YZ")
-"""Of a file that does not say where left and right are."""
+"""Names of views for a file without anatomical directions."""
 
 
 def segmentation_page(
@@ -85,7 +85,7 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
     geometry, image = scan.geometry, scan.read(channel=0)[0]
     units = Units.of(geometry.spacing_mm)
     steps = steps_for(geometry.shape, geometry.spacing_mm)
-    # The viewer takes all lengths as mm, and is made for those of patients.
+    # The viewer takes all lengths as mm, and expects lengths of patients.
     affine = np.diag([1 / units.mm] * 3 + [1]) @ reduced_affine(geometry.affine, steps)
     reduced = middles(labels.array, steps)
     rows = _rows(statistics, reduced, affine, units)
@@ -101,7 +101,7 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
         title=labels.geometry.path.name,
         notes=[],
         rows=rows,
-        # What is seen without the viewer, and on paper.
+        # Shown without the viewer, and in print.
         picture=drawing_of(preview_figure(preview), "png"),
         image=Markup(greys.nifti),  # base64
         labels=Markup(numbered(reduced, [row["value"] for row in rows], affine)),
