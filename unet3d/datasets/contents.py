@@ -22,23 +22,23 @@ from unet3d.inputs.plain_data import printable
 PERCENTILES = (0, 1, 50, 99, 100)
 
 SAMPLE_VOXELS = 2**20
-"""An image with more voxels has the percentiles of every second, third, ... along each axis."""
+"""Percentiles of larger images are taken from every second, third, ... voxel along each axis."""
 
 MAX_LISTED = 5
 """Channels, labels and outliers that the lines name; the JSON has them all."""
 
 MAX_NAME, MAX_LINE = 24, 500
-"""Letters of a name, and of what is said of it."""
+"""Letters of a name, and of the text about it."""
 
 MIN_CASES = 8
-"""Fewer have no outliers."""
+"""With fewer cases, no outliers are reported."""
 
 FAR_OUT = 3.0
 """Interquartile ranges beyond a quartile from which Tukey calls a value far out."""
 
 LEAST_RANGE = 0.1
-"""Interquartile range that counts where most cases are alike: of logarithms, and of intensities as
-parts of what lies between the 1st and the 99th percentile."""
+"""Least interquartile range, used if most cases are alike: of logarithms, and of intensities as a
+share of the range from the 1st to the 99th percentile."""
 
 Numbers = npt.NDArray[np.float64]
 
@@ -54,7 +54,7 @@ class CaseContents:
     intensities: dict[int, list[float]] = field(default_factory=dict)
     """Percentiles of each channel that can be read."""
     num_voxels: dict[int, int] | None = None
-    """How many have each value of the label map; None: it cannot be read."""
+    """Number of voxels by label value; None: the label map cannot be read."""
 
 
 def intensities_of(array: npt.NDArray[Any]) -> list[float]:
@@ -65,9 +65,9 @@ def intensities_of(array: npt.NDArray[Any]) -> list[float]:
 
 
 def voxels_of(array: npt.NDArray[np.integer[Any]]) -> dict[int, int]:
-    """Return how many voxels of a label map (X, Y, Z) have each value that is in it."""
+    """Return the number of voxels of each value in a label map (X, Y, Z)."""
     counts: Counter[int] = Counter()
-    for plane in array:  # as they lie in memory
+    for plane in array:  # in memory order
         values, found = np.unique(plane, return_counts=True)
         counts.update(dict(zip(values.tolist(), found.tolist(), strict=True)))
     return dict(counts)

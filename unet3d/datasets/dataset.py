@@ -64,10 +64,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One error in a data set, or one doubtful thing."""
+    """One error or warning about a data set."""
 
     case: str
-    """Name of the case; where it is of none, that of the file or the data set."""
+    """Name of the case, or of the file or data set if it concerns no case."""
     severity: Literal["error", "warning"]
     """An error stops training; a warning does not."""
     message: str
@@ -82,11 +82,11 @@ class Dataset(Labels):
     channel_names: tuple[str, ...]
     cases: tuple[Case, ...]
     validation: tuple[str, ...] = ()
-    """Names of cases that the data set itself sets aside for validation."""
+    """Names of cases that the data set itself assigns to validation."""
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
     faults: tuple[Finding, ...] = ()
-    """Errors of the description that leave the rest of it readable."""
+    """Errors of the description, if the rest of it is readable."""
 
 
 def load_dataset(path: Path) -> Dataset:
@@ -147,7 +147,7 @@ def fold_cases(
 
 
 class _Description:
-    """A ``dataset.json``, and the cases that it leads to."""
+    """A ``dataset.json`` and its cases."""
 
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
         self.path, self.tree = path, tree
@@ -231,7 +231,7 @@ class _Description:
         if not path.is_dir():
             raise DatasetError(f"{path} is missing; nnU-Net's layout keeps volumes there")
         names = sorted(file.name for file in path.iterdir() if not file.name.startswith("."))
-        # The case of letters in the ending is no reason to leave a file out.
+        # Endings are compared without regard to upper and lower case.
         fitting = [name for name in names if name.lower().endswith(ending.lower())]
         return {name[: -len(ending)]: name for name in fitting}
 

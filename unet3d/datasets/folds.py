@@ -47,9 +47,9 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
 
 
 def folds_from_numbers(number_of: Mapping[str, Any], path: Path) -> tuple[Fold, ...]:
-    """Return the folds of cases, each of which has the number of the fold that validates it.
+    """Return folds from the number of the validating fold of each case.
 
-    None, where no case has a number.
+    None if no case has a number.
     """
     given = list(number_of.values())
     if given.count(None) == len(given):

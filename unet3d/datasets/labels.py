@@ -1,4 +1,4 @@
-"""What the values in label maps mean: classes, regions, and what is scored of them by name."""
+"""The meaning of values in label maps: classes, regions, and the names for scores."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ BACKGROUND = 0
 Mask = npt.NDArray[np.bool_]
 
 Label = int | tuple[int, ...]
-"""A label by its value, or a region by its values in ascending order, of which it has several."""
+"""A label by its value, or a region by its several values in ascending order."""
 
 MAX_LABEL_VALUE = 2**32 - 1
-"""The largest value of a label: what predictions are written with, uint32, holds no larger one."""
+"""The largest value of a label: segmentations are written in uint32."""
 
 MAX_CLASSES = 2**16
-"""As many as uint16 can tell apart, the background included."""
+"""Most classes, the background included, because class indices are uint16."""
 
 
 LabelValue = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
@@ -30,7 +30,7 @@ LabelValue = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Labels that are segmented as one, also where they are in other regions too, as in BraTS.
+    """Labels that are segmented as one; regions may overlap, as in BraTS.
 
     These are the regions of nnU-Net's ``dataset.json``.
     """
@@ -40,9 +40,9 @@ class Region:
     name: Name
     """What it is called."""
     values: Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
-    """The values in label maps that it is made of."""
+    """Its values in label maps."""
     written: LabelValue
-    """The value that a segmentation has in it, unless a later region writes over it."""
+    """Its value in segmentations, unless a later region overwrites it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +58,16 @@ class Labels:
     raw_values: Annotated[
         tuple[Annotated[tuple[LabelValue, ...], at_most(2**16)], ...], at_most(2**16)
     ] = ()
-    """Values in label maps that each class is made of; none: each of its own value alone."""
+    """Values in label maps of each class; empty: each class has only its own value."""
     ignore_value: LabelValue | None = None
     """Value of unlabelled voxels, above that of every class; None: there is none. In
     prepared label maps they have the index after the last class."""
     regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
-    """What is segmented instead of the classes, in the order in which it is written."""
+    """Regions that are segmented instead of classes, in the order of writing."""
 
     @property
     def class_of(self) -> dict[int, int]:
-        """The index in prepared label maps of each value that label maps may hold, ascending."""
+        """The class index of each value in label maps, in ascending order of the values."""
         raw = self.raw_values or [(value,) for value in self.label_values]
         ignored = [] if self.ignore_value is None else [(self.ignore_value,)]
         found = {v: index for index, values in enumerate([*raw, *ignored]) for v in values}
@@ -77,7 +77,7 @@ class Labels:
 def class_indices(
     array: npt.NDArray[np.integer[Any]], values: Sequence[int], classes: Sequence[int] = ()
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the class of each voxel: the place of its value in a list, or the class given there.
+    """Return the class of each voxel: the index of its value in a list, or the class given there.
 
     Values, ascending from 0, are searched for plane by plane, so time and memory do not depend on
     how large they are. Classes are uint8, or uint16 where there are more than 256. A VolumeError
@@ -102,18 +102,18 @@ def class_indices(
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredLabels:
-    """What is scored."""
+    """The labels and regions to score."""
 
     names: Mapping[Label, str] = field(default_factory=dict)
     """Names of labels and regions; values of no label and no region here are scored without."""
     ignore: int | None = None
-    """Value of the label maps whose voxels count nowhere; None: all of them count."""
+    """Value of voxels that are not scored; None: all are scored."""
     left_out: frozenset[int] = frozenset()
     """Values of the label maps that are background."""
 
     @classmethod
     def of(cls, labels: Labels) -> "ScoredLabels":
-        """Return what is scored of a data set, or of a network: its regions, or its labels."""
+        """Return the labels to score of a data set or network: its regions, or its labels."""
         left_out, *values = labels.raw_values or [(), *((v,) for v in labels.label_values[1:])]
         names = dict(zip(map(label_of, values), labels.label_names[1:], strict=True))
         if labels.regions:
@@ -121,10 +121,10 @@ class ScoredLabels:
         return cls(names=names, ignore=labels.ignore_value, left_out=frozenset(left_out))
 
     def among(self, values: Iterable[int]) -> list[Label]:
-        """Return what is scored in label maps that hold some values.
+        """Return the labels and regions to score in label maps with some values.
 
-        These are named labels and regions, in the order of their names, then values of none of
-        them, ascending.
+        Named labels and regions come first, in the order of their names, then unnamed values,
+        ascending.
         """
         there = set(values) - {BACKGROUND, self.ignore} - self.left_out
         named = [label for label in self.names if not there.isdisjoint(values_of(label))]

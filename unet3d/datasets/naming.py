@@ -31,7 +31,7 @@ IGNORE = "ignore"
 
 
 def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:
-    """Return the names of channels in a description, or else number the channels of its images."""
+    """Return the names of channels in a description; without names, number the channels."""
     given = tree.get("channel_names") or tree.get("modality")
     if not given:
         if not images:
@@ -49,7 +49,7 @@ def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -
 
 
 def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path]) -> Labels:
-    """Return the labels of a description, or else those that are found in label maps."""
+    """Return the labels of a description, or if it has none, the values in label maps."""
     given = tree.get("labels")
     if given is None:
         return _labels_found_in(label_maps, path)
@@ -112,7 +112,7 @@ def _values_of_labels(path: Path, given: Mapping[str, Any]) -> dict[str, tuple[i
 def _regions(
     path: Path, values_of: Mapping[str, tuple[int, ...]], order: Any
 ) -> tuple[Region, ...]:
-    """Return nnU-Net's regions, which may overlap; the order says what is written for each."""
+    """Return nnU-Net's regions, which may overlap; the order has the value written for each."""
     written = order if isinstance(order, list) else []
     known = {value for values in values_of.values() for value in values}
     if len(written) != len(values_of) or not all(type(v) is int and v in known for v in written):
@@ -172,16 +172,15 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
 
 
 LabelChoice = Mapping[str, Sequence[int | str]] | Sequence[int | str]
-"""New names and what each is made of, or the labels that keep their names; by name or by value."""
+"""New names with the labels merged to each, or labels that keep their names; by name or value."""
 
 Labelled = TypeVar("Labelled", bound=Labels)
 
 
 def with_labels(labels: Labelled, choice: LabelChoice) -> Labelled:
-    """Return the chosen labels alone, as ``data.labels`` has them; all others are background.
+    """Return only the labels chosen by ``data.labels``; all others are background.
 
-    A label that several are merged to has the lowest of their values, so that segmentations have
-    values of the data set.
+    A merged label has the lowest of its values, so segmentations have values of the data set.
     """
     name_of = dict(zip(labels.label_values, labels.label_names, strict=True))
     known: dict[str, tuple[int, ...]] = {name: (v,) for v, name in name_of.items() if v}
@@ -237,9 +236,9 @@ def with_labels(labels: Labelled, choice: LabelChoice) -> Labelled:
 
 
 def has_sides(names: Sequence[str]) -> bool:
-    """Tell whether a label is on the left or the right by its name, or by that of its partner.
+    """Tell whether the name of a label, or of its partner, says left or right.
 
-    So are ``left ventricle`` and ``LungLeft``, and ``kidney_l`` beside ``kidney_r``.
+    Examples: ``left ventricle``, ``LungLeft``, and ``kidney_l`` beside ``kidney_r``.
     """
     words = (re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name) for name in names)
     known = {" ".join(parts).lower() for parts in words}

@@ -27,7 +27,7 @@ from unet3d.terminal import counting
 logger = logging.getLogger(__name__)
 
 GENERATOR = 1
-"""Raised whenever the same seed gives another head, so that old data sets are not taken for new."""
+"""Raised whenever the same seed gives a different head, so that old data sets are recognised."""
 
 Array = npt.NDArray[np.float32]
 
@@ -42,7 +42,7 @@ MIN_VOXELS = 16
 """Voxels along each axis that a head needs."""
 
 SLAB_VOXELS = 1 << 21
-"""Voxels worked on at once, of 120 bytes each: a bound of the memory beyond the result."""
+"""Voxels computed at once, at 120 bytes each: limits the memory beyond the result."""
 
 # A FLAIR-like contrast. Fat is so bright that its blurred and shaded parts look like lesions.
 AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.95, 0.42, 0.08
@@ -57,7 +57,7 @@ LESION_DENT, LESION_REACH = 0.35, 2.2
 """How far, in radii, a lesion's surface departs from a sphere, and where its function ends."""
 
 SPLINE_STD = 0.479**1.5
-"""Standard deviation that a cubic B-spline of three variables leaves of its coefficients' 1."""
+"""Standard deviation of a cubic B-spline of three variables with coefficients of deviation 1."""
 
 
 def write_phantom_dataset(
@@ -112,7 +112,7 @@ def write_phantom_dataset(
 
 
 def _holds(folder: Path, description: dict[str, Any]) -> bool:
-    """Return whether a folder holds the data set; DatasetError where it holds anything else."""
+    """Return whether a folder holds the data set; DatasetError if it has other content."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
     with suppress(OSError, ValueError):
@@ -214,7 +214,7 @@ class _Head:
             (np.maximum(lesions, cortex), {0.0: LESION}),
             (ventricles, {0.0: FLUID}),
         ]
-        for function, levels in layers:  # inside its surface each replaces those before it
+        for function, levels in layers:  # inside its surface, each tissue replaces earlier ones
             slopes = (np.abs(np.gradient(function, axis=axis)) for axis in range(3))
             per_voxel = sum(slopes, start=np.full_like(function, 1e-6))  # corner to corner
             for level, intensity in levels.items():

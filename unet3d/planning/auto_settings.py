@@ -22,11 +22,11 @@ CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
     # Converges in fewer steps; the rate is higher than usual for the few that there are.
     ({"training.optimizer": "adamw", "training.learning_rate": 0.003}, "training.weight_decay"),
 )
-"""For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases. What the user sets
-of values that stand together, or of the setting behind them, keeps all of them out."""
+"""For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases. A group of values
+is used only if the user sets none of them, nor the setting named with the group."""
 
 NETWORK = "model.base_channels"
-"""The one setting among these that comes with a network to begin with."""
+"""The one setting among these that follows from ``training.init``."""
 
 RATE_DIVISOR_OF_INIT = 10
 """Divides the learning rate in a run with ``training.init``: the rate for random weights would

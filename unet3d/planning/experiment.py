@@ -37,11 +37,10 @@ class Experiment:
     """A network and the data it is trained on."""
 
     config: Config
-    """The settings, with every choice that follows from the data written out."""
+    """The settings, with all choices that depend on the data made."""
     preprocessing: Preprocessing
     network: NetworkPlan
-    """The network, with the patch size, or all sizes that whole volumes have, also those for
-    validation."""
+    """The network, with the patch size, or all sizes of whole volumes, including validation."""
     training: tuple[PreparedCase, ...]
     validation: tuple[PreparedCase, ...]
     validation_files: tuple[Case, ...]
@@ -112,7 +111,7 @@ def plan_experiment(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, geometries)
-    # Before the cases are prepared: what cannot be trained is refused without it.
+    # Before the cases are prepared, so that impossible settings are refused early.
     network = plan_fingerprint(
         config,
         fingerprint,

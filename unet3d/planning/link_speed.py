@@ -19,7 +19,7 @@ from unet3d.distributed.commands import import_variables
 logger = logging.getLogger(__name__)
 
 COPY_BYTES = 2**27
-"""So many that the start of a copy hardly counts at 400 GB/s; at 10 GB/s it takes 13 ms."""
+"""Large enough to hide launch latency at 400 GB/s; at 10 GB/s it takes 13 ms."""
 NUM_COPIES = 5
 LIMIT_SECONDS = 60.0
 """Time for the process, of which loading PyTorch takes nearly all."""
@@ -66,7 +66,7 @@ def time_copies(gpus: Sequence[torch.device]) -> float:
     received = [torch.empty_like(one) for one in sent]
     streams = [torch.cuda.Stream(gpu) for gpu in gpus]  # type: ignore[no-untyped-call]
     times = []
-    for _ in range(1 + NUM_COPIES):  # the first one prepares the way
+    for _ in range(1 + NUM_COPIES):  # the first copy sets up the connection
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
         began = time.perf_counter()

@@ -1,7 +1,7 @@
 """The memory of each device in a training run, predicted before it starts.
 
 The step that is counted is the real one: the real network, executor and optimizer, on fake tensors
-(see :mod:`unet3d.memory.allocations`). So no table of constants here could grow stale.
+(see :mod:`unet3d.memory.allocations`). So there is no table of constants to maintain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ class Step:
     layout: Layout
     """Devices (which need not exist), cuts, micro-batches and autocast."""
     size: Shape
-    """Voxels of a patch along X, Y, Z; multiples of the total stride. Of the whole one, where it is
-    divided over shards."""
+    """Voxels of a patch along X, Y, Z; multiples of the total stride. With shards, of the whole
+    patch."""
     batch_size: int
     settings: TrainingSettings
     """The optimizer and the loss."""
@@ -56,7 +56,7 @@ class Step:
     augmentation: DeviceAugmentation | None = None
     """What makes the batches on the first GPU; None: they come from the host."""
     regions: Regions = ()
-    """What the network segments instead of classes, as :attr:`SegmentationLoss.regions`."""
+    """Regions segmented instead of classes, as :attr:`SegmentationLoss.regions`."""
 
     @property
     def loss(self) -> SegmentationLoss:
@@ -87,7 +87,7 @@ class Step:
 
     @property
     def kind(self) -> tuple[int, int]:
-        """All that the memory of a shard depends on: its planes, and how many neighbours it has."""
+        """What determines a shard's memory: its planes and its number of neighbours."""
         layout = self.layout
         return self.own_size[0], (layout.shard > 0) + (layout.shard < layout.num_shards - 1)
 
@@ -221,7 +221,7 @@ def empty_batch(step: Step, executor: Executor) -> list[Tensor]:
 
 
 class _Meter(MemoryMeter):
-    """Also tells the recorder what it cannot see."""
+    """Also tells the recorder about resized tensors, which it cannot see."""
 
     def __init__(self, slots: Sequence[Slot], module: UNet3d, recorder: AllocationRecorder) -> None:
         super().__init__(slots, module)

@@ -25,14 +25,14 @@ from unet3d.planning.step_size import MIN_BATCH, plan_batch, plan_patch
 from unet3d.preparation.preprocess import Fingerprint, plan_preprocessing
 
 PREPARED_BYTES = 2
-"""What a voxel of a prepared image takes where none is there to ask: float16."""
+"""Bytes per voxel of a prepared image, if none exists yet: float16."""
 
 REFERENCE = ParallelDims(mode="none", replicas=((torch.device("cuda", 0),),), num_replicas=1)
-"""The GPU that patch and batch are planned for; it need not be there."""
+"""The GPU that patch and batch are planned for; it need not exist."""
 
 BATCH_DICE_SHARE = 0.25
-"""Share of the median volume's voxels below which a patch is a part of it that may well lack a
-class; nnU-Net then takes its batch Dice too (Isensee et al., Nature Methods 18, 2021)."""
+"""Share of the median volume below which a patch often lacks a class; nnU-Net then uses batch Dice,
+too (Isensee et al., Nature Methods 18, 2021)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ class NetworkPlan:
     """Voxels of a patch along X, Y, Z, multiples of the total stride; or all sizes that whole
     volumes have, padded to such."""
     volume: tuple[Shape, Spacing]
-    """Shape and spacing of a volume, once prepared: of the median one, or the largest where whole
-    ones are trained on."""
+    """Shape and spacing of the median prepared volume, or of the largest if training on whole
+    volumes."""
     batch_size: int
     """Patches in a step, of all replicas together."""
     regions: Regions
-    """What it segments instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""
+    """Regions segmented instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""
     limits: str | None = field(default=None, compare=False)
-    """Why patch and batch are as large as they are, in a line; None: the settings name both."""
+    """One line on what limits patch and batch; None: the settings name both."""
 
     @property
     def size(self) -> Shape:
@@ -104,10 +104,10 @@ def plan_without_data(
 ) -> NetworkPlan:
     """Choose patch, batch and network without preparing a case.
 
-    Of a data set headers are read, and once, where images are not zero.
-    If only a shape is given, one channel, three classes and the spacing of the settings, or 1 mm,
-    are assumed. ``num_replicas`` share a batch; one that is open has a patch for each micro-batch
-    of each of them. An ``architecture`` to begin with is taken as it is.
+    Only headers of a data set are read, and once the nonzero boxes of its images. If only a shape
+    is given, one channel, three classes and the spacing of the settings, or 1 mm, are assumed.
+    ``num_replicas`` share a batch; one that is open has a patch for each micro-batch of each of
+    them. An ``architecture`` to begin with is taken as it is.
     """
     data, num_channels = config.data, 1
     regions: Regions = ()
@@ -222,7 +222,7 @@ def plan_fingerprint(
         precision = "bfloat16" if training.precision == "auto" else training.precision
         network = made(topology=topology, sizes=frozenset([size]), batch_size=batch_size)
         step = network.step(config, REFERENCE, precision)
-        # What a capture takes beside changes no patch.
+        # The additional memory of captured graphs changes no patch.
         layout = replace(step.layout, cuts=None, captures=False)
         (needed,) = predict_memory(replace(step, layout=layout)).needed_bytes().values()
         return needed

@@ -45,9 +45,9 @@ class PlacementOption:
     link: float | None
     """The speed of the link between its GPUs, as :func:`measure_link` returns it."""
     seconds: float | None
-    """How long a step takes; None: that is not known without measuring."""
+    """Time of a step; None: unknown without measuring."""
     is_measured: bool = False
-    """Whether that was measured, not predicted."""
+    """Whether the time was measured, not predicted."""
 
     @cached_property
     def prediction(self) -> MemoryEstimate:

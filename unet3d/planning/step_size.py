@@ -21,7 +21,7 @@ from unet3d.patches.patches import padded_shape
 from unet3d.planning.memory_estimate import GIB, MemoryEstimate, Step, predict_memory
 
 GPU_SHARE = 0.9
-"""Of a GPU's memory, what a step is planned to take at most."""
+"""Largest share of a GPU's memory that a step is planned for."""
 START_VOXELS = 256**3
 """Volume of the cube in mm that the patch begins as, as in nnU-Net; doubled while that fits."""
 MIN_BATCH = 2
@@ -34,7 +34,7 @@ MIN_EDGE = 8
 MAX_SHARE = 0.05
 """Voxels of a planned batch, as a share of those of all cases, as in nnU-Net."""
 MAX_EDGE = 2**14
-"""Voxels along an axis above which no patch is looked for: no device holds so many."""
+"""Most voxels of a patch along an axis: more than any device can hold."""
 
 
 def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:

@@ -30,24 +30,23 @@ LONG_SECONDS = 12 * 3600
 """A warning is shown if a training run on a CPU is predicted to take longer."""
 
 NORM_PASSES = 8
-"""How often a normalisation with its activation goes through its map: three times forward, five
-times backward."""
+"""Passes of a normalisation with its activation over its map: three forward, five backward."""
 SLAB_FACTOR = 1.05
-"""What a block of a divided level takes longer than its share, for the planes beside the slab; with
-it 39.1, 123.4 and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 4 %
+"""Factor of a block's time at a divided level, for the planes beside the slab; with it, 39.1, 123.4
+and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 4 %
 (``benchmarks/results/spatial-2026-11-23.json``)."""
 LEVEL_FACTOR = 4 / 3
-"""What the encoder takes with ``memory.recompute=level``: forward a second time."""
+"""Factor of the encoder's work with ``memory.recompute=level``: a second forward pass."""
 OFFLOAD_FACTOR = 1.9
 """What a step takes with ``memory.offload=skips``, by count of bytes: at 256^3 skips are 1.33 GiB,
 which a link of 45 GB/s carries to the host and back in 64 ms, beside the 72.5 of a step."""
 BATCH_DICE_FACTOR = 4 / 3
-"""What micro-batches take with ``training.batch_dice``: forward a second time."""
+"""Factor of the work of micro-batches with ``training.batch_dice``: a second forward pass."""
 BESIDE_SECONDS = 36e-6
-"""What a normalisation of a slab takes on a GPU besides its messages, in small kernels for the
-planes of its neighbours: four, three times, at 3 us each as in a captured step."""
+"""Seconds for the small kernels of a slab's normalisation on a GPU, for the planes of its
+neighbours: three times four kernels of 3 us each, as in a captured step."""
 SUM_BYTES = 4
-"""Of a number that is summed over ranks: float32."""
+"""Bytes of a number that is summed over ranks: float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +54,11 @@ class Rates:
     """Rates of a device in the steps of a network."""
 
     operations_per_second: float
-    """Multiplications and additions of convolutions."""
+    """Multiplications and additions of convolutions per second."""
     bytes_per_second: float
-    """Of maps that are read and written."""
+    """Bytes of maps read and written per second."""
     step_seconds: float
-    """What a step of any size takes besides."""
+    """Constant seconds of any step."""
 
 
 H200 = Rates(operations_per_second=657e12, bytes_per_second=6.56e12, step_seconds=1.5e-3)
@@ -80,7 +79,7 @@ CPU_FLOAT32_OPERATIONS = 300e9
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """How fast the devices of one machine tell one another something."""
+    """Latency and bandwidth between the devices of one machine."""
 
     latency_seconds: float
     """Of any message."""
@@ -88,8 +87,8 @@ class Links:
     """Bytes a second to a neighbour, while as many come from there, and of maps that are
     gathered."""
     sums_per_second: float
-    """Bytes a second that go through a device in a sum over all: twice those that are summed, less
-    the share of one."""
+    """Bytes per second through a device in an all-reduce, which sends 2 (n - 1) / n times the
+    summed bytes."""
 
     def exchange(self, num_bytes: float) -> float:
         """Return the seconds of exchanging a plane between neighbours, by its bytes."""
@@ -127,7 +126,7 @@ class BlockWork:
     """What it reads and writes."""
 
     def seconds(self, rates: Rates) -> float:
-        """Return what the block takes at these rates."""
+        """Return the block's time at these rates."""
         moving = self.moved_bytes / rates.bytes_per_second
         return self.num_operations / rates.operations_per_second + moving
 
@@ -205,7 +204,7 @@ def rates_of(step: Step, device: torch.device, num_sharing: int = 1) -> Rates:
 
 
 def links_between(on_cpu: bool, captured: bool, copied_per_second: float | None = None) -> Links:
-    """Return how fast the devices of one machine tell one another something.
+    """Return latency and bandwidth between the devices of one machine.
 
     No message between GPUs is faster than simultaneous copies to and from a neighbour,
     ``copied_per_second``; if that is unknown, NVLink is assumed.

@@ -201,7 +201,7 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
     for option in timed_options(config, network, dict.fromkeys(found), memory, link):
         dims = option.dims
         counts = [config.training.num_micro_batches]
-        # Several processes start anew for each, which takes long.
+        # Several processes start again for each setting, which takes long.
         if dims.mode in ("none", "model"):
             counts = micro_batch_counts(config, dims.share_of(network.batch_size))
         every: list[tuple[int, ...] | None] = [None]

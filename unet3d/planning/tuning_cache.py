@@ -35,7 +35,7 @@ class TunedConfig:
 
 
 def describe(step: Step) -> dict[str, Any]:
-    """Return all that the time of a step depends on, except cuts and micro-batches."""
+    """Return the properties that determine the time of a step, except cuts and micro-batches."""
     layout, settings = step.layout, step.settings
     return {
         "topology": step.topology.to_dict(),
@@ -93,11 +93,11 @@ def recall_tuned(config: Config, step: Step) -> TunedConfig | None:
 
 
 def resolve_auto(config: Config, step: Step) -> Config:
-    """Return the settings with what they leave open of cuts and micro-batches filled in.
+    """Return the settings with open cuts and micro-batches filled in.
 
-    A measured choice is taken where the settings name neither micro-batches nor cuts; a setting
-    always wins over it, and then the other one has its plain default where it is open.
-    What is returned leaves nothing open: a run that records it can be repeated.
+    A measured choice is used only if the settings name neither micro-batches nor cuts. If they name
+    one of the two, the other gets its default. The result has no open cuts or micro-batches, so a
+    run that records it can be repeated.
     """
     training, parallel = config.training, config.parallel
     num_micro_batches, cuts = training.num_micro_batches, parallel.cuts

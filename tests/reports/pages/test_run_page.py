@@ -100,7 +100,7 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
     assert "Not finished: 4 of 4 epochs are done." in text
     assert "Dice of the validation in epoch 4" in text
     assert page.cells("tumour") == ["tumour", "0.250"]
-    assert "No memory was measured yet." in text and "Pictures" not in text
+    assert "Memory has not been measured yet." in text and "Pictures" not in text
 
 
 @pytest.mark.parametrize("kept", ["data.json", "config.yaml", "metrics.jsonl"])
