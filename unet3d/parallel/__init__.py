@@ -1,11 +1,11 @@
 """Spreading one network over devices.
 
 ``device_groups`` names devices and divides them over processes, ``placement`` states the result,
-``precision`` gives their number type. ``step`` trains on one device; ``pipeline`` drives the
-``stages`` that ``partition`` makes, and ``mail`` carries tensors between them. ``executor`` gives
-either its micro-batches, ``exchange`` averages the gradients of ranks, and ``graph`` decides when a
-step is captured. ``spatial`` divides volumes instead of the network;
-``data_parallel`` is ``nn.DataParallel``.
+``precision`` chooses their number type. ``step`` trains on one device; ``pipeline`` drives the
+``stages`` that ``partition`` makes, and ``mail`` carries tensors between them. ``executor`` feeds
+micro-batches to either, ``exchange`` averages the gradients of ranks, and ``graph`` decides when a
+step is captured. ``spatial`` divides volumes instead of the network; ``data_parallel`` is
+``nn.DataParallel``.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
         network: Any list of blocks, such as :class:`~unet3d.model.UNet3d`; its parameters are
             moved.
         layout: Devices, cuts, micro-batches and precision.
-        group: The ranks that train copies of it together; None: this process alone.
+        group: The ranks that train copies of the network; None: this process alone.
 
     Raises:
         DeviceError: There are more devices than blocks, or the cuts do not fit them.

@@ -18,7 +18,7 @@ class DataParallelExecutor:
     """Copies of a network in threads; see :class:`~unet3d.parallel.Executor`.
 
     The network stays on the first device and is copied to the others in every forward pass; the
-    logits are gathered on the output device, where the loss of the whole batch is taken.
+    output device gathers the logits and computes the loss of the whole batch.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class DataParallelExecutor:
         output_device: torch.device | None,
         autocast: torch.dtype | None,
     ) -> None:
-        """Move the network to the first device, which is also the output device if it is None."""
+        """Move the network to the first device, which is also the default output device."""
         if not module.samples_are_independent:
             raise ConfigError(
                 f"batch normalisation with {len(devices)} replicas would take its statistics from "
                 "portions of the batch; use model.norm=instance"
             )
-        # cuDNN remembers its fastest algorithms per thread, and these are new in every step.
+        # cuDNN caches its fastest algorithms per thread, and each step starts new threads.
         torch.backends.cudnn.benchmark = False
         computed_in = autocast or next(iter(module.parameters())).dtype
         layout = memory_format(devices[0], computed_in)
@@ -83,7 +83,7 @@ class DataParallelExecutor:
 
 
 class _Lowered(nn.Module):
-    """The network in lower precision: entered in each replica's own thread, as autocast must be."""
+    """The network in lower precision; autocast must be entered in each replica's own thread."""
 
     def __init__(self, executor: DataParallelExecutor, autocast: torch.dtype | None) -> None:
         super().__init__()

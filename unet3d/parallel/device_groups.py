@@ -1,4 +1,4 @@
-"""Which devices there are, settings name or imply, how groups share them, and what is refused."""
+"""The devices that exist, those that settings name or imply, and their division over processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Machine:
     num_gpus: int
     """CUDA GPUs, numbered from 0."""
     is_real: bool = True
-    """Whether missing devices are refused; a plan may be for another machine."""
+    """Whether missing devices are an error; a plan may be for another machine."""
     description: str = "the described machine"
     """Its devices as a phrase, for errors."""
 
@@ -48,7 +48,7 @@ class Machine:
 
 
 def default_names(settings: ParallelSettings, machine: Machine) -> tuple[str, ...]:
-    """Return the devices that settings imply where they name none."""
+    """Return the default devices of settings that name none."""
     count, mode = machine.num_gpus, settings.mode
     if mode in ("auto", "none"):
         return ("0",) if count else ("cpu",)
@@ -65,14 +65,14 @@ def default_names(settings: ParallelSettings, machine: Machine) -> tuple[str, ..
 
 
 def names_of_ranks(mode: str, machine: Machine, num_ranks: int) -> tuple[str, ...]:
-    """Return the devices that the ranks of a machine have where none are named."""
+    """Return the default devices of the ranks of a machine."""
     per_rank = max(2, machine.num_gpus // num_ranks) if mode == "model" else 1
     count = num_ranks * per_rank
     return tuple(map(str, range(count))) if machine.num_gpus else ("cpu",) * count
 
 
 def divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]:
-    """Divide devices in their order over processes; no GPU may be of two, which NCCL refuses."""
+    """Divide devices in order over processes; NCCL refuses a GPU that two processes share."""
     size, rest = divmod(len(devices), num_groups)
     named = listed(devices)
     if rest or not size:

@@ -1,8 +1,8 @@
 """The gradients of ranks that train one network: the mean over all of them, in every mode.
 
-The gradients of a stage are copied to a few pieces of memory, each of which one message averages;
-they lie there until they are cleared. A replica on one GPU, or on another machine than the next,
-sends each piece as soon as its gradients are complete, while backward goes on::
+The gradients of a stage are copied to a few pieces of memory, and stay there until they are
+cleared. One message averages each piece. With one GPU per replica, or on several machines, each
+piece is sent as soon as its gradients are complete, while backward goes on::
 
     stage 1   .. F0 B0 F1 B1 F2 B2 ┬─ pieces ─┐
     stage 0   F0 F1 .. B0 F2 B1 .. B2 ┬─ pieces ─┐  step
@@ -10,9 +10,9 @@ sends each piece as soon as its gradients are complete, while backward goes on::
 The messages of a step on one device are part of its CUDA graph. Ranks that capture and ranks that
 launch send the same messages in the same order, so they need not agree.
 
-Nothing overlaps where devices share volumes: their backward exchanges planes, and two of NCCL's
-communicators that are at work in one process at a time can wait for one another for ever. There a
-stage has one piece, and so has one of a pipeline on one machine.
+If devices share volumes, nothing overlaps: their backward exchanges planes, and two NCCL
+communicators that run at the same time in one process can deadlock. There a stage has one piece, as
+has each stage of a pipeline on one machine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,17 +34,17 @@ from unet3d.parallel.spatial.shard import GroupMessages, NoMessages
 from unet3d.torch_private import copy_all
 
 PIECE_BYTES = 25 * 2**20
-"""Of gradients that are sent together while backward goes on, the size of DDP's buckets."""
+"""Size of a piece that is sent while backward goes on, that of DDP's buckets."""
 
 
 class NoExchange:
-    """What is done with a step's gradients besides computing them: nothing, for a single rank."""
+    """No-op exchange of gradients, for a single rank."""
 
     num_replicas = 1
-    """Over how many replicas the gradients are averaged."""
+    """Number of replicas that the gradients are averaged over."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """Return sums over all replicas, without a graph; each of them calls it in a step.
+        """Return sums over all replicas, without a graph; all replicas call it in each step.
 
         The sums have one shape everywhere, and are on the device of the loss.
         """
@@ -55,9 +55,9 @@ class NoExchange:
         return nullcontext()
 
     def averaging(self) -> AbstractContextManager[None]:
-        """Return a context whose end averages the gradients that the stages have then.
+        """Return a context that averages the gradients of the stages when it ends.
 
-        Their modules may have aliases of their parameters meanwhile, as in a capture.
+        Inside, as in a capture, aliases may replace the parameters of the modules.
         """
         return nullcontext()
 
@@ -76,18 +76,18 @@ class _Piece:
     stage: Stage
     parameters: list[Tensor]
     missing: set[Tensor]
-    """Whose gradients are not complete yet."""
+    """Parameters whose gradients are not complete yet."""
     flat: Tensor | None = None
-    """The gradients, once they are on their way."""
+    """The gradients, once their message is queued."""
     work: Any = None
 
 
 class FlatExchange(NoExchange):
     """The mean over all ranks.
 
-    Where a rank's samples are another share of the batch than its neighbour's, the weight of its
-    loss must say so (see :attr:`unet3d.patches.patches.Batch.weight`). The loss that an executor
-    returns is that of its own samples, unless it is one of the batch as one.
+    If ranks have different numbers of samples, the weights of their losses must correct for it (see
+    :attr:`unet3d.patches.patches.Batch.weight`). An executor returns the loss of its own samples,
+    except for a loss of the whole batch.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class FlatExchange(NoExchange):
         num_shards: int = 1,
         messages: NoMessages | None = None,
     ) -> None:
-        """Connect the ranks and copy the first one's parameters; all of them call it.
+        """Connect the ranks and copy the first one's parameters; all ranks call it.
 
-        A replica is ``num_shards`` ranks, one after the other, which have ``messages`` between them
-        (None: those of the group). Without a group memory is predicted, and there is nobody.
+        A replica is ``num_shards`` consecutive ranks, which exchange ``messages`` (None: those of
+        the group). Without a group no messages are sent, for predicting memory.
         """
         self._num_ranks = 1 if group is None else group.size
         self._num_shards = num_shards
@@ -111,13 +111,13 @@ class FlatExchange(NoExchange):
         several_machines = group is not None and group.ranks.local_world_size < group.size
         one_gpu = len(stages) == 1 and is_gpu(stages[0].slot.device)
         self._overlaps = num_shards == 1 and (several_machines or one_gpu)
-        # The last stage first, which ends first; the same order in all ranks.
+        # The last stage comes first, because its backward ends first.
         self._stages = stages[::-1]
         self._hooks: list[RemovableHandle] = []
         self._pieces: list[_Piece] = []
-        """In a step, in the order in which they are sent."""
+        """The pieces of a step, in the order in which they are sent."""
         self._groups: dict[int, dist.ProcessGroup] = {}
-        """What moves the tensors of each stage, by its index."""
+        """The group that exchanges the tensors of each stage, by its index."""
         self.messages = messages or NoMessages()
         if group is not None:
             with self.errors():
@@ -139,7 +139,7 @@ class FlatExchange(NoExchange):
             self.messages = GroupMessages(own)
         for stage in self._stages:
             for tensor in _tensors_of(stage):
-                # A kernel may be stored channels-last, and a message wants it contiguous.
+                # A kernel may be stored channels-last, but a message must be contiguous.
                 value = tensor.detach().contiguous()
                 dist.broadcast(value, 0, group=self._groups[stage.slot.index])
                 tensor.detach().copy_(value)
@@ -163,7 +163,7 @@ class FlatExchange(NoExchange):
                 if piece.work is not None:
                     piece.work.wait()
                 if piece.flat is not None and piece.flat.device.type != "cuda":
-                    piece.flat /= self._num_ranks  # gloo knows no mean
+                    piece.flat /= self._num_ranks  # gloo has no mean
         finally:
             for hook in self._hooks:
                 hook.remove()
@@ -171,9 +171,9 @@ class FlatExchange(NoExchange):
             self._pieces.clear()
 
     def total(self, sums: Tensor) -> Tensor:
-        """Add up over the replicas; see :class:`NoExchange`.
+        """Return sums over all replicas; see :class:`NoExchange`.
 
-        Of shards, the sums are those of the replica's volumes, the same in all of them.
+        All shards of a replica pass the same sums, over the replica's whole volumes.
         """
         if not self._groups:
             return sums
@@ -182,7 +182,7 @@ class FlatExchange(NoExchange):
         return total / self._num_shards
 
     def before_last_backward(self, stage: Stage) -> None:
-        """Have pieces sent as they are complete, if they are; see :class:`NoExchange`."""
+        """Send each piece when it is complete, if pieces overlap; see :class:`NoExchange`."""
         for piece in self._pieces if self._overlaps else ():
             if piece.stage is stage:
                 for parameter in piece.parameters:
@@ -191,15 +191,15 @@ class FlatExchange(NoExchange):
                     self._hooks.append(hook)
 
     def all_agree(self, wish: bool) -> bool:
-        """Return whether all shards of the replica wish it: their messages are part of the step.
+        """Return whether all shards, whose messages are part of the step, wish to capture it.
 
-        Other replicas may have other numbers of samples, and so capture other steps; the same
-        messages go out, whether a step is captured or not.
+        Replicas may have different numbers of samples, and so capture different steps. A captured
+        step sends the same messages as a launched one.
         """
         if type(self.messages) is NoMessages:
             return wish
         with self.errors():
-            with self.watching():  # not in the next line, which waits for the others
+            with self.watching():  # not in the next line, which waits for all ranks
                 number = torch.tensor([float(wish)], device=self._stages[0].slot.device)
                 self.messages.sum(number)
             return int(number.item()) == self._num_shards
@@ -210,7 +210,7 @@ class FlatExchange(NoExchange):
         return [_Piece(stage=stage, parameters=part, missing=set(part)) for part in parts if part]
 
     def _note(self, piece: _Piece, parameter: Tensor) -> None:
-        """Send the pieces that are complete, in their order, which is that of all ranks."""
+        """Send complete pieces, in an order that is the same in all ranks."""
         piece.missing.discard(parameter)
         for one in self._pieces:
             if one.missing:
@@ -255,13 +255,13 @@ def _check_kinds(stages: Sequence[Stage], group: Group) -> None:
 
 
 def _tensors_of(stage: Stage) -> list[Tensor]:
-    """Return parameters and buffers of a stage, each once."""
+    """Return the parameters and buffers of a stage without duplicates."""
     modules = [block.module for block in stage.blocks]
     return list(dict.fromkeys(t for one in modules for t in (*one.parameters(), *one.buffers())))
 
 
 def _divided(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
-    """Return tensors in groups of about so many bytes, in their order."""
+    """Return tensors in groups of about ``most_bytes``, in order."""
     groups: list[list[Tensor]] = []
     held = most_bytes
     for tensor in tensors:
@@ -274,10 +274,10 @@ def _divided(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
 
 
 def _with_strides_of(other: Tensor, x: Tensor) -> Tensor:
-    """View a tensor with another's strides where these mean the same.
+    """View a tensor with another's strides where both address the same memory.
 
-    Along an axis of length one a stride means nothing. But PyTorch compares it, and copies all
-    tensors one by one if one differs.
+    The stride of an axis of length one has no effect. But PyTorch compares it, and copies all
+    tensors one by one if one stride differs.
     """
     strides = zip(x.shape, x.stride(), other.stride(), strict=True)
     if all(size == 1 or own == wanted for size, own, wanted in strides):

@@ -106,7 +106,7 @@ class NetworkExecutor:
         """Move each stage's parameters, all of one type, to its device.
 
         ``exchange`` creates the exchange of gradients between ranks (None: there is one rank);
-        ``max_captured`` is :class:`StepCapture`'s.
+        ``max_captured`` is ``max_elements`` of :class:`StepCapture`.
         """
         if layout.num_micro_batches > 1 and not module.samples_are_independent:
             raise ConfigError(
@@ -128,7 +128,7 @@ class NetworkExecutor:
         self.observer = Observer()
         self.num_micro_batches = layout.num_micro_batches
         offloads = layout.offload == "skips"
-        own = weakref.proxy(self)  # a circle would keep process groups after they are gone
+        own = weakref.proxy(self)  # no reference cycle, which would keep process groups alive
         placed = [
             PlacedBlocks(
                 stage,
@@ -179,7 +179,7 @@ class NetworkExecutor:
                         loss = captured.replay(batch)
                         for gradients in captured.gradients:
                             for parameter, own in gradients.items():
-                                # The next replay overwrites it. Stages may share a parameter.
+                                # The next replay overwrites it; stages may share it.
                                 others = parameter.grad
                                 parameter.grad = own if others is None else others.add_(own)
                         return loss
@@ -209,7 +209,7 @@ class NetworkExecutor:
         ]
 
     def _sums(self, batch: Sequence[MicroBatch]) -> Tensor:
-        """Return the sums of a loss over all micro-batches, which pass forward for that."""
+        """Return the sums of a loss over all micro-batches, from an extra forward pass."""
         if has_dropout(self.module.modules()):
             raise ConfigError(
                 "a loss of the whole batch, such as batch Dice, runs micro-batches forward twice, "

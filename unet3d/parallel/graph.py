@@ -1,4 +1,4 @@
-"""CUDA graphs: what a device launches for a step, captured once and replayed in one call.
+"""CUDA graphs: the launches of a step on one device, captured once and replayed in one call.
 
 For small volumes Python takes longer to launch the thousands of kernels of a step than a GPU takes
 to run them. All graphs of a step on a GPU share one pool of memory: while one is captured, memory
@@ -25,16 +25,16 @@ from unet3d.torch_private import free_cublas_workspaces
 logger = logging.getLogger(__name__)
 
 ERROR_MODE = "thread_local"
-"""Other threads, such as those that watch over NCCL, may call CUDA meanwhile."""
+"""Other threads, such as NCCL's watchdog, may call CUDA during a capture."""
 
 NUM_WARM_UP_STEPS = 3
 """Steps of one shape in a row before a capture; they compile kernels and choose algorithms."""
 MAX_ELEMENTS = 2**23
 """Most elements of a micro-batch's image; above, the GPUs are slower than Python."""
 MAX_MICRO_BATCHES = 64
-"""Most micro-batches, because those of a pipeline have graphs of their own, which take time."""
+"""Most micro-batches: in a pipeline each has its own graphs, which take time to capture."""
 MAX_SHARE = 0.45
-"""Share of the memory that this process can have on a GPU that launched steps may have reserved: a
+"""Largest share of a GPU's memory for this process that launched steps may have reserved: a
 captured step takes as much, and a smaller last batch is launched beside it."""
 
 Gradients = dict[Tensor, Tensor]
@@ -88,7 +88,7 @@ class GraphPool:
 
 
 class FakePool(GraphPool):
-    """Stands for the graphs of a GPU that is not here, to count the memory that a capture takes."""
+    """Fake graphs of an absent GPU, to count the memory that a capture takes."""
 
     def __init__(self, device: torch.device) -> None:
         one = torch.ones(1, 1, device=device)
@@ -104,7 +104,7 @@ class FakePool(GraphPool):
         return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Do nothing around what a GPU does."""
+        """Return a no-op context."""
         return nullcontext()
 
 
@@ -157,9 +157,9 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def release_streams() -> None:
-    """Release the streams of captures and cuBLAS's workspaces for them; no captured step is left.
+    """Release the capture streams and their cuBLAS workspaces; no captured step may be left.
 
-    What is measured next then finds the GPUs as a new process would.
+    The next measurement then finds the GPUs in the state of a new process.
     """
     _capture_stream.cache_clear()
     free_cublas_workspaces()
@@ -179,9 +179,9 @@ def give_cached_memory_back(devices: Iterable[torch.device]) -> None:
 def aliased(stage: Stage) -> Iterator[Gradients]:
     """Replace a stage's parameters by aliases in the context; collect the gradients of these.
 
-    So a capture calls no hook of the parameters, nor any that autograd keeps for them in another
-    stream. An alias takes the first gradient that reaches it as its own, so nothing has to be
-    cleared first, nor added. The gradients are there when the context ends.
+    So a capture calls neither hooks of the parameters nor autograd's own hooks in another stream.
+    An alias adopts its first gradient, so gradients need neither clearing nor adding. They are
+    complete when the context ends.
     """
     gradients: Gradients = {}
     owned = [
@@ -190,7 +190,7 @@ def aliased(stage: Stage) -> Iterator[Gradients]:
         for module in block.module.modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    aliases: dict[Tensor, nn.Parameter] = {}  # one for each, though it may have several names
+    aliases: dict[Tensor, nn.Parameter] = {}  # one per parameter, which may have several names
     for module, name, parameter in owned:
         if parameter not in aliases:
             aliases[parameter] = nn.Parameter(
@@ -209,17 +209,17 @@ class Captured(Protocol):
     """A captured step of one shape."""
 
     gradients: list[Gradients]
-    """Of the parameters of each stage; replays overwrite them."""
+    """Gradients of the parameters of each stage; replays overwrite them."""
     averages: bool
-    """Whether a replay averages them over ranks."""
+    """Whether a replay averages the gradients over ranks."""
 
     def replay(self, batch: Any) -> Any:
-        """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""
+        """Run the step, write its gradients to :attr:`gradients`, and return its loss."""
         ...
 
 
 class StepCapture:
-    """Decides when a step is captured, and keeps the one that was captured last."""
+    """Decides when a step is captured, and keeps the last captured step."""
 
     def __init__(
         self,
@@ -230,8 +230,8 @@ class StepCapture:
     ) -> None:
         """Begin with nothing captured; ``capture`` captures the step of a batch.
 
-        ``all_agree`` returns whether all processes whose messages are part of a step have a wish;
-        ``max_elements`` is the most of a micro-batch's image in place of ``MAX_ELEMENTS``.
+        ``all_agree`` returns whether all processes whose messages are part of a step wish to
+        capture. ``max_elements`` replaces ``MAX_ELEMENTS``.
         """
         self._max_elements = MAX_ELEMENTS if max_elements is None else max_elements
         self._capture = capture
@@ -284,7 +284,7 @@ class StepCapture:
             logger.debug("captured steps of %d micro-batches %s", len(batch), shape)
         except torch.OutOfMemoryError:
             logger.debug("no memory to capture steps of %d micro-batches %s", len(batch), shape)
-        except RuntimeError as error:  # such as of a loss that reads a value back to the host
+        except RuntimeError as error:  # such as a loss that reads a value back to the host
             logger.warning(
                 "steps of batches %s cannot be captured as CUDA graphs, so they run without "
                 "graphs: %s; %s=0 in the environment turns graphs off",
@@ -295,7 +295,7 @@ class StepCapture:
         return captured if self._all_agree(captured is not None) else None
 
     def _network_state(self) -> list[tuple[Any, ...]]:
-        """Return what a graph takes from the network as it was when it was captured."""
+        """Return the state of the network that a capture fixes in a graph."""
         if self._is_prediction:
             return []
         return [

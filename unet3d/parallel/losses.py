@@ -8,8 +8,8 @@ all parts add up to the gradient of the batch.
 
 Before the first backward, T must be known. Replicas with one micro-batch exchange their sums
 between forward and loss; in a captured step the message is part of the graph. Several micro-batches
-first run forward without gradients. This keeps no activations, so it needs no more memory, but the
-time of a forward pass, and such a step is not captured.
+first run forward without gradients. This keeps no activations, so it takes the time of a forward
+pass but no more memory. Such a step is not captured.
 """
 
 import functools
@@ -28,9 +28,9 @@ LossFunction = Callable[[Any, Tensor], Any]
 scalar as of :func:`torch.nn.functional.cross_entropy`, or a named tuple of scalars of which the
 ``total`` is minimised, such as :class:`~unet3d.model.loss.LossTerms`.
 
-A loss of the batch as one says so with ``joins_samples``; it has ``sums(logits, target)`` over the
-samples and ``from_sums`` of the whole batch, as :class:`~unet3d.model.loss.SegmentationLoss` has.
-Steps are only captured as CUDA graphs if it is the same object in each of them.
+A loss of the whole batch sets ``joins_samples`` and has ``sums(logits, target)`` over samples and
+``from_sums`` of the whole batch, like :class:`~unet3d.model.loss.SegmentationLoss`. Steps are only
+captured as CUDA graphs if it is the same object in each of them.
 """
 
 
@@ -54,7 +54,7 @@ def as_loss(returned: Any) -> Any:
 
 
 def weighted(loss: Any, weight: float) -> Any:
-    """Return new values of all terms times a weight, without their graph."""
+    """Return all terms times a weight, without a graph."""
     return type(loss)(*(term.detach() * weight for term in loss))
 
 
@@ -77,17 +77,17 @@ def joins_samples(loss_fn: LossFunction) -> bool:
 class PartOfBatch:
     """The loss of the whole batch as a function of the sums of one part.
 
-    Two are equal where their fields are, as captured steps ask.
+    Captured steps compare instances: they are equal if their fields are.
     """
 
     loss: Any
-    """A loss of the batch as one; see :data:`LossFunction`."""
+    """A loss of the whole batch; see :data:`LossFunction`."""
     exchange: NoExchange
-    """Adds up over replicas."""
+    """Adds up sums over replicas."""
     factor: float
-    """Of this replica's sums: 0 where its samples are no part of the batch."""
+    """Weight of this replica's sums; 0 if its samples do not count."""
     known: Tensor | None = None
-    """The sums over the batch; None: those of the part and of other replicas."""
+    """The sums over the batch; None: the sum of this part's and the other replicas'."""
 
     def total(self, own: Tensor) -> Tensor:
         """Return the sums over the batch from those over this replica's samples."""

@@ -27,14 +27,14 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.step import MicroBatch
 
 Reader = tuple[int | str, int]
-"""What reads a message: a stage's index, or ``loss``, and the micro-batch."""
+"""The reader of a message: a stage's index, or ``loss``, and the micro-batch."""
 
 
 class Arriving(Protocol):
     """A tensor on its way."""
 
     def wait(self) -> Tensor:
-        """Return it; work queued from now on its device's current stream sees it."""
+        """Return the tensor, for work that is queued from now on the device's current stream."""
         ...
 
 
@@ -53,7 +53,7 @@ class Mail:
         self._arriving: dict[tuple[Reader, str], list[Arriving]] = defaultdict(list)
 
     def inputs(self, stage: Stage, number: int) -> dict[str, Tensor]:
-        """Return a stage's inputs by name, on its device; those of other stages are taken out."""
+        """Return a stage's inputs by name, on its device; remove those sent by other stages."""
         reader = stage.slot.index, number
         return {
             name: self.image(stage, number) if name == "image" else self._take(reader, name)[0]
@@ -69,16 +69,16 @@ class Mail:
         return self._batch[number].target
 
     def logits(self, number: int) -> dict[str, Tensor]:
-        """Take out the network's results by name, on the last stage's device."""
+        """Remove and return the network's results by name, on the last stage's device."""
         return {name: self._take(("loss", number), name)[0] for name in self._results}
 
     def gradients(self, stage: Stage, number: int) -> dict[str, list[Tensor]]:
-        """Take out the gradients of a stage's outputs by name, on its device."""
+        """Remove and return the gradients of a stage's outputs by name, on its device."""
         reader = stage.slot.index, number
         return {name: self._take(reader, f"gradient of {name}") for name in stage.outputs}
 
     def send_on(self, stage: Stage, number: int, name: str, made: Tensor) -> None:
-        """Send what a stage has produced to the stages, and the loss, that read it."""
+        """Send an output of a stage to its readers: stages or the loss."""
         for later in self._stages[stage.slot.index + 1 :]:
             if name in later.inputs:
                 self._put((later.slot.index, number), name, made, later.slot.device)
@@ -86,7 +86,7 @@ class Mail:
             self._put(("loss", number), name, made, self._loss_device)
 
     def send_back(self, stage: Stage, number: int, name: str, gradient: Tensor) -> None:
-        """Send the gradient of what a stage, or the loss on it, has read to the producer."""
+        """Send the gradient of an input of a stage, or of the loss, to its producer."""
         maker = self._maker[name]
         self._put((maker.index, number), f"gradient of {name}", gradient, maker.device)
 
@@ -117,11 +117,12 @@ class Transfer:
             self._tensor = source.to(device)
 
     def wait(self) -> Tensor:
-        """Return the tensor; work queued from now on its device's current stream sees it."""
+        """Return the tensor, for work that is queued from now on the device's current stream."""
         if self._arrived is not None:
             stream = torch.cuda.current_stream(self._tensor.device)
             stream.wait_event(self._arrived)
-            # Its memory belongs to the copy stream, which must not reuse it before this reader.
+            # The memory belongs to the copy stream, which must not reuse it before it has been
+            # read.
             self._tensor.record_stream(stream)
         return self._tensor
 
@@ -129,7 +130,8 @@ class Transfer:
         sending, receiving = _copy_streams(source.device, device)
         sending.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(sending), torch.cuda.stream(receiving):
-            # PyTorch copies on the source's current stream and makes the target's wait for it.
+            # PyTorch copies on the source's current stream; the target's current stream waits for
+            # it.
             copy = torch.empty_like(source, device=device).copy_(source, non_blocking=True)
             self._arrived = receiving.record_event()
         # The allocator must not hand the source's memory out again before it has been read.
@@ -138,20 +140,20 @@ class Transfer:
 
 
 class Buffer:
-    """A place of fixed memory that tensors of one shape are sent to, one after another."""
+    """Memory at a fixed address, for tensors of one shape that are sent one after another."""
 
     def __init__(self, like: Tensor, device: torch.device) -> None:
-        """Allocate it on a device, with the shape, type and strides of what is sent."""
+        """Allocate it on a device, with the shape, type and strides of ``like``."""
         self.tensor = torch.empty_like(like, device=device)
         self._arrived: torch.cuda.Event | None = None
         self._released: torch.cuda.Event | None = None
-        self.release()  # what had this memory before may still be queued
+        self.release()  # work that used this memory before may still be queued
 
     def fill(self, source: Tensor) -> torch.cuda.Event | None:
-        """Start a copy, once work that is queued now has computed the source.
+        """Copy the source to the buffer, after the work that is queued now.
 
-        Returns an event after the source has been read; None where work that is queued later on its
-        device's current stream comes after the copy anyway.
+        Returns an event after the source has been read; None if the copy is on the current stream
+        of the source's device, so that later work follows it anyway.
         """
         target = self.tensor
         if not (source.is_cuda and target.is_cuda and source.device != target.device):
@@ -165,11 +167,11 @@ class Buffer:
             target.copy_(source, non_blocking=True)
             self._arrived = receiving.record_event()
             read: torch.cuda.Event = sending.record_event()
-        source.record_stream(sending)  # a batch may be let go of before it has been read
+        source.record_stream(sending)  # a batch may be freed before it has been read
         return read
 
     def wait(self) -> None:
-        """Make work that is queued from now on, on the current stream, see what was sent."""
+        """Make the current stream wait for the tensor that was sent."""
         if self._arrived is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self._arrived)
             self._arrived = None

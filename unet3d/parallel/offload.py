@@ -6,9 +6,9 @@
     backward   head ─ decoder.0.0 ─ ... ─ copy in ─ encoder.1.0 ─ decoder.0.skip ─ encoder.0.1
 
 Saved-tensor hooks such as ``torch.autograd.graph.save_on_cpu`` free nothing here: a skip is often
-recomputed (:mod:`unet3d.kernels.recompute`), and what it is recomputed from is held there too. So
-the memory itself is freed, and filled again underneath every tensor that shares it. The copies are
-work of the compute stream like any other: nothing overlaps with them, and nothing has to wait.
+recomputed (:mod:`unet3d.kernels.recompute`), which also keeps its source alive. So the storage
+itself is freed, and refilled for all tensors that share it. The copies run on the compute stream,
+so they neither overlap with other work nor need synchronisation.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ def skip_names(blocks: Sequence[Block]) -> frozenset[str]:
 
 
 class SkipOffload:
-    """Offloads the skips that a stage both writes and reads, of one micro-batch after the other."""
+    """Offloads the skips that a stage both writes and reads, one micro-batch at a time."""
 
     def __init__(self, stage: Stage, skips: frozenset[str], resized: Resized) -> None:
         self._sent = frozenset(stage.outputs)
         self._resized = resized
-        # A CPU's memory is the host's already.
+        # On a CPU, skips are in host memory already.
         own = {block.name for block in stage.blocks if is_gpu(stage.slot.device)} & skips
         self._last_reader = {
             name: block.name
@@ -49,7 +49,7 @@ class SkipOffload:
         self._held: dict[str, HostCopy] = {}
 
     def after(self, block: Block, made: Tensor) -> None:
-        """Offload a skip after its last reader, until backward comes to one of its readers."""
+        """Offload a skip after its last reader in forward, until its first reader in backward."""
         for name in self._held.keys() & set(block.inputs):
             memory = self._held[name]
             if made.requires_grad:
@@ -61,11 +61,11 @@ class SkipOffload:
             kept = kept_for(made)
             # Another stage on this device may read the tensor that is sent.
             may_go = kept is not made or block.name not in self._sent
-            if may_go and not is_recomputed(kept):  # or it would come back for nobody
+            if may_go and not is_recomputed(kept):  # nothing would read it in backward
                 self._held[block.name] = HostCopy(kept, self._resized)
 
     def forget(self) -> None:
-        """Free the skips of a pass that was given up before their last reader."""
+        """Free the skips of an aborted pass."""
         self._held.clear()
 
 
@@ -74,14 +74,14 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, resized: Resized) -> None:
         self._num_bytes = tensor.untyped_storage().nbytes()
-        # Its data has a version of its own: filling the memory again changes no saved tensor.
+        # ``data`` has its own version counter, so refilling the memory modifies no saved tensor.
         self._here = tensor.data.as_strided((self._num_bytes // tensor.element_size(),), (1,), 0)
         self._host: Tensor | None = None
         self._resized = resized
 
     def release(self) -> None:
         """Copy the memory to the host, and free it."""
-        # PyTorch hands out pinned memory again only after the copies that were queued with it.
+        # PyTorch reuses pinned memory only after the copies that were queued with it.
         pinned = self._here.device.type == "cuda"
         self._host = torch.empty_like(self._here, device="cpu", pin_memory=pinned)
         self._host.copy_(self._here, non_blocking=True)

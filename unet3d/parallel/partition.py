@@ -82,10 +82,10 @@ def check_num_stages(network: BlockNetwork, num_stages: int) -> None:
 
 
 def default_cuts(network: BlockNetwork, layout: Layout) -> tuple[int, ...]:
-    """Return the cuts that are used where none are asked for.
+    """Return the default cuts.
 
-    They are those that the network prefers, such as encoder | decoder for two stages; else the
-    stages do about equally many multiplications. More stages than blocks are a DeviceError.
+    The network may prefer cuts, such as encoder | decoder for two stages; otherwise all stages do
+    about the same number of multiplications. More stages than blocks are a DeviceError.
     """
     num_stages = len(layout.devices)
     check_num_stages(network, num_stages)
@@ -95,7 +95,7 @@ def default_cuts(network: BlockNetwork, layout: Layout) -> tuple[int, ...]:
     if preferred is not None:
         return preferred
     # A GPU composes the upsampling of the last levels in a lower type only. Other networks do the
-    # same operations in every type.
+    # same operations in all types.
     lowers = isinstance(network, UNet3d) and is_gpu(layout.devices[-1])
     lowered = layout.autocast if lowers else None
     return balanced_cuts(block_flops(network, network.example_input(), lowered), num_stages)
@@ -106,9 +106,9 @@ def block_flops(
 ) -> tuple[int, ...]:
     """Count the floating-point operations of each block's forward pass.
 
-    The blocks run on meta tensors, so nothing is computed and the count cannot drift from the
-    code. Of the image only the shape (N, ...) counts. ``lowered`` is the type that a GPU would
-    compute in; None: that of the parameters.
+    The blocks run on meta tensors, so nothing is computed and the count cannot drift from the code.
+    Only the shape (N, ...) of the image matters. ``lowered`` is the type that a GPU would compute
+    in; None: the parameters' type.
     """
     dtype = lowered or next(network.parameters()).dtype
     tensors = {"image": torch.empty(image.shape, dtype=dtype, device="meta")}
@@ -132,7 +132,7 @@ def block_flops(
 
 
 def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the cuts whose most expensive stage costs least, where the costs of blocks add up.
+    """Return the cuts whose most expensive stage costs least; costs of blocks add up.
 
     Costs are in any unit; there are at most as many stages as blocks.
     """

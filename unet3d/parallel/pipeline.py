@@ -1,12 +1,12 @@
 """A network as stages on several devices, with several micro-batches in flight.
 
-A step is launched, or replayed as CUDA graphs, one of each action, and the copies between them. It
-is captured by walking its schedule once: what has to be done in a replay is noted in the same
-order. Within a GPU a stage reads what another has produced in place. Between GPUs there are
+A step is launched, or replayed as one CUDA graph per action with copies between the graphs. To
+capture a step, its schedule is walked once, which also notes the calls of a replay in order. On the
+same GPU, a stage reads the output of another in place. Between GPUs there are
 buffers: each message takes one that no message in flight uses, and the same one in each replay.
 
-What one GPU sends to another is copied while the sender already works on. Its memory is therefore
-not reused by the sender's next action, and the one after that waits until it has been read::
+A tensor is copied to another GPU while the sender computes its next action. That action must not
+reuse the tensor's memory, and the action after it waits until the tensor has been read::
 
     GPU 0   F0 ──► F1 ──► (F0 has been read) B0 ──► ...
                copy   copy
@@ -72,7 +72,7 @@ class CapturedPipeline:
             actions.sent = ()
 
     def replay(self, batch: Sequence[MicroBatch]) -> Any:
-        """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""
+        """Run the step, write its gradients to :attr:`gradients`, and return its loss."""
         notes = self._notes
         notes.batch[:] = batch
         try:
@@ -85,17 +85,17 @@ class CapturedPipeline:
 
 
 class _Actions:
-    """The actions of one device, in order; what an action sends must outlive the next one."""
+    """The actions of one device, in order; sent tensors must outlive the next action."""
 
     def __init__(self, pool: GraphPool) -> None:
         self.pool = pool
         self.sent: Sequence[Tensor] = ()
-        """During capture: what the last action has sent."""
+        """During capture: the tensors that the last action has sent."""
         self._unread: deque[list[torch.cuda.Event]] = deque()
-        """During replay: events after the reads of what the last actions have sent."""
+        """During replay: events after the reads of the tensors that the last actions have sent."""
 
     def replay(self, graph: Graph) -> None:
-        """Replay an action when what the one before the last has sent has been read."""
+        """Replay an action, after tensors sent by the action before the last have been read."""
         with self.pool.current():
             while len(self._unread) > 1:
                 for event in self._unread.popleft():
@@ -104,28 +104,28 @@ class _Actions:
         self._unread.append([])
 
     def send(self, place: Tensor, buffer: Buffer) -> None:
-        """Copy what the last action has left in a place."""
+        """Copy an output of the last action to a buffer."""
         read = buffer.fill(place)
         if read is not None:
             self._unread[-1].append(read)
 
     def give(self, loss: Any, losses: list[Any]) -> None:
-        """Give a copy of the last action's loss, which the next replay overwrites."""
+        """Append a copy of the last action's loss, because the next replay overwrites it."""
         with self.pool.current():
             losses.append(weighted(loss, 1.0))
 
 
 class _Notes:
-    """What a replay does, in its order."""
+    """The calls of a replay, in order."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.actions = {device: _Actions(pool_of_kind(device)) for device in devices}
         self.calls: list[Callable[[], object]] = []
-        # Lists, which calls refer to: references to these notes would be cyclic, and keep graphs.
+        # Calls refer to these lists, not to the notes: a reference cycle would keep graphs alive.
         self.batch: list[MicroBatch] = []
-        """That of the current replay."""
+        """The batch of the current replay."""
         self.losses: list[Any] = []
-        """Those of the current replay."""
+        """The losses of the current replay."""
 
 
 class _NotedStage(PipelineStage):
@@ -159,7 +159,7 @@ class _NotedStage(PipelineStage):
 
     @contextmanager
     def _capture(self, send: Send, last_reader_of: Reader | None = None) -> Iterator[Send]:
-        """Capture an action, and then send what it keeps."""
+        """Capture an action, and then send its outputs."""
         actions, sent = self._actions, list[tuple[str, Tensor]]()
         with actions.pool.current(), actions.pool.capture() as graph:
             yield lambda name, tensor: sent.append((name, tensor))
@@ -172,7 +172,7 @@ class _NotedStage(PipelineStage):
 
 
 class _NotedMail(Mail):
-    """Hands tensors over in place, or through buffers that a replay fills."""
+    """Passes tensors in place, or through buffers that a replay fills."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class _NotedMail(Mail):
         super().__init__(stages, results, batch)
         self._notes = notes
         self._buffers: dict[Reader, list[tuple[str, Buffer]]] = defaultdict(list)
-        """That a stage, or the loss, still reads, each under the name of its message."""
+        """Buffers that a stage or the loss still has to read, by the name of the message."""
         self._free: dict[tuple[int | str, str], list[Buffer]] = defaultdict(list)
-        """That no message in flight uses, by reader and message."""
+        """Buffers that no message in flight uses, by reader and message."""
 
     def image(self, stage: Stage, number: int) -> Tensor:
         reader, image = (stage.slot.index, number), self._batch[number].image
@@ -203,7 +203,7 @@ class _NotedMail(Mail):
         like: Tensor,
         device: torch.device,
     ) -> Tensor:
-        """Return a place for a part of the batch, which every replay fills."""
+        """Return memory for a part of the batch, which every replay fills."""
         buffer = self._buffer(reader, message, like, device)
         batch, number = self._notes.batch, reader[1]
 
@@ -214,7 +214,7 @@ class _NotedMail(Mail):
         return buffer.tensor.detach()
 
     def release(self, reader: Reader) -> None:
-        """Let later messages use the buffers that an action was the last to read."""
+        """Let later messages reuse the buffers whose last reader was this action."""
         for message, buffer in self._buffers.pop(reader, ()):
             self._notes.calls.append(buffer.release)
             self._free[reader[0], message].append(buffer)
@@ -235,7 +235,7 @@ class _NotedMail(Mail):
 
 
 def stays(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a reader on a device can read a tensor in place."""
+    """Return whether a device can read a tensor in place."""
     return tensor.device == device
 
 
@@ -271,8 +271,8 @@ class Pipeline:
     ) -> Any:
         """Add the gradients of a batch to the parameters', and return its weighted loss.
 
-        What one GPU sends to another is kept until it has been read, so a host that queues one step
-        after another would fill their memory with what is under way: it waits for the step before.
+        A tensor that one GPU sends to another is kept until it has been read. Steps that are queued
+        ahead would fill memory with such tensors, so the host waits for the step before.
         """
         if len(self._gpus) > 1:
             for event in self._step_ends:
@@ -311,7 +311,7 @@ class Pipeline:
     def _forward(
         self, image: Tensor, left_out: Sequence[str] = (), precision: str | None = None
     ) -> dict[str, Tensor]:
-        """Return the results but for those left out, on the last stage's device."""
+        """Return the results that are not left out, on the last stage's device."""
         tensors = {"image": image}
         for index, runner in enumerate(self._runners):
             device = runner.stage.slot.device

@@ -1,4 +1,4 @@
-"""Where replicas, stages and shards live: one statement of settings, machine and ranks."""
+"""The devices of replicas, stages and slabs, from settings, machine and ranks."""
 
 import os
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from unet3d.parallel.device_groups import (
 from unet3d.parallel.precision import autocast_dtype
 
 CAPTURE_SWITCH = "UNET3D_CUDA_GRAPHS"
-"""The environment variable of which 0 launches every step, to find faults."""
+"""Environment variable: 0 launches every step without CUDA graphs, for debugging."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one network is spread over devices."""
+    """How one network is divided over devices."""
 
     devices: Devices
     """One device for each stage; a single one runs the whole network."""
@@ -38,28 +38,28 @@ class Layout:
     num_micro_batches: int = 1
     """Portions that a training batch is divided into, along N."""
     autocast: torch.dtype | None = None
-    """Lower precision of the stages whose device has it, or None for the network's own."""
+    """Lower precision, for stages whose device has it in hardware; None: the network's own."""
     recompute: Recompute = "norm"
-    """What is recomputed in backward instead of being kept."""
+    """Tensors that backward recomputes instead of keeping them."""
     offload: Offload = "none"
-    """What GPUs keep in host memory while they do not need it."""
+    """Tensors that GPUs offload to host memory until they are needed."""
     captures: bool = True
     """Whether steps of small volumes on GPUs are captured as CUDA graphs, where there is memory."""
     num_replicas: int = 1
-    """How many networks there are on such devices, or groups of shards, which share a batch."""
+    """Number of replicas that share a batch; a replica is one network or one group of slabs."""
     num_shards: int = 1
-    """Slabs along X that each volume is divided into, over as many ranks with a device each."""
+    """Number of slabs along X that each volume is divided into; each has a rank and a device."""
     shard: int = 0
-    """Which of them this process has."""
+    """Index of this process's slab."""
 
     @classmethod
     def of(cls, config: Config, dims: "ParallelDims", precision: str) -> "Layout":
-        """Return how settings spread the network of one replica.
+        """Return how settings divide the network of one replica.
 
         Args:
             config: Settings of cuts, micro-batches and memory.
             dims: The devices and ranks.
-            precision: A resolved one, such as ``bfloat16``; never ``auto``.
+            precision: Resolved precision, such as ``bfloat16``; never ``auto``.
         """
         return cls(
             devices=dims.devices,
@@ -91,9 +91,9 @@ class ParallelDims:
     num_shards: int = 1
     """Slabs that each volume is divided into; each has a process."""
     own: int = 0
-    """Which of this machine's processes this is: one for each replica, or for each shard."""
+    """Rank of this process on its machine; each replica, or each slab, has a process."""
     rank: int = 0
-    """Which of the processes of all machines this is."""
+    """Rank of this process on all machines."""
     uses_threads: bool = False
     """Whether one process drives all replicas, with ``nn.DataParallel``."""
     gather_device: torch.device | None = None
@@ -166,7 +166,7 @@ class ParallelDims:
                 "leave it out under torchrun"
             )
         mode = settings.mode
-        if mode == "auto" or mode == "none":  # which says nothing of several ranks
+        if mode == "auto" or mode == "none":  # neither divides work over several ranks
             mode = "spatial"
         names = settings.devices or names_of_ranks(mode, machine, ranks.local_world_size)
         devices = tuple(machine.device(name) for name in names)
@@ -195,7 +195,7 @@ class ParallelDims:
         return dims
 
     def _sharded(self, num_shards: int) -> "ParallelDims":
-        """Return these processes in groups that have a slab of each volume in every process."""
+        """Return these processes in groups that divide each volume, with a slab in each process."""
         devices = self.all_devices
         if len({device.type for device in devices}) > 1:
             raise DeviceError(
@@ -225,12 +225,12 @@ class ParallelDims:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the network is cut into."""
+        """Number of stages that the network is cut into."""
         return 1 if self.uses_threads else len(self.devices)
 
     @property
     def world_size(self) -> int:
-        """How many processes all machines run together."""
+        """Number of processes on all machines together."""
         return 1 if self.uses_threads else self.num_replicas * self.num_shards
 
     @property
@@ -241,11 +241,11 @@ class ParallelDims:
         return len(self.all_devices) if self.num_shards > 1 else len(self.replicas)
 
     def replica_of(self, rank: int) -> int:
-        """Return the replica that a process works for, by its number on all machines."""
+        """Return the replica of a process, given its rank on all machines."""
         return rank // self.num_shards
 
     def shard_of(self, rank: int) -> int:
-        """Return which slab of each volume a process has, by its number on all machines."""
+        """Return the index of a process's slab, given its rank on all machines."""
         return rank % self.num_shards
 
     @property
@@ -254,7 +254,7 @@ class ParallelDims:
         return not self.uses_threads
 
     def share_of(self, batch_size: int) -> int:
-        """Return the largest number of samples that a replica has of a batch."""
+        """Return the largest number of samples of a batch that a replica gets."""
         return -(-batch_size // self.num_replicas)
 
     def check_batch(self, batch_size: int) -> str | None:
@@ -278,7 +278,7 @@ def _possible_mode(devices: Devices) -> Literal["none", "spatial", "model"]:
 
 
 def _num_shards(settings: ParallelSettings, ranks: Ranks) -> int:
-    """Return how many of the ranks share a volume."""
+    """Return the number of ranks that share a volume."""
     num_shards, rest = divmod(ranks.world_size, settings.replicas)
     if rest or num_shards < 2:
         raise ConfigError(

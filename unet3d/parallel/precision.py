@@ -27,15 +27,15 @@ from unet3d.torch_private import mkldnn_has_bfloat16, x86_has_bfloat16
 logger = logging.getLogger(__name__)
 
 MIN_GAIN = 1.25
-"""How many times as fast a CPU must convolve in bfloat16 to compute in it. Where both are about as
-fast, noise would decide, and float32 rounds less."""
+"""Speed-up of convolutions from which a CPU computes in bfloat16. Below it measurements are mostly
+noise, and float32 rounds less."""
 _TIMED_CHANNELS = 32
 _TIMED_SIZE = 16
 _TIMED_ROUNDS = 3
-"""Of a convolution in both types, with its gradients: 0.1 s on one core, of which the first round
-does not count."""
+"""Rounds of measuring a convolution and its gradients in both types: 0.1 s on one core. The first
+round is a warm-up."""
 _CPU_LINES = ("model name", "flags", "CPU part", "Features")
-"""Of ``/proc/cpuinfo``: what tells a processor from others, and a virtual machine what it has."""
+"""Fields of ``/proc/cpuinfo`` that identify a processor and the features of a virtual machine."""
 
 
 def resolve_precision(
@@ -44,19 +44,18 @@ def resolve_precision(
     exchange: Callable[[str], Sequence[str]] = lambda own: (own,),
     setting: str = "training.precision",
 ) -> str:
-    """Resolve the setting of the precision on some devices.
+    """Resolve the precision setting for some devices.
 
     Args:
         wanted: A precision, or ``auto``: bfloat16 where every GPU has it in hardware, else float16;
             where there is no GPU, bfloat16 if the CPU has it in hardware and convolves a quarter
             faster in it, else float32.
-        devices: The devices that the network runs on. GPUs that are not here are taken to have
-            bfloat16.
+        devices: The devices that the network runs on. Absent GPUs are assumed to have bfloat16.
         exchange: Maps this process's answer to those of all ranks, which must agree.
-        setting: Its name, for messages.
+        setting: Name of the setting, for messages.
 
     Raises:
-        DeviceError: The precision is computed wrongly on these devices, or emulated.
+        DeviceError: These devices compute the precision wrongly, or emulate it.
     """
     if wanted == "auto":
         choices = set(exchange(default_precision(devices)))
@@ -66,7 +65,7 @@ def resolve_precision(
 
 
 def default_precision(devices: Sequence[torch.device]) -> str:
-    """Return the best precision that every GPU among the devices has, as far as is known.
+    """Return the best precision that all GPUs among the devices are known to have.
 
     ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong. Where
     there is no GPU, ``bfloat16`` if the CPU is a quarter faster in it, else ``float32``.
@@ -77,7 +76,8 @@ def default_precision(devices: Sequence[torch.device]) -> str:
     here = [gpu for gpu in gpus if (gpu.index or 0) < torch.cuda.device_count()]
     if len(here) < len(gpus):
         return "bfloat16"
-    # Ampere is the first with bfloat16 in hardware; PyTorch also reports emulation as support.
+    # Ampere is the first architecture with bfloat16 in hardware; PyTorch counts emulation as
+    # support.
     has_bfloat16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
     return "bfloat16" if has_bfloat16 and not cudnn_breaks_bfloat16() else "float16"
 
@@ -104,7 +104,7 @@ def check_precision(
 def cpu_has_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 in hardware, through oneDNN.
 
-    On x86 that is AVX512-BF16 or AMX; PyTorch also reports emulation as support. On Arm it asks the
+    On x86 that is AVX512-BF16 or AMX; PyTorch counts emulation as support. On Arm, PyTorch asks the
     processor itself.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -116,10 +116,10 @@ def cpu_has_bfloat16() -> bool:
 
 @functools.cache
 def bfloat16_is_faster() -> bool:
-    """Return whether this CPU convolves clearly faster in bfloat16 than in float32, and say it.
+    """Return whether this CPU convolves clearly faster in bfloat16 than in float32, and log it.
 
-    AVX512-BF16 alone multiplies no faster on some processors, and converts besides. It is measured
-    once for a processor and kept in the user's cache folder, where there is one.
+    On some processors AVX512-BF16 alone multiplies no faster, and conversions take extra time. Each
+    processor is measured once; the result is cached in the user's cache folder, if there is one.
     """
     processor = {
         "processor": _processor(),
@@ -149,7 +149,7 @@ def convolution_seconds(dtype: torch.dtype) -> float:
     """Return the least time of a few 3x3x3 convolutions on this CPU, with their gradients."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         layout, channels = torch.channels_last_3d, _TIMED_CHANNELS
-        # Two samples: of one that is small PyTorch unfolds the float32 convolution in memory.
+        # Two samples: PyTorch unfolds the float32 convolution of a small single sample in memory.
         x = torch.ones(2, channels, *(_TIMED_SIZE,) * 3, dtype=dtype).to(memory_format=layout)
         weight = torch.ones(channels, channels, 3, 3, 3, dtype=dtype, requires_grad=True)
         x.requires_grad_()
@@ -163,7 +163,7 @@ def convolution_seconds(dtype: torch.dtype) -> float:
 
 
 def _processor() -> str:
-    """Return the name of this machine's processor and what it has, or that of the machine."""
+    """Return the name and features of this machine's processor, or the machine's architecture."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -183,23 +183,23 @@ def _cudnn_version() -> int:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the type that stages lower their operations to, where their device has it, or None.
+    """Return the type that stages compute in where their device has it in hardware, or None.
 
     Args:
-        precision: A resolved one, such as ``bfloat16``; never ``auto``.
+        precision: Resolved precision, such as ``bfloat16``; never ``auto``.
     """
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
 
 
 def lowered_on(device: torch.device, autocast: torch.dtype | None) -> torch.dtype | None:
-    """Return the type that a stage on one device lowers its operations to, of the network's."""
+    """Return the network's autocast type if a device has it in hardware, else None."""
     if is_gpu(device):
         return autocast
     return autocast if autocast == torch.bfloat16 and cpu_has_bfloat16() else None
 
 
 def precision_on(device: torch.device, precision: str) -> str:
-    """Return the name of what a stage on one device computes in, of the network's precision."""
+    """Return the precision of a stage on one device, given that of the network."""
     dtype = autocast_dtype(precision)
     return precision if lowered_on(device, dtype) == dtype else "float32"
 
@@ -207,7 +207,7 @@ def precision_on(device: torch.device, precision: str) -> str:
 def lowering(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[None]:
     """Return a context in which operations are lowered as a stage on one device lowers them.
 
-    The lowered weights are remembered until the context ends.
+    The lowered weights are cached until the context ends.
     """
     dtype = lowered_on(device, autocast)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -216,8 +216,8 @@ def lowering(device: torch.device, autocast: torch.dtype | None) -> AbstractCont
 def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_format:
     """Return the memory format of weights and maps that is fastest for convolutions of a type.
 
-    A whole network has one, so that no map is copied from one to the other inside it: what a
-    convolution makes has the format of its weights. It was measured:
+    A whole network has one format, so that it converts no map: the result of a convolution has the
+    format of its weights. Measurements:
 
     * GPU: channels-last in 16 bits, which tensor cores read; in float32 channels-first, which is
       cuDNN's default.
@@ -235,7 +235,7 @@ def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_form
 
 
 def image_dtype(network: nn.Module) -> torch.dtype:
-    """Return the type that a network expects of its images.
+    """Return the number type of a network's images.
 
     Args:
         network: The network, with all its parameters in one type.

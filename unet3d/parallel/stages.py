@@ -1,8 +1,8 @@
 """The stages of a pipeline, and its schedule: which micro-batch runs where and when.
 
-Between two stages there is no autograd graph: a stage's inputs are leaves, and what backward leaves
-in them is sent to the stage that made them. So the graph of one micro-batch in one stage can be
-walked back as soon as its gradients exist, and is freed at once::
+Between two stages there is no autograd graph: a stage's inputs are leaves, and their gradients are
+sent to the stage that made them. So backward of one micro-batch in one stage runs as soon as the
+gradients of its outputs exist, and frees the graph::
 
     stage 0   image ──[blocks]── encoder.3.1 ─┬─ skip ...       gradients ──► backward
                                         send  │                            ▲ send
@@ -30,7 +30,7 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.step import MicroBatch, PlacedBlocks
 
 Send = Callable[[str, Tensor], None]
-"""Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
+"""Receives a tensor by name as soon as it exists: an output, or in backward a gradient."""
 
 
 class PipelineStage:
@@ -41,8 +41,8 @@ class PipelineStage:
         self.stage = blocks.stage
         self.blocks = blocks
         self._alive: dict[int, tuple[dict[str, Tensor], dict[str, GradientEdge]]] = {}
-        """Of each micro-batch that has not gone backward: the inputs, and the node of the graph at
-        each output, which outlives the output."""
+        """For each micro-batch before its backward: the inputs, and the graph node of each output,
+        which outlives the output."""
 
     def forward(self, number: int, received: Mapping[str, Tensor], send: Send) -> None:
         """Run the blocks, send each output, and keep what backward will need.
@@ -74,7 +74,7 @@ class PipelineStage:
     ) -> Any:
         """Return the weighted loss of a micro-batch, and send the gradient of each of its logits.
 
-        Only the last stage does. Logits and target are on its device.
+        Only the last stage has a loss. Logits and target are on its device.
         """
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in logits.items()}
         scaled, loss = own.loss(list(leaves.values()), target)
@@ -84,9 +84,9 @@ class PipelineStage:
         return loss
 
     def backward(self, number: int, gradients: Mapping[str, Sequence[Tensor]], send: Send) -> None:
-        """Add to the gradients of the parameters, send those of the inputs, and free the graph.
+        """Add to the gradients of the parameters, send the inputs' gradients, and free the graph.
 
-        Of each output there is a gradient from each of its readers.
+        Each output has one gradient from each of its readers.
         """
         leaves, roots = self._alive.pop(number)
         for name, leaf in leaves.items():
@@ -95,19 +95,19 @@ class PipelineStage:
                 leaf.register_post_accumulate_grad_hook(partial(_send_gradient, name, send))  # type: ignore[no-untyped-call]
         # A loss may leave out a result, and frozen blocks in front have no graph.
         names = [name for name in roots if gradients[name]]
-        # They are added in the order in which they came, so that a run can be repeated.
+        # They are added in order of arrival, so that a run is reproducible.
         values = [added(gradients[name]) for name in names]
         del gradients
         if names:
             torch.autograd.backward([roots[name] for name in names], values)
 
     def forget(self) -> None:
-        """Free micro-batches that will not go backward, because their step was given up."""
+        """Free the micro-batches of an aborted step."""
         self._alive.clear()
 
 
 def _send_gradient(name: str, send: Send, leaf: Tensor) -> None:
-    """Send what backward has left in a leaf, and keep none of it."""
+    """Send the gradient of a leaf without keeping it."""
     if leaf.grad is not None:
         gradient, leaf.grad = leaf.grad, None
         send(name, gradient)
@@ -146,7 +146,7 @@ def walk(
                     if not num_left[action.stage]:
                         before_last_backward(stage)
                     runner.backward(number, mail.gradients(stage, number), send_back)
-    finally:  # of a step that was given up, graphs are left
+    finally:  # an aborted step leaves graphs
         for runner in runners:
             runner.forget()
     return total_of(losses)
@@ -170,9 +170,9 @@ def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterato
         stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
         stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
-    With one stage this is gradient accumulation: F0 B0 F1 B1 and so on. The stages' own orders are
-    merged as it would happen if every action took one unit, so that no device waits for work that
-    the process could have queued earlier.
+    With one stage this is gradient accumulation: F0 B0 F1 B1 and so on. The orders of the stages
+    are merged as if every action took one unit of time, so no device waits for work that the
+    process could have queued earlier.
     """
     per_stage = []
     for stage in range(num_stages):
@@ -193,6 +193,6 @@ def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterato
 
 
 def _can_run(action: Action, num_stages: int, done: set[Action]) -> bool:
-    """Return whether the stage that an action reads from has done its part before."""
+    """Return whether the action whose result this action reads is done."""
     source = action.stage + (-1 if action.kind == "forward" else 1)
     return not 0 <= source < num_stages or action._replace(stage=source) in done

@@ -46,7 +46,7 @@ class MicroBatch:
     image: Tensor
     """(N, C, X, Y, Z), or another input of the network."""
     target: Tensor
-    """Of the same samples."""
+    """The target of the same samples."""
     loss_fn: LossFunction
     """The loss function, a mean over the samples."""
     weight: float
@@ -61,18 +61,18 @@ class MicroBatch:
 
     @torch.no_grad()
     def sums(self, logits: Sequence[Tensor]) -> Any:
-        """Return the sums over the samples of a loss that is made of sums."""
+        """Return the sums over the samples, of a loss that is a function of sums."""
         loss_fn: Any = self.loss_fn
         return loss_fn.sums(_one_or_all(logits), self.target)
 
     def emptied(self) -> "MicroBatch":
-        """Return one of the same shapes, in memory of its own."""
+        """Return a micro-batch of the same shapes in its own memory."""
         image, target = torch.empty_like(self.image), torch.empty_like(self.target)
         return replace(self, image=image, target=target)
 
 
 def _one_or_all(logits: Sequence[Tensor]) -> Any:
-    """Return logits as loss functions take them: several only with deep supervision."""
+    """Return logits as loss functions take them: a sequence only with deep supervision."""
     return logits if len(logits) > 1 else logits[0]
 
 
@@ -92,11 +92,11 @@ class PlacedBlocks:
         self.stage = stage
         self._autocast = lowered_on(stage.slot.device, autocast)
         blocks: Sequence[Block] = stage.blocks
-        # A skip that is offloaded is read early, and not again.
+        # An offloaded skip is read early and only once.
         if offload is None and convolves_by_hand(stage.slot.device, self._autocast):
             blocks = adding_skips(blocks, stage.outputs)
         self._predicted = deferring(blocks, stage.outputs)
-        # What runs again is divided between any blocks.
+        # Recomputed segments may begin and end at any block.
         self._blocks = in_running_order(stage.blocks if recompute == "level" else self._predicted)
         self._recompute = recompute
         self._parts = recomputed_parts(self._blocks, num_alive) if recompute == "level" else ()
@@ -111,7 +111,7 @@ class PlacedBlocks:
     def forward(
         self, inputs: Mapping[str, Tensor], after: AfterBlock | None = None
     ) -> dict[str, Tensor]:
-        """Return the stage's outputs by name, and keep all that backward will need."""
+        """Return the stage's outputs by name, and keep what backward needs."""
 
         def passed(block: Block, made: Tensor) -> None:
             if self._offload is not None:
@@ -139,9 +139,9 @@ class PlacedBlocks:
         left_out: Sequence[str] = (),
         precision: str | None = None,
     ) -> dict[str, Tensor]:
-        """Return the stage's outputs without keeping anything, but for those of some blocks.
+        """Return the stage's outputs except those of some blocks, without keeping anything.
 
-        The precision is a resolved one; None: that of training.
+        The precision must be resolved; None: that of training.
         """
         device, autocast = self.stage.slot.device, self._autocast
         if precision is not None:
@@ -161,7 +161,7 @@ class PlacedBlocks:
         return {name: tensor.to(self._dtype) for name, tensor in received.items()}
 
     def _run(self, block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run a block; one that may overwrite what others read too gets a copy of that."""
+        """Run a block; copy inputs that it may overwrite and that other blocks read too."""
         copies = {name: inputs[name].clone() for name in self._copied[block.name]}
         try:
             return run_block(block, {**inputs, **copies})
@@ -197,7 +197,7 @@ class DeviceStep:
             with observer.during(stage.slot, "forward", number):
                 made = self._blocks.forward(self._blocks.as_inputs({"image": one.image}))
             with observer.during(stage.slot, "loss", number):
-                # No name but the graph's own keeps the logits beyond the loss.
+                # After the loss, only the graph keeps the logits alive.
                 logits = [made.pop(name) for name in (self._result, *self._coarse)]
                 scaled, loss = one.loss(logits, one.target)
                 del logits
@@ -226,10 +226,10 @@ class DeviceStep:
 
 
 class CapturedDeviceStep:
-    """The step of one device as CUDA graphs: of the first micro-batch, of the last, and between.
+    """The step of one device as CUDA graphs: first micro-batch, last one, and those between.
 
-    The first makes the gradients, others add to them, and the last has the exchange with other
-    ranks in it. Those between are all replayed from one graph.
+    The first graph makes the gradients, the others add to them, and the last also exchanges them
+    with other ranks. All micro-batches between are replays of one graph.
     """
 
     averages = True
@@ -241,7 +241,7 @@ class CapturedDeviceStep:
         observer: Observer,
         exchange: NoExchange,
     ) -> None:
-        """Capture; only the shapes and the loss of a batch matter."""
+        """Capture the step; only the shapes and the loss of a batch matter."""
         (stage,) = step.stages
         give_cached_memory_back((stage.slot.device,))
         self._pool = pool_of_kind(stage.slot.device)
@@ -258,7 +258,7 @@ class CapturedDeviceStep:
         self.gradients = [gradients]
 
     def replay(self, batch: Sequence[MicroBatch]) -> Any:
-        """Take the step, leave its gradients in :attr:`gradients`, and return its loss."""
+        """Run the step, write its gradients to :attr:`gradients`, and return its loss."""
         losses = []
         with self._pool.current():
             for number, one in enumerate(batch):
@@ -272,9 +272,9 @@ class CapturedDeviceStep:
 
 
 def place(stage: Stage, autocast: torch.dtype | None) -> torch.dtype | None:
-    """Move a stage's parameters, all of one type, to its device, and return that type.
+    """Move a stage's parameters, all of one type, to its device; return the type.
 
-    It is None where there are no parameters, as in a stage that pools: it accepts any type.
+    It is None if there are no parameters, as in a stage that only pools and accepts any type.
     """
     parameters = [value for block in stage.blocks for value in block.module.parameters()]
     dtype = parameters[0].dtype if parameters else None
@@ -292,7 +292,7 @@ def _is_placed(module: nn.Module, device: torch.device, layout: torch.memory_for
         tensor.device == device
         and (
             tensor.dim() != 5
-            # Also where an axis has one voxel, because operations look at its stride.
+            # Even if an axis has one voxel, because operations look at its stride.
             or tensor.stride()
             == torch.empty(tensor.shape, device="meta", memory_format=layout).stride()
         )
@@ -307,7 +307,7 @@ _OVERWRITTEN = (
 
 
 def _copied_inputs(stage: Stage) -> dict[str, list[str]]:
-    """Return which inputs each block would overwrite though others read them too."""
+    """Return the inputs that each block would overwrite although other blocks read them."""
     reads = Counter(name for block in stage.blocks for name in block.inputs)
     shared = {name for name, number in reads.items() if number > 1}
     shared.update(stage.inputs, stage.outputs)

@@ -16,7 +16,7 @@ from unet3d.errors import DeviceError
 from unet3d.model import Topology
 
 MIN_DIVIDED_ELEMENTS = 2**21
-"""Elements of a whole map above which its level is divided; on an H200 a smaller one takes less
+"""Elements of a whole map above which its level is divided. On an H200 a smaller map takes less
 time than the messages of its normalisations."""
 
 
@@ -25,11 +25,11 @@ class Division:
     """A volume in slabs."""
 
     bounds: tuple[int, ...]
-    """Planes of level 0 at which each slab begins, and where the last one ends."""
+    """First plane of each slab at level 0, and the end of the last slab."""
     num_divided: int
-    """Levels that are divided, from level 0 on; the others are whole on every device."""
+    """Number of divided levels, from level 0 on; the others are whole on every device."""
     steps: tuple[int, ...]
-    """Planes of level 0 in one of each level."""
+    """Planes of level 0 per plane of each level."""
 
     @property
     def num_shards(self) -> int:
@@ -37,7 +37,7 @@ class Division:
         return len(self.bounds) - 1
 
     def planes(self, level: int = 0) -> int:
-        """Return the planes of the whole volume at a level."""
+        """Return the number of planes of the whole volume at a level."""
         return self.bounds[-1] // self.steps[level]
 
     def slab(self, shard: int, level: int = 0) -> range:
@@ -46,13 +46,13 @@ class Division:
         return range(self.bounds[shard] // step, self.bounds[shard + 1] // step)
 
     def most_planes(self) -> int:
-        """Return the planes of level 0 in the largest slab."""
+        """Return the number of planes of level 0 in the largest slab."""
         return max(stop - start for start, stop in itertools.pairwise(self.bounds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlabRule:
-    """How any volume is divided for a network."""
+    """Divides volumes of any size for a network."""
 
     topology: Topology
     """The network."""
@@ -63,8 +63,8 @@ class SlabRule:
         """Divide a volume of a size along X, Y, Z, multiples of the total stride.
 
         Raises:
-            DeviceError: It has fewer planes than there are shards, at full resolution or at the
-                lowest level with a head.
+            DeviceError: The volume has fewer planes than slabs, at full resolution or at the lowest
+                level with a head.
         """
         steps = _steps(self.topology)
         num_divided = self.topology.num_heads
@@ -88,7 +88,7 @@ class SlabRule:
         return size[0] // _steps(self.topology)[self.topology.num_heads - 1]
 
     def _is_worth_it(self, level: int, size: Shape) -> bool:
-        """Return whether a level has planes for all, and maps that are large enough."""
+        """Return whether a level has a plane for each slab, and large enough maps."""
         strides = self.topology.strides[: level + 1]
         x, y, z = (
             voxels // math.prod(stride[axis] for stride in strides)
@@ -99,7 +99,7 @@ class SlabRule:
 
 
 def divide(planes: int, num_shards: int, steps: tuple[int, ...], num_divided: int) -> Division:
-    """Return slabs that are as equal as they can be, the larger ones first.
+    """Return slabs of nearly equal size, the larger ones first.
 
     ``planes`` of level 0 are a multiple of the step of the lowest divided level, and at least one
     such step for each shard.

@@ -1,8 +1,9 @@
 """One volume over several devices: each has the whole network and a slab of every map.
 
 Slabs divide both memory and time by the number of devices. Stages divide neither: the peak is at
-full resolution, and a batch of one cannot be pipelined. A process drives one device, so it works on
-several machines, with replicas, and each replays its own CUDA graphs, with the messages in them.
+full resolution, and a batch of one cannot be pipelined. Each process drives one device, so slabs
+work on several machines and with replicas. It replays its own CUDA graphs, which include the
+messages.
 """
 
 from collections.abc import Sequence
@@ -29,16 +30,16 @@ from unet3d.parallel.spatial.shard import NoMessages, VolumeShard, gathered
 from unet3d.parallel.step import place
 
 MAX_CAPTURED = 2**27
-"""Most elements of a micro-batch's image, in the largest slab, in a step that is captured, if there
-is memory. Between messages GPUs wait for the host, however large the slabs are."""
+"""Most elements of a micro-batch's image, in the largest slab, for a captured step. Without a
+capture GPUs wait for the host between messages, however large the slabs are."""
 
 
 class SpatialExecutor:
     """The slab of one device; see :class:`~unet3d.parallel.Executor`.
 
-    What all ranks of a replica compute is the loss of their volume, the same in each of them. A
-    loss function must be a :class:`unet3d.model.loss.SegmentationLoss`, or made of other sums over
-    voxels that go through :func:`unet3d.kernels.sharding.sum_of_losses`.
+    All ranks of a replica compute the same loss, that of their volume. A loss function must be a
+    :class:`unet3d.model.loss.SegmentationLoss`, or made of other sums over voxels that go through
+    :func:`unet3d.kernels.sharding.sum_of_losses`.
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class SpatialExecutor:
         group: Group | None = None,
         messages: NoMessages | None = None,
     ) -> None:
-        """Move the network to the device; all ranks do it.
+        """Move the network to the device; all ranks call it.
 
         Args:
             network: The network, with all its parameters in one precision.
             layout: The device, the slab, and how a batch is run; ``num_shards`` says how many
                 devices share a volume.
-            group: The ranks, slabs of a replica one after the other; None: there are no other
-                ranks.
-            messages: To the other shards; None: those of the group.
+            group: The ranks; those of a replica are consecutive, in order of slabs. None: there are
+                no other ranks.
+            messages: Messages to the other slabs; None: those of the group.
 
         Raises:
             ConfigError: The network's samples are not independent.
@@ -78,7 +79,7 @@ class SpatialExecutor:
         self.input_device = self.output_device = device
         self._exchange = FlatExchange((stage,), group, layout.num_shards, messages)
         self._executors: dict[str, tuple[VolumeShard, NetworkExecutor]] = {}
-        """For the division of the last volume in training, and of the last one in prediction."""
+        """For the last division in training, and the last one in prediction."""
 
     def forward_backward(
         self,
@@ -92,7 +93,7 @@ class SpatialExecutor:
     ) -> Any:
         """Add one batch's gradients to the module's; see the protocol.
 
-        The mean over the ranks is part of it.
+        This includes the mean over the ranks.
 
         Raises:
             DeviceError: The volume has too few planes.
@@ -110,11 +111,11 @@ class SpatialExecutor:
         """Return the logits of a whole image, the same in all ranks of a replica.
 
         Args:
-            image: (N, C, X, Y, Z), the same in all of them.
-            precision: As in the protocol, the same in all of them.
+            image: (N, C, X, Y, Z), the same in all ranks.
+            precision: As in the protocol, the same in all ranks.
 
         Raises:
-            DeviceError: It has too few planes.
+            DeviceError: The image has too few planes.
             RankError: Another rank died or hangs.
         """
         self.module.check_shape(image)
@@ -127,12 +128,12 @@ class SpatialExecutor:
             return shard.gather_map(executor.predict(own, precision), 0)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return numbers of all shards of the replica, (num_shards, ...); each of them calls it.
+        """Return values of all slabs of the replica, (num_shards, ...); all ranks call it.
 
-        On a GPU they go out on the stream of the steps, which must be the current one.
+        On a GPU they are sent on the stream of the steps, which must be the current one.
 
         Args:
-            values: Of this shard, on its device; of one shape in all of them.
+            values: Values of this slab, on its device; the same shape in all ranks.
 
         Raises:
             RankError: Another rank died or hangs.
@@ -141,12 +142,12 @@ class SpatialExecutor:
             return gathered(values, self.rule.num_shards, self._exchange.messages)
 
     def _divided(self, use: str, division: Division) -> tuple[VolumeShard, NetworkExecutor]:
-        """Return the slab of a division and what runs on it, new if the last one was another."""
+        """Return the slab of a division and its executor, new if the division has changed."""
         if use in self._executors and self._executors[use][0].division == division:
             return self._executors[use]
-        self._executors.pop(use, None)  # frees what was captured
+        self._executors.pop(use, None)  # frees the captured step
         shard = VolumeShard(self._layout.shard, division, self._exchange.messages)
-        # All agree on a step, whatever its batch, though a smaller slab alone would be worth it.
+        # All ranks decide alike, whatever the batch, though a smaller slab alone would be captured.
         own_planes = len(division.slab(shard.index))
         max_captured = MAX_CAPTURED * own_planes // division.most_planes()
         executor = NetworkExecutor(

@@ -1,17 +1,17 @@
 """A U-Net whose blocks work on slabs of a volume, and on whole maps where those are small.
 
-The blocks have the names and the modules of the plain network. Each of them runs where
-:func:`~unet3d.kernels.sharding.sharded` says that maps are slabs, or whole, also when backward runs
-it again. Between divided and whole levels there are two passages::
+The blocks have the names and the modules of the plain network. Each block runs inside
+:func:`~unet3d.kernels.sharding.sharded`, which marks maps as slabs or as whole, also when backward
+recomputes it. Maps pass between divided and whole levels in two places::
 
     level    0   slab ──────────────────────────────────── slab
              1      slab ─────────┬────────────────── slab
                               gather planes        upsample, take a slab
              2                  whole ─────────── whole
 
-Every device computes the whole levels alike. What comes back to them is the mean of what the slabs
-send, so that their gradients are those of one loss, and the gathered slabs get it once for each
-loss (:mod:`unet3d.kernels.sharding` has the convention).
+Every device computes the whole levels alike. In backward they receive the mean of the slabs'
+gradients, so their gradients are those of one loss. The gathered slabs receive it once per loss
+(see the convention in :mod:`unet3d.kernels.sharding`).
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ class SlabNetwork(BlockNetwork):
         return self.network.example_input()
 
     def check_shape(self, image: Tensor) -> None:
-        """Refuse what is no slab of a volume that the network can take."""
+        """Refuse an image that is not a slab of a volume for this network."""
         division = self._shard.division
         wanted = len(division.slab(self._shard.index))
         n, c, planes, y, z = image.shape
@@ -74,7 +74,7 @@ def _on_slab(block: Block, network: UNet3d, shard: VolumeShard) -> Block:
     low = shard.division.num_divided
     module, level = block.module, block.level
     if level >= low:
-        # Of a whole level only the first block of the encoder reads the last slabs.
+        # Only the first encoder block of the whole levels reads slabs.
         reads_slab = block.inputs == (network.encoder.outputs()[low - 1],)
         gather = partial(_gathered, shard=shard, level=low - 1)
         return replace(block, enter=gather if reads_slab else None)
@@ -94,7 +94,7 @@ def _taking_slabs(module: nn.Module, shard: VolumeShard, level: int) -> nn.Modul
 
 
 class _SlabUpsampledUnit(UpsampledUnit):
-    """A unit of the lowest divided level, which reads features of a level that is whole."""
+    """A unit of the lowest divided level, which reads features of a whole level."""
 
     def __init__(self, joined: UpsampledUnit, shard: VolumeShard, level: int) -> None:
         super().__init__(joined.up, joined.unit)
@@ -102,7 +102,7 @@ class _SlabUpsampledUnit(UpsampledUnit):
         self._level = level
 
     def upsampled(self, x: Tensor) -> Tensor:
-        """Return the convolution of the upsampled features, of those of a whole map."""
+        """Return the convolution of the upsampled features of a whole map."""
         shard, step = self._shard, self.up.stride[0]
         own = shard.division.slab(shard.index, self._level)
         x = _MeanGradient.apply(x, shard)  # type: ignore[no-untyped-call]
@@ -116,13 +116,13 @@ class _SlabUpsampledUnit(UpsampledUnit):
 
 
 def _planes_of(x: Tensor, planes: range) -> Tensor:
-    """Return some planes of a map, zeros where they are outside; may be differentiated."""
+    """Return some planes of a map, zeros outside of it; differentiable."""
     chosen: Tensor = _Planes.apply(x, planes)  # type: ignore[no-untyped-call]
     return chosen
 
 
 class _Planes(torch.autograd.Function):
-    """The gradient is channels-last, where that of a view would have a layout of PyTorch's own."""
+    """Planes of a map; the gradient is channels-last, unlike that of a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: range) -> Tensor:
@@ -141,7 +141,7 @@ def _gathered(x: Tensor, shard: VolumeShard, level: int) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole map from slabs with their halos, which are left out."""
+    """The whole map, from slabs without their halos."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: VolumeShard, level: int) -> Tensor:
@@ -162,7 +162,7 @@ class _MeanGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: VolumeShard) -> Tensor:
         ctx.shard = shard
-        return x.detach()  # a view as itself may have other strides, which cuDNN takes for a layout
+        return x.detach()  # x itself would become a view, whose strides may mislead cuDNN
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

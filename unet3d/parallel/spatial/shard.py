@@ -13,32 +13,32 @@ from unet3d.parallel.spatial.division import Division
 _DENSE = torch.contiguous_format
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""PyTorch 2.13 has another name for it, and warns of the old one."""
+"""PyTorch 2.13 renamed it and warns about the old name."""
 
 
 class Swap(NamedTuple):
-    """What two devices give one another: contiguous tensors of one shape and type."""
+    """Tensors that two devices exchange: contiguous, of one shape and type."""
 
     received: Tensor
-    """Written."""
+    """The tensor that is received."""
     sent: Tensor
-    """Read."""
+    """The tensor that is sent."""
 
 
 class NoMessages:
-    """What a device tells the others that share a volume with it: here there are none.
+    """No-op messages between the devices of a volume, for predicting memory.
 
-    So memory is predicted without them. All of them call each method.
+    All devices of a volume call each method.
     """
 
     def swap(self, neighbours: Mapping[int, Swap]) -> None:
-        """Give something to neighbours, by their numbers, and take as much from them."""
+        """Exchange tensors with neighbours, given by their numbers."""
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
-        """Give everyone the bytes of all, in the order of the devices; of all as many."""
+        """All-gather bytes in the order of the devices; all send the same number."""
 
     def sum(self, values: Tensor) -> None:
-        """Replace contiguous values, float32 or float64, by their sums over the devices."""
+        """All-reduce contiguous values, float32 or float64, in place."""
 
 
 class GroupMessages(NoMessages):
@@ -50,10 +50,10 @@ class GroupMessages(NoMessages):
         self._takes_lists = group.name() == "nccl"
 
     def swap(self, neighbours: Mapping[int, Swap]) -> None:
-        """Give to neighbours and take from them."""
+        """Exchange tensors with neighbours."""
         swaps = [neighbours[rank] for rank in sorted(neighbours)]
         size = self._group.size()
-        if self._takes_lists:  # from where the planes are
+        if self._takes_lists:  # sent from the memory of the planes
             nothing = swaps[0].sent.new_empty(0)
             pairs = [neighbours.get(rank, Swap(nothing, nothing)) for rank in range(size)]
             received, sent = [pair.received for pair in pairs], [pair.sent for pair in pairs]
@@ -68,11 +68,11 @@ class GroupMessages(NoMessages):
             as_bytes(swap.received).copy_(part)
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
-        """Give everyone all."""
+        """All-gather."""
         _gather(received, sent, group=self._group)
 
     def sum(self, values: Tensor) -> None:
-        """Add up."""
+        """All-reduce."""
         dist.all_reduce(values, group=self._group)
 
 
@@ -88,11 +88,11 @@ class VolumeShard:
         self._planes = len(division.slab(index))
 
     def of_volume(self, number: int) -> int:
-        """Return how many the volume has; see the protocol."""
+        """Return the number of the whole volume; see the protocol."""
         return number * self.division.planes() // self._planes
 
     def of_largest(self, number: int) -> int:
-        """Return how many the largest slab has; see the protocol."""
+        """Return the number of the largest slab; see the protocol."""
         return number * self.division.most_planes() // self._planes
 
     def exchange(self, first: Tensor, last: Tensor) -> Halo:
@@ -113,7 +113,7 @@ class VolumeShard:
         return gathered(values, self.count, self._messages)
 
     def gather_map(self, x: Tensor, level: int) -> Tensor:
-        """Return a whole map from the slabs of all."""
+        """Return a whole map from the slabs of all devices."""
         slabs = [self.division.slab(shard, level) for shard in range(self.count)]
         most = max(map(len, slabs))
         n, c, own, y, z = x.shape
@@ -132,7 +132,7 @@ class VolumeShard:
 
 
 def gathered(values: Tensor, num_shards: int, messages: NoMessages) -> Tensor:
-    """Return the values of all devices of a volume, (num_shards, ...); all of them call it."""
+    """Return the values of all devices of a volume, (num_shards, ...); all devices call it."""
     values = values.contiguous()
     received = values.new_empty((num_shards, *values.shape))
     messages.gather(as_bytes(received), as_bytes(values))
