@@ -1,14 +1,14 @@
 """Batches made on a GPU, beside the step before.
 
-The copies and the augmentation of a batch are queued on a stream of their own, and the step waits
-for them on the GPU alone. Two buffers take turns::
+The copies and the augmentation of a batch run on a separate stream. The step waits for them on the
+GPU, not on the host. Two buffers alternate::
 
     copies, augmentation   A1   B2   A3 ...      A is free again when step 1 has been taken
     steps                       A1   B2   A3 ...
 
-Where several GPUs make slabs of a batch, messages between them are queued on the stream of the
-steps, because those of two streams might run in another order on another GPU, and all would wait
-for ever. So the part of the augmentation behind the first message runs between two steps.
+If several GPUs make slabs of a batch, their messages are queued on the stream of the steps:
+messages on two streams might run in a different order on each GPU and deadlock. So the augmentation
+after the first message runs between two steps.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,9 +37,9 @@ class DeviceBatches:
         self._number = 0
 
     def made(self, batches: Iterable[PackedBatch]) -> Iterator[Batch]:
-        """Yield a batch for each one that is cut, in page-locked memory.
+        """Yield a batch for each cut batch in page-locked memory.
 
-        What uses a batch must be queued when the next one is asked for.
+        Queue all work on a batch before asking for the next one.
         """
         for cut in batches:
             buffer = self._buffers[self._number % 2]
@@ -52,7 +52,7 @@ class DeviceBatches:
     def _made(self, batch: PackedBatch, buffer: "_Buffer") -> Batch:
         steps = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if buffer.is_read is None:  # its memory may be that of an earlier training's batch
+            if buffer.is_read is None:  # an earlier run may have used this memory
                 self._stream.wait_stream(steps)
             else:
                 self._stream.wait_event(buffer.is_read)
@@ -65,14 +65,14 @@ class DeviceBatches:
         return made
 
     def _between(self, steps: torch.cuda.Stream) -> Gather:
-        """Return what gathers the numbers of the stream of augmentation on the stream of steps."""
+        """Return a function that gathers numbers of the augmentation on the stream of the steps."""
 
         def gathered(numbers: Tensor) -> Tensor:
             assert self._gather is not None
             steps.wait_stream(self._stream)
             with torch.cuda.stream(steps):
                 result = self._gather(numbers)
-            # What follows on the steps' stream waits for what reads the result.
+            # Later work on the stream of the steps waits until the result has been read.
             self._stream.wait_stream(steps)
             return result
 

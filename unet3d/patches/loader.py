@@ -1,8 +1,8 @@
 """Batches of patches, cut in this process or in worker processes, and augmented there or on a GPU.
 
-Every worker can cut any patch of any epoch, so the main process sends it nothing but the number of
-a batch. Several replicas each take a share of the same batch; several shards of a replica each make
-a slab of that.
+Every worker can cut any patch of any epoch, so the main process only sends it the number of a
+batch. Each replica takes a share of the same batch; each rank of a divided replica makes a slab of
+that share.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _Loaded = Batch | CutBatch | PackedBatch | Unet3dError
 
 
 class PatchLoader:
-    """Yields batches, cut in this process or in workers that live as long as the loader."""
+    """Yields batches that this process cuts, or workers that live as long as the loader."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class PatchLoader:
     ) -> None:
         """Set up the loader; workers, if there are any, start with the first epoch.
 
-        An epoch has ``num_steps`` batches. For a GPU they lie in page-locked memory, or are made
-        there by ``augments_on_device``. The loader yields the share of replica ``rank``, and of
+        An epoch has ``num_steps`` batches. For a GPU they are in page-locked memory, or are made on
+        the GPU with ``augments_on_device``. The loader yields the share of replica ``rank``, and of
         that only the planes along X that ``slab``, which must be picklable, returns for the voxels
-        of a batch (None: all). ``gather`` gathers statistics of the slabs of a patch that are made
-        on the device, between two steps and on their stream; on the host, every shard makes a patch
-        whole that needs them.
+        of a batch (None: all). ``gather`` gathers statistics of slabs that are made on the device,
+        between two steps and on their stream. On the host, every rank makes a patch whole if it
+        needs statistics.
         """
         self.num_steps = num_steps
         self._numbers = _Numbers()
         self._on_device = DeviceBatches(device, gather) if augments_on_device else None
         context = None
         if num_workers:
-            # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
-            # and the server has imported what takes long already.
+            # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot.
+            # The server has already imported the slow modules.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
             # Terminals and launchers send signals to workers too, but the parent saves first.
@@ -83,8 +83,8 @@ class PatchLoader:
             persistent_workers=num_workers > 0,
             worker_init_fn=_die_with_server,
             multiprocessing_context=context,
-            # The loader draws a seed at every epoch. The global generator, whose state checkpoints
-            # save and restore, must not be where it draws from.
+            # The loader draws a seed at every epoch. It must not draw from the global generator,
+            # whose state checkpoints save and restore.
             generator=torch.Generator(),
         )
         self._loaded: Iterator[_Loaded] | None = None
@@ -92,10 +92,10 @@ class PatchLoader:
         self._waited_seconds = 0.0
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield the batches of an epoch, from a step on where a run resumes within it.
+        """Yield the batches of an epoch, from ``first_step`` on if a run resumes within it.
 
-        What uses a batch that was made on a GPU must be queued when the next one is asked for,
-        because its memory is used again. DatasetError where a worker died.
+        Queue all work on a batch that was made on a GPU before asking for the next one, because its
+        memory is reused. DatasetError if a worker died.
         """
         first = epoch * self.num_steps + first_step
         if self._loaded is None or self._next != first:
@@ -109,7 +109,7 @@ class PatchLoader:
     def take_waited(self) -> float:
         """Return the seconds since the last call in which this process waited for patches.
 
-        The first batch of all is not counted, for which the workers start.
+        The first batch, for which the workers start, is not counted.
         """
         seconds, self._waited_seconds = self._waited_seconds, 0.0
         return seconds
@@ -117,16 +117,16 @@ class PatchLoader:
     def close(self) -> None:
         """End the workers.
 
-        They ignore the signals by which Python ends them at its own end, so it would wait for ever
-        where an error keeps the loader alive.
+        The workers ignore the signals by which Python ends them at exit, so Python would hang if an
+        error keeps the loader alive.
         """
-        shut_down = getattr(self._loaded, "_shutdown_workers", None)  # of several processes only
+        shut_down = getattr(self._loaded, "_shutdown_workers", None)  # only with worker processes
         if shut_down is not None:
             shut_down()
         self._loaded = self._next = None
 
     def _load(self, number: int) -> Any:
-        """Return the batch of a number, which must be the next one, cut or made."""
+        """Return the batch of a number, cut or made; it must be the next one."""
         assert self._loaded is not None
         began = time.monotonic()
         try:
@@ -147,18 +147,18 @@ class PatchLoader:
 
 
 def _die_with_server(worker: int) -> None:
-    """Have a worker end with the server that it was forked from, which ends with its own parent.
+    """End a worker with the server that it was forked from; the server ends with its own parent.
 
-    PyTorch's own watch observes the server alone, which would live as long as its workers do.
+    PyTorch's own watchdog only observes the server, which would live as long as its workers.
     """
     die_with_parent()
 
 
 class _Numbers:
-    """The numbers of batches from the first one on, of all epochs; the main process holds them.
+    """The numbers of batches from the first one on, across epochs, in the main process.
 
-    They go on, so that the first batches of the next epoch are cut while this one ends and while it
-    is validated.
+    They continue across epochs, so that the first batches of the next epoch are cut during the end
+    and the validation of this one.
     """
 
     first = 0
@@ -169,7 +169,7 @@ class _Numbers:
 
 @dataclass(kw_only=True)
 class _Batches(Dataset["_Loaded"]):
-    """The batches, or why one cannot be made: an error that is raised gets a worker's traceback."""
+    """The batches; an error is returned, because a raised one would get a worker's traceback."""
 
     sampler: PatchSampler
     num_steps: int
@@ -190,7 +190,7 @@ class _Batches(Dataset["_Loaded"]):
         batch = range(step * batch_size, (step + 1) * batch_size)
         mine = share_of(batch, self.rank, self.num_ranks)
         weight = len(mine) * self.num_ranks / len(batch)
-        # A replica without a share repeats a patch with no weight: all take part in a step.
+        # A replica without a share repeats a patch with weight 0, because all take part in a step.
         mine = mine or batch[:1]
         sizes = [self.sampler.patch_shape(epoch, index) for index in batch]
         x, y, z = (max(of_axis) for of_axis in zip(*sizes, strict=True))

@@ -1,8 +1,8 @@
-"""The first module that the server imports from which loading workers are forked.
+"""The first module that the fork server of loading workers imports.
 
-It ends the server with its parent also while it still imports what the workers need, which takes
-seconds. Importing this module is calling :func:`die_with_parent`, because a server can be told
-nothing but what to import.
+It makes the server end with its parent, even during the seconds in which the server imports the
+workers' modules. Importing this module calls :func:`die_with_parent`, because a fork server only
+accepts names of modules to import.
 """
 
 from unet3d.distributed.processes import die_with_parent

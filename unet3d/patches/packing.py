@@ -1,7 +1,7 @@
 """Objects that hold tensors, with the bytes of all tensors in one piece of memory.
 
-A tensor that comes from another process is an open file that the receiver has to ask for, 0.5 ms,
-and each takes a copy of its own to a GPU. There are several for each patch.
+A tensor from another process is an open file that the receiver has to request, which takes 0.5 ms,
+and each tensor is copied to a GPU separately. Each patch has several tensors.
 """
 
 import io
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes; that of the largest type."""
+"""Bytes; the alignment of the largest type."""
 
 Place = tuple[int, torch.dtype, tuple[int, ...]]
-"""First byte, type and shape of a tensor in memory."""
+"""First byte, type and shape of a tensor in the memory."""
 
 
 class Packed(NamedTuple):
-    """An object without the bytes of its tensors, which begin and end in memory somewhere."""
+    """An object without its tensors' bytes, and the range of those bytes in memory."""
 
     pickled: bytes
     begin: int
@@ -29,7 +29,7 @@ class Packed(NamedTuple):
     def on(self, memory: Tensor, device: torch.device) -> Any:
         """Return the object with its tensors on a device, copied there at once.
 
-        From page-locked memory nobody waits for it.
+        The host does not wait for copies from page-locked memory.
         """
         unpickler = _Unpickler(io.BytesIO(self.pickled))
         unpickler.begin = self.begin
@@ -61,7 +61,7 @@ class Packer(pickle.Pickler):
         return memory
 
     def persistent_id(self, thing: Any) -> Place | None:
-        """Keep a tensor, of which only the place is pickled."""
+        """Keep a tensor, and pickle only its place."""
         if not isinstance(thing, Tensor):
             return None
         first = self.num_bytes
@@ -73,7 +73,7 @@ class Packer(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     memory: Tensor
     begin: int
-    """The byte that memory begins with."""
+    """Offset of the first byte in :attr:`memory`."""
 
     def persistent_load(self, place: Place) -> Tensor:
         first, dtype, shape = place[0] - self.begin, *place[1:]

@@ -1,8 +1,8 @@
 """Cutting training patches out of prepared cases.
 
-A patch is a pure function of (seed, epoch, index, batch size): its case, its place, every random
-change. So it does not depend on the process that cuts it, nor on resuming a run. Cases are
-drawn with replacement, and the last patches of each batch are centred on foreground, as in nnU-Net
+A patch is a pure function of (seed, epoch, index, batch size): its case, its position, every random
+change. So it depends neither on the process that cuts it nor on resuming a run. Cases are drawn
+with replacement, and the last patches of each batch are centred on foreground, as in nnU-Net
 (Isensee et al., Nature Methods 2021).
 
 The position of a patch along one axis::
@@ -44,10 +44,10 @@ class Batch:
     names: tuple[str, ...]
     """The case of each patch."""
     weight: float = 1.0
-    """Factor of the mean loss of this replica's share that makes the mean over all replicas the
-    mean over the whole batch; 0 for a replica that has no share and repeats another's patch."""
+    """Factor of this replica's mean loss, so that the mean over replicas is the mean over the whole
+    batch; 0 for a replica without a share, which repeats another replica's patch."""
     planes: int | None = None
-    """Planes along X of the whole batch, where image and target are a slab of it; None: they are
+    """Planes along X of the whole batch, if image and target are a slab of it; None: they are
     whole."""
 
     @property
@@ -62,20 +62,19 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class CutBatch:
-    """What a batch, or a slab of it, will be made from; other processes receive it packed."""
+    """The cuts that a batch, or a slab of it, is made from; other processes receive it packed."""
 
     cuts: tuple[Cut, ...]
     """One for each patch."""
     shape: Shape
-    """Voxels of the whole batch along X, Y, Z; a smaller patch lies in the middle, with zeros
-    around."""
+    """Voxels of the whole batch along X, Y, Z; a smaller patch is centred, with zeros around."""
     slab: Slab | None = None
-    """What will be made of it; None: all."""
+    """The slab that will be made; None: the whole batch."""
     weight: float = 1.0
-    """As that of a :class:`Batch`."""
+    """As in :class:`Batch`."""
 
     def augmented(self) -> Batch:
-        """Return the batch, made where the cuts are."""
+        """Return the batch, made on the device of the cuts."""
         made = self._outline(torch.device("cpu"))
         augment(together(self.cuts, stacks=False), made.image, made.target, self.slab)
         return made
@@ -85,7 +84,7 @@ class CutBatch:
         return self._packed(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Hand it over packed, in memory that is shared already."""
+        """Pickle it packed, in shared memory."""
         return replace, (self._packed(_shared),)
 
     def _packed(self, empty: Callable[[int], Tensor]) -> "PackedBatch":
@@ -115,14 +114,14 @@ class CutBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """What a batch is made from on a GPU, in one piece of memory."""
+    """The data that a GPU makes a batch from, in one piece of memory."""
 
     memory: Tensor
     parts: tuple[tuple[Packed, Packed], ...]
     """Boxes and recipes of the patches that are made together, in their order."""
     slab: Slab | None
     outline: Batch
-    """The batch, on the device meta."""
+    """The batch on the meta device."""
 
     def pin_memory(self) -> "PackedBatch":
         """Return it in page-locked memory, from which copies to a GPU are asynchronous."""
@@ -131,7 +130,7 @@ class PackedBatch:
     def made(self, image: Tensor, target: Tensor, gather: Gather | None = None) -> Batch:
         """Return the batch in memory of the outline's shapes; see :func:`augment`.
 
-        What is needed for it is copied to the device part by part.
+        The data are copied to the device part by part.
         """
         device = image.device
         given = (tuple(one.on(self.memory, device) for one in part) for part in self.parts)
@@ -195,9 +194,9 @@ class PatchSampler:
     def cut(
         self, epoch: int, index: int, slab: Slab | None = None, *, gathers: bool = False
     ) -> Cut:
-        """Draw one patch, and cut out what it, or a slab of its batch, is made from.
+        """Draw one patch, and cut out the box that it, or a slab of its batch, is made from.
 
-        Where the slabs do not gather statistics of a patch, it is made whole if it needs them.
+        If slabs do not gather statistics, a patch that needs them is made whole.
         """
         rng = self._generator(epoch, index)
         case = self._drawn_case(rng)
@@ -241,7 +240,7 @@ class PatchSampler:
                 voxel = case.foreground().draw(rng)
                 if voxel is not None:
                     return [int(index) for index in np.unravel_index(voxel, shape)]
-            except (IndexError, ValueError) as error:  # no checksum has told before
+            except (IndexError, ValueError) as error:  # no checksum was checked before
                 raise CacheError(f"{case.folder} is damaged; delete it and run again") from error
         # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [

@@ -1,4 +1,4 @@
-"""What is cut out of a case for one patch, and where the patch's voxels lie in it."""
+"""The box that is cut out of a case for one patch, and the places of the patch's voxels in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Rows = tuple[Axes, Axes, Axes]
 """A matrix (3, 3)."""
 
 NEGLIGIBLE_VOXEL = 1e-6
-"""A point that is so close to a voxel is at it; the box need not reach beyond."""
+"""A point closer to a voxel than this is at it; the box need not reach beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Slab:
     """Planes of the whole batch."""
 
     def part(self, size: Shape) -> Box:
-        """Return what of a patch lies in the slab; it may be nothing."""
+        """Return the part of a patch that lies in the slab; it may be empty."""
         before = middle(self.num_planes, size[0])
         first, last = (
             min(max(plane - before, 0), size[0]) for plane in (self.planes.start, self.planes.stop)
@@ -35,7 +35,7 @@ class Slab:
         return slice(first, last), slice(0, size[1]), slice(0, size[2])
 
     def place(self, extent: "Extent", shape: Sequence[int]) -> Box:
-        """Return where what is wanted of a patch lies in a slab of this shape."""
+        """Return the place of the wanted part of a patch in a slab of this shape."""
         size, part = extent.size, extent.part
         first_x = middle(self.num_planes, size[0]) + part[0].start - self.planes.start
         starts = (first_x, middle(shape[1], size[1]), middle(shape[2], size[2]))
@@ -59,7 +59,7 @@ def start_of(box: Box) -> Shape:
 
 
 def inside(box: Box, outer: Box) -> Box:
-    """Return the box in the array of a larger one."""
+    """Return a box relative to the first voxel of a larger one."""
     x, y, z = (
         slice(part.start - whole.start, part.stop - whole.start)
         for part, whole in zip(box, outer, strict=True)
@@ -68,7 +68,7 @@ def inside(box: Box, outer: Box) -> Box:
 
 
 def middle(available: int, voxels: int) -> int:
-    """Return where voxels begin that lie in the middle of those that are available."""
+    """Return the first of ``voxels`` that are centred in ``available`` ones."""
     return (available - voxels) // 2
 
 
@@ -80,7 +80,7 @@ class Extent(NamedTuple):
     part: Box
     """The voxels of the patch that are wanted."""
     made: Box
-    """The voxels that are made for that: :attr:`part` and what it depends on."""
+    """The voxels that are made: those of :attr:`part` and those that they depend on."""
 
 
 class Placement(NamedTuple):
@@ -92,9 +92,9 @@ class Placement(NamedTuple):
 
     @staticmethod
     def centred(matrix: Matrix | None, start: Sequence[int], size: Shape) -> "Placement":
-        """Return the placement of a patch that is turned about its centre by a drawn matrix.
+        """Return the placement of a patch that a drawn matrix rotates about its centre.
 
-        ``start`` is the first voxel of the patch in the case, were it not turned.
+        ``start`` is the first voxel of the unrotated patch in the case.
         """
         if matrix is None:
             matrix = np.eye(3)
@@ -109,10 +109,10 @@ class Placement(NamedTuple):
         return self._replace(offset=(x, y, z))
 
     def box(self, part: Box, available: Shape) -> Box:
-        """Return the voxels of a case of a shape that a part of the patch is interpolated from.
+        """Return the voxels of a case that a part of the patch is interpolated from.
 
-        What lies outside of the case is not in the box, but at least one voxel is, where the part
-        lies outside altogether or is empty.
+        The box ends at the borders of the case, but has at least one voxel, even if the part is
+        empty or outside.
         """
         if min(shape_of(part)) == 0:
             return slice(0, 1), slice(0, 1), slice(0, 1)
@@ -130,7 +130,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A box of a case that holds all that a patch, or a part of it, is made from."""
+    """A box of a case with all voxels that a patch, or a part of it, is made from."""
 
     image: Tensor
     """float16 or float32 (C, X, Y, Z), intensities as they are stored."""
@@ -139,8 +139,8 @@ class Cut:
     placement: Placement
     """Where the patch's voxels lie in the box."""
     channels: tuple[DrawnChannel, ...]
-    """What happens to the intensities of each channel; empty: nothing."""
+    """Changes of the intensities of each channel; empty: none."""
     extent: Extent
-    """What is made of the patch."""
+    """The part of the patch that is made."""
     name: str
     """The case."""

@@ -1,4 +1,4 @@
-"""Augmentation on a GPU: whether it is made there, and what it takes."""
+"""Augmentation on a GPU: whether it runs there, and the memory that it takes."""
 
 import math
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from unet3d.patches.augment.filters import farthest_reach
 from unet3d.patches.augment.recipe import number_together
 
 WORK_ARRAYS = 2
-"""Channels in float32 that a filter keeps beside the one that it changes; one more where several
-are changed at a time, which are taken out of the others."""
+"""Copies of a channel in float32 that a filter keeps beside the channel that it changes; one more
+if several channels are changed at a time, because they are copied out of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceAugmentation:
-    """Augmentation on the device that the network begins on, as far as its memory goes."""
+    """Memory of augmentation on the device where the network begins."""
 
     settings: AugmentationSettings
-    """What can be drawn."""
+    """The changes that can be drawn."""
     cases: tuple[tuple[Shape, Spacing], ...]
     """Shape and spacing of the cases that patches are cut from."""
     num_channels: int
     voxel_bytes: int
-    """What one voxel of a channel takes in a cut."""
+    """Bytes of one voxel of a channel in a cut."""
     label_bytes: int
-    """What one voxel of the labels takes."""
+    """Bytes of one voxel of the labels."""
 
     @staticmethod
     def on(
@@ -39,7 +39,7 @@ class DeviceAugmentation:
         num_channels: int,
         num_classes: int,
     ) -> "DeviceAugmentation | None":
-        """Return what makes batches on a device; None where they are made on the host."""
+        """Return the augmentation on a device; None if batches are made on the host."""
         if device.type != "cuda":
             return None
         return DeviceAugmentation(
@@ -51,9 +51,9 @@ class DeviceAugmentation:
         )
 
     def staging_bytes(self, size: Shape, num_patches: int, slab: range | None = None) -> int:
-        """Return what making patches of a size, or slabs of them, takes at most, beside these.
+        """Return the most bytes that making patches, or slabs of them, takes beside the results.
 
-        The boxes that they are cut from are freed before filters take memory of their own.
+        The boxes are freed before filters allocate memory.
         """
         made, in_place = size, True
         if slab is not None:
@@ -76,9 +76,9 @@ class DeviceAugmentation:
 def largest_reach(
     settings: AugmentationSettings, size: Shape, spacing_mm: Spacing, planes: int
 ) -> Shape:
-    """Return the voxels along X, Y, Z of the largest box that planes of a patch are made from.
+    """Return the size along X, Y, Z of the largest box that planes of a patch are made from.
 
-    However a box is turned, no corner leaves the ball around it.
+    Whatever the rotation of a box, its corners stay in the ball around it.
     """
     made = (planes, *size[1:])
     if not settings.enabled:

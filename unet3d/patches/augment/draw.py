@@ -20,7 +20,7 @@ Axes = tuple[float, float, float]
 """A number for each of X, Y, Z."""
 
 SCALING_RANGE = (0.7, 1.4)
-"""Of the distance between sampled voxels: below 1 a structure becomes larger."""
+"""Factors of the distance between sampled voxels: below 1, structures become larger."""
 MAX_NOISE_STD = 0.1
 BLUR_SIGMA_VOXELS = (0.5, 1.0)
 BRIGHTNESS_RANGE = (0.75, 1.25)
@@ -28,14 +28,14 @@ CONTRAST_RANGE = (0.75, 1.25)
 GAMMA_RANGE = (0.7, 1.5)
 LOW_RESOLUTION_RANGE = (0.5, 1.0)
 CHANNEL_PROBABILITY = 0.5
-"""Where a patch is blurred or loses resolution, the probability of each of its channels."""
+"""If a patch is blurred or loses resolution, the probability for each of its channels."""
 
 STILL: Axes = (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnChannel:
-    """What happens to the intensities of one channel, in this order; by default nothing."""
+    """Changes of the intensities of one channel, in this order; by default none."""
 
     noise_std: float = 0.0
     """Standard deviation of Gaussian noise that is added."""
@@ -56,17 +56,17 @@ class DrawnChannel:
 
     @property
     def sampled(self) -> tuple[float, float, float, float]:
-        """What is done while a patch is sampled; brightness commutes with the blur before it."""
+        """Changes during sampling: noise and brightness, which commutes with the blur before it."""
         return (self.noise_std, *self.noise_seed, self.brightness)
 
     @property
     def is_measured(self) -> bool:
-        """Whether what happens depends on the intensities of the whole patch."""
+        """Whether the changes depend on the intensities of the whole patch."""
         return (self.contrast, self.inverted_gamma, self.gamma) != (1, 1, 1)
 
 
 class AugmentationDraw:
-    """Draws what the settings ask for."""
+    """Draws the augmentation that the settings ask for."""
 
     def __init__(self, settings: AugmentationSettings) -> None:
         self.settings = settings
@@ -75,9 +75,9 @@ class AugmentationDraw:
     def matrix(self, rng: np.random.Generator, size: Shape, spacing_mm: Spacing) -> Matrix | None:
         """Draw a rotation, a scaling and mirroring of a patch; None if nothing changes.
 
-        The matrix (3, 3) leads from an offset in voxels from the centre of the patch to the offset
-        in voxels at which the case is sampled. The rotation is drawn in millimetres, so that
-        anatomy is rotated and not sheared where voxels are not cubes.
+        The matrix (3, 3) maps an offset in voxels from the centre of the patch to the offset in
+        voxels at which the case is sampled. The rotation is drawn in millimetres, so it does not
+        shear anatomy if voxels are not cubes.
         """
         matrix = self._affine(rng, size, spacing_mm)
         signs = np.ones(3)
@@ -112,13 +112,13 @@ class AugmentationDraw:
     def channels(
         self, rng: np.random.Generator, num_channels: int, spacing_mm: Spacing
     ) -> tuple[DrawnChannel, ...]:
-        """Draw what happens to the intensities of each channel."""
+        """Draw the changes of the intensities of each channel."""
         settings = self.settings
 
         def happens(probability: float) -> bool:
             return bool(rng.random() < probability)
 
-        # Everything is drawn in any case, so that one probability changes nothing else.
+        # All numbers are always drawn, so that changing one probability changes nothing else.
         noise_std = float(rng.uniform(0, MAX_NOISE_STD))
         is_noisy = happens(settings.noise_probability)
         blurs = happens(settings.blur_probability)
@@ -157,12 +157,12 @@ class AugmentationDraw:
 def free_axes(
     size: Shape, spacing_mm: Spacing
 ) -> tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]:
-    """Return which axes a rotation may mix, and which ones scaling changes.
+    """Return the axes that a rotation may mix, and those that scaling changes.
 
-    Between thick slices there is nothing to interpolate, so these stay in their plane. Where two
-    axes are thick and alike, as in a stack of long voxels, these two are the plane. Where no two
-    axes are alike nothing is rotated, and all axes scale, so that shapes are kept. An axis of one
-    voxel is in no plane.
+    Thick slices cannot be interpolated across, so rotation and scaling stay in their plane. If two
+    axes are thick and alike, as in a stack of long voxels, these two are the plane. If no two axes
+    are alike, nothing is rotated and all axes scale, which keeps shapes. An axis of one voxel is in
+    no plane.
     """
     thick = thick_axes(spacing_mm)
     plane = [not is_thick for is_thick in thick]
@@ -177,7 +177,7 @@ def free_axes(
 
 
 def largest_angle(settings: AugmentationSettings, turning: tuple[bool, bool, bool]) -> float:
-    """Return the largest angle of a rotation that mixes some axes, of which two are a plane."""
+    """Return the largest angle of a rotation that mixes these axes; two axes are a plane."""
     if sum(turning) < 2:
         return 0.0
     is_plane = sum(turning) == 2

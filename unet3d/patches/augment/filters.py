@@ -1,6 +1,7 @@
 """Blur and loss of resolution: separable linear filters, a matrix of weights for each axis.
 
-The matrices are worked out where a patch is cut: on a GPU that takes more launches than all else.
+The matrices are computed by the process that cuts a patch: on a GPU that would take more launches
+than all other changes.
 """
 
 import math
@@ -18,18 +19,19 @@ from unet3d.patches.augment.draw import BLUR_SIGMA_VOXELS, LOW_RESOLUTION_RANGE,
 from unet3d.patches.augment.intensity import Part
 
 BLUR_DEVIATIONS = 4.0
-"""Where a Gaussian ends."""
+"""Radius at which a Gaussian is truncated."""
 
 CHUNK = 64
-"""Voxels of an axis that a CPU makes at a time: only few of a matrix's other entries are not 0."""
+"""Voxels of an axis that a CPU makes at a time: a matrix is a band, and most of its entries are
+0."""
 GPU_CHUNK = 256
 """The same for a GPU, where a launch costs more than zeros."""
 
 CPU = torch.device("cpu")
 
 Matrices = tuple[Tensor | None, ...]
-"""For X, Y and Z, float32 (channels, voxels, voxels) by which the axis of each channel is
-multiplied; None: the axis stays."""
+"""For each of X, Y and Z, float32 (channels, voxels, voxels): one matrix per channel; None: the
+axis is not filtered."""
 
 
 def blur_matrices(sigmas: Sequence[Axes], size: Shape) -> Matrices:
@@ -41,11 +43,10 @@ def blur_matrices(sigmas: Sequence[Axes], size: Shape) -> Matrices:
 
 
 def coarsening_matrices(resolutions: Sequence[Axes], size: Shape) -> Matrices:
-    """Return views through fewer, larger voxels: their number is that of the patch by a factor.
+    """Return filters that lower the resolution; a factor gives the number of large voxels.
 
-    Each large voxel is the mean over its box, as in a scanner, which moves nothing; taking the
-    nearest voxel instead moves the image by up to half of a large one. Between large voxels the
-    result is linear.
+    Each large voxel is the mean over its box, as in a scanner, which does not shift the image; the
+    nearest voxel would shift it by up to half a large voxel. The result is interpolated linearly.
     """
     matrices: list[Tensor | None] = []
     for axis, voxels in enumerate(size):
@@ -57,7 +58,7 @@ def coarsening_matrices(resolutions: Sequence[Axes], size: Shape) -> Matrices:
 
 
 def reach_of(drawn: DrawnChannel, size: Shape) -> Shape:
-    """Return from how many voxels away a channel of a patch takes along each axis."""
+    """Return the reach of a channel's filters along each axis, in voxels."""
     x, y, z = (
         math.ceil(BLUR_DEVIATIONS * sigma) + _coarsening_reach(voxels, factor)
         for sigma, factor, voxels in zip(
@@ -78,13 +79,13 @@ def with_margin(part: Box, channels: Sequence[DrawnChannel], size: Shape) -> Box
 
 
 def farthest_reach(voxels: int) -> int:
-    """Return from how many voxels away a channel takes at most, along an axis of a patch."""
+    """Return the largest reach of any filter along an axis of a patch, in voxels."""
     blur = math.ceil(BLUR_DEVIATIONS * BLUR_SIGMA_VOXELS[1])
     return blur + _coarsening_reach(voxels, LOW_RESOLUTION_RANGE[0])
 
 
 def _blur_matrix(voxels: int, sigma: float) -> Tensor:
-    """Return (voxels, voxels): a Gaussian around each voxel, what leaves the axis mirrored."""
+    """Return (voxels, voxels): a Gaussian around each voxel, mirrored at the ends of the axis."""
     place = torch.arange(voxels, dtype=torch.float64)
     row, column = place[:, None], place[None]
 
@@ -100,18 +101,18 @@ def _blur_matrix(voxels: int, sigma: float) -> Tensor:
 
 
 def _fewer(voxels: int, factor: float) -> int:
-    """Return how many large voxels take the place of others."""
+    """Return the number of large voxels."""
     return max(1, round(voxels * factor))
 
 
 def _coarsening_reach(voxels: int, factor: float) -> int:
-    """Return how far a voxel takes: from two large ones, with far faces 1.5 of them away."""
+    """Return the reach of a voxel: the far faces of two large ones, 1.5 of them away."""
     fewer = _fewer(voxels, factor)
     return math.ceil(1.5 * voxels / fewer) if fewer < voxels else 0
 
 
 def _coarsening_matrix(voxels: int, fewer: int) -> Tensor:
-    """Return (voxels, voxels): means over ``fewer`` equal parts, then interpolation of these."""
+    """Return (voxels, voxels): means over ``fewer`` equal parts, then their interpolation."""
     ratio = voxels / fewer
     large = torch.arange(fewer, dtype=torch.float64)[:, None]
     small = torch.arange(voxels, dtype=torch.float64)
@@ -126,8 +127,8 @@ def _coarsening_matrix(voxels: int, fewer: int) -> Tensor:
 def filtered(channels: Tensor, part: Part, matrices: Matrices) -> Tensor:
     """Return a part (R, X, Y, Z) of channels, filtered.
 
-    Where the part ends within a patch, what lies closer to that face than a filter reaches is
-    wrong.
+    Voxels within a filter's reach of a face of the part are wrong, if that face is inside the
+    patch.
     """
     for matrix, first in zip(matrices, start_of(part.extent.made), strict=True):
         number, voxels, *others = channels.shape
@@ -135,7 +136,7 @@ def filtered(channels: Tensor, part: Part, matrices: Matrices) -> Tensor:
         if matrix is not None:
             inside = slice(first, first + voxels)
             lines = _multiplied(lines, matrix[:, inside, inside].transpose(1, 2))
-        # The axis is the last one now: after three turns all are where they were.
+        # The filtered axis is always the last one; three permutations restore the order.
         channels = lines.reshape(number, *others, voxels)
     return channels
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from unet3d.patches.augment.cut import Extent, inside
 
 SMALL = 1e-7
-"""Spans and deviations below this count as it, so that a constant channel stays finite."""
+"""Smallest span or deviation to divide by, so that a constant channel stays finite."""
 
 Gather = Callable[[Tensor], Tensor]
-"""Takes numbers (K) of a slab, and returns those of all slabs of the patch (slabs, K), in one order
-everywhere. The holders of all slabs call it equally often, whatever they hold."""
+"""Maps numbers (K) of a slab to those of all slabs of the patch (slabs, K), in the same order on
+all devices. All devices call it equally often, whatever their slabs."""
 
 
 class Levels(NamedTuple):
@@ -32,23 +32,23 @@ class Levels(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of patches of one size, whose other parts may be elsewhere."""
+    """A part of patches of one size; other devices may have the other parts."""
 
     extent: Extent
     gather: Gather | None = None
-    """Gathers the numbers of what is wanted of all parts; None: what is made is the whole patch."""
+    """Gathers the numbers of all wanted parts; None: the whole patch is made here."""
 
     def levels(self, channels: Tensor, *, has_range: bool = True) -> Levels:
-        """Measure channels (R, X, Y, Z) of what is made, which may have no voxels."""
+        """Measure channels (R, X, Y, Z), which may have no voxels."""
         size, part, made = self.extent
         counted = (channels if self.gather is None else channels[:, *inside(part, made)]).flatten(1)
-        # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
+        # As in nnU-Net, the divisor is the number of voxels minus one, but never 0.
         number, divisor = counted.shape[1], max(1, counted.shape[1] - 1)
         if number == 0:
             mean = variance = counted.new_zeros(len(counted), 1)
             low, high = mean + math.inf, mean - math.inf
         else:
-            if counted.is_cuda:  # in one launch, which a CPU is slow at
+            if counted.is_cuda:  # one launch; slow on a CPU
                 correction = number - divisor
                 variance, mean = torch.var_mean(counted, 1, correction=correction, keepdim=True)
             else:
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 
 def change_contrast(channels: Tensor, part: Part, factors: Tensor) -> Tensor:
-    """Multiply distances of intensities (R, X, Y, Z) from their mean; none leaves the range.
+    """Multiply distances of intensities (R, X, Y, Z) from their mean, clipped to their range.
 
     Factors are (R, 1). The intensities are changed in place, so they are contiguous.
     """
@@ -90,10 +90,10 @@ def change_gamma(channels: Tensor, part: Part, exponents: Tensor, signs: Tensor)
     """
     levels, values = part.levels(channels), channels.flatten(1)
     span = (levels.high - levels.low).clamp_(min=SMALL)
-    # Where parts are made of several boxes, voxels that count elsewhere may lie beyond the end.
+    # A voxel of the margin may lie beyond the end: it counts where another box is sampled.
     end = torch.where(signs > 0, levels.low, levels.high)
     values.sub_(end).div_(span).abs_().pow_(exponents)
-    # Mean and deviation are restored, so that scale and offset of the curve make no difference.
+    # Mean and deviation are restored, so scale and offset of the curve have no effect.
     bent = part.levels(channels, has_range=False)
     factors = (levels.variance / bent.variance.clamp_(min=SMALL**2)).sqrt_().mul_(signs)
     values.sub_(bent.mean).mul_(factors).add_(levels.mean)

@@ -1,15 +1,15 @@
 """Augmentation of a batch: one function of tensors and drawn numbers, for any device.
 
-There is no random state, and on a GPU nothing waits for the host nor the host for it. Rotation,
-scaling, mirroring, noise, brightness and the conversion from what is stored are one interpolation;
-what was not drawn is not computed.
+There is no random state, and GPU and host do not wait for each other. Rotation, scaling, mirroring,
+noise, brightness and the conversion from the stored type are one interpolation. Changes that were
+not drawn are not computed.
 
-A slab of a batch is made alone, from what it depends on. Only contrast and gamma depend on the
-whole patch: where the slabs' holders cannot gather its mean and range, such a patch is made whole.
+A slab of a batch is made alone, from the voxels that it depends on. Only contrast and gamma depend
+on the whole patch: if the devices cannot gather its mean and range, such a patch is made whole.
 
 A small patch takes a GPU less time than a launch takes the host. So each operation is launched once
-for all patches of a batch, with what was drawn for each in tensors that are copied beforehand. On a
-CPU each patch is made alone: how many rows a sum or a product has may change its bits.
+for all patches of a batch; tensors with the drawn numbers are copied beforehand. On a CPU each
+patch is made alone, because the number of rows of a sum or a product may change trailing bits.
 """
 
 import math
@@ -31,16 +31,16 @@ from unet3d.patches.augment.intensity import Gather, Part, change_contrast, chan
 T = TypeVar("T")
 
 TOGETHER_VOXELS = 2**20
-"""Voxels of the patches, or of channels, that are changed at a time; of larger ones it is one."""
+"""Voxels of patches, or of channels, that are changed at a time; larger ones are changed singly."""
 
 
 class Change(NamedTuple):
-    """What is done to some channels."""
+    """One change of some channels."""
 
     function: Callable[..., Tensor]
     """Takes the channels (R, X, Y, Z), their part and the numbers; may change them in place."""
     rows: slice | Tensor
-    """Of the channels of all patches (N * C)."""
+    """Indices of the channels, among those of all patches (N * C)."""
     numbers: tuple[Any, ...]
 
     def apply(self, channels: Tensor, part: Part) -> None:
@@ -56,18 +56,18 @@ class Change(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What is made of sampled patches, which all have one size."""
+    """The changes of sampled patches of one size."""
 
     extent: Extent
     changes: tuple[Change, ...]
-    """In their order."""
+    """The changes, in order."""
 
 
 def together(cuts: Iterable[Cut], *, stacks: bool) -> Iterator[tuple[Boxes, Recipe]]:
-    """Yield what patches of a batch are sampled from, and what is made of them, in their order.
+    """Yield the boxes of patches of a batch and their changes, in order.
 
-    Patches are only made together if ``stacks``. Where slabs of them are elsewhere they are not:
-    who makes which together differs, and the numbers that are gathered would.
+    Patches are only made together if ``stacks``. If other devices make slabs of them, each patch is
+    made alone: the groups would differ between devices, and with them the gathered numbers.
     """
     for extent, same in groupby(cuts, lambda cut: cut.extent):
         own = list(same)
@@ -96,14 +96,14 @@ def _recipe(cuts: Sequence[Cut], extent: Extent) -> tuple[Boxes, Recipe]:
 
 
 def _changes(drawn: Sequence[DrawnChannel], size: Shape) -> Iterator[Change]:
-    """Yield what is done to channels."""
+    """Yield the changes of channels."""
     for rows, sigmas in _chosen([one.blur_sigma for one in drawn], None, size):
         yield Change(filtered, rows, (blur_matrices(sigmas, size),))
     for rows, factors in _chosen([one.contrast for one in drawn], 1.0, size):
         yield Change(change_contrast, rows, (_column(factors),))
     for rows, coarse in _chosen([one.resolution for one in drawn], STILL, size):
         yield Change(filtered, rows, (coarsening_matrices(coarse, size),))
-    # Inverted before the other, but most channels have only one of the two.
+    # The inverted curve comes first, but most channels have only one of the two.
     curves = [
         [curve for curve in ((one.inverted_gamma, -1.0), (one.gamma, 1.0)) if curve[0] != 1]
         for one in drawn
@@ -118,7 +118,7 @@ def _changes(drawn: Sequence[DrawnChannel], size: Shape) -> Iterator[Change]:
 def _chosen(
     values: Sequence[T | None], nothing: T | None, size: Shape
 ) -> Iterator[tuple[slice | Tensor, list[T]]]:
-    """Yield the rows that have a value, and their values, as many as are changed at a time."""
+    """Yield the rows that have a value, and their values, in groups that are changed together."""
     rows = [row for row, value in enumerate(values) if value != nothing]
     most = number_together(size)
     for begin in range(0, len(rows), most):
@@ -141,11 +141,11 @@ def augment(
 ) -> None:
     """Make the patches of a batch, or a slab of them, in given memory.
 
-    That is float32 (N, C, X, Y, Z), contiguous, and class indices (N, X, Y, Z) of the type of the
-    boxes' labels. A patch smaller than its place lies in the middle of it, with zeros around. The
-    boxes, which are on the device of the batch, are asked for when they are needed and can be freed
-    before the next. ``gather`` gathers statistics of the slabs of a patch; None: each patch that
-    needs them is made whole.
+    The memory is float32 (N, C, X, Y, Z), contiguous, and class indices (N, X, Y, Z) of the type of
+    the boxes' labels. A patch smaller than its place is centred in it, with zeros around. The
+    iterator over the boxes, which are on the device of the batch, advances only after a group is
+    made, so that the group's boxes can be freed. ``gather`` gathers statistics of the slabs of a
+    patch; None: each patch that needs them is made whole.
     """
     slab = slab or Slab(planes=range(image.shape[2]), num_planes=image.shape[2])
     remaining, first = iter(given), 0
@@ -156,13 +156,13 @@ def augment(
         _, part, made = recipe.extent
         place = slab.place(recipe.extent, own_target.shape[1:])
         place_image, place_target = own_image[:, :, *place], own_target[:, *place]
-        # What is made is made in place, unless it is larger or lies between zeros.
+        # Patches are made in place, unless more voxels are made or zeros lie around them.
         in_place = made == part and place_target.shape == own_target.shape
         shape = shape_of(made)
         made_image = own_image if in_place else image.new_empty((*own_image.shape[:2], *shape))
         made_target = own_target if in_place else target.new_empty((len(own_target), *shape))
         sample_affine(boxes, image_out=made_image, label_out=made_target)
-        del boxes  # its memory serves what follows
+        del boxes  # later work reuses the memory
         if gather is not None or made_target.numel() > 0:
             with independent_of_threads(image.device):
                 for change in recipe.changes:
