@@ -83,7 +83,7 @@ def devices_named(names: Sequence[str]) -> tuple[torch.device, ...]:
 
 
 def seen_alone(device: torch.device) -> dict[str, str]:
-    """Return the environment in which nnU-Net, which takes the first GPU it sees, takes this."""
+    """Return an environment that shows only this GPU to nnU-Net, which takes the first one."""
     if device.type != "cuda":
         return {}
     gpu, seen = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")

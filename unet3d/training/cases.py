@@ -1,7 +1,7 @@
-"""What all parts of a training share, and how its ranks divide work on the validation cases.
+"""The common context of a training run, and the division of validation cases among its ranks.
 
-Replicas take cases in turn. Where a replica is several ranks with a slab of each volume, these work
-on each of its cases together, and the first of them has the result::
+Replicas take cases in turn. If the ranks of a replica have slabs of each volume, they work on its
+cases together, and the first of them has the result::
 
     rank          0         1         2         3
     replica       0         0         1         1
@@ -24,10 +24,10 @@ from unet3d.runs.run_folder import RunFolder
 Case = TypeVar("Case")
 
 Progress = Callable[[int, int, int, int], object]
-"""Is told how far a rank is: cases done and in all, windows of the next case done and in all."""
+"""Called with a rank's finished and total cases, finished and total windows of the next case."""
 
 WindowsDone = Callable[[int, int], None]
-"""Is told how many windows of a case are done, and how many there are."""
+"""Called with the finished and total windows of a case."""
 
 
 class Stopped(Exception):
@@ -40,20 +40,20 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """One training, or one rank's share of it."""
+    """One training run, or one rank's share of it."""
 
     experiment: Experiment
     """Cases, preparation, network and settings."""
     executor: Executor
     """The placed network."""
     folder: RunFolder
-    """Where the run's files go."""
+    """Folder of the run's files."""
     group: Group
     """The ranks that train together; the first one writes and shows."""
     dims: ParallelDims
-    """Which replica, and which slab of its volumes, are this rank's."""
+    """Replica and slab of this rank."""
     precision: str
-    """What the network computes in, such as ``bfloat16``."""
+    """Number type of the network's computation, such as ``bfloat16``."""
     slabs: dist.ProcessGroup | None = None
     """The ranks with the slabs of this replica's volumes; None: this rank has all of each."""
 
@@ -63,7 +63,7 @@ class RunContext:
         return self.group.ranks.rank % self.dims.num_shards == 0
 
     def share(self, num_cases: int, num_replicas: int | None = None) -> range:
-        """Return the places of the cases of this rank's replica; of so many, the first ones."""
+        """Return the indices of this replica's cases; only the first ``num_replicas`` have any."""
         num_replicas = num_replicas or self.group.size // self.dims.num_shards
         replica = self.group.ranks.rank // self.dims.num_shards
         return range(replica, num_cases if replica < num_replicas else 0, num_replicas)
@@ -71,7 +71,7 @@ class RunContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Watcher:
-    """Who is told how the work on cases goes on, and may end it."""
+    """Callbacks that follow the work on cases, and may end it."""
 
     num_steps: int
     """Training steps done since the beginning, for the other ranks."""

@@ -1,14 +1,14 @@
-"""Which components to keep, decided on the predictions of the validation cases.
+"""The choice of components to keep, from the segmentations of the validation cases.
 
-nnU-Net's way, with one difference that only regions notice. First, whether to keep only the largest
-component of all labels together: where that raises the mean Dice and lowers that of no label. Then
-the same for each label or region alone, which must raise its own mean Dice and, what nnU-Net does
-not look at, may lower that of no other region. Labels do not overlap, so that each can be judged
-for itself; regions do, so that each is judged after what was decided before it.
+nnU-Net's rules, with one addition for regions. First: keep only the largest component of all labels
+together, if that raises the mean Dice and lowers no label's Dice. Then the same is tried for each
+label or region: it must raise its own mean Dice and, unlike in nnU-Net, lower no other region's.
+Labels do not overlap, so each is judged separately. Regions overlap, so each is judged after the
+earlier decisions.
 
 Means are those of the evaluation: over the cases that have a label in prediction or label map, then
-over the labels. The predictions are read from their files once for each step, because those of all
-cases may be too large for the memory.
+over the labels. Each step reads the segmentations from their files again, because together they may
+be too large for the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from unet3d.images.labels import LabelMap
 from unet3d.inference.postprocessing import Rule, keep_largest, small_components
 
 Dice = list[float | None]
-"""Of each label; None where neither side has it."""
+"""Dice by label; None if neither side has the label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Choice:
 
 
 Work = Callable[[LabelMap, LabelMap], list[Dice]]
-"""What is done with a prediction and its label map."""
+"""Work on a segmentation and its label map."""
 
 
 def choose_components(
@@ -109,7 +109,7 @@ def _counts(
     counted: npt.NDArray[np.bool_] | None,
     one: Label,
 ) -> npt.NDArray[np.int64]:
-    """Return in how many voxels both have a label, the prediction has it, and the label map."""
+    """Return the voxels of a label in both, in the segmentation, and in the label map."""
     predicted, labelled = mask_of(prediction, one), mask_of(label, one)
     if counted is not None:
         predicted, labelled = predicted & counted, labelled & counted

@@ -18,18 +18,18 @@ from unet3d.patches.patches import Batch
 MAX_PROCESSES = 16
 """The most processes that prepare cases, or make patches, for GPUs."""
 MAX_CUTTING = 8
-"""The most processes where patches are only cut, and augmented on a GPU. For an H200 two were
-enough at 128^3, four at 256^3; with 16, which start later, a training run was no faster."""
+"""The most processes that only cut patches, if a GPU augments them. For an H200 two sufficed at
+128^3, four at 256^3; with 16, which start later, a training run was no faster."""
 MAX_ON_CPU = 4
 """The most processes beside a network on a CPU."""
 CORES_OF_A_LOADER = 32
-"""On a CPU a step takes so much longer than cutting its patches that below as many cores the
-training process cuts them itself. With 16, patches of 96^3 and 32 to 256 channels, an epoch takes
-5.2 s so, 5.2 with one process beside it and 6.3 with four, which also take 14 s to start."""
+"""With fewer cores the training process of a CPU cuts patches itself, because a step takes much
+longer. With 16 cores, patches of 96^3 and 32 to 256 channels, an epoch takes 5.2 s that way, 5.2 s
+with one process and 6.3 s with four, which start in 14 s."""
 
 
 TOLERATED_SHARE = 0.1
-"""Share of an epoch's steps that a device may wait without a word about it."""
+"""Share of an epoch's time that a device may wait for data without a message."""
 
 
 def is_on_cpu(devices: Sequence[torch.device]) -> bool:
@@ -38,7 +38,7 @@ def is_on_cpu(devices: Sequence[torch.device]) -> bool:
 
 
 def preparing_processes(config: Config, devices: Sequence[torch.device], num_ranks: int) -> int:
-    """Return how many processes prepare cases, before the network is there; 0: this one."""
+    """Return how many processes prepare cases, before there is a network; 0: this process."""
     if config.data.num_workers != "auto":
         return config.data.num_workers
     cores = num_cores() // num_ranks
@@ -56,7 +56,7 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
         return min(most, MAX_CUTTING)
     cores = num_cores() // num_ranks
     wanted = min(MAX_ON_CPU, cores // CORES_OF_A_LOADER)
-    # Threads that the user asked for leave what they leave.
+    # A number of threads set by the user is kept; the remaining cores are for processes.
     return min(wanted, max(0, cores - torch.get_num_threads())) if _are_threads_set() else wanted
 
 
@@ -89,7 +89,7 @@ class DataClock:
         self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches, and time how long each is waited for, without what is done with it."""
+        """Yield batches, and time the wait for each, without the work on it."""
         iterator = iter(batches)
         while True:
             idle, began = self._event(), time.monotonic()
@@ -125,9 +125,9 @@ class DataClock:
 def waiting_note(
     metrics: Mapping[str, Any], loading_seconds: float, device: torch.device
 ) -> str | None:
-    """Return what to say of an epoch that waited for its data, and what helps; None: nothing.
+    """Return a note on the wait for data in an epoch, with advice; None: no long wait.
 
-    ``loading_seconds`` is how long this process waited for patches, which the device takes.
+    ``loading_seconds`` is how long this process waited for patches.
     """
     waited, seconds = metrics["waited_seconds"], metrics["seconds"]
     if waited <= TOLERATED_SHARE * seconds:

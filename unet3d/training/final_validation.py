@@ -1,15 +1,14 @@
-"""The validation cases as the final network predicts them, from file to file, with their scores.
+"""Segmentations and scores of the validation cases with the final network, from file to file.
 
 What is in ``validation/`` of a run's folder is what ``unet3d predict`` would write for the images
-of the validation cases: on their own grids, by the same code, with the network where it was
-trained, computed in what ``inference.precision`` says. From them is decided which components to
-keep (:mod:`unet3d.training.component_choice`), and the others are removed. ``cases.json`` holds the
-scores that ``unet3d evaluate`` would find, the worst case first; that one and the best one are
-drawn.
+of the validation cases: on their own grids, by the same code, with the network on its training
+devices, in the precision of ``inference.precision``. They decide which components to keep
+(:mod:`unet3d.training.component_choice`); the others are removed. ``cases.json`` holds the scores
+that ``unet3d evaluate`` would find, the worst case first; that one and the best one are drawn.
 
 Only the ranks on the first one's machine write, because the run's folder may be on a disk of that
-machine. The folder is written under another name, and gets its own when it is whole: whoever stops
-in the middle leaves nothing, and begins again with ``--resume``.
+machine. The folder gets its final name when it is complete. An interrupted validation leaves
+nothing, and ``--resume`` repeats it.
 """
 
 import logging
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class FinalResult:
-    """What the final network makes of the validation cases, the same in all ranks."""
+    """Results of the final network on the validation cases, the same in all ranks."""
 
     evaluation: Evaluation
     """The scores, the worst case first."""
@@ -76,7 +75,7 @@ class FinalValidation:
     """Predicts and scores the validation cases of one run."""
 
     def __init__(self, context: RunContext) -> None:
-        """Refuse a network that cannot be computed here in what ``inference.precision`` says."""
+        """Refuse a network that cannot run here in ``inference.precision``."""
         config, dims, group = context.experiment.config, context.dims, context.group
         preparation = context.experiment.preprocessing
         dtype = image_dtype(context.executor.module)
@@ -164,7 +163,7 @@ class FinalValidation:
             return self._over_cases(on_pair, watcher, what)
 
         chosen = choose_components(over_pairs, ScoredLabels.of(experiment.preprocessing))
-        # Merged labels are scored by all of their values, and predicted by the lowest of them.
+        # Merged labels are scored with all of their values; segmentations have only the lowest.
         choices = tuple(
             replace(choice, rule=tuple(value for value in choice.rule if value in self._names))
             for choice in chosen
@@ -260,7 +259,7 @@ def _worst_first(case: CaseScores) -> float:
 
 
 def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:
-    """Draw the case with the lowest mean Dice, and of several the one with the highest."""
+    """Draw the case with the lowest mean Dice and, if another, the one with the highest."""
     images = {case.name: case.images[0] for case in cases}
     scored = [case for case in evaluation.cases if case.mean_dice is not None]
     chosen = {}

@@ -36,7 +36,7 @@ SCORES_OF_LABELS = ("final_dice", "dice")
 
 
 def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Request | None:
-    """Return the request for a run over several folds, its folder named; None: it is for one run.
+    """Return the request for a run over several folds, with its folder; None: for a single run.
 
     ``folds`` are the named folds; None: an earlier run decides.
     """
@@ -86,7 +86,7 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
             left = [fold for fold in numbers if _summary_of(runs[fold]).get("epochs", 0) < epochs]
             if left:
                 config = _prepare_cases(plans[0], left[0])
-                if len(plans) > 1:  # how all of them are placed, not the first
+                if len(plans) > 1:  # the placement of all folds, not of the first
                     config = config.model_copy(update={"parallel": plan.config.parallel})
                 folder.write_config(config)
             folder.write_json(folder.path / FOLDS, {"folds": list(numbers)})

@@ -36,7 +36,7 @@ HEADS = "decoder.heads."
 """Begins the names of the parameters that write logits, one head for each level with a loss."""
 
 BASE = "model.base_channels"
-"""The channels of the first level, by which those of the others follow where they are not named."""
+"""The channels of the first level, which determine the other levels unless these are named."""
 
 
 def network_to_begin_with(
@@ -89,13 +89,13 @@ def _words(value: Any) -> str:
 
 
 def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: Group) -> None:
-    """Give a new network the weights of a checkpoint, and say what is new; all ranks call it."""
+    """Copy a checkpoint's weights into a new network, and log new layers; all ranks call it."""
     news = take_weights(model, preprocessing, network_from_first(path, group))
     logger.info("begins with the weights of %s; %s", path, news)
 
 
 def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:
-    """Give a new network the weights of a checkpoint, as far as it has weights for it.
+    """Copy the weights of a checkpoint into a new network, as far as they fit.
 
     Returns what is new, in words.
     """
@@ -121,7 +121,7 @@ def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkp
         lacking = _levels_of_heads(own) - _levels_of_heads(weights)
         if lacking:
             news.append(f"the heads of level {', '.join(map(str, sorted(lacking)))}")
-    # A head of a level that has no loss any more is left behind.
+    # Heads of levels that no longer have a loss are not copied.
     model.load_state_dict({name: weights.get(name, value) for name, value in own.items()})
     return f"new: {' and '.join(news)}" if news else "nothing is new"
 

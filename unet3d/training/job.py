@@ -59,7 +59,7 @@ SPREAD = {
     "spatial": ": a slab of each volume on each",
     "model": ": a part of the network on each",
 }
-"""What each device has in each parallel mode."""
+"""The part of a training run on each device, by parallel mode."""
 
 
 def start_training(
@@ -112,7 +112,7 @@ def start_ranks(run: Run, quiet: bool, say: Say | None = None) -> None:
 
 
 def train(run: Run, console: Console, quiet: bool, group: Group) -> TrainingResult:
-    """Train what is planned in this process, or continue to; all ranks call it.
+    """Train as planned in this process, or continue a run; all ranks call it.
 
     Raises Interrupted for Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
     """
@@ -223,7 +223,7 @@ def _is_finished(past: Past | None, experiment: Experiment, group: Group) -> boo
 def _place(
     experiment: Experiment, dims: ParallelDims, precision: str, group: Group
 ) -> tuple[Experiment, Step, MemoryEstimate | None]:
-    """Decide micro-batches and cuts, and predict the memory of a step; None: there is no way to."""
+    """Decide micro-batches and cuts, and predict the memory of a step; None: unpredictable."""
     step = experiment.step(dims, precision)
     planned = experiment.network.size_in(step.batch_size)
     config = group.from_first(
@@ -248,7 +248,7 @@ def _place(
 def _make_network(
     experiment: Experiment, step: Step, dims: ParallelDims, group: Group, is_new: bool
 ) -> Executor:
-    """Return the network on its devices: with random weights, or new with those to begin with."""
+    """Return a new network on its devices, with random weights or those of ``training.init``."""
     settings = experiment.config.training
     torch.default_generator.manual_seed(settings.seed)  # nothing is drawn on GPUs
     model = UNet3d(experiment.topology)

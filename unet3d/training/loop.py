@@ -89,9 +89,9 @@ class TrainingLoop:
         """Train to the last epoch, with a live line on the console.
 
         Raises:
-            Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
-            ConfigError: Training has diverged; what was saved is from before.
-            RankError: Another rank died or hangs.
+            Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved. ConfigError:
+            Training has diverged; saved checkpoints are from before. RankError: Another rank died
+            or hangs.
         """
         settings = self.config.training
         line = ProgressLine(
@@ -148,7 +148,7 @@ class TrainingLoop:
             terms = self._step(batch)
             num_samples = batch.num_samples if self._adds_loss else 0
             losses.append((num_samples, terms))
-            # Reading the loss of the last step would leave a GPU with nothing to do after it.
+            # Reading the loss of the last step would leave a GPU idle after it.
             _, shown = losses[-2:][0]
             state.step += 1
             stop, save = self.group.all_reduce_flags(
@@ -177,7 +177,7 @@ class TrainingLoop:
         self.group.note(done, f"epoch {state.epoch + 1}, step {state.step + 1}")
         dtype = image_dtype(executor.module)
         image = batch.image.to(executor.input_device, dtype, non_blocking=True)
-        # What a GPU has made would arrive on a CPU after it is read, if nobody waited.
+        # Wait for copies from a GPU, or a CPU would read them before they arrive.
         to_gpu = executor.output_device.type == "cuda"
         target = batch.target.to(executor.output_device, non_blocking=to_gpu)
         terms: LossTerms = executor.forward_backward(
@@ -297,7 +297,7 @@ def _make_loader(context: RunContext, num_workers: int) -> PatchLoader:
         device=device,
         augments_on_device=device.type == "cuda",
         rank=dims.replica_of(dims.rank),
-        num_ranks=dims.world_size // dims.num_shards,  # threads share what their process has
+        num_ranks=dims.world_size // dims.num_shards,  # threads share the memory of their process
         slab=None if spatial is None else partial(spatial.rule.slab, shard),
         gather=None if spatial is None else spatial.gather,
     )

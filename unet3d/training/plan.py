@@ -1,9 +1,9 @@
-"""What is trained, on which devices and in which folder, decided once.
+"""The plan of a training run: network, devices and folder, decided once.
 
-:meth:`Plan.of` reads the settings, fills in what they leave open to devices and to weights to begin
-with, and :meth:`Plan.placed` replaces mode ``auto``. The command line, the folds, ``unet3d plan``
-and the Python interface take the result as it is; only what the data decide is still open in it,
-and :attr:`Plan.network` tells that from headers alone.
+:meth:`Plan.of` reads the settings and fills in values that depend on devices or initial weights,
+and :meth:`Plan.placed` replaces mode ``auto``. The command line, the folds, ``unet3d plan`` and the
+Python interface use the result unchanged. Only values that depend on the data are still open;
+:attr:`Plan.network` plans them from headers alone.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_NAME_LETTERS = 50
-"""Letters of a data set's name in that of a run; a file system allows 255 bytes in all."""
+"""Most letters of the data set's name in a run's name; file systems allow 255 bytes in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class Plan:
     dims: ParallelDims
     """Devices, replicas, stages and slabs, as this process sees them."""
     architecture: Topology | None = None
-    """The network that it begins with; None: one is planned for the data."""
+    """The network of ``training.init``; None: one is planned for the data."""
     notes: tuple[str, ...] = ()
-    """What was decided, in lines for the user."""
+    """The decisions, in lines for the user."""
 
     @classmethod
     def of(
@@ -62,9 +62,9 @@ class Plan:
         is_described: bool = False,
         gpu_bytes: int | None = None,
     ) -> "Plan":
-        """Decide what a request leaves open, but mode ``auto``.
+        """Return the plan for a request, with mode ``auto`` still undecided.
 
-        ``old_run`` is the run that goes on. The devices of a described machine need not exist, with
+        ``old_run`` is the run to continue. The devices of a described machine need not exist, with
         ``gpu_bytes`` of memory in each GPU.
         """
         config = settings_of(request, old_run)
@@ -82,8 +82,8 @@ class Plan:
     def placed(self, ranks: Ranks | None = None) -> "Plan":
         """Return the plan with a parallel mode in place of ``auto``, the fastest that fits.
 
-        Several ranks that torchrun has started take mode ``none`` for ``auto``: it is that of a run
-        which one process has trained.
+        Ranks of torchrun take mode ``none`` for ``auto``, because it is from a run of a single
+        process.
         """
         config, has_ranks = self.config, ranks is not None and ranks.world_size > 1
         mode = config.parallel.mode
@@ -116,10 +116,10 @@ class Plan:
         return plan_without_data(self.config, self.dims.num_replicas, self.architecture)
 
     def network_notes(self) -> list[str]:
-        """Return what was made of patch and batch, in lines for the user."""
+        """Return lines for the user on the choice of patch and batch."""
         settled = self.network.settled(self.config)
         notes = plan_notes(self.config, self.network)
-        with suppress(DeviceError):  # of mode auto: so many slabs may not be what it will take
+        with suppress(DeviceError):  # mode auto may choose fewer slabs
             long = long_on_cpu(self.network.step(settled, self.dims, "float32"))
             notes += [long] if long else []
         return notes
@@ -144,7 +144,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What will be trained, and where its files go."""
+    """A plan and the folder of its files."""
 
     plan: Plan
     folder: RunFolder

@@ -39,7 +39,7 @@ except ImportError:  # an extra
     HAS_TENSORBOARD = False
 
 SCALARS = ("loss", "dice_loss", "cross_entropy", "learning_rate", "waited_seconds")
-"""What TensorBoard gets of each epoch."""
+"""Numbers of each epoch for TensorBoard."""
 
 MAX_NAMES = 2
 """Cases that a line names."""
@@ -146,10 +146,9 @@ class RunRecorder:
 
         ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
         whose network is ``checkpoint-best.pt``; where no case validates they are None or empty.
-        ``final`` is what the final network makes of the validation cases, segmented as
-        ``unet3d predict`` does. ``seconds`` are those of steps and validations together, without
-        the preparation before and ``final`` after them; ``waited_seconds`` are the part of the
-        steps' that the devices waited for data.
+        ``final`` has the results of the final network on the validation cases, segmented as by
+        ``unet3d predict``. ``seconds`` is the time of steps and validations, without preparation
+        and ``final``; ``waited_seconds`` is the time in steps that devices waited for data.
         """
         if not self._group.is_first:
             return
@@ -252,7 +251,7 @@ def device_name(device: torch.device) -> str:
 
 
 def data_record(experiment: Experiment) -> dict[str, Any]:
-    """Return what ``data.json`` holds beside the version."""
+    """Return the content of ``data.json``, except the version."""
     config = experiment.config
     return {
         "dataset": None if config.data.dataset is None else str(config.data.dataset),
@@ -267,7 +266,7 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
 def data_lines(experiment: Experiment) -> list[str]:
     """Return how many cases train and validate; a second line names those that do both.
 
-    The same case may stand in a data set twice, under two names.
+    A data set may contain the same case twice, under two names.
     """
     split, config = experiment.split, experiment.config
     lines = [

@@ -21,10 +21,10 @@ from unet3d.runs.finding import (
 from unet3d.runs.run_folder import RUNS, RunFolder
 
 PLACEMENT = ("parallel.mode", "parallel.devices")
-"""Settings with which a run that goes on is placed anew."""
+"""Settings that give a resumed run a new placement."""
 
 KEPT = {"devices", "timeout_seconds", "max_restarts"}
-"""Settings of the section ``parallel`` that it then keeps."""
+"""Settings of the section ``parallel`` that a resumed run keeps with a new placement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Request:
     """The options of a user for a run."""
 
     config_path: Path | None = None
-    """A configuration file; None: the defaults, or where a run is continued, its own."""
+    """A configuration file; None: the defaults, or those of a resumed run."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Settings that differ from it: dotted key to value."""
     output: Path | None = None
@@ -60,7 +60,7 @@ def check_early(request: Request, folds: str | None) -> None:
     refuse_impossible(*named, precisions, is_alone)
     if data.dataset is not None:
         dataset = load_dataset(data.dataset)
-        if dataset.faults:  # they are all told together, later
+        if dataset.faults:  # all are reported together, later
             return
         if data.labels is not None:
             with_labels(dataset, data.labels)
@@ -88,8 +88,8 @@ def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]
 def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
     """Return the run to continue: that of a folder, or else the newest of the data set.
 
-    It may be one over several folds, and must be with ``over_folds``. One that was killed before
-    its first checkpoint counts, as its settings are there.
+    It may be a run over several folds, and must be one with ``over_folds``. A run that was killed
+    before its first checkpoint counts, because its settings exist.
     """
     if "training.init" in request.changes:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Whether a run may be continued with the settings and the data of now.
+"""Checks whether a run may be continued with the current settings and data.
 
 Training and validation cases must not change: scores would belong to other cases, and networks
 could have trained on validation cases. Learning rate, batch, patches and devices may change.
@@ -22,7 +22,7 @@ from unet3d.training.saving import TrainingState
 logger = logging.getLogger(__name__)
 
 FIXED = ("data.fold", "training.seed", "training.optimizer")
-"""Settings that make it another run."""
+"""Settings that must not change in a resumed run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Past:
     split: CaseSplit
     """Its cases."""
     state: TrainingState
-    """Where it stood."""
+    """Its training state."""
 
     @classmethod
     def of(cls, folder: RunFolder) -> "Past":
@@ -107,7 +107,7 @@ def _changed(
 
 
 def _in_words(value: Any) -> str:
-    """Return a plain value; of channels, whose statistics are long, how they are normalised."""
+    """Return a plain value in words; channels have long statistics, so only their normalisation."""
     if isinstance(value, list):
         value = [one.get("kind", one) if isinstance(one, dict) else one for one in value]
     return in_yaml(value)

@@ -29,7 +29,7 @@ class TrainingState:
     """Finished epochs and steps, and the sums of the current epoch."""
 
     cpu_precision: str = ""
-    """What a network on CPUs alone is computed in, which ``auto`` keeps; empty: not known."""
+    """Precision of a network on CPUs alone, which ``auto`` keeps; empty: unknown."""
     epoch: int = 0
     """Epochs that are complete, validation included."""
     step: int = 0
@@ -50,7 +50,7 @@ class TrainingState:
     def add_steps(
         self, losses: Sequence[tuple[int, LossTerms]], waited_seconds: float, group: Group
     ) -> None:
-        """Add what some steps, of all ranks, have measured; this waits for the devices.
+        """Add the measurements of some steps of all ranks; this waits for the devices.
 
         For each step there are the number of this rank's samples, and their mean loss. Of the time
         that devices waited for data the mean over the ranks counts, because all of them take the
@@ -92,7 +92,7 @@ class TrainingState:
 
     @classmethod
     def from_plain(cls, values: Any) -> "TrainingState":
-        """Return the state whose fields a checkpoint holds; those that it lacks have defaults.
+        """Return the state in a checkpoint; missing fields get defaults.
 
         Raises ValueError where one is of another type, or not finite.
         """
@@ -118,8 +118,7 @@ class CheckpointSaver:
         self._optimization = optimization
         self._saved_at = time.monotonic()
         self.postprocessing: tuple[Rule, ...] = ()
-        """What the latest checkpoint says of components; of a network that is trained on, nothing
-        is known."""
+        """The components in the latest checkpoint; empty again after further training."""
 
     def is_due(self) -> bool:
         """Return whether the latest checkpoint is as old as it may be; the first rank knows."""
@@ -171,7 +170,7 @@ class CheckpointSaver:
         return all_finite([*self._module.state_dict().values(), *tensors])
 
     def load(self, num_steps: int) -> TrainingState:
-        """Take up the latest checkpoint in all ranks, and return where it stands.
+        """Load the latest checkpoint in all ranks, and return its training state.
 
         An epoch has ``num_steps``, which may be fewer than before. Raises CheckpointError where
         the optimizer is another one, or weights are not finite.

@@ -23,7 +23,7 @@ from unet3d.training.cases import RunContext, Watcher, WindowsDone, over_cases
 from unet3d.training.saving import divergence_error
 
 MAX_LOGITS = 2**24
-"""Logits of which the loss is taken at once."""
+"""Logits per piece of the loss computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Validation:
     mean_dice: float | None
     """Mean over the labels."""
     loss: float | None
-    """Mean over the cases of the training's loss, at full resolution."""
+    """Mean over the cases of the training loss, at full resolution."""
     seconds: float = field(compare=False)
     """Time that it took this rank."""
 
@@ -80,7 +80,7 @@ class Validator:
     def _scores(
         self, case: PreparedCase, windows_done: WindowsDone
     ) -> tuple[float, list[float | None]] | None:
-        """Return loss and Dice of each label or region of a case; None in a shard but the first."""
+        """Return loss and Dice of each label or region of a case, in the first shard; else None."""
         experiment, executor = self._experiment, self._executor
         settings = experiment.config.inference
         window = experiment.patch_size or "whole" if settings.window == "auto" else settings.window
@@ -132,7 +132,7 @@ class Validator:
         ]
 
     def _sums(self, logits: Tensor, classes: Tensor) -> list[Tensor]:
-        """Return the sums of the loss of a slab, of a few planes each, to take little memory."""
+        """Return the sums of the loss of a slab, a few planes at a time to save memory."""
         num_planes = max(1, MAX_LOGITS // logits[:, 0].numel())
         return [
             self._loss.sums(

@@ -224,7 +224,7 @@ def test_folds_that_have_not_ended_show_what_there_is(tmp_path):
     assert "1 of 2 folds have ended." in page.text
     assert page.cells("fold 0")[1:4] == ["0.547", "4", "1 h 02 min"]
     assert page.cells("fold 1")[1:4] == ["–", "–", "–"]
-    assert "when all of them have ended" in page.text
+    assert "when all folds have finished" in page.text
 
 
 def test_names_of_folds_are_text_and_damage_is_named(tmp_path):
