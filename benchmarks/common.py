@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, times, records, and processes that are watched."""
+"""Common parts of the benchmarks: arguments, times, records, and monitored processes."""
 
 import argparse
 import datetime
@@ -30,12 +30,12 @@ from unet3d.parallel import Machine
 use_expandable_segments()  # as the command line does
 
 CHANNELS = "32,64,128,256,320,320"
-"""Of nnU-Net's plain network, the default of every benchmark."""
+"""Channels per level of nnU-Net's plain network, the default of every benchmark."""
 
 GIB = 2**30
 
 PACKAGES = ("unet3d-parallel", "monai", "nnunetv2", "dynamic-network-architectures")
-"""Whose versions a record has, where they are installed."""
+"""Packages whose versions a record has, if they are installed."""
 
 SECONDS_BETWEEN_LOOKS = 0.2
 
@@ -44,7 +44,7 @@ SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a script with the options that all have."""
+    """Return a parser with the common options of all scripts."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write a record of all that was measured")
     return parser
@@ -110,9 +110,9 @@ def timed(work: Callable[[], Any], in_a_row: int = 1, repeats: int = 1) -> list[
     """Return the seconds that work takes, each from an idle machine to an idle machine.
 
     Args:
-        work: What is timed; it is warm.
-        in_a_row: How often it is done without waiting; the time is divided by that.
-        repeats: How many times are taken.
+        work: The function to time, already warm.
+        in_a_row: Calls without a wait between them; the time is divided by their number.
+        repeats: Number of times to return.
     """
     seconds = []
     for _ in range(repeats):
@@ -126,14 +126,14 @@ def timed(work: Callable[[], Any], in_a_row: int = 1, repeats: int = 1) -> list[
 
 
 def forget_peaks() -> None:
-    """Begin to count anew what GPUs hold at most."""
+    """Reset the peak memory of GPUs."""
     synchronize()
     for gpu in used_gpus():
         torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def peaks() -> dict[str, list[int]]:
-    """Return what the allocator of each used GPU held at most, and what it took of the GPU."""
+    """Return the peak of allocated and of reserved memory of each used GPU."""
     gpus = used_gpus()
     return {
         "peak_bytes": [torch.cuda.max_memory_allocated(gpu) for gpu in gpus],
@@ -145,7 +145,7 @@ def peaks() -> dict[str, list[int]]:
 
 
 def command() -> str:
-    """Return the command as one would repeat it elsewhere, without this machine's folders."""
+    """Return the command without this machine's folders, to repeat it elsewhere."""
     script, *rest = sys.argv
     said = [Path(one).name if Path(one).is_absolute() else one for one in rest]
     return shlex.join([f"benchmarks/{Path(script).name}", *said])
@@ -163,7 +163,7 @@ def versions() -> dict[str, str]:
 
 
 def write_record(path: Path | None, devices: Sequence[torch.device], **measured: Any) -> None:
-    """Write what was measured, with command, date, devices and versions; None: nowhere."""
+    """Write measurements with command, date, devices and versions; None: no file."""
     if path is None:
         return
     names = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
@@ -195,16 +195,16 @@ def reason_of(error: BaseException) -> str:
 def in_ranks(
     work: Callable[..., dict[str, Any]], num_ranks: int, *given: object, seconds: float = 600
 ) -> dict[str, Any]:
-    """Have ranks, in processes of their own, do work together.
+    """Run work in ranks, each in a separate process.
 
     Args:
-        work: It takes the group of the ranks and what is given, and returns what it measured.
-        num_ranks: How many there are.
-        given: It goes to other processes, so it is plain.
-        seconds: After these the ranks are ended.
+        work: Takes the group of ranks and ``given``, and returns measurements.
+        num_ranks: Number of ranks.
+        given: Plain values, because they are sent to other processes.
+        seconds: Time limit, after which the ranks are ended.
 
     Returns:
-        What the first rank measured, or the ``reason`` why nothing was.
+        Measurements of the first rank, or the ``reason`` why there are none.
     """
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
@@ -268,14 +268,14 @@ def _serve(
 def run_watched(
     said: Sequence[object], environment: Mapping[str, str], threads: int | None = None
 ) -> dict[str, Any]:
-    """Run a command, and return its seconds and the most memory that it held.
+    """Run a command, and return its seconds and its peak memory.
 
-    Host memory is that of the command's process and of all that it starts, where memory that
-    several share counts once. GPU memory is what nvidia-smi says of the fullest GPU.
+    Host memory is that of the command and its child processes; shared memory counts once. GPU
+    memory is nvidia-smi's value for the fullest GPU.
 
     Args:
         said: The command.
-        environment: What differs from this process's.
+        environment: Differences from this process's environment.
         threads: The cores that it may use, with as many threads; None: all.
     """
     stop, host, gpu = threading.Event(), [0], [0]
@@ -318,7 +318,7 @@ def _watch_host(pid: int, stop: threading.Event, held: list[int]) -> None:
 
 
 def _processes_of(root: int) -> Iterator[int]:
-    """Yield a process and all that descend from it."""
+    """Yield a process and all its descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -333,7 +333,7 @@ def _processes_of(root: int) -> Iterator[int]:
 
 
 def _bytes_of(pid: int, file: str, field: str) -> int:
-    """Return a field of what the system says of a process's memory, or 0."""
+    """Return a field of the system's report on a process's memory, or 0."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     except OSError:

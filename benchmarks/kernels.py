@@ -1,23 +1,22 @@
-"""Convolutions written by hand, beside cuDNN's with the same passes of a normalisation around them.
+"""Hand-written convolutions against cuDNN's, including the passes of a normalisation around them.
 
     python benchmarks/kernels.py --json kernels.json
     python benchmarks/kernels.py --sizes 32-32@256,64-64@128 --only forward,weight-gradient
     python benchmarks/kernels.py --device cpu --sizes 8-8@8,8-16@2x6 --launches 3
 
-A size such as ``32-64@4x128`` is of a 3x3x3 convolution from 32 to 64 channels of four maps of
-128^3 in bfloat16. The forms are those that a step has: forward; with moments of the result, or of
-its sum with another map; of the normalised map, without moments and with both; the gradient of the
-input, alone or with the sums that the normalisation before it needs in backward; that of the
+A size such as ``32-64@4x128`` means a 3x3x3 convolution from 32 to 64 channels of four maps of
+128^3 in bfloat16. The forms are the ones in a training step: forward; with moments of the result,
+or of its sum with another map; of the normalised map, without moments and with both; the gradient
+of the input, alone or with the sums that the normalisation before it needs in backward; that of the
 weights, alone or of the normalised map. cuDNN's ways do the passes of the normalisation beside the
 convolution: the folded one computes two neighbours along Z as one voxel, of maps stored with zeros
 around.
 
-A time is the median of ``--launches`` that take turns over three inputs and have been queued before
-they begin, so that no GPU waits for the host. TFLOP/s are those of the convolution's own
-operations, over the whole time. Errors are relative to float64, by norms; those of maps of some
-planes in the middle. The time of a first use, from an empty cache and from what is kept there, is
-that of all forms together in a process of its own. On a CPU the plain versions stand for the
-hand-written ones.
+A time is the median of ``--launches`` over three inputs in turn, all queued before the first
+begins, so that no GPU waits for the host. TFLOP/s count the convolution's operations only, over the
+whole time. Errors are relative norms against float64; of maps, only planes in the middle are
+compared. The time of a first use, with an empty and with a filled cache, is for all forms together
+in a separate process. On a CPU the plain versions stand for the hand-written ones.
 """
 
 import argparse
@@ -65,24 +64,24 @@ NUM_INPUTS = 3
 WARM_SECONDS = 0.06
 """Of launches before the first that counts: a GPU's clock falls while it works."""
 AHEAD_CYCLES = 2 * 10**7
-"""What a GPU waits at first, about 10 ms: in these the host queues the launches."""
+"""Cycles that a GPU first waits, about 10 ms, while the host queues the launches."""
 CHECKED_PLANES = 2
 PRODUCT_EDGE = 8192
 COPIED_ELEMENTS = 2**29
 
 
 class Form(NamedTuple):
-    """What is done with a map."""
+    """An operation on a map."""
 
     name: str
     kind: str
     """The operation: ``convolve``, ``input_gradient`` or ``weight_gradient``."""
     normalizes: bool = False
-    """Whether the map that is or was convolved is a normalised one."""
+    """Whether the convolution's input is normalised."""
     adds_up: bool = False
-    """Whether moments or sums are made too."""
+    """Whether moments or sums are computed, too."""
     of_sum: bool = False
-    """Whether another map is added before."""
+    """Whether another map is added first."""
 
 
 Way = Callable[[Form, "Maps"], Tensor]
@@ -104,7 +103,7 @@ PARTS = (RATES, FIRST, *(form.name for form in FORMS))
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is convolved."""
+    """Size of a convolution."""
 
     inputs: int
     outputs: int
@@ -122,18 +121,18 @@ class Size:
 
     @property
     def name(self) -> str:
-        """Return it as it is written."""
+        """Return the size in the notation of the command line."""
         count = f"{self.samples}x" if self.samples > 1 else ""
         return f"{self.inputs}-{self.outputs}@{count}{self.edge}"
 
     @property
     def num_operations(self) -> int:
-        """Return those of a convolution; a multiplication and an addition are two."""
+        """Return the operations of a convolution; a multiplication and an addition are two."""
         return 2 * 27 * self.inputs * self.outputs * self.samples * self.edge**3
 
 
 class Maps(NamedTuple):
-    """What one launch takes."""
+    """Inputs of one launch."""
 
     x: Tensor
     dy: Tensor
@@ -204,12 +203,12 @@ def padded(x: Tensor) -> Tensor:
 
 
 def by_hand(form: Form, maps: Maps) -> Tensor:
-    """Do it with the hand-written operations."""
+    """Run a form with the hand-written operations."""
     return done_by(op, form, maps.x, second_of(form, maps), maps.kernel, maps.affine)
 
 
 def second_of(form: Form, maps: Maps) -> Tensor:
-    """Return the other map that a form takes."""
+    """Return the second input of a form."""
     return maps.added if form.of_sum else maps.dy
 
 
@@ -244,7 +243,7 @@ def done_by(
 
 
 def plain(form: Form, maps: Maps) -> Tensor:
-    """Do it with cuDNN, as PyTorch does."""
+    """Run a form with cuDNN, like PyTorch."""
     x = maps.x
     if form.normalizes and form.kind != "input_gradient":
         normal = channels_last(torch.empty_like(x))
@@ -263,7 +262,7 @@ def plain(form: Form, maps: Maps) -> Tensor:
 
 
 def in_pairs(form: Form, maps: Maps) -> Tensor:
-    """Do it with cuDNN, two neighbours along Z as one voxel."""
+    """Run a form with cuDNN, two neighbours along Z as one voxel."""
     x, kernel, on_gpu = maps.padded_x, maps.kernel, maps.x.is_cuda
     if form.normalizes and form.kind != "input_gradient":
         x = empty_map(maps.x, on_gpu)
@@ -279,7 +278,7 @@ def in_pairs(form: Form, maps: Maps) -> Tensor:
 
 
 def with_numbers(form: Form, made: Tensor, maps: Maps) -> Tensor:
-    """Return a result, after the pass that adds up what a normalisation needs of it."""
+    """Return a result, after the pass that sums up the moments for a normalisation."""
     if form.of_sum and made.is_cuda:
         maps.stages.sum_moments(made, maps.added)
     elif form.kind == "convolve" and form.adds_up:
@@ -290,7 +289,7 @@ def with_numbers(form: Form, made: Tensor, maps: Maps) -> Tensor:
 
 
 def ways_for(size: Size) -> dict[str, Way]:
-    """Return all that can be done at a size, by name."""
+    """Return the functions that can run at a size, by name."""
     ways: dict[str, Way] = {"by hand": by_hand, "cuDNN": plain}
     if max(size.inputs, size.outputs) <= MAX_CHANNELS and size.edge % 2 == 0:
         ways["cuDNN, folded"] = in_pairs
@@ -301,7 +300,7 @@ def ways_for(size: Size) -> dict[str, Way]:
 
 
 def times_of(launches: Sequence[Callable[[], object]], count: int) -> list[float]:
-    """Return the seconds of so many launches, which take turns."""
+    """Return the seconds of launches that take turns."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         taken = []
         for number in range(count + 1):
@@ -338,7 +337,7 @@ def measured(
             row: dict[str, Any] = {"size": size.name, "form": form.name, "way": name}
             try:
                 launches = [partial(way, form, maps) for maps in inputs]
-                if exact is None or form.of_sum:  # which changes the map that is added to
+                if exact is None or form.of_sum:  # overwrites the map that is added to
                     exact = exactly(form, inputs[0])
                 made = way(form, inputs[0])
                 row["error"] = error_of(form, made, exact)
@@ -394,13 +393,13 @@ def gradient_in_float64(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def checked(x: Tensor) -> tuple[int, int]:
-    """Return the planes of a map that are compared, from and to."""
+    """Return the first and the last plane to compare."""
     start = (x.shape[2] - CHECKED_PLANES) // 2
     return start, start + CHECKED_PLANES
 
 
 def error_of(form: Form, made: Tensor, exact: Tensor) -> float:
-    """Return how far a result is from float64, by norms."""
+    """Return the relative error of a result against float64, by norms."""
     if form.kind != "weight_gradient":
         start, stop = checked(made)
         made = made[:, :, start:stop]
@@ -409,7 +408,7 @@ def error_of(form: Form, made: Tensor, exact: Tensor) -> float:
 
 
 def rates(device: torch.device, num_launches: int) -> dict[str, float]:
-    """Return what a GPU does in a matrix product and in a copy, in TFLOP/s and TB/s."""
+    """Return a GPU's speed in a matrix product and in a copy, in TFLOP/s and TB/s."""
     product = torch.randn(2, PRODUCT_EDGE, PRODUCT_EDGE, device=device).bfloat16()
     copied = torch.zeros(2, COPIED_ELEMENTS, dtype=torch.bfloat16, device=device)
     multiplied = statistics.median(times_of([lambda: product[0] @ product[1]], num_launches))
@@ -424,7 +423,7 @@ def rates(device: torch.device, num_launches: int) -> dict[str, float]:
 
 
 def first_uses() -> dict[str, Any]:
-    """Return the seconds of a first use with an empty cache, and with one that is full."""
+    """Return the seconds of a first use with an empty cache, and with a filled one."""
     command = [sys.executable, __file__, "--first-use"]
     row: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -441,7 +440,7 @@ def first_uses() -> dict[str, Any]:
 
 
 def use_first() -> float:
-    """Return the seconds that the first launches of all forms take, with all that they wait for."""
+    """Return the seconds of the first launches of all forms, including compilation."""
     device = torch.device("cuda")
     small = (Size(inputs=channels, outputs=channels, samples=1, edge=16) for channels in (32, 64))
     todo = [(form, make_maps(size, device)) for size in small for form in FORMS]
@@ -454,7 +453,7 @@ def use_first() -> float:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line for each size and form, with what each way takes, does and errs by."""
+    """Print a line for each size and form, with time, TFLOP/s and error of each way."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
     print(f"{'ms, TFLOP/s, error':44}" + "".join(f"{way:>26}" for way in ways))
     for size, form in dict.fromkeys((row["size"], row["form"]) for row in rows):

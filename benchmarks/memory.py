@@ -1,4 +1,4 @@
-"""Predicted memory of training steps against what is measured, and the largest cube that trains.
+"""Predicted against measured memory of training steps, and the largest cube that trains.
 
     python benchmarks/memory.py --devices 0,1 --json memory.json
     python benchmarks/memory.py --largest ours,ours-level,nnunet-compiled --json largest.json
@@ -7,18 +7,17 @@
     python benchmarks/memory.py --devices cpu --largest ours --memory-gib 0.02 --channels 4,8,8
 
 Without ``--largest`` each way of training takes steps of the real executor on random data, in
-processes of its own: two of them are measured; after some more, which are recorded and replayed
-where volumes are small, it is noted what CUDA's allocator has reserved. Edges are multiples of
-``--unit``. Ways that need more devices than are named are left out. On a CPU, which has no
-allocator that measures, the peak is the sum of what is counted.
+separate processes. Two steps are measured. Further steps are captured and replayed if volumes are
+small; then the reserved memory of CUDA's allocator is recorded. Edges are multiples of ``--unit``.
+Ways that need more devices than named are left out. On a CPU, whose allocator reports no peak, the
+peak is the sum of the counted parts.
 
 ``--largest`` searches the largest cube at batch 1, in steps of ``--unit`` voxels, for variants of
 ``step.py`` (ours also over several devices). A cube trains if two steps run, of which the second
-finds the optimizer's state. Each attempt has processes of its own and a time limit. The search
-starts where memory is expected to end, for ours by the planner, for the others by the bytes a voxel
-of a first, small attempt, and goes up or down until a cube that trains stands right below one that
-does not; ``complete`` is false where ``--attempts`` ran out before. On a CPU ``--memory-gib`` says
-what there is.
+finds the optimizer's state. Each attempt has separate processes and a time limit. The search starts
+at the expected largest cube: from the planner for ours, from the bytes per voxel of a small attempt
+for others. It goes up or down until a cube trains and the next larger one does not; ``complete`` is
+false if ``--attempts`` ran out before. On a CPU ``--memory-gib`` sets the available memory.
 """
 
 import argparse
@@ -89,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def ways(arguments: argparse.Namespace, unit: int) -> list[tuple[str, Way]]:
-    """Return name and way of each measurement that the devices are enough for."""
+    """Return name and way of each measurement for which there are enough devices."""
     found = []
     for number, (units, batch_size, given) in enumerate(WAYS):
         options = dict(given)
@@ -111,7 +110,7 @@ def ways(arguments: argparse.Namespace, unit: int) -> list[tuple[str, Way]]:
 
 
 def measure_rank(group: Group, way: Way) -> dict[str, Any]:
-    """Measure two steps of one rank, and note what is reserved after more."""
+    """Measure two steps of one rank, and the reserved memory after more."""
     trainee = OurTrainee(way, group)
     executor, optimizer = trainee.executor, trainee.optimization.optimizer
     with measured_steps(executor, optimizer) as meter:
@@ -181,10 +180,10 @@ def line_of(row: dict[str, Any]) -> str:
 def search(
     attempt: Callable[[int], dict[str, Any]], start: int, unit: int, num_attempts: int
 ) -> dict[str, Any]:
-    """Return the largest edge that trains, searched from one on in steps of a unit.
+    """Return the largest edge that trains, searched in steps of a unit.
 
     Args:
-        attempt: Tries an edge; ``trains`` says what came of it.
+        attempt: Tries an edge; ``trains`` holds the result.
         start: The first edge.
         unit: Of edges.
         num_attempts: At most.
@@ -226,7 +225,7 @@ def try_rank(
 
 
 def limit_memory(device: torch.device, limit: int) -> None:
-    """Let this process have no more of a device, or of the machine's memory if on the CPU."""
+    """Limit this process's memory on a device, or of the machine if on the CPU."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
@@ -273,7 +272,7 @@ def largest_of(variant: Variant, arguments: argparse.Namespace, unit: int) -> di
 
 
 def device_bytes(device: torch.device, limit_gib: float | None) -> int:
-    """Return what a device has for a training."""
+    """Return the memory of a device for a training run."""
     limit = None if limit_gib is None else int(limit_gib * GIB)
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)

@@ -2,16 +2,16 @@
 
 ``training.py`` and ``quality.py`` start it with a request. The scans are given to nnU-Net as raw
 data, which it fingerprints, plans and prepares itself; then its trainer runs as its command line
-would run it: its data loaders with its default augmentation in as many processes as it is told
-(``nnUNet_n_proc_DA``), float16 with a gradient scaler, ``cudnn.benchmark``, the network and the
-Dice loss compiled on a GPU.
+would run it: its data loaders with its default augmentation in ``nnUNet_n_proc_DA`` processes,
+float16 with a gradient scaler, ``cudnn.benchmark``, the network and the Dice loss compiled on a
+GPU.
 
 * ``steps`` times its training steps. Its plan is kept but for the size of patches and batches and
   for the network, which is the one that we train; the trainer is ``nnUNetTrainerNoDeepSupervision``
   because ours has no deep supervision there either.
 * ``fit`` trains with all that it chooses itself, for a number of epochs or for some minutes. The
-  minutes become a number: the first epochs are timed in a training that is thrown away, as
-  nnU-Net's schedule of the learning rate needs to know the number from the start.
+  minutes become a number: the first epochs are timed in a discarded training run, because nnU-Net's
+  learning rate schedule needs the number from the start.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ OWN_PLAN = "OwnPatch"
 DATASET_ID = 731
 DATASET = f"Dataset{DATASET_ID}_Benchmark"
 PREPARED = "prepared.json"
-"""Is written last into the folder of nnU-Net's data."""
+"""File that is written last into the folder of nnU-Net's data."""
 
 NUM_WARM_UP_STEPS = 8
 MAX_SECONDS = 20.0
@@ -71,7 +71,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A training with all that nnU-Net chooses itself."""
+    """A training run with nnU-Net's own choices."""
 
     minutes: float | None
     """That the training may take, unless there is a"""
@@ -83,7 +83,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What nnU-Net is asked to do, on which data."""
+    """A task for nnU-Net and its data."""
 
     cases: Mapping[str, tuple[Sequence[str], str]]
     """Images and label map of each case."""
@@ -119,7 +119,7 @@ def request_of(
 
 
 def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[str, Any]:
-    """Have a process do what is requested.
+    """Run a request in a separate process.
 
     Args:
         request: What.
@@ -127,7 +127,7 @@ def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[st
         seconds: After these it is ended.
 
     Returns:
-        What it measured, or a ``reason`` why it did not.
+        Its measurements, or a ``reason`` why there are none.
     """
     if importlib.util.find_spec("nnunetv2") is None:
         return {"reason": "nnunetv2 is not installed"}
@@ -149,7 +149,7 @@ def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[st
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
         return {"reason": f"nnU-Net did not end within {seconds:.0f} s"}
-    finally:  # with the processes that it may have left
+    finally:  # with processes that it may have left behind
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if not answer.exists():
@@ -232,7 +232,7 @@ def write_own_plan(asked: Steps) -> None:
 
 
 def time_steps(request: Request, asked: Steps) -> dict[str, Any]:
-    """Time steps on loaded batches, between two turns of steps on one that is there."""
+    """Time steps on loaded batches, between two turns of steps on a batch in memory."""
     prepare(request)
     write_own_plan(asked)
     os.environ["nnUNet_n_proc_DA"] = str(request.num_workers)
@@ -270,7 +270,7 @@ def time_steps(request: Request, asked: Steps) -> dict[str, Any]:
 
 
 def _loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, float]:
-    """Return the mean time of a step on loaded batches, and the share of it that went in waiting.
+    """Return the mean time of a step on loaded batches, and the share spent waiting.
 
     A step of nnU-Net's ends when the device has finished it, so the device has nothing to do while
     a batch is waited for.

@@ -89,9 +89,9 @@ class TrainingLoop:
         """Train to the last epoch, with a live line on the console.
 
         Raises:
-            Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved. ConfigError:
-            Training has diverged; saved checkpoints are from before. RankError: Another rank died
-            or hangs.
+            Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
+            ConfigError: Training has diverged; saved checkpoints are from before.
+            RankError: Another rank died or hangs.
         """
         settings = self.config.training
         line = ProgressLine(
