@@ -1,4 +1,4 @@
-"""A trained model of nnU-Net with both programs, from file to file: time, memory, and agreement.
+"""A trained model of nnU-Net in both programs, from file to file: time, memory and agreement.
 
     python benchmarks/nnunet.py MODEL --shape 512,512,400 --spacing 0.8 --json model.json
     python benchmarks/nnunet.py MODEL --scans FOLDER --mirrored --precision float32
@@ -7,25 +7,24 @@
     python benchmarks/nnunet.py MODEL --device cpu --threads 2 --shape 256,256,100 --spacing 1.5
 
 MODEL is a folder such as ``nnUNetTrainer__nnUNetPlans__3d_fullres``; ``quality.py --keep`` leaves
-one, and ``unet3d convert --to nnunet`` makes one of a network of ours. The scans are those of a
-folder (``case_0000.nii.gz``, ...), or a phantom of that shape and spacing.
+one, and ``unet3d convert --to nnunet`` makes one from a network of ours. The scans are in a folder
+(``case_0000.nii.gz``, ...), or one phantom of that shape and spacing.
 
-Both commands segment the folder in processes of their own, as a user starts them: nnU-Net's by its
-entry point for a folder, with its default workers, uncompiled unless ``nnUNet_compile`` says
-otherwise, and ``unet3d predict``, both without mirror images unless ``--mirrored``. With
-``--resampler torch`` the model's plans have PyTorch resample nnU-Net's logits to the scan, as its
-authors advise where that takes long; images are resampled as in its training. The ratio is to
-nnU-Net's fastest run. Without ``--threads`` each takes the cores that it takes; with it both have
-that many. Of our runs the first compiles what kernels it needs into an empty cache; the time is the
-median of the others. Host memory is the most that a process and those that it started held
-together, GPU memory what nvidia-smi says. ``--found`` names what ``nnUNetv2_predict`` has written
-for the scans; then nnU-Net does not run.
+Both commands segment the folder in separate processes, as a user starts them: nnU-Net by its entry
+point for a folder, with its default workers, uncompiled unless ``nnUNet_compile`` is set; ours by
+``unet3d predict``. Both use mirror images only with ``--mirrored``. With ``--resampler torch`` the
+model's plans have PyTorch resample nnU-Net's logits to the scan, as its authors advise for slow
+resampling; images are resampled as in its training. The ratio is to nnU-Net's fastest run. Without
+``--threads`` each program chooses its number of cores; with it both have that many. Our first run
+compiles its kernels into an empty cache; the time is the median of the other runs. Host memory is
+the peak of a process and its children together, GPU memory the value of nvidia-smi. ``--found``
+names existing segmentations by ``nnUNetv2_predict``; then nnU-Net does not run.
 
 With ``--precision float32`` ours computes in float32 without TF32. ``--nnunet-precision float32``
-does that in nnU-Net, which lowers its precision on a GPU, and adds up the logits of windows in
-float32, where nnU-Net does so in float16 everywhere, in which those of two labels are equal now and
-then. The agreement is the share of equal voxels, and Dice of each label over all voxels of all
-cases together, which does not let small cases count most.
+does the same in nnU-Net, which uses float16 on a GPU. It also adds up the logits of windows in
+float32; nnU-Net adds them in float16, in which the logits of two labels are sometimes equal. The
+agreement is the share of equal voxels, and the Dice of each label over the voxels of all cases
+together, so that small cases do not dominate.
 """
 
 import argparse
@@ -66,14 +65,14 @@ if __name__ == "__main__":
     {before}
     predict()
 """
-"""nnU-Net's command, also where its scripts are not installed."""
+"""nnU-Net's command, which also works without its installed scripts."""
 
 IN_FLOAT32 = [
     "lower = torch.autocast",
     "torch.autocast = lambda kind, **_: lower(kind, enabled=False)",
     "torch.half = torch.float32",
 ]
-"""What has nnU-Net compute windows, and add up their logits, in float32."""
+"""Code that makes nnU-Net compute windows, and add up their logits, in float32."""
 TORCH_RESAMPLER = {
     "resampling_fn_probabilities": "resample_torch_fornnunet",
     "resampling_fn_probabilities_kwargs": {
@@ -82,9 +81,9 @@ TORCH_RESAMPLER = {
         "memefficient_seg_resampling": False,
     },
 }
-"""As nnU-Net's own planners with this resampler (``nnUNetPlannerResEncL_torchres``) have it."""
+"""The same as in nnU-Net's planners with this resampler (``nnUNetPlannerResEncL_torchres``)."""
 ALL_CORES = "multiprocessing.cpu_count = lambda: {threads}"
-"""nnU-Net on a CPU computes in as many threads as this says, wherever it may run."""
+"""Number of nnU-Net's threads on a CPU, regardless of the cores that it may use."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -166,7 +165,7 @@ def segment_by_nnunet(
 def segment_by_us(
     arguments: argparse.Namespace, precision: str, scans: Path, out: Path, kernels: Path
 ) -> dict[str, Any]:
-    """Segment a folder with ``unet3d predict``; the first run's kernels are compiled anew."""
+    """Segment a folder with ``unet3d predict``; the first run compiles its kernels."""
     said = [sys.executable, "-m", "unet3d", "predict", scans, "--checkpoint", arguments.model]
     said += ["--folds", ",".join(map(str, arguments.folds)), "-o", out, "--overwrite"]
     said += ["--precision", precision, "--devices", arguments.device, "--no-postprocessing"]
@@ -177,7 +176,7 @@ def segment_by_us(
 
 
 def without_tf32(precision: str) -> dict[str, str]:
-    """Return what the environment needs for float32 that is not shortened."""
+    """Return environment variables for float32 without TF32."""
     return {"NVIDIA_TF32_OVERRIDE": "0"} if precision == "float32" else {}
 
 

@@ -7,20 +7,18 @@
     python benchmarks/prediction.py --inferer --windows-at-once 1,2,4 --json inferer.json
     python benchmarks/prediction.py --devices cpu --shape 40,32,32 --channels 4,8 --window 16,16,16
 
-The scan is a compressed phantom head in int16 with voxels of 1 mm, and ``unet3d predict`` a process
-of its own. The network has random weights, or is what ``--checkpoint`` names, such as a model of
-nnU-Net with its folds. ``--finer 2`` gives one of random weights half the scan's spacing; with
-``--scans`` a folder of copies is segmented; ``--predict=--tta`` passes an option on. Host
-memory is the most that the command held, GPU memory what nvidia-smi says of the fullest GPU. The
-first run may compile kernels, so of several the first is not counted, and the seconds are the
-median of the others. ``--against`` measures the same on other devices as well, in turn, and says
-how many times as fast the first ones are.
+The scan is a compressed phantom head in int16 with voxels of 1 mm; ``unet3d predict`` runs in a
+separate process. The network has random weights, or is named by ``--checkpoint``, such as a model
+of nnU-Net with its folds. ``--finer 2`` halves the spacing of a random network; ``--scans``
+segments a folder of copies; ``--predict=--tta`` passes an option on. Host memory is the peak of the
+command, GPU memory nvidia-smi's value for the fullest GPU. The first of several runs may compile
+kernels and is not counted; the seconds are the median of the others. ``--against`` measures the
+same on other devices in turn, and prints the speed of the first ones relative to these.
 
-``--inferer`` measures windows a second of a random volume of that shape that is prepared already,
-with ours and with MONAI's ``SlidingWindowInferer`` around nnU-Net's network, compiled, in turn.
-Both blend windows of the same size and overlap with a Gaussian and give the class of each voxel on
-the host. MONAI's inferer has the volume and its logits on the device, which is the fastest way to
-use it; ours keeps a slab of them there.
+``--inferer`` measures windows per second on a random prepared volume of that shape. Ours and
+MONAI's ``SlidingWindowInferer`` with nnU-Net's compiled network run in turn. Both blend windows of
+the same size and overlap with a Gaussian, and return the class of each voxel on the host. MONAI's
+inferer keeps volume and logits on the device, its fastest mode; ours keeps a slab of them there.
 """
 
 import argparse
@@ -138,7 +136,7 @@ def write_scan(path: Path, size: Shape, spacing_mm: float = 1.0) -> None:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median time of the warm ones of some runs, and the most memory of all."""
+    """Return the median time of the warm runs, and the peak memory of all runs."""
     failed = [run["reason"] for run in runs if "reason" in run]
     if failed:
         return {"reason": failed[0], "runs": runs}
@@ -252,7 +250,7 @@ def segment_monai(
 
 
 def windows_a_second(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return how fast each computes the windows of a volume, warm, in turn."""
+    """Return the windows per second of each on a volume, warm, in turn."""
     (device,) = devices_named((arguments.devices,))
     problem = Problem(size=arguments.window, batch_size=1, channels=arguments.channels)
     image = torch.randn(1, *arguments.shape)

@@ -1,23 +1,23 @@
-"""Default trainings of unet3d and, where it is installed, of nnU-Net, of the same wall time.
+"""Default training runs of unet3d and, if installed, nnU-Net, with the same wall time.
 
     python benchmarks/quality.py DATASET --minutes 4 --json quality.json
     python benchmarks/quality.py DATASET --minutes 4 --folds 0,1,2,3,4 --devices 0,1,2,3 --keep work
     python benchmarks/quality.py DATASET --nnunet-epochs 1000 --held-out OTHER
 
-Both train on the cases that are not in the fold, with what they choose themselves: ``unet3d train
-DATASET`` without a configuration (but for ``--set``), and nnU-Net's planner and trainer,
-3d_fullres. Only the number of epochs follows from ``--minutes``; a short training before it tells
-how long one takes. ``--nnunet-epochs`` is the number of nnU-Net's, and without minutes ours then
-gets the time that they took. Preparing the data is not counted.
+Both train on the cases that are not in the fold, with their own defaults: ``unet3d train DATASET``
+without a configuration (but for ``--set``), and nnU-Net's planner and trainer, 3d_fullres. Only the
+number of epochs follows from ``--minutes``; a short training run before measures the time of an
+epoch. ``--nnunet-epochs`` sets nnU-Net's number of epochs; without minutes, ours then gets the time
+that they took. Data preparation is not counted.
 
-Then the commands of both segment the images of the fold and, if one is named, of another data set's
-folder that nobody trained on, from file to file, with and without mirror images and without the
-post-processing that ours chose by the cases of the fold; nnU-Net's also with its torch resampler
-(``nnunet.py``). ``unet3d evaluate`` scores them.
+Then the commands of both segment the images of the fold and, with ``--held-out``, of another data
+set, from file to file, with and without mirror images. Ours omits its post-processing, which was
+chosen on the cases of the fold; nnU-Net also runs with its torch resampler (``nnunet.py``).
+``unet3d evaluate`` scores them.
 
-Each of ``--devices`` takes the next fold when it is free, with its share of the cores. What both
-trained stays in the folder of ``--keep``: ``fold-0/unet3d/run`` and ``fold-0/nnunet/results``. A
-fold that is finished there is not trained again, so several commands can share the work.
+Each of ``--devices`` takes the next fold when it is free, with its share of the cores. Results stay
+in the folder of ``--keep``: ``fold-0/unet3d/run`` and ``fold-0/nnunet/results``. A fold that is
+finished there is not trained again, so several commands can share the work.
 """
 
 import argparse
@@ -50,7 +50,7 @@ WAYS = {"plain": (), "mirrored": ("--tta",)}
 """Both predict with and without mirror images: the options of ``unet3d predict``."""
 MEASURES = ("dice", "hd95_mm", "nsd")
 ROWS = "rows.json"
-"""Is written last into the folder of a fold."""
+"""File that is written last into the folder of a fold."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,7 +87,7 @@ def unet3d(*said: object) -> float:
 
 
 def scores(predictions: Path, labels: Path, folder: Path) -> dict[str, Any]:
-    """Return the scores of segmentations: over labels, of each label, and of each case."""
+    """Return the scores of segmentations: the mean, by label, and by case."""
     file = folder / "scores.json"
     unet3d("evaluate", predictions, labels, "--json", file, "--overwrite")
     found = json.loads(file.read_text())
@@ -136,7 +136,7 @@ def ours(
     seconds = [epoch["seconds"] for epoch in epochs]
     config = yaml.safe_load((folder / "timed" / "config.yaml").read_text())
     validation = epochs[-1]["validation_seconds"] / config["training"]["validate_every"]
-    # The command again, for what it takes besides: start, planning, compiling, validation.
+    # Run the command again to measure the rest: start, planning, compilation, validation.
     whole = unet3d(*said, "--epochs", 1, "--output", folder / "started")
     beside = whole - json.loads((folder / "started" / "metrics.jsonl").read_text())["seconds"]
     num_epochs = max(1, int((60 * minutes - beside) / (seconds[-1] + validation)))
@@ -231,7 +231,7 @@ def compare_folds(arguments: argparse.Namespace, folder: Path) -> dict[int, dict
         if not (own / ROWS).exists():
             shutil.rmtree(own, ignore_errors=True)  # of a command that was ended
             device, share = places.get()
-            os.sched_setaffinity(0, share)  # of this thread, and of the commands that it starts
+            os.sched_setaffinity(0, share)  # for this thread and the commands that it starts
             try:
                 rows = compare(arguments, dataset, fold, device, own)
             finally:

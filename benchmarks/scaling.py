@@ -1,4 +1,4 @@
-"""Training steps of every mode over several devices, against one device, in one run.
+"""Training steps of every mode on several devices, relative to one device, in one run.
 
     python benchmarks/scaling.py --modes replicas,threads --shape 128,128,128 --batch-size 2
     python benchmarks/scaling.py --modes stages,balanced --shape 192,192,192 --batch-size 8
@@ -19,13 +19,12 @@ slabs            a slab of each volume on each device
 stage-replicas   replicas of two stages, each with a batch of that size; four devices or more
 slab-replicas    replicas of two slabs, likewise
 
-Each mode runs in processes of its own, a rank for each replica or slab. A time is that of
-``--steps`` steps in a row, from an idle machine to an idle machine, divided by their number:
-forward, backward, exchange of gradients, clipping, optimizer, and the messages that ranks send one
-another at every step. Of the ranks the slowest counts, and of ``--repeats`` times the median. The
-ratio is to the samples a second of ``one``. The loss is that of the first step: the same for modes
-with the same batch. What the planner predicts stands beside it, and ``--predict`` adds the time of
-the logits of the batch.
+Each mode runs in separate processes, a rank for each replica or slab. A time covers ``--steps``
+steps in a row, from an idle machine to an idle machine, divided by their number: forward, backward,
+exchange of gradients, clipping, optimizer, and messages between ranks. The slowest rank counts, and
+the median of ``--repeats`` times. The ratio is to the samples per second of ``one``. The loss of
+the first step must be the same for modes with the same batch. The planner's prediction is listed
+too, and ``--predict`` adds the time of predicting the batch.
 """
 
 import argparse
@@ -87,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def ways(arguments: argparse.Namespace) -> dict[str, Way]:
-    """Return the modes that are asked for, as far as these devices can run them."""
+    """Return the requested modes that these devices can run."""
     devices, size = arguments.devices, arguments.batch_size
     pairs = len(devices) // 2
 
@@ -134,8 +133,8 @@ def ways(arguments: argparse.Namespace) -> dict[str, Way]:
 
 
 def predicted(way: Way) -> dict[str, Any]:
-    """Return what the planner says of a step: seconds, and bytes of the fullest device."""
-    if way.kind == "threads":  # whose copies and gathering it does not know
+    """Return the planner's prediction for a step: seconds, and bytes of the fullest device."""
+    if way.kind == "threads":  # the planner does not know its copies and gathering
         return {}
     step = way.planned().fullest()
     memory = predict_memory(step).memory.values()
@@ -146,7 +145,7 @@ def predicted(way: Way) -> dict[str, Any]:
 
 
 def run_rank(group: Group, way: Way, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one mode, in one of its ranks."""
+    """Measure one mode in one rank."""
     trainee = OurTrainee(way, group)
     first_loss = trainee.step().item()
     forget_peaks()

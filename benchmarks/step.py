@@ -1,21 +1,21 @@
-"""One training step on one device: ours, and those of nnU-Net's and MONAI's networks.
+"""One training step on one device: our network, nnU-Net's and MONAI's.
 
     python benchmarks/step.py --shape 256,256,256 --batch-size 1 --json step-256.json
     python benchmarks/step.py --variants ours,ours-unrecorded,ours-off,ours-level,ours-offload
     python benchmarks/step.py --device cpu --shape 16,16,16 --channels 4,8,8 --steps 2 --repeats 1
 
-What is compared, and how each is trained, is in ``trainees.py``. On a GPU the variants are measured
+``trainees.py`` describes the networks and how they are trained. On a GPU the variants are measured
 one after the other, with all memory freed between. A time is the median of ``--repeats`` times
 ``--steps`` steps in a row, from an idle GPU to an idle GPU, after ``--warmup`` steps. The first
-step is timed by itself: it compiles kernels and chooses algorithms, from whatever the caches on
-disk hold. The peak is that of CUDA's allocator over all steps but the first, so also over the one
-that is recorded, and the ones before it, where later steps replay a CUDA graph.
+step is timed separately: it compiles kernels and chooses algorithms, using the caches on disk. The
+peak is that of CUDA's allocator over all steps but the first, including the launched and captured
+steps before the replays of a CUDA graph.
 
 Each also predicts a window: the logits of the same batch. On a GPU ours replays it from a CUDA
-graph as ``unet3d predict`` does, and its time is measured as that of steps.
+graph as ``unet3d predict`` does, and its time is measured like that of steps.
 
-On a CPU each variant has a process, set up as its own command line sets it up, and they take single
-steps and windows by turns, because the speed of a CPU changes with what else runs.
+On a CPU each variant has a process, set up as by its own command line. The processes take single
+steps and windows in turn, because other load changes the speed of a CPU.
 
 A variant that cannot be built, compiled or run is a row with the reason.
 """
@@ -57,7 +57,7 @@ GPU_DEFAULT = ",".join(
 CPU_DEFAULT = "ours,ours-float32,nnunet-eager,nnunet-bfloat16"
 
 BESIDE = ("nnunet-compiled", "nnunet-eager", "dynunet-eager")
-"""By whose times others are divided."""
+"""Variant whose times others are divided by."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,19 +80,19 @@ def make_parser() -> argparse.ArgumentParser:
 def measure_alone(
     variant: Variant, problem: Problem, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the row of one variant on a GPU, which it has to itself."""
+    """Return the row of one variant on an otherwise idle GPU."""
     row: dict[str, Any] = {"key": variant.key, "compiled": variant.compiled}
     try:
         trainee = make_trainee(variant, problem, arguments.device)
         row["precision"] = trainee.precision
         (row["first_step_seconds"],) = timed(trainee.step)
-        torch.cuda.empty_cache()  # of what choosing algorithms took
+        torch.cuda.empty_cache()  # of the memory for choosing algorithms
         forget_peaks()
         timed(trainee.step, arguments.warmup)
         row["all_seconds"] = timed(trainee.step, arguments.steps, arguments.repeats)
         row["seconds"] = statistics.median(row["all_seconds"])
         row |= {"loss": trainee.step().item(), **peaks()}
-        timed(trainee.window, arguments.warmup)  # which compiles, or captures
+        timed(trainee.window, arguments.warmup)  # compiles or captures
         row["all_window_seconds"] = timed(trainee.window, arguments.steps, arguments.repeats)
         row["window_seconds"] = statistics.median(row["all_window_seconds"])
     except Exception as error:  # a peer, or a compiler, can raise anything
@@ -101,7 +101,7 @@ def measure_alone(
 
 
 def clear() -> None:
-    """Free what a variant leaves."""
+    """Free the memory of a variant."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -137,7 +137,7 @@ def measure_by_turns(
 
 
 def _serve(variant: Variant, problem: Problem, asked: Connection) -> None:
-    """Take a step and predict a window of one variant whenever it is asked, in a process."""
+    """Take a step and predict a window of one variant on each request, in a process."""
     die_with_parent()
     if variant.network == "ours":
         keep_host_memory()

@@ -1,9 +1,9 @@
-"""What is trained: our network in every mode, and the networks of nnU-Net and MONAI beside it.
+"""The networks to train: ours in every mode, nnU-Net's and MONAI's.
 
 All networks have one input channel, three classes, the same channels at each level and the same
 random batch. All take the same loss (``unet3d.model.dice_cross_entropy``, which is faster and
 leaner than the peers' own) and the same optimizer (SGD with Nesterov momentum, gradients clipped),
-so what differs is the network and how it is run:
+so only the network and its execution differ:
 
 * ``ours``: the network and executor of this package, bfloat16, channels-last;
 * ``nnunet``: ``PlainConvUNet`` of dynamic-network-architectures with nnU-Net's settings (two
@@ -11,7 +11,7 @@ so what differs is the network and how it is run:
   gradient scaler, ``cudnn.benchmark``; nnU-Net compiles it by default;
 * ``dynunet``: MONAI's ``DynUNet``, bfloat16, ``cudnn.benchmark``.
 
-On a CPU ours runs in bfloat16 where the processor is faster in it, and ``nnunet`` in float32, as
+On a CPU ours runs in bfloat16 if the processor is faster in it, and ``nnunet`` in float32, as
 nnU-Net itself does: it lowers the precision on GPUs only.
 """
 
@@ -51,7 +51,7 @@ class Trainee(Protocol):
     """A network on its device or devices, with a batch and an optimizer."""
 
     precision: str
-    """What it is computed in."""
+    """Number type of its computation."""
 
     def step(self) -> Tensor:
         """Train one step: forward, loss, backward, clipping, optimizer; return the loss."""
@@ -96,14 +96,14 @@ class Way:
     devices: tuple[str, ...]
     """Of all replicas, one after the other."""
     kind: Kind = "stages"
-    """What the devices of a replica have: a stage of the network, a slab of each volume, or a copy
-    that ``nn.DataParallel`` drives from a thread."""
+    """What each device of a replica has: a stage of the network, a slab of each volume, or a copy
+    that ``nn.DataParallel`` runs in a thread."""
     num_replicas: int = 1
-    """Copies of the network, each in a rank or, of slabs, in several."""
+    """Copies of the network, each in one rank, or with slabs in several."""
     num_micro_batches: int = 1
-    """Portions of a replica's batch."""
+    """Micro-batches of a replica's batch."""
     balances_time: bool = False
-    """Whether the network is cut where stages take the same time, and not before the decoder."""
+    """Whether cuts give stages of the same time, instead of one before the decoder."""
     precision: str = "auto"
     """``auto`` is the best that the devices have."""
     recompute: Recompute = "norm"
@@ -126,7 +126,7 @@ class Way:
         return self.num_replicas * self.num_shards
 
     def layout(self, rank: int, devices: tuple[torch.device, ...]) -> Layout:
-        """Return what one rank has, of the devices of all."""
+        """Return the layout of one rank."""
         count = len(devices) // self.num_ranks
         return Layout(
             devices=devices[rank * count : (rank + 1) * count],
