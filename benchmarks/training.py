@@ -1,4 +1,4 @@
-"""Whole trainings: samples a second, how long devices wait for data, and nnU-Net's trainer beside.
+"""Whole training runs: samples per second, the wait for data, and nnU-Net's trainer.
 
     python benchmarks/training.py --cache volumes --workers 16,8,2 --nnunet --json training.json
     python benchmarks/training.py --workers '' --runs 0 0,1 --json replicas.json
@@ -6,12 +6,11 @@
     python benchmarks/training.py --device cpu --shape 16,16,16 --volume 32,32,32 --channels 4,8 \
         --num-cases 3 --workers 0 --turns 1 --steps 4
 
-The volumes are phantoms, prepared as for any training. A row is a training with so many loading
-processes, made of the parts of ``unet3d train``: its loop's loader, executor, optimizer and step.
-In turns of a few dozen steps it trains on what the loader yields, and on one batch that is on the
-device already, on which no step ever waits; the loading processes rest meanwhile. Their first
-batches, one for each process, are not counted, and what they prepare ahead is none at the start of
-a turn, so a queue that runs empty is not taken for a loader that is fast enough.
+The volumes are phantoms, prepared as for any training run. A row is a training run with a number of
+loading processes and the loader, executor, optimizer and step of ``unet3d train``. Turns of a few
+dozen steps alternate between batches of the loader and one batch that is already on the device,
+without waits; the loading processes rest meanwhile. The first batch of each process is not counted.
+The queue is empty at the start of a turn, so batches prepared ahead do not hide a slow loader.
 
 ``--nnunet`` adds rows of nnU-Net's own trainer (``nnunet_process.py``). ``--runs`` adds the later
 epochs of real ``unet3d train`` commands on these devices, with a replica on each, or with
@@ -66,12 +65,12 @@ from unet3d.training.cores import DataClock, leave_cores
 from unet3d.training.loop import TrainingLoop
 
 NUM_WARM_UP_STEPS = 10
-"""After which steps of small volumes are replayed."""
+"""Steps after which small volumes are replayed from a CUDA graph."""
 RUN_STEPS_OF_TURN = 4
-"""An epoch of a whole run has as many times the steps of a turn: its first ones wait."""
+"""Steps of a whole run's epoch, in turns; its first steps wait for data."""
 MEMORY = ("peak_bytes", "reserved_bytes")
 NNUNET_SECONDS = 300
-"""That nnU-Net may take for a row."""
+"""Time limit of nnU-Net for a row."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,7 +106,7 @@ def config_of(arguments: argparse.Namespace, cache: Path, **changes: Any) -> Con
         "data.num_folds": num_cases,
         "patches.size": arguments.shape,
         "model.channels": arguments.channels,
-        "model.deep_supervision": False,  # the peers have none
+        "model.deep_supervision": False,  # the peers have no such setting
         "training.batch_size": arguments.batch_size,
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
@@ -118,7 +117,7 @@ def config_of(arguments: argparse.Namespace, cache: Path, **changes: Any) -> Con
 
 
 def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> TrainingLoop:
-    """Build what a training on one device consists of, as ``unet3d train`` does."""
+    """Build the training loop for one device, like ``unet3d train``."""
     dims = ParallelDims.resolve(experiment.config.parallel)
     precision = resolve_precision(experiment.config.training.precision, dims.devices)
     config = resolve_auto(experiment.config, experiment.step(dims, precision))
@@ -154,14 +153,14 @@ def batch_on_host(experiment: Experiment) -> Batch:
 
 
 class Measurement:
-    """A training, timed by turns on what its loader yields and on a batch that is there."""
+    """A training run, timed in turns on batches of its loader and on one existing batch."""
 
     def __init__(self, loop: TrainingLoop, there: Batch, num_workers: int, num_steps: int) -> None:
         """Take the first steps on a batch.
 
         Args:
-            loop: What trains; its loader has not begun.
-            there: The batch of turns without the loader, on the host.
+            loop: The training loop, whose loader has not started.
+            there: The batch on the host for turns without the loader.
             num_workers: The loader's processes.
             num_steps: Of each turn.
         """
@@ -174,14 +173,14 @@ class Measurement:
         self.alone(NUM_WARM_UP_STEPS)
 
     def start_loader(self) -> None:
-        """Have the loader's processes start: each makes a batch that nobody trains on."""
+        """Start the loader's processes; each makes one batch that is not used."""
         for _ in self.epoch(self.loop.loader.num_steps - self.num_before):
             pass
 
     def epoch(self, first_step: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch of which none is made yet.
+        """Return the batches of an epoch that the loader has not prepared ahead.
 
-        It is not the next one, for which the loader makes batches ahead.
+        It is not the next epoch, because the loader prepares batches of that one.
         """
         self.num_epochs += 2
         return self.loop.loader.epoch(self.num_epochs, first_step)
@@ -189,7 +188,7 @@ class Measurement:
     def alone(self, num_steps: int) -> dict[str, Any]:
         """Take steps on one batch that is on the device.
 
-        The memory of those before the loader has started is the network's alone.
+        Before the loader has started, the measured memory is that of the network alone.
         """
         image, target = self.there.image.to(self.device), self.there.target.to(self.device)
         there = replace(self.there, image=image, target=target)
@@ -198,7 +197,7 @@ class Measurement:
         return {"seconds": seconds, **peaks()}
 
     def loaded(self) -> dict[str, Any]:
-        """Take the steps of an epoch, of which those in the middle count."""
+        """Take the steps of an epoch, and time the middle ones."""
         forget_peaks()
         last = self.num_before + self.num_steps
         clock, ended = DataClock(self.device), 0.0
@@ -220,7 +219,7 @@ class Measurement:
 def measure(
     experiment: Experiment, num_workers: int, num_steps: int, num_turns: int
 ) -> dict[str, Any]:
-    """Return the row of one training."""
+    """Return the row of one training run."""
     # Processes deliver in bursts: whole bursts are timed.
     burst = max(1, num_workers)
     num_steps = -(-num_steps // burst) * burst
@@ -255,17 +254,17 @@ def measure(
 def attempt(
     experiment: Experiment, num_workers: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the row of a training of ours, or the reason why there is none."""
+    """Return the row of a training run of ours, or the reason why there is none."""
     try:
         return measure(experiment, num_workers, arguments.steps, arguments.turns)
-    except Exception as error:  # the other rows shall be measured
+    except Exception as error:  # continue with the other rows
         return {"reason": reason_of(error)}
 
 
 def ask_nnunet(
     experiment: Experiment, cache: Path, num_workers: int, num_steps: int, device: str
 ) -> dict[str, Any]:
-    """Return what nnU-Net's trainer measures, on data that it has prepared itself."""
+    """Return measurements of nnU-Net's trainer on data that it has prepared itself."""
     config, dataset = experiment.config, open_dataset(experiment.config)
     steps = nnunet_process.Steps(
         size=experiment.largest_patch(config.training.num_patches),
@@ -325,7 +324,7 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
 
 
 def rows_of(arguments: argparse.Namespace, cache: Path) -> Iterator[dict[str, Any]]:
-    """Measure in all the ways that are asked for, and yield a row of each."""
+    """Measure all requested ways, and yield a row for each."""
     config = config_of(arguments, cache, parallel__devices=(arguments.device,))
     experiment = plan_experiment(config, num_workers=max(0, min(4, num_cores() - 1)))
     speeds: dict[int, float] = {}

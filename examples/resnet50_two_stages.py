@@ -1,20 +1,20 @@
-"""ResNet-50 in 3D on one device, on two in turn, and pipelined with portions of many sizes.
+"""ResNet-50 in 3D on one device, on two in turn, and as a pipeline with several split sizes.
 
     python examples/resnet50_two_stages.py --devices 0,1
     python examples/resnet50_two_stages.py --devices cpu,cpu --output times.png --json times.json
 
 PyTorch's tutorial "Single-Machine Model Parallel Best Practices" divides a ResNet-50 by hand. Here
-MONAI's three-dimensional one is a chain of modules, which ``parallelize`` cuts and runs; so this is
-also how to bring a network of your own. A batch is split along its samples, and the portions follow
-one another through the stages. Small ones keep all devices busy, but suit their kernels less.
+MONAI's three-dimensional one is a chain of modules, which ``parallelize`` cuts and runs. Your own
+network works the same way. A batch is split along its samples, and the micro-batches pass through
+the stages one after another. Small ones keep all devices busy, but their kernels are less
+efficient.
 
 Times are those of whole training steps, forward, backward and optimizer, each from an idle machine
 to an idle machine, after a warm-up. The loss of the first step is the same in every row, because
-network and batch are the same: only where and when they are computed differs. Instance
-normalisation takes the place of MONAI's batch normalisation, because that would see portions of the
-batch instead of the batch.
+network and batch are the same. Instance normalisation replaces MONAI's batch normalisation, whose
+statistics would be those of a micro-batch instead of the batch.
 
-On CPUs the defaults are a small network and small volumes, for about a minute.
+On CPUs the default network and volumes are small; a run takes about a minute.
 """
 
 import gc
@@ -53,7 +53,7 @@ from unet3d.reports.figures import BLUE, ORANGE, VERMILION
 
 NUM_CLASSES = 10
 MAX_STRIDE = 16
-"""Of the last layers: they must have more than one voxel to normalise."""
+"""Stride of the last layers, which must have more than one voxel to normalise."""
 PARTS = ("conv1", "bn1", "act", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool")
 HEADINGS = (
     "split\nsize",
@@ -70,7 +70,7 @@ Devices = tuple[torch.device, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained, wherever it is."""
+    """The network, data and steps, for any devices."""
 
     shape: tuple[int, ...]
     """Voxels of a volume along X, Y, Z."""
@@ -79,7 +79,7 @@ class Work:
     width: float
     """Factor of ResNet-50's channels."""
     precision: str
-    """In which GPUs compute."""
+    """Number type on GPUs."""
     num_warm_up_steps: int
     """Not timed."""
     num_steps: int
@@ -176,7 +176,7 @@ def synchronize() -> None:
 
 
 def table_of(rows: Sequence[Row], work: Work) -> Table:
-    """Return the times as a table, each against the one of a single device."""
+    """Return the times as a table, relative to a single device."""
     table = Table(title="One training step", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("", no_wrap=True)
     for heading in HEADINGS:
@@ -206,7 +206,7 @@ def draw(rows: Sequence[Row], work: Work, device_names: Sequence[str]) -> Figure
     curve = sorted(pipelined, key=lambda row: row.split_size)
     _errorbars(axes, curve, color=BLUE, fmt="o-", label=f"{in_turn.num_stages} stages pipelined")
     _errorbars(axes, [in_turn], color=VERMILION, fmt="s", label=in_turn.name)
-    # The pipeline with a single portion is the stages in turn: the end of its curve.
+    # The pipeline with a single micro-batch equals the stages in turn: the end of its curve.
     ends = [*curve[-1:], in_turn]
     axes.plot(
         [row.split_size for row in ends],
@@ -261,7 +261,7 @@ def numbers(context: click.Context, option: click.Parameter, text: str | None) -
 
 
 def split_sizes(asked: tuple[int, ...] | None, batch_size: int) -> tuple[int, ...]:
-    """Return the split sizes to try: those asked for, or all that divide the batch."""
+    """Return the split sizes to try: the requested ones, or all that divide the batch."""
     possible = tuple(size for size in range(1, batch_size) if batch_size % size == 0)
     for size in asked or ():
         if size not in possible:

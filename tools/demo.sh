@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole job on built-in data: train a U-Net placed on two devices, segment a scan that it has
-# not seen, compare with the truth. Everything it writes is in demo/. Run it with: make demo
+# A complete example on built-in data: train a U-Net on two devices, segment an unseen scan, compare
+# with the truth. All output is in demo/. Run it with: make demo
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +13,7 @@ rm -rf demo/run
 unet3d train --config configs/quickstart.yaml --parallel model --devices "$devices" \
     --output demo/run
 
-# Another seed than that of the training data makes other heads.
+# A seed that differs from the training data gives new heads.
 python -c '
 from pathlib import Path
 from unet3d.datasets.phantom import write_phantom_dataset

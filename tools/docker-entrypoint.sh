@@ -1,6 +1,6 @@
 #!/bin/sh
-# What the image runs. A user that it does not know (docker run --user) gets a home of its own, with
-# the list of fonts that was made with the image: caches of kernels and plots go there.
+# The entry point of the image. An unknown user (docker run --user) gets a new home for caches of
+# kernels and plots, with a copy of the image's list of fonts.
 set -eu
 if [ ! -w "$HOME" ]; then
     HOME=$(mktemp -d /tmp/home-XXXXXX)

@@ -27,7 +27,7 @@ HEAD = """\
 
 
 def resolved(requirements: list[str]) -> list[dict[str, Any]]:
-    """Return what pip would install for requirements and all that they need.
+    """Return what pip would install for requirements and their dependencies.
 
     Args:
         requirements: As in ``pyproject.toml``.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Writes unet3d/reports/pages/niivue/niivue.js, the viewer of `unet3d report`, anew: NiiVue and what
-# it is made of, from the npm registry, in one script. The versions below are the only place that
-# says which. Without zarrita, which reads Zarr through a megabyte of WebAssembly: a page holds NIfTI
-# alone. NiiVue's own licence is not in its package: look whether niivue/LICENSE is still the one.
+# Regenerates unet3d/reports/pages/niivue/niivue.js, the viewer of `unet3d report`: NiiVue and its
+# dependencies, from the npm registry, in one script. Only the lines below name their versions.
+# zarrita, which reads Zarr with a megabyte of WebAssembly, is left out, because pages hold NIfTI
+# only. NiiVue's package lacks its licence: check that niivue/LICENSE is still current.
 set -euo pipefail
 cd "$(dirname "$0")/../unet3d/reports/pages/niivue"
 

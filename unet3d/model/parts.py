@@ -37,16 +37,16 @@ Lowered = Callable[[], AbstractContextManager[None]]
 
 
 def recomputed_parts(blocks: Sequence[Block], num_alive: int) -> tuple[tuple[Block, ...], ...]:
-    """Return the blocks that run again in backward, in parts that run again one by one.
+    """Return the parts, each a group of blocks, that run again in backward one by one.
 
     The encoder's parts end where features are small: behind the first block of each level, which
     has reduced them. So the large features of a level, its skip among them, are not kept but
     recomputed from what its first block made, at full resolution from the image.
 
-    The decoder is not recomputed where backward follows at once: all that it keeps would be there
-    again when backward begins, which is when memory is at its peak. Elsewhere it is recomputed
-    level by level, and so is a network without an encoder and a decoder. ``num_alive`` says how
-    many micro-batches are kept at a time.
+    The decoder is not recomputed if backward follows at once: its activations would exist again
+    when backward begins, at the peak of memory. Otherwise it is recomputed level by level, and so
+    is a network without an encoder and a decoder. ``num_alive`` says how many micro-batches are
+    kept at a time.
     """
     level_of = {block.name: block.level for block in blocks}
     parts: dict[tuple[object, ...], list[Block]] = {}
@@ -96,7 +96,7 @@ class _Part:
         self.inputs: dict[str, _Given | _Result] = {}
         """What enters the part, until it has run again."""
         self.results: WeakValueDictionary[str, _Result] = WeakValueDictionary()
-        """Results that someone may ask for in backward."""
+        """Results that backward may request."""
         self._lowered = lowered
         self._places: list[weakref.ref[_Place]] = []
         self._own = frozenset(
@@ -111,7 +111,7 @@ class _Part:
             return run_block(block, inputs)
 
     def run_again(self) -> None:
-        """Fill the places, and give the results to those who will ask for them."""
+        """Fill the placeholders, and hand out the results."""
         places = iter(self._places)
         self._run_all(partial(self._fill, places), after=self._after)
         if next(places, None) is not None:
@@ -123,7 +123,7 @@ class _Part:
         return self._run_all(lambda tensor: _NOTHING, wanted=(name,))[name]
 
     def _after(self, block: Block, made: Tensor) -> None:
-        """Let a result be had without another run."""
+        """Make a result available without another run."""
         result = self.results.get(block.name)
         if result is not None:
             result.again = recomputing(made)
@@ -185,7 +185,7 @@ class _Place:
 
 
 class _Nothing:
-    """Stands for what the graph of a second run would save; nothing goes backward through it."""
+    """Stands for tensors that the graph of a second run would save; that graph has no backward."""
 
     def restore(self) -> Tensor:
         raise AssertionError(_NO_BACKWARD)

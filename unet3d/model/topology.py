@@ -24,7 +24,7 @@ Units = Annotated[int, Field(ge=1, le=64, strict=True)]
 
 MAX_LEVELS = 6
 MAX_CHANNELS = 320
-"""Of a level, unless the settings name the channels of each."""
+"""Most channels of a level, unless the settings name the channels of each."""
 
 MIN_VOXELS = 4
 """No axis is halved below this many voxels: one of 7 stays, as in nnU-Net, and needs no padding."""
@@ -75,7 +75,7 @@ class Topology:
     upsampling_bias: Annotated[bool, Field(strict=True)] = False
     """Whether the transposed convolutions have a bias."""
     norm_eps: Annotated[float, Field(gt=0, le=1, strict=True)] = 1e-5
-    """What normalisations add to the variance."""
+    """Epsilon that normalisations add to the variance."""
     negative_slope: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.01
     """Slope of each LeakyReLU below zero; as in nnU-Net."""
 

@@ -10,12 +10,12 @@ down, transposed convolution up::
                                              │                      │
                                              …  ───────────────  decoder.1.1
 
-Where nnU-Net joins skip and upsampled features along the channels before a convolution, here each
-has its own half of that convolution and the results are added: the same function, but the joined
-tensor, the largest of the network, never exists, and a cut may fall between the halves. Upsampling
-and the convolution behind it are one block (``decoder.0.0``), as are the last unit and the head
-(``head``): what would pass between them is large and need not exist either
-(:func:`unet3d.kernels.upsampled_conv3x3x3`, :func:`unet3d.kernels.instance_norm_head`).
+nnU-Net concatenates skip and upsampled features before a convolution. Here each has its own half of
+that convolution, and the results are added. This is the same function, but the concatenated tensor,
+the largest of the network, never exists, and a cut may fall between the halves. Upsampling and the
+following convolution are one block (``decoder.0.0``), as are the last unit and the head (``head``),
+which avoids large intermediate maps, too (:func:`unet3d.kernels.upsampled_conv3x3x3`,
+:func:`unet3d.kernels.instance_norm_head`).
 
 This module never names a device. Which block runs where is decided by :mod:`unet3d.parallel`,
 from :meth:`UNet3d.blocks`.
@@ -187,7 +187,7 @@ class UNet3d(BlockNetwork):
         self.encoder = Encoder(topology)
         self.decoder = Decoder(topology, self.encoder.outputs())
         for module in self.modules():
-            # Random numbers on meta are nothing, but PyTorch imports its compiler for them.
+            # Random numbers on meta have no effect, but PyTorch imports its compiler for them.
             if isinstance(module, nn.Conv3d | nn.ConvTranspose3d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, a=topology.negative_slope)
                 if module.bias is not None:
