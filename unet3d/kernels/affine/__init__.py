@@ -1,1 +1,1 @@
-"""Sampling of a turned, scaled or mirrored patch; nothing is imported here."""
+"""Sampling of a rotated, scaled or mirrored patch; nothing is imported here."""

@@ -1,9 +1,9 @@
 """Sampling of images and their label maps through affine maps of voxels.
 
-PyTorch's ``grid_sample`` wants a grid of three floats for each voxel, rounds positions to 1e-5
-voxels of a large box, and knows no labels. Here they are exact to 5e-7, and a label is what
-linear interpolation of each class, then argmax, gives: small objects keep their shape better than
-with the nearest label (F. Isensee et al., nnU-Net, do the same where they resample labels).
+PyTorch's ``grid_sample`` needs a grid of three floats per voxel, rounds positions in a large box to
+1e-5 voxels, and has no mode for labels. Here positions are exact to 5e-7. A label is the argmax of
+the linearly interpolated classes: small objects keep their shape better than with the nearest label
+(F. Isensee et al., nnU-Net, do the same where they resample labels).
 """
 
 import math
@@ -19,17 +19,16 @@ from unet3d.kernels.triton_support import triton_available
 
 
 def sample_affine(boxes: Boxes, *, image_out: Tensor, label_out: Tensor) -> None:
-    """Sample images linearly, and labels by the largest share, into given memory of one device.
+    """Sample images linearly, and labels by the largest share, into given memory on one device.
 
-    ``image_out`` is (N, C, *size), float64 if the images are, else float32; ``label_out`` is
-    (N, *size), of the labels' type. Both are contiguous. Around a box the image is 0 and the class
-    is 0; between a voxel at its border and the outside is interpolated as between two voxels. Where
-    a matrix mirrors or changes nothing and the offset is whole, voxels are copied as they are. The
-    label is, of the eight voxels around the position, the class with the largest sum of linear
-    weights, of equal ones the smallest.
+    ``image_out`` is (N, C, *size), float64 if the images are, else float32; ``label_out`` is (N,
+    *size), of the labels' type. Both are contiguous. Outside of a box the image and the class are
+    0; interpolation across its border is linear. If a matrix only mirrors or is the identity, and
+    the offset is whole, voxels are copied exactly. The label is the class with the largest sum of
+    linear weights over the eight voxels around the position; ties go to the smallest class.
 
-    With Triton that is one launch, and nothing waits for a GPU. Its results differ from a CPU's by
-    rounding only.
+    With Triton this is one launch, and the host does not wait for the GPU. Its results differ from
+    a CPU's by rounding only.
     """
     if label_out.numel() == 0:
         return
@@ -56,7 +55,7 @@ def sample_affine(boxes: Boxes, *, image_out: Tensor, label_out: Tensor) -> None
 
 
 def _position(matrix: Matrix, offset: Offset, voxel: Voxel) -> Offset:
-    """Return where a voxel of the outputs lies in the box."""
+    """Return the position in the box of a voxel of the outputs."""
     x, y, z = (
         math.fsum([first, *(factor * at for factor, at in zip(row, voxel, strict=True))])
         for row, first in zip(matrix, offset, strict=True)
@@ -65,7 +64,7 @@ def _position(matrix: Matrix, offset: Offset, voxel: Voxel) -> Offset:
 
 
 def _signs_of(matrix: Matrix, offset: Offset) -> tuple[int, ...] | None:
-    """Return 1 or -1 for each axis if voxels are only mirrored and moved by whole steps."""
+    """Return 1 or -1 for each axis if voxels are only mirrored and moved by whole voxels."""
     signs = tuple(int(row[axis]) for axis, row in enumerate(matrix))
     mirrors = [
         [float(sign) if other == axis else 0.0 for other in range(3)]
@@ -76,9 +75,9 @@ def _signs_of(matrix: Matrix, offset: Offset) -> tuple[int, ...] | None:
 
 
 def _copy(box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], out: Tensor) -> None:
-    """Copy voxel ``sign * o + offset`` of a box (..., X, Y, Z) to voxel o, 0 where there is none.
+    """Copy voxel ``sign * o + offset`` of a box (..., X, Y, Z) to voxel o; 0 outside of the box.
 
-    So mirrored patches are exact to the bit.
+    So mirrored patches are bit-exact.
     """
     part, inside = box, out
     flipped = []

@@ -10,25 +10,26 @@ from torch import Tensor
 from unet3d.kernels.affine.plain import Matrix, Offset, Voxel
 
 TABLE_CHANNELS = 16
-"""Column of a table where the numbers of the channels begin."""
+"""First column of a table with the numbers of channels."""
 
 Intensity = tuple[float, float, float, float]
-"""Deviation of the noise that is added to a channel, two numbers below 2^32 that it is made from,
-and what the sum is multiplied by."""
+"""Deviation of the noise that is added to a channel, its seed (two numbers below 2^32), and the
+factor of the sum."""
 
 
 class Boxes(NamedTuple):
     """Boxes that outputs of one size are sampled from: voxel o at ``matrix @ o + offset``."""
 
     images: Tensor
-    """float16, float32 or float64: (C, X, Y, Z) of each box, one after another, without axes."""
+    """float16, float32 or float64: the (C, X, Y, Z) images of all boxes, flattened and
+    concatenated."""
     labels: Tensor
-    """uint8 or int64: (X, Y, Z) of each box, likewise; any number of classes."""
+    """uint8 or int64: the (X, Y, Z) labels of all boxes, likewise; any number of classes."""
     table: Tensor
     """float64, a row for each output: three rows of the matrix, each with its offset; shape of the
-    box, and how many voxels come before it; the four numbers of each channel."""
+    box, and number of voxels before it; the four numbers of each channel."""
     start: Voxel
-    """The first voxel of the outputs, where they are parts of larger ones; a part is as in the
+    """The first voxel of the outputs in larger ones, if they are parts; a part equals that of the
     whole."""
     size: Voxel
     """Voxels of whole outputs."""
@@ -42,7 +43,7 @@ class Boxes(NamedTuple):
         start: Voxel,
         size: Voxel,
     ) -> "Boxes":
-        """Lay boxes one after another, all of one type and with as many channels."""
+        """Concatenate boxes of one type and number of channels."""
         table, before = list[list[float]](), 0
         for label, (matrix, offset), intensities in zip(labels, maps, channels, strict=True):
             rows = [(*row, at) for row, at in zip(matrix, offset, strict=True)]

@@ -1,8 +1,8 @@
-"""Sampling of outputs in one Triton kernel: a position's image and label in one thread.
+"""Sampling of outputs in one Triton kernel: one thread makes image and label of a position.
 
-What differs between outputs is in a table, so that all are sampled in one launch, and noise and a
-factor of the intensities come with it. Positions are computed in float64; that is little beside
-reading eight voxels of each channel.
+A table has the parameters of each output, so one launch samples all of them, adds noise and
+multiplies intensities. Positions are computed in float64, which takes little time beside reading
+eight voxels of each channel.
 """
 
 import torch
@@ -18,20 +18,20 @@ BLOCK_VOXELS = 128
 
 @triton.jit
 def _cell(x, y, z, row, SIZE):
-    """Return the cell of a position along one axis, and how much it takes of the next."""
+    """Return the cell of a position along one axis, and the weight of the next voxel."""
     MX = tl.load(row)
     MY = tl.load(row + 1)
     MZ = tl.load(row + 2)
     START = tl.load(row + 3)
     position = x.to(tl.float64) * MX + y.to(tl.float64) * MY + z.to(tl.float64) * MZ + START
     cell = tl.floor(position)
-    # Far outside is the same as just outside, which an int32 can tell.
+    # Positions far outside are clamped to just outside, to fit into an int32.
     return tl.minimum(tl.maximum(cell, -2.0), SIZE).to(tl.int32), position - cell
 
 
 @triton.jit
 def _largest_share(classes, weights, EQUAL: tl.constexpr):
-    """Return the class with the largest sum of weights, of equal ones the smallest."""
+    """Return the class with the largest sum of weights; ties go to the smallest."""
     shares = ()
     for i in tl.static_range(8):
         share = weights[i]
@@ -71,17 +71,17 @@ def _gaussian(voxel, seeds):
     second = _hash(first + tl.load(seeds + 1).to(tl.int64).to(tl.uint32))
     uniform = _uniform(first)
     rest = 1 - uniform
-    # Close to 1, where it is almost 0, a GPU's logarithm is not as exact as its first terms.
+    # Near 1, where the logarithm is almost 0, its first series terms are more exact than a GPU's.
     terms = rest * (1 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4))))
     radius = tl.sqrt(2 * tl.where(rest < 0.01, terms, -tl.log(uniform)))
-    # The cosine is the sine of an angle between two right angles, of which a series is exact.
+    # The cosine is the sine of an angle within a right angle, for which a series is exact.
     angle = (tl.abs(_uniform(second) - 0.5) - 0.25) * 6.283185307179586
     square = angle * angle
     series = 1 - square / 42 * (1 - square / 72 * (1 - square / 110))
     return radius * angle * (1 - square / 6 * (1 - square / 20 * series))
 
 
-# No number is specialised, nor where a batch begins: a kernel would be compiled for each kind.
+# Neither numbers nor pointers are specialised: each kind would compile another kernel.
 @triton.jit(do_not_specialize=list(range(14)))
 def _sample(
     images, labels, table, image_out, label_out,
@@ -135,7 +135,7 @@ def _sample(
         classes = classes + (own,)
     tl.store(label_out + at, _largest_share(classes, weights, EQUAL), mask=is_voxel)
     box = X.to(tl.int64) * plane
-    # The index of a voxel in the whole output, of which noise takes 32 bits.
+    # The index of a voxel in the whole output; noise uses its lower 32 bits.
     voxel = (x.to(tl.uint32) * PY + y.to(tl.uint32)) * PZ + z.to(tl.uint32)
     given = row + CHANNELS
     for _ in range(C):

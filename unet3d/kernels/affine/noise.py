@@ -1,7 +1,7 @@
-"""Gaussian noise without a generator: each voxel's number follows from its place and a seed.
+"""Gaussian noise without a generator: a function of a voxel's index and a seed.
 
-So any part of a patch can be made alone, on any device, with the same noise; ``kernel`` has it as
-it is here.
+So any part of a patch can be made alone, on any device, with the same noise; ``kernel`` has the
+same formulas.
 """
 
 import math
@@ -14,16 +14,16 @@ from torch import Tensor
 from unet3d.kernels.affine.plain import Voxel
 
 CHUNK_VOXELS = 2**21
-"""Voxels whose noise is made at a time: several numbers are in memory for each."""
+"""Voxels whose noise is made at a time; each takes several numbers in memory."""
 
 
 @contextmanager
 def independent_of_threads(device: torch.device) -> Iterator[None]:
-    """Compute in one thread on a CPU, so that the bits do not depend on how many there are.
+    """Compute in one thread on a CPU, so that bits do not depend on the number of threads.
 
-    How work is divided over threads changes the bits of matrix products, of sums to one number and
-    of powers, whose last voxels in each thread go through other code than the rest. A loading
-    process has one thread, the training process several, and both make the same batches.
+    The division over threads changes trailing bits of matrix products, of full sums, and of powers,
+    because the last voxels of each thread run through different code. A loading process has one
+    thread, the training process several, and both must make the same batches.
     """
     before = torch.get_num_threads()
     if device.type != "cpu" or before == 1:
@@ -55,8 +55,8 @@ def gaussian_noise(
     """Return independent normally distributed numbers with deviation 1 for a box of a patch.
 
     The hash is "lowbias32" (Wellons, Hash Prospector, 2018), applied to the index of a voxel in the
-    patch, and again to its own result, each time with a key; the Box-Muller transform makes a
-    number of the two. A seed is two numbers below 2^32.
+    patch, and again to its own result, each time with a key. The Box-Muller transform turns both
+    hashes into one number. A seed is two numbers below 2^32.
     """
     x, y, z = (
         torch.arange(first, first + length, dtype=torch.int32, device=device)
@@ -73,7 +73,7 @@ def gaussian_noise(
 def _hash(bits: Tensor) -> Tensor:
     """Mix the bits of 32-bit numbers, in place."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        # The shift of a signed number repeats its sign, which does not belong to the bits.
+        # Shifting a signed number copies the sign bit, which has to be masked.
         bits ^= (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         if factor != 1:
             bits *= _signed(factor)
@@ -86,5 +86,5 @@ def _uniform(bits: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the signed 32-bit number of the same bits."""
+    """Return the signed 32-bit number with the same bits."""
     return number - 2**32 if number >= 2**31 else number

@@ -1,11 +1,11 @@
 """Sampling in PyTorch's own operations, block by block of the output.
 
-What a block reads, its positions and its values stay in a processor's cache, so that reading eight
-voxels for each position takes less time than ``grid_sample`` needs for its arithmetic.
+The input, positions and values of a block stay in a processor's cache, so reading eight voxels per
+position takes less time than the arithmetic of ``grid_sample``.
 
-Positions are integers, a voxel being a power of two: their sums are exact, and cell and weight of
-a position are its upper and lower bits. They depend neither on the block nor on which part of a
-larger output is made, so a part is as in the whole.
+Positions are fixed-point integers: their sums are exact, and cell and weight of a position are its
+upper and lower bits. They depend neither on the block nor on the part of a larger output that is
+made, so a part equals that of the whole.
 """
 
 import itertools
@@ -22,16 +22,16 @@ Voxel = tuple[int, int, int]
 Region = tuple[slice, slice, slice]
 
 CORNERS = tuple(itertools.product((0, 1), repeat=3))
-"""The voxels of a cell, along X, Y and Z from its first."""
+"""The voxels of a cell, as offsets along X, Y and Z from its first."""
 EQUAL_SHARES = 1e-6
-"""Classes whose shares of a position differ by less have the same: the rest is rounding."""
+"""Shares of classes that differ by less are equal: the difference is rounding."""
 
 BLOCK_EDGE = 64
-"""Most voxels of a block along an axis: what is read and computed for it stays in a cache."""
+"""Most voxels of a block along an axis, so that its data stay in a cache."""
 MAX_REACH = 2**20
-"""Most voxels of the box around the positions of a block that could be smaller."""
+"""Most voxels of the box around a block's positions, unless the block cannot be smaller."""
 FRACTION_BITS = 24
-"""As many bits as a float32 has."""
+"""Fraction bits of a position: the significant bits of a float32."""
 MAX_REACH_ALONG_AXIS = 127
 """Most voxels that a block reads along an axis, so that positions in it fit into an int32."""
 
@@ -40,15 +40,15 @@ class Block(NamedTuple):
     """A part of the output, of V voxels, and the cells of the box that they lie in."""
 
     region: Region
-    """The part."""
+    """The part of the output."""
     origin: list[int]
     """First voxel of the box that is read; it may lie outside."""
     reach: list[int]
     """Voxels that are read along each axis, at least 2."""
     first: Tensor
-    """Where the cell of each voxel begins in what is read, flattened (V)."""
+    """Flat index of each voxel's cell in the voxels that are read (V)."""
     weights: list[Tensor]
-    """How much each voxel takes of the cell's second voxel along X, Y and Z (V)."""
+    """Weight of the cell's second voxel along X, Y and Z, for each voxel (V)."""
 
 
 def sample(
@@ -118,7 +118,7 @@ def _interpolated(read: Tensor, block: Block) -> Tensor:
 
 
 def _label(read: Tensor, block: Block, target: Tensor) -> None:
-    """Write the labels of a block: a cell has one class, or its voxels vote."""
+    """Write the labels of a block; the voxels of a cell with several classes vote."""
     least, most = read.aminmax()
     if least == most:
         target.copy_(least)
@@ -143,7 +143,7 @@ def _label(read: Tensor, block: Block, target: Tensor) -> None:
 def _is_mixed(read: Tensor) -> Tensor:
     """Return, for each voxel, whether the cell that begins there has several classes.
 
-    At the last voxels along an axis begins none.
+    No cell begins at the last voxel along an axis.
     """
     is_mixed = torch.empty_like(read, dtype=torch.bool)
     least = most = read.view(-1)
@@ -155,7 +155,7 @@ def _is_mixed(read: Tensor) -> Tensor:
 
 
 def _largest_share(classes: Tensor, weights: Tensor) -> Tensor:
-    """Return of classes (8, V) that with the largest sum of weights, of equal ones the smallest."""
+    """Return the class, of (8, V), with the largest sum of weights; ties go to the smallest."""
     shares, parts, corners = list(weights.clone()), list(weights), list(classes)
     for i, j in itertools.combinations(range(len(corners)), 2):
         is_equal = (corners[i] == corners[j]).view(torch.uint8).to(weights.dtype)
@@ -163,7 +163,7 @@ def _largest_share(classes: Tensor, weights: Tensor) -> Tensor:
         shares[j].addcmul_(is_equal, parts[i])
     summed = torch.stack(shares)
     is_beaten = (summed < summed.amax(0) - EQUAL_SHARES).view(torch.uint8).to(classes.dtype)
-    # masked_fill is not vectorised; this is: nothing is larger than all bits but the sign's.
+    # Vectorised, unlike masked_fill: all bits except the sign are the largest number.
     return (classes | is_beaten * torch.iinfo(classes.dtype).max).amin(0)
 
 
@@ -174,7 +174,7 @@ def _blocks(matrix: Matrix, offset: Offset, start: Voxel, out: Tensor) -> Iterat
     """
     size = out.shape[1:]
     edges = _edges(matrix, size)
-    # What a voxel's place along each axis of the output adds along each axis of the box.
+    # The contribution of each output axis to the position along each axis of the box.
     places = [
         [_places(*of_axis) for of_axis in zip(row, start, size, strict=True)] for row in matrix
     ]
@@ -208,10 +208,10 @@ def _places(factor: float, start: int, count: int) -> Tensor:
 
 
 def _edges(matrix: Matrix, size: torch.Size) -> list[int]:
-    """Return the sides of a block, smaller along the axes along which it reaches far."""
+    """Return the sides of a block, smaller along axes on which it reads many voxels."""
     edges = [min(BLOCK_EDGE, voxels) for voxels in size]
     while max(edges) > 1:
-        reach = [  # about what a block reads along each axis, never too few
+        reach = [  # upper estimate of the voxels read along each axis
             math.ceil(sum(abs(a) * (edge - 1) for a, edge in zip(row, edges, strict=True))) + 3
             for row in matrix
         ]

@@ -3,12 +3,12 @@
 Each function here picks the fastest way for its arguments: convolutions written by hand
 (:mod:`unet3d.kernels.conv.hopper.api`), two voxels computed as one
 (:mod:`unet3d.kernels.conv.folded`), Triton for an image of few channels
-(:mod:`unet3d.kernels.conv.stem_kernel`), slabs of what is too large or a small float32 map on a CPU
-(:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything else. The results are
-the same but for rounding.
+(:mod:`unet3d.kernels.conv.stem_kernel`), slabs of maps that are too large, or small float32 maps on
+a CPU (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything else. The
+results are equal up to rounding.
 
-A map that is a part of a volume, a slab along X, holds its neighbours' planes, or zeros where the
-volume ends (:mod:`unet3d.kernels.sharding`); so nothing is padded there along X.
+A slab of a volume along X includes its neighbours' planes, or zeros where the volume ends
+(:mod:`unet3d.kernels.sharding`), so a convolution does not pad it along X.
 """
 
 import math
@@ -42,15 +42,16 @@ from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_HEAD_COLUMNS = 128
-"""Classes of eight voxels together: with more than sixteen too much of the matrix is zero."""
+"""Most outputs of eight voxels together: beyond sixteen, too much of the matrix is zero."""
 
 MIN_COMPOSED_ELEMENTS = 2**20
-"""Smaller maps are upsampled and convolved apart: the normalisation's kernels do not take them."""
+"""Smaller maps are upsampled and convolved separately: the normalisation's kernels do not suit
+them."""
 MIN_COMPOSED_VOXELS = 512
-"""Voxels of the result for each channel of the input: of fewer, making the kernel takes longer than
-is gained."""
+"""Fewest voxels of the result per input channel: below, making the kernel takes longer than it
+saves."""
 MIN_COMPOSED_VOXELS_CPU = 256
-"""The same on a CPU, where making the kernel takes the time of 130 voxels for each channel."""
+"""The same on a CPU, where making the kernel takes as long as 130 voxels per channel."""
 
 MAX_STEM_ROWS = 128
 """Neighbours of a voxel times channels of the image."""
@@ -63,14 +64,14 @@ _NONE = (0, 0, 0)
 def conv3x3x3(x: Tensor, weight: Tensor, *, moments: bool = False) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with stride 1 and zeros around.
 
-    So the size of a whole volume stays, and a slab loses its halo. With ``moments``, for a
-    normalisation that reads it, the result is marked with its own where they cost nothing.
+    So a whole volume keeps its size, and a slab loses its halo. With ``moments``, the result is
+    marked with its moments, for a normalisation that reads it, if they cost nothing.
     """
     if is_stem(x, weight):
         x = x.to(slabs.lowered(x))
         y: Tensor = stem(x, weight.to(x.dtype), x_padding())
         return y
-    # What is left to do with a map is done there, and nowhere else: it has no halo yet.
+    # Only these convolutions normalise a deferred map, which has no halo yet.
     if deferred_of(x) is not None:
         return hopper.convolve(x, weight, 1, moments)
     if hopper.suits(x, x.shape[1], weight.shape[0]):
@@ -82,10 +83,10 @@ def conv3x3x3(x: Tensor, weight: Tensor, *, moments: bool = False) -> Tensor:
 
 
 def sum_with_conv3x3x3(y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Convolve x as :func:`conv3x3x3` does, and add it to a result y, which is lost.
+    """Convolve x as :func:`conv3x3x3` does, and add it to a result y, which is overwritten.
 
-    Returns what a normalisation takes (:func:`unet3d.kernels.instance_norm`): the sum and nothing,
-    or, where no kernel adds in passing, both.
+    Returns arguments of a normalisation (:func:`unet3d.kernels.instance_norm`): the sum and None,
+    or both terms if no kernel adds while it convolves.
     """
     suits = hopper.suits(x, *reversed(weight.shape[:2]))
     if suits and x.dtype == y.dtype and is_laid_out(y):
@@ -106,28 +107,27 @@ def strided_conv3x3x3(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tenso
 def flat_conv(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     """Convolve with a kernel that has one voxel along some axes, as across thick slices.
 
-    A slab comes with its halo, and its own planes are returned.
+    A slab must include its halo; the result has only its own planes.
     """
     along_x, *in_plane = weight.shape[2:]
     y, z = (taps // 2 for taps in in_plane)
-    if along_x == 1:  # nothing of the neighbours' planes is read
+    if along_x == 1:  # the neighbours' planes are not read
         return slabs.convolve(own_planes(x), weight, stride, (0, y, z))
     return slabs.convolve(x, weight, stride, (x_padding(), y, z))
 
 
 def upsampled_conv3x3x3(x: Tensor, up: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Make each voxel a block of so many (I, C, *stride), then convolve as :func:`conv3x3x3` does.
+    """Upsample each voxel to a block with (I, C, *stride), then convolve as :func:`conv3x3x3` does.
 
-    Where the map is large, both are one transposed convolution, whose kernel is made from both
-    weights (:class:`~unet3d.kernels.conv.folded.ComposedUpsampling`); making it takes as long as
-    little of the map. The values and gradients are those of the two, but for rounding. A
-    neighbour's plane in x (N, I, X, Y, Z) is read but not upsampled. The result may be stored with
-    room around Z (:mod:`unet3d.kernels.maps`).
+    For a large map, both are one transposed convolution, with a kernel that is composed of both
+    weights (:class:`~unet3d.kernels.conv.folded.ComposedUpsampling`); composing takes little time.
+    Values and gradients are equal up to rounding. A neighbour's plane in x (N, I, X, Y, Z) is read
+    but not upsampled. The result may be stored with room around Z (:mod:`unet3d.kernels.maps`).
     """
     if _composes(x, up, weight):
         x = x.to(slabs.lowered(x))
         kernel = composed_kernel(up, weight).to(x.dtype)
-        # Of a neighbour's plane all that it reaches by itself is left out.
+        # Result planes that only a neighbour's plane reaches are left out.
         left_out = 1 + (1 - x_padding()) * stride[0]
         if _is_cpu(x):
             return slabs.upsample(x, kernel, stride, (left_out, 1, 1))
@@ -137,23 +137,23 @@ def upsampled_conv3x3x3(x: Tensor, up: Tensor, weight: Tensor, stride: Sequence[
 
 
 def upsample_with_halo(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Upsample as :func:`upsample` does; of a neighbour's plane only the plane next to the slab."""
+    """Upsample a slab; of a neighbour's plane only the plane next to the slab remains."""
     full = upsample(x, weight, stride)
     left_out = (1 - x_padding()) * (stride[0] - 1)
     return full.narrow(2, left_out, full.shape[2] - 2 * left_out) if left_out else full
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Make each voxel of (N, I, X, Y, Z) a block with (I, O, *stride), a kernel that is its stride.
+    """Upsample each voxel of (N, I, X, Y, Z) to a block, with a kernel (I, O, *stride).
 
-    Backward recomputes it where that is asked for (:mod:`unet3d.kernels.recompute`): it takes a few
-    percent of the time of the convolution that reads it, and half of its memory.
+    Inside :mod:`unet3d.kernels.recompute`'s context, backward recomputes the result: that takes a
+    few percent of the time of the convolution that reads it, and saves half of its memory.
     """
     y = slabs.upsample(x, weight, stride)
     input_again, weight, dtype = recomputing(x), weight.detach(), y.dtype
 
     def recompute() -> Tensor:
-        # In backward there is no autocast, which has lowered them.
+        # Autocast lowered them in forward, but is not active in backward.
         return slabs.upsample(input_again().to(dtype), weight.to(dtype), stride)
 
     offer(y, recompute, kept_for(x))
@@ -184,7 +184,7 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def is_stem(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x is an image, which Triton convolves: it has few channels and no gradient."""
+    """Return whether x is an image (few channels, no gradient), which Triton convolves."""
     return (
         is_gpu(x.device)
         and 27 * x.shape[1] <= MAX_STEM_ROWS
@@ -197,10 +197,10 @@ def is_stem(x: Tensor, weight: Tensor) -> bool:
 
 
 def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
-    """Return whether upsampling and the convolution behind it should be one.
+    """Return whether upsampling and the next convolution should be composed.
 
-    On the meta device operations are counted: a lower type there stands for a GPU. On a CPU the
-    kernel has four voxels along Y and Z, for which PyTorch always takes oneDNN.
+    The meta device counts operations: a lower type there stands for a GPU. On a CPU the kernel has
+    four voxels along Y and Z, for which PyTorch always uses oneDNN.
     """
     stride, outputs = up.shape[2:], weight.shape[0]
     voxels = len(x) * math.prod(x.shape[2:]) * math.prod(stride)
@@ -217,5 +217,5 @@ def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
 
 
 def _is_cpu(x: Tensor) -> bool:
-    """Return whether a map is on a CPU, and does not stand for one on a GPU."""
+    """Return whether a map is on a CPU, and not a fake of one on a GPU."""
     return not is_gpu(x.device) and not x.is_meta

@@ -1,19 +1,17 @@
-"""What a bias before a convolution adds to its result, but for a constant.
+"""The effect of a bias before a convolution on its result, up to a constant.
 
-A convolution is linear, so that of a map with a bias b is that of the map, and that of the constant
-b beside it::
+A convolution is linear, so the bias b of a map adds the convolution of a constant map::
 
     conv(up(x) + b) = conv(up(x)) + F        F = conv of a map that is b everywhere
 
-F depends on the place only where the kernel reaches zeros around the volume. Along an axis on which
-the kernel has three voxels, those are the first and the last voxel, and all between them have the
-same sum of taps; along one on which it has one voxel, or the volume has, all voxels are alike. So F
-has at most 3 x 3 x 3 values a channel, its classes: they are the convolution of a map of three
-voxels an axis.
+F depends on the place only where the kernel reaches zeros around the volume. Along an axis with
+three taps, those are the first and the last voxel; all voxels between have the same sum of taps. If
+the kernel or the volume has one voxel along an axis, all voxels are alike. So F has at most 3 x 3 x
+3 values per channel, its classes: the convolution of a constant map of three voxels per axis.
 
-An instance normalisation removes the constant that F is inside. So F is not added to the volume,
-but its difference to that constant to the border: two planes along each axis, of which the rows
-that are shared belong to the first. Nothing else is read or written.
+Inside the volume F is constant, and an instance normalisation removes constants. So only the
+difference of F to that constant is added, at the border: two planes along each axis. A voxel in
+planes of several axes is changed once, with the first axis. Nothing else is read or written.
 
 A slab of a volume (:mod:`unet3d.kernels.sharding`) has a face along X only where the volume ends.
 """
@@ -35,16 +33,16 @@ _Place = tuple[slice, ...]
 
 
 def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Add what a bias (C,) before a convolution adds to its result, but for a constant.
+    """Add the effect of a bias (C,) before a convolution to its result, up to a constant.
 
-    The stride is 1. The result y (N, O, X, Y, Z), of a slab its own planes, is overwritten: nobody
-    else reads it. It may be differentiated.
+    The stride is 1. The result y (N, O, X, Y, Z), a slab's own planes, is overwritten and must have
+    no other reader. Differentiable.
     """
     axes = _axes(y, weight)
     classes = _classes(weight, bias, axes)
     places, values = list[_Place](), list[Tensor]()
     for number, axis in enumerate(axes):
-        # What is at the end of an earlier axis too is left out.
+        # Voxels that are also at an end of an earlier axis are left out.
         earlier, (voxels, kinds) = axes[:number], axis.ends
         face = classes[(*(one.middle for one in earlier), kinds)]
         for dim in range(number + 1, 3):
@@ -56,30 +54,30 @@ def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Axis(NamedTuple):
-    """Which voxels of a map along one axis differ in what their kernel reaches."""
+    """The classes of a map's voxels along one axis, by the taps that reach into the volume."""
 
     size: int
     """Voxels of the map."""
     num_classes: int
-    """3: the first, those inside and the last of the volume; 1: all are alike."""
+    """3: the first voxel, those inside, and the last one of the volume; 1: all are alike."""
     first: bool
-    """Whether the map has the volume's first voxel, and that is a class of its own."""
+    """Whether the map has the volume's first voxel, and there are 3 classes."""
     last: bool
-    """The same of the last one."""
+    """The same for the last voxel."""
 
     @property
     def inside(self) -> slice:
-        """The voxels of the map that are neither."""
+        """The voxels of the map that are neither first nor last."""
         return slice(int(self.first), self.size - int(self.last))
 
     @property
     def middle(self) -> slice:
-        """Their class."""
+        """The class of the voxels inside."""
         return slice(self.num_classes // 2, self.num_classes // 2 + 1)
 
     @property
     def ends(self) -> tuple[slice, slice]:
-        """The voxels that are the first or the last, and their classes; of neither none."""
+        """The first and last voxels, where the map has them, and their classes."""
         if self.first and self.last:
             return slice(0, self.size, self.size - 1), slice(0, 3, 2)
         if self.first:
@@ -87,7 +85,7 @@ class _Axis(NamedTuple):
         return (slice(self.size - 1, self.size), slice(2, 3)) if self.last else (_NONE, _NONE)
 
     def spread(self, values: Tensor, dim: int) -> Tensor:
-        """Return values of voxels from those of classes, or of one class for all."""
+        """Return values per voxel from values per class."""
         if self.num_classes == 1:
             return values
         first, middle, last = (values.narrow(dim, number, 1) for number in range(3))
@@ -112,11 +110,11 @@ def _axes(y: Tensor, weight: Tensor) -> tuple[_Axis, ...]:
 
 
 def _classes(weight: Tensor, bias: Tensor, axes: tuple[_Axis, ...]) -> Tensor:
-    """Return the difference of each class to the inside, (X, Y, Z, O); may be differentiated."""
+    """Return the difference of each class to the inside, (X, Y, Z, O); differentiable."""
     constant = bias.view(1, -1, 1, 1, 1).expand(-1, -1, *(axis.num_classes for axis in axes))
     i, j, k = (taps // 2 for taps in weight.shape[2:])
     kind = weight.device.type
-    # Shapes are followed on the meta device, for which there is no autocast.
+    # The meta device, which only computes shapes, has no autocast.
     is_lowered = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if is_lowered else nullcontext():
         sums = F.conv3d(constant, weight, padding=(i, j, k)).squeeze(0).permute(1, 2, 3, 0)
@@ -124,7 +122,7 @@ def _classes(weight: Tensor, bias: Tensor, axes: tuple[_Axis, ...]) -> Tensor:
 
 
 class _Border(torch.autograd.Function):
-    """Adds values to places of what it is given, which no backward reads, and keeps nothing."""
+    """Adds values at places of its input, which no backward reads; keeps nothing for backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, places: list[_Place], *values: Tensor) -> Tensor:
@@ -132,7 +130,7 @@ class _Border(torch.autograd.Function):
         voxels = y.permute(0, 2, 3, 4, 1)
         for place, face in zip(places, values, strict=True):
             voxels[(_ALL, *place)].add_(face)
-        return y.detach()  # as itself it would be a view, whose strides may be others
+        return y.detach()  # y itself would become a view, whose strides may differ
 
     @staticmethod
     @once_differentiable

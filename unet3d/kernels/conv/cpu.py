@@ -1,12 +1,12 @@
 """Small float32 convolutions on a CPU, without PyTorch's slow path.
 
-PyTorch leaves a float32 convolution to oneDNN only where N > 1 or N * C * X * Y > 20,480, or where
-the kernel is larger than 3 along Y and Z, a rule that was made for 2-D images; of kernels 1x1x1
-only with several threads. Everything else it unfolds in memory (``slow_conv3d``), forward and
-backward: from 4 to 4 channels at 60^3 that takes 39.9 ms instead of 2.4. A batch of one that is cut
-into two slabs along X *is* a batch of two, with the same values and gradients. In channels-last
-memory the result of both is that of one, so only the input, whose slabs overlap, is copied. And a
-1x1x1 convolution is a matrix product.
+PyTorch gives a float32 convolution to oneDNN only if N > 1, or N * C * X * Y > 20,480, or the
+kernel is larger than 3 along Y and Z, a rule for 2-D images; 1x1x1 kernels also need several
+threads. It unfolds all others in memory (``slow_conv3d``), forward and backward: from 4 to 4
+channels at 60^3 that takes 39.9 ms instead of 2.4. But one sample can be cut into two slabs along
+X, which are a batch of two with the same values and gradients. In channels-last memory both results
+together are the result for the sample, so only the input, whose slabs overlap, is copied. A 1x1x1
+convolution is done as a matrix product.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from unet3d.kernels.conv.planes import (
 from unet3d.kernels.maps import empty_channels_last, is_channels_last
 
 SLOW_ELEMENTS = 20480
-"""Of N * C * X * Y: at most so many are slow."""
+"""Largest N * C * X * Y at which PyTorch is slow."""
 SLOW_SAMPLES = 16
 """With fewer samples and one thread, a 1x1x1 convolution is slow at any size."""
 
@@ -35,9 +35,9 @@ _POINT = (1, 1, 1)
 
 
 def is_slow(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
-    """Return whether PyTorch would unfold the input, and there is a way around it.
+    """Return whether PyTorch would unfold the input, and this module can avoid it.
 
-    The input has the type in which it will be convolved.
+    The input already has the type of the convolution.
     """
     if x.dtype != torch.float32 or x.device != _CPU:
         return False
@@ -51,7 +51,7 @@ def is_slow(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
-    """Convolve (1, I, X, Y, Z) with (O, I, kernel); points also where N is not 1."""
+    """Convolve (1, I, X, Y, Z) with (O, I, kernel); N may be larger if the kernel is 1x1x1."""
     if _is_point(weight, stride):
         return _product(weight.flatten(1), x)
     axis = axis_of(x.shape[2], weight, stride, padding)
@@ -76,7 +76,7 @@ def convolve_backward(
             dx = _product(weight.flatten(1).t(), dy)
         if wanted[1]:
             products = torch.bmm(dy.flatten(2), x.flatten(2).transpose(1, 2))
-            # In the strides of the weight, as other gradients are.
+            # The gradient has the strides of the weight, like other gradients.
             dweight = torch.empty_like(weight).copy_(products.sum(0).view(weight.shape))
         return dx, dweight
     axis = axis_of(x.shape[2], weight, stride, padding)
@@ -119,14 +119,14 @@ def _read(axis: Axis) -> tuple[range, range]:
 
 
 def _halves(x: Tensor, step: int = 1) -> Tensor:
-    """Return (1, C, X, Y, Z) as a batch of two; zeros follow where X is odd, counted in steps."""
+    """Return (1, C, X, Y, Z) as a batch of two, padded with zeros if X is odd, counted in steps."""
     half = (x.shape[2] // step + 1) // 2 * step
     whole = some_planes(x, range(2 * half))
     return whole.view(whole.shape[1], 2, half, *whole.shape[3:]).transpose(0, 1)
 
 
 def _joined(both: Tensor, planes: int) -> Tensor:
-    """Return so many planes of one map from its halves; what :func:`_halves` is to it."""
+    """Return the first planes of one map from its halves; the inverse of :func:`_halves`."""
     whole = both.transpose(0, 1).flatten(1, 2).narrow(1, 0, planes)
     # A sample more than there is would begin behind this one, as PyTorch's formats want it.
     return whole.as_strided((1, *whole.shape), (both.numel(), *whole.stride()))

@@ -1,21 +1,21 @@
 """Convolutions that compute two neighbours along Z as one voxel of twice the channels.
 
-At full resolution a network has few channels, and cuDNN's 3-D convolutions then leave most of a
-GPU idle: with 32 channels they reach half the speed that they have with 64. In channels-last
-memory two neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So a
-3x3x3 convolution can be done on such double voxels, of which there are half as many. To find both
-voxels of the pair (2a, 2a + 1) it needs the voxels 2a - 1 to 2a + 2. Where a map has a voxel of
-zeros before each row (:mod:`unet3d.kernels.maps`), those are two whole pairs of its memory, a
-3x3x2 kernel; elsewhere it is copied so::
+At full resolution a network has few channels, and cuDNN's 3-D convolutions then leave most of a GPU
+idle: with 32 channels they reach half the speed that they have with 64. In channels-last memory two
+neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So a 3x3x3
+convolution can be done on such double voxels, of which there are half as many. The pair (2a, 2a +
+1) of the result depends on the voxels 2a - 1 to 2a + 2. If a map has a voxel of zeros before each
+row (:mod:`unet3d.kernels.maps`), these are two pairs in memory, so the kernel is 3x3x2; other maps
+are copied to this layout::
 
     with zeros  0 | 0   1 | 2   3 | 4   5 | 0     (-1, 0) (1, 2) ...
 
 The gradient of the input is the same convolution with the flipped kernel, and the gradient of the
-weights is that of the double voxels' kernel, of which the entries that belong to one weight are
-added up. Measured on an H100 at 256^3 from 32 to 32 channels, plain and folded: forward 4.3 and
-2.6 ms, gradient of the input 4.4 and 2.6 ms, of the weights 6.9 and 2.8 ms; folded without zeros
-around, as half of three pairs, they took 3.5, 3.6 and 4.1 ms, about as much as with a copy. With
-64 channels cuDNN is faster as it is.
+weights is that of the double voxels' kernel, with the entries of each weight added up. Measured on
+an H100 at 256^3 from 32 to 32 channels, plain and folded: forward 4.3 and 2.6 ms, gradient of the
+input 4.4 and 2.6 ms, of the weights 6.9 and 2.8 ms; without zeros around, reading half of three
+pairs, they took 3.5, 3.6 and 4.1 ms, about as long as with a copy. With 64 channels cuDNN is faster
+without folding.
 """
 
 import itertools
@@ -43,7 +43,7 @@ _PLAIN = (1, 1, 1)
 class FoldedConvolution(torch.autograd.Function):
     """Stride-1 convolution of channels-last volumes with an even number of voxels along Z.
 
-    Inputs and outputs have at most :data:`MAX_CHANNELS`.
+    Inputs and outputs have at most :data:`MAX_CHANNELS` channels.
     """
 
     @staticmethod
@@ -68,9 +68,9 @@ class FoldedConvolution(torch.autograd.Function):
 
 
 class StridedConvolution(torch.autograd.Function):
-    """3x3x3 convolution with strides, whose gradients are computed on pairs where that can be.
+    """3x3x3 convolution with strides; computes gradients on pairs where possible.
 
-    Of a map with zeros around Z no copy is made.
+    A map with zeros around Z is not copied.
     """
 
     @staticmethod
@@ -121,20 +121,19 @@ def strides_in_pairs(shape: Sequence[int], weight: Tensor, stride: Sequence[int]
 class ComposedUpsampling(torch.autograd.Function):
     """Upsampling and the 3x3x3 convolution behind it as one transposed convolution.
 
-    Where an axis is upsampled s times, the kernel of both together has s + 2 taps, and each voxel
-    of the result reads two of the input along the axis: for s = 2 eight in all, where the
-    convolution alone reads 27 of the upsampled map, which need not exist. Along Z, where s is 2,
-    the four taps are two for each of a pair, and stride 1 leads from pair to pair::
+    If an axis is upsampled s times, the composed kernel has s + 2 taps, and each voxel of the
+    result reads two voxels of the input along the axis. For s = 2 that is eight in all, where the
+    convolution alone reads 27 of the upsampled map, which is never made. Along Z, where s is 2,
+    each voxel of a pair has two of the four taps, and pairs have stride 1::
 
         coarse voxel z reaches voxels 2 z - 1 | 2 z, 2 z + 1 | 2 z + 2
         pairs                      (2 z - 1, 2 z)  (2 z + 1, 2 z + 2)
 
-    So a map has pairs as one has that is stored with room around Z
-    (:mod:`unet3d.kernels.maps`), and the result is one, with other values there. Measured on an
-    H200 from 64 to 32 channels, 128^3 to 256^3: forward 1.27 ms, gradient of x 1.04, of the weights
-    1.56; both convolutions apart 4.64, 4.13 and 7.24. With more channels forward is faster as it
-    is, the gradients are not. On a CPU pairs gain nothing, and their result would be copied: it is
-    an upsampling with another kernel.
+    So the result is a map that is stored with room around Z (:mod:`unet3d.kernels.maps`), with
+    other values than zeros there. Measured on an H200 from 64 to 32 channels, 128^3 to 256^3:
+    forward 1.27 ms, gradient of x 1.04, of the weights 1.56; both convolutions separately 4.64,
+    4.13 and 7.24. With more channels only forward is faster separately. On a CPU pairs gain
+    nothing, and their result would be copied, so the composed kernel is used without pairs.
     """
 
     @staticmethod
@@ -193,7 +192,7 @@ def _padded(x: Tensor) -> Tensor:
     return x if is_padded(x) else mark_padded(pad_z(x, 1, 1)[..., 1:-1])
 
 
-# Which tap t of pairs leads from neighbour q to neighbour p by a voxel's tap k: (p, q, t, k).
+# All (p, q, t, k): tap t of pairs leads from neighbour q to neighbour p by a voxel's tap k.
 _ENTRIES = [
     (p, q, t, 2 * t + q - p)
     for p, q, t in itertools.product(range(2), repeat=3)
@@ -214,8 +213,8 @@ def _convolve(x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     """Return the gradient of a weight from that of the double voxels' kernel.
 
-    The gradient dy, which has zeros around, stands where the input does, and x where the output
-    does: the same products seen from the other side, so the kernel comes out flipped.
+    The gradient dy, which has zeros around, takes the place of the input, and x that of the output:
+    the products are the same, but the kernel is flipped.
     """
     outputs, inputs = weight.shape[:2]
     like = channels_last(weight.new_empty((2 * inputs, 2 * outputs, 3, 3, 2)))
@@ -233,13 +232,13 @@ def _strided_pairs(weight: Tensor) -> Tensor:
     """Return the kernel (O, 2 I, 3, 3, 2) of pairs for a convolution with stride 2 along Z.
 
     Voxel z of the result reads voxels 2 z - 1 to 2 z + 1: the second of pair z - 1, and pair z. So
-    along Z the pairs have stride 1, and a pair of zeros before the first. A plane of zeros behind
-    the gradient, which comes from none, lets a call have one behind the last too. Measured on an
-    H200 from 32 to 64 channels at 256^3: gradient of the input 0.95 instead of 1.53 ms, of the
-    weights 0.77 instead of 1.37. Forward it is slower.
+    along Z the pairs have stride 1, with a pair of zeros before the first. Calls pad both ends, so
+    the gradient gets an extra plane of zeros at its end. Measured on an H200 from 32 to 64 channels
+    at 256^3: gradient of the input 0.95 instead of 1.53 ms, of the weights 0.77 instead of 1.37.
+    Forward would be slower.
     """
     outputs, inputs = weight.shape[:2]
-    kernel = F.pad(weight, (1, 0))  # tap 2 t + q reads the neighbour q of pair t
+    kernel = F.pad(weight, (1, 0))  # tap 2 t + q reads voxel q of pair t
     pairs = kernel.reshape(outputs, inputs, 3, 3, 2, 2).permute(0, 5, 1, 2, 3, 4).flatten(1, 2)
     return channels_last(pairs)
 

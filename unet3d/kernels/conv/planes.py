@@ -1,7 +1,8 @@
-"""Planes along X: which ones a convolution reads and makes, and the calls that convolve them.
+"""Planes along X that a convolution reads and makes, and the calls that convolve them.
 
 Planes are counted from the volume's first; those before it and behind the last are zeros. A volume
-can be convolved in slabs: each reads its own planes and those beside them that the kernel reaches.
+can be convolved in slabs: each reads its own planes and the neighbouring planes that the kernel
+reaches.
 """
 
 import itertools
@@ -24,7 +25,7 @@ class Axis(NamedTuple):
     kernel: int
     """Planes of the kernel."""
     stride: int
-    """Planes of the input from one plane of the result to the next."""
+    """Stride, in planes of the input."""
     padding: int
     """Planes of zeros before the first and behind the last."""
 
@@ -34,7 +35,7 @@ class Axis(NamedTuple):
         return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
 
     def read_by(self, planes: range) -> range:
-        """Return the planes of the input that planes of the result read, zeros included."""
+        """Return the input planes that planes of the result read, including zeros."""
         start = planes.start * self.stride - self.padding
         return range(start, (planes.stop - 1) * self.stride - self.padding + self.kernel)
 
@@ -78,9 +79,9 @@ def result_shape(
 def transposed_shape(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
 ) -> tuple[int, ...]:
-    """Return that of a transposed convolution with (I, O, kernel).
+    """Return the shape of a transposed convolution's result, with a kernel (I, O, kernel).
 
-    The padding is what is left out of the result.
+    The padding is cut off the result.
     """
     axes = zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)
     sizes = [(size - 1) * step + kernel - 2 * pad for size, kernel, step, pad in axes]
@@ -93,7 +94,7 @@ def samples(x: Tensor) -> list[Tensor]:
 
 
 def some_planes(x: Tensor, planes: range) -> Tensor:
-    """Return some planes of a map: a view, or a copy where some are outside and so are zeros."""
+    """Return some planes of a map: a view, or a copy with zeros for planes outside."""
     first, stop = (min(max(end, 0), x.shape[2]) for end in (planes.start, planes.stop))
     inside, before = x.narrow(2, first, stop - first), max(0, -planes.start)
     missing = (before, len(planes) - before - len(range(first, stop)))
@@ -112,8 +113,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a convolution's input and weights, from one call.
 
-    In place of one that is not wanted there is no tensor. The weights of a transposed convolution
-    are (I, O, kernel).
+    An unwanted gradient is None. The weights of a transposed convolution are (I, O, kernel).
     """
     how = (stride, padding, (1, 1, 1), transposed, (0, 0, 0), 1)  # no dilation, nothing added
     given = (dy, x, weight, None, *how, [*wanted, False])

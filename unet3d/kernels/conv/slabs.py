@@ -1,10 +1,10 @@
-"""Convolutions that are not given to PyTorch as a whole, but in slabs along X.
+"""Convolutions in slabs along X, for inputs that PyTorch should not convolve as a whole.
 
 Beyond 2^31 - 1 elements of one tensor cuDNN has only slow algorithms, or none. A slab of a
-channels-last volume along X is a view, so its input costs no copy, and what is computed for it is
-written, or copied, to its place. Of planes that read zeros, at either end, there are few: they are
-slabs of their own, whose input is copied with the zeros. All others are as few and as equal slabs
-as can be, so that cuDNN looks for algorithms once or twice.
+channels-last volume along X is a view, so its input is not copied; its result is written, or
+copied, to its place. The few planes at either end that read zeros are separate slabs, whose input
+is copied with the zeros. The others are divided into the fewest, nearly equal slabs, so that cuDNN
+searches for algorithms once or twice.
 
 Small float32 convolutions on a CPU go to :mod:`unet3d.kernels.conv.cpu`. Everything else takes
 PyTorch's own operation, with its own gradient.
@@ -35,16 +35,16 @@ from unet3d.kernels.triton_support import operation
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_ELEMENTS = 2**31 - 1
-"""The most elements of a tensor that cuDNN is given."""
+"""Most elements of a tensor in one call of cuDNN."""
 
 _LOW_TYPES = (torch.bfloat16, torch.float16)
-"""Types in which cuDNN computes without a choice of precision, nor copies of its own."""
+"""Types in which cuDNN has no choice of precision and makes no copies."""
 _NONE = (0, 0, 0)
 _NO_DILATION = (1, 1, 1)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
-    """Convolve (N, I, X, Y, Z) with (O, I, kernel), without a bias; may be differentiated.
+    """Convolve (N, I, X, Y, Z) with (O, I, kernel), without a bias; differentiable.
 
     There are fewer planes of zeros on each side than the kernel has.
     """
@@ -64,7 +64,7 @@ def is_one_call(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Paddi
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding = _NONE) -> Tensor:
     """Convolve transposed with (I, O, kernel), so that each voxel becomes a block.
 
-    May be differentiated. The padding is what is left out of the result.
+    Differentiable. The padding is cut off the result.
     """
     largest = max(x.numel(), math.prod(transposed_shape(x, weight, stride, padding)))
     if largest <= MAX_ELEMENTS and not _is_slow(x, weight, stride):
@@ -85,8 +85,8 @@ def transposed(
 ) -> Tensor:
     """Return a transposed convolution with (I, O, kernel), without a gradient.
 
-    It is the gradient of the input of :func:`convolve`, from that of its result. Of the sizes X',
-    Y', Z' from which the stride leads to that of x, None is the smallest.
+    It is the gradient of the input of :func:`convolve`, from that of its result. Several sizes X',
+    Y', Z' may lead to the size of x with a stride; None takes the smallest.
     """
     smallest = transposed_shape(x, weight, stride, padding)
     shape = (*smallest[:2], *(smallest[2:] if size is None else size))
@@ -96,7 +96,7 @@ def transposed(
     axis = axis_of(shape[2], weight, stride, padding)
     y = empty_channels_last(shape, x)
     if axis.stride > axis.kernel or axis.read_by(range(axis.result)).stop < axis.size:
-        y.zero_()  # planes between two of the result, or the last ones, have no reader
+        y.zero_()  # planes between two strides, or at the end, have no reader
     x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
 
     def fits(made: range) -> bool:
@@ -123,7 +123,7 @@ def transposed(
 def weight_gradient(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
 ) -> Tensor:
-    """Return the gradient of a convolution's weights, whose own values do not matter.
+    """Return the gradient of a convolution's weights, which only give shape and type.
 
     Slabs are summed in float32 at least.
     """
@@ -141,7 +141,7 @@ def weight_gradient(
 def lowered(x: Tensor) -> torch.dtype:
     """Return the type in which autocast would convolve a tensor."""
     kind = x.device.type
-    # Shapes are followed on the meta device, for which there is no autocast.
+    # The meta device, which only computes shapes, has no autocast.
     is_lowered = (
         torch.amp.is_autocast_available(kind)
         and torch.is_autocast_enabled(kind)
@@ -151,7 +151,7 @@ def lowered(x: Tensor) -> torch.dtype:
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution in slabs, which keeps nothing but its arguments."""
+    """A convolution in slabs, which keeps only its arguments for backward."""
 
     @staticmethod
     def forward(
@@ -221,7 +221,7 @@ class _Slab(NamedTuple):
     y: range
     """Planes of its result."""
     padding: int
-    """Planes of zeros that the call itself puts before and behind the input's."""
+    """Planes of zeros that the call pads before and behind the input."""
 
 
 def _slabs(axis: Axis, x: Tensor, y: Tensor) -> list[_Slab]:
@@ -243,17 +243,17 @@ def _elements_of_plane(x: Tensor) -> int:
 
 
 def _planes(x: Tensor, planes: range) -> Tensor:
-    """Return some planes of one sample; a view where it is channels-last and they are inside."""
+    """Return some planes of one sample; a view if it is channels-last and all are inside."""
     return channels_last(some_planes(x, planes))
 
 
 def _convolve_to(
     place: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]
 ) -> None:
-    """Write a convolution to channels-last memory that is there.
+    """Write a convolution to existing channels-last memory.
 
-    On a GPU cuDNN writes it there; PyTorch's own call would make a copy. Of one channel, strides do
-    not tell the layout that cuDNN is to take.
+    On a GPU cuDNN writes to it directly; PyTorch's own call would make a copy. For one channel,
+    strides do not determine the layout that cuDNN uses.
     """
     if is_gpu(x.device) and x.dtype in _LOW_TYPES and x.shape[1] > 1:
         _into(place, x, weight, stride, padding)
@@ -263,13 +263,13 @@ def _convolve_to(
 
 
 def _put(computed: Tensor, planes: range, x: Tensor, wanted: range) -> None:
-    """Copy those of the wanted planes that are computed, of (N, C, planes, Y, Z), into x."""
+    """Copy the computed planes of (N, C, planes, Y, Z) that are wanted into x."""
     wanted = range(max(wanted.start, planes.start), min(wanted.stop, planes.stop))
     place = x.narrow(2, wanted.start, len(wanted))
     made = computed.narrow(2, wanted.start - planes.start, len(wanted))
     if is_gpu(x.device):
-        # A kernel: what copies dense memory otherwise has a quarter of its bandwidth, measured on
-        # an H200 in a CUDA graph, and half when it is launched.
+        # This runs a kernel: other copies of dense memory reach a quarter of its bandwidth in a
+        # CUDA graph, measured on an H200, and half of it when launched.
         torch.mul(made, 1, out=place)
     else:
         place.copy_(made)

@@ -1,11 +1,11 @@
 """The first convolution of a network, from very few channels, in Triton.
 
 cuDNN has no tensor-core kernel for one input channel. Here the neighbours of voxels are the rows of
-a matrix that is never stored, only multiplied. A tile is a run of voxels in memory of a plane along
-Y and Z, and a program goes along X with it: so where the nine neighbours of a voxel are in a plane,
-and which of them there are, is found once for all planes, and each is read once. All planes of the
-first tile, then of the next, and so on are divided among programs in equal runs. A program adds up
-its run for moments, as those of a normalisation do (:mod:`unet3d.kernels.norm.kernel`).
+a matrix that is never stored, only multiplied. A tile is a run of voxels, in memory order, of a
+plane along Y and Z, and a program moves it along X. So the places of a voxel's nine neighbours in a
+plane are computed once for all planes, and each plane is read once. All planes of the first tile,
+then of the next, and so on are divided among programs in equal runs. A program sums its run for
+moments, like the programs of a normalisation (:mod:`unet3d.kernels.norm.kernel`).
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ from unet3d.kernels.norm.blocks import gradient_of, load_gradient
 
 @triton.jit
 def tile_of(tile, Y, Z, CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
-    """Return where the neighbours (BV, K) of a tile's voxels are in a plane, and which there are.
+    """Return places in a plane of the neighbours (BV, K) of a tile's voxels, and which ones exist.
 
-    What is behind the last voxel of a plane has none.
+    Voxels of the tile behind the plane's last voxel have no neighbours.
     """
     voxel = (tile * BV + tl.arange(0, BV))[:, None]
     k = tl.arange(0, K)[None, :]
@@ -45,14 +45,14 @@ def tile_of(tile, Y, Z, CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def load_plane(x, number, at, inside, X, Y, Z, CI: tl.constexpr):
-    """Load the neighbours in one plane of a sample, which may be one of zeros around."""
+    """Load the neighbours in one plane of a sample, which may be a plane of zeros around it."""
     inside &= (number >= 0) & (number < X)
     return tl.load(x + number * (Y * Z * CI) + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def sum_pairs(value):
-    """Add up the rows (BV, C) of a product that are eight apart, which one thread has."""
+    """Add up the rows (BV, C) of a product that are eight apart, which are in one thread."""
     return tl.sum(tl.reshape(value, (value.shape[0] // 16, 2, 8, value.shape[1])), axis=1)
 
 
@@ -211,8 +211,8 @@ def weight_gradient(
 ) -> Tensor:
     """Return the gradient of the weights (O, I, 3, 3, 3).
 
-    Where there is a y, that is the convolution's result, and dy the gradient of what a
-    normalisation with LeakyReLU made of it.
+    If y is given, it is the convolution's result, and dy is the gradient of y after a normalisation
+    with LeakyReLU.
     """
     x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
     grid, sizes, options = _divided(launch_of(WEIGHTS, kernel), x, dy, padding)
@@ -230,7 +230,7 @@ def weight_gradient(
 def _divided(
     launch: Launch, x: Tensor, y: Tensor, padding: int
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
-    """Return the grid for an image and a result, what kernels take of sizes, and constants."""
+    """Return the grid for an image and a result, and the sizes and constants that kernels take."""
     n, i, *space = x.shape
     o, planes = y.shape[1:3]
     tiles, run, runs = division_of(launch, n, planes, space[1] * space[2])

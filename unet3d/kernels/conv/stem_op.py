@@ -1,8 +1,8 @@
 """The Triton convolution of few channels as PyTorch operations, with gradient and fake versions.
 
-It may come with the moments of its result, as a normalisation takes them
-(:mod:`unet3d.kernels.norm.op`), and then has no gradient of its own; its weights' gradient may be
-made through the normalisation (:mod:`unet3d.kernels.norm.stem`).
+It may also return the moments of its result, as a normalisation takes them
+(:mod:`unet3d.kernels.norm.op`). Then it has no gradient itself; the gradient of the weights may be
+computed through the normalisation (:mod:`unet3d.kernels.norm.stem`).
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ class Launch(NamedTuple):
     block_voxels: int
     """Voxels of a tile, neighbours in memory of a plane along Y and Z."""
     programs: int
-    """Programs that are wanted, of all samples: as many as an H200 has room for at a time."""
+    """Target number of programs for all samples: as many as an H200 runs at a time."""
     warps: int
-    """Of a program."""
+    """Warps of a program."""
     registers: int | None
-    """Of a thread, at most."""
+    """Most registers of a thread."""
 
 
 # By measurement on an H200: 256^3 voxels from one channel to 32 take 0.46 ms with moments, where a
@@ -49,10 +49,10 @@ def launch_of(launches: tuple[Launch, Launch], weight: Tensor) -> Launch:
 def division_of(
     launch: Launch, samples: int, planes: int, plane_voxels: int
 ) -> tuple[int, int, int]:
-    """Return how so many planes of a result are divided among programs.
+    """Return the division of a result's planes among programs.
 
-    These are the tiles of a plane, the planes of tiles that a program takes, one tile after
-    another, and the programs of a sample. The last tile may be shorter, and the last run.
+    Returns the tiles of a plane, the planes of tiles in a program's run, which may span tiles, and
+    the programs of a sample. The last tile and the last run may be shorter.
     """
     tiles = -(-plane_voxels // launch.block_voxels)
     run = -(-tiles * planes * samples // launch.programs)
@@ -60,7 +60,7 @@ def division_of(
 
 
 def empty_moments(x: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Return memory for the moments of a result, in as many parts as there are programs."""
+    """Return memory for the moments of a result, with a part for each program."""
     n, _, planes, y, z = x.shape
     made = planes + 2 * padding - 2
     *_, parts = division_of(launch_of(FORWARD, weight), n, made, y * z)

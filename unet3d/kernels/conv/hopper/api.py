@@ -1,16 +1,16 @@
-"""Which convolutions the hand-written ones do, with their gradients.
+"""Choice of the hand-written convolutions, with their gradients.
 
 They need no zeros around a map: a normalisation pads neither its result for them nor its gradient
-(:func:`wants_padding`). The moments of a result cost them nothing, and go on with it as a mark
-(:mod:`unet3d.kernels.maps`). Where a normalised map has no other reader it is never written: the
-convolution gets what was to be normalised, does it while it loads, and in backward returns the sums
-that the normalisation needs with the gradient::
+(:func:`wants_padding`). The moments of a result cost nothing, and are attached to it as a mark
+(:mod:`unet3d.kernels.maps`). A normalised map without other readers is never written: the
+convolution takes the input of the normalisation and normalises while it loads. In backward it
+returns, with the gradient, the sums that the normalisation needs::
 
     convolve ─ y, moments ─ merge ─ y, affine ─ convolve             forward
     ... ─ gradient of y ─ total ─ dx, sums ─ input_gradient ─ ...    backward
 
-A slab's reader gets it without halo, and asks the neighbours for their planes itself: those of what
-is to be normalised, with the same statistics. In backward it gives them the gradients of these.
+The reader of a slab gets it without halo and exchanges planes itself, before normalisation, because
+the neighbours have the same statistics. In backward it sends them the gradients of their planes.
 """
 
 import functools
@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 TYPES = (torch.bfloat16, torch.float16)
 CHANNELS = (32, 64)
 MIN_VOXELS = 32**3
-"""Voxels of a batch for each 32 channels of the wider side; smaller ones are left to cuDNN. On an
-H200 a convolution of 24^3 voxels, 32 to 32 channels, and its gradients take 54 us, cuDNN 39; of
-32^3 56 and 69. With 64 channels they take 142 and 126 us at 40^3, 169 and 186 at 48^3."""
+"""Fewest voxels of a batch per 32 channels of the wider side; cuDNN does smaller ones. On an H200 a
+convolution of 24^3 voxels, 32 to 32 channels, and its gradients take 54 us, cuDNN 39; of 32^3 56
+and 69. With 64 channels they take 142 and 126 us at 40^3, 169 and 186 at 48^3."""
 
 _NO_AFFINE = (None, None, None, None)
 
@@ -65,9 +65,8 @@ _all_slabs_can = True
 def available(device: torch.device) -> bool:
     """Return whether the hand-written convolutions can be used on a device.
 
-    The first time, one is compiled, or found in the cache, and loaded. A fake device is taken for
-    its GPU, or for the first one where that is not here, and where there is none, for one that has
-    them.
+    The first call compiles a kernel, or finds it in the cache, and loads it. A fake device stands
+    for its GPU, or else for the first GPU; without GPUs it counts as one that has the convolutions.
     """
     is_fake = is_fake_device(device)
     if not is_fake and device.type != "cuda":
@@ -77,7 +76,7 @@ def available(device: torch.device) -> bool:
             return os.environ.get(SWITCH) != "0"
         index = device.index or 0
         gpu = torch.device("cuda", index if index < torch.cuda.device_count() else 0)
-        # ROCm gives the MI200 the same numbers.
+        # ROCm reports the same capability for the MI200.
         is_amd, capability = torch.version.hip is not None, torch.cuda.get_device_capability(gpu)
         if is_amd or capability != CAPABILITY:
             name = torch.cuda.get_device_name(gpu)
@@ -95,10 +94,10 @@ def _works(gpu: torch.device | None) -> bool:
         if gpu is None:
             op.CHECKED.build().result()
         else:
-            # The others are compiled while networks and data are loaded.
+            # The other kernels are compiled while networks and data are loaded.
             op.begin_building(float16=False)
             op.CHECKED.load(gpu)
-    # The last one: a function is missing in a library.
+    # AttributeError: a function is missing in a library.
     except (OSError, RuntimeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         _say(logging.WARNING, f"so training takes about a third longer: {reason}")
@@ -137,7 +136,7 @@ def _can(device: torch.device) -> bool:
 
 
 def min_voxels(inputs: int, outputs: int) -> int:
-    """Return the fewest voxels of a batch that are not left to cuDNN."""
+    """Return the fewest voxels of a batch for the hand-written convolutions."""
     return MIN_VOXELS * (max(inputs, outputs) // min(CHANNELS))
 
 
@@ -148,10 +147,10 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
         and x.dtype in TYPES
         and inputs in CHANNELS
         and outputs in CHANNELS
-        # A slab's reader exchanges planes or does not, as those of the others.
+        # All slabs must decide alike, because readers may exchange planes.
         and number_of_largest(x.numel() // x.shape[1]) >= min_voxels(inputs, outputs)
         and is_laid_out(x)
-        # Their moments are merged by Triton.
+        # Triton merges their moments.
         and triton_available(x)
         and _can(x.device)
     )
@@ -166,8 +165,8 @@ def wants_padding(x: Tensor) -> bool:
 def normalizes(x: Tensor, outputs: int | None) -> bool:
     """Return whether the reader of a normalised map like this one will normalise it.
 
-    ``outputs`` are the channels that the only reader makes, a 3x3x3 convolution with stride 1; None
-    where the map has other readers.
+    ``outputs`` are the output channels of the only reader, a 3x3x3 convolution with stride 1; None
+    if the map has other readers.
     """
     return outputs is not None and suits(x, x.shape[1], outputs)
 
@@ -175,8 +174,8 @@ def normalizes(x: Tensor, outputs: int | None) -> bool:
 def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), zeros around; may be differentiated.
 
-    With ``moments`` the result is marked with its own. What is left to do with x is done; if it is
-    a slab, ``x_padding`` is that of a whole map.
+    With ``moments`` the result is marked with its moments. A deferred normalisation of x is done;
+    if x is then a slab, ``x_padding`` is that of a whole map.
     """
     deferred = deferred_of(x)
     shard = None if deferred is None else current_shard()
@@ -225,7 +224,7 @@ class _Convolution(torch.autograd.Function):
         ctx.shard, ctx.sides, ctx.slope, ctx.weight_dtype = shard, sides, slope, weight.dtype
         ctx.is_deferred, ctx.adds = deferred is not None, added_to is not None
         ctx.mark_non_differentiable(parts)
-        ctx.set_materialize_grads(False)  # these have none, and zeros would be launches
+        ctx.set_materialize_grads(False)  # moments have none, and zeros would cost launches
         return y, parts
 
     @staticmethod
@@ -241,7 +240,7 @@ class _Convolution(torch.autograd.Function):
             dweight = op.weight_gradient(given, x, *affine, *halo, slope=ctx.slope, before=before)
             dweight = dweight.to(ctx.weight_dtype)
         if not ctx.is_deferred:
-            x, affine = None, _NO_AFFINE  # x may have been recomputed, only for that
+            x, affine = None, _NO_AFFINE  # x may have been recomputed only for this
         if ctx.needs_input_grad[0]:
             dx, sums = op.input_gradient(given, kernel, x, *affine, slope=ctx.slope, **ctx.sides)
             if ctx.shard is not None:
@@ -256,9 +255,10 @@ class _Convolution(torch.autograd.Function):
 def _add_from_beside(
     dx: Tensor, dy: Tensor, kernel: Tensor, x: Tensor, *affine: Any, slope: float, shard: Shard
 ) -> list[Tensor]:
-    """Add what the neighbours' results make of the first and last plane of a slab's gradient.
+    """Add the neighbours' contributions to the first and last plane of a slab's gradient.
 
-    Returns the sums of that, which is all that differs between the gradients before and after.
+    Returns the sums of the contributions, the only difference between the gradients before and
+    after.
     """
     ends = ((0, {"before": 0, "after": 2}), (-1, {"before": 2, "after": 0}))
     sent = [

@@ -1,8 +1,8 @@
-"""Compiles the ``.cu`` files of this folder with NVRTC, and keeps what comes of it.
+"""Compiles the ``.cu`` files of this folder with NVRTC, and caches the results.
 
-NVRTC is a library that PyTorch's wheels for CUDA bring, so neither a compiler nor CUDA's headers
-need to be installed. It takes one to three seconds for a variant, so its results, cubins, are kept
-in the user's cache folder.
+PyTorch's wheels for CUDA include NVRTC, so neither a compiler nor CUDA's headers need to be
+installed. NVRTC takes one to three seconds per variant, so its results, cubins, are cached in the
+user's cache folder.
 """
 
 import ctypes
@@ -26,10 +26,11 @@ from unet3d.inputs.plain_data import key_of
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "sm_90a"
-"""Hopper with its own instructions; a cubin runs on no other processor."""
+"""Hopper with its architecture-specific instructions; such a cubin runs on no other
+architecture."""
 
 MAX_THREADS = 8
-"""Variants that are compiled at a time; NVRTC 12 compiles one, whatever is asked of it."""
+"""Variants that are compiled in parallel; NVRTC 12 compiles only one at a time."""
 
 _FOLDER = Path(__file__).parent
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -39,18 +40,18 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def building(
     sources: tuple[str, ...], defines: tuple[tuple[str, int], ...], driver: int
 ) -> Future[bytes]:
-    """Begin to make a cubin as :func:`cubin` does, in a thread, and return what will hold it."""
+    """Begin to make a cubin as :func:`cubin` does, in a thread, and return its future."""
     future: Future[bytes] = Future()
     turns = _turns()
 
     def make() -> None:
         with turns:
             try:
-                # An executor would have the end of the program wait for all that are left.
+                # With an executor, the program would wait at its end for all remaining jobs.
                 if not threading.main_thread().is_alive():
                     raise RuntimeError("the program ends before a kernel was compiled")
                 future.set_result(cubin(sources, dict(defines), driver))
-            except BaseException as error:  # told to whoever asks for it
+            except BaseException as error:  # raised by ``result()``
                 future.set_exception(error)
 
     threading.Thread(target=make, name="kernels").start()
@@ -58,10 +59,10 @@ def building(
 
 
 def cubin(sources: Sequence[str], defines: Mapping[str, int], driver: int = 0) -> bytes:
-    """Return files of this folder, one behind the other, as a cubin: a kept one or a new one.
+    """Return the cubin of concatenated files of this folder, from the cache or newly compiled.
 
-    ``driver`` is the version of the driver that will load it. OSError: there is no NVRTC here;
-    RuntimeError: it cannot compile them.
+    ``driver`` is the version of the driver that will load it. OSError: NVRTC was not found;
+    RuntimeError: it cannot compile the files.
     """
     source = "".join((_FOLDER / name).read_text() for name in sources)
     flags = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17"]
@@ -78,12 +79,12 @@ def cubin(sources: Sequence[str], defines: Mapping[str, int], driver: int = 0) -
 
 @functools.cache
 def nvrtc() -> Any:
-    """Return NVRTC as a library of ctypes; OSError: none of those that are here can be loaded."""
+    """Return NVRTC as a ctypes library; OSError: none can be loaded."""
     reason = "PyTorch's packages hold none"
     for name in _names():
         try:
             if os.path.isabs(name):
-                # In wheels it does not find its second library, unless that is loaded already.
+                # NVRTC from a wheel only finds its second library if that is already loaded.
                 for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
                     ctypes.CDLL(str(builtins))
             return ctypes.CDLL(name)
@@ -94,7 +95,7 @@ def nvrtc() -> Any:
 
 
 def _names() -> Iterator[str]:
-    """Yield files and names under which NVRTC may be found, that of PyTorch's CUDA first."""
+    """Yield possible files and names of NVRTC, that of PyTorch's CUDA first."""
     version = f"libnvrtc.so.{(torch.version.cuda or '13').partition('.')[0]}"
     packages = importlib.util.find_spec("nvidia")
     folders = [] if packages is None else packages.submodule_search_locations or []
@@ -113,7 +114,7 @@ def _version() -> tuple[int, int]:
 
 @functools.cache
 def _turns() -> threading.Semaphore:
-    # NVRTC 12 has a lock of its own, but who waits for that cannot give up, nor is first served.
+    # NVRTC 12 has its own lock, but waiting for that cannot be interrupted and is not in order.
     at_a_time = MAX_THREADS if _version()[0] >= 13 else 1
     return threading.Semaphore(min(at_a_time, len(os.sched_getaffinity(0))))
 
@@ -142,14 +143,14 @@ def _compiled(source: str, name: str, flags: Sequence[str]) -> bytes:
 
 
 def _check(code: int, log: str = "") -> None:
-    """Raise RuntimeError for a code of NVRTC's that is not success, with the log's first error."""
+    """Raise RuntimeError for an NVRTC error code, with the log's first error."""
     if code != 0:
         errors = [line.strip() for line in log.splitlines() if "error" in line]
         raise RuntimeError(f"NVRTC cannot compile: {errors[0] if errors else f'code {code}'}")
 
 
 def _kept_at(key: str) -> Path | None:
-    """Return where the cubin of a key is kept, or None where this user has no cache folder."""
+    """Return the path of a key's cubin in the cache, or None if the user has no cache folder."""
     try:
         return users_cache() / "kernels" / f"{key}.cubin"
     except CacheError:
@@ -158,7 +159,7 @@ def _kept_at(key: str) -> Path | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return a kept cubin, or None where there is none or it is damaged."""
+    """Return a cached cubin, or None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -171,7 +172,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _keep(path: Path, made: bytes) -> None:
-    """Keep a cubin, with its digest before it, where the folder can be written."""
+    """Cache a cubin behind its digest, if the folder is writable."""
     try:
         make_folder(path.parent)
         write_atomically(path, lambda file: file.write(hashlib.sha256(made).digest() + made))

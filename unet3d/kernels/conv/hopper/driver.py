@@ -1,7 +1,7 @@
-"""Launches what :mod:`unet3d.kernels.conv.hopper.build` compiles, by the driver's own functions.
+"""Launches kernels that :mod:`unet3d.kernels.conv.hopper.build` compiles, with the driver's API.
 
-A kernel is loaded into the context that PyTorch has on a GPU, when it is first launched there. That
-is illegal while a graph is captured, but what is captured has been launched before
+A kernel is loaded into PyTorch's context on a GPU at its first launch there. Loading is illegal
+while a graph is captured, but captured kernels have been launched before
 (:data:`unet3d.parallel.graph.NUM_WARM_UP_STEPS`, the first windows of a prediction).
 """
 
@@ -28,11 +28,11 @@ _OUT_OF_MEMORY = 2
 _lock = threading.RLock()
 
 TensorMap = ctypes.c_ubyte * _MAP_BYTES
-"""What describes a map to the copy engine: a ``__grid_constant__ const CUtensorMap``."""
+"""Tensor map (TMA descriptor), passed as ``__grid_constant__ const CUtensorMap``."""
 
 
 class Kernel:
-    """A function of sources that are compiled in one variant, on whatever GPUs it is launched."""
+    """One variant of a kernel, for any number of GPUs."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Kernel:
         threads: int,
         shared_bytes: int,
     ) -> None:
-        """State the variant; threads and dynamic shared memory are those of a block."""
+        """Describe the variant; threads and dynamic shared memory are per block."""
         self._name = name.encode()
         self._variant = tuple(sources), tuple(sorted(defines.items()))
         self._threads = threads
@@ -50,7 +50,7 @@ class Kernel:
         self._loaded: dict[int, ctypes.c_void_p] = {}
 
     def build(self) -> "Future[bytes]":
-        """Begin to compile it in a thread, if nobody has; several are then compiled at a time."""
+        """Begin to compile it in a thread, unless that has begun; variants compile in parallel."""
         return building(*self._variant, _driver_version())
 
     def load(self, device: torch.device) -> ctypes.c_void_p:
@@ -62,7 +62,7 @@ class Kernel:
             return self._loaded[device.index]
 
     def launch(self, device: torch.device, blocks: int, *arguments: Any) -> None:
-        """Launch it on PyTorch's current stream of a GPU, with values of ctypes by value."""
+        """Launch it on PyTorch's current stream of a GPU; ctypes values are passed by value."""
         function = self._loaded.get(device.index) or self.load(device)
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -81,10 +81,10 @@ class Kernel:
 
 
 def tensor_map(x: Tensor, box: tuple[int, int]) -> Any:
-    """Return what describes boxes of (Y, Z) of a channels-last map (N, C, X, Y, Z) to a kernel.
+    """Return the tensor map for boxes of (Y, Z) of a channels-last map (N, C, X, Y, Z).
 
-    A box has 32 channels of one plane. The descriptions are kept, because most maps of a step lie
-    where those of the step before lay.
+    A box has 32 channels of one plane. Tensor maps are cached, because most maps have the same
+    address in each step.
     """
     return _tensor_map(x.device.index or 0, x.data_ptr(), x.dtype, x.shape, x.stride(), box)
 
@@ -105,7 +105,8 @@ def _tensor_map(
     steps = (*reversed(stride[2:]), stride[0])
     bytes_apart, span = [], c * dtype.itemsize
     for size, step in zip(sizes[1:], steps, strict=True):
-        # The stride of an axis with one voxel may be anything; the driver wants whole 16 bytes.
+        # The stride of an axis with one voxel is arbitrary, but the driver requires multiples of 16
+        # bytes.
         bytes_apart.append(step * dtype.itemsize if size > 1 else span)
         span = size * bytes_apart[-1]
     box_y, box_z = box
@@ -127,7 +128,7 @@ def _tensor_map(
 
 @functools.cache
 def cuda() -> Any:
-    """Return the driver as a library of ctypes; OSError: there is none."""
+    """Return the driver as a ctypes library; OSError: there is none."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -140,7 +141,7 @@ def _driver_version() -> int:
 
 @functools.cache
 def _context(index: int) -> ctypes.c_void_p:
-    """Return the context that PyTorch has on a GPU."""
+    """Return PyTorch's context on a GPU."""
     context, device, library = ctypes.c_void_p(), ctypes.c_int(), cuda()
     _check(library.cuInit(0))
     _check(library.cuDeviceGet(ctypes.byref(device), index))
@@ -151,7 +152,8 @@ def _context(index: int) -> ctypes.c_void_p:
 def _in_context_of(index: int, function: Callable[..., int], *arguments: Any) -> None:
     """Call a function of the driver with a GPU's context as the thread's current one.
 
-    A thread of autograd may have none, and PyTorch takes the current context for its own choice.
+    A thread of autograd may have no context. PyTorch would take a context that stays current for
+    its own.
     """
     library = cuda()
     _check(library.cuCtxPushCurrent_v2(_context(index)))
@@ -162,7 +164,7 @@ def _in_context_of(index: int, function: Callable[..., int], *arguments: Any) ->
 
 
 def _check(code: int) -> None:
-    """Raise an error for a code of the driver's that is not success."""
+    """Raise an error for an error code of the driver."""
     if code != 0:
         text = ctypes.c_char_p()
         cuda().cuGetErrorString(code, ctypes.byref(text))

@@ -1,4 +1,4 @@
-"""The hand-written convolutions as PyTorch operations, which run on CUDA; elsewhere the plain ones.
+"""The hand-written convolutions as PyTorch operations on CUDA; plain versions run elsewhere.
 
 All are of 3x3x3 kernels with stride 1, of (N, C, X, Y, Z) maps in channels-last memory, which may
 have room around Z (:mod:`unet3d.kernels.maps`), with multiples of 32 channels::
@@ -10,14 +10,14 @@ have room around Z (:mod:`unet3d.kernels.maps`), with multiples of 32 channels::
                      sums that the gradient of the normalisation needs
     weight_gradient  (O, I, 3, 3, 3) in float32
 
-Moments and sums are those of the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), in as
-many parts as there are warps that multiply. An ``affine`` is what those take: weight (C,), bias
-(C,), mean (N, C, M) and 1 / deviation (N, C); all zeros around a map stay zeros. ``before`` and
-``after`` are the planes of zeros around X. Where a map that is normalised is a slab, planes of its
-neighbours (N, C, 1, Y, Z), stored as the map is, take the place of the zero planes next to it.
+Moments and sums are those of the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), one
+part per warp that multiplies. An ``affine`` has the tensors that the stages take: weight (C,), bias
+(C,), mean (N, C, M) and 1 / deviation (N, C). Zeros around a map stay zeros. ``before`` and
+``after`` are the planes of zeros around X. If a normalised map is a slab, planes of its neighbours
+(N, C, 1, Y, Z), in the layout of the map, replace the zero planes next to it.
 
-A program of either kernel goes along X over a column of 16 x 16 voxels; all programs get the same
-number of planes of all columns, and each finds its own.
+A program of either kernel moves along X over a column of 16 x 16 voxels. The planes of all columns
+are divided equally over the programs; each program computes which planes are its own.
 """
 
 import ctypes
@@ -34,13 +34,13 @@ from unet3d.kernels.maps import empty_result
 from unet3d.kernels.triton_support import operation
 
 GROUP = 32
-"""Channels that a program takes at a time."""
+"""Channels that a program loads at a time."""
 COLUMN = 16
-"""Voxels of a column along Y and Z, along which a program goes."""
+"""Voxels of a column along Y and Z."""
 WARPS = 8
-"""Warps of a program that multiply, each of which makes a part of moments or sums."""
+"""Warps of a program that multiply; each makes a part of the moments or sums."""
 PROCESSORS = 132
-"""Of a Hopper GPU that is not here."""
+"""Number of processors of an absent Hopper GPU."""
 PAIRS = 5
 """Pairs of taps in the sums of the weights' gradient."""
 
@@ -102,7 +102,7 @@ class _Weights(ctypes.Structure):
 
 
 def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSORS) -> int:
-    """Return how many programs there are for each of so many groups, one a processor at most."""
+    """Return the number of programs per group, at most one per processor in all."""
     n, _, _, y, z = x.shape
     work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
     return min(processors // groups, work)
@@ -165,7 +165,7 @@ def _convolve(
     outputs, made = y.shape[1:3]
     parts = outputs // GROUP
     programs = num_programs(x, made, parts, _processors(x.device))
-    # A warp writes only the rows of its samples.
+    # A warp only writes the rows of its samples.
     num_rows = 0 if epilogue == _NOTHING else programs * WARPS
     shape = (num_rows, 2 if turned else 4, n, outputs)
     rows = torch.zeros(shape, dtype=torch.float32, device=x.device)
@@ -250,18 +250,18 @@ def _affine(affine: tuple[Tensor | None, ...], slope: float) -> _Affine | None:
         return None
     values = [value.float().contiguous() for value in affine if value is not None]
     made = _Affine(*(value.data_ptr() for value in values), weight.numel(), slope)
-    made.values = values  # alive until the launch, if they are copies
+    made.values = values  # keeps copies alive until the launch
     return made
 
 
 @functools.cache
 def _places(outputs: int, inputs: int, turned: bool, is_last: bool, device: torch.device) -> Tensor:
-    """Return where in a kernel (O, I, 3, 3, 3) the weights lie in the order that programs load.
+    """Return indices into a kernel (O, I, 3, 3, 3), in the order in which programs load weights.
 
     For each 32 outputs, and each 32 inputs of them: (9 taps (ky, kz), 4 times 8 inputs, kx = 2 1 0
-    2 1, 32 columns, 8 inputs). Column 8 j + 2 q + e is output 8 q + 2 j + e, so a thread's sums are
-    of eight neighbours. ``turned``: of the convolution that is the gradient of the input, of a
-    kernel whose outputs are these inputs. ``is_last``: the kernel is (O, 3, 3, 3, I).
+    2 1, 32 columns, 8 inputs). Column 8 j + 2 q + e is output 8 q + 2 j + e, so a thread sums eight
+    neighbouring outputs. ``turned``: for the gradient of the input, of a kernel whose outputs are
+    these inputs. ``is_last``: the kernel is (O, 3, 3, 3, I).
     """
     ranges = (outputs // GROUP, inputs // GROUP, 3, 3, 4, 5, 4, 4, 2, 8)
     many = torch.meshgrid(*map(torch.arange, ranges), indexing="ij")
@@ -277,7 +277,7 @@ def _places(outputs: int, inputs: int, turned: bool, is_last: bool, device: torc
 
 @functools.cache
 def _gradient_places(outputs: int, inputs: int, device: torch.device) -> Tensor:
-    """Return where in the sums (parts, pairs of taps, 64, 96) each weight's gradient lies."""
+    """Return the index of each weight's gradient in the sums (parts, pairs of taps, 64, 96)."""
     size = (outputs, GROUP, inputs, GROUP, 3, 3, 3)
     to, o, of, i, kx, ky, kz = torch.meshgrid(*map(torch.arange, size), indexing="ij")
     pair = torch.where(kz < 2, ky, torch.where(ky < 2, 3, 4))
@@ -295,7 +295,7 @@ def _convolution(halves: int, normalizes: bool, epilogue: int, float16: bool) ->
         ("common.cu", "convolution.cu"),
         {"HALVES": halves, "NORM": int(normalizes), "EPILOGUE": epilogue, "FLOAT16": int(float16)},
         threads=512 if normalizes else 384,
-        shared_bytes=shared + 1024,  # the ring begins at a multiple of that
+        shared_bytes=shared + 1024,  # aligns the ring to 1024 bytes
     )
 
 
@@ -313,7 +313,7 @@ def _weights(normalizes: bool, float16: bool) -> Kernel:
 
 @functools.cache
 def begin_building(float16: bool) -> None:
-    """Begin to compile all variants that are not kept, those of a forward pass first."""
+    """Begin to compile all variants that are not cached, those of a forward pass first."""
     for halves, normalizes, epilogue in itertools.product((1, 2), (False, True), range(3)):
         if not (normalizes and epilogue == _MOMENTS_OF_SUM):
             _convolution(halves, normalizes, epilogue, float16).build()
@@ -323,7 +323,7 @@ def begin_building(float16: bool) -> None:
 
 
 CHECKED = _convolution(1, False, _NOTHING, False)
-"""Shows whether kernels can be compiled and loaded."""
+"""The kernel that is compiled to check whether kernels can be compiled and loaded."""
 
 
 def _empty_parts(y: Tensor, numbers: int, wanted: bool) -> Tensor:

@@ -78,7 +78,7 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def _extended(x: Tensor, given: tuple[Any, ...], slope: float, before: int, after: int) -> Tensor:
-    """Return what is convolved, with planes of neighbours and zeros around."""
+    """Return the input of the convolution, with planes of neighbours and zeros around."""
     *affine, preceding, following = given
     planes = [plane for plane in (preceding, x, following) if plane is not None]
     z = _normalized(torch.cat(planes, 2), *affine, slope=slope)
@@ -92,7 +92,7 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
 def _normal(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a map without mean and deviation, and with weight and bias too."""
+    """Return a map normalised without and with weight and bias."""
     rows = (*x.shape[:2], 1, 1, 1)
     normal = (x.to(_exact(x)) - mean.sum(-1).view(rows)) * rstd.view(rows)
     return normal, normal * weight.view(-1, 1, 1, 1) + bias.view(-1, 1, 1, 1)
