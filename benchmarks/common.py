@@ -280,7 +280,7 @@ def run_watched(
     """
     stop, host, gpu = threading.Event(), [0], [0]
     before = os.sched_getaffinity(0)
-    if threads is not None:  # what a process starts inherits it
+    if threads is not None:  # child processes inherit it
         os.sched_setaffinity(0, sorted(before)[:threads])
         environment = {**environment, "OMP_NUM_THREADS": str(threads)}
     began = time.perf_counter()
@@ -306,8 +306,8 @@ def run_watched(
 
 def _watch_host(pid: int, stop: threading.Event, held: list[int]) -> None:
     while not stop.wait(SECONDS_BETWEEN_LOOKS):
-        # The first process's own peak, which falls between two looks, and what all hold now. Not
-        # every system tells the parts; there shared memory counts as often as it is shared.
+        # The first process's own peak, which polling may miss, and the current memory of all.
+        # Systems that do not report the parts count shared memory once per process.
         held.append(_bytes_of(pid, "status", "VmHWM"))
         held.append(
             sum(

@@ -1,4 +1,4 @@
-"""nnU-Net's own planner and trainer on a data set of ours, in a process of its own.
+"""nnU-Net's own planner and trainer on a data set of ours, in a separate process.
 
 ``training.py`` and ``quality.py`` start it with a request. The scans are given to nnU-Net as raw
 data, which it fingerprints, plans and prepares itself; then its trainer runs as its command line

@@ -66,7 +66,7 @@ def without_dispatch() -> AbstractContextManager[None]:
 
 
 def schema_of(operation: Any) -> Any:
-    """Return what an operation says of its arguments and results, in place of parsing its name."""
+    """Return the schema of an operation's arguments and results, instead of parsing its name."""
     return operation._schema
 
 

@@ -203,7 +203,7 @@ def load_config(
         source = str(path)
         with suppress(ConfigError):
             _validated(tree, source)
-            source = ""  # the file alone is right, so a change is what is wrong
+            source = ""  # the file alone is valid, so the error is in a change
     values = changes if isinstance(changes, Mapping) else parsed_changes(changes)
     for key, value in values.items():
         _put(tree, key, value)

@@ -54,7 +54,7 @@ class Labels:
     label_names: Annotated[tuple[Name, ...], at_most(2**16)]
     """Name of each class; class 0 is the background."""
     label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
-    """Value of each class in segmentations; that of class 0 is 0."""
+    """Value of each class in segmentations; class 0 has 0."""
     raw_values: Annotated[
         tuple[Annotated[tuple[LabelValue, ...], at_most(2**16)], ...], at_most(2**16)
     ] = ()

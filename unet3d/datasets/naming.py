@@ -254,7 +254,7 @@ def _other_side(left: re.Match[str]) -> str:
 
 
 def description_of(labels: Path) -> Path | None:
-    """Return ``dataset.json`` beside a folder such as ``labelsTr``, or that of a file in it."""
+    """Return ``dataset.json`` beside a folder such as ``labelsTr``, or beside a file's folder."""
     folder = labels if labels.is_dir() else labels.parent
     path = folder.absolute().parent / "dataset.json"
     return path if folder.absolute().name.startswith("labels") and path.is_file() else None

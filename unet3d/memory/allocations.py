@@ -1,4 +1,4 @@
-"""Counting what a device would have to allocate, by running the real code on fake tensors.
+"""Predicting a device's allocations by running the real code on fake tensors.
 
 A fake tensor has a shape, a type and a device but no memory; the code that runs on it computes
 nothing and allocates nothing, but creates and frees the same tensors. So the count is always up to

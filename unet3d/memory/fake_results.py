@@ -49,13 +49,13 @@ _known: dict[Any, _Results | None] = {}
 
 
 class FakeResults:
-    """Runs operations on the tensors of one fake mode, or recalls what they return."""
+    """Runs operations on the tensors of one fake mode, or recalls their results."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operation returns."""
+        """Return the result of an operation."""
         schema, tensors = schema_of(func), list[Tensor]()
         if schema.is_mutable:
             if schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags:

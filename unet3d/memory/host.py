@@ -82,7 +82,7 @@ def _of_groups(proc: Path, cgroups: Path) -> list[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root = cgroups / "memory" if controllers else cgroups
-        # Inside a container the name may be that of the host, where only the root is visible.
+        # Inside a container the name may be the host's, although only the root is visible.
         group = root / name.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):

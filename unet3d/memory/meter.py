@@ -130,7 +130,7 @@ class MemoryMeter(Observer):
 
     @contextmanager
     def during(self, slot: Slot, kind: str, micro_batch: int) -> Iterator[None]:
-        """Count what autograd saves in the context as kept by a slot, and mark its end."""
+        """Count tensors that autograd saves in the context for a slot, and mark its end."""
         if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
             self._marks.clear()  # another step
         self._saw_action = True
@@ -166,7 +166,7 @@ class MemoryMeter(Observer):
             self._gradients_bytes[slot.index] = max(known, self._gradients_now(slot))
 
     def read(self, optimizer: torch.optim.Optimizer) -> dict[int, SlotMemory]:
-        """Return what each slot held at most since :meth:`start`, by slot index."""
+        """Return the peak memory of each slot since :meth:`start`, by slot index."""
         for gpu in self._gpus.values():
             gpu.take()
         return {slot.index: self._read_slot(slot, optimizer) for slot in self._slots}

@@ -40,7 +40,7 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 class Kept:
-    """A tensor that is kept as it is."""
+    """A saved tensor that is kept unchanged."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

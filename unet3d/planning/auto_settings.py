@@ -17,7 +17,7 @@ CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"model.base_channels": 8, "patches.memory_gib": 1.1}, "model.channels"),
     ({"training.epochs": 40}, ""),
     ({"training.steps_per_epoch": 25}, ""),
-    # Too short a training to profit from it.
+    # A short training run does not profit from it.
     ({"patches.augmentation": "none"}, "patches.augmentation_details"),
     # Converges in fewer steps; the rate is higher than usual for the few that there are.
     ({"training.optimizer": "adamw", "training.learning_rate": 0.003}, "training.weight_decay"),

@@ -22,7 +22,7 @@ COPY_BYTES = 2**27
 """Large enough to hide launch latency at 400 GB/s; at 10 GB/s it takes 13 ms."""
 NUM_COPIES = 5
 LIMIT_SECONDS = 60.0
-"""Time for the process, of which loading PyTorch takes nearly all."""
+"""Time limit of the process, which spends nearly all of it on loading PyTorch."""
 
 
 def measure_link(devices: Iterable[torch.device], are_here: bool = True) -> float | None:

@@ -180,7 +180,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
             if is_fake_device(slot.device):
                 peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
                 if slot.device == executor.input_device and augments:
-                    peak_bytes += WORKSPACE_BYTES  # cuBLAS's, for the stream beside that of steps
+                    peak_bytes += WORKSPACE_BYTES  # cuBLAS's, for the augmentation stream
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
         del kept
     slots = tuple(
@@ -193,7 +193,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
 def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
     """Predict the bytes of each slab of a replica; one slab of each kind is run.
 
-    The step is that of any of them, or of a network that is not divided.
+    ``step`` is the step of any slab, or of an undivided network.
     """
     of_kinds = {shard.kind: shard for shard in step.shards()}
     known = {kind: predict_memory(shard) for kind, shard in of_kinds.items()}

@@ -107,7 +107,7 @@ def plan_without_data(
     Only headers of a data set are read, and once the nonzero boxes of its images. If only a shape
     is given, one channel, three classes and the spacing of the settings, or 1 mm, are assumed.
     ``num_replicas`` share a batch; one that is open has a patch for each micro-batch of each of
-    them. An ``architecture`` to begin with is taken as it is.
+    them. An ``architecture`` of initial weights is used unchanged.
     """
     data, num_channels = config.data, 1
     regions: Regions = ()
@@ -154,7 +154,7 @@ def check_shards(network: NetworkPlan, num_shards: int, windows: Collection[Shap
 
 
 def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
-    """Return lines on the choice of patch and batch, and on changes of those in the settings."""
+    """Return lines on the choice of patch and batch, and on changes of their settings."""
     asked, notes = config.patches.size, [] if network.limits is None else [network.limits]
     if not isinstance(asked, str) and asked != network.size:
         stride = times(network.topology.total_stride)

@@ -214,7 +214,7 @@ def memory_of(devices: Sequence[torch.device], memory_bytes: int | None) -> dict
             return memory_bytes
         if is_here(device):
             return device_bytes(device)
-        if torch.cuda.device_count() > 0:  # another device like those that are here
+        if torch.cuda.device_count() > 0:  # another device like the ones of this machine
             return device_bytes(torch.device("cuda", 0))
         raise unknown_memory(device)
 

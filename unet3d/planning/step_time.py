@@ -1,8 +1,8 @@
 """The predicted time of a training step: operations and bytes over measured rates.
 
 A slab has its share of both at divided levels. Ranks also wait for messages: planes, sums and
-gradients. The rates are those of one GPU and one CPU, so on others the seconds are wrong, but
-nearly by the same factor in every placement: the times serve to compare placements. Links differ by
+gradients. The rates were measured on one GPU and one CPU. On others the seconds are wrong, but by
+nearly the same factor in every placement: the times serve to compare placements. Links differ by
 more than that, so the link in use is measured (:mod:`unet3d.planning.link_speed`).
 """
 
@@ -67,7 +67,7 @@ is counted here. Fitted to steps of 32 to 320 channels
 (``benchmarks/results/hopper-h200-2026-11-27.json``): 13.7 ms at 128^3, batch 2, and 44.5, batch 7,
 49.3 at 256^3, 166 at 384^3; all within 2 %."""
 H200_BY_CUDNN = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
-"""The same where cuDNN does all: 1 / 1.32 of what it does in a matrix product and in a copy, fitted
+"""The same with cuDNN alone: 1 / 1.32 of the H200's rates in a matrix product and in a copy, fitted
 to 10.4 ms at 128^3, 68.9 at 256^3, 230 at 384^3; all within 2.5 %."""
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them

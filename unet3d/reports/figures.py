@@ -34,7 +34,7 @@ def drawable(text: str, most: int | None = None) -> str:
 
 
 def tidy(axes: Axes, has_grid: bool = True) -> None:
-    """Take the frame off axes, and put a grid behind what they show."""
+    """Remove the frame of axes, and put a grid behind their content."""
     axes.spines[["top", "right"]].set_visible(False)
     if has_grid:
         axes.grid(color="#E5E5E5", linewidth=0.8)

@@ -1,4 +1,4 @@
-"""The three planes through the largest structure of a label map, and what is shown of them.
+"""The three planes through the largest structure of a label map, and their visible part.
 
 Arrays are ``(X, Y, Z)``. Only planes of them are read, so they may be memory-mapped files larger
 than the memory.
@@ -40,12 +40,12 @@ class Survey:
     num_voxels: tuple[int, ...]
     """Of each structure, in their order."""
     largest: int | None
-    """Place of the structure with the most voxels; None where there is none at all."""
+    """Index of the structure with the most voxels; None without any structure."""
     position: tuple[int, int, int]
     """Along X, Y and Z, the plane in which the largest structure has its largest area; without any
     structure the middle one."""
     box: tuple[Ends, Ends, Ends] | None
-    """Where any structure is along X, Y and Z; None where there is none."""
+    """Bounding box of all structures along X, Y and Z; None without any structure."""
 
 
 def survey(labels: Labels, structures: Sequence[Structure]) -> Survey:
@@ -85,7 +85,7 @@ def survey(labels: Labels, structures: Sequence[Structure]) -> Survey:
 
 
 def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, Ends, Ends]:
-    """Return what is shown along X, Y and Z: the structures of all maps, and something around."""
+    """Return the visible part along X, Y and Z: the structures of all maps, with a margin."""
     boxes = [found.box for found in surveys if found.box is not None]
     shown = []
     for axis, size in enumerate(shape):

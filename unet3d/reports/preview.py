@@ -256,7 +256,7 @@ def _rows(preview: Preview, surveys: Sequence[Survey]) -> list[Row]:
 def _draw_legend(
     axes: Axes, preview: Preview, rows: Sequence[Row], seen: set[int], notes: Sequence[str]
 ) -> None:
-    """Write names beside their colours, their numbers, and below them what else there is."""
+    """Write names beside their colours, their numbers, and notes below."""
     axes.set_axis_off()
     down = 0.0
 

@@ -273,7 +273,7 @@ def dice_table(final: Mapping[str, Any]) -> Table:
 def folds_table(summary: Mapping[str, Any]) -> Table:
     """Return the Dice of each label in each fold, of the ``summary.json`` over folds.
 
-    It is that of the validation cases as each fold's final network segments them.
+    The scores are of the validation cases, segmented by each fold's final network.
     """
     folds: Mapping[str, Mapping[str, Any]] = summary["folds"]
     shown = list(folds) if len(folds) <= MAX_FOLDS else []

@@ -47,7 +47,7 @@ Values = Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A network, and what is needed to use it or to continue its training.
+    """A network, with everything to use it or to continue its training.
 
     A field that is added gets a default, because older files lack it.
     """

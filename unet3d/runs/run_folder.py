@@ -40,7 +40,7 @@ WORST, BEST = "worst.png", "best.png"
 RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
 FOLD = re.compile("fold([0-9]{1,4})")
-"""Name of the folder of one fold, within that of the run over several of them."""
+"""Name of a fold's folder within the folder of a run over several folds."""
 
 
 AWAY = "move it away"

@@ -52,7 +52,7 @@ _one_at_a_time = threading.Lock()
 def read_tensors(path: Path, *, described: bool = False) -> Any:
     """Return the content of a file; tensors are memory-mapped, or only described without memory.
 
-    Raises OSError, and ValueError for what is damaged, or could run code.
+    Raises OSError, and ValueError if the file is damaged or could run code.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:

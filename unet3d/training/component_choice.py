@@ -6,7 +6,7 @@ label or region: it must raise its own mean Dice and, unlike in nnU-Net, lower n
 Labels do not overlap, so each is judged separately. Regions overlap, so each is judged after the
 earlier decisions.
 
-Means are those of the evaluation: over the cases that have a label in prediction or label map, then
+Means are taken as in evaluation: over the cases that have a label in prediction or label map, then
 over the labels. Each step reads the segmentations from their files again, because together they may
 be too large for the memory.
 """

@@ -60,7 +60,7 @@ class FinalResult:
     """Time that it took this rank."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the run's summary holds of it."""
+        """Return its part of the run's summary."""
         found = self.evaluation
         return {
             "mean_dice": found.mean_dice,
@@ -254,7 +254,7 @@ def _file_of(case: Case) -> str:
 
 
 def _worst_first(case: CaseScores) -> float:
-    """Return what cases are sorted by; those without any label come last."""
+    """Return the sort key of a case; cases without any label come last."""
     return 2.0 if case.mean_dice is None else case.mean_dice
 
 

@@ -101,7 +101,7 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
 
 
 def _numbers(named: str | None, old_run: RunFolder | None, config: Config) -> tuple[int, ...]:
-    """Return the folds that are named, with those that a run is over already."""
+    """Return the named folds, with the folds that a run already has."""
     recorded = () if old_run is None else recorded_folds(old_run.path) or ()
     if named is None:
         return recorded

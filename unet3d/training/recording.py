@@ -264,7 +264,7 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
 
 
 def data_lines(experiment: Experiment) -> list[str]:
-    """Return how many cases train and validate; a second line names those that do both.
+    """Return the numbers of training and validation cases; a second line names cases in both.
 
     A data set may contain the same case twice, under two names.
     """

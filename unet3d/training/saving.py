@@ -147,7 +147,7 @@ class CheckpointSaver:
         self._saved_at = time.monotonic()  # writing takes time, too
 
     def checkpoint(self, state: TrainingState) -> Checkpoint:
-        """Return what a checkpoint holds now; its tensors are the network's own."""
+        """Return a checkpoint of the current state, which shares the network's tensors."""
         experiment = self._context.experiment
         return Checkpoint(
             topology=experiment.topology,

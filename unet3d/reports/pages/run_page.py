@@ -47,7 +47,7 @@ Part = TypeVar("Part")
 
 
 def pages_of_run(folder: Path, output: Path) -> Iterator[tuple[Path, str, Path]]:
-    """Yield the pages of a run, each with its folder and its place; first those of its folds.
+    """Yield the pages of a run, each with its folder and path; pages of folds come first.
 
     A fold gets no page if its page would replace another file.
     """

@@ -47,9 +47,9 @@ def segmentation_page(
 ) -> str:
     """Return the page of a segmentation and its scan.
 
-    Names of labels by their values are those in the segmentation's header unless they are given.
-    Raises VolumeError where a file cannot be read, the two do not lie on one grid, the segmentation
-    is none, or memory does not suffice.
+    Names of labels are taken from the segmentation's header unless they are given. Raises
+    VolumeError where a file cannot be read, the grids differ, the segmentation is not a label map,
+    or memory does not suffice.
     """
     scan = open_image(image)
     disagreement = same_grid(open_image(segmentation).geometry, scan.geometry)
