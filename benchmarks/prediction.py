@@ -68,7 +68,7 @@ from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 
 LARGEST_PHANTOM = 320
-"""Voxels along an axis; making more of them takes longer than what is measured."""
+"""Voxels of a head along an axis; generating more takes longer than the measurement."""
 
 OVERLAP = 0.5
 

@@ -18,7 +18,7 @@ Content = TypeVar("Content")
 
 
 def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Return what ``read`` makes of a record, or None where there is none or it is damaged."""
+    """Return the result of ``read`` for a record, or None if it is missing or damaged."""
     try:
         return read(read_record(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Every setting with its meaning and limits, and what is wrong with a value, in words for its user.
+"""Every setting with its meaning and limits, and errors of values in words for users.
 
 Pydantic's own messages speak of its types, and name every branch of a setting that allows several.
 """
@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     key: str
     """Dotted, such as ``training.epochs``."""
     allowed: str
-    """What it may be, in words."""
+    """Allowed values, in words."""
     meaning: str
     """What it does, with its unit; names of commands stand in double backticks."""
     default: Any
@@ -101,7 +101,7 @@ def _suggestion(location: list[str], settings: Mapping[str, Setting]) -> str:
 
 
 def in_words(schema: Mapping[str, Any]) -> str:
-    """Say what a JSON schema of pydantic's allows."""
+    """Describe the values that a JSON schema of pydantic's allows."""
     if "anyOf" in schema:
         branches = [one.get("enum") or [in_words(one)] for one in schema["anyOf"]]
         return _any_of([word for branch in branches for word in branch])

@@ -1,4 +1,4 @@
-"""What all sections of settings have in common, and the types of values with their limits."""
+"""The base of all sections of settings, and the types of values with their limits."""
 
 import math
 from pathlib import Path

@@ -97,7 +97,7 @@ def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
 
 
 def read_description(path: Path) -> Any:
-    """Return what a JSON file of a data set holds."""
+    """Return the content of a JSON file of a data set."""
     try:
         return read_json(path)
     except OSError as error:

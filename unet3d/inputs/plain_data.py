@@ -121,7 +121,7 @@ def explained(error: ValidationError, phrase: Callable[[dict[str, Any]], str] | 
 
 
 def _phrase(problem: dict[str, Any]) -> str:
-    """Return what is wrong with one field, in pydantic's words without its jargon."""
+    """Return the error of one field, from pydantic's message without its jargon."""
     kind, parts = problem["type"], [part for part in problem["loc"] if part != "[key]"]
     place = ".".join(printable(part, 40) for part in parts) or "the content"
     if kind == "value_error":  # of a validator of ours

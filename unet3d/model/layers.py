@@ -190,7 +190,7 @@ class Upsample(nn.ConvTranspose3d):
 
 
 class UpsampledUnit(nn.Module):
-    """A unit that reads upsampled features, with the other half of its convolution's sum."""
+    """A unit that reads upsampled features, together with the upsampling."""
 
     def __init__(self, up: Upsample, unit: ConvUnit) -> None:
         """Join two modules; the stride of the unit is 1."""

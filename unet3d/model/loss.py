@@ -35,10 +35,10 @@ class SegmentationLoss:
     """Soft Dice loss plus cross-entropy, made of sums over voxels.
 
     The sums over parts of a volume add up to the sums over the volume, so slabs can compute the
-    loss. The Dice is that of V-Net (arXiv 1606.04797) with the smoothing of nnU-Net, for each
-    foreground class, or for each region. By default the Dice is computed per sample. Then the loss
-    of a batch is the mean over its samples, and the sum over micro-batches, weighted by their
-    sizes, is exact. The loss is computed in float32 or higher.
+    loss. The Dice is V-Net's (arXiv 1606.04797) with nnU-Net's smoothing, for each foreground class
+    or region. By default the Dice is computed per sample. Then the loss of a batch is the mean over
+    its samples, and the sum over micro-batches, weighted by their sizes, is exact. The loss is
+    computed in float32 or higher.
     """
 
     joins_samples: bool = False
@@ -66,7 +66,7 @@ class SegmentationLoss:
             logits: (N, K, X, Y, Z), one for each class or region; with deep supervision a sequence,
                 full resolution first, whose losses are weighted 1, 1/2, 1/4, ... and normalised.
             target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
-                Voxels whose index is above that of every class do not count.
+                Voxels with an index above all classes do not count.
         """
         return self.from_sums(self.sums(logits, target))
 
@@ -104,7 +104,7 @@ class SegmentationLoss:
         surprise, common, predicted = sums[:, :3].unbind(1)
         # All voxels that count, by class or by region.
         truth, counted = sums[:, 3].detach(), sums[:, -1].detach()
-        # A sample without a voxel that counts is as good as can be: both of its terms are 0.
+        # A sample without a voxel that counts has the best loss: both of its terms are 0.
         cross_entropy = (surprise.sum(2) / counted.sum(2).clamp_min(1)).mean(1)
         overlap = (2 * common + SMOOTH) / (predicted + truth + SMOOTH)
         first = 0 if self.regions else 1  # the background is no region

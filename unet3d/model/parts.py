@@ -208,7 +208,7 @@ class _Given:
         self._requires_grad = tensor.requires_grad
 
     def enter(self) -> Tensor:
-        """Return the tensor, at the end of no graph; offer it to be recomputed, if it can be."""
+        """Return the tensor without a graph; offer it for recomputation if possible."""
         tensor = self._saved.restore()
         return _at_start_of_graph(tensor) if self._requires_grad else tensor
 
@@ -239,7 +239,7 @@ class _Result:
         return self.again()
 
     def enter(self) -> Tensor:
-        """Return it for the second run of another part, which comes before that of its own."""
+        """Return it for the second run of a part that runs again before the result's own part."""
         tensor = self._part.run_for(self._name) if self.again is None else self.again()
         if self._requires_grad:
             tensor = _at_start_of_graph(tensor)
@@ -255,7 +255,7 @@ def _at_start_of_graph(tensor: Tensor) -> Tensor:
 
 
 class _Start(torch.autograd.Function):
-    """Gives a tensor a graph, through which nothing goes backward."""
+    """Gives a tensor a graph that has no backward."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:

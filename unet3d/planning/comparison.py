@@ -45,8 +45,8 @@ def compare(
     config = network.settled(config)
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
-    refuse_beyond_memory(network.topology)  # predictions make the weights, and do not touch them
-    candidates = [asked]  # what auto chooses from; else one
+    refuse_beyond_memory(network.topology)  # predictions create weights without touching them
+    candidates = [asked]  # the candidates of mode auto, or the single placement
     if config.parallel.mode == "auto":
         candidates = possible_dims(config, network, asked.all_devices) or candidates
     every = _beside(candidates, config, network, asked.all_devices)

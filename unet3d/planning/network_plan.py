@@ -218,7 +218,7 @@ def plan_fingerprint(
 
     @cache
     def needed_bytes(topology: Topology, size: Shape, batch_size: int) -> int:
-        refuse_beyond_memory(topology)  # a prediction makes the weights, and does not touch them
+        refuse_beyond_memory(topology)  # predictions create weights without touching them
         precision = "bfloat16" if training.precision == "auto" else training.precision
         network = made(topology=topology, sizes=frozenset([size]), batch_size=batch_size)
         step = network.step(config, REFERENCE, precision)

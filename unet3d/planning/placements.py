@@ -38,8 +38,8 @@ class PlacementOption:
 
     dims: ParallelDims
     step: Step
-    """The step of the replica with the largest share of the batch, on the first one's devices; of
-    shards, a fullest one."""
+    """The step of the replica with the largest share of the batch, on the first replica's devices;
+    with shards, of a fullest one."""
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     link: float | None

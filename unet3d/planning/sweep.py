@@ -76,13 +76,13 @@ class Sweep:
     """All settings that were measured."""
 
     config: Config
-    """The settings that all share."""
+    """The settings that all rows share."""
     asked: ParallelDims | None
     """The placement that the settings name; None: it is left open."""
     rows: tuple[Row, ...]
     """One device first, then the other placements, cut after cut."""
     num_left_out: int
-    """Settings for which there was no time."""
+    """Settings that were not measured for lack of time."""
 
     def best(self, dims: ParallelDims | None = None) -> Row | None:
         """Return the fastest row of a placement, or of all; None: nothing fits."""
@@ -235,7 +235,7 @@ def _timed(config: Config, option: PlacementOption) -> StepTime:
         except torch.OutOfMemoryError:
             return OUT_OF_MEMORY
         finally:
-            if torch.cuda.is_available():  # the next setting has the devices to itself
+            if torch.cuda.is_available():  # free the devices for the next setting
                 gc.collect()
                 release_streams()
                 torch.cuda.empty_cache()

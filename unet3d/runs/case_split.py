@@ -80,7 +80,7 @@ class CaseSplit:
 
 
 def content_of(case: "Case", cache: "Cache") -> str:
-    """Return a digest of what a case's files contain."""
+    """Return a digest of the content of a case's files."""
     return key_of([cache.digest(path) for path in (*case.images, case.label)])[:32]
 
 

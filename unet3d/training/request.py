@@ -86,7 +86,7 @@ def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]
 
 
 def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
-    """Return the run to continue: that of a folder, or else the newest of the data set.
+    """Return the run to continue: the one in a folder, or the newest of the data set.
 
     It may be a run over several folds, and must be one with ``over_folds``. A run that was killed
     before its first checkpoint counts, because its settings exist.
