@@ -3,13 +3,13 @@
 PyTorch normalises each (sample, channel) in one thread block: a single sample of 32 channels keeps
 32 of a GPU's processors busy. Here the voxels are divided over all of them.
 
-The work is done in stages, which divide at the point where parts of a volume have something to
-exchange (:mod:`unet3d.kernels.norm.op`): Triton's for large CUDA tensors of at most 32 bits, and
-the reference, PyTorch's own operations, for everything else. Both give the same values and
-gradients. Where a volume that is whole takes the reference, several stages are one operation
-(:mod:`unet3d.kernels.norm.reference`, :mod:`unet3d.kernels.norm.columns`). Where a map is a slab of
-a volume (:mod:`unet3d.kernels.sharding`), the slabs exchange moments and sums, so that each is
-normalised as a part of the whole (:mod:`unet3d.kernels.norm.volume`).
+The work is done in stages, so that parts of a volume can exchange results between them
+(:mod:`unet3d.kernels.norm.op`). Large CUDA tensors of at most 32 bits use Triton; all others use
+the reference, PyTorch's own operations. Both give the same values and gradients. For a whole
+volume, the reference does several stages in one operation (:mod:`unet3d.kernels.norm.reference`,
+:mod:`unet3d.kernels.norm.columns`). If a map is a slab of a volume
+(:mod:`unet3d.kernels.sharding`), the slabs exchange moments and sums, so that the whole volume is
+normalised (:mod:`unet3d.kernels.norm.volume`).
 """
 
 from types import ModuleType
@@ -56,12 +56,13 @@ def instance_norm(
     1607.08022), with the biased variance, and statistics in float32 at least. A slope of 1 leaves
     the activation out.
 
-    A map ``added`` is added to x first; then x must be a convolution's result that nobody else
-    reads: it may be overwritten. With ``pads_output`` the result is stored with zeros around Z, if
-    a folded convolution will read it, and the gradient of x is where one made x. With ``has_halo``
-    the result has its halo, (N, C, X + 2, Y, Z), where x is a slab. ``outputs_of_reader`` are the
-    channels that the only reader of the result makes, if that is :func:`conv3x3x3`: where it can
-    normalise what it loads, it gets x, marked with what is left to do.
+    A map ``added`` is added to x first; then x must be a convolution's result without other
+    readers, and may be overwritten. With ``pads_output`` the result is stored with zeros around Z,
+    if a folded convolution will read it; so is the gradient of x, if a folded convolution made x.
+    With ``has_halo`` the result of a slab includes its halo, (N, C, X + 2, Y, Z).
+    ``outputs_of_reader`` are the output channels of :func:`conv3x3x3`, if that is the only reader
+    of the result: if it can normalise while it loads, the result is x, marked with the deferred
+    normalisation.
     """
     shard, stages = current_shard(), stages_for(x)
     moments = take(x, MOMENTS)
@@ -91,8 +92,8 @@ def instance_norm(
 
 
 def sum_of(x: Tensor, added: Tensor) -> Tensor:
-    """Add a map to a convolution's result without other readers, in its memory where it can be."""
-    # A view that an autograd function returned cannot become another tensor.
+    """Add a map to a convolution's result without other readers, in place if possible."""
+    # A view that an autograd function returned cannot be changed in place.
     return x + added if is_view(x) else x.add_(added)
 
 
@@ -116,7 +117,7 @@ class _InstanceNorm(torch.autograd.Function):
         ctx.norm, ctx.pads_gradient, ctx.adds = norm, pads_gradient, added is not None
         numbers = (*affine[2:], *(plane for plane in halo if plane is not None))
         ctx.mark_non_differentiable(*numbers)
-        ctx.set_materialize_grads(False)  # these have none, and zeros would be launches
+        ctx.set_materialize_grads(False)  # statistics have none, and zeros would cost launches
         return y, *affine[2:], *halo
 
     @staticmethod
@@ -149,7 +150,7 @@ def _of_whole(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float)
     x, weight, bias = (value.detach() for value in (x, weight, bias))
 
     def again() -> Tensor:
-        if way is reference:  # the statistics are in the same operation
+        if way is reference:  # the operation includes the statistics
             return reference.forward(x, weight, bias, eps, slope)[0]
         return columns.normalize(x, weight, bias, mean, rstd, slope=slope)
 

@@ -1,4 +1,4 @@
-"""What the kernels of a normalisation do to one block of voxels by channels, in Triton."""
+"""Operations of a normalisation's kernels on one block of voxels by channels, in Triton."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def place_of(first, row, Z: tl.constexpr, PADS: tl.constexpr):
-    """Return where voxels are in a map, with or without room around Z.
+    """Return the places of voxels in a map, with or without room around Z.
 
-    ``first`` is the first voxel, and ``row`` the others, counted from it. Returns the first one's
-    place, the places of all counted from that, and where each is along Z.
+    ``row`` counts voxels from the voxel ``first``. Returns the place of the first voxel, the places
+    of all relative to it, and their positions along Z.
     """
     if PADS:
         z = (first % Z).to(tl.int32) + row
@@ -20,7 +20,7 @@ def place_of(first, row, Z: tl.constexpr, PADS: tl.constexpr):
 
 @triton.jit
 def start_of(sample, V, Z: tl.constexpr, PADS: tl.constexpr):
-    """Return the voxels of a map, and of the room around, that lie before a sample."""
+    """Return the number of voxels before a sample in memory, including room around Z."""
     if PADS:
         return sample * (V // Z * (Z + 2))
     return sample * V
@@ -50,7 +50,7 @@ def load_block(x, first, row, channel, inside, C, Z: tl.constexpr, PADS: tl.cons
 
 @triton.jit
 def load_affine(weight, bias, means, rstds, sample, channel, known, C):
-    """Return mean, scale and shift of (x - mean) * scale + shift; and the mean's rest and rstd."""
+    """Return mean, scale and shift of (x - mean) * scale + shift; the mean's rest, and rstd."""
     column = sample * C + channel
     mean = tl.load(means + 2 * column, mask=known, other=0.0)
     rest = tl.load(means + 2 * column + 1, mask=known, other=0.0)
@@ -62,7 +62,7 @@ def load_affine(weight, bias, means, rstds, sample, channel, known, C):
 
 @triton.jit
 def load_gradient(weight, bias, means, rstds, totals, sample, samples, channel, known, C, COUNT):
-    """Return mean, scale and shift, and what else :func:`gradient_of` is made of."""
+    """Return mean, scale and shift, and the other arguments of :func:`gradient_of`."""
     mean, scale, shift, rest, rstd = load_affine(
         weight, bias, means, rstds, sample, channel, known, C
     )
@@ -83,7 +83,7 @@ def normalized(value, mean, scale, shift, slope):
 
 @triton.jit
 def before_activation(g, value, scale, shift, slope):
-    """Return the gradient before LeakyReLU of a block, from that behind it and x - mean."""
+    """Return a block's gradient before LeakyReLU, from that after LeakyReLU and x - mean."""
     return tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
 
 

@@ -1,16 +1,15 @@
-"""A whole volume at once on a CPU, where memory is channels-last.
+"""Instance normalisation of whole channels-last volumes on a CPU.
 
 A sample is a matrix of V voxels by C channels. PyTorch's batch normalisation goes through it row by
 row, which is slow where a row is short: with four channels at 64^3 its statistics take 4.6 ms, 33
-times as long as with 64. So k voxels are taken as one of k * C channels, which is a view, and what
-belongs to one channel is added up afterwards, in float64. That also keeps the sums short, and so
-exact.
+times as long as with 64. So k voxels are viewed as one voxel of k * C channels, and the k sums of a
+channel are added up afterwards, in float64. That also keeps the sums short, and so exact.
 
-Large maps do not stay in a processor's cache, and reading them takes longer than computing. So each
-is gone through in parts that do, and of a part everything is done that a pass can do: backward
-reads and writes half as much as it would on whole maps.
+Large maps do not stay in a processor's cache, and reading them takes longer than computing. So maps
+are processed in parts that fit the cache, and all operations of a pass are done on one part before
+the next: backward reads and writes half as much as on whole maps.
 
-Small maps are common on CPUs, and there the time is that of the calls: so there are few.
+Small maps are common on CPUs. Their time is the overhead of calls, so there are few calls.
 """
 
 import functools
@@ -24,9 +23,9 @@ from unet3d.kernels.norm.reference import exact_type
 from unet3d.kernels.triton_support import operation
 
 MAX_COLUMNS = 1024
-"""The most columns that a matrix is folded to."""
+"""Most columns of a folded matrix."""
 PART_ELEMENTS = 2**17
-"""The most elements of a part for each thread, where the rows divide by so many parts."""
+"""Most elements of a part per thread, if the rows can be divided evenly."""
 
 
 def forward(
@@ -59,7 +58,7 @@ def _statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     n, c = x.shape[:2]
     k, num_parts = _divided(x)
     exact = exact_type(x)
-    # Running statistics that nobody reads make PyTorch return a low type's in float32.
+    # With unused running statistics, PyTorch returns the statistics of a low type in float32.
     unused = torch.empty(k * c, dtype=exact)
     parts = [
         torch.batch_norm_update_stats(_as_map(part), unused, unused, 0.0)
@@ -69,7 +68,7 @@ def _statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     means, variances = (
         torch.cat(values).view(n, num_parts * k, c).double() for values in zip(*parts, strict=True)
     )
-    # The variance of all is the mean of the variances, and the variance of the means.
+    # The variance of all is the mean of the variances plus the variance of the means.
     between, mean = torch.var_mean(means, 1, correction=0)
     rstd = between.add_(variances.mean(1)).add_(eps).rsqrt_()
     return mean.to(exact), rstd.to(exact)
@@ -139,12 +138,12 @@ def _affine(weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
 
 
 def _scale(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Write a matrix, its columns scaled and shifted, to another one."""
+    """Write a matrix with scaled and shifted columns to another one."""
     if x.dtype == scale.dtype:
         torch.addcmul(shift, x, scale, out=y)
     elif y.dtype == scale.dtype:
         torch.mul(x, scale, out=y).add_(shift)
-    else:  # a normalisation by a mean of nothing and a variance of one does not convert before
+    else:  # a normalisation with mean 0 and variance 1 needs no conversion first
         nothing, one, unused = _constants(len(scale), scale.dtype)
         given = (scale, shift, nothing, one, False, 0.0, 0.0)
         torch.ops.aten.native_batch_norm.out(
@@ -181,7 +180,7 @@ def _as_map(matrix: Tensor) -> Tensor:
 
 
 def _repeated(k: int, *values: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return k times the values of each sample's channels."""
+    """Return the values of each sample's channels, repeated k times."""
     return [
         value.unsqueeze(1).expand(-1, k, -1).reshape(len(value), -1).unbind() for value in values
     ]
@@ -189,12 +188,12 @@ def _repeated(k: int, *values: Tensor) -> list[tuple[Tensor, ...]]:
 
 @functools.cache
 def _constants(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return nothing and one for each column, and memory that nobody reads."""
+    """Return 0 and 1 for each column, and scratch memory."""
     nothing = torch.zeros(columns, dtype=dtype)
     return nothing, torch.ones_like(nothing), nothing.new_empty(0)
 
 
-# PyTorch's operations on given memory have no fake versions, and of a large map there are many.
+# PyTorch's operations on given memory have no fake versions, and a large map takes many calls.
 _statistics = operation(
     "column_statistics",
     "(Tensor x, float eps) -> (Tensor, Tensor)",

@@ -1,10 +1,9 @@
 """Instance normalisation with LeakyReLU and the head behind them, as one operation.
 
-The last features of a network are large and have one reader, the head, which makes a few logits of
-each voxel. Where Triton's version suits, they are never stored, nor is their gradient: normalised
-values are multiplied by the head's matrix while they are in registers, and in backward the gradient
-of the logits takes the place of the map's. At 256^3 with 32 channels that is a gigabyte less, and
-seven passes over one.
+The last features of a network are large and have one reader, the head, which makes a few logits per
+voxel. If Triton's version suits, neither the features nor their gradient are stored: normalised
+values are multiplied by the head's matrix in registers, and backward starts from the gradient of
+the logits. At 256^3 with 32 channels this saves a gigabyte, and seven passes over it.
 """
 
 from typing import Any
@@ -31,7 +30,7 @@ from unet3d.kernels.sharding import current_shard
 from unet3d.kernels.triton_support import operation
 
 MAX_CLASSES = 16
-"""With more classes the sums leave a program too few registers."""
+"""With more classes, the sums take too many registers of a program."""
 
 
 def instance_norm_head(
@@ -66,7 +65,7 @@ def instance_norm_head(
 
 
 class _InstanceNormHead(torch.autograd.Function):
-    """Keeps its input, or the sum of two, and nothing else of its size."""
+    """For backward it keeps its input, or the sum of two inputs, and nothing else of that size."""
 
     @staticmethod
     def forward(
@@ -129,8 +128,8 @@ def empty_sums(x: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 
 _AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd, Tensor head"
 
-# As the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), with the head behind it; the
-# sums are also those of the gradients of the head's weight, and apart of its bias.
+# Like the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), but including the head. The
+# sums include those for the gradient of the head's weight, and separately of its bias.
 logits = operation(
     "norm_head_logits",
     f"(Tensor x, {_AFFINE}, Tensor head_bias, *, float slope) -> Tensor",

@@ -1,8 +1,8 @@
 """A normalisation with LeakyReLU and the head that reads it, in Triton.
 
-The head mixes the channels of a voxel, so the normalised map need not be stored for it, nor the
-gradient of that map: both follow from x and, for each voxel, a few numbers. Forward and backward
-read x instead of writing and reading maps of its size::
+The head mixes the channels of a voxel, so neither the normalised map nor its gradient is stored:
+both follow from x and a few numbers per voxel. Forward and backward read x instead of writing and
+reading maps of its size::
 
     logits     one pass: normalises a block and multiplies it by the head's matrix
     sums       per run: of g and g * normalised, where g is the gradient before LeakyReLU, which is
@@ -32,9 +32,9 @@ from unet3d.kernels.norm.head import empty_sums
 from unet3d.kernels.norm.launch import matrix_of, start_of_memory
 
 LOGITS_ELEMENTS = 8192
-"""Elements of a block that logits are made from."""
+"""Elements of a block of the kernel that makes logits."""
 SUMMED_NUMBERS = 5 * 4096
-"""Most numbers that a program adds up at a time: 160 a thread."""
+"""Most sums of a program at a time: 160 per thread."""
 
 
 @triton.jit

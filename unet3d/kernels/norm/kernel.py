@@ -12,12 +12,13 @@ Backward recomputes the normalised values from x, so only x, mean and 1 / deviat
     total      adds up the runs
     gradient   one pass over the matrix
 
-There are no atomics, so results are the same in every run. Each thread adds up what it reads, and
-the threads' sums are added once, at a run's end. Differences are taken from the mean of a run's
+There are no atomics, so results are deterministic. Each thread sums the values that it reads; the
+sums of threads are added once, at the end of a run. Differences are taken from the mean of a run's
 first block, and the mean is kept as two float32 numbers (M is 2), so a mean far from zero costs no
-digits. A program's first voxel has 64 bits, what lies behind it 32. Maps are channels-last already.
-Where x has room around Z (:mod:`unet3d.kernels.maps`; ROOM), or what is written is to have zeros
-there (PADS), Z is a constant, because dividing by another number takes longer than reading a voxel.
+digits. The index of a program's first voxel has 64 bits, offsets from it 32. Maps must be
+channels-last. If x has room around Z (:mod:`unet3d.kernels.maps`; ROOM), or the output gets zeros
+there (PADS), Z is a compile-time constant, because dividing by a variable takes longer than reading
+a voxel.
 """
 
 import triton
@@ -42,7 +43,7 @@ def _sum_block(
     x, added, first, row, channel, inside, C,
     Z: tl.constexpr, ADDS: tl.constexpr, ROOM: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of x, or of the sum of x and what is added, rounded as it is stored."""
+    """Load a block of x, or of the sum with the added map, rounded to the stored type."""
     base, place, _ = place_of(first, row, Z, ROOM)
     at = x + base * C + place[:, None] * C + channel[None, :]
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -60,7 +61,7 @@ def moments(
     x, added, moments, V, C, RUN,
     Z: tl.constexpr, ADDS: tl.constexpr, ROOM: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Write the moments of a run; where a map is added, x becomes the sum."""
+    """Write the moments of a run; if a map is added, x becomes the sum."""
     run = tl.program_id(0).to(tl.int64)
     sample = tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -74,7 +75,7 @@ def moments(
     block = _sum_block(x, added, first, row, channel, inside, C, Z, ADDS, ROOM, False)
     shift = tl.sum(block, axis=0) / tl.minimum(count, BV).to(tl.float32)
     if ADDS:
-        tl.debug_barrier()  # before any thread overwrites what another has yet to read
+        tl.debug_barrier()  # all threads have read before any of them writes
     one = tl.zeros((BV, BC), tl.float32)
     two = tl.zeros((BV, BC), tl.float32)
     whole = count // BV * BV
@@ -113,7 +114,7 @@ def merge(
     known = channel < C
     line = tl.num_programs(1) * C
     column = sample * C + channel
-    # Differences from the first part's mean; in float64 their squares lose nothing.
+    # Differences from the first part's mean; float64 keeps their squares exact enough.
     origin = tl.load(moments + 2 * line + column, mask=known, other=0.0).to(tl.float64)
     one = tl.zeros((BP, BC), tl.float64)
     two = tl.zeros((BP, BC), tl.float64)
@@ -131,7 +132,7 @@ def merge(
     mean = origin + away
     variance = tl.maximum(tl.sum(two, axis=0) / V - away * away, 0.0)
     rstd = 1.0 / tl.sqrt(variance + eps)
-    # In float32 a mean of 1e4 is off by up to 5e-4; the rest is kept behind it.
+    # In float32 a mean of 1e4 is off by up to 5e-4; a second number keeps the rest.
     high = mean.to(tl.float32)
     rest = (mean - high.to(tl.float64)).to(tl.float32)
     tl.store(means + 2 * column, high, mask=known)
@@ -243,7 +244,7 @@ def gradient(
     first = tl.program_id(0).to(tl.int64) * BV
     row = tl.arange(0, BV)
     channel = tl.arange(0, BC)
-    if not K:  # else all channels are in one block
+    if not K:  # with a head, one block has all channels
         channel += tl.program_id(1) * BC
     known = channel < C
     is_voxel = row < V - first

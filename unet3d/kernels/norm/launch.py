@@ -9,7 +9,7 @@ from unet3d.kernels.norm import kernel
 from unet3d.kernels.norm.op import Grid, grid_of, merged_memory, per_run
 
 SUMMING_WARPS = 8
-"""Warps of a program that adds up a run: fewer sums a thread, so more of them at a time."""
+"""Warps of a program that sums a run: more warps mean fewer sums per thread."""
 MERGED_PARTS = 512
 """Parts that one program merges at a time."""
 MERGED_CHANNELS = 8
@@ -19,7 +19,7 @@ _MERGING = {"BP": MERGED_PARTS, "BC": MERGED_CHANNELS, "num_warps": 8}
 
 
 def moments(x: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return the moments of a map, or of the sum with another, in its memory."""
+    """Return the moments of a map, or of its sum with another map, which is written in place."""
     grid, *size = matrix_of(x)
     out = per_run(x, 4)
     start, room, z = start_of_memory(x)
@@ -31,7 +31,7 @@ def moments(x: Tensor, added: Tensor | None = None) -> Tensor:
 
 
 def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, 1 / deviation and the moments of all parts as one."""
+    """Return mean, 1 / deviation and the merged moments of all parts."""
     parts, _, n, c = moments.shape
     made = merged_memory(moments)
     grid = (triton.cdiv(c, MERGED_CHANNELS), n)
@@ -51,7 +51,7 @@ def normalize(
     slope: float,
     pads: bool,
 ) -> None:
-    """Write the normalised map to a whole one, or to planes of a larger one."""
+    """Write the normalised map to a whole map, or to planes of a larger one."""
     if len(x) > 1 and y.stride(0) > y.shape[2] * y.stride(2):  # with planes between two samples
         for at in range(len(x)):
             one_y, one_x, *own = (v.narrow(0, at, 1) for v in (y, x, mean, rstd))
@@ -114,7 +114,7 @@ def gradient(
 
 
 def matrix_of(x: Tensor) -> tuple[Grid, int, int]:
-    """Return how a map is divided, and its voxels and channels."""
+    """Return the division of a map, and its voxels and channels."""
     n, c, *space = x.shape
     voxels = space[0] * space[1] * space[2]
     return grid_of(n, c, voxels), voxels, c
@@ -126,9 +126,9 @@ def block_of(grid: Grid) -> dict[str, int]:
 
 
 def start_of_memory(x: Tensor, pads: bool = False) -> tuple[Tensor, bool, int]:
-    """Return a tensor that begins where a map's memory does, whether it has room around Z, and Z.
+    """Return a tensor at the start of a map's memory, whether it has room around Z, and Z.
 
-    Z is 1 where no kernel must know it, neither for the room nor for what it pads: each number is
+    Z is 1 if a kernel needs it neither for room nor for padding, because each value compiles
     another kernel.
     """
     room = has_room(x)

@@ -1,9 +1,9 @@
 """The stages of an instance normalisation, as PyTorch operations that Triton runs on a GPU.
 
-Forward they are moments, merge and normalize; backward sums, total and gradient. What passes
-between them is small, so the parts of a volume (the slabs that several devices hold, say) can do
-the first stage alone, exchange the results, and do the last one as if each held the whole volume.
-Here they have fake versions, in :mod:`unet3d.kernels.norm.reference` a plain one::
+Forward they are moments, merge and normalize; backward sums, total and gradient. The data between
+stages are small, so parts of a volume, such as slabs on several devices, do the first stage
+separately, exchange the results, and do the last stage with the statistics of the whole volume.
+Fake versions are here, plain ones in :mod:`unet3d.kernels.norm.reference`::
 
     moments      (P, 2 + M, N, C) of a map in P parts, which differ in size as they like: the number
                  of voxels, the variance (biased), and the M numbers whose sum is the mean
@@ -17,10 +17,10 @@ Here they have fake versions, in :mod:`unet3d.kernels.norm.reference` a plain on
     gradient     (N, C, X, Y, Z), from the total of the volume; with the matrix (K, C) of a head,
                  dy is the gradient of its logits
 
-Numbers of channels and samples are float32 at least. What several stages take is ``affine``: the
-weight (C,), the bias (C,), the mean and 1 / deviation of the volume. A ``slope`` of 1 leaves
-LeakyReLU out, and with ``pads`` the result is stored with zeros around Z
-(:mod:`unet3d.kernels.maps`). Maps are channels-last here, and x may have room around Z.
+Numbers of channels and samples are float32 at least. Several stages take an ``affine``: the weight
+(C,), the bias (C,), the mean and 1 / deviation of the volume. A ``slope`` of 1 leaves LeakyReLU
+out, and with ``pads`` the result is stored with zeros around Z (:mod:`unet3d.kernels.maps`). Maps
+are channels-last here, and x may have room around Z.
 """
 
 import functools
@@ -36,13 +36,13 @@ BLOCK_ELEMENTS = 4096
 """Elements of the matrix in one program at a time: 32 values a thread with 4 warps."""
 MAX_BLOCK_CHANNELS = 64
 WANTED_PROGRAMS = 528
-"""Four for each of an H200's 132 processors, which is how many of eight warps find place there at a
-time. With 1056 the statistics of 256 channels at 16 x 32 x 32 take 24 us instead of 15, with 264
-those of 32 channels at 256^3 half as long again."""
+"""Four programs of eight warps for each of an H200's 132 processors, as many as run there at a
+time. With 1056 programs the statistics of 256 channels at 16 x 32 x 32 take 24 us instead of 15;
+with 264, those of 32 channels at 256^3 take half as long again."""
 
 
 class Grid(NamedTuple):
-    """How the matrix of a map's voxels by channels is divided among a GPU's programs."""
+    """Division of a map's matrix of voxels by channels among a GPU's programs."""
 
     block_voxels: int
     """Voxels of a block."""
@@ -51,7 +51,7 @@ class Grid(NamedTuple):
     run: int
     """Voxels of a run, which one program sums up."""
     runs: int
-    """Runs of a sample, of which the last may be shorter."""
+    """Runs of a sample; the last may be shorter."""
     over_runs: tuple[int, int, int]
     """A program for each run, block of channels and sample."""
     over_blocks: tuple[int, int, int]
@@ -60,7 +60,7 @@ class Grid(NamedTuple):
 
 @functools.cache  # its arithmetic takes longer than a launch
 def grid_of(samples: int, channels: int, voxels: int) -> Grid:
-    """Return how a map is divided, from its sizes."""
+    """Return the division of a map, from its sizes."""
     block_channels = min(MAX_BLOCK_CHANNELS, 1 << (channels - 1).bit_length())
     block_voxels = BLOCK_ELEMENTS // block_channels
     channel_blocks = -(-channels // block_channels)
@@ -79,14 +79,14 @@ def grid_of(samples: int, channels: int, voxels: int) -> Grid:
 
 
 def per_run(x: Tensor, numbers: int) -> Tensor:
-    """Return memory for so many numbers of each run, sample and channel of a map."""
+    """Return memory for ``numbers`` values per run, sample and channel of a map."""
     n, c, *space = x.shape
     runs = grid_of(n, c, space[0] * space[1] * space[2]).runs
     return x.new_empty((runs, numbers, n, c), dtype=torch.float32)
 
 
 def merged_memory(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for what :data:`merge` makes of moments."""
+    """Return memory for the results of :data:`merge`."""
     _, numbers, n, c = moments.shape
     new = moments.new_empty
     return new((n, c, 2)), new((n, c)), new((1, numbers, n, c))

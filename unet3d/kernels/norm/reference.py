@@ -1,9 +1,9 @@
 """The stages (:mod:`unet3d.kernels.norm.op`) in PyTorch's own operations, for any device.
 
 A sample's channel is treated as a channel of a batch normalisation: a map (N, C, X, Y, Z) is rows
-(1, N * C, X, Y, Z). The mean is one number: M is 1; no map is stored with zeros around Z. Where a
-volume is whole nothing is exchanged between the stages, and one operation does several of them
-(:func:`forward`, :func:`backward`).
+(1, N * C, X, Y, Z). The mean is one number (M is 1), and no map is stored with zeros around Z. For
+a whole volume nothing is exchanged, so one operation does several stages (:func:`forward`,
+:func:`backward`).
 """
 
 from typing import Literal
@@ -29,7 +29,7 @@ def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Ten
     """Return mean (N, C, 1), 1 / deviation (N, C) and the merged moments (1, 3, N, C)."""
     counts, variances, *means_of = moments.double().unbind(1)
     means = torch.stack(means_of).sum(0)
-    # As differences from the first part's: so one part alone keeps its moments to the bit.
+    # Relative to the first part's mean, so that a single part keeps its moments bit-exactly.
     mean = means[0] + (counts * (means - means[0])).sum(0) / voxels
     spread = variances - variances[0] + (means - mean).square()
     variance = variances[0] + (counts * spread).sum(0) / voxels
@@ -42,7 +42,7 @@ def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Ten
 def normalize(
     y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: Literal[False] = False
 ) -> None:
-    """Write the normalised map to memory that is there."""
+    """Write the normalised map to existing memory."""
     y.copy_(_activated(_before_activation(x, *affine), slope).reshape(x.shape))
 
 
@@ -112,7 +112,7 @@ def _before_activation(
     """Return the rows of the normalised map before LeakyReLU."""
     scale = (rstd * weight).flatten()
     shift = torch.addcmul(bias.repeat(len(x)), mean.flatten(), scale, value=-1)
-    # A normalisation by a mean of nothing and a variance of one, which scales and shifts in a pass.
+    # A normalisation with mean 0 and variance 1 scales and shifts in one pass.
     nothing, one = torch.zeros_like(scale), torch.ones_like(scale)
     return torch.native_batch_norm(_rows(x), scale, shift, nothing, one, False, 0.0, 0.0)[0]
 
@@ -127,7 +127,7 @@ def _gradient_before_activation(dy: Tensor, x: Tensor, *affine: Tensor, slope: f
     if slope == 1:
         return g
     before = _before_activation(x, *affine)
-    # Into the memory of what is not needed any more.
+    # Reuses memory that is no longer needed.
     made: Tensor = torch.ops.aten.leaky_relu_backward.grad_input(
         g, before, slope, False, grad_input=before
     )
@@ -146,7 +146,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of rows, and the sums of g * normalised and g for each row."""
     rows = _rows(x)
-    if g.stride() != rows.stride():  # of two layouts PyTorch adds up the wrong voxels on a CPU
+    if g.stride() != rows.stride():  # on a CPU PyTorch sums wrong voxels if layouts differ
         g = torch.empty_like(rows).copy_(g)
     statistics = (None, None, mean.flatten(), rstd.flatten())
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
@@ -156,13 +156,13 @@ def _backward(
 
 
 def _statistics_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-    # Running statistics that nobody reads make PyTorch return a low type's in float32.
+    # With unused running statistics, PyTorch returns the statistics of a low type in float32.
     unused = torch.zeros(2, rows.shape[1], dtype=exact_type(rows), device=rows.device)
     mean, variance = torch.batch_norm_update_stats(rows, unused[0], unused[1], 0.0)
     return mean, variance
 
 
-# PyTorch's own operation has no fake version; without one, memory would be taken to predict memory.
+# PyTorch's own operation has no fake version, so predicting memory would allocate it.
 _statistics = operation(
     "channel_statistics",
     "(Tensor rows) -> (Tensor, Tensor)",
