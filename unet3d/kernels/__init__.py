@@ -1,4 +1,4 @@
-"""Operations that PyTorch is slow at, each as a plain reference and a fast version."""
+"""Operations that are slow in PyTorch, each with a plain reference and a fast version."""
 
 from unet3d.kernels.affine.api import sample_affine
 from unet3d.kernels.affine.boxes import Boxes

@@ -1,8 +1,8 @@
-"""Sums over voxels that a segmentation loss is made of, and their gradient, in Triton.
+"""Sums over voxels for a segmentation loss, and their gradient, in Triton.
 
-One pass over the logits each way; the probabilities are never stored. Of up to
-:data:`MAX_UNROLLED` classes each is a register of a voxel's thread: the logits of a few lie too
-close for threads to share a voxel.
+Forward and backward take one pass over the logits each; probabilities are never stored. Up to
+:data:`MAX_UNROLLED` classes are registers of one thread per voxel: the logits of a few classes lie
+too close for threads to share a voxel.
 """
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 BLOCK_ELEMENTS = 4096
 WANTED_PROGRAMS = 1056
 UNROLLED_VOXELS = 1024
-"""Voxels of a program, where each class is unrolled."""
+"""Voxels of a program with unrolled classes."""
 MAX_UNROLLED = 8
-"""Most classes that are."""
+"""Most classes that are unrolled."""
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _laid_out(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sizes(num_classes: int) -> dict[str, int]:
-    """Return the sizes of a block, as the kernels for so many classes take them."""
+    """Return the sizes of a block for a number of classes."""
     if num_classes <= MAX_UNROLLED:
         return {"K": num_classes, "BV": UNROLLED_VOXELS, "num_warps": 8}
     columns = triton.next_power_of_2(num_classes)

@@ -1,12 +1,12 @@
-"""The sums over voxels that the Dice and the cross-entropy of a prediction are made of.
+"""The sums over voxels from which Dice and cross-entropy are computed.
 
-Of classes it is the cross-entropy of their softmax, of regions, which may overlap, the binary one
-of each.
+Classes use the cross-entropy of their softmax; regions, which may overlap, each use binary
+cross-entropy.
 
 Autograd would keep several float32 tensors of the logits' size for backward; here only the logits
-and the target are kept. The Triton version reads them once each way and stores no probabilities;
-PyTorch's own operations take a few passes over the probabilities each way, as rows of voxels.
-``torch.where`` is not used, because on a CPU it is not vectorised.
+and the target are kept. The Triton version reads them once per direction and stores no
+probabilities; PyTorch's own operations take a few passes over the probabilities each way, as rows
+of voxels. ``torch.where`` is not used, because on a CPU it is not vectorised.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from torch.nn import functional
 from unet3d.kernels.triton_support import FAST_TYPES, operation, triton_available
 
 MAX_CLASSES = 256
-"""More classes do not fit into one program's registers."""
+"""Most classes that fit into one program's registers."""
 
 
 def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _plain_sums(logits: Tensor, target: Tensor) -> Tensor:
 
 def _plain_gradient(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
     chance = torch.softmax(_rows_of(logits), 1)
-    chance.mul_(_is_counted(target, chance))  # so that nothing below is left of the others
+    chance.mul_(_is_counted(target, chance))  # the rest below then ignores other voxels
     surprise, common, predicted, _ = gradient.unsqueeze(-1).unbind(0)
     # With c the chances and t = 1 at the true class, the derivative by logit j is
     # u_j - c_j * (sum of u), where u = predicted * c + t * (common * c - surprise).

@@ -25,9 +25,10 @@ from unet3d.memory.fake_devices import is_gpu
 from unet3d.torch_private import version
 
 MAX_CHANNELS = 32
-"""Two voxels of at most so many channels are computed as one."""
+"""Most channels with which two voxels are computed as one."""
 MIN_ELEMENTS = 2**23
-"""Smaller maps are not folded: the launches that fold the weights cost as much as is gained."""
+"""Smaller maps are not folded: launches that fold the weights would cost as much as folding
+saves."""
 
 _PADDED = "_has_zeros_around_z"
 _FOLDED = "_was_folded"
@@ -44,13 +45,13 @@ class Deferred(NamedTuple):
     affine: tuple[Tensor, Tensor, Tensor, Tensor]
     """What the stages of a normalisation take: weight, bias, mean and 1 / deviation."""
     slope: float
-    """Of LeakyReLU."""
+    """Negative slope of LeakyReLU."""
 
 
 def can_fold(x: Tensor, channels: int) -> bool:
     """Return whether two neighbours along Z should be computed as one voxel.
 
-    ``channels`` are the fewer of a convolution's inputs and outputs.
+    ``channels`` is the smaller number of a convolution's inputs and outputs.
     """
     return (
         is_gpu(x.device)
@@ -99,7 +100,7 @@ def is_padded(x: Tensor) -> bool:
 
 
 def has_room(x: Tensor) -> bool:
-    """Return whether a map is stored with a voxel at each end of Z, whatever that holds."""
+    """Return whether a map is stored with room for a voxel at each end of Z, whatever its value."""
     n, c, i, j, k = x.shape
     line = c * (k + 2)
     return (
@@ -141,13 +142,13 @@ def was_folded(x: Tensor) -> bool:
 
 
 def mark(x: Tensor, name: str, numbers: Tensor) -> Tensor:
-    """Mark a tensor with numbers that are made of its values, and return it."""
+    """Mark a tensor with numbers that depend on its values, and return it."""
     setattr(x, name, (numbers, version(x)))
     return x
 
 
 def take(x: Tensor, name: str) -> Tensor | None:
-    """Return what a tensor is marked with, unless it has changed since, and let it go."""
+    """Return a tensor's mark, unless the tensor has changed since, and remove the mark."""
     numbers, marked_at = x.__dict__.pop(name, (None, None))
     return numbers if marked_at == version(x) else None
 
@@ -162,12 +163,12 @@ def mark_deferred(x: Tensor, deferred: Deferred) -> Tensor:
 
 
 def deferred_of(x: Tensor) -> Deferred | None:
-    """Return what a map's reader has to do with its values first."""
+    """Return the normalisation that a map's reader has to do, if any."""
     return getattr(x, _DEFERRED, None)
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Return a map in channels-last memory: itself where it is."""
+    """Return a map in channels-last memory: itself, or a copy."""
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 

@@ -19,7 +19,7 @@ def _pad(x, y, V, C, BEFORE, Z: tl.constexpr, P: tl.constexpr, BV: tl.constexpr,
     z = (first % P).to(tl.int32) + row
     line = z // P
     z = z - line * P - BEFORE
-    # From the first line on, counted from where that begins in x.
+    # Offsets are relative to the start of the first line in x.
     at = (line * Z + z)[:, None] * C + channel[None, :]
     inside = ((z >= 0) & (z < Z))[:, None] & known
     value = tl.load(x + (first // P) * Z * C + at, mask=inside, other=0.0)

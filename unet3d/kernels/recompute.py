@@ -1,9 +1,9 @@
 """Tensors that backward recomputes instead of keeping them.
 
-The result of a normalisation is read by the next convolution, which needs it once more for the
-gradient of its weights. The normalisation keeps its own input anyway, and to recompute its result
-from that is one pass over memory: so of two full feature maps for each convolution one is kept
-(the idea of in-place activated batch norm, arXiv 1712.02616, and of Chen et al., arXiv 1604.06174).
+A convolution reads the result of a normalisation, and needs it again for the gradient of its
+weights. The normalisation keeps its input anyway, and recomputing the result from it is one pass
+over memory. So one feature map per convolution is kept instead of two (the idea of in-place
+activated batch norm, arXiv 1712.02616, and of Chen et al., arXiv 1604.06174).
 """
 
 import weakref
@@ -23,7 +23,7 @@ Recompute = Callable[[], Tensor]
 """Computes a tensor once more, in the same memory layout."""
 
 MIN_ELEMENTS = 2**21
-"""Smaller tensors are kept: a launch takes longer than their memory is worth."""
+"""Smaller tensors are kept: their memory is not worth a launch."""
 
 
 class _Offer(NamedTuple):
@@ -31,12 +31,13 @@ class _Offer(NamedTuple):
 
     recompute: Recompute
     source: Tensor | None
-    """The large tensor that it is computed from, which is kept; None: there is none."""
+    """The large tensor that it is computed from, and which is kept; None: there is none."""
     shape: torch.Size
     is_dense: bool
-    """Whether it has no zeros around."""
+    """Whether the tensor has no zeros around it in memory."""
     deferred: Deferred | None
-    """The normalisation that makes all of it from the source; None: something else does."""
+    """The normalisation that makes the whole tensor from the source; None: another operation
+    does."""
 
 
 _known: ContextVar[dict[int, _Offer] | None] = ContextVar("known", default=None)
@@ -44,7 +45,7 @@ _known: ContextVar[dict[int, _Offer] | None] = ContextVar("known", default=None)
 
 @contextmanager
 def recomputed_in_backward() -> Iterator[None]:
-    """Keep no tensor that is offered in the context (:func:`offer`): backward recomputes it."""
+    """Let backward recompute tensors that are offered in the context (:func:`offer`)."""
     known: dict[int, _Offer] = {}
     token = _known.set(known)
     try:
@@ -52,12 +53,12 @@ def recomputed_in_backward() -> Iterator[None]:
             yield
     finally:
         _known.reset(token)
-        known.clear()  # a result that lives on must not keep its source alive
+        known.clear()  # a surviving result must not keep its source alive
 
 
 @contextmanager
 def nothing_offered() -> Iterator[None]:
-    """Offer nothing in the context, because what is computed in it is recomputed as a whole."""
+    """Ignore offers in the context, because its whole computation is recomputed."""
     token = _known.set(None)
     try:
         yield
@@ -66,7 +67,7 @@ def nothing_offered() -> Iterator[None]:
 
 
 def recomputed(tensor: Tensor) -> Saved | None:
-    """Return what stands for a tensor that is about to be saved, if it or its base was offered."""
+    """Return a placeholder for a tensor to be saved, if it or its base was offered."""
     offered = (_known.get() or {}).get(storage_key(tensor))
     if offered is None:
         return None
@@ -79,7 +80,7 @@ def recomputed(tensor: Tensor) -> Saved | None:
 
 
 class _Recomputed(NamedTuple):
-    """Stands for a tensor, or a view of one, until backward asks for it."""
+    """Placeholder for a tensor, or a view of one, until backward unpacks it."""
 
     recompute: Recompute
     view: tuple[torch.Size, tuple[int, ...], int] | None
@@ -98,39 +99,39 @@ def offer(
     """Register how to recompute a tensor that was just computed, if a context asks for it.
 
     ``recompute`` returns it in the same layout except for zeros around it
-    (:mod:`unet3d.kernels.maps`). It must only hold tensors that are kept for backward anyway, and
-    of large ones only the ``source``. With a source, only large tensors are recomputed; without
-    one, as the result of a part of the network that runs again, tensors of any size.
+    (:mod:`unet3d.kernels.maps`). It must only hold tensors that are kept for backward anyway; the
+    only large one may be the ``source``. With a source, only large tensors are recomputed. Without
+    one, as for the result of a recomputed part of the network, tensors of any size are.
     """
     known = _known.get()
     if known is None or (source is not None and tensor.numel() < MIN_ELEMENTS):
         return
     key = storage_key(tensor)
     known[key] = _Offer(recompute, source, tensor.shape, not is_padded(tensor), deferred)
-    # Another tensor may get the same key once this one is gone.
+    # After this tensor is freed, another one may get the same key.
     weakref.finalize(tensor, known.pop, key, None)
 
 
 def recomputing(tensor: Tensor) -> Recompute:
-    """Return what gives a tensor in backward: recomputed where it was offered, or kept."""
+    """Return a function that gives a tensor in backward, recomputed or kept."""
     offered = _offer_of_whole(tensor)
     held = tensor.detach()
     return offered.recompute if offered is not None else lambda: held
 
 
 def kept_for(tensor: Tensor) -> Tensor:
-    """Return what is kept for backward in place of a tensor: its source, or the tensor itself."""
+    """Return the tensor that is kept for backward in place of another: its source or itself."""
     offered = _offer_of_whole(tensor)
     return tensor if offered is None or offered.source is None else offered.source
 
 
 def is_recomputed(tensor: Tensor) -> bool:
-    """Return whether backward recomputes a tensor, whoever saves it."""
+    """Return whether backward recomputes a tensor, whichever operation saves it."""
     return _offer_of_whole(tensor) is not None
 
 
 def normalized_from(tensor: Tensor) -> tuple[Tensor, Deferred] | None:
-    """Return from what, and how, a tensor is normalised that would be recomputed, if it is."""
+    """Return source and normalisation of a tensor that backward would recompute by normalising."""
     offered = _offer_of_whole(tensor)
     if offered is None or offered.source is None or offered.deferred is None:
         return None
@@ -138,6 +139,6 @@ def normalized_from(tensor: Tensor) -> tuple[Tensor, Deferred] | None:
 
 
 def _offer_of_whole(tensor: Tensor) -> _Offer | None:
-    """Return the offer of a tensor that is not a part of another."""
+    """Return the offer of a tensor that is not a view of a part of another."""
     offered = (_known.get() or {}).get(storage_key(tensor))
     return None if offered is None or tensor.shape != offered.shape else offered

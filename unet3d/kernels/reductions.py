@@ -1,4 +1,4 @@
-"""Few values of many: the class of each voxel from its logits, averages of blocks of voxels."""
+"""Reductions: the class of each voxel from its logits, averages of blocks of voxels."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from unet3d.memory.fake_devices import is_gpu
 
 
 def strongest_class(logits: Tensor) -> Tensor:
-    """Return the class (X, Y, Z) of the largest logit (K, X, Y, Z), the first of equal ones."""
+    """Return the class (X, Y, Z) of the largest logit (K, X, Y, Z); ties go to the first."""
     if is_gpu(logits.device):
         return logits.argmax(0)
-    # On a CPU argmax goes through the classes of one voxel after the other, 20 times as slowly.
+    # On a CPU argmax reduces the classes voxel by voxel, which takes 20 times as long.
     dtype = torch.uint8 if len(logits) <= 256 else torch.int64
     classes = torch.zeros(logits.shape[1:], dtype=dtype)
     largest = logits[0].clone()
@@ -26,10 +26,10 @@ def strongest_class(logits: Tensor) -> Tensor:
 
 
 def written_regions(logits: Tensor, classes: Sequence[int]) -> Tensor:
-    """Return a class (X, Y, Z) where regions may overlap: that of the last one that a voxel is in.
+    """Return a class (X, Y, Z) from overlapping regions: that of the last region with the voxel.
 
-    It is in a region where the sigmoid of its logit, (R, X, Y, Z), is above one half. ``classes``
-    are written for the regions, one over the other, and 0 where there is none.
+    A voxel is in a region if the sigmoid of its logit, (R, X, Y, Z), is above one half. The
+    ``classes`` of the regions are written one over the other; voxels in no region are 0.
     """
     dtype = torch.uint8 if max(classes) <= 255 else torch.int64
     written = torch.zeros(logits.shape[1:], dtype=dtype, device=logits.device)
@@ -39,7 +39,7 @@ def written_regions(logits: Tensor, classes: Sequence[int]) -> Tensor:
 
 
 def average_pool(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """Average the voxels of each block of a map (N, C, X, Y, Z), but for a rest at an axis' end.
+    """Average blocks of voxels of a map (N, C, X, Y, Z), without a partial block at an axis' end.
 
     PyTorch's operation returns channels-first memory; on a CPU a map that is channels-last stays
     so, and keeps its type under autocast.

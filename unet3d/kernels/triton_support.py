@@ -1,6 +1,6 @@
-"""Kernels as PyTorch operations, and whether Triton's can be used for a tensor.
+"""Kernels as PyTorch operations, and whether Triton can be used for a tensor.
 
-Nothing here imports Triton, so the memory of a network can be predicted where there is none.
+Nothing here imports Triton, so memory can be predicted without Triton.
 """
 
 import functools
@@ -17,7 +17,7 @@ from unet3d.memory.fake_devices import is_fake_device
 logger = logging.getLogger(__name__)
 
 FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that the kernels compute in float32."""
+"""Types for which the kernels compute in float32."""
 
 _other_ranks_can = True
 
@@ -31,10 +31,10 @@ def operation(
 ) -> Any:
     """Define the operation ``unet3d::name``, without a gradient, and return it.
 
-    On the devices it runs a function: one that launches kernels is named, from this folder on, so
-    that its module is imported when it first runs. ``fake`` takes the same arguments and returns
-    the memory of the results. PyTorch's ``custom_op`` adds checks to every call that take longer
-    than a small kernel.
+    On the devices it runs a function. A function that launches kernels is given by its name,
+    relative to this folder, so that its module is imported at the first call. ``fake`` takes the
+    same arguments and returns the memory of the results. PyTorch's ``custom_op`` adds checks to
+    every call that take longer than a small kernel.
     """
 
     @functools.cache
@@ -53,9 +53,9 @@ def operation(
 
 
 def triton_available(x: Tensor) -> bool:
-    """Return whether Triton can compile for the device of a tensor, in all ranks that have agreed.
+    """Return whether Triton can compile for a tensor's device, in all ranks that have agreed.
 
-    A fake device is taken to have what its GPU needs.
+    A fake device is assumed to have Triton.
     """
     return is_fake_device(x.device) or (x.is_cuda and _other_ranks_can and works())
 
@@ -69,7 +69,7 @@ def works() -> bool:
         _, rstd, _ = merge(torch.ones(16, 4, 1, 32, device="cuda"), 16, 0.0)
         if rstd.tolist() != [[1.0] * 32]:
             raise RuntimeError(f"a Triton kernel ran but returned {rstd.tolist()}")
-    except Exception as error:  # a missing compiler, driver or package: Triton raises anything
+    except Exception as error:  # missing compiler, driver or package: Triton raises any type
         logger.warning(
             "Triton cannot compile here, so training is several times slower: %s",
             str(error).splitlines()[0] if str(error) else type(error).__name__,
@@ -79,10 +79,10 @@ def works() -> bool:
 
 
 def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
-    """Let all ranks use the kernels, or none; all of them call it, each with its own devices.
+    """Let all ranks use the kernels, or none; a collective call with own devices.
 
-    A kernel sends other sums than the plain operations that stand for it, so ranks which differ
-    would gather unequal shapes. ``exchange`` maps this rank's answer to those of all ranks.
+    Kernels and plain operations send sums of different shapes, so all ranks must use the same.
+    ``exchange`` maps this rank's answer to those of all ranks.
     """
     global _other_ranks_can
     own = True
@@ -98,7 +98,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
 
 
 def all_ranks_can(own: bool, exchange: Callable[[bool], Sequence[bool]], otherwise: str) -> bool:
-    """Return whether all ranks can do what this one can; ``otherwise`` names the first without."""
+    """Return whether all ranks can; otherwise log ``otherwise`` with the first that cannot."""
     answers = exchange(own)
     if own and not all(answers):
         logger.warning(otherwise, list(answers).index(False))

@@ -1,12 +1,11 @@
-"""A 3x3x3 convolution with the instance normalisation and LeakyReLU behind it.
+"""A 3x3x3 convolution followed by instance normalisation and LeakyReLU.
 
-The first convolution of a network makes the moments of its result, and backward is one operation:
-the gradient between the two has no reader but the gradient of the weights. Everything else is the
-two operations.
+The first convolution of a network makes the moments of its result. Backward is one operation,
+because only the gradient of the weights reads the gradient between the two. Other cases run the two
+operations separately.
 
-The result of that convolution may be recomputed from the image, once for all that backward does
-with it: at 256^3 that takes 0.4 ms of 50 on an H200, for one of the five maps of this size that are
-alive when memory is at its peak.
+Backward may recompute the convolution's result from the image, once: at 256^3 that takes 0.4 ms of
+50 on an H200, and saves one of the five maps of this size that are alive at the memory peak.
 """
 
 from functools import cache
@@ -42,10 +41,10 @@ def conv3x3x3_instance_norm(
 ) -> Tensor:
     """Convolve x (N, I, X, Y, Z) with stride 1 and zero padding, then normalise it.
 
-    The kernel is (O, I, 3, 3, 3), which autocast may lower; a slab comes with its halo. The rest is
-    as in :func:`unet3d.kernels.instance_norm`, and so is the result.
+    The kernel is (O, I, 3, 3, 3), which autocast may lower; a slab must include its halo. Other
+    arguments and the result are as in :func:`unet3d.kernels.instance_norm`.
     """
-    # The halo would make other slabs choose other stages, which wait for one another for ever.
+    # With halos, slabs might choose different stages, and deadlock.
     if not (is_stem(x, kernel) and stages_for(own_planes(x), kernel.shape[0]) is op):
         y = conv3x3x3(x, kernel, moments=True)
         return instance_norm(
@@ -93,13 +92,13 @@ class _StemNorm(torch.autograd.Function):
         if normalizes(y, outputs_of_reader):
             norm = norm._replace(is_deferred=True, halo_of=None)
         made, halo = norm.normalized(y, *affine)
-        # Where the reader normalises, both are one map, and the reader saves it too.
+        # If the reader normalises, both are one map, which the reader saves too.
         offer(made if norm.is_deferred else y, cache(lambda: stem(x, kernel, padding)), x)
         ctx.save_for_backward(x, kernel, y, *affine)
         ctx.norm, ctx.padding = norm, padding
         planes = (plane for plane in halo if plane is not None)
         ctx.mark_non_differentiable(y, *affine[2:], *planes)
-        ctx.set_materialize_grads(False)  # those have none, and zeros would be launches
+        ctx.set_materialize_grads(False)  # statistics have none, and zeros would cost launches
         return made, norm, y, *affine[2:], *halo
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""A normalised volume that is whole, or of which a map is a slab: what its stages tell each other.
+"""Normalisation of a map that is a whole volume or a slab, and the messages between its stages.
 
-Whoever makes a map can hand its moments to :meth:`VolumeNorm.statistics`, and whoever reads the map
-can normalise what it loads with the statistics: the stages
-(:mod:`unet3d.kernels.norm.op`) need not be operations of their own.
+The operation that makes a map can pass its moments to :meth:`VolumeNorm.statistics`, and the reader
+of the map can normalise while it loads. So the stages (:mod:`unet3d.kernels.norm.op`) need not be
+separate operations.
 """
 
 from types import ModuleType
@@ -32,11 +32,11 @@ PyTorch 36 us on an H200, and Triton's two kernels 8."""
 def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
     """Return the version of the stages that suits a map, the same for all slabs of a volume.
 
-    For Triton's it must be channels-last where a stage takes it. ``channels`` are those of the map
-    where x is only of its size.
+    Triton's version requires channels-last maps. ``channels`` are the channels of the map, if x
+    only has its size.
     """
     elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
-    # What the two versions exchange differs in size.
+    # Messages of the two versions differ in size, so all slabs must choose the same one.
     elements = number_of_largest(elements)
     if elements >= MIN_ELEMENTS and x.dtype in FAST_TYPES and triton_available(x):
         return op
@@ -51,20 +51,20 @@ class VolumeNorm(NamedTuple):
     slope: float
     """Negative slope of LeakyReLU; 1 leaves the activation out."""
     shard: Shard | None
-    """The slab that the map is; None: it is whole."""
+    """The slab, if the map is one; None: the map is whole."""
     halo_of: Shard | None = None
-    """The slab whose halo belongs to the result; None: it has none."""
+    """The slab whose halo the result includes; None: no halo."""
     pads: bool = False
     """Whether the result is stored with zeros around Z."""
     is_deferred: bool = False
-    """Whether the only reader of the result makes it, from x and the statistics."""
+    """Whether the only reader of the result normalises, from x and the statistics."""
 
     def statistics(
         self, x: Tensor, added: Tensor | None = None, moments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the volume's mean (N, C, M) and 1 / deviation (N, C).
 
-        Computed from x, to which a map may be added first in place, or from known moments of x.
+        They are computed from x, to which a map may be added first in place, or from known moments.
         """
         if added is not None:
             moments = self.stages.sum_moments(x, added)
@@ -79,9 +79,9 @@ class VolumeNorm(NamedTuple):
     def normalized(
         self, x: Tensor, *affine: Tensor, halo: Halo | None = None
     ) -> tuple[Tensor, Halo]:
-        """Return a normalised map, and its halo where it has one: exchanged, if it is not given.
+        """Return a normalised map and its halo, if any; a halo that is not given is exchanged.
 
-        Where it is deferred, it is x, as a tensor of its own.
+        If normalisation is deferred, the map is x, as a separate tensor.
         """
         if self.is_deferred:
             return x.detach(), (None, None)
@@ -96,11 +96,11 @@ class VolumeNorm(NamedTuple):
         return y, halo
 
     def again(self, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
-        """Return what :meth:`normalized` did, without zeros around Z, and without asking anyone."""
+        """Recompute the result of :meth:`normalized` without zeros around Z or messages."""
         return self._replace(pads=False).normalized(x, *affine, halo=halo)[0]
 
     def passed_on(self, made: Tensor, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
-        """Tell the reader of a result how to make it, or let backward make it again."""
+        """Mark a deferred result for its reader, or let backward recompute a result."""
         weight, bias, mean, rstd = affine
         deferred = Deferred((weight, bias, mean, rstd), self.slope)
         if self.is_deferred:
@@ -111,13 +111,13 @@ class VolumeNorm(NamedTuple):
         return made
 
     def gradient_of_own(self, dy: Tensor) -> Tensor:
-        """Return the gradient of the result's own planes, channels-last, from that of all."""
+        """Return the gradient of own planes, channels-last, from that of all planes."""
         return channels_last(dy if self.halo_of is None else gradient_of_own(dy, self.halo_of))
 
     def own_sums(self, dy: Tensor, x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient of own planes, and the sums (2, N, C) over the map.
 
-        The gradient of a result that was deferred may come with them.
+        The gradient of a deferred result may be marked with them.
         """
         parts, dy = take(dy, SUMS), self.gradient_of_own(dy)
         if parts is None:
