@@ -28,9 +28,9 @@ def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
     """Return the sums over voxels from which Dice and cross-entropy follow.
 
     Logits are (N, K, X, Y, Z), the target (N, X, Y, Z) class indices of any integer type. Voxels
-    whose index is K or more are left out, and the gradient of their logits is 0. The sums are
-    (4, N, K) in float32 at least. With p the softmax of the logits: of -log p over the voxels of
-    each class, of p over them, of p over all voxels, and their number.
+    whose index is K or more are left out, and the gradient of their logits is 0. The sums are (4,
+    N, K) in float32 at least. With p the softmax of the logits: -log p over the voxels of each
+    class, p over these voxels, p over all voxels, and the number of voxels of each class.
     """
     fits = logits.dtype in FAST_TYPES and logits.shape[1] <= MAX_CLASSES
     if fits and triton_available(logits):
@@ -42,11 +42,10 @@ def region_sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]
     """Return the sums over voxels from which Dice and binary cross-entropy of regions follow.
 
     Logits are (N, R, X, Y, Z), one for each region; the probability p is their sigmoid. The target
-    is (N, X, Y, Z), class indices of any integer type, and a region those of its classes. Voxels
-    whose index is above that of every region's classes are left out, and the gradient of their
-    logits is 0. The sums are (5, N, R) in float32 at least, over the voxels that are not: of the
-    binary cross-entropy, of p over the region, of p over all voxels, the number of the region's
-    voxels, and the number of all.
+    is (N, X, Y, Z), class indices of any integer type; a region is a set of classes. Voxels whose
+    index is above all classes of regions are left out, and the gradient of their logits is 0. The
+    sums are (5, N, R) in float32 at least, over the other voxels: the binary cross-entropy, p over
+    the region, p over all voxels, the number of the region's voxels, and the number of all.
     """
     return _summed(
         logits,

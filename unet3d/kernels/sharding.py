@@ -77,7 +77,7 @@ def sharded(shard: Shard | None) -> Iterator[None]:
 def x_padding() -> int:
     """Return the planes of zeros before and behind X that keep a convolution's own planes.
 
-    A slab has those of its neighbours there, or zeros already.
+    A slab already includes its neighbours' planes there, or zeros.
     """
     return int(current_shard() is None)
 
@@ -125,7 +125,7 @@ class _Sum(torch.autograd.Function):
 def with_halo(x: Tensor) -> Tensor:
     """Return a copy of a slab (N, C, X, Y, Z) with its halo, (N, C, X + 2, Y, Z), or a whole map.
 
-    It may be differentiated.
+    Differentiable.
     """
     shard = current_shard()
     if shard is None:
@@ -135,7 +135,7 @@ def with_halo(x: Tensor) -> Tensor:
 
 
 def own_planes(x: Tensor) -> Tensor:
-    """Return a view of the own planes of a slab with its halo, or the map where it is whole."""
+    """Return a view of a slab's own planes, without its halo, or a whole map."""
     return x if current_shard() is None else inner(x)
 
 
@@ -147,8 +147,8 @@ def inner(x: Tensor) -> Tensor:
 def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
     """Write the halo of a map with room for it, channels-last, and return it.
 
-    A map that is stored with zeros around Z gets those of its halo too. They are not exchanged:
-    another slab, on another kind of GPU, may have none.
+    If a map is stored with zeros around Z, its halo gets zeros too. They are not exchanged, because
+    a slab on another kind of GPU may have none.
     """
     memory = _memory(x)
     halo = shard.exchange(memory[:, 1], memory[:, -2])
@@ -160,7 +160,7 @@ def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
 
 
 def put_halo(x: Tensor, halo: Halo) -> None:
-    """Write the halo that :func:`fill_halo` returned, but for zeros around Z."""
+    """Write the halo that :func:`fill_halo` returned, except zeros around Z."""
     memory = _memory(x)
     for at, plane in zip((0, -1), halo, strict=True):
         if plane is None:
@@ -170,7 +170,7 @@ def put_halo(x: Tensor, halo: Halo) -> None:
 
 
 def planes_beside(x: Tensor, shard: Shard) -> Halo:
-    """Return the planes of the slabs beside a map, (N, C, 1, Y, Z), stored as it is."""
+    """Return the neighbours' planes beside a slab, (N, C, 1, Y, Z), in the slab's layout."""
     memory = _memory(x)
     return tuple(  # type: ignore[return-value]
         None if plane is None else _stored_like(x, plane.permute(0, 3, 1, 2).unsqueeze(2))
@@ -185,8 +185,8 @@ def _stored_like(x: Tensor, plane: Tensor) -> Tensor:
 def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
     """Return the gradient of a slab's own planes, with what the neighbours' results add to it.
 
-    It is a view of the gradient of the map with its halo, (N, C, X + 2, Y, Z), which is overwritten
-    where nobody else holds it: autograd may hand one tensor to several inputs of an operation.
+    It is a view of the gradient of the map with its halo, (N, C, X + 2, Y, Z). That is overwritten
+    unless it is shared: autograd may pass one tensor to several inputs of an operation.
     """
     is_shared = is_held_elsewhere(gradient)
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)

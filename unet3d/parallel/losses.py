@@ -25,8 +25,8 @@ from unet3d.parallel.exchange import NoExchange
 
 LossFunction = Callable[[Any, Tensor], Any]
 """Maps logits (a sequence of them, for several results) and target to a mean over the samples: a
-scalar as of :func:`torch.nn.functional.cross_entropy`, or a named tuple of scalars of which the
-``total`` is minimised, such as :class:`~unet3d.model.loss.LossTerms`.
+scalar as of :func:`torch.nn.functional.cross_entropy`, or a named tuple of scalars whose ``total``
+is minimised, such as :class:`~unet3d.model.loss.LossTerms`.
 
 A loss of the whole batch sets ``joins_samples`` and has ``sums(logits, target)`` over samples and
 ``from_sums`` of the whole batch, like :class:`~unet3d.model.loss.SegmentationLoss`. Steps are only

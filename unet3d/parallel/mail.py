@@ -1,4 +1,4 @@
-"""What stages send to each other within one step: outputs forward, gradients back.
+"""Messages between stages within one step: outputs forward, gradients back.
 
 The pipeline puts in what a stage produces and takes out what the next one reads. Copies between the
 devices of two stages are on streams of their own.

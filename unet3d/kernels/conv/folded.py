@@ -3,10 +3,10 @@
 At full resolution a network has few channels, and cuDNN's 3-D convolutions then leave most of a GPU
 idle: with 32 channels they reach half the speed that they have with 64. In channels-last memory two
 neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So a 3x3x3
-convolution can be done on such double voxels, of which there are half as many. The pair (2a, 2a +
-1) of the result depends on the voxels 2a - 1 to 2a + 2. If a map has a voxel of zeros before each
-row (:mod:`unet3d.kernels.maps`), these are two pairs in memory, so the kernel is 3x3x2; other maps
-are copied to this layout::
+convolution can be done on such double voxels, half as many. The pair (2a, 2a + 1) of the result
+depends on the voxels 2a - 1 to 2a + 2. If a map has a voxel of zeros before each row
+(:mod:`unet3d.kernels.maps`), these are two pairs in memory, so the kernel is 3x3x2; other maps are
+copied to this layout::
 
     with zeros  0 | 0   1 | 2   3 | 4   5 | 0     (-1, 0) (1, 2) ...
 
@@ -170,7 +170,7 @@ class ComposedUpsampling(torch.autograd.Function):
 def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
     """Return the kernel of upsampling, (I, C, *stride), and the convolution behind it.
 
-    It is (I, O, ...) with stride + 2 taps along each axis, and may be differentiated.
+    It is (I, O, ...) with stride + 2 taps along each axis; differentiable.
     """
     # Voxel s z + a of the upsampled map, read by tap t, reaches s z + a - t + 1: tap a - t + 2.
     # The meta device has no autocast.

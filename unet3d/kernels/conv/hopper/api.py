@@ -172,7 +172,7 @@ def normalizes(x: Tensor, outputs: int | None) -> bool:
 
 
 def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor:
-    """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), zeros around; may be differentiated.
+    """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), zeros around; differentiable.
 
     With ``moments`` the result is marked with its moments. A deferred normalisation of x is done;
     if x is then a slab, ``x_padding`` is that of a whole map.
