@@ -33,13 +33,13 @@ def run(words, stuck, limit=None):
     As soon as the file ``stuck`` is there, rank 0 stops in the call that would wait for its
     device; None: no device is watched.
     """
-    placement = PredictionRequest.placement
+    placement = PredictionRequest.placement.fget
 
     def with_limit(request):
         return placement(request).model_copy(update={"timeout_seconds": limit})
 
     if limit is not None:
-        PredictionRequest.placement = with_limit  # type: ignore[method-assign]
+        PredictionRequest.placement = property(with_limit)  # type: ignore[assignment]
     if stuck is not None:
         watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
     bare(words)
