@@ -15,8 +15,8 @@ set, from file to file, with and without mirror images. Ours omits its post-proc
 chosen on the cases of the fold; nnU-Net also runs with its torch resampler (``nnunet.py``).
 ``unet3d evaluate`` scores them.
 
-Each of ``--devices`` takes the next fold when it is free, with its share of the cores. Results stay
-in the folder of ``--keep``: ``fold-0/unet3d/run`` and ``fold-0/nnunet/results``. A fold that is
+Each of ``--devices`` trains one tool on one fold at a time, with its share of the cores. Results
+stay in the folder of ``--keep``: ``fold-0/unet3d/run`` and ``fold-0/nnU-Net/results``. What is
 finished there is not trained again, so several commands can share the work.
 """
 
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,9 @@ NUM_FOLDS = 5
 WAYS = {"plain": (), "mirrored": ("--tta",)}
 """Both predict with and without mirror images: the options of ``unet3d predict``."""
 MEASURES = ("dice", "hd95_mm", "nsd")
-ROWS = "rows.json"
-"""File that is written last into the folder of a fold."""
+TOOLS = ("unet3d", "nnU-Net")
+ROW = "row.json"
+"""File that is written last into the folder of a tool and fold."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,7 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=Path, help="a data set that nobody trains on")
     parser.add_argument("--folds", type=numbers, default="0")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--devices", type=words, default=one_device(), help="for a fold each")
+    parser.add_argument(
+        "--devices", type=words, default=one_device(), help="one training run on each"
+    )
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--nnunet-steps", type=int, default=250, help="of an epoch of nnU-Net's")
     parser.add_argument("--keep", type=Path, help="leave all files in this folder")
@@ -195,52 +198,68 @@ def nnunet(
     return row
 
 
-def compare(
-    arguments: argparse.Namespace, dataset: Dataset, fold: int, device: str, folder: Path
-) -> dict[str, dict[str, Any]]:
-    """Train both on a fold in a folder, and return a row of each."""
-    _, validation = fold_cases(dataset, fold, NUM_FOLDS, arguments.seed)
-    sets = {"validation": folder / "cases" / "validation"}
-    put(validation, sets["validation"])
-    if arguments.held_out is not None:
-        sets["held out"] = folder / "cases" / "held-out"
-        put(load_dataset(arguments.held_out).cases, sets["held out"])
-    for name in ("unet3d", "nnunet"):
-        (folder / name).mkdir()
-    theirs = nnunet(arguments, dataset, validation, device, sets, folder / "nnunet")
-    minutes = arguments.minutes
-    if minutes is None and "reason" not in theirs:
-        minutes = theirs["train_seconds"] / 60
-    row = {"reason": "needs --minutes where nnU-Net does not train"}
-    if minutes is not None:
-        row = ours(arguments, fold, device, minutes, sets, folder / "unet3d")
-    return {"unet3d": row, "nnU-Net": theirs}
+class Trials:
+    """Training runs of both tools, each on the next free device with its share of the cores."""
 
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments = arguments
+        self.folder = folder
+        self.dataset = load_dataset(arguments.dataset)
+        self.places = queue.SimpleQueue[tuple[str, list[int]]]()
+        cores = sorted(os.sched_getaffinity(0))
+        self.num_places = min(len(arguments.devices), len(TOOLS) * len(arguments.folds))
+        for index, device in enumerate(arguments.devices[: self.num_places]):
+            self.places.put((device, cores[index :: self.num_places] or cores))
 
-def compare_folds(arguments: argparse.Namespace, folder: Path) -> dict[int, dict[str, Any]]:
-    """Train both on each fold, one on each device at a time, and return the rows of each."""
-    dataset = load_dataset(arguments.dataset)
-    cores = sorted(os.sched_getaffinity(0))
-    places = queue.SimpleQueue[tuple[str, list[int]]]()
-    num_places = min(len(arguments.devices), len(arguments.folds))
-    for index, device in enumerate(arguments.devices[:num_places]):
-        places.put((device, cores[index::num_places] or cores))
+    def run(self) -> dict[int, dict[str, dict[str, Any]]]:
+        """Return a row of each tool for each fold."""
+        folds = self.arguments.folds
+        with ThreadPoolExecutor(self.num_places) as threads:
+            theirs = {fold: threads.submit(self.row_of, "nnU-Net", fold) for fold in folds}
+            mine = {fold: threads.submit(self.ours, fold, theirs[fold]) for fold in folds}
+            return {
+                fold: {"unet3d": mine[fold].result(), "nnU-Net": theirs[fold].result()}
+                for fold in folds
+            }
 
-    def rows_of(fold: int) -> dict[str, Any]:
-        own = folder / f"fold-{fold}"
-        if not (own / ROWS).exists():
+    def ours(self, fold: int, theirs: Future[dict[str, Any]]) -> dict[str, Any]:
+        """Return our row of a fold, with the time that nnU-Net took if no minutes are given."""
+        minutes = self.arguments.minutes
+        if minutes is None:
+            row = theirs.result()
+            if "reason" in row:
+                return {"reason": "needs --minutes where nnU-Net does not train"}
+            minutes = row["train_seconds"] / 60
+        return self.row_of("unet3d", fold, minutes)
+
+    def row_of(self, tool: str, fold: int, minutes: float | None = None) -> dict[str, Any]:
+        """Train one tool on a fold and score it, or return the row of an earlier command."""
+        own = self.folder / f"fold-{fold}" / tool
+        if not (own / ROW).exists():
             shutil.rmtree(own, ignore_errors=True)  # of a command that was ended
-            device, share = places.get()
+            device, share = self.places.get()
             os.sched_setaffinity(0, share)  # for this thread and the commands that it starts
             try:
-                rows = compare(arguments, dataset, fold, device, own)
+                row = self.train(tool, fold, device, minutes, own)
             finally:
-                places.put((device, share))
-            (own / ROWS).write_text(json.dumps(rows))
-        return dict(json.loads((own / ROWS).read_text()))
+                self.places.put((device, share))
+            (own / ROW).write_text(json.dumps(row))
+        return dict(json.loads((own / ROW).read_text()))
 
-    with ThreadPoolExecutor(num_places) as threads:
-        return dict(zip(arguments.folds, threads.map(rows_of, arguments.folds), strict=True))
+    def train(
+        self, tool: str, fold: int, device: str, minutes: float | None, own: Path
+    ) -> dict[str, Any]:
+        """Train one tool on a fold on a device, and score it."""
+        _, validation = fold_cases(self.dataset, fold, NUM_FOLDS, self.arguments.seed)
+        sets = {"validation": own / "cases" / "validation"}
+        put(validation, sets["validation"])
+        if self.arguments.held_out is not None:
+            sets["held out"] = own / "cases" / "held-out"
+            put(load_dataset(self.arguments.held_out).cases, sets["held out"])
+        if tool == "nnU-Net":
+            return nnunet(self.arguments, self.dataset, validation, device, sets, own)
+        assert minutes is not None
+        return ours(self.arguments, fold, device, minutes, sets, own)
 
 
 def summary(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -272,10 +291,10 @@ def main() -> None:
     if arguments.minutes is None and arguments.nnunet_epochs is None:
         parser.error("give --minutes, --nnunet-epochs, or both")
     if arguments.keep is not None:
-        rows = compare_folds(arguments, arguments.keep.absolute())
+        rows = Trials(arguments, arguments.keep.absolute()).run()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = compare_folds(arguments, Path(folder))
+            rows = Trials(arguments, Path(folder)).run()
     table = summary(rows)
     print("| | folds, cases | Dice | HD95, mm | NSD | epochs | training, s | prediction, s |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
