@@ -7,20 +7,20 @@ starts. It imports nothing else, because ``unet3d`` reads it before it handles s
 import os
 
 PARENT = "UNET3D_PARENT"
-"""Holds the process id of the command that has started this one, as a rank or beside others."""
+"""Holds the id of the process that started this one, as a rank or as one of several commands."""
 
 STORE_PORT = "UNET3D_STORE_PORT"
-"""Holds the port on the loopback interface of the store in which such ranks meet."""
+"""Holds the port, on the loopback interface, of the store in which ranks of one command meet."""
 
 SHARED_BY = "UNET3D_SHARED_BY"
 """Holds how many commands share the cores of this machine at a time."""
 
 
 def is_started() -> bool:
-    """Return whether another command started this one, and reports when both are stopped."""
+    """Return whether another command started this one; that command reports a requested stop."""
     return PARENT in os.environ
 
 
 def is_launched() -> bool:
-    """Return whether a command started this process as one of its ranks, and reports for it."""
+    """Return whether a command started this process as its rank; that command reports for it."""
     return STORE_PORT in os.environ

@@ -26,7 +26,8 @@ Say = Callable[[str], object]
 POLL_SECONDS = 0.05
 
 LAST_WORDS_SECONDS = 10.0
-"""How long a process that a command has started may outlive it, and hold its output open."""
+"""Longest wait for the end of a command's output: a process that it has started may outlive it and
+hold the output open."""
 
 STOP_SECONDS = TRAINING.stop_seconds + 15
 """Time for commands that are asked to stop; each may itself be waiting for ranks that save."""
@@ -41,8 +42,8 @@ class CommandProcess:
     def __init__(
         self, arguments: Sequence[str], variables: Mapping[str, str], say: Say | None
     ) -> None:
-        # A session of its own: Ctrl-C reaches it once, from here. It receives signals when it can
-        # handle them.
+        # In a session of its own, it gets Ctrl-C only once, from here. Signals stay blocked until
+        # it can handle them.
         with blocked(*SIGNALS):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "unet3d", *arguments],
@@ -76,7 +77,7 @@ class CommandProcess:
 
 
 def stop(processes: Collection[CommandProcess], signal_number: int, within_seconds: float) -> None:
-    """Ask commands to stop, wait for them, and kill commands that do not."""
+    """Ask commands to stop, wait for them, and kill the remaining ones."""
     for process in processes:
         process.send(signal_number)
     deadline = time.monotonic() + within_seconds
@@ -152,7 +153,7 @@ def run_commands(
                         if status and not goes_on_after(name):
                             waiting.clear()
                 time.sleep(POLL_SECONDS)
-        finally:  # whatever happens, none is left running
+        finally:  # even after an error, no command is left running
             end_all([process for _, process in running.values()])
     return statuses
 

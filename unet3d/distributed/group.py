@@ -1,7 +1,7 @@
 """The ranks of one training run or prediction, and their messages other than gradients.
 
-There are two channels. A *store* holds small values and outlives the ranks; it is polled without
-waiting, so it never times out. Each collective operation has a key there, numbered in order. A
+There are two channels. A *store* holds small values and outlives the ranks; it is polled at short
+intervals, so it never times out. Each collective operation has a key there, numbered in order. A
 *gloo* group carries the bytes of files, and a message for every step. The message is read one step
 after it was sent, so no rank waits for another, and a lost rank is noticed within a step::
 
@@ -42,11 +42,11 @@ ENDLESS = timedelta(days=365)
 POLL = timedelta(seconds=0.3)
 
 PIECE_BYTES = 16 * 1024**2
-"""What is sent of a file at a time; it must get through before a rank counts as hanging."""
+"""Bytes of a file in one message, which must arrive within the time-out for hanging ranks."""
 
 
 class Group:
-    """The ranks of one job, of which this process is one; it may be the only one."""
+    """The ranks of one job; this process is one of them, perhaps the only one."""
 
     def __init__(
         self,
@@ -62,26 +62,26 @@ class Group:
         """
         self.ranks = ranks
         self.values = store
-        """Where ranks can read what others have written, also while those wait."""
+        """The store; what a rank has written there can be read while that rank waits."""
         self._lasting = lasting
         self._watch = None if store is None else Watch(store, ranks, purpose)
         self._numbers = itertools.count(1)
         self._stale_keys: deque[str] = deque()
         self._flags: tuple[torch.Tensor, dist.Work] | None = None
-        """Those of the last step, whose message is under way."""
+        """Flags of the last step, with their all-reduce in flight."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes and shows."""
+        """Whether this is the rank that writes files and shows progress."""
         return self.ranks.is_first
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.ranks.world_size
 
     def open(self, timeout_seconds: float) -> None:
-        """Connect the ranks; a collective call. After this silence a rank counts as hanging."""
+        """Connect the ranks; a collective call. A rank that is silent for the time-out hangs."""
         if self._watch is None:
             return
         self._watch.timeout = timedelta(seconds=timeout_seconds)
@@ -105,8 +105,8 @@ class Group:
         self.exchange(None)
         self._watch.close()
         dist.destroy_process_group()
-        # The first rank may keep the store, from which others may still read that exchange: so it
-        # leaves last, but waits for no rank that dies here.
+        # The first rank may host the store, from which others may still read this exchange. So it
+        # leaves last, but does not wait for ever for a rank that dies here.
         store, left = self._watch.store, [f"left/{rank}" for rank in range(1, self.size)]
         if not self.is_first:
             store.set(left[self.ranks.rank - 1], "")
@@ -115,12 +115,12 @@ class Group:
             pass
 
     def begin(self, run: str) -> None:
-        """Record that these ranks have begun the run, for the case that they are restarted."""
+        """Record that these ranks have begun the run, in case they are restarted."""
         if self._lasting is not None:
             self._lasting.set(f"begun/{run}", "")
 
     def has_begun(self, run: str) -> bool:
-        """Return whether these ranks have begun a run before they were restarted."""
+        """Return whether these ranks had begun the run before they were restarted."""
         if self._lasting is None:
             return self.ranks.restart_count > 0
         return self._lasting.check([f"begun/{run}"])
@@ -128,16 +128,16 @@ class Group:
     def new_group(self, device: torch.device, size: int | None = None) -> dist.ProcessGroup:
         """Return a process group for tensors on a kind of device; a collective call.
 
-        It connects all ranks, or the ``size`` ranks in a row that this one is in; the size divides
+        It connects all ranks, or this rank's group of ``size`` consecutive ranks; the size divides
         the number of ranks.
         """
         if self._watch is None:
             raise RuntimeError("a single rank has no other to form a group with")
         backend, timeout = "gloo", self._watch.timeout
         if device.type == "cuda":
-            # Else NCCL 2.28 registers the memory of captured messages, and replays wait for ever.
+            # Otherwise NCCL 2.28 registers the memory of captured messages, and replays hang.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-            # A second net: NCCL names no rank, and does not see messages that were captured.
+            # A longer time-out than the watch's: NCCL names no rank, and misses captured messages.
             backend, timeout = "nccl", 2 * timeout + timedelta(minutes=1)
         if size is None:
             return dist.new_group(backend=backend, timeout=timeout)  # type: ignore[no-any-return]
@@ -151,9 +151,9 @@ class Group:
             self._watch.note(step, text)
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Do work with results in files: in the first rank, then in the others, which are fast.
+        """Do work with results in files: in the first rank, then in one rank per machine.
 
-        On each machine one rank comes next, because a machine may have a disk of its own.
+        Each machine may have its own disk. The remaining ranks come last, and find the files.
         """
         if self._watch is None:
             return work()
@@ -176,7 +176,7 @@ class Group:
     ) -> Result:
         """Return the result of the first rank, without a timeout; a single rank returns its own.
 
-        ``to_plain`` turns it into lists, numbers and strings, ``from_plain`` back in every rank.
+        ``to_plain`` turns it into lists, numbers and strings; ``from_plain`` converts these back.
         With ``shares_errors`` all ranks raise the error of the first one, and can continue after
         it.
         """
@@ -186,7 +186,7 @@ class Group:
         if self.is_first:
             try:
                 made = make()
-            except Exception as error:  # of memory too, after which the first rank goes on
+            except Exception as error:  # also of memory, which the first rank survives
                 if shares_errors:
                     store.set(key, json.dumps({"error": str(error)}))
                 raise
@@ -198,14 +198,14 @@ class Group:
         return from_plain(sent["made"])
 
     def file_from_first(self, path: Path, read: Callable[[Path], Result]) -> Result:
-        """Return what a file holds that only the first rank needs to see; others read a copy."""
+        """Read a file that only the first rank can see; the other ranks read a temporary copy."""
         if self._watch is None:
             return read(path)
         if self.is_first:
             found = read(path)
             self._broadcast_file(path, self._watch)
             return found
-        # The command that has started the ranks deletes the copy of one that is killed.
+        # In this folder, which the launcher deletes, no copy of a killed rank remains.
         error_file = os.environ.get(ERROR_FILE, "") if is_launched() else ""
         with NamedTemporaryFile(prefix="unet3d-", dir=os.path.dirname(error_file) or None) as copy:
             self._broadcast_file(Path(copy.name), self._watch)
@@ -218,12 +218,12 @@ class Group:
         store, key = self._watch.store, self._next_key()
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         own = keys[self.ranks.rank]
-        # Nobody reads this message: a rank that ends before it has sent it breaks its connections.
+        # The sum is not used: the message fails if a rank dies, which breaks its connections.
         alive = dist.all_reduce(torch.zeros(1), async_op=True) if dist.is_initialized() else None
         store.set(own, json.dumps(value))
         _await_all(self._watch, keys, alive)
         values = [json.loads(store.get(key)) for key in keys]
-        # A rank that comes to an exchange has read all of the one before.
+        # A rank that has reached this exchange has read all values of the one before.
         self._stale_keys.append(own)
         if len(self._stale_keys) > 2:
             store.delete_key(self._stale_keys.popleft())
@@ -234,9 +234,9 @@ class Group:
         return [sum(column) for column in zip(*self.exchange(list(values)), strict=True)]
 
     def all_reduce_flags(self, stop: int, save: bool) -> tuple[int, bool]:
-        """Send the flags of this rank after a step, and return those of all ranks.
+        """Send the flags of this rank after a step, and return the largest flags of all ranks.
 
-        The answer to the flags of a step comes after the next step; a single rank has it at once.
+        These are the flags of the step before; a single rank returns its own at once.
         """
         if self._watch is None:
             return stop, save
@@ -248,11 +248,11 @@ class Group:
         return reduced[0], bool(reduced[1])
 
     def agree(self, stop: int, shards: dist.ProcessGroup | None) -> int:
-        """Return the largest number of the slabs of this replica; a collective call of its ranks.
+        """Return the largest ``stop`` of this replica's ranks; a collective call of these.
 
         Ranks with the slabs of one volume compute it together. A signal reaches them at different
-        times, so they agree before each volume that all of them compute it, or none. None: the
-        replica is one rank.
+        times, so they agree before each volume that all of them compute it, or none. Without
+        ``shards`` the replica is one rank.
         """
         if shards is None:
             return stop
@@ -270,7 +270,7 @@ class Group:
         return nullcontext() if self._watch is None else self._watch.translate_dist_errors()
 
     def _wait_for_flags(self) -> list[int]:
-        """Return the largest flags of the last step, if they are under way."""
+        """Return the largest flags of the last step of all ranks; zeros: none are in flight."""
         if self._flags is None or self._watch is None:
             return [0, 0]
         (flags, work), self._flags = self._flags, None
@@ -284,7 +284,7 @@ class Group:
         content = torch.from_file(
             str(path), shared=not self.is_first, size=num_bytes, dtype=torch.uint8
         )
-        self.exchange(None)  # now all of them wait for it
+        self.exchange(None)  # now all ranks are ready to receive it
         with watch.translate_dist_errors():
             for piece in torch.split(content, PIECE_BYTES):
                 dist.broadcast(piece, 0, async_op=True).wait(watch.timeout)
@@ -300,10 +300,10 @@ def _await(store: Store, key: str) -> None:
 
 
 def _await_all(watch: Watch, keys: Sequence[str], alive: Any) -> None:
-    """Wait until all ranks have written a key, as long as none dies and some make progress."""
+    """Wait until all ranks have written their keys; raise if one dies or none makes progress."""
     notes, changed = None, time.monotonic()
     while not _came(watch.store, keys):
-        # A rank that has read all keys may have left since they were asked for.
+        # Ask again: a rank that has read all keys may have left meanwhile.
         if alive is not None and alive.is_completed() and not watch.store.check(list(keys)):
             with watch.translate_dist_errors():
                 alive.wait()
@@ -317,7 +317,7 @@ def _await_all(watch: Watch, keys: Sequence[str], alive: Any) -> None:
 
 
 def _came(store: Store, keys: Sequence[str]) -> bool:
-    """Wait for keys, in short intervals so that signals are handled."""
+    """Return whether keys exist, after a wait so short that signals are handled."""
     try:
         store.wait(list(keys), POLL)
     except dist.DistStoreError:

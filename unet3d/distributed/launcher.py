@@ -25,10 +25,10 @@ from unet3d.interruption import SIGNALS, Interrupted, InterruptionRequest, defer
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""Time for ranks that cannot go on without another, in which they say so."""
+"""Time for the remaining ranks to report why they end, after one has failed."""
 
 MEETING = "unet3d-ranks"
-"""How the names of the folders begin that ranks have for their files."""
+"""Prefix of the names of temporary folders for the files of ranks."""
 
 
 class Failure(NamedTuple):
@@ -36,9 +36,9 @@ class Failure(NamedTuple):
 
     rank: int
     exit_status: int | None
-    """Its exit status; negative: the signal that killed it; None: it has said why, and runs."""
+    """Its exit status; negative: the signal that killed it; None: it runs, but has reported."""
     report: dict[str, Any]
-    """What it wrote down itself; see :func:`unet3d.distributed.ranks.report_end`."""
+    """Its own report, if any; see :func:`unet3d.distributed.ranks.report_end`."""
 
 
 def meeting_folder() -> AbstractContextManager[Path]:
@@ -58,10 +58,10 @@ def launch(
 ) -> None:
     """Run a ``unet3d`` command in several ranks on this machine, until all have ended.
 
-    They have a folder for their files (:func:`meeting_folder`). If one dies or hangs, all are
-    restarted, up to ``max_restarts`` times, but not after a requested stop or an explained error,
-    which would repeat. ``say`` gets the lines of stderr, from threads, and stdout is discarded;
-    without it both go to the terminal.
+    ``folder`` is for their files (:func:`meeting_folder`). If one dies or hangs, all are restarted,
+    up to ``max_restarts`` times, but not after a requested stop or an explained error, which would
+    repeat. ``say`` gets the lines of stderr, from threads, and stdout is discarded; without ``say``
+    both go to the terminal.
 
     Raises Interrupted after the ranks have ended, or Unet3dError for the first one that failed.
     """
@@ -83,7 +83,7 @@ def launch(
                     places = {"RANK": str(number), "LOCAL_RANK": str(number), ERROR_FILE: str(path)}
                     ranks[path] = CommandProcess(arguments, {**variables, **places}, say)
                 failures = _wait(ranks, request, purpose.stop_seconds)
-            finally:  # whatever happens, none is left running
+            finally:  # even after an error, no rank is left running
                 end_all(ranks.values())
             if not failures:
                 return
@@ -102,10 +102,10 @@ def launch(
 def _wait(
     ranks: Mapping[Path, CommandProcess], request: InterruptionRequest, stop_seconds: float
 ) -> list[Failure]:
-    """Wait until all ranks have ended; if one fails, or somebody asks to stop, ask all of them.
+    """Wait until all ranks have ended, and stop them all if one fails or a stop is requested.
 
-    Ranks write the reasons of their ends to the files. Ranks that only ended because another one
-    failed do not count as failures.
+    The keys of ``ranks`` are the files in which they report why they end. The result lacks ranks
+    that were only stopped here because another one had failed.
     """
     while any(process.status() is None for process in ranks.values()):
         if request.signal_number is not None:
@@ -120,12 +120,12 @@ def _wait(
 def _failures(ranks: Mapping[Path, CommandProcess]) -> list[Failure]:
     """Return how ranks failed; a rank that has reported a reason may still be running.
 
-    Its GPU may wait for a hanging rank, which only the launcher can end.
+    The GPU of such a rank may wait for a hanging rank, which only the launcher can end.
     """
     failures = []
     for rank, (path, process) in enumerate(ranks.items()):
         status, report = process.status(), {}
-        with suppress(FileNotFoundError, ValueError):  # none, or not yet all of it
+        with suppress(FileNotFoundError, ValueError):  # no report, or only a part of it yet
             report = json.loads(path.read_text())
         if status or report:
             failures.append(Failure(rank, status, report))
@@ -135,9 +135,9 @@ def _failures(ranks: Mapping[Path, CommandProcess]) -> list[Failure]:
 def _reason(
     failures: Sequence[Failure], purpose: Purpose = TRAINING, stop_signal: int | None = None
 ) -> BaseException:
-    """Return why the first rank failed; the errors of ranks that only lost it do not count.
+    """Return the error of the rank that failed first, ahead of ranks that only lost it.
 
-    Where all were asked to stop, that is the reason, unless one of them could not save.
+    After a requested stop the reason is the stop, unless a rank failed otherwise, as when saving.
     """
     later: dict[str | None, int] = {"interrupted": 1, None: 2, "consequence": 3}
 
@@ -152,13 +152,13 @@ def _reason(
         return Interrupted(first.report["signal"])
     if kind == "explained":
         return Unet3dError(first.report["message"]["message"])
-    if kind in ("device", "hang", "consequence"):  # in the middle of the work of all
+    if kind in ("device", "hang", "consequence"):  # while all ranks were at work
         return RankError(first.report["message"]["message"])
     if kind == "unexpected":
         reason = f"stopped with {first.report['message']['message']}; --debug shows where"
     elif status < 0:
         reason = f"was killed by {signal.Signals(-status).name}; {purpose.after_loss}"
-    elif status - 128 in SIGNALS:  # while its modules were loaded
+    elif status - 128 in SIGNALS:  # while it loaded modules, before it could report
         return Interrupted(status - 128)
     else:
         reason = f"exited with status {status} and no message"
@@ -171,12 +171,12 @@ def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         PARENT: str(os.getpid()),
-        # What a user has set for several machines is not asked for here.
+        # Interfaces that a user has set for runs on several machines do not apply here.
         "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "=lo",  # without the sign: every interface that begins with lo
-        "NCCL_RAS_ENABLE": "0",  # a service that answers everybody on the machine
+        "NCCL_SOCKET_IFNAME": "=lo",  # without =: all interfaces whose names begin with lo
+        "NCCL_RAS_ENABLE": "0",  # a service that answers any user of the machine
     }
     if not on_gpus:
-        own = os.environ.get("OMP_NUM_THREADS")  # what the user has set stands
+        own = os.environ.get("OMP_NUM_THREADS")  # the user's setting is kept
         variables["OMP_NUM_THREADS"] = own or str(max(1, num_cores() // num_ranks))
     return variables

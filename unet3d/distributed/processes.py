@@ -24,7 +24,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have died before this was asked for.
+    # The parent may have died before the call.
     known = multiprocessing.parent_process()
     is_orphan = parent is not None and os.getppid() != parent
     if is_orphan or (known is not None and not known.is_alive()):
@@ -45,16 +45,16 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
 def shielded_children(*signals: signal.Signals) -> Iterator[None]:
     """Start processes with multiprocessing that a terminal's or launcher's signals do not reach.
 
-    Those are sent to all processes; this one receives them when the context ends, and acts. The
-    resource tracker starts here too: it cleans up after a process that was killed, and its warnings
-    about that are silenced.
+    Terminals and launchers send signals to all processes; this one receives them when the context
+    ends, and handles them. The resource tracker starts here, too: it cleans up after a process that
+    was killed, and its warnings about that are silenced.
     """
     from multiprocessing import resource_tracker
 
     sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
     try:
         with blocked(*signals), without_main_module():
-            resource_tracker.ensure_running()  # which unblocks some when it starts
+            resource_tracker.ensure_running()  # this unblocks some signals
             with blocked(*signals):
                 yield
     finally:
@@ -70,7 +70,7 @@ def without_main_module() -> Iterator[None]:
     """
     main = vars(sys.modules["__main__"])
     origin: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
-    main.update(dict.fromkeys(origin))  # a child is told neither of a name nor of a file
+    main.update(dict.fromkeys(origin))  # children find neither a module name nor a file
     try:
         yield
     finally:

@@ -23,18 +23,18 @@ from unet3d.interruption import Interrupted, end_at_once
 logger = logging.getLogger(__name__)
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Holds where a rank writes down why it ends."""
+"""Holds the path of the file in which a rank reports why it ends."""
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 _WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""How OpenMP's threads wait: the standard's, and those of its two libraries."""
+"""Variables for how OpenMP threads wait: of the standard, of GNU's and of LLVM's library."""
 
 LEAVE_SECONDS = 10.0
-"""Time for a thread to end this process, once it has begun to say why."""
+"""Time for a thread to end this process, once it has begun to report why."""
 
 _ending = threading.RLock()
-"""Taken, and never given back, by the thread that says why this process ends."""
+"""Held, and never released, by the thread that reports why this process ends."""
 
 KINDS: dict[type[BaseException], str] = {
     LostRankError: "consequence",
@@ -43,13 +43,13 @@ KINDS: dict[type[BaseException], str] = {
     Unet3dError: "explained",
     Interrupted: "interrupted",
 }
-"""What ends a rank: the end of another, one that hangs, a device that cannot go on, another
+"""Kinds of errors that end a rank: another rank died, another rank hangs, a device failed, another
 explained error, or a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The number of this process, and how many there are."""
+    """The number of this rank, and how many ranks there are."""
 
     rank: int = 0
     """Number on all machines, from 0; rank 0 writes the run's files."""
@@ -64,7 +64,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Return what torchrun's variables say; without them this is the only rank."""
+        """Read torchrun's environment variables; without them this is the only rank."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -86,7 +86,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes and shows."""
+        """Whether this is the rank that writes files and shows progress."""
         return self.rank == 0
 
 
@@ -126,8 +126,8 @@ def wait_passively() -> None:
     """Let waiting threads sleep if other programs use this machine.
 
     By default OpenMP threads wait actively, and if one of them has no core, the others keep theirs
-    busy until it gets one: on two cores at a load of 8, a step of a small network took 2.8 s and
-    1.1 s of a core instead of 0.2 and 0.13. Results stay the same, as does the number of threads.
+    busy until it gets one: on two cores at a load of 8, a step of a small network took 2.8 s, and
+    1.1 s of CPU time, instead of 0.2 s and 0.13 s. Results and number of threads stay the same.
     Settings of the user are kept. Call it before PyTorch is imported.
     """
     if not any(variable in os.environ for variable in _WAITING_VARIABLES):
@@ -136,7 +136,7 @@ def wait_passively() -> None:
 
 
 def _busy_cores() -> float:
-    """Return the number of running threads of other programs, now and in the last minute."""
+    """Count running threads of other programs: now or over the last minute, the smaller number."""
     try:
         minute, _, _, now, _ = Path("/proc/loadavg").read_text().split()
     except OSError:
@@ -161,9 +161,9 @@ def silence_torch() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; where it is one of several ranks, without cleaning up.
+    """End this process; if it is one of several ranks, without cleaning up.
 
-    What a rank shares with others that are gone, also on a GPU, cannot be taken down in order.
+    Resources shared with ranks that are gone, also on a GPU, cannot be released in order.
     """
     places = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
     if all(map(str.isdigit, places)) and places[1] != "1":
@@ -174,14 +174,14 @@ def leave(status: int) -> NoReturn:
 
 
 def end_process(error: RankError) -> NoReturn:
-    """Say why this rank ends, and end it, also where its main thread can do neither.
+    """Report why this rank ends, and end it, even if its main thread hangs.
 
-    Where the main thread says so at the same time, only one of them does.
+    If the main thread reports at the same time, only one of the two threads does.
     """
     if not _ending.acquire(timeout=LEAVE_SECONDS):
-        os._exit(1)  # the main thread has said it, and stops in what it cleans up
+        os._exit(1)  # the main thread has reported, and hangs in its clean-up
     report_end(error)
-    if not is_launched():  # else the process that started the ranks shows it, once
+    if not is_launched():  # otherwise the launcher shows the error, once
         logger.error("Error: %s", " ".join(str(error).split()))
     leave(1)
 
@@ -189,7 +189,7 @@ def end_process(error: RankError) -> NoReturn:
 def report_end(error: BaseException) -> None:
     """Write down why this rank ends, in the form and place that torch elastic expects.
 
-    The thread that calls it must end the process: another one that calls it waits for that.
+    The calling thread must then end the process; another thread that calls this blocks until then.
     """
     _ending.acquire()
     path = os.environ.get(ERROR_FILE)
@@ -200,7 +200,7 @@ def report_end(error: BaseException) -> None:
     message = " ".join(str(error).split())
     if kind == "unexpected":
         message = f"{type(error).__name__}: {message}"
-    # torchrun shows this; an error that we explain needs no traceback.
+    # torchrun shows the call stack; an explained error needs no traceback.
     shown = traceback.format_exc() if kind == "unexpected" else message
     content = {
         "message": {

@@ -1,8 +1,8 @@
 """Joining the ranks that a launcher has started, the first time or again after one died.
 
-Ranks that ``unet3d`` has started on one machine meet in a store that the launcher keeps, and which
-outlives any of them; only the loopback interface leads to it. Those of torchrun, on one machine or
-several, meet in the store that torchrun keeps.
+Ranks that ``unet3d`` has started on one machine meet in a store of the launcher, which outlives
+them and listens on the loopback interface only. Ranks of torchrun, on one machine or several, meet
+in the store of torchrun.
 """
 
 import os
@@ -42,7 +42,7 @@ def joined(ranks: Ranks, purpose: Purpose = TRAINING) -> Iterator[Group]:
 @contextmanager
 def store_for_ranks() -> Iterator[int]:
     """Keep a store for ranks of this machine, and give its port on the loopback interface."""
-    # Of its own accord PyTorch's store listens on all interfaces, whatever host it is given.
+    # By default PyTorch's store listens on all interfaces, whatever host it is given.
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         listener.listen()
@@ -61,7 +61,7 @@ def store_for_ranks() -> Iterator[int]:
 
 
 def _stores(ranks: Ranks) -> tuple[Store, Store]:
-    """Return the store of this start of the ranks, and the one that outlives them."""
+    """Return the store for this start of the ranks, and the store that outlives restarts."""
     limit, port = timedelta(seconds=JOIN_SECONDS), os.environ.get(STORE_PORT)
     try:
         if port is None:
@@ -76,17 +76,17 @@ def _stores(ranks: Ranks) -> tuple[Store, Store]:
     except (ValueError, dist.DistError) as error:
         reason = " ".join(str(error).split())
         raise RankError(f"rank {ranks.rank} cannot join the others: {reason}") from error
-    # The store outlives the ranks, so each start has keys of its own: it must not read what an
-    # earlier one has left.
+    # The store outlives the ranks, so each start has its own keys: ranks must not read what an
+    # earlier start has left.
     return PrefixStore(start, lasting), lasting
 
 
 def name_of_start(store: Store, rank: int, num_ranks: int) -> str:
     """Return a name that all ranks of this start share, and no earlier start had.
 
-    The number of restarts is no such name, because torchrun counts on each machine only those that
-    began there. So the first rank makes a name and answers the others; questions that are left
-    from an earlier start are answered too, and no rank reads the answer.
+    The number of restarts cannot serve, because on each machine torchrun counts only the restarts
+    that began there. So the first rank makes a name and answers the others' questions. Questions
+    left from an earlier start are answered, too, but no rank reads these answers.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     question = uuid.uuid4().hex

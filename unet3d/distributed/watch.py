@@ -1,26 +1,26 @@
-"""How far each rank is, and which one is lost where the others, or their GPUs, wait in vain.
+"""The progress of each rank, and finding the lost one when the others, or their GPUs, wait in vain.
 
-Every rank leaves notes in a store that can be asked without waiting, so they can be read when every
-other connection is broken. A rank that misses another says so there, too: the one that is lost is
-the one that misses nobody.
+Every rank leaves notes in a store that can be read without waiting, even when all other connections
+are broken. A rank that misses another one writes that there, too: the lost rank is the one that
+misses nobody.
 
-Where main threads wait for one another, gloo's time limit tells that a rank hangs. But messages of
-GPUs are queued, and it is the GPU that waits for them: without any limit, if they are captured in a
-CUDA graph. The main thread then stops in the next call that waits for the GPU, where no exception
-and no signal reaches it. So a thread looks how far the GPU is::
+When main threads wait for one another, gloo's time limit shows that a rank hangs. But messages of
+GPUs are queued, and the GPU waits for them: without any limit, if they are captured in a CUDA
+graph. The main thread then blocks in the next call that waits for the GPU, where no exception and
+no signal reaches it. So a thread watches the progress of the GPU::
 
     main thread   queue 6, 7 ── read a loss ................................ (for ever)
     GPU           6 ── 7, which waits for rank 1 ........................... (for ever)
     thread        5    6    6    6    6    6    6   rank 1 is named, the process ends
 
-The main thread may also stop while it queues: a driver that allocates memory or loads a kernel
-waits for messages that are under way. There it may take long, because kernels are compiled the
-first time. So each thread leaves a sign of life too, and a rank that gives none is lost.
+The main thread may also block while it queues: a driver that allocates memory or loads a kernel
+waits for messages in flight. But queueing may take long anyway, because kernels are compiled the
+first time. So each watching thread also leaves signs of life, and a rank that gives none is lost.
 
-The thread makes no call of CUDA, which might wait for the main thread's: the GPU itself writes into
-host memory how far it is. Only time in which the thread looks is counted, so ranks that were all
-suspended do not take one another for lost. To end a process there is as safe as to kill it: files
-are renamed when they are whole, and what the process has started ends with it.
+The watching thread calls nothing of CUDA, which might wait for a call of the main thread: the GPU
+itself writes its progress to host memory. Only time in which the thread runs is counted, so ranks
+that were all suspended do not take one another for lost. The thread may end the process at any
+moment, as safely as a kill: files are renamed when they are whole, and child processes end, too.
 """
 
 import itertools
@@ -44,22 +44,22 @@ GRACE_SECONDS = 2.0
 """How long a rank that misses another waits for the rest to say that they miss it too."""
 
 POLL_SECONDS = 1.0
-"""How often the thread looks, at least; it takes a rank four looks to be lost."""
+"""Longest time between two looks of the thread; a quarter of the time-out if that is shorter."""
 
 QUEUEING_SECONDS = 300.0
-"""What the main thread may take longer to queue work than a GPU may take for it: the first time,
-kernels are compiled. It stops there only if so much is queued that the driver takes no more."""
+"""Additional time-out while the main thread queues work and the GPU has none: kernels are compiled
+the first time."""
 
 
 class GpuProgress:
-    """How far a GPU is, as a number in host memory to which the GPU copies it."""
+    """The progress of a GPU, as a number that the GPU copies to host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._next = torch.zeros((), dtype=torch.int64, device=device)
         self._noted = torch.zeros((), dtype=torch.int64, pin_memory=True)
 
     def queue(self, number: int) -> None:
-        """Have the GPU note a number when it has done all that its current stream has by now."""
+        """Have the GPU note a number once it has done all work now in its current stream."""
         self._next.fill_(number)
         self._noted.copy_(self._next, non_blocking=True)
 
@@ -69,23 +69,23 @@ class GpuProgress:
 
 
 PROGRESS: dict[str, Callable[[torch.device], GpuProgress]] = {"cuda": GpuProgress}
-"""What tells how far a device is, by its type; on others, gloo waits, which has its own limit."""
+"""Class for the progress of a device, by device type. For other types gloo waits, and times out."""
 
 
 class _Device:
-    """What the main thread queues on a device; all else is the watching thread's."""
+    """What the main thread queues on a device, and what the watching thread sees of it."""
 
     def __init__(self, progress: GpuProgress) -> None:
         self.progress = progress
         self.num_queued = 0
         self.depth = 0
-        """Contexts in which the main thread is queueing, one in another."""
+        """Number of nested contexts in which the main thread is queueing."""
         self.silent_seconds = 0.0
-        """For how long nothing has happened, though something should."""
+        """Seconds without progress while some was due."""
         self._seen = (0, False)
 
     def silence(self, seconds: float) -> float:
-        """Return for how many seconds too little has happened; negative: there is more time."""
+        """Add seconds, and return those without progress, less the extra time for queueing."""
         reached = self.progress.reached()
         is_waited_for = reached < self.num_queued
         before, self._seen = self._seen, (reached, is_waited_for)
@@ -116,19 +116,19 @@ class Watch:
         self._end = end
         self._devices: dict[torch.device, _Device] = {}
         self._signs: dict[int, tuple[bytes | None, float]] = {}
-        """The last sign of life of other ranks, and for how many seconds it has been the last."""
+        """The last sign of life of each other rank, and the seconds since it came."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def note(self, step: int, text: str) -> None:
         """Write down how far this rank is."""
-        if self._has_missed:  # but could go on: ranks may do so when memory has run out
+        if self._has_missed:  # but could go on, as ranks may after an out-of-memory error
             self.store.delete_key(f"missing/{self._ranks.rank}")
             self._has_missed = False
         self.store.set(f"note/{self._ranks.rank}", json.dumps([step, text]))
 
     def notes(self) -> list[tuple[int, str]]:
-        """Return what each rank has written down last: steps since the beginning, and in words."""
+        """Return the last note of each rank: steps since the beginning, and words."""
         written = [self._get(f"note/{rank}") for rank in range(self._ranks.world_size)]
         return [(-1, "the start") if one is None else tuple(json.loads(one)) for one in written]
 
@@ -146,7 +146,7 @@ class Watch:
             raise self.lost(hangs) from error
 
     def is_missed(self) -> bool:
-        """Return whether another rank says now that it misses one."""
+        """Return whether another rank reports now that it misses one."""
         return any(self._get(f"missing/{rank}") is not None for rank in self._others)
 
     def lost(self, hangs: bool) -> RankError:
@@ -163,7 +163,7 @@ class Watch:
         return self.error(silent or self._others, hangs)
 
     def error(self, suspects: Sequence[int], hangs: bool) -> RankError:
-        """Return the error that names those of the suspects which have got least far."""
+        """Return the error that names the suspects with the least progress."""
         notes = self.notes()
         last = min(notes[rank][0] for rank in suspects)
         names = ", ".join(
@@ -180,11 +180,12 @@ class Watch:
     def queueing(self, *devices: torch.device) -> Iterator[None]:
         """Watch over devices from this context on, until they have done what is queued in it.
 
-        Where work is waited for before all is queued, it needs a context of its own inside, which
-        ends before the wait: else that counts as time to queue, of which there is more.
+        If the caller waits for some of the work before it has queued the rest, that part needs an
+        inner context that ends before the wait. Otherwise the wait counts as queueing, which has a
+        longer time-out.
 
-        Nothing may be captured where the context ends. An error in it leaves what was queued alone:
-        whoever gets it knows what the devices wait for.
+        No graph may be under capture when the context ends. After an error in the context, its work
+        is not watched: the error itself tells what the devices wait for.
         """
         watched = [self._watched(device) for device in devices if device.type in PROGRESS]
         for one in watched:
@@ -199,7 +200,7 @@ class Watch:
             one.progress.queue(one.num_queued)
 
     def close(self) -> None:
-        """End the watch: all that was queued will be done."""
+        """End the watch; call it when all queued work is certain to end."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -226,8 +227,8 @@ class Watch:
             silence = max(one.silence(poll_seconds) for one in devices)
             is_quiet = max(one.silent_seconds for one in devices) >= limit / 4
             is_still = is_quiet and self._is_still(poll_seconds, limit)
-            # All ranks that miss one must say so at the same time, or they name one another; some
-            # notice it on their CPUs, or later.
+            # All ranks that miss one must report it at the same time, or they name one another;
+            # some notice it on their CPUs, or later.
             if is_still or silence >= limit or (silence >= limit / 4 and self.is_missed()):
                 error = self.lost(hangs=True)
                 if not self._closed.is_set():
@@ -235,7 +236,7 @@ class Watch:
                 return
 
     def _give_sign(self, number: int) -> None:
-        """Say that this rank lives; whoever asks notices itself that the store is gone."""
+        """Write a sign of life; whoever reads the store will notice if it is gone."""
         with suppress(RuntimeError):
             self.store.set(f"alive/{self._ranks.rank}", str(number))
 

@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 CLEANING_SECONDS = 2.0
-"""Time in which workers that are asked to stop delete what is half written."""
+"""Time in which workers that are asked to stop delete half-written files."""
 
 GRACE_SECONDS = 0.2
 """How long after a worker was killed a signal to all processes may still reach this one."""
@@ -34,8 +34,8 @@ def map_items(
 ) -> list[Result]:
     """Return the results of work on each item, in the order of the items.
 
-    The work is a function of a module, and done in this process for fewer than two workers. The
-    watch gets the number of finished items. Raises DatasetError if a worker was killed.
+    ``work`` must be a function of a module; with fewer than two workers this process does it.
+    ``watch`` gets the number of finished items. Raises DatasetError if a worker was killed.
     """
     num_workers = min(num_workers, len(items))
     if num_workers < 2:
@@ -61,9 +61,9 @@ def map_items(
                 f"fewer than {num_workers} with data.num_workers"
             ) from error
         except Exception:
-            pool.shutdown(cancel_futures=True)  # what is under way is kept
+            pool.shutdown(cancel_futures=True)  # items in progress are finished
             raise
-        except BaseException:  # somebody asked to stop
+        except BaseException:  # a requested stop
             end_workers(set(multiprocessing.active_children()) - others)
             raise
 
@@ -89,7 +89,7 @@ def end_workers(workers: Iterable[BaseProcess]) -> None:
 
 def _start_worker() -> None:
     die_with_parent()
-    # What is half written goes with this process; the pool would go on with another item.
+    # End at once, deleting half-written files, so that the pool's next item does not begin.
     signal.signal(signal.SIGTERM, lambda number, frame: end_at_once(128 + number))
 
     import torch

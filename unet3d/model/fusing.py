@@ -1,7 +1,7 @@
 """Fusion of blocks with the blocks that read their results.
 
-``blocks`` are all blocks of one device, in any order; ``outputs`` name results with other readers,
-too.
+In both functions ``blocks`` are all blocks of one device, in any order, and ``outputs`` names the
+results that are also read elsewhere.
 """
 
 from collections import Counter, defaultdict
@@ -16,11 +16,10 @@ from unet3d.torch_private import has_hooks
 
 
 def deferring(blocks: Sequence[Block], outputs: Sequence[str]) -> tuple[Block, ...]:
-    """Return blocks whose normalisation is left to the only reader, where that is possible.
+    """Return blocks that leave their normalisation to their only reader, where that is possible.
 
     The reader must begin with a convolution that can normalise its input while loading
-    (:func:`unet3d.kernels.instance_norm`). Nothing else reads the map, so it is never written
-    normalised.
+    (:func:`unet3d.kernels.instance_norm`). Then the normalised map is never written to memory.
     """
     readers: dict[str, list[nn.Module | None]] = defaultdict(list)
     for block in blocks:
@@ -44,7 +43,7 @@ class _Deferring(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         (reader,) = self._reader
-        # Hooks read what it reads.
+        # Hooks of the reader would get a map that is not normalised.
         outputs = None if has_hooks(reader) else reader.conv.outputs_of_reader
         out: Tensor = self.unit(*inputs, outputs_of_reader=outputs)
         return out

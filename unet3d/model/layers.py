@@ -41,7 +41,7 @@ class Convolution(nn.Conv3d):
     def __init__(
         self, in_channels: int, channels: int, stride: Shape = (1, 1, 1), kernel: Shape = _CUBE
     ) -> None:
-        """Start with PyTorch's weights; the stride is 1 where the kernel has one voxel."""
+        """Initialise as PyTorch does; the stride is 1 along axes where the kernel has one voxel."""
         i, j, k = (taps // 2 for taps in kernel)
         super().__init__(in_channels, channels, kernel, stride, (i, j, k), bias=False)
 
@@ -57,8 +57,8 @@ class Convolution(nn.Conv3d):
 
     @property
     def outputs_of_reader(self) -> int | None:
-        """``outputs`` for :func:`instance_norm` if only this convolution reads its result."""
-        # Hooks read what it reads.
+        """Argument of :func:`instance_norm` if only this convolution reads the normalised map."""
+        # Hooks would get a map that is not normalised.
         return self.out_channels if self.is_plain and not has_hooks(self) else None
 
     @property
@@ -69,7 +69,7 @@ class Convolution(nn.Conv3d):
     def forward(self, x: Tensor, moments: bool = False) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
 
-        With ``moments`` a normalisation reads the result, with its moments if they are known.
+        ``moments``: a normalisation reads the result, which gets its moments if they cost nothing.
         """
         if not self.is_cube:
             return flat_conv(x, self.weight, self.stride)
@@ -101,14 +101,14 @@ class ConvUnit(nn.Module):
         *,
         feeds_convolution: bool = False,
     ) -> None:
-        """Start as its layers do; ``feeds_convolution``: one of the level reads the result."""
+        """Build the layers; ``feeds_convolution``: a convolution on this level reads the result."""
         super().__init__()
         channels = topology.channels[level]
         self.conv = Convolution(in_channels, channels, stride, topology.kernel(level))
         self.norm = make_norm(topology, channels, True, feeds_convolution and self.conv.is_cube)
 
     def convolved(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the map to normalise, and the map to add before: none."""
+        """Return the map to normalise, and None: no map is added to it first."""
         return self.conv(x, moments=isinstance(self.norm, InstanceNorm)), None
 
     def forward(self, x: Tensor, outputs_of_reader: int | None = None) -> Tensor:
@@ -153,7 +153,7 @@ class ResidualUnit(nn.Module):
     def __init__(
         self, topology: Topology, level: int, in_channels: int, stride: Shape = (1, 1, 1)
     ) -> None:
-        """Start as its layers do."""
+        """Build the layers."""
         super().__init__()
         channels = topology.channels[level]
         self.first = ConvUnit(topology, level, in_channels, stride, feeds_convolution=True)
@@ -178,9 +178,9 @@ class ResidualUnit(nn.Module):
 class Upsample(nn.ConvTranspose3d):
     """Transposed convolution whose kernel is its stride: each voxel becomes a small block.
 
-    It needs no bias, because except at the edge of the volume the normalisation after the next
-    convolution would remove it; networks that were trained elsewhere may have one. That convolution
-    belongs to it (:class:`UpsampledUnit`).
+    It needs no bias: the normalisation after the next convolution would remove it, except at the
+    edge of the volume. Networks that were trained elsewhere may have one. :class:`UpsampledUnit`
+    joins it with the next convolution.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class UpsampledUnit(nn.Module):
         return self.unit.norm
 
     def convolved(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what is normalised, and what is added to it before."""
+        """Return the map to normalise, and the map to add to it first."""
         return self.upsampled(x), added
 
     def upsampled(self, x: Tensor) -> Tensor:
@@ -217,13 +217,13 @@ class UpsampledUnit(nn.Module):
     def with_bias(self, convolved: Tensor) -> Tensor:
         """Add the effect of the upsampling's bias to a convolution, in place, and return it."""
         bias = self.up.bias
-        # The normalisation removes all but the border.
+        # The normalisation removes the effect of the bias except at the border.
         return convolved if bias is None else add_border(convolved, self.unit.conv.weight, bias)
 
     def forward(self, x: Tensor, added: Tensor, outputs_of_reader: int | None = None) -> Tensor:
         """Map features of the level below (N, C, X, Y, Z) to (N, channels, X', Y', Z').
 
-        The convolution of the skip, of that shape, is added before the normalisation. For
+        ``added``, the convolved skip, has the result's shape and is added before normalisation. For
         ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
         """
         out: Tensor = self.unit.norm(*self.convolved(x, added), outputs_of_reader)
@@ -231,7 +231,7 @@ class UpsampledUnit(nn.Module):
 
 
 class SkippedUnit(UpsampledUnit):
-    """An upsampled unit with the convolution of its skip, which is added in passing."""
+    """An upsampled unit fused with the convolution of its skip, which a kernel adds in passing."""
 
     def __init__(self, unit: UpsampledUnit, skip: Convolution) -> None:
         """Join a unit and a convolution with a 3x3x3 kernel and stride 1."""
@@ -244,7 +244,7 @@ class SkippedUnit(UpsampledUnit):
         return self.joined.upsampled(x)
 
     def convolved(self, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what is normalised, and what is added to it before."""
+        """Return the map to normalise, and the map to add to it first, if not yet added."""
         if has_hooks(self.skip):
             return self.upsampled(x), self.skip(features)
         return sum_with_conv3x3x3(self.upsampled(x), features, self.skip.weight)
@@ -258,7 +258,7 @@ class Head(nn.Conv3d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, num_classes, X, Y, Z)."""
-        assert self.bias is not None  # it was asked for
+        assert self.bias is not None  # the default of nn.Conv3d
         return conv1x1x1(own_planes(x), self.weight, self.bias)
 
 
@@ -278,7 +278,7 @@ class HeadUnit(nn.Module):
             out: Tensor = head(self.unit(*inputs))
             return out
         x, added = self.unit.convolved(*inputs)
-        assert head.bias is not None  # it was asked for
+        assert head.bias is not None  # each head has one
         return instance_norm_head(
             x,
             norm.weight,

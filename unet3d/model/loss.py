@@ -26,8 +26,8 @@ class LossTerms(NamedTuple):
     """One minus the soft Dice: the mean over foreground classes or regions, and over samples unless
     they are joined."""
     cross_entropy: Tensor
-    """Mean over the voxels that count, and over regions if there are any, in nats: of each sample,
-    then over samples; or of all at once, where samples are joined."""
+    """Mean in nats over the voxels that count, and over regions if there are any: first in each
+    sample, then over samples; if samples are joined, over all voxels of the batch at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class SegmentationLoss:
     """Whether the sums are added up over the batch before the Dice is taken, as nnU-Net's batch
     Dice. So a false positive costs something also where its sample has no voxel of the class."""
     regions: Regions = ()
-    """Indices of the classes that each region is made of, all but the background in one at least.
-    Then the logits are those of regions, which may overlap; probabilities are sigmoids, and the
-    cross-entropy is the binary one. None: the logits are of classes."""
+    """Indices of the classes in each region; every class but the background is in at least one.
+    With regions there is a logit for each region, which may overlap; probabilities are sigmoids,
+    and the cross-entropy is the binary one. Empty: there is a logit for each class."""
 
     @classmethod
     def of(cls, settings: TrainingSettings, regions: Regions) -> "SegmentationLoss":
@@ -73,20 +73,21 @@ class SegmentationLoss:
     def sums(self, logits: Tensor | Sequence[Tensor], target: Tensor) -> Tensor:
         """Return the sums over voxels that the loss is made of.
 
-        Sums of parts of a volume add up to those of the volume. Sums of other samples are joined to
-        these along N; or added, where :attr:`joins_samples`. Where the logits are a slab, the sums
-        are those of the volume (:mod:`unet3d.kernels.sharding`).
+        Sums of parts of a volume add up to the sums of the volume. Sums of different samples are
+        concatenated along N, or added with :attr:`joins_samples`. If the logits are a slab, the
+        sums are over the whole volume (:mod:`unet3d.kernels.sharding`).
 
         Args:
-            logits: As for the loss; the sizes of a coarser level divide those of the target, of
-                which every n-th voxel is taken.
+            logits: As for the loss. The sizes of a coarser level must divide the target's; every
+                n-th voxel of the target is compared with it.
             target: As for the loss.
 
         Returns:
             (levels, 4, N, K) in float32 at least, through which backward reaches the logits; N is 1
-            where :attr:`joins_samples`. With p the softmax of the logits: the sum of -log p over
-            the voxels of each class, that of p over them, that of p over all voxels, and their
-            number. Of regions (levels, 5, N, R): see :func:`unet3d.kernels.region_sums`.
+            with :attr:`joins_samples`. The four numbers of each class, with p its softmax: the sum
+            of -log p over its voxels, the sum of p over its voxels, the sum of p over all voxels,
+            and the number of its voxels. With regions (levels, 5, N, R): see
+            :func:`unet3d.kernels.region_sums`.
         """
         levels = [logits] if isinstance(logits, Tensor) else logits
         sums = torch.stack([self._sums(level, _coarser(target, level)) for level in levels])
@@ -98,11 +99,11 @@ class SegmentationLoss:
         """Return the loss.
 
         Args:
-            sums: As :meth:`sums` returns them, over whole volumes and, where
+            sums: As :meth:`sums` returns them, over whole volumes and, with
                 :attr:`joins_samples`, over the whole batch.
         """
         surprise, common, predicted = sums[:, :3].unbind(1)
-        # All voxels that count, by class or by region.
+        # The voxels of each class or region, and the voxels that count.
         truth, counted = sums[:, 3].detach(), sums[:, -1].detach()
         # A sample without a voxel that counts has the best loss: both of its terms are 0.
         cross_entropy = (surprise.sum(2) / counted.sum(2).clamp_min(1)).mean(1)

@@ -39,14 +39,14 @@ class Block:
     shard: Shard | None = None
     """The slab of the volume that it computes; None: the whole volume."""
     enter: Callable[[Tensor], Tensor] | None = None
-    """Converts its inputs to its own planes, if they have other planes."""
+    """Converts its inputs to the planes of its slab; None: they already have these planes."""
 
 
 AfterBlock = Callable[[Block, Tensor], None]
-"""Called with each block after it has run, and its result."""
+"""Called with each block that has run, and the block's result."""
 
 RunBlock = Callable[[Block, Mapping[str, Tensor]], Tensor]
-"""Runs one block on its inputs, which it gets by name."""
+"""Runs one block on its inputs, which are given by name."""
 
 
 def run_block(block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -66,8 +66,8 @@ def run_blocks(
 ) -> dict[str, Tensor]:
     """Run blocks in order, and return the tensors that are to be kept, by name.
 
-    ``tensors`` holds the tensors that the blocks need from outside. Each tensor is removed after
-    its last reader.
+    ``tensors`` holds the tensors that the blocks need from outside. Each tensor is deleted after
+    its last reader has run.
     """
     kept = set(keep)
     last_reader = {name: block.name for block in blocks for name in block.inputs}
@@ -186,7 +186,7 @@ def _children(chain: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Return a module by its name, or the parts of a chain; a subclass may run them differently."""
+    """Yield a module by name, or the parts of a chain unless a subclass may run them otherwise."""
     if type(module) is not nn.Sequential:
         yield name, module
         return

@@ -15,7 +15,7 @@ class InstanceNorm(nn.Module):
     def __init__(
         self, topology: Topology, channels: int, activated: bool, feeds_convolution: bool
     ) -> None:
-        """Start as the plain normalisation; see :func:`make_norm`."""
+        """Start with scale 1 and shift 0; see :func:`make_norm` for the arguments."""
         super().__init__()
         self.activated = activated
         self.feeds_convolution = feeds_convolution
@@ -27,7 +27,7 @@ class InstanceNorm(nn.Module):
     def forward(
         self, x: Tensor, added: Tensor | None = None, outputs_of_reader: int | None = None
     ) -> Tensor:
-        """Map features (N, C, X, Y, Z) to the same shape; adding other features first overwrites x.
+        """Map features (N, C, X, Y, Z) to the same shape; ``added`` is first added to x in place.
 
         For ``outputs_of_reader`` see :func:`unet3d.kernels.instance_norm`.
         """
@@ -65,10 +65,10 @@ class GroupNorm(nn.GroupNorm):
 
 
 class OtherNorm(nn.Sequential):
-    """A normalisation of PyTorch's, and LeakyReLU where it follows."""
+    """Group or batch normalisation, followed by LeakyReLU if ``activated``."""
 
     def __init__(self, norm: nn.Module, negative_slope: float, activated: bool) -> None:
-        """Put the activation behind a normalisation, or nothing."""
+        """Append LeakyReLU to a normalisation if ``activated``."""
         follows = [nn.LeakyReLU(negative_slope, inplace=True)] if activated else []
         super().__init__(norm, *follows)
         self.activated = activated
@@ -86,8 +86,8 @@ def make_norm(
 ) -> OtherNorm | InstanceNorm:
     """Return the normalisation that follows a convolution.
 
-    ``activated``: LeakyReLU follows, and the unit ends; ``feeds_convolution``: one of 3x3x3 reads
-    the result.
+    ``activated``: LeakyReLU follows and ends the unit; ``feeds_convolution``: a 3x3x3 convolution
+    reads the result.
     """
     if topology.norm == "instance":
         return InstanceNorm(topology, channels, activated, feeds_convolution)

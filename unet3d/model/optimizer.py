@@ -11,7 +11,7 @@ from unet3d.config import TrainingSettings
 POWER = 0.9
 MOMENTUM = 0.99
 MAX_GRADIENT_NORM = 12.0
-"""Of all gradients together, as the momentum in nnU-Net's training."""
+"""Norm of all gradients together that clipping allows; like the momentum, nnU-Net's value."""
 
 WARMUP_STEPS = 250
 """Warm-up steps of a run with ``training.init``: a new head has meaningless gradients."""
@@ -23,15 +23,15 @@ STATES = {
     "sgd": frozenset({"momentum_buffer"}),
     "adamw": frozenset({"step", "exp_avg", "exp_avg_sq"}),
 }
-"""What each optimizer keeps of a parameter."""
+"""Names of the tensors that each optimizer keeps for a parameter."""
 
 
 class Optimization:
     """Turns gradients into steps.
 
-    The learning rate falls from its start to 0 as ``(1 - step / num_steps) ** 0.9``; in a warm-up
-    it is a share of that, which rises linearly to 1. Both are pure functions of the step, so no
-    state of them needs to be saved.
+    The learning rate falls from its start to 0 as ``(1 - step / num_steps) ** 0.9``. During a
+    warm-up it is multiplied by a factor that rises linearly to 1. Both are pure functions of the
+    step, so they have no state to save.
     """
 
     def __init__(self, module: nn.Module, settings: TrainingSettings, precision: str) -> None:
@@ -61,7 +61,7 @@ class Optimization:
             )
         first = parameters[0].device
         self.scaler = torch.amp.GradScaler(first.type, enabled=precision == "float16")
-        # The executor scales the loss itself, so the scaler must be told the device of its numbers.
+        # The executor scales the loss itself; this call only creates the scaler's tensors.
         self.scaler.scale(torch.zeros((), device=first))
 
     @property
@@ -111,8 +111,8 @@ class Optimization:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, onto the parameters' devices.
 
-        Options such as weight decay keep their values from the settings. ValueError: the state
-        belongs to another optimizer or network.
+        Options such as weight decay keep their values from the settings. Raises ValueError if the
+        state belongs to another optimizer or network.
         """
         own, stored = self.optimizer.state_dict()["param_groups"], state["optimizer"]
         if [group["params"] for group in own] != [

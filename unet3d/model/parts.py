@@ -5,8 +5,8 @@ first needs a saved tensor of a part, the part runs again and fills its placehol
 arXiv 1604.06174). So backward is the same as without recomputing: the same gradients, added in the
 same order, and each tensor is freed as soon as it has been used.
 
-In the second run normalised features are recomputed once more instead of being kept
-(:mod:`unet3d.kernels.recompute`), as they are in a network without parts.
+In the second run, too, normalised features are recomputed instead of being kept
+(:mod:`unet3d.kernels.recompute`), as in a network without parts.
 """
 
 import weakref
@@ -40,13 +40,13 @@ def recomputed_parts(blocks: Sequence[Block], num_alive: int) -> tuple[tuple[Blo
     """Return the parts, each a group of blocks, that run again in backward one by one.
 
     The encoder's parts end where features are small: behind the first block of each level, which
-    has reduced them. So the large features of a level, its skip among them, are not kept but
-    recomputed from what its first block made, at full resolution from the image.
+    has reduced them. So the large features of a level, including its skip, are not kept but
+    recomputed from the result of the level's first block; at full resolution, from the image.
 
     The decoder is not recomputed if backward follows at once: its activations would exist again
-    when backward begins, at the peak of memory. Otherwise it is recomputed level by level, and so
-    is a network without an encoder and a decoder. ``num_alive`` says how many micro-batches are
-    kept at a time.
+    when backward begins, at the peak of memory. Otherwise it is recomputed level by level. A
+    network without encoder and decoder is always recomputed level by level. ``num_alive`` is the
+    number of micro-batches whose activations exist at a time.
     """
     level_of = {block.name: block.level for block in blocks}
     parts: dict[tuple[object, ...], list[Block]] = {}
@@ -94,7 +94,7 @@ class _Part:
     def __init__(self, blocks: Sequence[Block], lowered: Lowered) -> None:
         self.blocks = blocks
         self.inputs: dict[str, _Given | _Result] = {}
-        """What enters the part, until it has run again."""
+        """Sources of the part's inputs; empty after it has run again."""
         self.results: WeakValueDictionary[str, _Result] = WeakValueDictionary()
         """Results that backward may request."""
         self._lowered = lowered
@@ -119,7 +119,7 @@ class _Part:
         self.inputs.clear()
 
     def run_for(self, name: str) -> Tensor:
-        """Return one result, and keep nothing."""
+        """Run the part again for one result, and keep nothing else."""
         return self._run_all(lambda tensor: _NOTHING, wanted=(name,))[name]
 
     def _after(self, block: Block, made: Tensor) -> None:
@@ -208,7 +208,7 @@ class _Given:
         self._requires_grad = tensor.requires_grad
 
     def enter(self) -> Tensor:
-        """Return the tensor without a graph; offer it for recomputation if possible."""
+        """Return the tensor; if it needs a gradient, as the start of a graph for the second run."""
         tensor = self._saved.restore()
         return _at_start_of_graph(tensor) if self._requires_grad else tensor
 
@@ -226,20 +226,20 @@ class _Result:
 
     @property
     def is_quick(self) -> bool:
-        """Whether its part is fast: in an encoder, a convolution of few channels."""
+        """Whether its part is cheap to run: an encoder's first block, which reads few channels."""
         return all(
             block.path == "encoder" and block.inputs == ("image",) for block in self._part.blocks
         )
 
     def __call__(self) -> Tensor:
-        """Return it for backward."""
+        """Return the result for backward."""
         if self.again is None:
             self._part.run_again()
-        assert self.again is not None  # that has set it
+        assert self.again is not None  # the second run has set it
         return self.again()
 
     def enter(self) -> Tensor:
-        """Return it for the second run of a part that runs again before the result's own part."""
+        """Return the result as an input for the second run of another part."""
         tensor = self._part.run_for(self._name) if self.again is None else self.again()
         if self._requires_grad:
             tensor = _at_start_of_graph(tensor)
@@ -248,7 +248,7 @@ class _Result:
 
 
 def _at_start_of_graph(tensor: Tensor) -> Tensor:
-    """Return a tensor that requires a gradient; a leaf would live as long as its graph."""
+    """Return a tensor that requires a gradient, but no leaf, which the graph would keep alive."""
     leaf = torch.empty(0, device=tensor.device, requires_grad=True)
     entered: Tensor = _Start.apply(leaf, tensor)  # type: ignore[no-untyped-call]
     return with_marks(entered, tensor)

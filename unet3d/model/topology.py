@@ -27,16 +27,17 @@ MAX_CHANNELS = 320
 """Most channels of a level, unless the settings name the channels of each."""
 
 MIN_VOXELS = 4
-"""No axis is halved below this many voxels: one of 7 stays, as in nnU-Net, and needs no padding."""
+"""No axis is halved below this many voxels: an axis of 7 voxels stays, as in nnU-Net, and needs no
+padding."""
 
 ANISOTROPY_RATIO = 2.0
-"""Along an axis whose spacing is so many times the finest or more, an anisotropic kernel has one
-voxel (the value of nnU-Net)."""
+"""Along an axis whose spacing is at least this many times the finest one, an anisotropic kernel has
+one voxel (nnU-Net's value)."""
 
 _CUBE: Kernel = (3, 3, 3)
 
 MOST_LEVELS = 16
-"""Of a network that a file describes."""
+"""Most levels of a network that a file describes."""
 
 RESIDUAL_UNITS = (1, 3, 4, 6)
 """Units of the first levels of a residual encoder; deeper ones have as many as the last (as in
@@ -52,7 +53,7 @@ class Topology:
     in_channels: Channels
     """Channels of the image."""
     num_classes: Annotated[int, Field(ge=1, le=2**16, strict=True)]
-    """Channels of the logits, the background included."""
+    """Channels of the logits: classes including the background, or regions."""
     channels: Annotated[tuple[Channels, ...], at_most(MOST_LEVELS)]
     """Channels of each level; level 0 has the full resolution."""
     strides: Annotated[tuple[Strides, ...], at_most(MOST_LEVELS)]
@@ -63,15 +64,15 @@ class Topology:
     encoder: Literal["plain", "residual"] = "plain"
     """Plain convolutions, or residual units."""
     norm: Literal["instance", "group", "batch"] = "instance"
-    """Normalisation after each convolution; of each sample alone, but for ``batch``."""
+    """Normalisation after each convolution; all but ``batch`` normalise each sample alone."""
     deep_supervision: Annotated[bool, Field(strict=True)] = False
     """Whether coarser levels have a head of their own in training."""
     units: Annotated[tuple[Units, ...], at_most(MOST_LEVELS)] = ()
-    """Convolutions or residual units of each level of the encoder, without the stem of a residual
-    one; empty: 2, or RESIDUAL_UNITS."""
+    """Number of convolutions or residual units on each level of the encoder, not counting the stem
+    of a residual one; empty: 2 convolutions, or RESIDUAL_UNITS."""
     decoder_units: Annotated[tuple[Units, ...], at_most(MOST_LEVELS)] = ()
-    """Convolutions of each level of the decoder, level 0 first, which has none at the lowest;
-    empty: 2 with a plain encoder, 1 with a residual one, as in nnU-Net."""
+    """Number of convolutions on each level of the decoder, from level 0 to the last but one; empty:
+    2 with a plain encoder, 1 with a residual one, as in nnU-Net."""
     upsampling_bias: Annotated[bool, Field(strict=True)] = False
     """Whether the transposed convolutions have a bias."""
     norm_eps: Annotated[float, Field(gt=0, le=1, strict=True)] = 1e-5
@@ -112,20 +113,20 @@ class Topology:
         return self.kernels[level] if self.kernels else _CUBE
 
     def num_units(self, level: int) -> int:
-        """Return the convolutions or residual units of a level of the encoder, without a stem."""
+        """Count the convolutions or residual units on a level of the encoder, without the stem."""
         if self.units:
             return self.units[level]
         return 2 if self.encoder == "plain" else RESIDUAL_UNITS[min(level, len(RESIDUAL_UNITS) - 1)]
 
     def num_decoder_units(self, level: int) -> int:
-        """Return the convolutions of a level of the decoder, which the lowest level has not."""
+        """Return the number of convolutions on a level of the decoder, which lacks the lowest."""
         if self.decoder_units:
             return self.decoder_units[level]
         return 2 if self.encoder == "plain" else 1
 
     @property
     def num_heads(self) -> int:
-        """Levels that have a head, level 0 first.
+        """Number of levels that have a head, counted from level 0.
 
         nnU-Net gives none to the two lowest levels, because their logits are too coarse.
         """
@@ -167,7 +168,7 @@ def plan_topology(
         size: Voxels of a patch along X, Y, Z.
         spacing_mm: Distance of voxels along X, Y, Z.
         in_channels: Channels of the image.
-        num_classes: Classes, the background included.
+        num_classes: Logits of a voxel: classes including the background, or regions.
 
     Raises:
         ConfigError: The patch is too small for the number of levels, or the settings of levels
@@ -202,7 +203,7 @@ def plan_topology(
 def topology_like(
     trained: Topology, size: Shape, in_channels: int, num_classes: int, deep_supervision: bool
 ) -> Topology:
-    """Return a trained network for patches of some size, other images, labels and losses."""
+    """Adapt a trained topology to other images, labels and losses; refuse too small patches."""
     total = trained.total_stride
     if all(voxels <= step for voxels, step in zip(size, total, strict=True)):
         raise ConfigError(

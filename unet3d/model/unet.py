@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         )
 
     def _units_of(self, level: int) -> dict[str, nn.Module]:
-        """Return the units of a level by the names of their blocks, with what belongs to them.
+        """Return a level's units by the names of their blocks, joined with upsampling and head.
 
         A wrapper that joins two modules is created in each call. It has only their parameters,
         which keep their names, also in a replica of nn.DataParallel and if a module is replaced.
@@ -238,7 +238,8 @@ class UNet3d(BlockNetwork):
             image: (N, C, X, Y, Z); each axis a multiple of the topology's total stride.
 
         Returns:
-            Logits (N, K, X, Y, Z); in training with deep supervision a tuple, coarser levels after.
+            Logits (N, K, X, Y, Z); in training with deep supervision a tuple of such, full
+            resolution first.
         """
         self.check_shape(image)
         logits: tuple[Tensor, ...] = self.decoder(self.encoder(image))

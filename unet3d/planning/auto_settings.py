@@ -17,9 +17,9 @@ CPU_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"model.base_channels": 8, "patches.memory_gib": 1.1}, "model.channels"),
     ({"training.epochs": 40}, ""),
     ({"training.steps_per_epoch": 25}, ""),
-    # A short training run does not profit from it.
+    # A short training run does not profit from augmentation.
     ({"patches.augmentation": "none"}, "patches.augmentation_details"),
-    # Converges in fewer steps; the rate is higher than usual for the few that there are.
+    # Converges in fewer steps; the rate is higher than usual because there are few steps.
     ({"training.optimizer": "adamw", "training.learning_rate": 0.003}, "training.weight_decay"),
 )
 """For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases. A group of values
@@ -36,7 +36,7 @@ destroy trained ones."""
 def suited_to(config: Config, devices: Sequence[torch.device]) -> tuple[Config, str | None]:
     """Return settings with values of ``auto`` that suit devices and initial weights.
 
-    The line names the values chosen for a CPU; None: there are none.
+    The line counts the values chosen for a CPU, and names one; None: there are none.
     """
     has_init = config.training.init is not None
     taken: dict[str, Any] = {}

@@ -35,17 +35,19 @@ def compare(
     memory_bytes: int | None,
     watch: Callable[[int, int], object] = lambda number, total: None,
 ) -> tuple[list[PlacementOption], dict[str, Any]]:
-    """Predict one device and several, with one micro-batch and with the configured number.
+    """Predict each placement, with one micro-batch and with the configured number.
 
-    The record of these options has slots as in a run's ``memory.json``, and under ``choice`` what
-    mode ``auto`` chooses; the largest patches, which take longer to find, are left out.
-    ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
-    Before each prediction, ``watch`` gets the number of finished predictions and their total.
+    Returns the options and their record, with slots as in a run's ``memory.json`` and, under
+    ``choice``, the line on what mode ``auto`` chooses. The record lacks the largest patches, which
+    take longer to find. ``memory_bytes`` is the memory of each GPU, or of the CPU if there is no
+    GPU; None: this machine's. Before each prediction, ``watch`` gets the number of finished
+    predictions and their total.
     """
     config = network.settled(config)
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
-    refuse_beyond_memory(network.topology)  # predictions create weights without touching them
+    # Predictions would not notice: they allocate weights without touching them.
+    refuse_beyond_memory(network.topology)
     candidates = [asked]  # the candidates of mode auto, or the single placement
     if config.parallel.mode == "auto":
         candidates = possible_dims(config, network, asked.all_devices) or candidates
@@ -120,9 +122,9 @@ def _row(way: PlacementOption, memory: Mapping[Any, int]) -> dict[str, Any]:
 def _beside(
     candidates: Sequence[ParallelDims], config: Config, network: NetworkPlan, devices: Devices
 ) -> list[ParallelDims]:
-    """Return candidates with placements to compare them with, one device first.
+    """Return the candidates and placements to compare them with, one device first.
 
-    These are all placements on the same devices (for one device, on two), and two stages.
+    The latter are all placements on the same devices (on two, if there is one), and two stages.
     """
     if len(devices) == 1:
         devices = (devices[0], numbered(devices[0], (devices[0].index or 0) + 1))

@@ -37,14 +37,14 @@ class Experiment:
     """A network and the data it is trained on."""
 
     config: Config
-    """The settings, with all choices that depend on the data made."""
+    """The settings, including all values that depend on the data."""
     preprocessing: Preprocessing
     network: NetworkPlan
-    """The network, with the patch size, or all sizes of whole volumes, including validation."""
+    """The network, with the patch size, or with the sizes of all whole volumes, also of validation."""
     training: tuple[PreparedCase, ...]
     validation: tuple[PreparedCase, ...]
     validation_files: tuple[Case, ...]
-    """The files that the latter were prepared from, in the same order."""
+    """The files of the validation cases, in the same order."""
     split: CaseSplit
 
     @property
@@ -66,7 +66,7 @@ class Experiment:
         return batch_shape([padded_shape(shape, stride) for shape in shapes], num_patches)
 
     def step(self, dims: ParallelDims, precision: str) -> Step:
-        """Return the step of a replica with the largest share of the batch, of these cases."""
+        """Return the step of the replica with the largest share of a batch of these cases."""
         step = self.network.step(self.config, dims, precision)
         augmentation = step.augmentation and replace(
             step.augmentation,
@@ -144,7 +144,7 @@ def plan_experiment(
 
 
 def report_findings(findings: list[Finding], shown: int = 5) -> None:
-    """Log warnings about a data set, and stop at errors; so many of each kind are named."""
+    """Log warnings about a data set, and raise its errors; names at most ``shown`` of each."""
     errors = [finding for finding in findings if finding.severity == "error"]
     warnings = [finding for finding in findings if finding.severity == "warning"]
     for finding in warnings[:shown]:

@@ -31,8 +31,8 @@ from unet3d.patches.augment.device import DeviceAugmentation
 GIB = 1024**3
 
 MESSAGE_BYTES = 512 * 1024**2
-"""What NCCL may take of a GPU for the channels between shards, beside the tensors. An upper bound,
-not measured: buffers of 4 MiB for each of up to 32 channels and few peers of one host."""
+"""Memory that NCCL may take on a GPU for messages between shards, in addition to tensors. An upper
+bound, not measured: buffers of 4 MiB for each of up to 32 channels and few peers of one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Step:
     precision: str
     """A resolved precision, such as ``bfloat16``; never ``auto``."""
     augmentation: DeviceAugmentation | None = None
-    """What makes the batches on the first GPU; None: they come from the host."""
+    """Makes the batches on the first GPU; None: the host makes them."""
     regions: Regions = ()
     """Regions segmented instead of classes, as :attr:`SegmentationLoss.regions`."""
 
@@ -65,7 +65,7 @@ class Step:
 
     @property
     def own_size(self) -> Shape:
-        """Voxels of a patch on the device: of a shard's slab, or of all."""
+        """Voxels along X, Y, Z on the device: of a shard's slab, or of the whole patch."""
         slab = self._slab()
         return self.size if slab is None else (len(slab), *self.size[1:])
 
@@ -80,14 +80,14 @@ class Step:
     def fullest(self) -> "Step":
         """Return the step of a shard that needs as much memory as any.
 
-        It has a largest slab and, where there are three shards or more, neighbours on both sides;
-        at an end of the volume at most half a percent more is needed, with thin slabs 5 % less.
+        It has one of the largest slabs and, if possible, neighbours on both sides. A shard at an
+        end of the volume needs at most 0.5 % more memory, and with thin slabs 5 % less.
         """
         return max(self.shards(), key=lambda shard: shard.kind)
 
     @property
     def kind(self) -> tuple[int, int]:
-        """What determines a shard's memory: its planes and its number of neighbours."""
+        """The planes and the number of neighbours of a shard, which determine its memory."""
         layout = self.layout
         return self.own_size[0], (layout.shard > 0) + (layout.shard < layout.num_shards - 1)
 
@@ -99,7 +99,7 @@ class Step:
         return SlabRule(topology=self.topology, num_shards=self.layout.num_shards)
 
     def _slab(self) -> range | None:
-        """Return the planes of its shard; None: the volume is not divided."""
+        """Return the planes of this step's shard; None: the volume is not divided."""
         layout = self.layout
         return self._slabs().slab(layout.shard, self.size) if layout.num_shards > 1 else None
 
@@ -118,7 +118,8 @@ class MemoryEstimate:
     slots: tuple[Slot, ...]
     """The slots, with the device and the blocks of each."""
     memory: dict[int, SlotMemory]
-    """Memory per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it."""
+    """Memory by slot index. The peak of a slot on a GPU is the peak of the whole GPU, as its
+    allocator would measure it."""
 
     def needed_bytes(self) -> dict[torch.device, int]:
         """Return the bytes that each device needs, in the order of the slots."""
@@ -126,9 +127,9 @@ class MemoryEstimate:
         messages = MESSAGE_BYTES if self.step.layout.num_shards > 1 else 0
         for slot in self.slots:
             peak = self.memory[slot.index].peak_bytes
-            if slot.device.type == "cpu":  # where slots add up
+            if slot.device.type == "cpu":  # whose slots add up
                 needed[slot.device] = needed.get(slot.device, 0) + peak
-            else:  # each has the whole GPU's; gaps are freed before memory runs out
+            else:  # every slot has its GPU's peak; gaps are freed before memory runs out
                 needed[slot.device] = peak + UNCOUNTED_BYTES + messages
         first = self.slots[0].device
         if first.type != "cpu":
@@ -201,7 +202,7 @@ def predict_shards(step: Step) -> tuple[MemoryEstimate, ...]:
 
 
 def empty_batch(step: Step, executor: Executor) -> list[Tensor]:
-    """Return image and target of a step, and the other memory of batches.
+    """Return image and target of a step, and all buffers of batches.
 
     A GPU that makes batches has two buffers for them, used alternately.
     """
@@ -235,8 +236,8 @@ class _Meter(MemoryMeter):
 def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
     """Return how many samples and micro-batches suffice to predict a batch.
 
-    With 1F1B at most as many micro-batches are alive as there are stages. So the first few are run,
-    and two more, so that one adds to the gradients of those before.
+    With 1F1B at most as many micro-batches are alive as there are stages. So as many are run, and
+    two more, so that one adds its gradients to existing ones.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
     num_run = min(num_portions, len(layout.devices) + 2)

@@ -41,8 +41,8 @@ class NetworkPlan:
 
     topology: Topology
     sizes: frozenset[Shape]
-    """Voxels of a patch along X, Y, Z, multiples of the total stride; or all sizes that whole
-    volumes have, padded to such."""
+    """Voxels of a patch along X, Y, Z, multiples of the total stride; or the sizes of all whole
+    volumes, padded to such multiples."""
     volume: tuple[Shape, Spacing]
     """Shape and spacing of the median prepared volume, or of the largest if training on whole
     volumes."""
@@ -76,7 +76,7 @@ class NetworkPlan:
         )
 
     def step(self, config: Config, dims: ParallelDims, precision: str) -> Step:
-        """Return the step of a replica with the largest share of the batch."""
+        """Return the step of the replica with the largest share of the batch."""
         layout = Layout.of(config, dims, precision)
         batch_size = dims.share_of(self.batch_size)
         augmentation = DeviceAugmentation.on(
@@ -104,10 +104,11 @@ def plan_without_data(
 ) -> NetworkPlan:
     """Choose patch, batch and network without preparing a case.
 
-    Only headers of a data set are read, and once the nonzero boxes of its images. If only a shape
-    is given, one channel, three classes and the spacing of the settings, or 1 mm, are assumed.
-    ``num_replicas`` share a batch; one that is open has a patch for each micro-batch of each of
-    them. An ``architecture`` of initial weights is used unchanged.
+    Only the headers of a data set are read, and the first time its voxels, to find nonzero boxes.
+    Without a data set one channel is assumed, and the spacing of the settings or 1 mm; with a fixed
+    patch size three classes, otherwise those of the phantoms. ``num_replicas`` share a batch; if
+    its size is open, it has a patch for each micro-batch of each replica. An ``architecture`` of
+    initial weights is used unchanged.
     """
     data, num_channels = config.data, 1
     regions: Regions = ()
@@ -178,7 +179,7 @@ def batch_shape(sizes: Collection[Shape], num_patches: int) -> Shape:
 
     if num_patches >= 3:  # one may be the largest along X, one along Y, one along Z
         return padded(sizes)
-    # Of thousands of volumes few are not within another one.
+    # Of thousands of volumes, all but a few fit within another one.
     largest: list[Shape] = []
     for size in sorted(set(sizes), key=math.prod, reverse=True):
         if all(padded([size, other]) != other for other in largest):
@@ -196,7 +197,7 @@ def plan_fingerprint(
     regions: Regions = (),
     architecture: Topology | None = None,
 ) -> NetworkPlan:
-    """Return the network for data with these properties; classes include the background.
+    """Return the network for data with these properties, with ``num_outputs`` logits a voxel.
 
     ``auto`` is planned for one GPU, in bfloat16 unless the settings name a precision, so a plan
     does not depend on the machine.
@@ -218,7 +219,8 @@ def plan_fingerprint(
 
     @cache
     def needed_bytes(topology: Topology, size: Shape, batch_size: int) -> int:
-        refuse_beyond_memory(topology)  # predictions create weights without touching them
+        # The prediction would not notice: it allocates weights without touching them.
+        refuse_beyond_memory(topology)
         precision = "bfloat16" if training.precision == "auto" else training.precision
         network = made(topology=topology, sizes=frozenset([size]), batch_size=batch_size)
         step = network.step(config, REFERENCE, precision)

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 HEADROOM = 0.9
-"""Where a prediction was too low, the prediction of an advised option must be lower by this."""
+"""Factor: if a step did not fit, an advised option must need at most this share of its prediction,
+which may be too low."""
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:
@@ -88,7 +89,7 @@ def _what_would_fit(prediction: MemoryEstimate) -> str:
 def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
     """Yield options with which training fits, with their predicted memory."""
     step, layout = prediction.step, prediction.step.layout
-    # It did not fit, regardless of the prediction.
+    # The step did not fit, even if its prediction did.
     limits = {
         device: min(available_bytes(device), int(HEADROOM * needed))
         for device, needed in prediction.needed_bytes().items()
@@ -111,10 +112,10 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
 
 
 def _over_more_gpus(step: Step, limits: Mapping[torch.device, int]) -> Iterator[str]:
-    """Yield numbers of GPUs on which a volume would fit, or else the network in stages."""
+    """Yield an option over more GPUs: slabs of a volume if possible, else stages."""
     num_gpus, most_shards = torch.cuda.device_count(), step.most_shards()
     gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))
-    # Other replicas are on the other GPUs now, but would not be then.
+    # Other replicas now use the other GPUs, but would not with this option.
     room = available_bytes if step.layout.num_replicas == 1 else device_bytes
     free = {gpu: room(gpu) for gpu in gpus} | dict(limits)
     layout = replace(step.layout, num_replicas=1, cuts=None)
@@ -144,7 +145,7 @@ def _over_more_gpus(step: Step, limits: Mapping[torch.device, int]) -> Iterator[
 
 
 def _divides_batches(step: Step) -> bool:
-    """Return whether samples are independent: a batch norm needs them together, and whole."""
+    """Return whether samples are independent; batch normalisation needs the whole batch."""
     return step.topology.norm != "batch"
 
 

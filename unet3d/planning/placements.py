@@ -39,7 +39,7 @@ class PlacementOption:
     dims: ParallelDims
     step: Step
     """The step of the replica with the largest share of the batch, on the first replica's devices;
-    with shards, of a fullest one."""
+    with shards, the step of the fullest one."""
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     link: float | None
@@ -51,7 +51,7 @@ class PlacementOption:
 
     @cached_property
     def prediction(self) -> MemoryEstimate:
-        """The memory of the step; what allocators reserve for it is not counted."""
+        """The memory of the step, without what allocators reserve in addition."""
         return predict_memory(self.step)
 
     @property
@@ -85,7 +85,7 @@ def choose_mode(
     devices = ParallelDims.resolve(config.parallel, ranks=ranks).all_devices
     num_ranks = 1 if ranks is None else ranks.world_size
     link = measure_link(devices, are_here=num_ranks <= len(devices))
-    if num_ranks > len(devices):  # of several machines, taken for one
+    if num_ranks > len(devices):  # of several machines, which are treated as one
         devices = tuple(numbered(devices[0], index) for index in range(num_ranks))
     found = possible_dims(config, network, devices)
     if num_ranks > 1:
@@ -103,7 +103,7 @@ def choose_mode(
     options = timed_options(config, network, found, memory_of(devices, None), link)
     option = best_of(options)
     settings = settings_for(config.parallel, option.dims)
-    if num_ranks > 1:  # whose devices are those of each machine
+    if num_ranks > 1:  # which take the devices that the settings name on each machine
         settings = settings.model_copy(update={"devices": config.parallel.devices})
     return settings, choice_line(options, option)
 
@@ -111,8 +111,9 @@ def choose_mode(
 def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> list[ParallelDims]:
     """Return the placements of a training run that suit its network, patch and batch.
 
-    First one device, unless several replicas are requested; then over all devices replicas, slabs
-    of one volume, and replicas of fewer slabs. Stages only if none of these is possible.
+    First comes one device, unless several replicas are requested. Then come, over all devices:
+    replicas, slabs of one volume, and replicas of fewer slabs; stages only if none of these is
+    possible.
     """
     wanted = config.parallel.replicas
     one = placed(config.parallel, "none", devices[:1])
@@ -187,7 +188,7 @@ def has_gpu(memory_bytes: int | None) -> bool:
 
 
 def numbered(device: torch.device, index: int) -> torch.device:
-    """Return another device like one, which for a CPU is itself."""
+    """Return a GPU's device with another index; a CPU is returned itself."""
     return torch.device("cuda", index) if device.type == "cuda" else device
 
 
@@ -205,7 +206,8 @@ def devices_of_ranks(dims: ParallelDims) -> list[Devices]:
 def memory_of(devices: Sequence[torch.device], memory_bytes: int | None) -> dict[torch.device, int]:
     """Return the bytes of memory of each device, which need not exist.
 
-    ``memory_bytes`` is that of each GPU, or of the CPU without GPUs; None: that of this machine.
+    ``memory_bytes`` is the memory of each GPU, or of the CPU if no device is a GPU; None: this
+    machine's.
     """
     has_gpus = any(device.type == "cuda" for device in devices)
 
@@ -214,7 +216,7 @@ def memory_of(devices: Sequence[torch.device], memory_bytes: int | None) -> dict
             return memory_bytes
         if is_here(device):
             return device_bytes(device)
-        if torch.cuda.device_count() > 0:  # another device like the ones of this machine
+        if torch.cuda.device_count() > 0:  # assume a GPU like those of this machine
             return device_bytes(torch.device("cuda", 0))
         raise unknown_memory(device)
 
@@ -230,8 +232,8 @@ def timed_options(
 ) -> list[PlacementOption]:
     """Return options with default cuts and their times, before any memory is predicted.
 
-    Measured times are used; if only some exist, the other predicted times are scaled by the same
-    factor.
+    Measured times are preferred; if only some exist, the other predicted times are multiplied by
+    the median ratio of measured to predicted times.
     """
     ways = list(ways)
     precision = resolve_precision(config.training.precision, all_devices(ways))

@@ -23,16 +23,17 @@ from unet3d.planning.memory_estimate import GIB, MemoryEstimate, Step, predict_m
 GPU_SHARE = 0.9
 """Largest share of a GPU's memory that a step is planned for."""
 START_VOXELS = 256**3
-"""Volume of the cube in mm that the patch begins as, as in nnU-Net; doubled while that fits."""
+"""Voxels of the cube (in mm) that the search for a patch begins with, as in nnU-Net; doubled while
+the cube fits."""
 MIN_BATCH = 2
-"""Patches of a batch that the patch is planned with, as in nnU-Net."""
+"""Batch size that the patch is planned for, as in nnU-Net."""
 MAX_BATCH = 32
-"""Patches of a planned batch. nnU-Net has no such limit, but its rates of learning were chosen with
-batches of 2 to about 10."""
+"""Most patches in a planned batch. nnU-Net has no such limit, but its learning rates were chosen
+with batches of 2 to about 10."""
 MIN_EDGE = 8
-"""Voxels along an axis, below which a patch does not shrink: the fewest that can be halved."""
+"""Fewest voxels of a shrinking patch along an axis: fewer cannot be halved."""
 MAX_SHARE = 0.05
-"""Voxels of a planned batch, as a share of those of all cases, as in nnU-Net."""
+"""Largest share of the voxels of all cases that a planned batch has, as in nnU-Net."""
 MAX_EDGE = 2**14
 """Most voxels of a patch along an axis: more than any device can hold."""
 
@@ -58,9 +59,9 @@ def plan_patch(
 ) -> tuple[Shape, str]:
     """Return the largest patch that fits, a multiple of its network's strides, and what limits it.
 
-    ``load`` returns the share of the allowed memory that a batch of such patches takes. The shape
-    is that of the median volume. If no patch fits, it is the smallest patch that the settings
-    allow.
+    ``load`` returns the share of the allowed memory that a batch of patches of a size takes.
+    ``shape`` is the median volume's. If no patch fits, the result is the smallest patch that the
+    settings allow.
     """
     voxels = START_VOXELS
     start = cube_in_mm(shape, spacing_mm, voxels)
@@ -111,7 +112,7 @@ def shrinking_sizes(
 ) -> Iterator[Shape]:
     """Yield shrinking patches, each a multiple of the strides of its own network.
 
-    The axis that is largest relative to the volume shrinks to what its network can halve next.
+    The axis that is largest relative to the volume shrinks to the next size that can be halved.
     """
     size: Shape | None = _padded(plan, start)
     while size is not None:
@@ -126,9 +127,9 @@ def _next_smaller(plan: Callable[[Shape], Topology], size: Shape, shape: Shape) 
             x, y, z = (voxels if other == axis else size[other] for other in range(3))
             try:
                 smaller = _padded(plan, (x, y, z))
-            except ConfigError:  # fewer voxels than the levels of the settings need
+            except ConfigError:  # too few voxels for the levels that are set
                 break
-            # With thick slices fewer voxels along one axis may be more halvings of another.
+            # With thick slices, fewer voxels along one axis may allow more halvings of another.
             if smaller[axis] < size[axis] and math.prod(smaller) < math.prod(size):
                 return smaller
     return None
@@ -141,12 +142,12 @@ def _padded(plan: Callable[[Shape], Topology], size: Shape) -> Shape:
 def largest_fitting(
     weights: Sequence[float], load: Callable[[int], float], first: int | None = None
 ) -> int | None:
-    """Return the last of some rising sizes that fits, or None.
+    """Return the index of the largest size that fits, or None.
 
-    Memory grows nearly linearly with the weights, such as voxels, none of which is 0. So the search
-    goes to where a line through the last two answers reaches the limit. ``load`` returns the share
-    of the allowed memory that the size with an index needs; it is asked about ``first`` first, by
-    default about the last, which often fits.
+    ``weights`` are a positive measure of each size, such as its voxels, in ascending order. Memory
+    grows nearly linearly with them, so the search goes to where a line through the last two answers
+    reaches the limit. ``load`` returns the share of the allowed memory that the size with an index
+    needs; the search begins with the index ``first``, by default the last, which often fits.
     """
     fitting, too_large = -1, len(weights)
     weight, found = 0.0, 0.0

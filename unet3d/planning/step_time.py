@@ -32,19 +32,20 @@ LONG_SECONDS = 12 * 3600
 NORM_PASSES = 8
 """Passes of a normalisation with its activation over its map: three forward, five backward."""
 SLAB_FACTOR = 1.05
-"""Factor of a block's time at a divided level, for the planes beside the slab; with it, 39.1, 123.4
-and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 4 %
+"""Factor of a block's time at a divided level, for the planes beside the slab. With it, predictions
+are within 4 % of the 39.1, 123.4 and 294 ms measured at 256^3, 384^3 and 512^3 on two H200
 (``benchmarks/results/spatial-2026-11-23.json``)."""
 LEVEL_FACTOR = 4 / 3
 """Factor of the encoder's work with ``memory.recompute=level``: a second forward pass."""
 OFFLOAD_FACTOR = 1.9
-"""What a step takes with ``memory.offload=skips``, by count of bytes: at 256^3 skips are 1.33 GiB,
-which a link of 45 GB/s carries to the host and back in 64 ms, beside the 72.5 of a step."""
+"""Factor of a step's time with ``memory.offload=skips``, estimated from bytes: at 256^3 the skips
+are 1.33 GiB, which a link of 45 GB/s carries to the host and back in 64 ms, in addition to the 72.5
+ms of a step."""
 BATCH_DICE_FACTOR = 4 / 3
 """Factor of the work of micro-batches with ``training.batch_dice``: a second forward pass."""
 BESIDE_SECONDS = 36e-6
-"""Seconds for the small kernels of a slab's normalisation on a GPU, for the planes of its
-neighbours: three times four kernels of 3 us each, as in a captured step."""
+"""Time on a GPU of the small kernels of a slab's normalisation that handle its neighbours' planes:
+three times four kernels of 3 us each, in a captured step."""
 SUM_BYTES = 4
 """Bytes of a number that is summed over ranks: float32."""
 
@@ -62,13 +63,13 @@ class Rates:
 
 
 H200 = Rates(operations_per_second=657e12, bytes_per_second=6.56e12, step_seconds=1.5e-3)
-"""An H200 in bfloat16, with hand-written convolutions, which spare about half of the traffic that
-is counted here. Fitted to steps of 32 to 320 channels
-(``benchmarks/results/hopper-h200-2026-11-27.json``): 13.7 ms at 128^3, batch 2, and 44.5, batch 7,
-49.3 at 256^3, 166 at 384^3; all within 2 %."""
+"""An H200 in bfloat16, with hand-written convolutions, which save about half of the traffic that
+is counted here. Fitted to steps with 32 to 320 channels
+(``benchmarks/results/hopper-h200-2026-11-27.json``): 13.7 ms at 128^3 with batch 2, 44.5 ms with
+batch 7, 49.3 ms at 256^3 and 166 ms at 384^3; all within 2 %."""
 H200_BY_CUDNN = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
-"""The same with cuDNN alone: 1 / 1.32 of the H200's rates in a matrix product and in a copy, fitted
-to 10.4 ms at 128^3, 68.9 at 256^3, 230 at 384^3; all within 2.5 %."""
+"""The same with cuDNN alone: the rates of a matrix product and of a copy on an H200, both divided
+by 1.32. Fitted to 10.4 ms at 128^3, 68.9 ms at 256^3 and 230 ms at 384^3; all within 2.5 %."""
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320
@@ -82,10 +83,9 @@ class Links:
     """Latency and bandwidth between the devices of one machine."""
 
     latency_seconds: float
-    """Of any message."""
+    """Latency of any message."""
     planes_per_second: float
-    """Bytes a second to a neighbour, while as many come from there, and of maps that are
-    gathered."""
+    """Bytes per second to a neighbour while as many come back, and bandwidth of gathering maps."""
     sums_per_second: float
     """Bytes per second through a device in an all-reduce, which sends 2 (n - 1) / n times the
     summed bytes."""
@@ -105,7 +105,7 @@ NVLINK = Links(latency_seconds=12e-6, planes_per_second=175e9, sums_per_second=2
 takes 11 us, of half a MiB 17, of 2 MiB 24 and of 8 MiB 57; a gather of 640 floats 8 to 13 us, a sum
 12; a sum of 125 MB 0.44 ms (``benchmarks/results/spatial-2026-11-23.json``)."""
 LAUNCHED_LATENCY_SECONDS = 65e-6
-"""Of a message that is launched and not replayed: 36 to 124 us on such GPUs."""
+"""Latency of a message outside a CUDA graph: measured 36 to 124 us between two H200."""
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
 """Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
 cores, a message took 1 to 4 ms."""
@@ -123,7 +123,7 @@ class BlockWork:
     num_operations: float
     """A multiplication and an addition are two."""
     moved_bytes: float
-    """What it reads and writes."""
+    """Bytes that it reads and writes."""
 
     def seconds(self, rates: Rates) -> float:
         """Return the block's time at these rates."""
@@ -150,7 +150,7 @@ def count_work(
         made = topology.channels[block.level] * batch_size * map_voxels(topology, size, block.level)
         num_elements[block.name] = made
         num_norms = sum(isinstance(m, InstanceNorm | OtherNorm) for m in block.module.modules())
-        num_passes = 2 if block.inputs == ("image",) else 3  # nobody asks for the image's gradient
+        num_passes = 2 if block.inputs == ("image",) else 3  # the image needs no gradient
         num_moved = num_passes * (read + made) + NORM_PASSES * num_norms * made
         work.append(
             BlockWork(
@@ -262,10 +262,11 @@ def step_seconds(step: Step, copied_per_second: float | None = None) -> float | 
 def message_seconds(step: Step, division: Division, links: Links, num_samples: int) -> float:
     """Return the seconds of the messages between the slabs of one volume, per micro-batch.
 
-    Of each normalisation in a divided level, the moments are gathered forward, and sums of its
-    gradient in backward. Each time the planes beside the slab are exchanged, except after the last
-    normalisation, which the head reads. The map that enters the whole levels is gathered, and the
-    gradient of the map that leaves them is averaged. The loss is one sum.
+    The slabs first exchange planes of the image. Each normalisation on a divided level gathers its
+    moments in forward and the sums of its gradient in backward; each time, the slabs exchange
+    planes, except for the last normalisation, which the head reads. The map that enters the whole
+    levels is gathered, and the gradient of the map that leaves them is averaged. The loss takes one
+    sum.
     """
     topology, size, num_shards = step.topology, step.size, division.num_shards
     channels, number_bytes = topology.channels, element_bytes(step.precision)

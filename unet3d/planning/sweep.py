@@ -1,7 +1,7 @@
 """Measures which mode, cut and number of micro-batches are fastest on these devices.
 
-Every setting takes real training steps: in this process, or in as many ranks as training would
-have, so that GPUs exchange the same messages. The ranks write their time to a file.
+Each setting is measured with real training steps: in this process, or in as many ranks as training
+would have, so that GPUs exchange the same messages. The ranks write their time to a file.
 """
 
 import gc
@@ -50,10 +50,10 @@ from unet3d.planning.tuning_cache import TunedConfig, hardware, remember_tuned
 logger = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 300.0
-"""Time from which on no further setting is begun, once each placement has one."""
+"""After this time no further setting is measured, once each placement has one."""
 NUM_WARM_UP_STEPS = 5
-"""Steps on GPUs between the first and the timed ones, of which memory is counted; by then a small
-step has been captured. On CPUs one is enough."""
+"""Steps on GPUs between the first and the timed ones, in which memory is measured; after them small
+steps have been captured. On CPUs one is enough."""
 NUM_TIMED_STEPS = 5
 
 StepTime = tuple[float | None, list[int]]
@@ -90,7 +90,7 @@ class Sweep:
         return min(timed, key=lambda row: row.seconds or 0.0, default=None)
 
     def remember(self) -> Path:
-        """Save the fastest of each placement for training runs, and return the folder."""
+        """Save the fastest setting of each placement for training runs, and return the folder."""
         now = f"{datetime.now():%Y-%m-%d at %H:%M}"
         paths = []
         for dims in dict.fromkeys(row.option.dims for row in self.rows):
@@ -212,7 +212,7 @@ def _settings(config: Config, network: NetworkPlan, asked: ParallelDims) -> list
 
 
 def _cuts(config: Config, step: Step) -> list[tuple[int, ...] | None]:
-    """Return the default cuts, those that are set, and balanced ones."""
+    """Return the default cuts, the cuts of the settings, and cuts balanced by time."""
     with torch.device("meta"):
         found = [default_cuts(UNet3d(step.topology), step.layout)]
     found += [config.parallel.cut_blocks] if config.parallel.cut_blocks else []
@@ -280,7 +280,7 @@ def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
 
 
 def time_step(step: Step, group: Group) -> StepTime:
-    """Take training steps on random volumes with the ranks of a group."""
+    """Measure training steps on random volumes with the ranks of a group."""
     layout, topology = step.layout, step.topology
     refuse_beyond_memory(topology)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""The measured division of a training run, for settings that leave the division open.
+"""The fastest measured micro-batches and cuts, for settings that leave them open.
 
-``plan --measure`` writes the best micro-batches and cuts to a file in the cache folder, under a key
-of all that the time of a step depends on; :func:`resolve_auto` replaces ``auto`` by them.
+``plan --measure`` writes them to a file in the cache folder, under a key of everything that the
+time of a step depends on; :func:`resolve_auto` replaces ``auto`` by them.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TunedConfig:
-    """The fastest measured division of a training run."""
+    """The fastest measured micro-batches and cuts of a training run."""
 
     cuts: tuple[int, ...]
     """Index in the block list at which each stage but the first starts."""
@@ -45,7 +45,7 @@ def describe(step: Step) -> dict[str, Any]:
         "regions": [list(region) for region in step.regions],
         "optimizer": settings.optimizer,
         "devices": [hardware(device) for device in layout.devices],
-        # Two stages on one GPU are not two GPUs of one kind.
+        # Two stages on one GPU take another time than on two equal GPUs.
         "sharing": [layout.devices.index(device) for device in layout.devices],
         "replicas": layout.num_replicas,
         "shards": layout.num_shards,
@@ -81,7 +81,7 @@ def remember_tuned(config: Config, step: Step, choice: TunedConfig) -> Path:
 
 
 def recall_tuned(config: Config, step: Step) -> TunedConfig | None:
-    """Return the best measured choice for such a step, or None, as on devices that are not here."""
+    """Return the best measured choice for such a step; None: none, or for other devices."""
 
     def read(content: Any) -> TunedConfig:
         choice = content["choice"]

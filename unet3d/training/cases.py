@@ -24,7 +24,8 @@ from unet3d.runs.run_folder import RunFolder
 Case = TypeVar("Case")
 
 Progress = Callable[[int, int, int, int], object]
-"""Called with a rank's finished and total cases, finished and total windows of the next case."""
+"""Called with a rank's finished and total cases, then the finished and total windows of the case in
+progress."""
 
 WindowsDone = Callable[[int, int], None]
 """Called with the finished and total windows of a case."""
@@ -49,13 +50,13 @@ class RunContext:
     folder: RunFolder
     """Folder of the run's files."""
     group: Group
-    """The ranks that train together; the first one writes and shows."""
+    """The ranks that train together; the first one writes files and shows progress."""
     dims: ParallelDims
     """Replica and slab of this rank."""
     precision: str
     """Number type of the network's computation, such as ``bfloat16``."""
     slabs: dist.ProcessGroup | None = None
-    """The ranks with the slabs of this replica's volumes; None: this rank has all of each."""
+    """The ranks with the slabs of this replica's volumes; None: this rank has whole volumes."""
 
     @property
     def has_results(self) -> bool:
@@ -74,7 +75,7 @@ class Watcher:
     """Callbacks that follow the work on cases, and may end it."""
 
     num_steps: int
-    """Training steps done since the beginning, for the other ranks."""
+    """Training steps since the start of the run, which tell the other ranks how far this one is."""
     interruption: InterruptionRequest
     """Ends the work before the next case of this rank."""
     progress: Progress
@@ -90,9 +91,9 @@ def over_cases(
     num_replicas: int | None = None,
     with_slabs: bool = False,
 ) -> list[Any]:
-    """Return what ``work`` gives for each case, as plain values, in all ranks; all of them call it.
+    """Return the result of ``work`` for each case, a plain value, in all ranks; a collective call.
 
-    ``with_slabs``: all ranks of a replica work on each of its cases, else the first of them alone.
+    ``with_slabs``: all ranks of a replica work on each of its cases together, else only the first.
     Raises Stopped in all ranks if one of them was asked to stop.
     """
     group, request = context.group, watcher.interruption

@@ -33,19 +33,19 @@ class Choice:
 
     rule: Rule
     dice_before: float
-    """Mean Dice of the label or region of the rule, or over all labels, without it."""
+    """Mean Dice without the rule: of the label or region that it is for, or over all labels."""
     dice_after: float
-    """The same with it."""
+    """The same mean with the rule."""
 
 
 Work = Callable[[LabelMap, LabelMap], list[Dice]]
-"""Work on a segmentation and its label map."""
+"""Scores a segmentation against its label map, once for each set of rules."""
 
 
 def choose_components(
     over_cases: Callable[[Work, str], list[list[Dice]]], scored: ScoredLabels
 ) -> tuple[Choice, ...]:
-    """Return the rules that help on all cases; ``over_cases`` does work on each, and names it."""
+    """Return the rules that raise the mean Dice; ``over_cases`` runs named work on each case."""
     labels = list(scored.names)
     chosen: list[Choice] = []
     for step, candidates in enumerate(_steps(labels), start=1):
@@ -64,7 +64,7 @@ def choose_components(
 
 
 def _steps(labels: Sequence[Label]) -> list[list[Rule]]:
-    """Return the rules to try; those of one step do not change one another's scores."""
+    """Return the rules to try, in steps; the rules of one step have no label in common."""
     values = [value for label in labels for value in values_of(label)]
     steps: list[list[Rule]] = [[tuple(sorted(set(values)))]]
     alone = [values_of(label) for label in labels]
@@ -81,7 +81,7 @@ def _tried(
     candidates: Sequence[Rule],
     scored: ScoredLabels,
 ) -> list[Dice]:
-    """Return the Dice of each label with some rules, and with one candidate more each time."""
+    """Return the Dice of each label with ``rules`` alone, then with each one candidate added."""
     prediction, label, labels = predicted.array, labelled.array, list(scored.names)
     keep_largest(prediction, rules)
     counted = None if scored.ignore is None else label != scored.ignore
@@ -109,7 +109,7 @@ def _counts(
     counted: npt.NDArray[np.bool_] | None,
     one: Label,
 ) -> npt.NDArray[np.int64]:
-    """Return the voxels of a label in both, in the segmentation, and in the label map."""
+    """Count the voxels of a label: in both arrays, in the segmentation, and in the label map."""
     predicted, labelled = mask_of(prediction, one), mask_of(label, one)
     if counted is not None:
         predicted, labelled = predicted & counted, labelled & counted
@@ -129,7 +129,7 @@ def _means(cases: Sequence[Dice]) -> Dice:
 
 
 def _judged(rule: Rule, before: Dice, after: Dice, judged: Sequence[int]) -> Choice | None:
-    """Return a rule if it raises the mean of the labels that it is judged by, and lowers none."""
+    """Return a rule if it raises the mean Dice of the ``judged`` labels and lowers no label's."""
     for old, new in zip(before, after, strict=True):
         if (new is None and old is not None) or (new or 0.0) < (old or 0.0):
             return None

@@ -23,9 +23,10 @@ MAX_CUTTING = 8
 MAX_ON_CPU = 4
 """The most processes beside a network on a CPU."""
 CORES_OF_A_LOADER = 32
-"""With fewer cores the training process of a CPU cuts patches itself, because a step takes much
-longer. With 16 cores, patches of 96^3 and 32 to 256 channels, an epoch takes 5.2 s that way, 5.2 s
-with one process and 6.3 s with four, which start in 14 s."""
+"""Cores for each process that cuts patches for a network on a CPU. With fewer cores the training
+process cuts them itself, because a step takes much longer than cutting. With 16 cores, patches of
+96^3 and 32 to 256 channels, an epoch takes 5.2 s without such a process, 5.2 s with one and 6.3 s
+with four, which take 14 s to start."""
 
 
 TOLERATED_SHARE = 0.1
@@ -48,7 +49,7 @@ def preparing_processes(config: Config, devices: Sequence[torch.device], num_ran
 
 
 def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks: int) -> int:
-    """Return how many processes cut patches while the network trains; 0: this one."""
+    """Return how many processes cut patches while the network trains; 0: this process."""
     if config.data.num_workers != "auto":
         return config.data.num_workers
     if not is_on_cpu(devices):
@@ -61,7 +62,7 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
 
 
 def leave_cores(num_processes: int, devices: Sequence[torch.device], num_ranks: int) -> None:
-    """Have a network on a CPU compute with the cores that the processes beside it leave."""
+    """Limit the threads of a network on a CPU to the cores that other processes leave free."""
     if is_on_cpu(devices) and not _are_threads_set():
         left = max(1, num_cores() // num_ranks - num_processes)
         torch.set_num_threads(min(torch.get_num_threads(), left))
@@ -75,11 +76,10 @@ def _are_threads_set() -> bool:
 class DataClock:
     """Measures how long one device waits for its batches.
 
-    Where the device is a GPU, the host is ahead of it, and a batch that the host waits for may come
-    while the step before still runs. So events are recorded on the GPU's stream: the first is
-    complete when the step before is done, the second when the batch is there and the host goes on.
-    Nothing waits for them before :meth:`read`. A CPU computes a step while the host launches it,
-    so there the host's own clock is right.
+    The host is ahead of a GPU, so a batch that the host waits for may arrive while the GPU still
+    runs the previous step. So events are recorded on the GPU's stream: the first is complete when
+    the previous step is done, the second when the batch is there and the host goes on. Only
+    :meth:`read` waits for them. A CPU runs operations synchronously, so the host's clock suffices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,6 +134,6 @@ def waiting_note(
         return None
     percent = f"{100 * waited / seconds:.0f} %"
     if loading_seconds <= TOLERATED_SHARE * seconds and device.type != "cpu":
-        # A GPU also waits while this process queues the work of steps that are shorter.
+        # A GPU also waits if it runs steps faster than this process queues them.
         return f"waited {percent} for the host, which queues such short steps too slowly"
     return f"waited {percent} for data: try more data.num_workers or less patches.augmentation"

@@ -1,12 +1,13 @@
 """Segmentations and scores of the validation cases with the final network, from file to file.
 
-What is in ``validation/`` of a run's folder is what ``unet3d predict`` would write for the images
-of the validation cases: on their own grids, by the same code, with the network on its training
-devices, in the precision of ``inference.precision``. They decide which components to keep
-(:mod:`unet3d.training.component_choice`); the others are removed. ``cases.json`` holds the scores
-that ``unet3d evaluate`` would find, the worst case first; that one and the best one are drawn.
+The folder ``validation/`` of a run holds what ``unet3d predict`` would write for the images of the
+validation cases: segmentations on the images' own grids, by the same code, with the network on its
+training devices, in the precision of ``inference.precision``. These segmentations decide which
+components to keep (:mod:`unet3d.training.component_choice`); other components are removed.
+``cases.json`` holds the scores that ``unet3d evaluate`` would find, the worst case first; the worst
+and the best case are drawn.
 
-Only the ranks on the first one's machine write, because the run's folder may be on a disk of that
+Only ranks on the machine of the first rank write, because the run's folder may be on a disk of that
 machine. The folder gets its final name when it is complete. An interrupted validation leaves
 nothing, and ``--resume`` repeats it.
 """
@@ -55,12 +56,12 @@ class FinalResult:
     evaluation: Evaluation
     """The scores, the worst case first."""
     choices: tuple[Choice, ...]
-    """The components that are kept from now on."""
+    """The components that predictions with the final network keep."""
     seconds: float
     """Time that it took this rank."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its part of the run's summary."""
+        """Return the entry ``final`` of the run's summary."""
         found = self.evaluation
         return {
             "mean_dice": found.mean_dice,
@@ -90,7 +91,7 @@ class FinalValidation:
         self._num_writing = min(dims.num_replicas, -(-num_ranks // dims.num_shards))
 
     def run(self, checkpoint: Checkpoint, watcher: Watcher) -> FinalResult | None:
-        """Write the folder, and return the scores; None: no case validates. All ranks call it.
+        """Write the folder, and return the scores; None: no validation cases. A collective call.
 
         Raises Stopped, and Unet3dError for a case that cannot be read, predicted or written.
         """
@@ -114,7 +115,7 @@ class FinalValidation:
 
     @contextmanager
     def _unfinished(self) -> Iterator[Path]:
-        """Make the folder that is written to; the first rank deletes it if it is not published."""
+        """Make a temporary folder, which the first rank deletes unless it is published."""
         group, path = self._context.group, self._context.folder.validation
         if not group.is_first:
             yield Path(group.from_first(str))
@@ -137,7 +138,7 @@ class FinalValidation:
                 scan = Scan(images=case.images, output=folder / _file_of(case))
                 image = read_scan(scan)
                 labels = predictor.segment(image, windows_done)
-                if self._context.has_results:  # the other slabs have the same
+                if self._context.has_results:  # the replica's other ranks have the same labels
                     write_segmentation(scan, labels, image.geometry, self._names)
 
         self._over_cases(predict, watcher, "the prediction of the validation", with_slabs=True)
@@ -150,7 +151,7 @@ class FinalValidation:
         )
 
     def _choose_components(self, folder: Path, watcher: Watcher) -> tuple[Choice, ...]:
-        """Decide which components to keep by all predictions, and remove the others."""
+        """Choose the components to keep in all segmentations, and remove the other components."""
         experiment = self._context.experiment
         if not experiment.config.inference.postprocessing:
             return ()
@@ -223,7 +224,7 @@ class FinalValidation:
 def _cases_record(
     experiment: Experiment, checkpoint: str, evaluation: Evaluation, choices: Sequence[Choice]
 ) -> dict[str, Any]:
-    """Return what ``cases.json`` holds; ``checkpoint`` is the file's name of the network."""
+    """Return what ``cases.json`` holds; ``checkpoint`` is the file name of its network."""
     config, split = experiment.config, experiment.split
     found = evaluation.to_dict()
     for entry, case in zip(found["cases"], evaluation.cases, strict=True):
@@ -249,7 +250,7 @@ def _cases_record(
 
 
 def _file_of(case: Case) -> str:
-    """Return the name of a case's prediction, below ``validation/``."""
+    """Return the file name of a case's segmentation in ``validation/``."""
     return f"{case.name}{ENDING}.nii.gz"
 
 
@@ -259,7 +260,7 @@ def _worst_first(case: CaseScores) -> float:
 
 
 def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:
-    """Draw the case with the lowest mean Dice and, if another, the one with the highest."""
+    """Draw the case with the lowest mean Dice and, if there are several, the best one."""
     images = {case.name: case.images[0] for case in cases}
     scored = [case for case in evaluation.cases if case.mean_dice is not None]
     chosen = {}

@@ -1,8 +1,8 @@
 """Training several folds: one after another on all devices, or one on each at the same time.
 
 Folds are independent, so several devices train them fastest with one fold on each, without
-messages. This is what mode ``auto`` means here. Any other mode places *one* network on all devices,
-so folds are then trained one after another.
+communication. This is what mode ``auto`` means here. Any other mode places *one* network on all
+devices, so folds are then trained one after another.
 
 Each fold runs in its own process as a normal run, in ``fold0``, ``fold1``, ... of one folder.
 """
@@ -29,16 +29,16 @@ from unet3d.training.request import Request, named_folds, run_to_resume
 logger = logging.getLogger(__name__)
 
 SCORES = ("final_mean_dice", "best_dice")
-"""Numbers of a fold's summary whose mean the summary over folds has."""
+"""Scores in the summary of each fold, which the summary over folds averages."""
 
 SCORES_OF_LABELS = ("final_dice", "dice")
-"""The same of each label."""
+"""Scores of each label, which are averaged, too."""
 
 
 def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Request | None:
-    """Return the request for a run over several folds, with its folder; None: for a single run.
+    """Return the request of a run over several folds, naming an old run's folder; else None.
 
-    ``folds`` are the named folds; None: an earlier run decides.
+    ``folds`` is the value of ``--folds``; None: the run to resume decides.
     """
     if folds is not None and ranks.world_size > 1:
         raise ConfigError(
@@ -59,12 +59,12 @@ def request_over_folds(request: Request, folds: str | None, ranks: Ranks) -> Req
 
 
 def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> RunFolder:
-    """Train several folds, or continue to, and return the folder that has their summary.
+    """Train or resume several folds, and return the folder with their summary.
 
-    ``folds`` are ``all`` or numbers with commas between them; None: those of the run to continue.
-    ``say`` shows a line of a fold that is trained beside others. A fold that fails does not stop
-    running folds. If it fails before its first checkpoint, waiting folds would fail in the same way
-    and do not start.
+    ``folds`` is ``all`` or numbers with commas between them; None: the folds of the run to resume.
+    ``say`` shows a line of a fold while several are trained in parallel. A fold that fails does not
+    stop running folds. If it fails before its first checkpoint, waiting folds would fail in the
+    same way and do not start.
     """
     old_run = RunFolder(request.output) if request.resume and request.output else None
     plan = Plan.of(request, old_run=old_run)
@@ -86,7 +86,7 @@ def train_folds(request: Request, folds: str | None, quiet: bool, say: Say) -> R
             left = [fold for fold in numbers if _summary_of(runs[fold]).get("epochs", 0) < epochs]
             if left:
                 config = _prepare_cases(plans[0], left[0])
-                if len(plans) > 1:  # the placement of all folds, not of the first
+                if len(plans) > 1:  # record the setting for all folds, not the first fold's device
                     config = config.model_copy(update={"parallel": plan.config.parallel})
                 folder.write_config(config)
             folder.write_json(folder.path / FOLDS, {"folds": list(numbers)})
@@ -124,7 +124,7 @@ def _folder(request: Request, old_run: RunFolder | None, config: Config) -> RunF
 
 
 def _prepare_cases(plan: Plan, fold: int) -> Config:
-    """Check and prepare the cases, once for all folds, and return the settings of each.
+    """Check and prepare the cases, once for all folds, and return settings with planned values.
 
     Errors that every fold would raise are raised before any fold begins.
     """
@@ -148,7 +148,7 @@ def _log_places(plans: Sequence[Plan], left: Sequence[int], finished: Sequence[i
 def _train(
     folder: RunFolder, runs: dict[int, RunFolder], plans: Sequence[Plan], quiet: bool, say: Say
 ) -> None:
-    """Train the remaining folds, one for each plan in parallel.
+    """Train the remaining folds, as many in parallel as there are plans.
 
     Raises Unet3dError if some failed, and Interrupted after a requested stop.
     """
@@ -184,7 +184,7 @@ def _train(
 
 
 def _summary_of(run: RunFolder) -> dict[str, Any]:
-    """Return the summary of a finished fold, its final scores beside the others; else nothing."""
+    """Return a finished fold's summary, with final scores at the top level; else an empty one."""
     if not run.has_summary():
         return {}
     summary = read_json(run.summary)
@@ -193,12 +193,12 @@ def _summary_of(run: RunFolder) -> dict[str, Any]:
 
 
 def _summary(runs: dict[int, RunFolder]) -> dict[str, Any]:
-    """Return what ``summary.json`` over folds holds; all of them are finished.
+    """Return the content of ``summary.json`` over folds, all of which are finished.
 
-    ``final_mean_dice``, and ``final_dice`` of each label, are of the validation cases as predicted
-    with the final networks; ``best_dice`` and ``dice`` of the best validation in training, chosen
-    by the cases that it is measured on. Each is the mean over folds, with the standard deviation
-    between them (None for one fold) and the number of folds in which it is known.
+    ``final_mean_dice``, and ``final_dice`` of each label, come from segmentations of the validation
+    cases with the final networks; ``best_dice`` and ``dice`` from the best validation during
+    training, which was chosen by the same cases. Each is the mean over folds, with the standard
+    deviation between folds (None for one fold) and the number of folds that have a value.
     """
     of_fold = {fold: _summary_of(run) for fold, run in runs.items()}
     keys = (*SCORES, "best_epoch", *SCORES_OF_LABELS, "epochs", "seconds")

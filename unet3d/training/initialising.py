@@ -1,8 +1,9 @@
 """Beginning a run with the weights of another one, for the same or other labels and channels.
 
-The network is that of the checkpoint, and images get the spacing that it was trained at. Open
-settings get these values. A resumed run has the network in its own checkpoint, so it does not need
-the file again. Patches may have another size, because no weight depends on it.
+The checkpoint determines the network: a setting that asks for another one is an error. Images get
+the spacing that the network was trained at, unless the settings name one. A resumed run has the
+network in its own checkpoint, so it does not need the file again. Patches may have another size,
+because no weight depends on it.
 
 If labels or channels differ, the heads or the stem start from scratch: the checkpoint has no
 weights for them.
@@ -30,10 +31,10 @@ from unet3d.runs.run_folder import RunFolder, folds_in
 logger = logging.getLogger(__name__)
 
 STEM = "encoder.levels.0.0."
-"""Begins the names of the first unit's parameters, which read the image."""
+"""Prefix of the names of the first unit's parameters; this unit reads the image."""
 
 HEADS = "decoder.heads."
-"""Begins the names of the parameters that write logits, one head for each level with a loss."""
+"""Prefix of the names of the heads' parameters; each level with a loss has a head."""
 
 BASE = "model.base_channels"
 """The channels of the first level, which determine the other levels unless these are named."""
@@ -42,7 +43,7 @@ BASE = "model.base_channels"
 def network_to_begin_with(
     config: Config, old_run: RunFolder | None = None
 ) -> tuple[Config, Topology | None]:
-    """Return the network of ``training.init``, and settings that suit it; None: there is none.
+    """Return settings that suit the network of ``training.init``, and this network; None: not set.
 
     A resumed run, or a fold of it, has that network in its own checkpoint.
     """
@@ -97,7 +98,7 @@ def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: G
 def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:
     """Copy the weights of a checkpoint into a new network, as far as they fit.
 
-    Returns what is new, in words.
+    Returns in words which layers are new.
     """
     topology, before = model.topology, checkpoint.topology
     old, new = checkpoint.preprocessing, preprocessing

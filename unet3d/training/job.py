@@ -65,7 +65,7 @@ SPREAD = {
 def start_training(
     request: Request, ranks: Ranks, console: Console, quiet: bool
 ) -> TrainingResult | None:
-    """Train as requested; None: in processes, which show their own results."""
+    """Train as requested; None: other processes trained, and showed their results themselves."""
     with joined(ranks) as group:
         return train_run(choose_run(request, group), group, console, quiet)
 
@@ -163,7 +163,7 @@ def _open_folder(run: Run) -> Past | None:
 
 
 def _resolve_precision(plan: Plan, past: Past | None, group: Group) -> str:
-    """Return the number type; a resumed run on CPUs keeps its first one, unless it is set."""
+    """Return the number type; a resumed run on CPUs keeps its own unless the settings name one."""
 
     def wanted() -> str:
         setting, recorded = plan.config.training.precision, past.state.cpu_precision if past else ""
@@ -223,7 +223,7 @@ def _is_finished(past: Past | None, experiment: Experiment, group: Group) -> boo
 def _place(
     experiment: Experiment, dims: ParallelDims, precision: str, group: Group
 ) -> tuple[Experiment, Step, MemoryEstimate | None]:
-    """Decide micro-batches and cuts, and predict the memory of a step; None: unpredictable."""
+    """Decide micro-batches and cuts, and predict the memory of a step; None: no prediction."""
     step = experiment.step(dims, precision)
     planned = experiment.network.size_in(step.batch_size)
     config = group.from_first(
@@ -235,7 +235,8 @@ def _place(
     cuts = group.from_first(lambda: wanted_cuts(config.parallel, step))
     step = replace(step, layout=replace(step.layout, cuts=cuts and tuple(cuts)))
     prediction = None
-    refuse_beyond_memory(experiment.topology)  # a prediction makes weights without touching them
+    # The prediction would not notice: it allocates weights without touching them.
+    refuse_beyond_memory(experiment.topology)
     if dims.predicts_memory:
         prediction = predict_memory(step)
         refuse_beyond_host(prediction)
@@ -250,7 +251,7 @@ def _make_network(
 ) -> Executor:
     """Return a new network on its devices, with random weights or those of ``training.init``."""
     settings = experiment.config.training
-    torch.default_generator.manual_seed(settings.seed)  # nothing is drawn on GPUs
+    torch.default_generator.manual_seed(settings.seed)  # all random numbers come from the CPU
     model = UNet3d(experiment.topology)
     if settings.init is not None and is_new:
         begin_with(settings.init, model, experiment.preprocessing, group)

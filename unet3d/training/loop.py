@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, checkpoints. It knows no device and no mode.
+"""The training loop: steps, validation, checkpoints. The executor hides devices and modes.
 
 A run can be stopped at any moment and continued: batches are a pure function of (seed, epoch,
 step), the learning rate of the step, and everything else is in the checkpoint.
@@ -49,7 +49,7 @@ class TrainingLoop:
     def __init__(
         self, context: RunContext, num_workers: int, prediction: MemoryEstimate | None
     ) -> None:
-        """Prepare the first step; ``num_workers`` processes cut patches, 0: this one.
+        """Prepare the first step; ``num_workers`` processes cut patches, 0: this process does.
 
         Predicted memory is recorded beside the measured memory.
         """
@@ -67,7 +67,7 @@ class TrainingLoop:
         )
         regions = experiment.preprocessing.region_classes
         self._loss = SegmentationLoss.of(self.config.training, regions)
-        # All slabs of a replica return its loss.
+        # All ranks of a replica return the same loss, so only the first one adds it.
         self._adds_loss = dims.shard_of(dims.rank) == 0
         self.loader = _make_loader(context, num_workers)
         self.validator = Validator(context)
@@ -79,7 +79,7 @@ class TrainingLoop:
     def load(self) -> None:
         """Continue from the latest checkpoint; no file is changed before the first step is taken.
 
-        Raises CheckpointError where it is of another network or optimizer.
+        Raises CheckpointError if its optimizer is another one, or its weights are not finite.
         """
         state = self.saver.load(self.loader.num_steps)
         self.state = replace(state, cpu_precision=self._cpu_precision)
@@ -121,7 +121,8 @@ class TrainingLoop:
                     self._keep(validation)
                     self.recorder.draw_progress()
                 note = self._waiting_note(metrics)
-                line.epoch_done(metrics, None if is_first else note)  # its processes start
+                # No note for the first epoch, in which the loading processes start.
+                line.epoch_done(metrics, None if is_first else note)
                 is_first = False
             self.recorder.begin()
             self.recorder.update_reserved()
@@ -148,7 +149,7 @@ class TrainingLoop:
             terms = self._step(batch)
             num_samples = batch.num_samples if self._adds_loss else 0
             losses.append((num_samples, terms))
-            # Reading the loss of the last step would leave a GPU idle after it.
+            # The loss of the step before is shown: reading the last one would leave a GPU idle.
             _, shown = losses[-2:][0]
             state.step += 1
             stop, save = self.group.all_reduce_flags(
@@ -196,14 +197,14 @@ class TrainingLoop:
         return self.optimization.learning_rate(step, num_steps)
 
     def _add_steps(self, losses: list[tuple[int, LossTerms]]) -> None:
-        """Add steps to the epoch's sums, and forget them; this waits for the devices."""
+        """Add losses to the epoch's sums, and clear their list; this waits for the devices."""
         self.state.add_steps(losses, self._clock.read(), self.group)
         if not self.state.is_finite:
             raise self._diverged("the loss is not finite")
         losses.clear()
 
     def _check_weights(self) -> None:
-        """Check that weights are finite, which losses show only in the next step."""
+        """Check that weights are finite; losses would show it only in the next step."""
         if any(self.group.exchange(not self.saver.is_finite())):
             raise self._diverged("the weights are not finite")
 
@@ -217,7 +218,7 @@ class TrainingLoop:
         return number % settings.validate_every == 0 or number == settings.epochs
 
     def _validate(self, line: ProgressLine, interruption: InterruptionRequest) -> Validation | None:
-        """Validate the network; None where no case validates."""
+        """Validate the network; None: there are no validation cases."""
         if not self.experiment.validation:
             return None
         number = self.state.epoch + 1
@@ -251,7 +252,7 @@ class TrainingLoop:
         return final
 
     def _end_epoch(self, validation: Validation | None) -> dict[str, Any]:
-        """End this epoch, and return its line of metrics."""
+        """End this epoch, and return its line of ``metrics.jsonl``."""
         num_steps = self.loader.num_steps
         metrics = epoch_metrics(
             self.state,
@@ -266,7 +267,7 @@ class TrainingLoop:
         return waiting_note(metrics, self.loader.take_waited(), self.executor.input_device)
 
     def _keep(self, validation: Validation | None) -> None:
-        """Save the network at the end of an epoch, as the best one too if it is."""
+        """Save the network at the end of an epoch, also as the best one if its Dice has risen."""
         improved = validation is not None and self.state.note_dice(validation.mean_dice)
         self.saver.save(self.state, improved)
 
@@ -277,7 +278,7 @@ class TrainingLoop:
 
 
 def _make_loader(context: RunContext, num_workers: int) -> PatchLoader:
-    """Return the loader of a rank; ``num_workers`` processes cut patches, 0: this one."""
+    """Return the loader of a rank; ``num_workers`` processes cut patches, 0: this process does."""
     experiment, dims, executor = context.experiment, context.dims, context.executor
     settings, device = experiment.config, executor.input_device
     spatial = executor if isinstance(executor, SpatialExecutor) else None

@@ -50,7 +50,7 @@ class Plan:
     architecture: Topology | None = None
     """The network of ``training.init``; None: one is planned for the data."""
     notes: tuple[str, ...] = ()
-    """The decisions, in lines for the user."""
+    """Lines for the user that explain decisions."""
 
     @classmethod
     def of(
@@ -64,8 +64,8 @@ class Plan:
     ) -> "Plan":
         """Return the plan for a request, with mode ``auto`` still undecided.
 
-        ``old_run`` is the run to continue. The devices of a described machine need not exist, with
-        ``gpu_bytes`` of memory in each GPU.
+        ``old_run`` is the run to continue. With ``is_described`` the devices need not exist; then
+        each GPU has ``gpu_bytes`` of memory.
         """
         config = settings_of(request, old_run)
         if is_described:
@@ -82,8 +82,8 @@ class Plan:
     def placed(self, ranks: Ranks | None = None) -> "Plan":
         """Return the plan with a parallel mode in place of ``auto``, the fastest that fits.
 
-        Ranks of torchrun take mode ``none`` for ``auto``, because it is from a run of a single
-        process.
+        Under torchrun with several ranks, mode ``none`` is treated like ``auto``: the setting comes
+        from a run in a single process.
         """
         config, has_ranks = self.config, ranks is not None and ranks.world_size > 1
         mode = config.parallel.mode
@@ -154,7 +154,7 @@ class Run:
 
 
 def choose_run(request: Request, group: Group) -> Run:
-    """Return the run that all ranks train; only the first one must see the files of an old one."""
+    """Return the run that all ranks train; only the first one needs an old run's files."""
 
     def to_plain(run: Run) -> dict[str, Any]:
         path, is_made = str(run.folder.path), run.folder.is_made

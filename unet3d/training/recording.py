@@ -1,4 +1,4 @@
-"""The files of a run's folder except checkpoints; the first rank writes them."""
+"""Records, metrics and pictures in a run's folder, which the first rank writes."""
 
 import io
 import platform
@@ -42,14 +42,14 @@ SCALARS = ("loss", "dice_loss", "cross_entropy", "learning_rate", "waited_second
 """Numbers of each epoch for TensorBoard."""
 
 MAX_NAMES = 2
-"""Cases that a line names."""
+"""Most cases that a line names."""
 
 
 class RunRecorder:
     """Writes the files of one run; in all ranks but the first it writes nothing."""
 
     def __init__(self, context: RunContext) -> None:
-        """Write nothing yet; all ranks call it."""
+        """Collect the names of all ranks' devices, without writing; a collective call."""
         self.resumed_epoch: int | None = None
         """Complete epochs of the run that is continued; None: it is a new one."""
         self.memory: dict[str, Any] | None = None
@@ -105,8 +105,8 @@ class RunRecorder:
     def update_reserved(self) -> None:
         """Record the reserved memory of allocators, or of a process on a CPU; a collective call.
 
-        Memory is measured in launched steps; steps of small volumes are captured later, and their
-        graphs keep additional memory.
+        Memory is measured before steps of small volumes are captured, and their graphs keep
+        additional memory.
         """
         if self.memory is None:
             return
@@ -117,7 +117,7 @@ class RunRecorder:
             measured["reserved_bytes"] = max(number, measured["reserved_bytes"])
         if self._group.is_first:
             self._folder.write_json(self._folder.memory, self.memory)
-            if is_one_cpu(self.memory["slots"]):  # where this is the peak that is shown
+            if is_one_cpu(self.memory["slots"]):  # whose picture shows this peak
                 self._draw_memory(self.memory)
 
     def write_epoch(self, metrics: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class RunRecorder:
         """Write the results of a finished run; ``metrics.jsonl`` has them by epoch.
 
         ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
-        whose network is ``checkpoint-best.pt``; where no case validates they are None or empty.
+        whose network is ``checkpoint-best.pt``; without validation cases they are None or empty.
         ``final`` has the results of the final network on the validation cases, segmented as by
         ``unet3d predict``. ``seconds`` is the time of steps and validations, without preparation
         and ``final``; ``waited_seconds`` is the time in steps that devices waited for data.
@@ -187,9 +187,9 @@ class RunRecorder:
 def epoch_metrics(
     state: TrainingState, *, num_steps: int, learning_rate: float, validation: Validation | None
 ) -> dict[str, Any]:
-    """Return a line of ``metrics.jsonl``, at the end of an epoch of so many steps.
+    """Return the line of ``metrics.jsonl`` for an epoch of ``num_steps`` steps.
 
-    The learning rate is that of its last step; without a validation there is no Dice.
+    ``learning_rate`` is the rate of its last step. Without a validation the line has no Dice.
     """
     mean = state.mean_loss
     metrics: dict[str, Any] = {
@@ -215,7 +215,7 @@ def epoch_metrics(
 class ScalarFile:
     """Numbers of each epoch for TensorBoard.
 
-    PyTorch's writer uses a thread that ends with a traceback if the disk is full.
+    Not PyTorch's writer: its thread ends with a traceback if the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -229,7 +229,7 @@ class ScalarFile:
         """Write the numbers of an epoch, which :func:`epoch_metrics` returned."""
         keys = (*SCALARS, "mean_dice", "validation_loss")
         values = {f"dice/{name}": dice for name, dice in metrics.get("dice", {}).items()}
-        values |= {key: metrics.get(key) for key in keys}  # a label may be called mean
+        values |= {key: metrics.get(key) for key in keys}  # no prefix: dice/mean may be a label's
         known = [
             Summary.Value(tag=tag, simple_value=value)
             for tag, value in values.items()
@@ -264,7 +264,7 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
 
 
 def data_lines(experiment: Experiment) -> list[str]:
-    """Return the numbers of training and validation cases; a second line names cases in both.
+    """Return a line that counts training and validation cases, and one on cases that are in both.
 
     A data set may contain the same case twice, under two names.
     """

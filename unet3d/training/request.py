@@ -34,7 +34,7 @@ class Request:
     config_path: Path | None = None
     """A configuration file; None: the defaults, or those of a resumed run."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that differ from it: dotted key to value."""
+    """Settings that override those of the file: dotted key to value."""
     output: Path | None = None
     """The run's folder; None: a new one below ``runs/``, or the newest to continue."""
     resume: bool = False
@@ -42,7 +42,7 @@ class Request:
 
 
 def check_early(request: Request, folds: str | None) -> None:
-    """Refuse settings, devices, a data set and folds of it without waiting for PyTorch."""
+    """Refuse impossible settings, devices, data sets and folds, without waiting for PyTorch."""
     old_run = None
     if request.resume:
         old_run = run_to_resume(request, over_folds=folds is not None and request.output is None)
@@ -88,8 +88,8 @@ def named_folds(named: str, dataset: Dataset, config: Config) -> tuple[int, ...]
 def run_to_resume(request: Request, over_folds: bool = False) -> RunFolder:
     """Return the run to continue: the one in a folder, or the newest of the data set.
 
-    It may be a run over several folds, and must be one with ``over_folds``. A run that was killed
-    before its first checkpoint counts, because its settings exist.
+    It may be a run over several folds; with ``over_folds`` the newest one of these is chosen. A run
+    that was killed before its first checkpoint counts, because its settings exist.
     """
     if "training.init" in request.changes:
         raise ConfigError(

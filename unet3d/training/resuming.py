@@ -53,7 +53,7 @@ class Past:
         return cls(folder=folder, saved=saved, split=saved.split, state=state)
 
     def is_finished(self, epochs: int) -> bool:
-        """Return whether a number of epochs is already done."""
+        """Return whether a number of epochs is done, and final validation and summary are saved."""
         is_validated = not self.split.validation or self.folder.has_validation()
         return self.state.epoch >= epochs and is_validated and self.folder.has_summary()
 
@@ -98,7 +98,7 @@ class Past:
 def _changed(
     before: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str] | None = None
 ) -> list[str]:
-    """Return what differs in plain values, a phrase for each key."""
+    """Return a phrase for each key whose plain values differ."""
     changed = [key for key in keys or now if not is_close(before.get(key), now.get(key))]
     return [
         f"{key} changed from {_in_words(before.get(key))} to {_in_words(now.get(key))}"
@@ -107,7 +107,7 @@ def _changed(
 
 
 def _in_words(value: Any) -> str:
-    """Return a plain value in words; channels have long statistics, so only their normalisation."""
+    """Return a plain value in words; of a channel, its normalisation without the statistics."""
     if isinstance(value, list):
         value = [one.get("kind", one) if isinstance(one, dict) else one for one in value]
     return in_yaml(value)

@@ -33,17 +33,17 @@ class TrainingState:
     epoch: int = 0
     """Epochs that are complete, validation included."""
     step: int = 0
-    """Steps done in the epoch after them."""
+    """Finished steps of the current epoch."""
     loss: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
     )
-    """Sums over those steps, of the loss of each sample."""
+    """Sums of the losses of all samples in the finished steps of the current epoch, by term."""
     num_samples: int = 0
-    """Samples in those steps, of all ranks."""
+    """Samples in these steps, in all ranks together."""
     seconds: float = 0.0
-    """Time spent in those steps."""
+    """Duration of these steps."""
     waited_seconds: float = 0.0
-    """The part of it that the devices waited for data."""
+    """The part of it in which devices waited for data."""
     best_dice: float = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
 
@@ -52,9 +52,8 @@ class TrainingState:
     ) -> None:
         """Add the measurements of some steps of all ranks; this waits for the devices.
 
-        For each step there are the number of this rank's samples, and their mean loss. Of the time
-        that devices waited for data the mean over the ranks counts, because all of them take the
-        same time for a step.
+        ``losses`` holds for each step the number of this rank's samples and their mean loss. The
+        waiting time is averaged over the ranks, because a step takes the same time in all of them.
         """
         counted = [(num_samples, terms) for num_samples, terms in losses if num_samples]
         own = [
@@ -94,7 +93,7 @@ class TrainingState:
     def from_plain(cls, values: Any) -> "TrainingState":
         """Return the state in a checkpoint; missing fields get defaults.
 
-        Raises ValueError where one is of another type, or not finite.
+        Raises ValueError if a field has another type or is not finite.
         """
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
             raise ValueError("it holds no training state")
@@ -111,17 +110,17 @@ class CheckpointSaver:
     """Writes and reads the checkpoints of one run."""
 
     def __init__(self, context: RunContext, optimization: Optimization) -> None:
-        """Start the time until the first checkpoint."""
+        """Start to count the time until the first checkpoint is due."""
         self._context = context
         self._folder, self._group = context.folder, context.group
         self._module = context.executor.module
         self._optimization = optimization
         self._saved_at = time.monotonic()
         self.postprocessing: tuple[Rule, ...] = ()
-        """The components in the latest checkpoint; empty again after further training."""
+        """Rules for components in the latest checkpoint; empty again after further training."""
 
     def is_due(self) -> bool:
-        """Return whether the latest checkpoint is as old as it may be; the first rank knows."""
+        """Return whether a new checkpoint is due; always False in ranks other than the first."""
         if not self._group.is_first:
             return False
         age = time.monotonic() - self._saved_at
@@ -133,9 +132,9 @@ class CheckpointSaver:
         improved: bool = False,
         postprocessing: tuple[Rule, ...] = (),
     ) -> None:
-        """Write the latest checkpoint in the first rank; the best so far is written as such first.
+        """Write the latest checkpoint in the first rank; if ``improved``, also as the best one.
 
-        ``postprocessing`` are the components that its predictions keep.
+        ``postprocessing`` names the components that predictions with it keep.
         """
         self.postprocessing = postprocessing
         if not self._group.is_first:
@@ -172,8 +171,8 @@ class CheckpointSaver:
     def load(self, num_steps: int) -> TrainingState:
         """Load the latest checkpoint in all ranks, and return its training state.
 
-        An epoch has ``num_steps``, which may be fewer than before. Raises CheckpointError where
-        the optimizer is another one, or weights are not finite.
+        An epoch has ``num_steps``, which may be fewer than before. Raises CheckpointError if the
+        optimizer is another one, or weights are not finite.
         """
         path = self._folder.latest
         checkpoint = self._group.file_from_first(path, load_checkpoint)

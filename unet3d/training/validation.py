@@ -80,7 +80,7 @@ class Validator:
     def _scores(
         self, case: PreparedCase, windows_done: WindowsDone
     ) -> tuple[float, list[float | None]] | None:
-        """Return loss and Dice of each label or region of a case, in the first shard; else None."""
+        """Return loss and Dice by label or region in a replica's first rank, None in others."""
         experiment, executor = self._experiment, self._executor
         settings = experiment.config.inference
         window = experiment.patch_size or "whole" if settings.window == "auto" else settings.window
@@ -102,7 +102,7 @@ class Validator:
             for logits in logit_slabs(
                 [WindowNetwork.of(executor)], slab, windows, num_classes, windows_done
             ):
-                if not self._context.has_results:  # the first rank of the replica has the same
+                if not self._context.has_results:  # the first rank of the replica scores them
                     continue
                 planes = slice(done, done + logits.shape[1 + axis])
                 truth = torch.from_numpy(classes[(*[slice(None)] * axis, planes)])
@@ -119,7 +119,7 @@ class Validator:
         found = torch.cat(parts, axis)
         loss = self._loss.from_sums(torch.stack(sums).sum(0)).total.item()
         if preprocessing.ignore_value is not None:
-            # Background in both, which has no part in the Dice of any label.
+            # Ignored voxels become background in both, which counts for no label's Dice.
             is_counted = classes < len(preprocessing.label_values)
             found *= torch.from_numpy(is_counted).to(found.device)
             classes = classes * is_counted
