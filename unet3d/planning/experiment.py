@@ -40,7 +40,7 @@ class Experiment:
     """The settings, including all values that depend on the data."""
     preprocessing: Preprocessing
     network: NetworkPlan
-    """The network, with the patch size, or with the sizes of all whole volumes, also of validation."""
+    """The network and the patch size, or the sizes of all whole volumes, also for validation."""
     training: tuple[PreparedCase, ...]
     validation: tuple[PreparedCase, ...]
     validation_files: tuple[Case, ...]
