@@ -1,8 +1,8 @@
 """Sums over voxels for a segmentation loss, and their gradient, in Triton.
 
-Forward and backward take one pass over the logits each; probabilities are never stored. Up to
-:data:`MAX_UNROLLED` classes are registers of one thread per voxel: the logits of a few classes lie
-too close for threads to share a voxel.
+Forward and backward take one pass over the logits each; probabilities are never stored. With up to
+:data:`MAX_UNROLLED` classes, one thread holds all logits of a voxel in registers: so short a row is
+not worth dividing among threads.
 """
 
 import torch
@@ -160,7 +160,7 @@ def _gradient_unrolled(
 
 
 def forward(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the sums (4, N, K): surprise, intersection, prediction and truth."""
+    """Return the sums (4, N, K) of :func:`unet3d.kernels.loss_sums.dice_ce_sums`."""
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
@@ -180,7 +180,7 @@ def forward(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-    """Return the gradient of the logits, from that (4, N, K) of the sums."""
+    """Return the gradient of the logits from the gradient (4, N, K) of the sums."""
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()

@@ -58,7 +58,7 @@ def region_sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]
 def _summed(
     logits: Tensor, target: Tensor, sums: Callable[..., Any], gradient_of: Callable[..., Any]
 ) -> Tensor:
-    """Return sums over voxels; backward makes the gradient of the logits from that of the sums."""
+    """Return ``sums(logits, target)``, with ``gradient_of`` as the gradient of the logits."""
     made: Tensor = _Sums.apply(logits, target, sums, gradient_of)  # type: ignore[no-untyped-call]
     return made
 
@@ -139,8 +139,8 @@ def _gradient_of_regions(
     chance = torch.sigmoid(_rows_of(logits))
     is_counted, is_truth = _masks(target, regions, chance.dtype)
     surprise, common, predicted, *_ = gradient.unsqueeze(-1).unbind(0)
-    # The derivative of the chance c by its logit is c * (1 - c), that of the binary cross-entropy
-    # c - t.
+    # With t = 1 in the region, the derivatives by a logit are c * (1 - c) for its chance c, and
+    # c - t for the binary cross-entropy.
     wanted = torch.addcmul(predicted, is_truth, common).mul_(chance).mul_(1 - chance)
     wanted.addcmul_(chance.sub_(is_truth), surprise).mul_(is_counted)
     # One copy brings them to the type and layout of the logits.

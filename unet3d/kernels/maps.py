@@ -7,9 +7,9 @@ Maps may be stored with one voxel of zeros at each end of Z.
 
 Channels-last memory of such a map can be read as voxels of twice the channels, which begin one
 voxel before the first. A 3x3x3 convolution of two neighbours along Z then reads two such voxels
-instead of half of three (:mod:`unet3d.kernels.conv.api`). Kernels that write a map write the zeros,
-too. The tensor shows only its own voxels, so other code reads it like any map. The result of a
-convolution of such pairs has room for the zeros, but other values there.
+instead of three with half of the weights zero (:mod:`unet3d.kernels.conv.folded`). Kernels that
+write a map write the zeros, too. The tensor shows only its own voxels, so other code reads it like
+any map. The result of a convolution of such pairs has room for the zeros, but other values there.
 
 Maps are (N, C, X, Y, Z) throughout.
 """
@@ -25,7 +25,7 @@ from unet3d.memory.fake_devices import is_gpu
 from unet3d.torch_private import version
 
 MAX_CHANNELS = 32
-"""Most channels with which two voxels are computed as one."""
+"""Most channels of a map whose neighbours along Z are computed as one voxel, in pairs."""
 MIN_ELEMENTS = 2**23
 """Smaller maps are not folded: launches that fold the weights would cost as much as folding
 saves."""
@@ -84,7 +84,7 @@ def empty_channels_last(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def empty_result(x: Tensor, channels: int, planes: int) -> Tensor:
-    """Return empty channels-last memory for a result of a map, by channels and planes."""
+    """Return channels-last memory for a map like x with other numbers of channels and planes."""
     return empty_channels_last((len(x), channels, planes, *x.shape[3:]), x)
 
 
@@ -95,12 +95,12 @@ def mark_padded(x: Tensor) -> Tensor:
 
 
 def is_padded(x: Tensor) -> bool:
-    """Return whether a map has zeros around."""
+    """Return whether a map is stored with zeros around Z."""
     return getattr(x, _PADDED, False)
 
 
 def has_room(x: Tensor) -> bool:
-    """Return whether a map is stored with room for a voxel at each end of Z, whatever its value."""
+    """Return whether a map is stored with room, zeros or not, for a voxel at each end of Z."""
     n, c, i, j, k = x.shape
     line = c * (k + 2)
     return (
@@ -131,7 +131,7 @@ def with_marks(x: Tensor, other: Tensor) -> Tensor:
 
 
 def mark_folded(x: Tensor) -> Tensor:
-    """Mark the result of a folded convolution, which wants its gradient padded, and return it."""
+    """Mark a result of a folded convolution, so that its gradient is padded, and return it."""
     setattr(x, _FOLDED, True)
     return x
 
@@ -173,12 +173,12 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def is_laid_out(x: Tensor) -> bool:
-    """Return whether a map lies in memory as kernels take it: channels-last, or with room."""
+    """Return whether kernels take a map's layout: channels-last, with or without room around Z."""
     return has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def laid_out(x: Tensor) -> Tensor:
-    """Return a map as kernels take it: itself, or a channels-last copy."""
+    """Return a map in a layout that kernels take: itself, or a channels-last copy."""
     return x if is_laid_out(x) else channels_last(x)
 
 

@@ -31,10 +31,10 @@ class _Offer(NamedTuple):
 
     recompute: Recompute
     source: Tensor | None
-    """The large tensor that it is computed from, and which is kept; None: there is none."""
+    """The large tensor that it is recomputed from, kept for backward; None: no large one."""
     shape: torch.Size
     is_dense: bool
-    """Whether the tensor has no zeros around it in memory."""
+    """Whether the tensor is stored without zeros around Z (:mod:`unet3d.kernels.maps`)."""
     deferred: Deferred | None
     """The normalisation that makes the whole tensor from the source; None: another operation
     does."""
@@ -67,13 +67,13 @@ def nothing_offered() -> Iterator[None]:
 
 
 def recomputed(tensor: Tensor) -> Saved | None:
-    """Return a placeholder for a tensor to be saved, if it or its base was offered."""
+    """Return a placeholder for a tensor to be saved, or None if its memory was not offered."""
     offered = (_known.get() or {}).get(storage_key(tensor))
     if offered is None:
         return None
     if tensor.shape == offered.shape:
         return _Recomputed(offered.recompute, None)
-    if not offered.is_dense:  # the recomputed tensor has no zeros around
+    if not offered.is_dense:  # the recomputed tensor is stored without the zeros around Z
         return None
     view = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
     return _Recomputed(offered.recompute, view)
@@ -98,10 +98,10 @@ def offer(
 ) -> None:
     """Register how to recompute a tensor that was just computed, if a context asks for it.
 
-    ``recompute`` returns it in the same layout except for zeros around it
-    (:mod:`unet3d.kernels.maps`). It must only hold tensors that are kept for backward anyway; the
-    only large one may be the ``source``. With a source, only large tensors are recomputed. Without
-    one, as for the result of a recomputed part of the network, tensors of any size are.
+    ``recompute`` returns it in the same layout except for zeros around Z
+    (:mod:`unet3d.kernels.maps`). It must only hold tensors that are kept for backward anyway, and
+    of these only the ``source`` may be large. With a source, only large tensors are recomputed;
+    without one, as in a recomputed part of the network, tensors of any size.
     """
     known = _known.get()
     if known is None or (source is not None and tensor.numel() < MIN_ELEMENTS):
@@ -113,7 +113,7 @@ def offer(
 
 
 def recomputing(tensor: Tensor) -> Recompute:
-    """Return a function that gives a tensor in backward, recomputed or kept."""
+    """Return a function that recomputes a tensor in backward, or returns the kept tensor."""
     offered = _offer_of_whole(tensor)
     held = tensor.detach()
     return offered.recompute if offered is not None else lambda: held
@@ -139,6 +139,6 @@ def normalized_from(tensor: Tensor) -> tuple[Tensor, Deferred] | None:
 
 
 def _offer_of_whole(tensor: Tensor) -> _Offer | None:
-    """Return the offer of a tensor that is not a view of a part of another."""
+    """Return the offer of a tensor, or None if it has none or is only a part of an offered one."""
     offered = (_known.get() or {}).get(storage_key(tensor))
     return None if offered is None or tensor.shape != offered.shape else offered

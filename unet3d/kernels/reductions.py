@@ -19,17 +19,17 @@ def strongest_class(logits: Tensor) -> Tensor:
     classes = torch.zeros(logits.shape[1:], dtype=dtype)
     largest = logits[0].clone()
     for label, values in enumerate(logits[1:], start=1):
-        # It is larger than those before, so it takes the place of any of them.
+        # This label is larger than all before, so the maximum replaces any of them.
         torch.maximum(classes, (values > largest).to(dtype).mul_(label), out=classes)
         torch.maximum(largest, values, out=largest)
     return classes
 
 
 def written_regions(logits: Tensor, classes: Sequence[int]) -> Tensor:
-    """Return a class (X, Y, Z) from overlapping regions: that of the last region with the voxel.
+    """Return each voxel's class (X, Y, Z): the class of the last region that contains the voxel.
 
-    A voxel is in a region if the sigmoid of its logit, (R, X, Y, Z), is above one half. The
-    ``classes`` of the regions are written one over the other; voxels in no region are 0.
+    A region contains a voxel if the sigmoid of the region's logit there, (R, X, Y, Z), is above one
+    half. ``classes`` has a class for each region; voxels in no region are 0.
     """
     dtype = torch.uint8 if max(classes) <= 255 else torch.int64
     written = torch.zeros(logits.shape[1:], dtype=dtype, device=logits.device)
@@ -41,8 +41,8 @@ def written_regions(logits: Tensor, classes: Sequence[int]) -> Tensor:
 def average_pool(x: Tensor, stride: Sequence[int]) -> Tensor:
     """Average blocks of voxels of a map (N, C, X, Y, Z), without a partial block at an axis' end.
 
-    PyTorch's operation returns channels-first memory; on a CPU a map that is channels-last stays
-    so, and keeps its type under autocast.
+    PyTorch's operation returns channels-first memory. On a CPU the result of a channels-last map is
+    channels-last, too, and has the map's type even under autocast.
     """
     if is_gpu(x.device) or not is_channels_last(x):
         return F.avg_pool3d(x, tuple(stride), tuple(stride))

@@ -2,12 +2,13 @@
 
 Inside :func:`sharded` a map is this device's slab. Between the units of a network it has one plane
 more on each side, its halo: the planes of the slabs beside it, or zeros where the volume ends. So a
-convolution pads nothing along X and sends nothing. Its gradient of the halo's planes belongs to the
-neighbours, which add it to their own.
+convolution pads nothing along X and sends nothing. In backward the gradient of a halo is sent to
+the neighbours, which add it to the gradient of their own planes.
 
-Gradients follow the convention of ``DistributedDataParallel``: each device ends up with the
-derivative of the sum of all devices' losses, and the mean over the devices is the gradient. Every
-device computes the loss of the whole volume, so the sum counts it once per device.
+Gradients follow the convention of ``DistributedDataParallel``: the mean over the devices is the
+gradient. So each device computes its slab's contribution to the derivative of the sum of all
+devices' losses. Every device computes the loss of the whole volume, so the sum counts it once per
+device.
 
 A message must never depend on the size of a device's own slab: another device would wait forever.
 """
@@ -24,14 +25,17 @@ from unet3d.kernels.maps import empty_map, has_room, with_padding
 from unet3d.torch_private import is_held_elsewhere
 
 Halo = tuple[Tensor | None, Tensor | None]
-"""Planes from the slab before and from the one behind; None where the volume ends."""
+"""The plane of the slab before and of the slab behind; None where the volume ends."""
 
 
 class Shard(Protocol):
-    """A device's slab of a volume, and its messages to the others; all devices call each method."""
+    """A device's slab of a volume, with messages to the other slabs.
+
+    Every method that sends is called by all devices.
+    """
 
     index: int
-    """Its number, from 0 along X."""
+    """This slab's number, from 0 along X."""
     count: int
     """Number of slabs."""
 
@@ -48,11 +52,11 @@ class Shard(Protocol):
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return values, of the same shape everywhere, of all slabs in order, (count, *shape)."""
+        """Return the values of all slabs in order, (count, *shape); all give the same shape."""
         ...
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all slabs of values of the same shape everywhere."""
+        """Return the sum of the values of all slabs; all give the same shape."""
         ...
 
 
@@ -66,7 +70,7 @@ def current_shard() -> Shard | None:
 
 @contextmanager
 def sharded(shard: Shard | None) -> Iterator[None]:
-    """Treat maps as slabs in the context; None: as whole."""
+    """Treat maps in the context as this slab, or with None as whole volumes."""
     token = _current.set(shard)
     try:
         yield
@@ -75,9 +79,9 @@ def sharded(shard: Shard | None) -> Iterator[None]:
 
 
 def x_padding() -> int:
-    """Return the planes of zeros before and behind X that keep a convolution's own planes.
+    """Return the planes of zeros that a 3x3x3 convolution pads at each end of X: 1.
 
-    A slab already includes its neighbours' planes there, or zeros.
+    It pads 0 for a slab, which includes its halo.
     """
     return int(current_shard() is None)
 
@@ -91,8 +95,8 @@ def number_of_largest(number: int) -> int:
 def sum_of_losses(values: Tensor) -> Tensor:
     """Return sums over the volume from those over a slab, or over a whole map; differentiable.
 
-    Every device computes the same loss from the sums, so gradients arrive the same everywhere, and
-    the derivative of the sum of all losses is their multiple by the number of devices.
+    Every device computes the same loss from the sums, and gets the same gradient of them. The
+    gradient of the sum of all devices' losses is this one, times the number of devices.
     """
     shard = current_shard()
     if shard is None:
@@ -108,7 +112,7 @@ def sum_over_shards(values: Tensor, shard: Shard) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over slabs; each device has its whole gradient, or only a part of it."""
+    """A sum over slabs; each device gets the sum's whole gradient, or only a part of it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, shard: Shard, all_have_gradient: bool) -> Tensor:
@@ -147,8 +151,8 @@ def inner(x: Tensor) -> Tensor:
 def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
     """Write the halo of a map with room for it, channels-last, and return it.
 
-    If a map is stored with zeros around Z, its halo gets zeros too. They are not exchanged, because
-    a slab on another kind of GPU may have none.
+    With ``pads`` the map is stored with zeros around Z, and its halo gets zeros, too. They are not
+    exchanged, because another GPU model may store its slab without them.
     """
     memory = _memory(x)
     halo = shard.exchange(memory[:, 1], memory[:, -2])
@@ -183,10 +187,10 @@ def _stored_like(x: Tensor, plane: Tensor) -> Tensor:
 
 
 def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
-    """Return the gradient of a slab's own planes, with what the neighbours' results add to it.
+    """Return the gradient of a slab's own planes, including the neighbours' contributions.
 
-    It is a view of the gradient of the map with its halo, (N, C, X + 2, Y, Z). That is overwritten
-    unless it is shared: autograd may pass one tensor to several inputs of an operation.
+    It is a view of the given gradient of the map with its halo, (N, C, X + 2, Y, Z). The given
+    tensor is overwritten unless it is shared: autograd may pass one tensor to several inputs.
     """
     is_shared = is_held_elsewhere(gradient)
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)

@@ -31,9 +31,9 @@ def operation(
 ) -> Any:
     """Define the operation ``unet3d::name``, without a gradient, and return it.
 
-    On the devices it runs a function. A function that launches kernels is given by its name,
-    relative to this folder, so that its module is imported at the first call. ``fake`` takes the
-    same arguments and returns the memory of the results. PyTorch's ``custom_op`` adds checks to
+    On ``devices`` it calls ``run``. A function that launches kernels is given by its name, relative
+    to this folder, so that its module is imported at the first call. ``fake`` takes the same
+    arguments and returns the memory of the results. PyTorch's ``custom_op`` adds checks to
     every call that take longer than a small kernel.
     """
 
@@ -79,7 +79,7 @@ def works() -> bool:
 
 
 def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
-    """Let all ranks use the kernels, or none; a collective call with own devices.
+    """Let all ranks use the kernels, or none; a collective call with this rank's devices.
 
     Kernels and plain operations send sums of different shapes, so all ranks must use the same.
     ``exchange`` maps this rank's answer to those of all ranks.
@@ -98,7 +98,7 @@ def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[b
 
 
 def all_ranks_can(own: bool, exchange: Callable[[bool], Sequence[bool]], otherwise: str) -> bool:
-    """Return whether all ranks can; otherwise log ``otherwise`` with the first that cannot."""
+    """Return whether all ranks can; if only others cannot, log ``otherwise`` with the first."""
     answers = exchange(own)
     if own and not all(answers):
         logger.warning(otherwise, list(answers).index(False))

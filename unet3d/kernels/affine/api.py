@@ -1,9 +1,9 @@
 """Sampling of images and their label maps through affine maps of voxels.
 
 PyTorch's ``grid_sample`` needs a grid of three floats per voxel, rounds positions in a large box to
-1e-5 voxels, and has no mode for labels. Here positions are exact to 5e-7. A label is the argmax of
-the linearly interpolated classes: small objects keep their shape better than with the nearest label
-(F. Isensee et al., nnU-Net, do the same where they resample labels).
+1e-5 voxels, and has no mode for labels. Here positions are exact to 5e-7 voxels. A label is the
+argmax of the linearly interpolated classes: small objects keep their shape better than with the
+nearest label (F. Isensee et al., nnU-Net, do the same where they resample labels).
 """
 
 import math

@@ -13,26 +13,25 @@ TABLE_CHANNELS = 16
 """First column of a table with the numbers of channels."""
 
 Intensity = tuple[float, float, float, float]
-"""Deviation of the noise that is added to a channel, its seed (two numbers below 2^32), and the
-factor of the sum."""
+"""For a channel: deviation of the noise that is added, seed of the noise (two numbers below 2^32),
+and factor by which the sum is multiplied."""
 
 
 class Boxes(NamedTuple):
-    """Boxes that outputs of one size are sampled from: voxel o at ``matrix @ o + offset``."""
+    """Boxes from which outputs are sampled: output voxel o lies at ``matrix @ o + offset``."""
 
     images: Tensor
     """float16, float32 or float64: the (C, X, Y, Z) images of all boxes, flattened and
     concatenated."""
     labels: Tensor
-    """uint8 or int64: the (X, Y, Z) labels of all boxes, likewise; any number of classes."""
+    """uint8 or int64: the (X, Y, Z) labels of all boxes, flattened and concatenated."""
     table: Tensor
     """float64, a row for each output: three rows of the matrix, each with its offset; shape of the
-    box, and number of voxels before it; the four numbers of each channel."""
+    box, and number of voxels in the boxes before it; an :data:`Intensity` for each channel."""
     start: Voxel
-    """The first voxel of the outputs in larger ones, if they are parts; a part equals that of the
-    whole."""
+    """If the outputs are parts of larger ones, their first voxel in these; (0, 0, 0) if whole."""
     size: Voxel
-    """Voxels of whole outputs."""
+    """Voxels of a whole output along each axis."""
 
     @staticmethod
     def of(
@@ -54,7 +53,7 @@ class Boxes(NamedTuple):
         return Boxes(*joined, start, size)
 
     def each(self, num_channels: int) -> Iterator[tuple[Tensor, Tensor, Matrix, Offset, list[Any]]]:
-        """Yield image, label, matrix, offset and the numbers of channels of each output."""
+        """Yield each output's image, label, matrix, offset, and four numbers of each channel."""
         end = 0
         for row in self.table.tolist():
             (a, b, c, x), (d, e, f, y), (g, h, i, z) = row[:4], row[4:8], row[8:12]

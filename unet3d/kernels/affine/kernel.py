@@ -18,7 +18,7 @@ BLOCK_VOXELS = 128
 
 @triton.jit
 def _cell(x, y, z, row, SIZE):
-    """Return the cell of a position along one axis, and the weight of the next voxel."""
+    """Return a position's cell along one axis, and the weight of the cell's second voxel."""
     MX = tl.load(row)
     MY = tl.load(row + 1)
     MZ = tl.load(row + 2)
@@ -71,7 +71,7 @@ def _gaussian(voxel, seeds):
     second = _hash(first + tl.load(seeds + 1).to(tl.int64).to(tl.uint32))
     uniform = _uniform(first)
     rest = 1 - uniform
-    # Near 1, where the logarithm is almost 0, its first series terms are more exact than a GPU's.
+    # Near 1 the first terms of the logarithm's series are more exact than a GPU's logarithm.
     terms = rest * (1 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4))))
     radius = tl.sqrt(2 * tl.where(rest < 0.01, terms, -tl.log(uniform)))
     # The cosine is the sine of an angle within a right angle, for which a series is exact.

@@ -1,7 +1,7 @@
 """Gaussian noise without a generator: a function of a voxel's index and a seed.
 
-So any part of a patch can be made alone, on any device, with the same noise; ``kernel`` has the
-same formulas.
+So any part of a patch can be made alone, on any device, with the same noise;
+:mod:`unet3d.kernels.affine.kernel` has the same formulas.
 """
 
 import math

@@ -4,8 +4,8 @@ The input, positions and values of a block stay in a processor's cache, so readi
 position takes less time than the arithmetic of ``grid_sample``.
 
 Positions are fixed-point integers: their sums are exact, and cell and weight of a position are its
-upper and lower bits. They depend neither on the block nor on the part of a larger output that is
-made, so a part equals that of the whole.
+upper and lower bits. They depend neither on the block nor on whether only a part of the output is
+made, so a part has the same bits as in the whole output.
 """
 
 import itertools
@@ -29,7 +29,7 @@ EQUAL_SHARES = 1e-6
 BLOCK_EDGE = 64
 """Most voxels of a block along an axis, so that its data stay in a cache."""
 MAX_REACH = 2**20
-"""Most voxels of the box around a block's positions, unless the block cannot be smaller."""
+"""Most voxels of a box that a block reads, unless the block has one voxel."""
 FRACTION_BITS = 24
 """Fraction bits of a position: the significant bits of a float32."""
 MAX_REACH_ALONG_AXIS = 127
@@ -42,7 +42,7 @@ class Block(NamedTuple):
     region: Region
     """The part of the output."""
     origin: list[int]
-    """First voxel of the box that is read; it may lie outside."""
+    """First voxel that is read; it may lie outside of the box."""
     reach: list[int]
     """Voxels that are read along each axis, at least 2."""
     first: Tensor
@@ -76,7 +76,7 @@ def sample(
 
 
 def _inside(block: Block, shape: torch.Size) -> Region | None:
-    """Return the part of the box that a block reads, or None."""
+    """Return the part of the box that a block reads, or None if it reads none of the box."""
     low = [max(0, origin) for origin in block.origin]
     high = [
         min(size, origin + reach)
@@ -155,7 +155,7 @@ def _is_mixed(read: Tensor) -> Tensor:
 
 
 def _largest_share(classes: Tensor, weights: Tensor) -> Tensor:
-    """Return the class, of (8, V), with the largest sum of weights; ties go to the smallest."""
+    """Return the class with the largest sum of weights (8, V); ties go to the smallest class."""
     shares, parts, corners = list(weights.clone()), list(weights), list(classes)
     for i, j in itertools.combinations(range(len(corners)), 2):
         is_equal = (corners[i] == corners[j]).view(torch.uint8).to(weights.dtype)
@@ -168,13 +168,13 @@ def _largest_share(classes: Tensor, weights: Tensor) -> Tensor:
 
 
 def _blocks(matrix: Matrix, offset: Offset, start: Voxel, out: Tensor) -> Iterator[Block]:
-    """Yield the blocks of an image's output (C, X, Y, Z), whose first voxel is ``start``.
+    """Yield the blocks of an output (C, X, Y, Z) that begins at voxel ``start`` of a whole one.
 
-    Voxel o lies at ``matrix @ o + offset``, in voxels of the box.
+    Voxel o of the whole lies at ``matrix @ o + offset``, in voxels of the box.
     """
     size = out.shape[1:]
     edges = _edges(matrix, size)
-    # The contribution of each output axis to the position along each axis of the box.
+    # For each axis of the box: the contribution of each output axis to the position along it.
     places = [
         [_places(*of_axis) for of_axis in zip(row, start, size, strict=True)] for row in matrix
     ]
@@ -208,7 +208,7 @@ def _places(factor: float, start: int, count: int) -> Tensor:
 
 
 def _edges(matrix: Matrix, size: torch.Size) -> list[int]:
-    """Return the sides of a block, smaller along axes on which it reads many voxels."""
+    """Return the edges of a block: the more voxels it reads along an axis, the smaller."""
     edges = [min(BLOCK_EDGE, voxels) for voxels in size]
     while max(edges) > 1:
         reach = [  # upper estimate of the voxels read along each axis

@@ -1,11 +1,11 @@
-"""Convolutions that are faster than cuDNN's own where channels are few.
+"""Convolutions that are faster than cuDNN's where channels are few.
 
 Each function here picks the fastest way for its arguments: convolutions written by hand
 (:mod:`unet3d.kernels.conv.hopper.api`), two voxels computed as one
 (:mod:`unet3d.kernels.conv.folded`), Triton for an image of few channels
-(:mod:`unet3d.kernels.conv.stem_kernel`), slabs of maps that are too large, or small float32 maps on
-a CPU (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything else. The
-results are equal up to rounding.
+(:mod:`unet3d.kernels.conv.stem_kernel`), slabs for maps that are too large for cuDNN or small and
+float32 on a CPU (:mod:`unet3d.kernels.conv.slabs`), and PyTorch's own operation for everything
+else. The results are equal up to rounding.
 
 A slab of a volume along X includes its neighbours' planes, or zeros where the volume ends
 (:mod:`unet3d.kernels.sharding`), so a convolution does not pad it along X.
@@ -42,7 +42,7 @@ from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_HEAD_COLUMNS = 128
-"""Most outputs of eight voxels together: beyond sixteen, too much of the matrix is zero."""
+"""Most outputs of eight voxels together; with more, too much of the matrix is zero."""
 
 MIN_COMPOSED_ELEMENTS = 2**20
 """Smaller maps are upsampled and convolved separately: the normalisation's kernels do not suit
@@ -54,7 +54,7 @@ MIN_COMPOSED_VOXELS_CPU = 256
 """The same on a CPU, where making the kernel takes as long as 130 voxels per channel."""
 
 MAX_STEM_ROWS = 128
-"""Neighbours of a voxel times channels of the image."""
+"""Most neighbours of a voxel times channels of the image."""
 MAX_STEM_CHANNELS = 64
 
 _PLAIN = (1, 1, 1)
@@ -65,7 +65,7 @@ def conv3x3x3(x: Tensor, weight: Tensor, *, moments: bool = False) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with stride 1 and zeros around.
 
     So a whole volume keeps its size, and a slab loses its halo. With ``moments``, the result is
-    marked with its moments, for a normalisation that reads it, if they cost nothing.
+    marked with its moments, for the normalisation that reads it, if the kernel gets them for free.
     """
     if is_stem(x, weight):
         x = x.to(slabs.lowered(x))
@@ -85,8 +85,8 @@ def conv3x3x3(x: Tensor, weight: Tensor, *, moments: bool = False) -> Tensor:
 def sum_with_conv3x3x3(y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Convolve x as :func:`conv3x3x3` does, and add it to a result y, which is overwritten.
 
-    Returns arguments of a normalisation (:func:`unet3d.kernels.instance_norm`): the sum and None,
-    or both terms if no kernel adds while it convolves.
+    Returns ``x`` and ``added`` of a normalisation (:func:`unet3d.kernels.instance_norm`): the sum
+    and None, or both terms if no kernel adds while it convolves.
     """
     suits = hopper.suits(x, *reversed(weight.shape[:2]))
     if suits and x.dtype == y.dtype and is_laid_out(y):
@@ -105,7 +105,7 @@ def strided_conv3x3x3(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tenso
 
 
 def flat_conv(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Convolve with a kernel that has one voxel along some axes, as across thick slices.
+    """Convolve with a kernel of one voxel along some axes, such as across thick slices.
 
     A slab must include its halo; the result has only its own planes.
     """
@@ -137,7 +137,7 @@ def upsampled_conv3x3x3(x: Tensor, up: Tensor, weight: Tensor, stride: Sequence[
 
 
 def upsample_with_halo(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Upsample a slab; of a neighbour's plane only the plane next to the slab remains."""
+    """Upsample a slab with its halo; of a halo plane's block, keep the plane next to the slab."""
     full = upsample(x, weight, stride)
     left_out = (1 - x_padding()) * (stride[0] - 1)
     return full.narrow(2, left_out, full.shape[2] - 2 * left_out) if left_out else full
@@ -199,8 +199,8 @@ def is_stem(x: Tensor, weight: Tensor) -> bool:
 def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
     """Return whether upsampling and the next convolution should be composed.
 
-    The meta device counts operations: a lower type there stands for a GPU. On a CPU the kernel has
-    four voxels along Y and Z, for which PyTorch always uses oneDNN.
+    On the meta device, where operations are only counted, a 16-bit type stands for a GPU. On a CPU
+    the composed kernel must have four voxels along Y and Z: then PyTorch always uses oneDNN.
     """
     stride, outputs = up.shape[2:], weight.shape[0]
     voxels = len(x) * math.prod(x.shape[2:]) * math.prod(stride)

@@ -10,8 +10,8 @@ the kernel or the volume has one voxel along an axis, all voxels are alike. So F
 3 values per channel, its classes: the convolution of a constant map of three voxels per axis.
 
 Inside the volume F is constant, and an instance normalisation removes constants. So only the
-difference of F to that constant is added, at the border: two planes along each axis. A voxel in
-planes of several axes is changed once, with the first axis. Nothing else is read or written.
+difference of F from that constant is added, at the border: two planes along each axis. A voxel in
+planes of several axes is changed once, with the first axis. No other voxels are read or written.
 
 A slab of a volume (:mod:`unet3d.kernels.sharding`) has a face along X only where the volume ends.
 """
@@ -54,12 +54,12 @@ def add_border(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Axis(NamedTuple):
-    """The classes of a map's voxels along one axis, by the taps that reach into the volume."""
+    """Classes of a map's voxels along one axis: in a class, the same taps reach into the volume."""
 
     size: int
     """Voxels of the map."""
     num_classes: int
-    """3: the first voxel, those inside, and the last one of the volume; 1: all are alike."""
+    """3: the volume's first voxel, the voxels inside, its last voxel; 1: all are alike."""
     first: bool
     """Whether the map has the volume's first voxel, and there are 3 classes."""
     last: bool
@@ -77,7 +77,7 @@ class _Axis(NamedTuple):
 
     @property
     def ends(self) -> tuple[slice, slice]:
-        """The first and last voxels, where the map has them, and their classes."""
+        """The volume's first and last voxel, as far as the map has them, and their classes."""
         if self.first and self.last:
             return slice(0, self.size, self.size - 1), slice(0, 3, 2)
         if self.first:
@@ -110,7 +110,7 @@ def _axes(y: Tensor, weight: Tensor) -> tuple[_Axis, ...]:
 
 
 def _classes(weight: Tensor, bias: Tensor, axes: tuple[_Axis, ...]) -> Tensor:
-    """Return the difference of each class to the inside, (X, Y, Z, O); differentiable."""
+    """Return each class's difference from the inside, (X, Y, Z, O); differentiable."""
     constant = bias.view(1, -1, 1, 1, 1).expand(-1, -1, *(axis.num_classes for axis in axes))
     i, j, k = (taps // 2 for taps in weight.shape[2:])
     kind = weight.device.type
@@ -122,7 +122,7 @@ def _classes(weight: Tensor, bias: Tensor, axes: tuple[_Axis, ...]) -> Tensor:
 
 
 class _Border(torch.autograd.Function):
-    """Adds values at places of its input, which no backward reads; keeps nothing for backward."""
+    """Adds values at places of its input, which no backward may read; keeps no tensor."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, places: list[_Place], *values: Tensor) -> Tensor:

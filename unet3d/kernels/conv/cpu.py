@@ -28,7 +28,7 @@ from unet3d.kernels.maps import empty_channels_last, is_channels_last
 SLOW_ELEMENTS = 20480
 """Largest N * C * X * Y at which PyTorch is slow."""
 SLOW_SAMPLES = 16
-"""With fewer samples and one thread, a 1x1x1 convolution is slow at any size."""
+"""With one thread and fewer samples than this, a 1x1x1 convolution is slow at any size."""
 
 _CPU = torch.device("cpu")
 _POINT = (1, 1, 1)
@@ -113,13 +113,13 @@ def _is_point(weight: Tensor, stride: Sequence[int]) -> bool:
 
 
 def _read(axis: Axis) -> tuple[range, range]:
-    """Return the planes that each half of the result reads; an odd one gets a plane more."""
+    """Return the planes that each half of the result reads; an odd result gets one plane more."""
     half = (axis.result + 1) // 2
     return axis.read_by(range(half)), axis.read_by(range(half, 2 * half))
 
 
 def _halves(x: Tensor, step: int = 1) -> Tensor:
-    """Return (1, C, X, Y, Z) as a batch of two, padded with zeros if X is odd, counted in steps."""
+    """Return (1, C, X, Y, Z) as a batch of two; zeros are appended if X / step is odd."""
     half = (x.shape[2] // step + 1) // 2 * step
     whole = some_planes(x, range(2 * half))
     return whole.view(whole.shape[1], 2, half, *whole.shape[3:]).transpose(0, 1)
@@ -128,7 +128,7 @@ def _halves(x: Tensor, step: int = 1) -> Tensor:
 def _joined(both: Tensor, planes: int) -> Tensor:
     """Return the first planes of one map from its halves; the inverse of :func:`_halves`."""
     whole = both.transpose(0, 1).flatten(1, 2).narrow(1, 0, planes)
-    # A sample more than there is would begin behind this one, as PyTorch's formats want it.
+    # PyTorch's memory formats expect the stride to a second sample, though there is only one.
     return whole.as_strided((1, *whole.shape), (both.numel(), *whole.stride()))
 
 

@@ -10,12 +10,12 @@ copied to this layout::
 
     with zeros  0 | 0   1 | 2   3 | 4   5 | 0     (-1, 0) (1, 2) ...
 
-The gradient of the input is the same convolution with the flipped kernel, and the gradient of the
-weights is that of the double voxels' kernel, with the entries of each weight added up. Measured on
+The gradient of the input is the same convolution with the flipped kernel. For the gradient of a
+weight, the gradients of its entries in the double voxels' kernel are added up. Measured on
 an H100 at 256^3 from 32 to 32 channels, plain and folded: forward 4.3 and 2.6 ms, gradient of the
-input 4.4 and 2.6 ms, of the weights 6.9 and 2.8 ms; without zeros around, reading half of three
-pairs, they took 3.5, 3.6 and 4.1 ms, about as long as with a copy. With 64 channels cuDNN is faster
-without folding.
+input 4.4 and 2.6 ms, of the weights 6.9 and 2.8 ms. Without zeros around, a result pair reads three
+pairs with half of the weights zero: 3.5, 3.6 and 4.1 ms, about as long as with a copy. With 64
+channels cuDNN is faster without folding.
 """
 
 import itertools
@@ -122,9 +122,9 @@ class ComposedUpsampling(torch.autograd.Function):
     """Upsampling and the 3x3x3 convolution behind it as one transposed convolution.
 
     If an axis is upsampled s times, the composed kernel has s + 2 taps, and each voxel of the
-    result reads two voxels of the input along the axis. For s = 2 that is eight in all, where the
-    convolution alone reads 27 of the upsampled map, which is never made. Along Z, where s is 2,
-    each voxel of a pair has two of the four taps, and pairs have stride 1::
+    result reads two voxels of the input along the axis. With s = 2 it reads eight in all, where the
+    convolution alone would read 27 voxels of the upsampled map, which is never made. Along Z, where
+    s is 2, each voxel of a pair has two of the four taps, and pairs have stride 1::
 
         coarse voxel z reaches voxels 2 z - 1 | 2 z, 2 z + 1 | 2 z + 2
         pairs                      (2 z - 1, 2 z)  (2 z + 1, 2 z + 2)
@@ -132,8 +132,8 @@ class ComposedUpsampling(torch.autograd.Function):
     So the result is a map that is stored with room around Z (:mod:`unet3d.kernels.maps`), with
     other values than zeros there. Measured on an H200 from 64 to 32 channels, 128^3 to 256^3:
     forward 1.27 ms, gradient of x 1.04, of the weights 1.56; both convolutions separately 4.64,
-    4.13 and 7.24. With more channels only forward is faster separately. On a CPU pairs gain
-    nothing, and their result would be copied, so the composed kernel is used without pairs.
+    4.13 and 7.24. With more output channels only forward is faster without pairs. On a CPU pairs
+    gain nothing, and their result would be copied, so the composed kernel is used without pairs.
     """
 
     @staticmethod
@@ -172,7 +172,8 @@ def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
 
     It is (I, O, ...) with stride + 2 taps along each axis; differentiable.
     """
-    # Voxel s z + a of the upsampled map, read by tap t, reaches s z + a - t + 1: tap a - t + 2.
+    # Tap t reads voxel s z + a of the upsampled map for voxel s z + a - t + 1 of the result, so the
+    # composed tap is a - t + 2.
     # The meta device has no autocast.
     kind = "cpu" if up.is_meta else up.device.type
     with torch.autocast(kind, enabled=False):
@@ -181,7 +182,7 @@ def composed_kernel(up: Tensor, weight: Tensor) -> Tensor:
 
 
 def _transposed_pairs(weight: Tensor) -> Tensor:
-    """Return the kernel of pairs (I, 2 O, X, Y, 2) from that of voxels (I, O, X, Y, 4)."""
+    """Return the kernel of pairs (I, 2 O, X, Y, 2) from the kernel of voxels (I, O, X, Y, 4)."""
     inputs, outputs, i, j, _ = weight.shape
     pairs = weight.reshape(inputs, outputs, i, j, 2, 2).permute(0, 5, 1, 2, 3, 4).flatten(1, 2)
     return channels_last(pairs)
@@ -192,7 +193,7 @@ def _padded(x: Tensor) -> Tensor:
     return x if is_padded(x) else mark_padded(pad_z(x, 1, 1)[..., 1:-1])
 
 
-# All (p, q, t, k): tap t of pairs leads from neighbour q to neighbour p by a voxel's tap k.
+# All (p, q, t, k): voxel p of a result pair reads voxel q of the pair at tap t with weight tap k.
 _ENTRIES = [
     (p, q, t, 2 * t + q - p)
     for p, q, t in itertools.product(range(2), repeat=3)
@@ -211,10 +212,10 @@ def _convolve(x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
-    """Return the gradient of a weight from that of the double voxels' kernel.
+    """Return the gradient of a weight from the gradient of the double voxels' kernel.
 
-    The gradient dy, which has zeros around, takes the place of the input, and x that of the output:
-    the products are the same, but the kernel is flipped.
+    The gradient dy, which has zeros around Z, is used as the input and x as the gradient of the
+    output: the products are the same, but the kernel is flipped.
     """
     outputs, inputs = weight.shape[:2]
     like = channels_last(weight.new_empty((2 * inputs, 2 * outputs, 3, 3, 2)))
@@ -232,10 +233,10 @@ def _strided_pairs(weight: Tensor) -> Tensor:
     """Return the kernel (O, 2 I, 3, 3, 2) of pairs for a convolution with stride 2 along Z.
 
     Voxel z of the result reads voxels 2 z - 1 to 2 z + 1: the second of pair z - 1, and pair z. So
-    along Z the pairs have stride 1, with a pair of zeros before the first. Calls pad both ends, so
-    the gradient gets an extra plane of zeros at its end. Measured on an H200 from 32 to 64 channels
-    at 256^3: gradient of the input 0.95 instead of 1.53 ms, of the weights 0.77 instead of 1.37.
-    Forward would be slower.
+    along Z the pairs have stride 1, with a pair of zeros before the first. PyTorch pads both ends,
+    which adds a plane to the result, so the gradient gets a plane of zeros at its end. Measured on
+    an H200 from 32 to 64 channels at 256^3: gradient of the input 0.95 instead of 1.53 ms, of the
+    weights 0.77 instead of 1.37. Forward would be slower.
     """
     outputs, inputs = weight.shape[:2]
     kernel = F.pad(weight, (1, 0))  # tap 2 t + q reads voxel q of pair t

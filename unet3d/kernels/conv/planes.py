@@ -1,8 +1,8 @@
 """Planes along X that a convolution reads and makes, and the calls that convolve them.
 
-Planes are counted from the volume's first; those before it and behind the last are zeros. A volume
-can be convolved in slabs: each reads its own planes and the neighbouring planes that the kernel
-reaches.
+Planes are counted from the volume's first; planes before it and behind the last are zeros. A
+volume can be convolved in slabs: each reads its own planes and the neighbouring planes that the
+kernel reaches.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class Axis(NamedTuple):
         return range(start, (planes.stop - 1) * self.stride - self.padding + self.kernel)
 
     def readers_of(self, planes: range) -> range:
-        """Return the planes of the result that read any of some planes of the input."""
+        """Return the planes of the result that read at least one of these planes of the input."""
         start = -((self.kernel - 1 - self.padding - planes.start) // self.stride)
         stop = (planes.stop - 1 + self.padding) // self.stride + 1
         return range(max(0, start), min(self.result, stop))
@@ -53,12 +53,12 @@ class Axis(NamedTuple):
 
 
 def axis_of(size: int, weight: Tensor, stride: Sequence[int], padding: Padding) -> Axis:
-    """Return the convolution along X of an input of so many planes."""
+    """Return the convolution along X of an input of ``size`` planes."""
     return Axis(size, weight.shape[2], stride[0], padding[0])
 
 
 def divide(planes: range, fits: Callable[[range], bool]) -> list[range]:
-    """Return the fewest equal runs of some planes that are small enough, or one for each plane."""
+    """Divide planes into the fewest nearly equal runs that all fit, or else into single planes."""
     runs: list[range] = []
     for number in range(1, len(planes) + 1):
         bounds = [planes.start + i * len(planes) // number for i in range(number + 1)]
@@ -94,7 +94,7 @@ def samples(x: Tensor) -> list[Tensor]:
 
 
 def some_planes(x: Tensor, planes: range) -> Tensor:
-    """Return some planes of a map: a view, or a copy with zeros for planes outside."""
+    """Return some planes of a map: a view, or a copy with zeros for the planes outside the map."""
     first, stop = (min(max(end, 0), x.shape[2]) for end in (planes.start, planes.stop))
     inside, before = x.narrow(2, first, stop - first), max(0, -planes.start)
     missing = (before, len(planes) - before - len(range(first, stop)))

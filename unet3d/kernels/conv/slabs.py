@@ -46,7 +46,7 @@ _NO_DILATION = (1, 1, 1)
 def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, kernel), without a bias; differentiable.
 
-    There are fewer planes of zeros on each side than the kernel has.
+    The padding must be smaller than the kernel.
     """
     if is_one_call(x, weight, stride, padding):
         return F.conv3d(x, weight, None, tuple(stride), padding)
@@ -85,8 +85,8 @@ def transposed(
 ) -> Tensor:
     """Return a transposed convolution with (I, O, kernel), without a gradient.
 
-    It is the gradient of the input of :func:`convolve`, from that of its result. Several sizes X',
-    Y', Z' may lead to the size of x with a stride; None takes the smallest.
+    It is the gradient of the input of :func:`convolve`, where x is the gradient of the result. With
+    strides, inputs of several sizes X', Y', Z' have a result of x's size; None takes the smallest.
     """
     smallest = transposed_shape(x, weight, stride, padding)
     shape = (*smallest[:2], *(smallest[2:] if size is None else size))
@@ -96,7 +96,7 @@ def transposed(
     axis = axis_of(shape[2], weight, stride, padding)
     y = empty_channels_last(shape, x)
     if axis.stride > axis.kernel or axis.read_by(range(axis.result)).stop < axis.size:
-        y.zero_()  # planes between two strides, or at the end, have no reader
+        y.zero_()  # planes between two strides, or at the end, are read by none
     x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
 
     def fits(made: range) -> bool:
@@ -104,7 +104,7 @@ def transposed(
         return max(len(read) * x_plane, len(axis.read_by(read)) * y_plane) <= MAX_ELEMENTS
 
     every = range(axis.size)
-    is_whole = max(axis.result * x_plane, axis.size * y_plane) <= MAX_ELEMENTS  # one sample
+    is_whole = max(axis.result * x_plane, axis.size * y_plane) <= MAX_ELEMENTS  # of one sample
     for wanted in [every] if is_whole else divide(every, fits):
         read = axis.readers_of(wanted)
         if not read:
@@ -123,9 +123,9 @@ def transposed(
 def weight_gradient(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
 ) -> Tensor:
-    """Return the gradient of a convolution's weights, which only give shape and type.
+    """Return the gradient of a convolution's weights.
 
-    Slabs are summed in float32 at least.
+    Only shape and type of ``weight`` are used. Slabs are summed in float32 at least.
     """
     if max(dy.numel(), x.numel()) <= MAX_ELEMENTS:
         return gradients(dy, x, weight, stride, padding, wanted=(False, True))[1]
@@ -151,7 +151,7 @@ def lowered(x: Tensor) -> torch.dtype:
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution in slabs, which keeps only its arguments for backward."""
+    """A convolution in slabs; for backward it keeps only its arguments."""
 
     @staticmethod
     def forward(
@@ -184,7 +184,10 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Upsampling(torch.autograd.Function):
-    """A transposed convolution in slabs; to a convolution, its result is x and its input is y."""
+    """A transposed convolution in slabs.
+
+    As the gradient of a convolution, it takes the gradient of the result and returns the input's.
+    """
 
     @staticmethod
     def forward(
@@ -217,17 +220,17 @@ class _Slab(NamedTuple):
     """The planes that one call reads and makes."""
 
     x: range
-    """Planes of the convolution's input; those outside the volume are zeros."""
+    """Planes of the convolution's input; planes outside the volume are zeros."""
     y: range
-    """Planes of its result."""
+    """Planes of the convolution's result."""
     padding: int
     """Planes of zeros that the call pads before and behind the input."""
 
 
 def _slabs(axis: Axis, x: Tensor, y: Tensor) -> list[_Slab]:
-    """Divide the planes of a convolution's input and result, so that all calls are small enough."""
+    """Divide a convolution's input and result into slabs that are small enough for one call."""
     x_plane, y_plane = _elements_of_plane(x), _elements_of_plane(y)
-    if max(axis.size * x_plane, axis.result * y_plane) <= MAX_ELEMENTS:  # one sample is
+    if max(axis.size * x_plane, axis.result * y_plane) <= MAX_ELEMENTS:  # one sample
         return [_Slab(range(axis.size), range(axis.result), axis.padding)]
     inside = axis.inside()
     runs = divide(
@@ -243,7 +246,7 @@ def _elements_of_plane(x: Tensor) -> int:
 
 
 def _planes(x: Tensor, planes: range) -> Tensor:
-    """Return some planes of one sample; a view if it is channels-last and all are inside."""
+    """Return planes of one sample, channels-last; a view if x is, and no plane is outside."""
     return channels_last(some_planes(x, planes))
 
 
@@ -263,13 +266,13 @@ def _convolve_to(
 
 
 def _put(computed: Tensor, planes: range, x: Tensor, wanted: range) -> None:
-    """Copy the computed planes of (N, C, planes, Y, Z) that are wanted into x."""
+    """Copy the wanted planes into x, from a result (N, C, planes, Y, Z) that includes them."""
     wanted = range(max(wanted.start, planes.start), min(wanted.stop, planes.stop))
     place = x.narrow(2, wanted.start, len(wanted))
     made = computed.narrow(2, wanted.start - planes.start, len(wanted))
     if is_gpu(x.device):
-        # This runs a kernel: other copies of dense memory reach a quarter of its bandwidth in a
-        # CUDA graph, measured on an H200, and half of it when launched.
+        # This runs a kernel. On an H200 ``copy_`` of dense memory reaches a quarter of a kernel's
+        # bandwidth in a CUDA graph, and half of it when launched.
         torch.mul(made, 1, out=place)
     else:
         place.copy_(made)

@@ -3,9 +3,9 @@
 cuDNN has no tensor-core kernel for one input channel. Here the neighbours of voxels are the rows of
 a matrix that is never stored, only multiplied. A tile is a run of voxels, in memory order, of a
 plane along Y and Z, and a program moves it along X. So the places of a voxel's nine neighbours in a
-plane are computed once for all planes, and each plane is read once. All planes of the first tile,
-then of the next, and so on are divided among programs in equal runs. A program sums its run for
-moments, like the programs of a normalisation (:mod:`unet3d.kernels.norm.kernel`).
+plane are computed once for all planes, and each plane is read once. Programs take equal runs of the
+planes of all tiles, in order of tiles. A program also sums its run for moments, as a program of a
+normalisation does (:mod:`unet3d.kernels.norm.kernel`).
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def load_plane(x, number, at, inside, X, Y, Z, CI: tl.constexpr):
 
 @triton.jit
 def sum_pairs(value):
-    """Add up the rows (BV, C) of a product that are eight apart, which are in one thread."""
+    """Add up pairs of rows of a product (BV, C), eight rows apart: both are in one thread."""
     return tl.sum(tl.reshape(value, (value.shape[0] // 16, 2, 8, value.shape[1])), axis=1)
 
 
@@ -138,7 +138,7 @@ def _weights(
         mean, scale, shift, slant, level = load_gradient(
             weight, bias, means, rstds, totals, sample, samples, o, known, CO, COUNT
         )
-        shift -= mean * scale  # of numbers of 16 bits no digit is lost that they have
+        shift -= mean * scale  # 16-bit numbers lose no digits without first subtracting the mean
         level -= mean * slant
     total0 = tl.zeros((K, BO), tl.float32)
     total1 = tl.zeros((K, BO), tl.float32)
@@ -176,7 +176,7 @@ def _weights(
 
 
 def forward(x: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with so many planes of zeros around X."""
+    """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), with ``padding`` planes of zeros around X."""
     return _convolve(x, weight, padding, None)
 
 
@@ -230,7 +230,7 @@ def weight_gradient(
 def _divided(
     launch: Launch, x: Tensor, y: Tensor, padding: int
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
-    """Return the grid for an image and a result, and the sizes and constants that kernels take."""
+    """Return the grid, and the sizes and constants that kernels take, for an image and a result."""
     n, i, *space = x.shape
     o, planes = y.shape[1:3]
     tiles, run, runs = division_of(launch, n, planes, space[1] * space[2])

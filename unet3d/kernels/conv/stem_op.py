@@ -41,7 +41,7 @@ WEIGHTS = (
 
 
 def launch_of(launches: tuple[Launch, Launch], weight: Tensor) -> Launch:
-    """Return how a kernel is launched for a weight (O, I, 3, 3, 3)."""
+    """Choose how a kernel is launched for a weight (O, I, 3, 3, 3)."""
     outputs, inputs = weight.shape[:2]
     return launches[0 if inputs == 1 and outputs <= 32 else 1]
 
@@ -51,8 +51,8 @@ def division_of(
 ) -> tuple[int, int, int]:
     """Return the division of a result's planes among programs.
 
-    Returns the tiles of a plane, the planes of tiles in a program's run, which may span tiles, and
-    the programs of a sample. The last tile and the last run may be shorter.
+    Returns the tiles of a plane; the planes of a program's run, each plane of each tile counted
+    separately; and the programs of a sample. The last tile and the last run may be shorter.
     """
     tiles = -(-plane_voxels // launch.block_voxels)
     run = -(-tiles * planes * samples // launch.programs)
@@ -60,7 +60,7 @@ def division_of(
 
 
 def empty_moments(x: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Return memory for the moments of a result, with a part for each program."""
+    """Return memory for the moments of a result; each program computes a part."""
     n, _, planes, y, z = x.shape
     made = planes + 2 * padding - 2
     *_, parts = division_of(launch_of(FORWARD, weight), n, made, y * z)

@@ -3,13 +3,13 @@
 PyTorch normalises each (sample, channel) in one thread block: a single sample of 32 channels keeps
 32 of a GPU's processors busy. Here the voxels are divided over all of them.
 
-The work is done in stages, so that parts of a volume can exchange results between them
-(:mod:`unet3d.kernels.norm.op`). Large CUDA tensors of at most 32 bits use Triton; all others use
-the reference, PyTorch's own operations. Both give the same values and gradients. For a whole
-volume, the reference does several stages in one operation (:mod:`unet3d.kernels.norm.reference`,
-:mod:`unet3d.kernels.norm.columns`). If a map is a slab of a volume
-(:mod:`unet3d.kernels.sharding`), the slabs exchange moments and sums, so that the whole volume is
-normalised (:mod:`unet3d.kernels.norm.volume`).
+The work is done in stages, so that the parts of a volume can exchange results after a stage
+(:mod:`unet3d.kernels.norm.op`). Large CUDA tensors of 16- or 32-bit numbers use Triton; all others
+use the reference, PyTorch's own operations. Both give the same values and gradients, up to
+rounding. For a whole volume, the reference does several stages in one operation
+(:mod:`unet3d.kernels.norm.reference`, :mod:`unet3d.kernels.norm.columns`). If a map is a slab of a
+volume (:mod:`unet3d.kernels.sharding`), the slabs exchange moments and sums, so that the whole
+volume is normalised (:mod:`unet3d.kernels.norm.volume`).
 """
 
 from types import ModuleType
@@ -56,13 +56,14 @@ def instance_norm(
     1607.08022), with the biased variance, and statistics in float32 at least. A slope of 1 leaves
     the activation out.
 
-    A map ``added`` is added to x first; then x must be a convolution's result without other
-    readers, and may be overwritten. With ``pads_output`` the result is stored with zeros around Z,
-    if a folded convolution will read it; so is the gradient of x, if a folded convolution made x.
-    With ``has_halo`` the result of a slab includes its halo, (N, C, X + 2, Y, Z).
-    ``outputs_of_reader`` are the output channels of :func:`conv3x3x3`, if that is the only reader
-    of the result: if it can normalise while it loads, the result is x, marked with the deferred
-    normalisation.
+    If there is a map ``added``, it is added to x first; x must then be a convolution's result
+    without other readers, and may be overwritten. With ``pads_output`` the result is stored with
+    zeros around Z, if a folded convolution will read it; so is the gradient of x, if a folded
+    convolution made x. With ``has_halo`` the result of a slab includes its halo, (N, C, X + 2, Y,
+    Z).
+    ``outputs_of_reader`` are the output channels of a :func:`conv3x3x3` that is the only reader of
+    the result; None: there are others. If this reader can normalise while it loads, the result is
+    x, marked with the deferred normalisation.
     """
     shard, stages = current_shard(), stages_for(x)
     moments = take(x, MOMENTS)
@@ -98,7 +99,7 @@ def sum_of(x: Tensor, added: Tensor) -> Tensor:
 
 
 class _InstanceNorm(torch.autograd.Function):
-    """Keeps its input and not its result, unlike PyTorch's LeakyReLU."""
+    """For backward it keeps its input and not its result, unlike PyTorch's LeakyReLU."""
 
     @staticmethod
     def forward(
@@ -117,7 +118,7 @@ class _InstanceNorm(torch.autograd.Function):
         ctx.norm, ctx.pads_gradient, ctx.adds = norm, pads_gradient, added is not None
         numbers = (*affine[2:], *(plane for plane in halo if plane is not None))
         ctx.mark_non_differentiable(*numbers)
-        ctx.set_materialize_grads(False)  # statistics have none, and zeros would cost launches
+        ctx.set_materialize_grads(False)  # no zeros for the statistics: they would cost launches
         return y, *affine[2:], *halo
 
     @staticmethod
@@ -159,7 +160,7 @@ def _of_whole(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float)
 
 
 class _OfWhole(torch.autograd.Function):
-    """Keeps its input and not its result."""
+    """For backward it keeps its input and not its result."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Operations of a normalisation's kernels on one block of voxels by channels, in Triton."""
+"""Functions that a normalisation's Triton kernels call on one block of voxels by channels."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ import triton.language as tl
 def place_of(first, row, Z: tl.constexpr, PADS: tl.constexpr):
     """Return the places of voxels in a map, with or without room around Z.
 
-    ``row`` counts voxels from the voxel ``first``. Returns the place of the first voxel, the places
-    of all relative to it, and their positions along Z.
+    ``row`` counts voxels from the voxel ``first``. Returns the place of the voxel ``first``, the
+    places of all voxels relative to that, and, with PADS, their positions along Z.
     """
     if PADS:
         z = (first % Z).to(tl.int32) + row
@@ -28,7 +28,7 @@ def start_of(sample, V, Z: tl.constexpr, PADS: tl.constexpr):
 
 @triton.jit
 def store_block(out, first, row, value, channel, inside, C, Z: tl.constexpr, PADS: tl.constexpr):
-    """Store a block of a sample, and the zeros before and behind its rows."""
+    """Store a block of a sample, and with PADS the zeros at both ends of Z."""
     base, place, z = place_of(first, row, Z, PADS)
     at = place[:, None] * C + channel[None, :]
     out += base * C
@@ -50,7 +50,7 @@ def load_block(x, first, row, channel, inside, C, Z: tl.constexpr, PADS: tl.cons
 
 @triton.jit
 def load_affine(weight, bias, means, rstds, sample, channel, known, C):
-    """Return mean, scale and shift of (x - mean) * scale + shift; the mean's rest, and rstd."""
+    """Return mean, scale and shift for (x - mean) * scale + shift; the mean's rest; and rstd."""
     column = sample * C + channel
     mean = tl.load(means + 2 * column, mask=known, other=0.0)
     rest = tl.load(means + 2 * column + 1, mask=known, other=0.0)
@@ -76,20 +76,20 @@ def load_gradient(weight, bias, means, rstds, totals, sample, samples, channel, 
 
 @triton.jit
 def normalized(value, mean, scale, shift, slope):
-    """Return a block of x normalised, then LeakyReLU."""
+    """Return a block normalised, with LeakyReLU."""
     value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
     return tl.where(value > 0, value, value * slope)
 
 
 @triton.jit
 def before_activation(g, value, scale, shift, slope):
-    """Return a block's gradient before LeakyReLU, from that after LeakyReLU and x - mean."""
+    """Return a block's gradient before LeakyReLU, from g after LeakyReLU, and x - mean."""
     return tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
 
 
 @triton.jit
 def gradient_of(g, value, scale, shift, slant, level, slope):
-    """Return the gradient of a block of x, from that of the result and x - mean."""
+    """Return the gradient of a block of x, from g of the result, and x - mean."""
     is_above = value * scale[None, :] + shift[None, :] > 0
     factor = tl.where(is_above, scale[None, :], (scale * slope)[None, :])
     return g * factor + (value * slant[None, :] + level[None, :])
@@ -97,7 +97,7 @@ def gradient_of(g, value, scale, shift, slant, level, slope):
 
 @triton.jit
 def before_head(dy, head, row, is_voxel, channel, known, C, BV, BC, K: tl.constexpr):
-    """Return the gradient of a block of the normalised map, from that of its logits."""
+    """Return the gradient of a block of the normalised map, from dy, the gradient of the logits."""
     g = tl.zeros((BV, BC), tl.float32)
     for k in tl.static_range(K):
         given = tl.load(dy + row * K + k, mask=is_voxel, other=0.0).to(tl.float32)

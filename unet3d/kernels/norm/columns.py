@@ -68,7 +68,7 @@ def _statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     means, variances = (
         torch.cat(values).view(n, num_parts * k, c).double() for values in zip(*parts, strict=True)
     )
-    # The variance of all is the mean of the variances plus the variance of the means.
+    # The total variance is the mean of the variances plus the variance of the means.
     between, mean = torch.var_mean(means, 1, correction=0)
     rstd = between.add_(variances.mean(1)).add_(eps).rsqrt_()
     return mean.to(exact), rstd.to(exact)
@@ -97,7 +97,7 @@ def _gradients_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, c = x.shape[:2]
     k, num_parts = _divided(x)
-    # The gradient before LeakyReLU, g, is kept where the result will be.
+    # The result's memory first holds the gradient before LeakyReLU, g.
     dx = torch.empty_like(x)
     xs, dys, dxs = (_parts(value, k, num_parts) for value in (x, dy, dx))
     scale, shift = _affine(weight, bias, mean, rstd)
@@ -152,7 +152,7 @@ def _scale(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
 
 
 def _divided(x: Tensor) -> tuple[int, int]:
-    """Return the number of voxels treated as one and of parts per sample: powers of two."""
+    """Return k, the voxels that are treated as one, and the parts per sample: powers of two."""
     n, c, *space = x.shape
     voxels, k, num_parts = space[0] * space[1] * space[2], 1, 1
     while 2 * k * c <= MAX_COLUMNS and voxels % (2 * k) == 0:
@@ -193,7 +193,8 @@ def _constants(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     return nothing, torch.ones_like(nothing), nothing.new_empty(0)
 
 
-# PyTorch's operations on given memory have no fake versions, and a large map takes many calls.
+# PyTorch's operations that write to given memory have no fake versions, and a large map would need
+# many of their calls.
 _statistics = operation(
     "column_statistics",
     "(Tensor x, float eps) -> (Tensor, Tensor)",

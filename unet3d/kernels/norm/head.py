@@ -1,9 +1,9 @@
 """Instance normalisation with LeakyReLU and the head behind them, as one operation.
 
 The last features of a network are large and have one reader, the head, which makes a few logits per
-voxel. If Triton's version suits, neither the features nor their gradient are stored: normalised
-values are multiplied by the head's matrix in registers, and backward starts from the gradient of
-the logits. At 256^3 with 32 channels this saves a gigabyte, and seven passes over it.
+voxel. If Triton's version suits, neither the features nor their gradient is stored: normalised
+values are multiplied by the head's matrix in registers, and backward recomputes both from x and the
+gradient of the logits. At 256^3 with 32 channels this saves a gigabyte, and seven passes over it.
 """
 
 from typing import Any
@@ -121,7 +121,7 @@ class _InstanceNormHead(torch.autograd.Function):
 
 
 def empty_sums(x: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the sums (P, 2 + K, N, C) and (P, N, K) over the runs of a map."""
+    """Return memory for the sums over the P runs of a map: (P, 2 + K, N, C) and (P, N, K)."""
     sums = norm_op.per_run(x, 2 + len(head))
     return sums, sums.new_empty((len(sums), len(x), len(head)))
 
@@ -129,7 +129,7 @@ def empty_sums(x: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 _AFFINE = "Tensor weight, Tensor bias, Tensor mean, Tensor rstd, Tensor head"
 
 # Like the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), but including the head. The
-# sums include those for the gradient of the head's weight, and separately of its bias.
+# sums are also those for the gradient of the head's weight; a second tensor is for its bias.
 logits = operation(
     "norm_head_logits",
     f"(Tensor x, {_AFFINE}, Tensor head_bias, *, float slope) -> Tensor",

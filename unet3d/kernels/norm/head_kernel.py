@@ -1,18 +1,19 @@
 """A normalisation with LeakyReLU and the head that reads it, in Triton.
 
 The head mixes the channels of a voxel, so neither the normalised map nor its gradient is stored:
-both follow from x and a few numbers per voxel. Forward and backward read x instead of writing and
-reading maps of its size::
+both follow from x and the gradients of a voxel's few logits. Forward and backward read x instead of
+writing and reading maps of its size::
 
     logits     one pass: normalises a block and multiplies it by the head's matrix
-    sums       per run: of g and g * normalised, where g is the gradient before LeakyReLU, which is
-               made from that of the logits, and of the gradients of the head's weight and bias
+    sums       per run: the sums of g and of g * normalised, where g is the gradient before
+               LeakyReLU, computed from the gradient of the logits; and the contributions to the
+               gradients of the head's weight and bias
 
-The gradient is that of the normalisation's stages, with the same g.
+The gradient of x is a stage of the normalisation (:mod:`unet3d.kernels.norm.kernel`, which also
+explains ROOM and Z). It computes the same g.
 
 Blocks hold all channels of a voxel. Classes are unrolled: for a few, a matrix unit would multiply
-mostly zeros. Between the passes come the stages of the normalisation (:mod:`unet3d.kernels.norm`),
-which explains ROOM, PADS and Z.
+mostly zeros.
 """
 
 import torch

@@ -13,9 +13,9 @@ Backward recomputes the normalised values from x, so only x, mean and 1 / deviat
     gradient   one pass over the matrix
 
 There are no atomics, so results are deterministic. Each thread sums the values that it reads; the
-sums of threads are added once, at the end of a run. Differences are taken from the mean of a run's
-first block, and the mean is kept as two float32 numbers (M is 2), so a mean far from zero costs no
-digits. The index of a program's first voxel has 64 bits, offsets from it 32. Maps must be
+sums of threads are added once, at the end of a run. The mean of a run's first block is subtracted
+from the values, and the mean is kept as two float32 numbers (M is 2), so a mean far from zero costs
+no digits. The index of a program's first voxel has 64 bits, offsets from it 32. Maps must be
 channels-last. If x has room around Z (:mod:`unet3d.kernels.maps`; ROOM), or the output gets zeros
 there (PADS), Z is a compile-time constant, because dividing by a variable takes longer than reading
 a voxel.
@@ -103,7 +103,7 @@ def moments(
     tl.store(out + 3 * line, away, mask=known)
 
 
-@triton.jit(do_not_specialize=["V", "C", "P"])  # it takes longer to compile than to run
+@triton.jit(do_not_specialize=["V", "C", "P"])  # compiling again takes longer than running
 def merge(
     moments, means, rstds, merged, V, C, P, eps,
     BP: tl.constexpr, BC: tl.constexpr,
@@ -217,7 +217,7 @@ def sums(
 
 @triton.jit(do_not_specialize=["C", "P", "R"])
 def total(sums, totals, C, P, R, BP: tl.constexpr, BC: tl.constexpr):
-    """Add up one row of the sums of all parts."""
+    """Add up one of the R sums over all parts."""
     number = tl.program_id(2)
     sample = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -239,7 +239,7 @@ def gradient(
     Z: tl.constexpr, ROOM: tl.constexpr, PADS: tl.constexpr, K: tl.constexpr,
     BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a block, from that of the result, or of the K logits of a head."""
+    """Write the gradient of a block of x, from dy, the gradient of the result or of K logits."""
     sample = tl.program_id(2).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BV
     row = tl.arange(0, BV)

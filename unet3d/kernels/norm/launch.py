@@ -19,7 +19,7 @@ _MERGING = {"BP": MERGED_PARTS, "BC": MERGED_CHANNELS, "num_warps": 8}
 
 
 def moments(x: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return the moments of a map, or of its sum with another map, which is written in place."""
+    """Return the moments of x, or of its sum with another map; the sum is written over x."""
     grid, *size = matrix_of(x)
     out = per_run(x, 4)
     start, room, z = start_of_memory(x)
@@ -51,8 +51,8 @@ def normalize(
     slope: float,
     pads: bool,
 ) -> None:
-    """Write the normalised map to a whole map, or to planes of a larger one."""
-    if len(x) > 1 and y.stride(0) > y.shape[2] * y.stride(2):  # with planes between two samples
+    """Write the normalised map to y, a whole map or some planes of a larger one."""
+    if len(x) > 1 and y.stride(0) > y.shape[2] * y.stride(2):  # samples are not adjacent
         for at in range(len(x)):
             one_y, one_x, *own = (v.narrow(0, at, 1) for v in (y, x, mean, rstd))
             normalize(one_y, one_x, weight, bias, *own, slope=slope, pads=pads)
@@ -77,7 +77,7 @@ def sums(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
 
 
 def total(sums: Tensor) -> Tensor:
-    """Return the sums of all parts."""
+    """Return the sums over all parts."""
     parts, rows, n, c = sums.shape
     out = sums.new_empty(sums.shape[1:])
     grid = (triton.cdiv(c, MERGED_CHANNELS), n, rows)
@@ -100,7 +100,7 @@ def gradient(
     slope: float,
     pads: bool,
 ) -> Tensor:
-    """Return the gradient of a map, from that of the result or of a head's logits."""
+    """Return the gradient of x, from dy, the gradient of the result or of a head's logits."""
     grid, *size = matrix_of(x)
     dx = empty_map(x, pads)
     start, room, z = start_of_memory(x, pads)

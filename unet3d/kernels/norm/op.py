@@ -5,19 +5,19 @@ stages are small, so parts of a volume, such as slabs on several devices, do the
 separately, exchange the results, and do the last stage with the statistics of the whole volume.
 Fake versions are here, plain ones in :mod:`unet3d.kernels.norm.reference`::
 
-    moments      (P, 2 + M, N, C) of a map in P parts, which differ in size as they like: the number
-                 of voxels, the variance (biased), and the M numbers whose sum is the mean
-    sum_moments  the same, of x to which a map is added first, in its memory
+    moments      (P, 2 + M, N, C) of a map in P parts of any sizes: the number of voxels, the
+                 variance (biased), and M numbers whose sum is the mean
+    sum_moments  adds a map to x in x's memory, and returns the moments of the sum
     merge        from the moments of all parts: the mean (N, C, M), 1 / deviation (N, C), and the
-                 moments (1, 2 + M, N, C) of all as one, which are what devices exchange
-    normalize    writes x normalised, then LeakyReLU, to a map, or to planes of a larger one
-    sums         (P, 2, N, C) of g, the gradient before LeakyReLU, and of g * normalised
-    total        (R, N, C), the sums (P, R, N, C) of all parts; over N, the first two of these are
-                 the gradients of bias and weight
+                 merged moments (1, 2 + M, N, C), which devices exchange
+    normalize    writes x normalised, with LeakyReLU, to a map, or to planes of a larger one
+    sums         (P, 2, N, C): the sums of g, the gradient before LeakyReLU, and of g * normalised
+    total        (R, N, C): the sums (P, R, N, C) added up over all parts; added up over N, the
+                 first two are the gradients of bias and weight
     gradient     (N, C, X, Y, Z), from the total of the volume; with the matrix (K, C) of a head,
                  dy is the gradient of its logits
 
-Numbers of channels and samples are float32 at least. Several stages take an ``affine``: the weight
+Values per sample and channel are float32 at least. Several stages take an ``affine``: the weight
 (C,), the bias (C,), the mean and 1 / deviation of the volume. A ``slope`` of 1 leaves LeakyReLU
 out, and with ``pads`` the result is stored with zeros around Z (:mod:`unet3d.kernels.maps`). Maps
 are channels-last here, and x may have room around Z.
@@ -33,7 +33,7 @@ from unet3d.kernels.maps import empty_map
 from unet3d.kernels.triton_support import operation
 
 BLOCK_ELEMENTS = 4096
-"""Elements of the matrix in one program at a time: 32 values a thread with 4 warps."""
+"""Elements of the matrix that a program holds at a time: 32 per thread with 4 warps."""
 MAX_BLOCK_CHANNELS = 64
 WANTED_PROGRAMS = 528
 """Four programs of eight warps for each of an H200's 132 processors, as many as run there at a

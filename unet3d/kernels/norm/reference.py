@@ -18,7 +18,7 @@ _ALONG_CHANNELS = (1, -1, 1, 1, 1)
 
 
 def moments(x: Tensor) -> Tensor:
-    """Return the moments (1, 3, N, C) of a map, which is one part."""
+    """Return the moments (1, 3, N, C) of a map as one part."""
     n, c, *space = x.shape
     mean, variance = _statistics(_rows(x))
     count = torch.full_like(mean, space[0] * space[1] * space[2])
@@ -47,14 +47,14 @@ def normalize(
 
 
 def sums(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
-    """Return the sums (1, 2, N, C) of a map, which is one part."""
+    """Return the sums (1, 2, N, C) of a map as one part."""
     g = _gradient_before_activation(dy, x, *affine, slope=slope)
     _, sum_gx, sum_g = _backward(g, x, *affine, wanted=(False, True, True))
     return torch.stack((sum_g, sum_gx)).view(1, 2, *x.shape[:2])
 
 
 def total(sums: Tensor) -> Tensor:
-    """Return the sums (2, N, C) of all parts."""
+    """Return the sums (2, N, C) over all parts."""
     return sums.sum(0)
 
 

@@ -1,11 +1,12 @@
 """A 3x3x3 convolution followed by instance normalisation and LeakyReLU.
 
-The first convolution of a network makes the moments of its result. Backward is one operation,
-because only the gradient of the weights reads the gradient between the two. Other cases run the two
-operations separately.
+The kernel of a network's first convolution also computes the moments of its result. Backward is one
+operation, because only the gradient of the kernel reads the gradient of the convolution's result.
+For other convolutions this module calls convolution and normalisation separately.
 
-Backward may recompute the convolution's result from the image, once: at 256^3 that takes 0.4 ms of
-50 on an H200, and saves one of the five maps of this size that are alive at the memory peak.
+Backward may recompute the convolution's result from the image, once: at 256^3 that takes 0.4 of a
+training step's 50 ms on an H200, and saves one of the five maps of this size that are alive at the
+memory peak.
 """
 
 from functools import cache
@@ -44,7 +45,7 @@ def conv3x3x3_instance_norm(
     The kernel is (O, I, 3, 3, 3), which autocast may lower; a slab must include its halo. Other
     arguments and the result are as in :func:`unet3d.kernels.instance_norm`.
     """
-    # With halos, slabs might choose different stages, and deadlock.
+    # If halos counted, slabs might choose different stages, and deadlock.
     if not (is_stem(x, kernel) and stages_for(own_planes(x), kernel.shape[0]) is op):
         y = conv3x3x3(x, kernel, moments=True)
         return instance_norm(
@@ -73,7 +74,7 @@ def conv3x3x3_instance_norm(
 
 
 class _StemNorm(torch.autograd.Function):
-    """Keeps the image, and the convolution's result if that is not recomputed."""
+    """For backward it keeps the image, and the convolution's result unless that is recomputed."""
 
     @staticmethod
     def forward(
@@ -92,13 +93,13 @@ class _StemNorm(torch.autograd.Function):
         if normalizes(y, outputs_of_reader):
             norm = norm._replace(is_deferred=True, halo_of=None)
         made, halo = norm.normalized(y, *affine)
-        # If the reader normalises, both are one map, which the reader saves too.
+        # If the reader normalises, made and y are one map, which the reader saves too.
         offer(made if norm.is_deferred else y, cache(lambda: stem(x, kernel, padding)), x)
         ctx.save_for_backward(x, kernel, y, *affine)
         ctx.norm, ctx.padding = norm, padding
         planes = (plane for plane in halo if plane is not None)
         ctx.mark_non_differentiable(y, *affine[2:], *planes)
-        ctx.set_materialize_grads(False)  # statistics have none, and zeros would cost launches
+        ctx.set_materialize_grads(False)  # no zeros for the statistics: they would cost launches
         return made, norm, y, *affine[2:], *halo
 
     @staticmethod

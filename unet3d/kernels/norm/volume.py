@@ -25,15 +25,15 @@ from unet3d.kernels.sharding import (
 from unet3d.kernels.triton_support import FAST_TYPES, triton_available
 
 MIN_ELEMENTS = 2**14
-"""Smaller maps take the reference. The statistics of 320 channels of 8^3, 2^17 elements, take
-PyTorch 36 us on an H200, and Triton's two kernels 8."""
+"""Smaller maps take the reference. The statistics of 320 channels at 8^3 take PyTorch 36 us on an
+H200, and Triton's two kernels 8."""
 
 
 def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
     """Return the version of the stages that suits a map, the same for all slabs of a volume.
 
-    Triton's version requires channels-last maps. ``channels`` are the channels of the map, if x
-    only has its size.
+    Triton's version requires channels-last maps. ``channels`` are the map's channels, where x is
+    another map of the same size.
     """
     elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
     # Messages of the two versions differ in size, so all slabs must choose the same one.
@@ -44,27 +44,27 @@ def stages_for(x: Tensor, channels: int | None = None) -> ModuleType:
 
 
 class VolumeNorm(NamedTuple):
-    """How a map (N, C, X, Y, Z) is normalised; ``affine`` is what its stages take."""
+    """How to normalise a map (N, C, X, Y, Z); :mod:`unet3d.kernels.norm.op` explains ``affine``."""
 
     stages: ModuleType
     eps: float
     slope: float
     """Negative slope of LeakyReLU; 1 leaves the activation out."""
     shard: Shard | None
-    """The slab, if the map is one; None: the map is whole."""
+    """The slab that the map is; None: the map is a whole volume."""
     halo_of: Shard | None = None
     """The slab whose halo the result includes; None: no halo."""
     pads: bool = False
     """Whether the result is stored with zeros around Z."""
     is_deferred: bool = False
-    """Whether the only reader of the result normalises, from x and the statistics."""
+    """Whether normalising is left to the only reader of the result, which gets x."""
 
     def statistics(
         self, x: Tensor, added: Tensor | None = None, moments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the volume's mean (N, C, M) and 1 / deviation (N, C).
 
-        They are computed from x, to which a map may be added first in place, or from known moments.
+        They are computed from known moments, or from x, to which ``added`` is first added in place.
         """
         if added is not None:
             moments = self.stages.sum_moments(x, added)
@@ -79,7 +79,7 @@ class VolumeNorm(NamedTuple):
     def normalized(
         self, x: Tensor, *affine: Tensor, halo: Halo | None = None
     ) -> tuple[Tensor, Halo]:
-        """Return a normalised map and its halo, if any; a halo that is not given is exchanged.
+        """Return the normalised map and its halo, if any; without a given halo, slabs exchange it.
 
         If normalisation is deferred, the map is x, as a separate tensor.
         """
@@ -100,7 +100,7 @@ class VolumeNorm(NamedTuple):
         return self._replace(pads=False).normalized(x, *affine, halo=halo)[0]
 
     def passed_on(self, made: Tensor, x: Tensor, *affine: Tensor, halo: Halo) -> Tensor:
-        """Mark a deferred result for its reader, or let backward recompute a result."""
+        """Mark the result for its reader if it is deferred, or else let backward recompute it."""
         weight, bias, mean, rstd = affine
         deferred = Deferred((weight, bias, mean, rstd), self.slope)
         if self.is_deferred:
@@ -111,13 +111,13 @@ class VolumeNorm(NamedTuple):
         return made
 
     def gradient_of_own(self, dy: Tensor) -> Tensor:
-        """Return the gradient of own planes, channels-last, from that of all planes."""
+        """Return the gradient of a map's own planes, channels-last, from that with its halo."""
         return channels_last(dy if self.halo_of is None else gradient_of_own(dy, self.halo_of))
 
     def own_sums(self, dy: Tensor, x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of own planes, and the sums (2, N, C) over the map.
+        """Return the gradient of a map's own planes, and the sums (2, N, C) over them.
 
-        The gradient of a deferred result may be marked with them.
+        If normalisation is deferred, dy may be marked with the sums.
         """
         parts, dy = take(dy, SUMS), self.gradient_of_own(dy)
         if parts is None:
@@ -125,12 +125,12 @@ class VolumeNorm(NamedTuple):
         return dy, self.stages.total(parts)
 
     def total(self, own: Tensor) -> Tensor:
-        """Return the sums (2, N, C) over the volume, from those over the map."""
+        """Return the sums (2, N, C) over the volume, from the sums over a map's own planes."""
         total: Tensor = own if self.shard is None else self.stages.total(self.shard.gather(own))
         return total
 
     def voxels(self, x: Tensor) -> int:
-        """Return the voxels of a sample of the volume."""
+        """Return the number of voxels of one sample of the volume."""
         voxels = _num_voxels(x)
         return voxels if self.shard is None else self.shard.of_volume(voxels)
 

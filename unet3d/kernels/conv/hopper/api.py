@@ -2,15 +2,16 @@
 
 They need no zeros around a map: a normalisation pads neither its result for them nor its gradient
 (:func:`wants_padding`). The moments of a result cost nothing, and are attached to it as a mark
-(:mod:`unet3d.kernels.maps`). A normalised map without other readers is never written: the
+(:mod:`unet3d.kernels.maps`). A normalised map that only one convolution reads is never written: the
 convolution takes the input of the normalisation and normalises while it loads. In backward it
 returns, with the gradient, the sums that the normalisation needs::
 
     convolve ─ y, moments ─ merge ─ y, affine ─ convolve             forward
     ... ─ gradient of y ─ total ─ dx, sums ─ input_gradient ─ ...    backward
 
-The reader of a slab gets it without halo and exchanges planes itself, before normalisation, because
-the neighbours have the same statistics. In backward it sends them the gradients of their planes.
+A convolution that normalises a slab gets it without halo and exchanges the planes itself. They are
+not normalised yet, because the neighbours have the same statistics. In backward it sends the
+neighbours the gradients of their planes.
 """
 
 import functools
@@ -48,8 +49,8 @@ TYPES = (torch.bfloat16, torch.float16)
 CHANNELS = (32, 64)
 MIN_VOXELS = 32**3
 """Fewest voxels of a batch per 32 channels of the wider side; cuDNN does smaller ones. On an H200 a
-convolution of 24^3 voxels, 32 to 32 channels, and its gradients take 54 us, cuDNN 39; of 32^3 56
-and 69. With 64 channels they take 142 and 126 us at 40^3, 169 and 186 at 48^3."""
+convolution of 32 to 32 channels and its gradients take 54 us at 24^3 voxels (cuDNN: 39) and 56 us
+at 32^3 (69). With 64 channels they take 142 us at 40^3 (126) and 169 us at 48^3 (186)."""
 
 _NO_AFFINE = (None, None, None, None)
 
@@ -66,7 +67,7 @@ def available(device: torch.device) -> bool:
     """Return whether the hand-written convolutions can be used on a device.
 
     The first call compiles a kernel, or finds it in the cache, and loads it. A fake device stands
-    for its GPU, or else for the first GPU; without GPUs it counts as one that has the convolutions.
+    for the GPU with its index, or else for the first; without GPUs it has the convolutions.
     """
     is_fake = is_fake_device(device)
     if not is_fake and device.type != "cuda":
@@ -111,16 +112,16 @@ def _say(level: int, reason: str) -> None:
 
 
 def are_on(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Return whether a device that computes in a type has the convolutions at all."""
+    """Return whether any convolution in a type could be done here on a device."""
     return dtype in TYPES and _can(device)
 
 
 def agree(devices: Sequence[torch.device], exchange: Callable[[bool], Sequence[bool]]) -> None:
-    """Use these kernels for all slabs of a volume, or for none; a collective call with own devices.
+    """Use these kernels for all slabs of a volume, or for none.
 
-    If the reader normalises, ranks exchange planes before normalisation. Ranks that disagree would
-    send messages of the same sizes and compute wrong values from them. ``exchange`` maps this
-    rank's answer to those of all ranks.
+    A collective call with this rank's devices. A convolution that normalises exchanges planes that
+    are not normalised yet, so ranks that disagree would compute wrong values from messages of the
+    right size. ``exchange`` maps this rank's answer to those of all ranks.
     """
     global _all_slabs_can
     own = all(available(device) for device in devices)
@@ -141,7 +142,7 @@ def min_voxels(inputs: int, outputs: int) -> int:
 
 
 def suits(x: Tensor, inputs: int, outputs: int) -> bool:
-    """Return whether a 3x3x3 convolution with stride 1 of a map like this one is done here."""
+    """Return whether a 3x3x3 convolution of a map like x, with stride 1, is done here."""
     return (
         is_gpu(x.device)
         and x.dtype in TYPES
@@ -157,13 +158,13 @@ def suits(x: Tensor, inputs: int, outputs: int) -> bool:
 
 
 def wants_padding(x: Tensor) -> bool:
-    """Return whether the convolutions that read a map would do so in pairs, with zeros around Z."""
+    """Return whether the convolutions that read a map would read pairs, with zeros around Z."""
     channels = x.shape[1]
     return can_fold(x, channels) and not suits(x, channels, channels)
 
 
 def normalizes(x: Tensor, outputs: int | None) -> bool:
-    """Return whether the reader of a normalised map like this one will normalise it.
+    """Return whether the only reader of a normalised map like x will do the normalisation.
 
     ``outputs`` are the output channels of the only reader, a 3x3x3 convolution with stride 1; None
     if the map has other readers.
@@ -174,8 +175,8 @@ def normalizes(x: Tensor, outputs: int | None) -> bool:
 def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor:
     """Convolve (N, I, X, Y, Z) with (O, I, 3, 3, 3), zeros around; differentiable.
 
-    With ``moments`` the result is marked with its moments. A deferred normalisation of x is done;
-    if x is then a slab, ``x_padding`` is that of a whole map.
+    With ``moments`` the result is marked with its moments. If x has a deferred normalisation, it is
+    done first; a slab then comes without its halo, and ``x_padding`` is 1, as for a whole map.
     """
     deferred = deferred_of(x)
     shard = None if deferred is None else current_shard()
@@ -187,8 +188,8 @@ def convolve(x: Tensor, weight: Tensor, x_padding: int, moments: bool) -> Tensor
 def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Tensor:
     """Return a map with the convolution of x added in its memory, marked with its moments.
 
-    The map must be a result without other readers. Where x is a normalised map that backward would
-    recompute, the gradient of the weight normalises what it loads instead.
+    The map must be a result without other readers. If x is a normalised map that backward would
+    recompute, the gradient of the weight instead loads x's source and normalises it.
     """
     given = (x, weight, y, None, normalized_from(x), None, x_padding, True)
     made, parts = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
@@ -196,7 +197,7 @@ def add_convolution(y: Tensor, x: Tensor, weight: Tensor, x_padding: int) -> Ten
 
 
 class _Convolution(torch.autograd.Function):
-    """Keeps x, or what x is normalised from, the kernel, and planes of the slabs beside x."""
+    """For backward it keeps x, or its source, the kernel, and planes of the slabs beside x."""
 
     @staticmethod
     def forward(
@@ -224,7 +225,7 @@ class _Convolution(torch.autograd.Function):
         ctx.shard, ctx.sides, ctx.slope, ctx.weight_dtype = shard, sides, slope, weight.dtype
         ctx.is_deferred, ctx.adds = deferred is not None, added_to is not None
         ctx.mark_non_differentiable(parts)
-        ctx.set_materialize_grads(False)  # moments have none, and zeros would cost launches
+        ctx.set_materialize_grads(False)  # no zeros for the moments: they would cost launches
         return y, parts
 
     @staticmethod
@@ -257,8 +258,7 @@ def _add_from_beside(
 ) -> list[Tensor]:
     """Add the neighbours' contributions to the first and last plane of a slab's gradient.
 
-    Returns the sums of the contributions, the only difference between the gradients before and
-    after.
+    Returns the normalisation's sums over the contributions, to be added to those over dx.
     """
     ends = ((0, {"before": 0, "after": 2}), (-1, {"before": 2, "after": 0}))
     sent = [

@@ -40,14 +40,14 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def building(
     sources: tuple[str, ...], defines: tuple[tuple[str, int], ...], driver: int
 ) -> Future[bytes]:
-    """Begin to make a cubin as :func:`cubin` does, in a thread, and return its future."""
+    """Begin to make a cubin in a thread, as :func:`cubin` does, and return a future of it."""
     future: Future[bytes] = Future()
     turns = _turns()
 
     def make() -> None:
         with turns:
             try:
-                # With an executor, the program would wait at its end for all remaining jobs.
+                # Unlike an executor's, these jobs do not delay the end of the program.
                 if not threading.main_thread().is_alive():
                     raise RuntimeError("the program ends before a kernel was compiled")
                 future.set_result(cubin(sources, dict(defines), driver))
@@ -95,7 +95,7 @@ def nvrtc() -> Any:
 
 
 def _names() -> Iterator[str]:
-    """Yield possible files and names of NVRTC, that of PyTorch's CUDA first."""
+    """Yield possible files and names of NVRTC, first for the CUDA version of PyTorch."""
     version = f"libnvrtc.so.{(torch.version.cuda or '13').partition('.')[0]}"
     packages = importlib.util.find_spec("nvidia")
     folders = [] if packages is None else packages.submodule_search_locations or []
@@ -114,7 +114,7 @@ def _version() -> tuple[int, int]:
 
 @functools.cache
 def _turns() -> threading.Semaphore:
-    # NVRTC 12 has its own lock, but waiting for that cannot be interrupted and is not in order.
+    # NVRTC 12 has its own lock, but waiting for it cannot be interrupted, and has no order.
     at_a_time = MAX_THREADS if _version()[0] >= 13 else 1
     return threading.Semaphore(min(at_a_time, len(os.sched_getaffinity(0))))
 
@@ -172,7 +172,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _keep(path: Path, made: bytes) -> None:
-    """Cache a cubin behind its digest, if the folder is writable."""
+    """Cache a cubin, preceded by its digest, if the folder is writable."""
     try:
         make_folder(path.parent)
         write_atomically(path, lambda file: file.write(hashlib.sha256(made).digest() + made))

@@ -1,11 +1,11 @@
 // What the hand-written convolutions share: barriers, copies, matrix products, and loads that normalise.
 //
-// Maps are (N, C, X, Y, Z) in channels-last memory, of which a program takes 32 channels at a time: a plane
-// of Y x Z voxels lies in shared memory as rows of 64 bytes, 16-byte pieces of which are swapped by bits 1 and 2
-// of the row's number (the 64-byte swizzle of the copy engine and of the matrix units).
+// Maps are (N, C, X, Y, Z) in channels-last memory. A program takes 32 channels at a time: a plane of Y x Z voxels
+// lies in shared memory as a row of 64 bytes for each voxel. The number of a 16-byte piece in its row is XORed with
+// bits 1 and 2 of the row's number (the 64-byte swizzle of the copy engine and of the matrix units).
 //
-// FLOAT16 and NORM are 0 or 1: the type of maps and kernels, float16 or bfloat16, and whether what is convolved
-// is normalised on the way.
+// FLOAT16: 1 if maps and weights are float16, 0 if bfloat16. NORM: 1 if the input x is normalised while it is
+// loaded, else 0.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void barriers_are_ready() {
     __syncthreads();
 }
 
-// Copies the voxels of a box, 32 channels of one plane, to shared memory; zeros where there is no volume.
+// Copies a tensor map's box, 32 channels of one plane, to shared memory; voxels outside the volume are zeros.
 __device__ __forceinline__ void copy_plane(
     u32 to, const TensorMap* map, int channel, int z, int y, int x, int sample, u32 barrier) {
     asm volatile(
@@ -74,8 +74,9 @@ __device__ __forceinline__ void wait_for_products() {
 #define PRODUCT "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
 #endif
 
-// Adds the product of 64 x 16 and 16 x 96 values in shared memory, which descriptors name, to 64 x 96 in the
-// registers of a warpgroup. TRANSPOSED: their rows are along the depth of 16.
+// Adds the product of 64 x 16 and 16 x 96 values, which lie in shared memory where the descriptors a and b say, to
+// 64 x 96 sums in the registers of a warpgroup. TRANSPOSED: the 64 and the 96 values are contiguous in memory, not
+// the 16 (MN-major instead of K-major).
 template <int TRANSPOSED>
 __device__ __forceinline__ void multiply_add(float (&d)[48], u64 a, u64 b) {
     asm volatile(
@@ -92,8 +93,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[48], u64 a, u64 b) {
         : "l"(a), "l"(b), "n"(TRANSPOSED));
 }
 
-// Opaque, so that the compiler neither moves what they touch over a fence or a wait nor copies it: then it
-// would run the products one after the other.
+// Opaque to the compiler, which may then neither move the values across a fence or a wait nor copy them: otherwise
+// it would run the products one after the other.
 __device__ __forceinline__ void clear(float& x) { asm volatile("mov.b32 %0, 0;" : "=f"(x)::"memory"); }
 __device__ __forceinline__ void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 __device__ __forceinline__ void pin(u32& x) { asm volatile("" : "+r"(x)); }
@@ -140,7 +141,7 @@ struct Affine {
     float slope;
 };
 
-// value * scale + shift is what a channel is before LeakyReLU.
+// Before LeakyReLU a normalised channel is value * scale + shift.
 __device__ __forceinline__ void load_affine(const Affine& g, int sample, int channel, float& scale, float& shift) {
     const i64 column = (i64)sample * g.channels + channel;
     scale = g.weight[channel] * g.rstd[column];
@@ -154,33 +155,33 @@ struct Map {
     int y, z;
 };
 
-// The planes before and behind a map that is a slab, whose voxels lie as the map's do; null: zeros.
+// The planes before and behind a map that is a slab, in the map's layout; null: zeros.
 struct Halo {
     const unsigned short *before, *behind;
     i64 sample;
 };
 
-// Loads planes of HEIGHT x WIDTH voxels, 32 channels each, and normalises them on the way; zeros where there
-// is no volume. Each of LOADING threads has 8 channels of some voxels. A plane is loaded and normalised before
-// the slot in shared memory that it goes to is free.
+// Loads planes of HEIGHT x WIDTH voxels and 32 channels, and normalises them; voxels outside the volume are zeros.
+// Each of LOADING threads has 8 channels of some voxels. A plane is loaded into registers and normalised there while
+// its slot in shared memory is still in use. PIECES: groups of 32 channels of each plane.
 template <int HEIGHT, int WIDTH, int LOADING, int PIECES>
 struct NormalizedPlanes {
     static constexpr int VOXELS = HEIGHT * WIDTH, STEP = LOADING / 4, COUNT = (VOXELS + STEP - 1) / STEP;
     uint4 loaded[COUNT];
     int offset[COUNT];
-    u32 inside;  // bit k: voxel k is in the volume; the others load some voxel and store zeros
+    u32 inside;  // bit k: voxel k is in the volume; a thread loads any voxel for the others, and stores zeros
     const unsigned short *volume, *before, *behind;
     i64 pitch;
     int sample = -1, first, quarter, x, X;
-    u32 to, table;   // in shared memory: scale and shift of each channel of the sample
-    float by[4][4];  // of this thread's channels, two by two
+    u32 to, table;   // shared memory: this thread's place in a slot; scale and shift of each of the sample's channels
+    float by[4][4];  // scale and shift of this thread's 8 channels, two channels in a row
 
     __device__ __forceinline__ NormalizedPlanes(int thread, u32 ring, u32 table) : table(table) {
         quarter = thread & 3, first = thread >> 2;
         to = ring + first * 64 + ((quarter ^ (first >> 1 & 3)) << 4);
     }
 
-    // Unconditional: a branch around it would wait for it. Volatile: it may not move before the fence.
+    // Unconditional: a branch around the load would wait for it. Volatile: the load must not move before the fence.
     __device__ __forceinline__ void fetch(int piece) {
         const unsigned short* plane = x < 0 ? before : x < X ? volume + x * pitch : behind;
         plane = (plane ? plane : volume) + piece * 32;
@@ -202,13 +203,13 @@ struct NormalizedPlanes {
                          : "r"(table + (piece * 32 + quarter * 8 + c * 2) * 8));
     }
 
-    // Begins a column at plane x; planes -1 and X are of the halo. `channel` is the first of 32 * PIECES.
+    // Begins a column at plane x; planes -1 and X are the halo. `channel` is the first of 32 * PIECES.
     __device__ __forceinline__ void begin(
         const Map& map, const Halo& halo, const Affine& affine, int channel, int n, int x_, int y0, int z0, int X_,
         int Y, int Z) {
         if (n != sample) {
             sample = n;
-            wait_for_loaders();  // until none reads the one before
+            wait_for_loaders();  // until no thread reads the previous sample's table
             const int own = first * 4 + quarter;
             if (own < PIECES * 32) {
                 float scale, shift;
@@ -233,7 +234,7 @@ struct NormalizedPlanes {
         fetch(0);
     }
 
-    // Normalises the 32 channels of a plane that were fetched, while the slot for them may still be in use.
+    // Normalises the 32 channels of a plane that were fetched; their slot may still be in use.
     __device__ __forceinline__ void normalize(int piece, float slope) {
         if (PIECES > 1) read_table(piece);
         const u32 known = (x < 0 ? before : x < X ? volume : behind) ? inside : 0;
@@ -247,12 +248,12 @@ struct NormalizedPlanes {
                 unpack(*word[c], low, high);
                 low = fmaf(low, by[c][0], by[c][1]), high = fmaf(high, by[c][2], by[c][3]);
                 *word[c] = pack(fmaxf(low, low * slope), fmaxf(high, high * slope)) & keep;
-                pin(*word[c]);  // here, and not behind a wait
+                pin(*word[c]);  // so that it is computed here, and not after a wait
             }
         }
     }
 
-    // Stores them to a slot, and fetches the next ones.
+    // Stores the normalised channels to a slot, and fetches the next 32.
     __device__ __forceinline__ void store(int piece, u32 slot, u32 full) {
         const u32 at = to + slot;
 #pragma unroll
@@ -261,7 +262,7 @@ struct NormalizedPlanes {
                 asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at + k * STEP * 64), "r"(loaded[k].x),
                              "r"(loaded[k].y), "r"(loaded[k].z), "r"(loaded[k].w)
                              : "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // would wait for loads in flight, too
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the next loads: it would wait for them
         arrive(full);
         if (++piece == PIECES) piece = 0, x++;
         fetch(piece);

@@ -1,20 +1,19 @@
 // 3x3x3 convolution with stride 1, from 32 * HALVES channels to a multiple of 32.
 //
 // A program goes along X over a column of 16 x 16 voxels of Y and Z, for 32 channels of the result. Each plane of
-// the input, with what surrounds the column along Y and Z, is loaded once and used once: a product takes a tile of
-// 8 x 8 voxels, shifted by (ky, kz) through the address in its descriptor, and the weights of all three kx side by
-// side (N = 96), and so adds to three planes of the result, which stay in registers. After input plane i the
-// result's plane i - 2 is complete. Which third of the registers holds which plane changes from plane to plane:
-// not the registers move but the weights, which lie in shared memory as kx = 2 1 0 2 1, of which an address picks
-// three in a row.
+// the input, with the voxels around the column along Y and Z, is loaded once and used once. A product multiplies a
+// tile of 8 x 8 voxels, shifted by (ky, kz) through the address in its descriptor, by the weights of all three kx
+// side by side (N = 96). So it adds to three planes of the result, each in a third of the registers. After input plane
+// i the result's plane i - 2 is complete. Until then a plane stays in its third, so the order of kx changes with each
+// input plane: the weights lie in shared memory as kx = 2 1 0 2 1, and an address picks three in a row.
 //
-// Two warpgroups multiply, each 8 rows along Y, two tiles of 8 along Z; while one tile's products run, the one before
-// is stored. The weights' columns are permuted, so that a thread holds eight neighbouring channels: 16 bytes.
+// Two warpgroups multiply, each 8 rows along Y, in two tiles of 8 along Z; while one tile's products run, the tile
+// before is stored. The weights' columns are permuted, so that a thread holds eight neighbouring channels: 16 bytes.
 //
-// EPILOGUE says what else happens to the result while it is in registers: 0 nothing; 1 its moments are taken; 2
-// another map is added, then moments are taken; 3, where it is the gradient of what was normalised, the sums are
-// taken that the normalisation's gradient needs. Each warp has a row for moments or sums. Products follow the
-// layouts of the PTX manual (wgmma); the marching scheme is this package's own.
+// EPILOGUE says what else happens to the result while it is in registers. 0: nothing. 1: its moments are taken. 2:
+// another map is added, then moments are taken. 3: the result is the gradient of a map that was normalised before
+// the convolution, and the sums are taken that the normalisation's gradient needs. Each warp has a row for moments or
+// sums. Products follow the layouts of the PTX manual (wgmma); the marching scheme is this package's own.
 
 #define MOMENTS (EPILOGUE == 1 || EPILOGUE == 2)
 #define ADDS (EPILOGUE == 2)
@@ -26,33 +25,33 @@ constexpr int COLUMN_Y = 8 * GROUPS, COLUMN_Z = 8 * TILES;
 constexpr int ROWS = COLUMN_Y + 2, ROW = COLUMN_Z + 2;
 constexpr int PLANE = ROWS * ROW * 64;
 constexpr int SLOT = (PLANE + 1023) / 1024 * 1024;
-constexpr int SLOTS = HALVES == 1 ? 5 : 2;  // what the weights leave room for
-constexpr int WEIGHTS = 9 * 4 * 160 * 16;   // of 32 channels of the input: (tap, 8 channels, kx and column)
+constexpr int SLOTS = HALVES == 1 ? 5 : 2;  // as many as fit beside the weights
+constexpr int WEIGHTS = 9 * 4 * 160 * 16;   // for 32 input channels: (tap, chunk, kx and column, 8 channels)
 
-// Registers of a thread that loads and of one that multiplies: together those of the launch, or it would hang.
+// Registers of a thread that loads and of one that multiplies: in all at most those of the launch, or it would hang.
 constexpr int AT_LAUNCH = 65536 / THREADS / 8 * 8;
 constexpr int LOADS_WITH = NORM ? 96 : 40;
 constexpr int MULTIPLIES_WITH = (AT_LAUNCH * (GROUPS + LOADING_GROUPS) - LOADS_WITH * LOADING_GROUPS) / GROUPS / 8 * 8;
 
-// Upper words of the descriptors: what lies between groups of 8 rows, and the swizzle; and upper halves of the
-// lower ones.
+// Descriptors of a and b. Upper words: the offset between groups of 8 rows, and the swizzle. Upper halves of the lower
+// words: the leading offset.
 constexpr u32 A_HIGH = (ROW * 64) >> 4 | 2u << 30, A_MIDDLE = 1u << 16;
 constexpr u32 B_HIGH = 128 >> 4, B_MIDDLE = (160 * 16) >> 4 << 16;
 
 struct Arguments {
-    Map x;      // with NORM; else the tensor map says it
+    Map x;      // with NORM; else the tensor map describes x
     Halo halo;  // with NORM
     Affine affine;
     const void* weights;
     Map y;
-    Map other;       // ADDS: what is added; SUMS: what was normalised
-    float* rows;     // EPILOGUE: (8 * programs of a part, 4 or 2, N, channels of the result), zeros
+    Map other;       // ADDS: the map that is added; SUMS: the map that was normalised
+    float* rows;     // with EPILOGUE: (8 * programs of a part, 4 or 2, N, channels of the result), zeros
     int N, X, Y, Z;  // of the input
     int made;        // planes of the result
     int before;      // planes of zeros before the input
 };
 
-// Products of 32 channels of a tile with the weights; a and b are addresses / 16 with the middle parts.
+// Products of 32 channels of a tile with the weights; a and b are descriptors' lower words: address / 16 | MIDDLE.
 template <int THIRD>
 __device__ __forceinline__ void multiply(float (&d)[48], u32 a, u32 b) {
 #pragma unroll
@@ -66,13 +65,13 @@ __device__ __forceinline__ void multiply(float (&d)[48], u32 a, u32 b) {
     }
 }
 
-// Numbers that a thread makes of 8 channels of a sample, which its warp's row gets in the end.
+// The moments or sums of 8 channels of a sample over a thread's voxels; at its end, they go to the warp's row.
 struct Tally {
 #if MOMENTS
-    float shift[8];  // a value of each channel: differences from it lose no digits
+    float shift[8];  // a value of each channel; subtracting it first saves digits
     int count;
 #elif SUMS
-    float scale[8], level[8], mean[8];  // differences from the mean lose no digits
+    float scale[8], level[8], mean[8];  // subtracting the mean first saves digits
 #endif
     float one[8], two[8];
 
@@ -90,7 +89,7 @@ struct Tally {
 #endif
     }
 
-    // Takes the channels of two voxels; x_a and x_b are of what was normalised.
+    // Takes the channels of two voxels, a and b; SUMS: x_a and x_b are the normalisation's input there.
     __device__ __forceinline__ void add(
         const float (&a)[8], const float (&b)[8], const float (&x_a)[8], const float (&x_b)[8], bool in_a, bool in_b,
         float slope) {
@@ -109,7 +108,7 @@ struct Tally {
 #endif
     }
 
-    // Few instructions: these share the registers' ports with the products in flight.
+    // Few instructions, because they share the registers' ports with the products in flight.
 #if MOMENTS
     __device__ __forceinline__ void take(const float (&y)[8]) {
 #pragma unroll
@@ -128,7 +127,7 @@ struct Tally {
     }
 #endif
 
-    // Adds up a warp's numbers, and writes them to its row.
+    // Adds up the numbers of a warp's threads, and writes them to the warp's row.
     __device__ __forceinline__ void end(const Arguments& g, int row, int sample, int channel, int channels) {
         const int lane = threadIdx.x % 32;
 #if MOMENTS
@@ -165,20 +164,20 @@ struct Tally {
     }
 };
 
-// A warpgroup: its accumulators, and where it is in the ring of planes and in the result.
+// What a warpgroup multiplies: its accumulators, and its position in the ring of planes and in the result.
 struct Multiplier {
     const Arguments& g;
-    const u32 ring, full, empty;  // address / 16 with the middle part; barriers
+    const u32 ring, full, empty;  // ring: lower word of a descriptor; full, empty: barriers
     const u32 weights;
     const int warp, lane;
     float d[TILES][48];
     Tally tally;
     int slot = 0, before = -1;
     u32 phase = 0;
-    // Of the column at hand: memory of this thread's voxels in plane -2 of what the program makes of it.
+    // In the current column: memory of this thread's voxels in plane -2 of the program's planes.
     unsigned short* y;
     const unsigned short* other;
-    uint4 read[TILES][2];  // of the other map, where the tiles will be finished next
+    uint4 read[TILES][2];  // of the other map, for the next tiles to finish
     int planes;            // of the input, for this column
     bool in[TILES][2];
 
@@ -216,7 +215,7 @@ struct Multiplier {
         if (lane == 0 && before >= 0) arrive(empty + 8 * before);
     }
 
-    // Reads the other map where a tile will be finished behind plane i, a whole plane before that: memory is slow.
+    // Reads the other map for the tile that is finished after input plane i, a plane ahead: memory is slow.
     __device__ __forceinline__ void look_ahead(int tile, int i) {
 #if ADDS || SUMS
         const unsigned short* at = other + i * g.other.x + 8 * tile * g.other.z;
@@ -225,7 +224,7 @@ struct Multiplier {
 #endif
     }
 
-    // Stores the third of a tile that is complete behind plane i, if that is one of this program's, and clears it.
+    // Stores the third of a tile that input plane i completes, if it is one of the program's planes, and clears it.
     template <int THIRD>
     __device__ __forceinline__ void finish(int tile, int i) {
         constexpr int o = THIRD * 16;
@@ -233,7 +232,7 @@ struct Multiplier {
 #pragma unroll
         for (int c = 0; c < 16; c++) pin(r[o + c]);
         if (i >= 2) {
-            // The layout of a product: columns 8 j + 2 (lane % 4), rows lane / 4 and 8 more.
+            // The layout of a product: columns 8 j + 2 (lane % 4) and the next; rows lane / 4 and lane / 4 + 8.
             float a[8], b[8];
 #pragma unroll
             for (int c = 0; c < 8; c++) a[c] = r[o + c / 2 * 4 + c % 2], b[c] = r[o + c / 2 * 4 + c % 2 + 2];
@@ -259,8 +258,8 @@ struct Multiplier {
         for (int c = 0; c < 16; c++) clear(r[o + c]);
     }
 
-    // Multiplies input plane i of a column. While a tile's products run, the tile before is finished: the last one
-    // of plane i - 1 first.
+    // Multiplies input plane i of a column. While a tile's products run, the tile before is finished; first the last
+    // tile of plane i - 1.
     template <int THIRD>
     __device__ __forceinline__ void step(int i) {
 #pragma unroll
@@ -292,7 +291,7 @@ struct Multiplier {
         finish<(THIRD + 1) % 3>(TILES - 1, i);
     }
 
-    // Makes a column's planes of the result from two more of the input.
+    // Makes a column's planes of the result; the input has two more.
     __device__ __forceinline__ void column() {
         for (int i = 0;;) {
             step<0>(i);
@@ -321,7 +320,7 @@ convolution(const __grid_constant__ TensorMap map, const __grid_constant__ Argum
     }
     barriers_are_ready();
 
-    // Programs of all parts, 32 channels of the result each, go side by side over the same planes.
+    // A part is 32 channels of the result. The programs of all parts go side by side over the same planes.
     const int part = blockIdx.x % parts, program = blockIdx.x / parts, programs = gridDim.x / parts;
     const int in_y = (g.Y + COLUMN_Y - 1) / COLUMN_Y, in_z = (g.Z + COLUMN_Z - 1) / COLUMN_Z;
     const u32 work = (u32)g.N * in_y * in_z * g.made;

@@ -1,8 +1,8 @@
 """Launches kernels that :mod:`unet3d.kernels.conv.hopper.build` compiles, with the driver's API.
 
 A kernel is loaded into PyTorch's context on a GPU at its first launch there. Loading is illegal
-while a graph is captured, but captured kernels have been launched before
-(:data:`unet3d.parallel.graph.NUM_WARM_UP_STEPS`, the first windows of a prediction).
+while a graph is captured; but every kernel has been launched before, in the warm-up steps
+(:data:`unet3d.parallel.graph.NUM_WARM_UP_STEPS`) or in the first windows of a prediction.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _MAP_CHANNELS = 32
 _MAP_OPTIONS = (0, 2, 2, 0)
-"""Nothing interleaved, 64 bytes swizzled, 128 bytes fetched into the L2 cache, zeros outside."""
+"""No interleaving, 64-byte swizzle, 128-byte promotion in the L2 cache, zeros outside."""
 _MAX_DYNAMIC_SHARED = 8
 _OUT_OF_MEMORY = 2
 
@@ -50,11 +50,11 @@ class Kernel:
         self._loaded: dict[int, ctypes.c_void_p] = {}
 
     def build(self) -> "Future[bytes]":
-        """Begin to compile it in a thread, unless that has begun; variants compile in parallel."""
+        """Compile it in a thread, unless that has begun; variants compile in parallel."""
         return building(*self._variant, _driver_version())
 
     def load(self, device: torch.device) -> ctypes.c_void_p:
-        """Return the function on a GPU."""
+        """Return the compiled function, loaded on a GPU."""
         cubin = self.build().result()
         with _lock:
             if device.index not in self._loaded:
@@ -152,8 +152,8 @@ def _context(index: int) -> ctypes.c_void_p:
 def _in_context_of(index: int, function: Callable[..., int], *arguments: Any) -> None:
     """Call a function of the driver with a GPU's context as the thread's current one.
 
-    A thread of autograd may have no context. PyTorch would take a context that stays current for
-    its own.
+    A thread of autograd may have no context. If one stayed current, PyTorch would take it for its
+    own.
     """
     library = cuda()
     _check(library.cuCtxPushCurrent_v2(_context(index)))

@@ -1,20 +1,20 @@
 """The hand-written convolutions as PyTorch operations on CUDA; plain versions run elsewhere.
 
-All are of 3x3x3 kernels with stride 1, of (N, C, X, Y, Z) maps in channels-last memory, which may
-have room around Z (:mod:`unet3d.kernels.maps`), with multiples of 32 channels::
+All have 3x3x3 kernels and stride 1. Maps (N, C, X, Y, Z) are in channels-last memory, may have room
+around Z (:mod:`unet3d.kernels.maps`), and have multiples of 32 channels::
 
-    convolve         the convolution of a map, or of what a normalisation with LeakyReLU makes of
-                     it, which is never written; and the moments of the result
-    add_convolution  the moments of a map to which a convolution is added, in its memory
-    input_gradient   the gradient of the map that was convolved; where that was normalised, with the
+    convolve         convolves a map, which may be normalised first, with LeakyReLU, without being
+                     written; returns the result and its moments
+    add_convolution  adds a convolution to a map, in its memory, and returns the moments of the sum
+    input_gradient   returns the gradient of the convolved map; if it was normalised first, also the
                      sums that the gradient of the normalisation needs
-    weight_gradient  (O, I, 3, 3, 3) in float32
+    weight_gradient  returns the gradient (O, I, 3, 3, 3) in float32
 
 Moments and sums are those of the stages of a normalisation (:mod:`unet3d.kernels.norm.op`), one
 part per warp that multiplies. An ``affine`` has the tensors that the stages take: weight (C,), bias
-(C,), mean (N, C, M) and 1 / deviation (N, C). Zeros around a map stay zeros. ``before`` and
-``after`` are the planes of zeros around X. If a normalised map is a slab, planes of its neighbours
-(N, C, 1, Y, Z), in the layout of the map, replace the zero planes next to it.
+(C,), mean (N, C, M) and 1 / deviation (N, C). Zeros around a map are not normalised. ``before`` and
+``after`` are the planes of zeros before and behind X. If a map that is normalised is a slab, its
+neighbours' planes (N, C, 1, Y, Z), in the layout of the map, replace the zeros next to it.
 
 A program of either kernel moves along X over a column of 16 x 16 voxels. The planes of all columns
 are divided equally over the programs; each program computes which planes are its own.
@@ -40,12 +40,12 @@ COLUMN = 16
 WARPS = 8
 """Warps of a program that multiply; each makes a part of the moments or sums."""
 PROCESSORS = 132
-"""Number of processors of an absent Hopper GPU."""
+"""Number of processors that is assumed without a GPU."""
 PAIRS = 5
-"""Pairs of taps in the sums of the weights' gradient."""
+"""Pairs of taps (ky, kz) in the sums of the weights' gradient; see ``weights.cu``."""
 
 _SLOT = 21 * 1024
-"""Bytes of a plane of 18 x 18 voxels in shared memory."""
+"""Bytes of a plane of 18 x 18 voxels in shared memory, rounded up."""
 _WEIGHTS = 9 * 4 * 160 * 16
 _NOTHING, _MOMENTS, _MOMENTS_OF_SUM, _SUMS = range(4)
 _NO_MAP = TensorMap()
@@ -102,7 +102,7 @@ class _Weights(ctypes.Structure):
 
 
 def num_programs(x: Tensor, planes: int, groups: int, processors: int = PROCESSORS) -> int:
-    """Return the number of programs per group, at most one per processor in all."""
+    """Return the number of programs for each of ``groups``, in all at most one per processor."""
     n, _, _, y, z = x.shape
     work = n * -(-y // COLUMN) * -(-z // COLUMN) * planes
     return min(processors // groups, work)
@@ -117,7 +117,7 @@ def _run_convolve(
     after: int,
     moments: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    """Convolve x, normalised first if an affine is given; return the result and its moments."""
     affine, halo = _affine(given[:4], slope), _halo(*given[4:])
     y = empty_result(x, kernel.shape[0], x.shape[2] + before + after - 2)
     epilogue = _MOMENTS if moments else _NOTHING
@@ -128,7 +128,7 @@ def _run_convolve(
 def _run_add_convolution(
     y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int
 ) -> Tensor:
-    """Return the moments of a map to which a convolution is added, in its memory."""
+    """Add the convolution of x to y, in its memory, and return the moments of the sum."""
     return _convolve(y, x, kernel, None, y, _MOMENTS_OF_SUM, before, turned=False)
 
 
@@ -141,7 +141,7 @@ def _run_input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the map that was convolved, and sums where x was normalised first."""
+    """Return the gradient of the convolved map; and sums, if x is given, which was normalised."""
     dx = empty_result(dy, kernel.shape[1], dy.shape[2] - before - after + 2)
     epilogue, given = _NOTHING if x is None else _SUMS, _affine(affine, slope)
     sums = _convolve(dx, dy, kernel, given, x, epilogue, 2 - before, turned=True)
@@ -160,12 +160,12 @@ def _convolve(
     turned: bool,
     halo: _Halo = _NO_HALO,
 ) -> Tensor:
-    """Write a convolution to y, and return moments or sums in as many rows as there are warps."""
+    """Write a convolution to y, and return its moments or sums, one part for each warp."""
     n, inputs, *size = x.shape
     outputs, made = y.shape[1:3]
     parts = outputs // GROUP
     programs = num_programs(x, made, parts, _processors(x.device))
-    # A warp only writes the rows of its samples.
+    # Zeros, because a warp only writes its samples.
     num_rows = 0 if epilogue == _NOTHING else programs * WARPS
     shape = (num_rows, 2 if turned else 4, n, outputs)
     rows = torch.zeros(shape, dtype=torch.float32, device=x.device)
@@ -238,7 +238,7 @@ def _map(x: Tensor) -> _Map:
 
 
 def _halo(before: Tensor | None, behind: Tensor | None) -> _Halo:
-    """Return the planes beside a map, (N, C, 1, Y, Z) with the map's layout; one may be None."""
+    """Return the planes beside a map, (N, C, 1, Y, Z) in the map's layout; None: zeros."""
     sample = next((plane.stride(0) for plane in (before, behind) if plane is not None), 0)
     pointers = (None if plane is None else plane.data_ptr() for plane in (before, behind))
     return _Halo(*pointers, sample)
@@ -258,10 +258,10 @@ def _affine(affine: tuple[Tensor | None, ...], slope: float) -> _Affine | None:
 def _places(outputs: int, inputs: int, turned: bool, is_last: bool, device: torch.device) -> Tensor:
     """Return indices into a kernel (O, I, 3, 3, 3), in the order in which programs load weights.
 
-    For each 32 outputs, and each 32 inputs of them: (9 taps (ky, kz), 4 times 8 inputs, kx = 2 1 0
-    2 1, 32 columns, 8 inputs). Column 8 j + 2 q + e is output 8 q + 2 j + e, so a thread sums eight
-    neighbouring outputs. ``turned``: for the gradient of the input, of a kernel whose outputs are
-    these inputs. ``is_last``: the kernel is (O, 3, 3, 3, I).
+    For each group of 32 outputs and group of 32 inputs: (9 taps (ky, kz), 4 chunks of inputs, kx =
+    2 1 0 2 1, 32 columns, 8 inputs of the chunk). Column 8 j + 2 q + e is output 8 q + 2 j + e, so
+    a thread sums eight neighbouring outputs. ``turned``: for the gradient of the input; the kernel
+    is then (inputs, outputs, 3, 3, 3). ``is_last``: the kernel is in channels-last memory.
     """
     ranges = (outputs // GROUP, inputs // GROUP, 3, 3, 4, 5, 4, 4, 2, 8)
     many = torch.meshgrid(*map(torch.arange, ranges), indexing="ij")
@@ -313,7 +313,7 @@ def _weights(normalizes: bool, float16: bool) -> Kernel:
 
 @functools.cache
 def begin_building(float16: bool) -> None:
-    """Begin to compile all variants that are not cached, those of a forward pass first."""
+    """Begin to compile all variants that are not cached, first the ones that forward needs."""
     for halves, normalizes, epilogue in itertools.product((1, 2), (False, True), range(3)):
         if not (normalizes and epilogue == _MOMENTS_OF_SUM):
             _convolution(halves, normalizes, epilogue, float16).build()
@@ -323,7 +323,7 @@ def begin_building(float16: bool) -> None:
 
 
 CHECKED = _convolution(1, False, _NOTHING, False)
-"""The kernel that is compiled to check whether kernels can be compiled and loaded."""
+"""The variant by which :func:`unet3d.kernels.conv.hopper.api.available` checks the machine."""
 
 
 def _empty_parts(y: Tensor, numbers: int, wanted: bool) -> Tensor:

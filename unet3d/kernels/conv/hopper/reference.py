@@ -24,7 +24,7 @@ def convolve(
     after: int,
     moments: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the convolution of a map, normalised first where an affine is given, and moments."""
+    """Convolve x, normalised first if an affine is given; return the result and its moments."""
     y = F.conv3d(_extended(x, given, slope, before, after), kernel)
     if not moments:
         return channels_last(y), x.new_empty((0, 4, *y.shape[:2]), dtype=_exact(x))
@@ -32,7 +32,7 @@ def convolve(
 
 
 def add_convolution(y: Tensor, x: Tensor, kernel: Tensor, *, before: int, after: int) -> Tensor:
-    """Return the moments of a map to which a convolution is added, in its memory."""
+    """Add the convolution of x to y, in its memory, and return the moments of the sum."""
     y += F.conv3d(_padded(x, before, after), kernel)
     return _moments(y)
 
@@ -46,7 +46,7 @@ def input_gradient(
     before: int,
     after: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the map that was convolved, and sums where x was normalised first."""
+    """Return the gradient of the convolved map; and sums, if x is given, which was normalised."""
     turned = kernel.flip(_AROUND).transpose(0, 1)
     dx = channels_last(F.conv3d(_padded(dy, 2 - before, 2 - after), turned))
     exact = _exact(dy)
@@ -78,7 +78,7 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def _extended(x: Tensor, given: tuple[Any, ...], slope: float, before: int, after: int) -> Tensor:
-    """Return the input of the convolution, with planes of neighbours and zeros around."""
+    """Return the convolution's input, normalised, with its neighbours' planes and zeros around."""
     *affine, preceding, following = given
     planes = [plane for plane in (preceding, x, following) if plane is not None]
     z = _normalized(torch.cat(planes, 2), *affine, slope=slope)
@@ -92,7 +92,7 @@ def _padded(x: Tensor, before: int, after: int) -> Tensor:
 def _normal(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a map normalised without and with weight and bias."""
+    """Return the normalised map without weight and bias, and with them."""
     rows = (*x.shape[:2], 1, 1, 1)
     normal = (x.to(_exact(x)) - mean.sum(-1).view(rows)) * rstd.view(rows)
     return normal, normal * weight.view(-1, 1, 1, 1) + bias.view(-1, 1, 1, 1)

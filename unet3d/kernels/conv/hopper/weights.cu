@@ -3,13 +3,13 @@
 //     dw[o, i, kx, ky, kz] = sum over voxels v of x[v + k - before, i] * dy[v, o]
 //
 // A program goes along X over a column of 16 x 16 voxels, for 32 channels of x and 32 of dy. A plane of x, with
-// what surrounds the column along Y and Z, is multiplied with three planes of dy: rows of a product are the 32
-// inputs of two taps (ky, kz), that is two shifted views of the plane (the descriptor's leading offset is what
-// lies between them), its columns the 32 outputs of three planes (kx = 2, 1, 0), its depth 16 voxels along Z. Nine
-// taps are four pairs and one alone, whose other half is computed twice. Channels are contiguous, so both operands
-// are transposed. The sums stay in registers for all of a program's work; they are written once, and added up over
-// the programs elsewhere. The ring of dy's planes has its first two slots twice, at its end, so that three are
-// always in a row.
+// the voxels around the column along Y and Z, is multiplied with three planes of dy. The rows of a product are the 32
+// inputs of two taps (ky, kz), that is of two shifted views of the plane (the descriptor's leading offset is the
+// distance between them). Its columns are the 32 outputs of three planes (kx = 2, 1, 0), its depth 16 voxels along Z.
+// The nine taps are four pairs and a single one, which fills both halves of its product. Channels are contiguous, so
+// both operands are transposed. The sums stay in registers for all of a program's work; they are written once, and
+// added up over the programs elsewhere. The ring of dy's planes repeats its first two slots at its end, so that any
+// three planes in succession are contiguous.
 
 constexpr int THREADS = 384, LOADERS = 128;
 constexpr int COLUMN = 16, ROWS = COLUMN + 2, ROW = COLUMN + 2;
@@ -18,24 +18,24 @@ constexpr int DY_PLANE = COLUMN * COLUMN * 64, DY_SLOTS = 5;
 constexpr int PAIRS = 5;
 
 struct Arguments {
-    Map x;      // with NORM; else the tensor map says it
+    Map x;      // with NORM; else the tensor map describes x
     Halo halo;  // with NORM
     Affine affine;
     float* sums;    // (programs, parts, PAIRS, 64, 96)
     int N, X, Y, Z; // of x, with its halo
-    int before;     // planes of zeros before that
+    int before;     // planes of zeros before x and its halo
     int around;     // planes of the halo on each side
 };
 
-// Taps (ky, kz) of a pair: (0,0) (0,1), (1,0) (1,1), (2,0) (2,1), (0,2) (1,2), (2,2) (2,2).
+// Taps (ky, kz) of the five pairs: (0,0) (0,1), (1,0) (1,1), (2,0) (2,1), (0,2) (1,2), (2,2) (2,2).
 __device__ constexpr int first_voxel(int pair) { return pair < 3 ? pair * ROW : pair == 3 ? 2 : 2 * ROW + 2; }
 __device__ constexpr int pitch_of(int pair) { return pair < 3 ? 64 : pair == 3 ? ROW * 64 : 0; }
-// With the 64-byte swizzle; 8 voxels of 64 bytes lie between groups of the depth.
+// With the 64-byte swizzle; groups of 8 voxels of the depth are 512 bytes apart.
 __device__ constexpr u64 descriptor(int leading) {
     return 2ull << 62 | (u64)(512 >> 4) << 32 | (u64)(leading >> 4) << 16;
 }
 
-// Where planes are, of x and of dy: shared memory, and a barrier that says a slot is full, or empty again.
+// The rings of planes of x and dy in shared memory, and their slots' barriers: full, and empty again.
 struct Rings {
     u32 x, dy, x_full, x_empty, dy_full, dy_empty;
 };
@@ -121,7 +121,7 @@ weights(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorM
     }
     barriers_are_ready();
 
-    // Parts are 32 channels of x and 32 of dy; programs of all parts go side by side over the same planes.
+    // A part is 32 channels of x and 32 of dy. The programs of all parts go side by side over the same planes.
     const int parts = inputs * outputs, part = blockIdx.x % parts;
     const int program = blockIdx.x / parts, programs = gridDim.x / parts;
     const int in_y = (g.Y + COLUMN - 1) / COLUMN, in_z = (g.Z + COLUMN - 1) / COLUMN;
