@@ -9,14 +9,14 @@ _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`~?([^`]+)`")
 
 
 class Roles(griffe.Extension):
-    """Leaves of each role the name that it marks."""
+    """Replaces each role by the name that it marks."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change the docstring of an object that was read.
 
         Args:
             obj: A module, class, function or attribute.
-            **kwargs: What else griffe hands to extensions.
+            **kwargs: Other arguments that griffe passes to extensions.
         """
         if obj.docstring is not None:
             obj.docstring.value = _ROLE.sub(r"`\1`", obj.docstring.value)

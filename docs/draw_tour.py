@@ -1,7 +1,8 @@
 """Draw the pictures that show unet3d at work, with its commands, on built-in phantoms.
 
-``make pictures`` writes them to ``docs``; ``python docs/draw_tour.py FOLDER --epochs 2`` elsewhere,
-after a training that has these further options. Pages are opened in a Chromium of the system.
+``make pictures`` writes them to ``docs``, ``python docs/draw_tour.py FOLDER`` to another folder.
+Options after the folder, such as ``--epochs 2``, are passed to ``unet3d train``. A Chromium of the
+system shows the pages.
 """
 
 import io
@@ -26,7 +27,7 @@ COLUMNS = 92
 MARGIN = 10
 """Pixels below the last element of a page."""
 UNSEEN_SEED = 2024
-"""Another seed than that of the training data makes another head."""
+"""A seed other than that of the training data, so that the head is another."""
 
 TRAIN = """train --config configs/quickstart.yaml \\
     --parallel model --devices cpu,cpu -o runs/heads"""
@@ -83,7 +84,7 @@ def recorded(command: str, more: list[str], home: Path) -> str:
         while piece := os.read(screen, 65536):
             written += piece
             os.write(sys.stdout.fileno(), piece)
-    except OSError:  # how Linux says that nobody has the terminal any more
+    except OSError:  # on Linux: the command has closed the terminal
         pass
     os.close(screen)
     if status := process.wait():
@@ -113,7 +114,7 @@ def terminal(text: str) -> str:
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text.from_ansi(text), highlight=False)
     drawn = console.export_svg(title="unet3d", unique_id="terminal")
-    drawn = re.sub(r"@font-face {.*?}", "", drawn, flags=re.DOTALL)  # which is on a server
+    drawn = re.sub(r"@font-face {.*?}", "", drawn, flags=re.DOTALL)  # the font is on a server
     return drawn.replace("Fira Code", "ui-monospace, Menlo, Consolas")
 
 
@@ -140,7 +141,7 @@ def photograph(home: Path, target: Path) -> None:
 
 
 def shrink(picture: Path) -> None:
-    """Store a picture with a palette of 256 colours, of which none is far from what was drawn."""
+    """Reduce a picture to a palette of 256 colours that are close to all of its colours."""
     with Image.open(picture) as opened:
         pixels = opened.convert("RGB")
     reduced = pixels.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)

@@ -32,9 +32,10 @@ PAGES = {
     "unet3d/cli/app.py": "reference/commands.md",
     "unet3d/config/settings.py": "reference/settings.md",
 }
-"""Page of each file of the repository that is one, beside those in ``docs``."""
+"""The page that is made of each file or folder outside ``docs``."""
 
-_WITHOUT_NAVIGATION = ("---", "hide: [navigation]", "---", "")  # of a tab with a single page
+# For the front page, which is the only page of its tab.
+_WITHOUT_NAVIGATION = ("---", "hide: [navigation]", "---", "")
 _LINK = re.compile(r"(\]\()([^)\s#]+)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
@@ -43,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Give every document its place on the site; MkDocs calls this before it builds.
 
     Args:
-        files: Those in ``docs``.
+        files: The files in ``docs``.
         config: Of the site.
 
     Returns:
@@ -122,9 +123,9 @@ def _settings() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting of a configuration, as `unet3d config` prints them. A configuration is YAML "
-        "and holds only what differs from the defaults; `--set section.key=value` changes one "
-        "setting of one command.",
+        "Every setting, as `unet3d config` prints it. A configuration is a YAML file that needs "
+        "only settings that differ from the defaults; `--set section.key=value` changes a setting "
+        "of one command.",
     ]
     everything = settings_of(Config).values()
     for section in everything:
@@ -145,7 +146,7 @@ def _configurations() -> str:
     lines = [
         "# Example configurations",
         "",
-        "From the folder `configs` of the repository. Each begins with the command that it is for.",
+        "From the folder `configs` of the repository. Each begins with a command that uses it.",
     ]
     for path in _sorted_by_name((ROOT / "configs").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
