@@ -74,7 +74,7 @@ def test_options_reach_the_prediction(capsys):
     assert [slot["device"] for slot in asked["slots"]] == ["cuda:0", "cuda:1"]
     assert {slot["device_bytes"] for way in record["ways"] for slot in way["slots"]} == {2**30}
     start = "--parallel model --devices cuda:0,cuda:1 --micro-batches 2"
-    line = f"{start}: up to 64x64x32 voxels (asked for)"
+    line = f"{start}: up to 64x64x32 voxels (chosen)"
     assert line in capsys.readouterr().out.splitlines()
 
 

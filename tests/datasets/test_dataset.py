@@ -210,8 +210,8 @@ def test_says_which_layouts_are_understood(tmp_path):
         load_dataset(tmp_path)
     for content, said in (
         (b"[1, 2]", r"no known layout.*Decathlon.*nnU-Net"),
-        (b"{", "not valid JSON"),
-        (b"\xff\xfe\x00", "not text in UTF-8; name the folder of a data set"),
+        (b'{"training": [],}', "not valid JSON: .*line 1 .*; correct it, often a comma$"),
+        (b"\xff\xfe\x00", "not text in UTF-8; correct it$"),
     ):
         (tmp_path / "dataset.json").write_bytes(content)
         with pytest.raises(DatasetError, match=said):

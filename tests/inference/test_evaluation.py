@@ -62,7 +62,7 @@ def test_pairs_by_name(tmp_path, prediction, label):
     ("predictions", "labels", "message"),
     [
         (["b"], ["a"], r"b\.nii\.gz has no label map in .*looked for b; "),
-        (["a", "b", "c"], ["a"], r"b\.nii\.gz has no .*for b, nor have 1 more predictions; "),
+        (["a", "b", "c"], ["a"], r"b\.nii\.gz has no .*for b, nor have 1 more segmentations; "),
         (["a", "a_seg"], ["a"], r"a\.nii\.gz and .*a_seg\.nii\.gz both belong to .*a\.nii\.gz"),
         ([], ["a"], "holds no volume"),
         (["a"], ["a", "a.nii"], "have the same name; keep one"),

@@ -148,7 +148,7 @@ def test_in_another_folder_a_segmentation_pairs_with_its_label_map(tmp_path):
         (scan,) = found_of(given, tmp_path / "out", num_channels).to_segment
         assert scan.output == tmp_path / "out" / f"{name}.nii.gz"
     twin = touch(tmp_path, "case.nii")
-    refuses([case, *twin], "would both be written to", tmp_path / "out")
+    refuses([case, *twin], "would both be written to .*; name one$", tmp_path / "out")
 
 
 def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
@@ -168,15 +168,21 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
 def test_outputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "other/empty").mkdir(parents=True)
     a, b, twin, pair = touch(tmp_path, "a.nii.gz", "b.nii.gz", "other/a.nii", "pair.hdr")
+    above = touch(tmp_path / "above/p", "x.nii")[0].parents[1]
     for inputs, output, words in (
         ([a], a, "is also an input"),
         ([a, tmp_path / "a_seg.nii.gz"], None, "is also an input"),
         ([a, b], tmp_path / "one.nii.gz", "is one file for 2 scans; name a folder"),
-        ([a, twin], tmp_path / "out", "would both be written to"),
+        ([a, twin], tmp_path / "out", "out/a.nii.gz; leave out --output to write beside"),
         ([a], tmp_path / "out.mgz", r"ends in .nii.gz or .nii; name such a file"),
         ([a], tmp_path / "out.nrrd", r"out\.nrrd: a segmentation ends in"),
         ([pair], tmp_path / "out.txt", r"ends in .nii.gz or .nii; name such a file"),
-        ([tmp_path / "other/empty"], None, "other/empty holds no volumes"),
+        ([tmp_path / "other/empty"], None, "other/empty holds no volumes to segment; known: .nii"),
+        (
+            [above],
+            None,
+            "above holds no volumes.*; name the folders in it, or files such as .*/p/x",
+        ),
     ):
         refuses(inputs, words, output, overwrite=True)
     (tmp_path / "a_seg.nii.gz").symlink_to("a.nii.gz")

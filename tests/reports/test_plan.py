@@ -56,7 +56,7 @@ def test_each_way_has_a_line_that_can_be_typed(record):
         "--parallel none --devices cuda:0 --micro-batches 1: 134 ms a step, not even the smallest "
         "volume fits",
         "--parallel model --devices cuda:0,cuda:1 --micro-batches 4 --set parallel.cuts=time: "
-        "up to 320x320x256 voxels (asked for)",
+        "up to 320x320x256 voxels (chosen)",
         "--parallel model --devices cuda:0,cuda:1,cuda:2,cuda:3 --replicas 2 --micro-batches 1: "
         "5.1 ms a step, up to 320x320x256 voxels",
     ]

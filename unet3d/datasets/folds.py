@@ -5,6 +5,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,10 @@ def read_description(path: Path) -> Any:
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {reason_of(error)}") from error
     except ValueError as error:
-        raise DatasetError(
-            f"{path} is not valid JSON: {error}; name the folder of a data set, or its dataset.json"
-        ) from error
+        advice = "name the folder of a data set, or its dataset.json"
+        if path.suffix.lower() == ".json":
+            advice = "correct it" + ", often a comma" * isinstance(error, JSONDecodeError)
+        raise DatasetError(f"{path} is not valid JSON: {error}; {advice}") from error
 
 
 def _are_names(names: Any) -> bool:

@@ -46,7 +46,7 @@ def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> Foun
             )
         prediction_of[partner] = prediction
     if unknown and not (leave_out and prediction_of):
-        more = f", nor have {len(unknown) - 1} more predictions" if len(unknown) > 1 else ""
+        more = f", nor have {len(unknown) - 1} more segmentations" if len(unknown) > 1 else ""
         advice = ", or leave them out with --leave-out" if prediction_of else ""
         raise DatasetError(
             f"{unknown[0]} has no label map in {labels}, looked for "
@@ -76,7 +76,7 @@ def _by_stem(path: Path) -> dict[str, Path]:
             raise DatasetError(f"{found[stem]} and {file} have the same name; keep one of them")
         found[stem] = file
     if not found:
-        raise DatasetError(f"{path} holds no volume to compare")
+        raise DatasetError(f"{path} holds no volume to compare; name the folder of the files")
     return found
 
 

@@ -164,9 +164,11 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
             raise ConfigError(f"{scan.output} is also an input; choose another --output")
         twin = by_output.setdefault(place, scan)
         if twin is not scan:
+            one, other = twin.images[0], scan.images[0]
+            is_apart = one.parent != other.parent
             raise ConfigError(
-                f"{twin.images[0]} and {scan.images[0]} would both be written to {scan.output}; "
-                "segment one of them, or one after the other"
+                f"{one} and {other} would both be written to {scan.output}; "
+                + ("leave out --output to write beside each scan" if is_apart else "name one")
             )
 
 
@@ -238,8 +240,10 @@ def _volumes_in(folder: Path) -> list[Path]:
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     if not files:
+        inner = next((path for path in sorted(folder.glob("*/*")) if stands_for_volume(path)), None)
+        known = f"known: {', '.join(SUFFIXES)}, and folders of DICOM slices"
         raise VolumeError(
-            f"{folder} holds no volumes to segment; known: {', '.join(SUFFIXES)}, and folders of "
-            "DICOM slices"
+            f"{folder} holds no volumes to segment; "
+            + (f"name the folders in it, or files such as {inner}" if inner else known)
         )
     return sorted(files)

@@ -70,7 +70,7 @@ def plan_line(way: Mapping[str, Any]) -> str:
         + (f" --set parallel.cuts={way['balance']}: " if way["balance"] else ": ")
         + (f"{_milliseconds(way)} ms a step, " if way["step_seconds"] else "")
         + (f"up to {times(shape)} voxels" if shape else "not even the smallest volume fits")
-        + (" (asked for)" if way["asked"] else "")
+        + (" (chosen)" if way["asked"] else "")
     )
 
 
