@@ -32,7 +32,7 @@ ROUNDING_BYTES = 512
 """CUDA's allocator rounds requests up to a multiple of this."""
 
 UNCOUNTED_BYTES = 1024**3
-"""What a GPU needs besides the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
+"""Memory that a GPU needs besides tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
 space where it raises the peak, and gaps between tensors."""
 
 WORKSPACE_BYTES = 32 * 1024**2
@@ -80,8 +80,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CONVOLUTIONS:
             self._count_conversions(func, args, results)
         elif func in _PRODUCTS:
-            # cuBLAS has a workspace for two threads, because backward has its own. A GPU before
-            # Hopper takes a quarter of it (``getChosenWorkspaceSize`` of PyTorch).
+            # cuBLAS has a workspace in two threads, because backward has a thread of its own. A GPU
+            # before Hopper takes a quarter (``getChosenWorkspaceSize`` of PyTorch).
             device = args[-1].device
             if is_fake_device(device):
                 self.workspace_bytes[device] = 2 * WORKSPACE_BYTES

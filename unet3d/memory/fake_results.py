@@ -42,10 +42,11 @@ class _Result(NamedTuple):
 
 
 _Results = tuple[type | None, list[_Result | None]]
-"""What holds several, or None, and each of them; None is returned as such."""
+"""Type of the container of results, or None for a single result; then each result, None where the
+operation returns None."""
 
 _known: dict[Any, _Results | None] = {}
-"""Results by operation and arguments, for the whole process; None: not determined by them."""
+"""Results by operation and arguments, in the whole process; None: these do not determine them."""
 
 
 class FakeResults:

@@ -49,14 +49,14 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 
 def refuse_unknown_memory(names: Sequence[str]) -> None:
-    """Refuse GPUs that are described by no memory on a machine without any."""
+    """Refuse GPUs whose memory is not stated, on a machine without GPUs."""
     indices = [index for index in map(gpu_index, names) if index is not None]
     if indices and most_gpus() == 0:
         raise unknown_memory(f"cuda:{indices[0]}")
 
 
 def unknown_memory(device: object) -> ConfigError:
-    """Return the error for a GPU whose memory nobody knows."""
+    """Return the error for a GPU whose memory is unknown."""
     return ConfigError(
         f"{device} is not on this machine, so its memory is unknown; give it with "
         "--device-memory GIB, such as --device-memory 80"
@@ -92,7 +92,7 @@ def refuse_impossible(
 ) -> None:
     """Refuse impossible devices and precisions, as far as this needs no PyTorch.
 
-    With several ranks, each has a share of the devices.
+    If several ranks share the devices, their number is not checked.
     """
     refuse_missing(names or ())
     if names is not None and is_alone:

@@ -20,8 +20,8 @@ LIMIT_FILES = (
         ("total_active_file", "total_inactive_file"),
     ),
 )
-"""Limit, use, and the pages of files among what is used, which the kernel gives back when memory is
-short; in version 2 of control groups and in version 1."""
+"""Files with the limit and the use of a control group, and counters of used pages of files, which
+the kernel frees when memory is short; for versions 2 and 1 of control groups."""
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -34,7 +34,7 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     rooms += [
         int(line.split()[1]) * 1024
         for line in _lines(proc / "meminfo")
-        if line.startswith("MemAvailable:")  # only kernels before 3.14 do not say
+        if line.startswith("MemAvailable:")  # absent in kernels before 3.14
     ]
     return max(0, min(rooms, default=sys.maxsize))
 
@@ -57,7 +57,7 @@ def readable(num_bytes: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed on a GPU, or on the host, which has no class of error."""
+    """Tell whether an allocation failed on a GPU or on the host; the latter has no error class."""
     if is_out_of_gpu_memory(error) or isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

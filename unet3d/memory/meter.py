@@ -47,7 +47,7 @@ class SlotMemory:
     parameters_bytes: int
     """Master weights and buffers."""
     gradients_bytes: int
-    """Their gradients."""
+    """Gradients of the parameters."""
     optimizer_bytes: int
     """State of the optimizer, such as momentum."""
     activations_bytes: int
@@ -105,7 +105,7 @@ class MemoryMeter(Observer):
     """Measures the slots of one executor during training steps.
 
     Use it as ``executor.observer = meter`` for the steps to be measured, between :meth:`start`
-    and :meth:`read`. The network has ``blocks()``; its class is above this layer.
+    and :meth:`read`. ``network`` is a BlockNetwork, which this layer cannot import.
     """
 
     def __init__(self, slots: Sequence[Slot], network: Any) -> None:
@@ -132,7 +132,7 @@ class MemoryMeter(Observer):
     def during(self, slot: Slot, kind: str, micro_batch: int) -> Iterator[None]:
         """Count tensors that autograd saves in the context for a slot, and mark its end."""
         if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
-            self._marks.clear()  # another step
+            self._marks.clear()  # a new step begins
         self._saw_action = True
         with nullcontext() if kind == "backward" else self._counting(slot):
             yield
@@ -248,7 +248,7 @@ def measured_steps(executor: Any, optimizer: torch.optim.Optimizer) -> Iterator[
 
 
 class _GpuMemory:
-    """What the allocator of one GPU reports, with the peak since the last call."""
+    """The memory in use that the allocator of one GPU reports, and its peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Saved(Protocol):
-    """What stands for a saved tensor until backward asks for it."""
+    """A stand-in for a saved tensor until backward needs it."""
 
     def restore(self) -> Tensor:
         """Return the tensor, with the values, shape and strides that it had."""
@@ -23,7 +23,7 @@ class Saved(Protocol):
 
 
 Handler = Callable[[Tensor], Saved | None]
-"""Takes a tensor that is about to be saved, and returns what stands for it, or None to pass."""
+"""Takes a tensor that is about to be saved, and returns a stand-in, or None to pass."""
 
 _handlers: ContextVar[tuple[Handler, ...]] = ContextVar("handlers", default=())
 

@@ -23,13 +23,13 @@ def load_network(path: Path, part: Part = "network") -> Checkpoint:
         content = read_tensors(path, described=part == "description")
         if not isinstance(content, dict) or "network_weights" not in content:
             return checkpoint_of(content, path, part)
-        from unet3d.nnunet.reading import model_of  # plans and trainers: few predict with them
+        from unet3d.nnunet.reading import model_of  # not above: few predict with it
 
         return model_of(content, path, part)
 
 
 def network_from_first(path: Path, group: Group) -> Checkpoint:
-    """Return a network of a file that only the first rank needs to see; all ranks call it."""
+    """Load a network from a file that only the first rank can see; a collective call."""
     if group.size == 1:
         return load_network(path)
     with temporary_folder("unet3d-model") as folder:  # a model of nnU-Net is several files

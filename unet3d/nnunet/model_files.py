@@ -6,8 +6,8 @@ A model of nnU-Net is a folder of its results::
         plans.json  dataset.json
         fold_0/checkpoint_final.pth     fold_1/...     or fold_all/...
 
-or the archive of such folders that ``nnUNetv2_export_model_to_zip`` writes. These files of an
-archive are unpacked to a temporary folder, which tells ranks, too, what a user has named::
+or an archive of such folders, which ``nnUNetv2_export_model_to_zip`` writes. These files of an
+archive are unpacked to a temporary folder, whose link ``archive`` tells all ranks its path::
 
     TEMPORARY/.unfinished-1a2b3c4d-unet3d-archive/
         archive -> weights/Task.zip
@@ -34,23 +34,23 @@ PLANS = "plans.json"
 DATASET = "dataset.json"
 
 SUFFIX = ".pth"
-"""Ends the names that nnU-Net gives to checkpoints, and we do not."""
+"""Suffix of checkpoints of nnU-Net, which those of unet3d do not have."""
 
 FINAL = f"checkpoint_final{SUFFIX}"
-"""What a training of nnU-Net ends with, and what it predicts with."""
+"""The checkpoint that nnU-Net writes at the end of training, and predicts with."""
 
 ALL = "all"
 """The fold that is trained on every case."""
 
 UNPACKED = "unet3d-archive"
-"""How the name of a folder ends that an archive is unpacked to."""
+"""End of the name of a folder that an archive is unpacked to."""
 
 MAX_GROWTH = 20
-"""How many times the size of the archive its files may have. Weights hardly shrink when they are
-packed; zeros shrink a thousandfold, and a small archive of them would fill a disk."""
+"""Largest ratio of an archive's unpacked size to its own. Weights are hardly compressible; zeros
+shrink a thousandfold, and a small archive of them would fill a disk."""
 
 Folds = Sequence[int] | None
-"""Numbers of folds; None: all, which are the numbered ones, or else the one on every case."""
+"""Numbers of folds; None: all numbered folds or, if there are none, the fold on every case."""
 
 
 def networks_in(
@@ -58,10 +58,10 @@ def networks_in(
 ) -> tuple[Path, ...]:
     """Return the checkpoint files that a path stands for.
 
-    That is what :func:`~unet3d.runs.finding.checkpoints_in` takes; a model of nnU-Net, the folder
-    of one of its folds or its only configuration, a checkpoint in it; or an archive of it, or one
-    of these within an archive. What is needed of an archive is in a temporary folder until the
-    stack is closed; without a stack archives are refused.
+    ``path`` may be anything that :func:`~unet3d.runs.finding.checkpoints_in` takes; a model of
+    nnU-Net, a folder with a single model, the folder of a fold or a checkpoint in it; or an archive
+    of a model, or one of these within an archive. The unpacked files of an archive exist until
+    ``stack`` is closed; without a stack archives are refused.
     """
     archive = next((one for one in (path, *path.parents) if _is_archive(one)), None)
     if archive is not None:
@@ -79,7 +79,7 @@ def networks_in(
             "from nnUNetv2_export_model_to_zip, or its content"
         )
     files = checkpoints_in(path)
-    if folds is None or not path.exists():  # what is missing is said when it is read
+    if folds is None or not path.exists():  # a missing file is reported when it is read
         return files
     by_fold = {ALL if (fold := fold_of(file)) is None else fold: file for file in files}
     return _chosen(by_fold, folds, path)
@@ -94,7 +94,7 @@ def known_as(path: Path) -> Path:
 
 
 def fold_named(name: str) -> int | str | None:
-    """Return the fold that a name such as ``fold_0``, or ``fold0``, is of; None: it is of none."""
+    """Return the fold in a name such as ``fold_0`` or ``fold0``; None: the name has none."""
     match = re.fullmatch(f"fold_?([0-9]{{1,4}}|{ALL})", name)
     if match is None:
         return None
@@ -102,7 +102,7 @@ def fold_named(name: str) -> int | str | None:
 
 
 def fold_of(file: Path) -> int | str | None:
-    """Return the fold of a checkpoint, as its run records it, or by its name or that of its folder.
+    """Return the fold of a checkpoint: recorded by its run, or in its own or its folder's name.
 
     None: unknown.
     """
@@ -115,7 +115,7 @@ def fold_of(file: Path) -> int | str | None:
 
 
 def _chosen(known: Mapping[Any, Path], folds: Folds, path: Path) -> tuple[Path, ...]:
-    """Return the checkpoints of some folds of what a user knows by a path."""
+    """Return the checkpoints of chosen folds among the known ones; ``path`` is for messages."""
     if folds is None:
         folds = sorted(fold for fold in known if isinstance(fold, int))
         return tuple(known[fold] for fold in folds or known)
@@ -127,9 +127,9 @@ def _chosen(known: Mapping[Any, Path], folds: Folds, path: Path) -> tuple[Path, 
 
 
 def _model_in(path: Path, pattern: str) -> Path | None:
-    """Return the folder of a model that a folder is, or the only one that it has.
+    """Return a folder if it is a model, or else the only model in it.
 
-    Where there are others, it is not a model in 2-D or of a cascade.
+    Models in 2-D and second stages of cascades count only if there is no other model.
     """
     if (path / PLANS).is_file():
         return path
@@ -142,7 +142,7 @@ def _model_in(path: Path, pattern: str) -> Path | None:
 
 
 def _final_ones(path: Path, folders: str) -> dict[int | str | None, Path]:
-    """Return the final checkpoint of each fold of a model, or of one, by the fold."""
+    """Return the final checkpoints by fold, in folders of a model or in the folder of a fold."""
     found = {fold_named(file.parent.name): file for file in path.glob(f"{folders}{FINAL}")}
     found.pop(None, None)
     if not found:
@@ -182,7 +182,7 @@ def _unpacked(path: Path, stack: ExitStack) -> Path:
         raise CheckpointError(
             f"cannot unpack {path}: {reason_of(error)}; TMPDIR may name a folder with more space"
         ) from error
-    except Exception as error:  # of the many that a damaged file leads to, few are documented
+    except Exception as error:  # a damaged file leads to many errors, few of them documented
         reason = printable(str(error), 200) or type(error).__name__
         raise CheckpointError(f"{path} is damaged: {reason}; copy it again") from error
     return folder / "files"

@@ -1,7 +1,7 @@
 """The network and preparation that ``plans.json`` of a model describes.
 
 Only entries that affect segmentations are read. Options that unet3d cannot reproduce are refused by
-name. Axes of the plan become those of a file.
+name. The plan's axes are converted to the order of a file's.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from unet3d.preparation.normalization import ChannelNormalization, Kind
 from unet3d.preparation.resample import Interpolation
 
 LEAST_STD = 1e-8
-"""What nnU-Net divides intensities by at least."""
+"""Smallest standard deviation by which nnU-Net divides intensities."""
 
 SCHEMES: Mapping[tuple[str, bool], Kind] = {
     ("CTNormalization", False): "ct",
@@ -29,15 +29,15 @@ SCHEMES: Mapping[tuple[str, bool], Kind] = {
     ("RescaleTo01Normalization", False): "rescale",
     ("RGBTo01Normalization", False): "rgb",
 }
-"""The normalisation that a scheme is, by its name and whether it is masked. Where there is none
-that is masked, nnU-Net does without."""
+"""The normalisation for each scheme of nnU-Net, by its name and whether it uses a mask. Schemes
+without a masked variant ignore the mask, as in nnU-Net."""
 
 THICK: Mapping[bool | None, Literal["auto", "always", "never"]] = {
     None: "auto",
     True: "always",
     False: "never",
 }
-"""When slices are resampled one by one, by ``force_separate_z``."""
+"""When slices are resampled one by one, for each value of ``force_separate_z``."""
 
 Level = TypeVar("Level")
 
@@ -61,7 +61,7 @@ class _Intensities(BaseModel):
 
 
 class _Arguments(BaseModel):
-    """Arguments of nnU-Net's functions, with the values that this package can do; Any: ignored."""
+    """Arguments of nnU-Net's functions, limited to supported values; Any: ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -113,7 +113,7 @@ class _Architecture(BaseModel):
 
 
 class _Said(BaseModel):
-    """The content of a plan, for all configurations and for one, along its own axes."""
+    """The values of a plan for one configuration and for all, along the plan's own axes."""
 
     patch_size: Shape
     spacing: Spacing
@@ -143,10 +143,10 @@ class _Said(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One configuration of a plan, with what the plan says of all of them, by a file's axes."""
+    """One configuration of a plan, with the values for all of them, along a file's axes."""
 
     order: Order
-    """Of the plan's axes."""
+    """Order of the plan's axes."""
     patch_size: Shape
     spacing_mm: Spacing
     channels: tuple[ChannelNormalization, ...]
@@ -156,10 +156,10 @@ class Plan:
 
 
 def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) -> Plan:
-    """Return what a plan says of one of its configurations, such as ``3d_fullres``.
+    """Return one of a plan's configurations, such as ``3d_fullres``.
 
-    Classes are the channels of the network's logits. Raises ValueError, in one line, if the plan is
-    invalid or needs an unsupported option.
+    ``num_classes`` counts the channels of the network's logits. Raises ValueError, in one line, if
+    the plan is invalid or needs an unsupported option.
     """
     found = _configuration(plans, configuration)
     size = found.get("patch_size")
@@ -190,7 +190,7 @@ def read_plan(plans: Mapping[str, Any], configuration: str, num_classes: int) ->
 
 
 def _configuration(plans: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a configuration with what it inherits."""
+    """Return a configuration, including the entries that it inherits."""
     configurations = plans.get("configurations")
     if not isinstance(configurations, dict):
         raise ValueError("plans.json has no configurations")
@@ -277,7 +277,7 @@ def _topology(
 
 
 def _old_architecture(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the network of plans of nnU-Net before 2.4 in the words of later ones."""
+    """Return the network in plans of nnU-Net before 2.4, in the format of later ones."""
     units = found.get("n_conv_per_stage_encoder")
     base, most = found.get("UNet_base_num_features"), found.get("unet_max_num_features")
     if not isinstance(units, list) or type(base) is not int or type(most) is not int:

@@ -1,7 +1,7 @@
 """A trained model of nnU-Net v2, read as a checkpoint of unet3d.
 
-Everything comes from ``checkpoint_final.pth`` and, where they lie above it, from ``plans.json`` and
-``dataset.json``. No code in them is run: :mod:`unet3d.runs.tensor_file` reads plain values, and
+Everything comes from ``checkpoint_final.pth`` and, if they are in the folder above, ``plans.json``
+and ``dataset.json``. No code in them is run: :mod:`unet3d.runs.tensor_file` reads plain values, and
 shapes are compared with the plan before a weight is read.
 """
 
@@ -37,11 +37,11 @@ _KEEPS_NETWORK = re.compile(
     r"|Dice|CE|Top[kK]10|LS01|Loss|noSmooth|NoDeepSupervision"
     r"|probabilisticOversampling|0[0-9]{2}|BS[0-9]+|_)*"
 )
-"""What the names of nnU-Net's trainers are made of that change only the training."""
+"""Matches the names of nnU-Net's trainers that change only the training, not the network."""
 
 
 class _Arguments(BaseModel):
-    """Of the trainer that wrote a checkpoint."""
+    """Arguments of the trainer that wrote a checkpoint."""
 
     configuration: str
     plans: Any = None
@@ -49,7 +49,7 @@ class _Arguments(BaseModel):
 
 
 class _Content(BaseModel):
-    """What decides a segmentation in a checkpoint of nnU-Net."""
+    """The parts of a checkpoint of nnU-Net that affect segmentations."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -60,9 +60,9 @@ class _Content(BaseModel):
 
 
 def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
-    """Return a trained model of nnU-Net v2 by the content of a checkpoint of it.
+    """Convert the content of a checkpoint of nnU-Net v2 to a checkpoint of unet3d.
 
-    Raises ValueError, in one line, and the errors of a data set and of settings.
+    Raises ValueError, in one line, DatasetError and ConfigError.
     """
     content = validated(_Content, found)
     given = content.init_args
@@ -114,7 +114,7 @@ def model_of(found: Mapping[str, Any], path: Path, part: Part) -> Checkpoint:
 
 
 def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
-    """Return a file above a checkpoint; where there is none, what the checkpoint has of it."""
+    """Return the content of a file in the folder above, or else its copy in the checkpoint."""
     file = path.absolute().parent.parent / name
     try:
         found = read_json(file) if file.is_file() else json.loads(json.dumps(inside))
@@ -141,7 +141,7 @@ def keeps_network(trainer: str) -> bool:
 
 @cache  # a model has several folds, and each of them is read more than once
 def warn_of_trainer(trainer: str, model: str) -> None:
-    """Say that a model may need another network than its plan describes; once for each."""
+    """Warn, once for each model, that it may need another network than its plan describes."""
     if not keeps_network(trainer):
         logger.warning(
             "%s was trained by %s, which nnU-Net does not have: if this trainer changes the "

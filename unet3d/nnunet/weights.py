@@ -4,10 +4,10 @@ The networks compute the same but for the order of sums:
 
 * nnU-Net joins upsampled features and skip before a convolution; here each has its own half of it.
 * A bias before an instance normalisation has no effect, and is not kept. The bias of the upsampling
-has an effect, because the next convolution pads with zeros. * nnU-Net has a head at every level of
-the decoder; here the lowest, which its loss leaves out, has
-  none.
-* Modules of nnU-Net know their parts under several names, which a file has all of.
+  has an effect, because the next convolution pads with zeros.
+* nnU-Net has a head at every level of the decoder; here the lowest level, which nnU-Net's loss
+  leaves out, has none.
+* In nnU-Net a parameter has several names, and a file contains it under each.
 """
 
 import re
@@ -22,49 +22,50 @@ from unet3d.model import Topology, UNet3d
 from unet3d.runs.checkpoint import compare_tensors
 
 _WRAPPED = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before names."""
+"""Prefixes that DistributedDataParallel and torch.compile add to names."""
 
 _REPEATED = (
     (re.compile(r"^decoder\.encoder\."), "encoder."),
     (re.compile(r"\.all_modules\.0\."), ".conv."),
     (re.compile(r"\.all_modules\.[0-9]\."), ".norm."),  # there may be a dropout between them
 )
-"""Names that a parameter has besides its own, and what is in their place in that one."""
+"""Patterns in the other names of a parameter, each with its replacement in the main name."""
 
 
 Order = tuple[int, int, int]
-"""Which axis of nnU-Net's network each axis of a file is.
+"""For each axis of a file, the matching axis of nnU-Net's network.
 
-nnU-Net's networks take (Z, Y, X) of a file, transposed; ours (X, Y, Z).
+nnU-Net's networks take the axes of a file as (Z, Y, X), transposed as the plan says; ours take
+(X, Y, Z).
 """
 
 
 def order_of(transpose_forward: Sequence[int]) -> Order:
-    """Return the order of a plan, which says which axis of (Z, Y, X) each of its own is."""
+    """Return a plan's order; the plan names the axis of (Z, Y, X) for each of its own."""
     x, y, z = (list(transpose_forward).index(2 - axis) for axis in range(3))
     return (x, y, z)
 
 
 def reordered(values: Sequence[Any], order: Order) -> tuple[Any, Any, Any]:
-    """Return what is said of the network's axes in the order of the file's."""
+    """Return values for the network's axes in the order of a file's axes."""
     x, y, z = (values[axis] for axis in order)
     return (x, y, z)
 
 
 def inverse_of(order: Order) -> Order:
-    """Return which axis of a file each axis of the network is."""
+    """Return, for each axis of the network, the matching axis of a file."""
     return (order.index(0), order.index(1), order.index(2))
 
 
 def _kernel(weight: Tensor, order: Order) -> Tensor:
-    """Return a kernel, shape (O, I, ...), with its axes in the order of the file's."""
+    """Return a kernel, shape (O, I, ...), with its spatial axes permuted by an order."""
     return weight.permute(0, 1, *(2 + axis for axis in order)) if weight.ndim == 5 else weight
 
 
 def from_nnunet(
     weights: Mapping[str, Tensor], topology: Topology, order: Order
 ) -> dict[str, Tensor]:
-    """Return our parameters, from those of :func:`of_plan`, which may be on the meta device."""
+    """Convert the result of :func:`of_plan`, also on the meta device, to our parameters."""
     ours: dict[str, list[str]] = {}
     for own, theirs in _pairs(topology):
         ours.setdefault(theirs, []).append(own)
@@ -80,10 +81,10 @@ def from_nnunet(
 def of_plan(
     weights: Mapping[str, Tensor], topology: Topology, order: Order, trainer: str
 ) -> dict[str, Tensor]:
-    """Return the parameters of a file that the network of its plan has, by their own names.
+    """Return the parameters in a file that the plan's network has, by their main names.
 
-    Raises ValueError, which names the trainer that has made the network, where names or shapes are
-    of another one, or the values under two names of a parameter differ.
+    Raises ValueError, which names the trainer, if names or shapes do not fit the plan's network;
+    also if two names of a parameter have different values.
     """
     own: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -105,16 +106,16 @@ def of_plan(
 
 
 def to_nnunet(model: Mapping[str, Tensor], topology: Topology, order: Order) -> dict[str, Tensor]:
-    """Return nnU-Net's parameters, each by one name, for the order of its axes."""
+    """Convert our parameters to nnU-Net's, each by one name, with its order of axes."""
     weights: dict[str, Tensor] = {}
     for own, theirs in _pairs(topology):
         weight = _kernel(model[own].float(), inverse_of(order))
-        if theirs in weights:  # has the half for upsampled features
+        if theirs in weights:  # the half for upsampled features
             weight = torch.cat([weights[theirs], weight], dim=1)
         weights[theirs] = weight.contiguous()
     for level in range(topology.num_levels - 1):
         name = f"decoder.seg_layers.{topology.num_levels - 2 - level}"
-        if f"{name}.weight" not in weights:  # one that only a training would need
+        if f"{name}.weight" not in weights:  # a head that only training needs
             head = model["decoder.heads.0.weight"]
             shape = (topology.num_classes, topology.channels[level], 1, 1, 1)
             weights[f"{name}.weight"] = head.new_zeros(shape).float()
@@ -125,7 +126,7 @@ def to_nnunet(model: Mapping[str, Tensor], topology: Topology, order: Order) -> 
 def with_all_names(weights: Mapping[str, Tensor], *, has_biases: bool) -> dict[str, Tensor]:
     """Return parameters by every name that nnU-Net looks for.
 
-    Convolutions before a normalisation may have biases, which are 0.
+    With ``has_biases`` convolutions before a normalisation get biases of 0.
     """
     named = dict(weights)
     for name, weight in weights.items():
@@ -153,15 +154,16 @@ def _own_name(name: str) -> str:
 
 
 def _shape(tensor: Tensor) -> str:
-    """Return what a tensor has in common with one of the network; halves and doubles are cast."""
+    """Return a tensor's shape to compare, with its type if that is not cast to float32."""
     shape = "x".join(map(str, tensor.shape))
     return shape if tensor.is_floating_point() else f"{shape} in {tensor.dtype}"
 
 
 def _pairs(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield our name of each parameter, and theirs.
+    """Yield our name of each parameter, and nnU-Net's.
 
-    Theirs repeats where ours are halves: by input channels, first those of upsampled features.
+    A name of nnU-Net's repeats if our parameters are halves of its input channels; the half for
+    upsampled features comes first.
     """
     yield from _encoder(topology)
     last = topology.num_levels - 2

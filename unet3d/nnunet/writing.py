@@ -21,7 +21,7 @@ PLANS_NAME = "nnUNetPlans"
 
 NOT_TRANSPOSED = [0, 1, 2]
 ORDER = (2, 1, 0)
-"""Of the axes of a plan that does not transpose (Z, Y, X)."""
+"""Order of the axes of a plan that does not transpose (Z, Y, X)."""
 
 
 def write_model(
@@ -29,8 +29,8 @@ def write_model(
 ) -> None:
     """Write the folder of a model, which appears whole or not at all.
 
-    Folds of one training have numbers, or are ``all``. Only a model is replaced, where that is
-    allowed, with all that is in its folder.
+    The keys of ``folds`` are numbers, or ``all``. ``overwrite`` replaces an existing model with
+    everything in its folder; any other existing folder is refused.
     """
     with suppress(OSError):
         remove_leftovers(folder.absolute().parent)  # a killed process may have moved it aside
@@ -68,7 +68,7 @@ def write_model(
 
 
 def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return what nnU-Net's checkpoint of a fold holds, by the arguments of its trainer."""
+    """Return the content of nnU-Net's checkpoint of a fold, given the trainer's arguments."""
     weights = to_nnunet(checkpoint.model, checkpoint.topology, ORDER)
     mirrored = sorted(ORDER[axis] for axis in checkpoint.mirror_axes)
     return {
@@ -85,7 +85,7 @@ def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any
 
 
 def _of_training(checkpoint: Checkpoint) -> tuple[Any, ...]:
-    """Return what folds of one training share; nnU-Net has a least deviation always."""
+    """Return what folds of one training share, without the least deviation, nnU-Net's own."""
     preprocessing = checkpoint.preprocessing.without_least_std()
     return checkpoint.topology, preprocessing, checkpoint.patch_size
 

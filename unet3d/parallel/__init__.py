@@ -1,11 +1,11 @@
 """Spreading one network over devices.
 
 ``device_groups`` names devices and divides them over processes, ``placement`` states the result,
-``precision`` chooses their number type. ``step`` trains on one device; ``pipeline`` drives the
+``precision`` chooses the number type. ``step`` trains on one device; ``pipeline`` drives the
 ``stages`` that ``partition`` makes, and ``mail`` carries tensors between them. ``executor`` feeds
-micro-batches to either, ``exchange`` averages the gradients of ranks, and ``graph`` decides when a
-step is captured. ``spatial`` divides volumes instead of the network; ``data_parallel`` is
-``nn.DataParallel``.
+micro-batches to ``step`` or ``pipeline``, ``exchange`` averages the gradients of ranks, and
+``graph`` decides when a step is captured. ``spatial`` divides volumes instead of the network;
+``data_parallel`` wraps ``nn.DataParallel``.
 """
 
 from functools import partial

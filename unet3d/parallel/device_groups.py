@@ -1,4 +1,4 @@
-"""The devices that exist, those that settings name or imply, and their division over processes."""
+"""Devices that exist or that settings name or imply, and their division over processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Devices = tuple[torch.device, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What devices there are."""
+    """The devices of a machine, existing or described."""
 
     num_gpus: int
     """CUDA GPUs, numbered from 0."""

@@ -34,7 +34,7 @@ from unet3d.parallel.spatial.shard import GroupMessages, NoMessages
 from unet3d.torch_private import copy_all
 
 PIECE_BYTES = 25 * 2**20
-"""Size of a piece that is sent while backward goes on, that of DDP's buckets."""
+"""Size of a piece that is sent while backward goes on; DDP's buckets have the same."""
 
 
 class NoExchange:
@@ -57,7 +57,7 @@ class NoExchange:
     def averaging(self) -> AbstractContextManager[None]:
         """Return a context that averages the gradients of the stages when it ends.
 
-        Inside, as in a capture, aliases may replace the parameters of the modules.
+        Within it, aliases may replace the parameters of the modules, as during a capture.
         """
         return nullcontext()
 
@@ -199,7 +199,7 @@ class FlatExchange(NoExchange):
         if type(self.messages) is NoMessages:
             return wish
         with self.errors():
-            with self.watching():  # not in the next line, which waits for all ranks
+            with self.watching():  # must end before the host waits below
                 number = torch.tensor([float(wish)], device=self._stages[0].slot.device)
                 self.messages.sum(number)
             return int(number.item()) == self._num_shards

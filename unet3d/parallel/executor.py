@@ -65,11 +65,11 @@ class Executor(Protocol):
             target: (N, ...) on the output device, such as class indices (N, X, Y, Z).
             loss_fn: A mean over samples, or a loss of the whole batch; called on the device of the
                 logits.
-            scale: Factor of the loss before backward, for a gradient scaler; the returned loss is
-                without it.
-            weight: This replica's share of the samples of the batch over the mean share; see
+            scale: Factor of the loss before backward, for a gradient scaler. The returned loss does
+                not include it.
+            weight: This replica's share of the batch's samples, divided by the mean share; see
                 :attr:`unet3d.patches.patches.Batch.weight`. 0: the samples do not count. The
-                returned loss is without it.
+                returned loss does not include it.
             planes: Number of planes along X of the whole volume, if image and target are this
                 process's slab of it; None: they are whole. Only
                 :class:`~unet3d.parallel.spatial.executor.SpatialExecutor` takes slabs.
@@ -179,7 +179,7 @@ class NetworkExecutor:
                         loss = captured.replay(batch)
                         for gradients in captured.gradients:
                             for parameter, own in gradients.items():
-                                # The next replay overwrites it; stages may share it.
+                                # The next replay overwrites ``own``; stages may share a parameter.
                                 others = parameter.grad
                                 parameter.grad = own if others is None else others.add_(own)
                         return loss
@@ -221,7 +221,7 @@ class NetworkExecutor:
 
 @contextmanager
 def _apart(module: BlockNetwork) -> Iterator[None]:
-    """Set existing gradients apart, and add them to those of a step after it.
+    """Set existing gradients aside during a step, and add the step's gradients to them afterwards.
 
     Otherwise ranks would average them again, or a replay would overwrite them.
     """

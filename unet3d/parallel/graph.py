@@ -30,12 +30,13 @@ ERROR_MODE = "thread_local"
 NUM_WARM_UP_STEPS = 3
 """Steps of one shape in a row before a capture; they compile kernels and choose algorithms."""
 MAX_ELEMENTS = 2**23
-"""Most elements of a micro-batch's image; above, the GPUs are slower than Python."""
+"""Most elements of a micro-batch's image; above this, GPUs are slower than Python."""
 MAX_MICRO_BATCHES = 64
 """Most micro-batches: in a pipeline each has its own graphs, which take time to capture."""
 MAX_SHARE = 0.45
-"""Largest share of a GPU's memory for this process that launched steps may have reserved: a
-captured step takes as much, and a smaller last batch is launched beside it."""
+"""Largest share of the GPU memory available to this process that launched steps may have reserved
+before a capture: the captured step takes as much, and launched steps of a smaller last batch take
+memory beside it."""
 
 Gradients = dict[Tensor, Tensor]
 """The gradient of each parameter that has one."""
@@ -146,12 +147,12 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which a GPU captures; forward and backward must share one.
 
     There is one for each GPU, because cuBLAS keeps a workspace for each stream that it was ever
-    used on, in each thread. It takes them here, so that they do not lie in the pool of a graph.
+    used on, in each thread. They are allocated here, so that they are not in the pool of a graph.
     """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream):
         one = torch.ones(1, 1, device=device, requires_grad=True)
-        # The thread that goes backward needs CUDA's context, which cuBLAS alone would not make.
+        # Autograd's thread needs a CUDA context, which cuBLAS alone would not create.
         torch.autograd.backward(((one @ one) * one).sum())
     return stream
 
@@ -177,10 +178,10 @@ def give_cached_memory_back(devices: Iterable[torch.device]) -> None:
 
 @contextmanager
 def aliased(stage: Stage) -> Iterator[Gradients]:
-    """Replace a stage's parameters by aliases in the context; collect the gradients of these.
+    """Replace a stage's parameters by aliases in the context, and collect the aliases' gradients.
 
     So a capture calls neither hooks of the parameters nor autograd's own hooks in another stream.
-    An alias adopts its first gradient, so gradients need neither clearing nor adding. They are
+    An alias adopts its first gradient, so gradients need neither clearing nor adding. The result is
     complete when the context ends.
     """
     gradients: Gradients = {}
@@ -237,7 +238,7 @@ class StepCapture:
         self._capture = capture
         self._all_agree = all_agree
         self._devices = dict.fromkeys(stage.slot.device for stage in stages)
-        # A prediction counts one step, so it does not wait for steps in a row.
+        # A prediction of memory runs a single step, which is captured at once.
         self._is_prediction = any(map(is_fake_device, self._devices))
         self._modules = [
             module

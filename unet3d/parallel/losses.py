@@ -28,9 +28,10 @@ LossFunction = Callable[[Any, Tensor], Any]
 scalar as of :func:`torch.nn.functional.cross_entropy`, or a named tuple of scalars whose ``total``
 is minimised, such as :class:`~unet3d.model.loss.LossTerms`.
 
-A loss of the whole batch sets ``joins_samples`` and has ``sums(logits, target)`` over samples and
-``from_sums`` of the whole batch, like :class:`~unet3d.model.loss.SegmentationLoss`. Steps are only
-captured as CUDA graphs if it is the same object in each of them.
+A loss of the whole batch sets ``joins_samples``. Its ``sums(logits, target)`` adds over samples,
+and its ``from_sums`` takes the sums of the whole batch, like
+:class:`~unet3d.model.loss.SegmentationLoss`. Steps are captured as CUDA graphs only if they all get
+the same object.
 """
 
 
@@ -69,7 +70,7 @@ def added(values: Sequence[Tensor]) -> Tensor:
 
 
 def joins_samples(loss_fn: LossFunction) -> bool:
-    """Return whether a loss is that of the whole batch, and not a mean over samples."""
+    """Return whether a loss is one of the whole batch, not a mean over samples."""
     return bool(getattr(loss_fn, "joins_samples", False))
 
 
@@ -87,7 +88,7 @@ class PartOfBatch:
     factor: float
     """Weight of this replica's sums; 0 if its samples do not count."""
     known: Tensor | None = None
-    """The sums over the batch; None: the sum of this part's and the other replicas'."""
+    """The sums over the batch; None: the sums of this part and of the other replicas, added."""
 
     def total(self, own: Tensor) -> Tensor:
         """Return the sums over the batch from those over this replica's samples."""

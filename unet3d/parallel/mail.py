@@ -53,7 +53,7 @@ class Mail:
         self._arriving: dict[tuple[Reader, str], list[Arriving]] = defaultdict(list)
 
     def inputs(self, stage: Stage, number: int) -> dict[str, Tensor]:
-        """Return a stage's inputs by name, on its device; remove those sent by other stages."""
+        """Return a stage's inputs by name, on its device; removes the ones sent by other stages."""
         reader = stage.slot.index, number
         return {
             name: self.image(stage, number) if name == "image" else self._take(reader, name)[0]
@@ -86,7 +86,7 @@ class Mail:
             self._put(("loss", number), name, made, self._loss_device)
 
     def send_back(self, stage: Stage, number: int, name: str, gradient: Tensor) -> None:
-        """Send the gradient of an input of a stage, or of the loss, to its producer."""
+        """Send the gradient of an input of a stage, or of the loss, to the stage that made it."""
         maker = self._maker[name]
         self._put((maker.index, number), f"gradient of {name}", gradient, maker.device)
 
@@ -94,7 +94,7 @@ class Mail:
         self._arriving[reader, message].append(self._send(reader, message, tensor, device))
 
     def _take(self, reader: Reader, message: str) -> list[Tensor]:
-        """Remove and return what was sent to a reader under a name, in order of sending."""
+        """Remove and return the tensors sent to a reader under a name, in order of sending."""
         return [one.wait() for one in self._arriving.pop((reader, message), [])]
 
     def _send(self, reader: Reader, message: str, tensor: Tensor, device: torch.device) -> Arriving:
@@ -106,7 +106,7 @@ class Transfer:
     """One tensor on its way to a device."""
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
-        """Start the copy of a tensor without its graph; nothing is copied on its own device."""
+        """Start to copy a tensor, without its graph, unless it is on the device already."""
         self._arrived: torch.cuda.Event | None = None
         source = tensor.detach()
         if source.device == device:
@@ -152,8 +152,8 @@ class Buffer:
     def fill(self, source: Tensor) -> torch.cuda.Event | None:
         """Copy the source to the buffer, after the work that is queued now.
 
-        Returns an event after the source has been read; None if the copy is on the current stream
-        of the source's device, so that later work follows it anyway.
+        Returns an event that marks the source as read; None if the copy is on the current stream of
+        the source's device, so that later work follows it anyway.
         """
         target = self.tensor
         if not (source.is_cuda and target.is_cuda and source.device != target.device):

@@ -61,7 +61,7 @@ class SkipOffload:
             kept = kept_for(made)
             # Another stage on this device may read the tensor that is sent.
             may_go = kept is not made or block.name not in self._sent
-            if may_go and not is_recomputed(kept):  # nothing would read it in backward
+            if may_go and not is_recomputed(kept):  # backward does not read a recomputed tensor
                 self._held[block.name] = HostCopy(kept, self._resized)
 
     def forget(self) -> None:

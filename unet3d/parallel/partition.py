@@ -24,7 +24,7 @@ class Stage:
     slot: Slot
     """The slot it runs on."""
     blocks: tuple[Block, ...]
-    """A run of the network's block list."""
+    """Consecutive blocks of the network's block list."""
     inputs: tuple[str, ...]
     """Tensors that come from earlier stages (or ``image``), by name."""
     outputs: tuple[str, ...]
@@ -94,8 +94,8 @@ def default_cuts(network: BlockNetwork, layout: Layout) -> tuple[int, ...]:
     preferred = network.preferred_cuts(num_stages)
     if preferred is not None:
         return preferred
-    # A GPU composes the upsampling of the last levels in a lower type only. Other networks do the
-    # same operations in all types.
+    # Only in a lower type does a GPU compose upsampling and convolution, which changes the count.
+    # Other networks do the same operations in all types.
     lowers = isinstance(network, UNet3d) and is_gpu(layout.devices[-1])
     lowered = layout.autocast if lowers else None
     return balanced_cuts(block_flops(network, network.example_input(), lowered), num_stages)

@@ -195,7 +195,7 @@ class ParallelDims:
         return dims
 
     def _sharded(self, num_shards: int) -> "ParallelDims":
-        """Return these processes in groups that divide each volume, with a slab in each process."""
+        """Group the processes so that each group divides a volume, with a slab in each process."""
         devices = self.all_devices
         if len({device.type for device in devices}) > 1:
             raise DeviceError(

@@ -51,7 +51,7 @@ def resolve_precision(
             where there is no GPU, bfloat16 if the CPU has it in hardware and convolves a quarter
             faster in it, else float32.
         devices: The devices that the network runs on. Absent GPUs are assumed to have bfloat16.
-        exchange: Maps this process's answer to those of all ranks, which must agree.
+        exchange: Maps this process's answer to the answers of all ranks, so that all take the same.
         setting: Name of the setting, for messages.
 
     Raises:

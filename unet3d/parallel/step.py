@@ -96,7 +96,7 @@ class PlacedBlocks:
         if offload is None and convolves_by_hand(stage.slot.device, self._autocast):
             blocks = adding_skips(blocks, stage.outputs)
         self._predicted = deferring(blocks, stage.outputs)
-        # Recomputed segments may begin and end at any block.
+        # Recomputed parts may begin and end at any block, so these are not fused.
         self._blocks = in_running_order(stage.blocks if recompute == "level" else self._predicted)
         self._recompute = recompute
         self._parts = recomputed_parts(self._blocks, num_alive) if recompute == "level" else ()
@@ -274,7 +274,7 @@ class CapturedDeviceStep:
 def place(stage: Stage, autocast: torch.dtype | None) -> torch.dtype | None:
     """Move a stage's parameters, all of one type, to its device; return the type.
 
-    It is None if there are no parameters, as in a stage that only pools and accepts any type.
+    The type is None without parameters, as in a stage that only pools and accepts any type.
     """
     parameters = [value for block in stage.blocks for value in block.module.parameters()]
     dtype = parameters[0].dtype if parameters else None

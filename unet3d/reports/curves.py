@@ -102,9 +102,9 @@ def _draw_dice(axes: Axes, validations: Metrics) -> None:
 
 
 def _plot(axes: Axes, lines: Metrics, values: Sequence[float], name: str, **look: Any) -> None:
-    """Draw a number of each line over the epochs, and name the last one in the legend."""
+    """Draw one value of each line over the epochs; the legend shows the last value."""
     text = drawable(f"{name}  {score(None if math.isnan(values[-1]) else values[-1])}")
-    # A legend would leave out what begins with an underscore.
+    # A legend would leave out a name that begins with an underscore.
     label = f" {text}" if text.startswith("_") else text
     axes.plot(_values(lines, "epoch"), values, label=label, **look)
 

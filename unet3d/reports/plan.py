@@ -9,7 +9,7 @@ from unet3d.memory.host import readable
 from unet3d.reports.tables import PART_HEADS, Table, amount, bar_parts, memory_notes, unit_of
 
 MAX_ROWS = 8
-"""Devices of one way that have a row each, whatever it says."""
+"""Most devices of a placement that have a row each; of more devices, equal rows are merged."""
 
 
 def plan_table(record: Mapping[str, Any]) -> Table:
@@ -60,7 +60,7 @@ def _rows(way: Mapping[str, Any], unit_bytes: int) -> list[tuple[str, ...]]:
 
 
 def plan_line(way: Mapping[str, Any]) -> str:
-    """Return the time of a step and the largest volume of one way, with the options to ask for."""
+    """Return a placement's options, the time of a step, and the largest volume."""
     devices = ",".join(slot["device"] for slot in way["slots"])
     shape = way["largest_shape"]
     return (
@@ -75,7 +75,7 @@ def plan_line(way: Mapping[str, Any]) -> str:
 
 
 def way_name(way: Mapping[str, Any]) -> str:
-    """Return the name of a way in the table: copies, mode and micro-batches."""
+    """Return the name of a placement in the table: replicas, mode and micro-batches."""
     copies = f"{way['replicas']} x " if _has_groups(way) else ""
     return f"{copies}{way['parallel']}, {way['num_micro_batches']}"
 
@@ -90,7 +90,7 @@ def _milliseconds(way: Mapping[str, Any]) -> str:
 
 
 def prediction_lines(record: Mapping[str, Any], name: str) -> list[str]:
-    """Return lines on a scan's memory on each machine, from ``PredictionMemory.to_dict``."""
+    """Return lines on a scan's memory on device and host, from ``PredictionMemory.to_dict``."""
     parts = {
         "the program and the network": record["program_bytes"],
         "the slab that is worked on": record["slab_bytes"],

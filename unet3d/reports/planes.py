@@ -19,7 +19,7 @@ MIN_SHARE = 1 / 3
 """Least share of the volume shown along each axis, so that the position is recognisable."""
 
 Ends = tuple[int, int]
-"""The first voxel along an axis, and the one behind the last."""
+"""The first voxel along an axis, and the voxel after the last."""
 
 Labels = npt.NDArray[Any]
 
@@ -38,7 +38,7 @@ class Survey:
     """Where the structures of a label map lie."""
 
     num_voxels: tuple[int, ...]
-    """Of each structure, in their order."""
+    """Number of voxels of each structure, in their order."""
     largest: int | None
     """Index of the structure with the most voxels; None without any structure."""
     position: tuple[int, int, int]
@@ -64,7 +64,7 @@ def survey(labels: Labels, structures: Sequence[Structure]) -> Survey:
     filled[0][:] = counts.any(axis=1)
     areas_x = [
         counts[:, np.searchsorted(values, one.values)].sum(axis=1) for one in structures
-    ]  # of each structure, voxels in each plane across X
+    ]  # for each structure, voxels in each plane of constant X
     num_voxels = tuple(int(areas.sum()) for areas in areas_x)
     if not any(num_voxels):
         middle = (shape[0] // 2, shape[1] // 2, shape[2] // 2)
@@ -115,7 +115,7 @@ class View:
 
     name: str
     across: int
-    """The axis across the plane."""
+    """The axis perpendicular to the plane."""
     horizontal: int
     vertical: int
     """The axis that runs to the top of the picture."""

@@ -20,7 +20,7 @@ from unet3d.reports.planes import VIEWS, Structure, Survey, View, survey, visibl
 from unet3d.reports.tables import score
 
 PERCENTILES = (1.0, 99.0)
-"""Intensities of the planes that are black and white."""
+"""Percentiles of intensities in the planes that are drawn black and white."""
 PATIENT_ENDS = (("L", "R"), ("P", "A"), ("I", "S"))
 """Anatomical directions of the start and end of each axis."""
 ARRAY_ENDS = (("", "X"), ("", "Y"), ("", "Z"))
@@ -28,21 +28,22 @@ ARRAY_ENDS = (("", "X"), ("", "Y"), ("", "Z"))
 FILL, LINE = 0.15, 1.6
 """Opacity within an outline, and its width in points."""
 DASHES = (0, (2.5, 1.5))
-"""Of true outlines."""
+"""Dash pattern of true outlines."""
 
 MAX_ROWS = 12
-"""Structures that the legend names."""
+"""Most structures that the legend names."""
 MAX_LETTERS, MAX_TITLE = 20, 60
-"""Letters of a name in the legend, and of the title."""
+"""Most letters of a name in the legend, and of the title."""
 ONE_HEAD, HEADS = ("volume",), ("segmented", "true", "Dice")
 EMPTY = "Nothing was segmented."
 FONT, SMALL = 11, 9
 DIM = "#6B6B6B"
 
 MAX_INCHES, MIN_INCHES = 7.6, 0.15
-"""Of both columns, or both rows, of planes together; and of a plane that is nearly a line."""
+"""Largest width of both columns, or height of both rows, of planes; and least size of a plane that
+is nearly a line."""
 LEGEND_INCHES, LINE_INCHES = (3.6, 5.2), 0.24
-"""Width of the legend, without and with a truth, and between its lines."""
+"""Width of the legend, without and with true labels, and the distance of its lines."""
 SIDE, ABOVE, BELOW, GAP = 0.35, 1.05, 0.6, 0.85
 """Inches around and between planes, for letters and titles."""
 
@@ -57,16 +58,16 @@ class Preview:
     image: Image
     labels: Labels
     structures: Sequence[Structure]
-    """What is outlined, in the order of the colours."""
+    """The outlined structures, in the order of the colours."""
     truth: Labels | None = None
-    """True label values, whose outlines are dashed, and through whose largest structure the planes
-    go; None: they are not known."""
+    """True label values; None: they are not known. Their outlines are dashed, and the planes go
+    through their largest structure."""
     dice: Sequence[float | None] = ()
     """With a truth: the score of each structure."""
 
     @property
     def units(self) -> Units:
-        """In which lengths and volumes are written."""
+        """Units of lengths and volumes in the text."""
         return Units.of(self.image.geometry.spacing_mm)
 
     def volume_text(self, num_voxels: int) -> str:
@@ -137,7 +138,7 @@ def preview_figure(preview: Preview) -> Figure:
 
 
 def _guide(surveys: Sequence[Survey]) -> Survey:
-    """Return the survey that says which planes are drawn: of the truth, unless it is empty."""
+    """Return the survey that determines the planes: of the truth, unless the truth is empty."""
     return next((found for found in reversed(surveys) if found.largest is not None), surveys[0])
 
 
@@ -174,7 +175,7 @@ def _draw_image(
 
 
 def _outline(axes: Axes, view: View, plane: Labels, preview: Preview, style: Any) -> set[int]:
-    """Draw the outlines of all structures in a plane, and return which ones there are."""
+    """Draw the outlines of the structures in a plane, and return the structures' indices."""
     x_mm, y_mm = (
         (np.arange(size + 2) - 0.5) * preview.image.geometry.spacing_mm[axis]
         for size, axis in zip(plane.shape, (view.horizontal, view.vertical), strict=True)
@@ -308,7 +309,7 @@ def _notes(
 
 
 def _draw_scale(axes: Axes, most_mm: float, down: float, units: Units) -> None:
-    """Draw a bar of a round length, the largest up to some length, below a plane."""
+    """Draw a scale bar below a plane: of the largest round length up to ``most_mm``."""
     most = most_mm / units.mm
     power = 10.0 ** math.floor(math.log10(most))
     length = max(step * power for step in (1, 2, 5) if step * power <= most)

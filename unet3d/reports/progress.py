@@ -21,7 +21,7 @@ LOG_SECONDS = 60.0
 """Seconds between log lines during a validation, and before the first one."""
 
 MAX_COLUMNS = 80
-"""Width that every line fits."""
+"""Most columns of a line."""
 
 INDENT = "    "
 """Begins each further line about the same epoch."""
@@ -51,7 +51,7 @@ class ProgressLine:
         self._is_live = console.is_terminal and not quiet
         self._dice = score(None)
         self._began: tuple[int, float] | None = None
-        """A number of steps and its time, from which the steps of the first epoch are timed."""
+        """Number of steps done and the time then, from which the first epoch's steps are timed."""
         self._has_epoch = False
         self._step_seconds = self._validation_seconds = 0.0
         self._cases_began = self._next_refresh = self._next_line = 0.0
@@ -82,7 +82,7 @@ class ProgressLine:
     def validating(
         self, epoch: int, case: int, num_cases: int, window: int, num_windows: int
     ) -> None:
-        """Show how many cases, and windows of the next one, a validation has done.
+        """Show how many cases, and windows of the current one, a validation has done.
 
         It comes at the end of an epoch; epochs count from 0.
         """
@@ -96,7 +96,7 @@ class ProgressLine:
             )
 
     def predicting(self, case: int, num_cases: int, window: int, num_windows: int) -> None:
-        """Show how many validation cases, and windows of the next one, are predicted at the end."""
+        """Show how many cases, and windows of the current one, the final validation has done."""
         cases = (case, num_cases, window, num_windows)
         part, seconds = self._cases_done("predicting", *cases)
         if self._is_due():
@@ -160,7 +160,7 @@ class ProgressLine:
         return True
 
     def _show_time(self, text: str, status: str, done: tuple[int, float]) -> None:
-        """Show a bar whose length is time, after so many steps and validations."""
+        """Show a bar over time; ``done`` counts finished steps and validations."""
         seconds, total, left = self._times(*done)
         self._show(text, seconds, total, f"{status}  {left}" if self._step_seconds else status)
 
@@ -177,7 +177,7 @@ class ProgressLine:
         return done, total, f"{over}{duration(total - done)} left"
 
     def _validations_until(self, epoch: int) -> int:
-        """Return how many validations the first epochs have."""
+        """Return the number of validations in the first ``epoch`` epochs."""
         if not self._validate_every:
             return 0
         number, rest = divmod(epoch, self._validate_every)

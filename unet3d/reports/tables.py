@@ -26,15 +26,15 @@ NOTHING = "–"
 CPU_BOUND = "On a CPU the peak is the sum of what is counted: a lower bound."
 
 PARTS = ("parameters", "gradients", "optimizer", "activations")
-"""What is counted of a slot's memory."""
+"""The counted parts of a slot's memory."""
 REST = "rest of the peak"
 PART_HEADS = ("para-\nmeters", "gradi-\nents", "opti-\nmizer", "acti-\nvations")
 """The parts as heads of columns, broken by hand so that tables fit 80 characters."""
 
 Slots = Sequence[Mapping[str, Any]]
-"""Those of one record, as ``memory.json`` and ``plan --json`` have them."""
+"""The slots of one record, as in ``memory.json`` and ``plan --json``."""
 MAX_FOLDS = 6
-"""Of more folds only the mean and the spread are shown, so that a line fits 80 columns."""
+"""With more folds only their mean and spread are shown, so that a line fits 80 columns."""
 
 Cell = str | float | None
 """Text, or a Dice; None: there is none."""
@@ -46,10 +46,10 @@ class Table:
 
     title: str
     heads: Sequence[str]
-    """Of the columns; a long one has a break by hand, so that a table fits 80 characters."""
+    """Heads of the columns; long ones contain line breaks, so that a table fits 80 characters."""
     groups: Sequence[Sequence[Sequence[Cell]]]
     num_names: int = 1
-    """How many columns hold names."""
+    """Number of columns that hold names."""
     notes: Sequence[str] = ()
     """Notes on the numbers."""
 
@@ -73,7 +73,7 @@ class Table:
 
 
 def unit_for(peak_bytes: int) -> tuple[str, int]:
-    """Return the unit in which the largest number of a report is read best, and its bytes."""
+    """Return the most readable unit for a report with this peak, and the bytes in it."""
     return ("GiB", GIB) if peak_bytes >= MIN_BYTES_IN_GIB else ("MiB", MIB)
 
 
@@ -224,14 +224,14 @@ def evaluation_table(evaluation: "Evaluation") -> Table:
 
 
 def score_heads(units: Units, tolerance_mm: float) -> tuple[str, ...]:
-    """Return the heads of the scores of a label behind its Dice."""
+    """Return the heads of the columns after Dice."""
     nsd = f"NSD\n({units.length_text(tolerance_mm)})"
     volumes = (f"{whose}\n({units.volume})" for whose in ("segmented", "labelled"))
     return (f"HD95\n({units.length})", nsd, *volumes)
 
 
 def score_cells(scores: Mapping[str, Any], units: Units) -> tuple[str, ...]:
-    """Return the scores of a label behind its Dice, as ``scores.json`` and ``cases.json`` have."""
+    """Return the cells after Dice, from a label's scores in ``scores.json`` or ``cases.json``."""
     hd95_mm = scores["hd95_mm"]
     return (
         score(None if hd95_mm is None else hd95_mm / units.mm, 2),
@@ -262,7 +262,7 @@ def evaluation_lines(evaluation: "Evaluation", is_default_tolerance: bool) -> li
 
 
 def dice_table(final: Mapping[str, Any]) -> Table:
-    """Return the Dice of each label, and their mean, that a run's ``summary.json`` ends with."""
+    """Return the Dice of each label and their mean, from ``final`` in a run's ``summary.json``."""
     return Table(
         title=f"Dice of {final['num_cases']} validation case(s), segmented as predict does",
         heads=("label", "Dice"),

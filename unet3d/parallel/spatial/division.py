@@ -33,7 +33,7 @@ class Division:
 
     @property
     def num_shards(self) -> int:
-        """How many slabs there are."""
+        """Number of slabs."""
         return len(self.bounds) - 1
 
     def planes(self, level: int = 0) -> int:
@@ -57,7 +57,7 @@ class SlabRule:
     topology: Topology
     """The network."""
     num_shards: int
-    """How many slabs there are."""
+    """Number of slabs."""
 
     def divide(self, size: Shape) -> Division:
         """Divide a volume of a size along X, Y, Z, multiples of the total stride.

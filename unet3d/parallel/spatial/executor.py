@@ -79,7 +79,7 @@ class SpatialExecutor:
         self.input_device = self.output_device = device
         self._exchange = FlatExchange((stage,), group, layout.num_shards, messages)
         self._executors: dict[str, tuple[VolumeShard, NetworkExecutor]] = {}
-        """For the last division in training, and the last one in prediction."""
+        """Slab and executor of the last division in training, and of the last one in prediction."""
 
     def forward_backward(
         self,
@@ -147,7 +147,7 @@ class SpatialExecutor:
             return self._executors[use]
         self._executors.pop(use, None)  # frees the captured step
         shard = VolumeShard(self._layout.shard, division, self._exchange.messages)
-        # All ranks decide alike, whatever the batch, though a smaller slab alone would be captured.
+        # In proportion to the slab, so that all ranks decide alike, even if their slabs differ.
         own_planes = len(division.slab(shard.index))
         max_captured = MAX_CAPTURED * own_planes // division.most_planes()
         executor = NetworkExecutor(

@@ -1,4 +1,4 @@
-"""A U-Net whose blocks work on slabs of a volume, and on whole maps where those are small.
+"""A U-Net whose blocks work on slabs of a volume, or on whole maps if these are small.
 
 The blocks have the names and the modules of the plain network. Each block runs inside
 :func:`~unet3d.kernels.sharding.sharded`, which marks maps as slabs or as whole, also when backward
@@ -9,9 +9,10 @@ recomputes it. Maps pass between divided and whole levels in two places::
                               gather planes        upsample, take a slab
              2                  whole ─────────── whole
 
-Every device computes the whole levels alike. In backward they receive the mean of the slabs'
-gradients, so their gradients are those of one loss. The gathered slabs receive it once per loss
-(see the convention in :mod:`unet3d.kernels.sharding`).
+Every device computes the whole levels alike. In backward the whole levels receive the mean of the
+slabs' gradients, so the gradients of their parameters are those of one loss. The gathered slabs
+receive their gradient once for the loss of each device (see the convention in
+:mod:`unet3d.kernels.sharding`).
 """
 
 from dataclasses import replace
