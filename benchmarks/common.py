@@ -72,7 +72,7 @@ def one_device() -> str:
 
 
 def all_devices() -> str:
-    """Return the names of all GPUs, or of two places on a CPU."""
+    """Return the names of all GPUs, or ``cpu`` twice without GPUs."""
     return ",".join(map(str, range(torch.cuda.device_count()))) or "cpu,cpu"
 
 
@@ -83,7 +83,7 @@ def devices_named(names: Sequence[str]) -> tuple[torch.device, ...]:
 
 
 def seen_alone(device: torch.device) -> dict[str, str]:
-    """Return an environment that shows only this GPU to nnU-Net, which takes the first one."""
+    """Return an environment that shows only this GPU to nnU-Net, which uses the first it sees."""
     if device.type != "cuda":
         return {}
     gpu, seen = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -157,7 +157,7 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # its rows say so
+        except importlib.metadata.PackageNotFoundError:  # it is not installed, which its rows say
             continue
     return found
 
@@ -306,8 +306,8 @@ def run_watched(
 
 def _watch_host(pid: int, stop: threading.Event, held: list[int]) -> None:
     while not stop.wait(SECONDS_BETWEEN_LOOKS):
-        # The first process's own peak, which polling may miss, and the current memory of all.
-        # Systems that do not report the parts count shared memory once per process.
+        # The first process's own peak, which polling may miss, and the current memory of all
+        # processes. Where Pss is not reported, shared memory counts once per process.
         held.append(_bytes_of(pid, "status", "VmHWM"))
         held.append(
             sum(

@@ -5,12 +5,12 @@
     python benchmarks/kernels.py --device cpu --sizes 8-8@8,8-16@2x6 --launches 3
 
 A size such as ``32-64@4x128`` means a 3x3x3 convolution from 32 to 64 channels of four maps of
-128^3 in bfloat16. The forms are the ones in a training step: forward; with moments of the result,
-or of its sum with another map; of the normalised map, without moments and with both; the gradient
-of the input, alone or with the sums that the normalisation before it needs in backward; that of the
-weights, alone or of the normalised map. cuDNN's ways do the passes of the normalisation beside the
-convolution: the folded one computes two neighbours along Z as one voxel, of maps stored with zeros
-around.
+128^3 in bfloat16. The forms are the convolutions of a training step: forward, with moments of the
+result, or with moments of its sum with another map; of a map that is normalised first, without and
+with moments of the result; the gradient of the input, without and with the sums that backward of
+the normalisation before it needs; and the gradient of the weights, without and with normalising the
+input. With cuDNN the normalisation takes separate passes; its folded way computes two neighbours
+along Z as one voxel, of maps stored with zeros around Z.
 
 A time is the median of ``--launches`` over three inputs in turn, all queued before the first
 begins, so that no GPU waits for the host. TFLOP/s count the convolution's operations only, over the
@@ -62,7 +62,7 @@ NO_AFFINE = (None, None, None, None)
 NO_HALO = (None, None)
 NUM_INPUTS = 3
 WARM_SECONDS = 0.06
-"""Of launches before the first that counts: a GPU's clock falls while it works."""
+"""Seconds of launches before the first one that is timed: a GPU's clock falls while it works."""
 AHEAD_CYCLES = 2 * 10**7
 """Cycles that a GPU first waits, about 10 ms, while the host queues the launches."""
 CHECKED_PLANES = 2
@@ -71,7 +71,7 @@ COPIED_ELEMENTS = 2**29
 
 
 class Form(NamedTuple):
-    """An operation on a map."""
+    """A convolution or one of its gradients, with or without parts of a normalisation."""
 
     name: str
     kind: str
@@ -81,7 +81,7 @@ class Form(NamedTuple):
     adds_up: bool = False
     """Whether moments or sums are computed, too."""
     of_sum: bool = False
-    """Whether another map is added first."""
+    """Whether the result is added to another map, and the moments are of the sum."""
 
 
 Way = Callable[[Form, "Maps"], Tensor]
@@ -139,7 +139,7 @@ class Maps(NamedTuple):
     added: Tensor
     """A map like dy, to which convolutions may be added in its memory."""
     padded_x: Tensor
-    """The same, stored with zeros around Z."""
+    """A copy of x, stored with zeros around Z."""
     padded_dy: Tensor
     kernel: Tensor
     affine: tuple[Tensor, ...]
@@ -221,7 +221,7 @@ def done_by(
     affine: Sequence[Tensor],
     sides: tuple[int, int] = SIDES,
 ) -> Tensor:
-    """Return the map, or the weights' gradient, that a version of the operations makes."""
+    """Run a form with ``operations``, and return the map or the weights' gradient that it makes."""
     given = affine if form.normalizes else NO_AFFINE
     before, after = sides
     result: Tensor
@@ -243,7 +243,7 @@ def done_by(
 
 
 def plain(form: Form, maps: Maps) -> Tensor:
-    """Run a form with cuDNN, like PyTorch."""
+    """Run a form with cuDNN as PyTorch calls it."""
     x = maps.x
     if form.normalizes and form.kind != "input_gradient":
         normal = channels_last(torch.empty_like(x))
@@ -278,7 +278,7 @@ def in_pairs(form: Form, maps: Maps) -> Tensor:
 
 
 def with_numbers(form: Form, made: Tensor, maps: Maps) -> Tensor:
-    """Return a result, after the pass that sums up the moments for a normalisation."""
+    """Return a result, after a separate pass that computes its moments or sums, if needed."""
     if form.of_sum and made.is_cuda:
         maps.stages.sum_moments(made, maps.added)
     elif form.kind == "convolve" and form.adds_up:
@@ -300,7 +300,7 @@ def ways_for(size: Size) -> dict[str, Way]:
 
 
 def times_of(launches: Sequence[Callable[[], object]], count: int) -> list[float]:
-    """Return the seconds of launches that take turns."""
+    """Return the seconds of each of ``count`` launches; the given ones take turns."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         taken = []
         for number in range(count + 1):
@@ -337,7 +337,7 @@ def measured(
             row: dict[str, Any] = {"size": size.name, "form": form.name, "way": name}
             try:
                 launches = [partial(way, form, maps) for maps in inputs]
-                if exact is None or form.of_sum:  # overwrites the map that is added to
+                if exact is None or form.of_sum:  # a sum overwrites one of its inputs
                     exact = exactly(form, inputs[0])
                 made = way(form, inputs[0])
                 row["error"] = error_of(form, made, exact)
@@ -361,7 +361,7 @@ def exactly(form: Form, maps: Maps) -> Tensor:
     start, stop = checked(maps.x)
     both = (maps.x, second_of(form, maps))
     x, dy = (one[:, :, start - 1 : stop + 1].double() for one in both)
-    # With the planes beside, so that no zeros are around.
+    # One plane more on each side, so that nothing is padded along X.
     sides = (2, 2)
     if form.kind == "convolve":
         sides, dy = (0, 0), dy[:, :, 1:-1]
@@ -370,7 +370,7 @@ def exactly(form: Form, maps: Maps) -> Tensor:
 
 
 def normalized(x: Tensor, affine: Sequence[Tensor]) -> Tensor:
-    """Return a map as a normalisation with LeakyReLU makes it."""
+    """Return a map normalised, with LeakyReLU."""
     weight, bias, mean, rstd = affine
     scale = rstd * weight
     rows = (*x.shape[:2], 1, 1, 1)
@@ -379,7 +379,7 @@ def normalized(x: Tensor, affine: Sequence[Tensor]) -> Tensor:
 
 
 def gradient_in_float64(x: Tensor, dy: Tensor) -> Tensor:
-    """Return the weights' gradient by matrix products; cuDNN's take much longer."""
+    """Return the weights' gradient by matrix products; cuDNN takes much longer in float64."""
     outputs, inputs = dy.shape[1], x.shape[1]
     total = x.new_zeros((outputs, inputs, 3, 3, 3))
     planes, rows, columns = x.shape[2:]
@@ -393,7 +393,7 @@ def gradient_in_float64(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def checked(x: Tensor) -> tuple[int, int]:
-    """Return the first and the last plane to compare."""
+    """Return the range of planes to compare, as start and stop."""
     start = (x.shape[2] - CHECKED_PLANES) // 2
     return start, start + CHECKED_PLANES
 

@@ -7,14 +7,14 @@
     python benchmarks/memory.py --devices cpu --largest ours --memory-gib 0.02 --channels 4,8,8
 
 Without ``--largest`` each way of training takes steps of the real executor on random data, in
-separate processes. Two steps are measured. Further steps are captured and replayed if volumes are
-small; then the reserved memory of CUDA's allocator is recorded. Edges are multiples of ``--unit``.
-Ways that need more devices than named are left out. On a CPU, whose allocator reports no peak, the
-peak is the sum of the counted parts.
+separate processes. Two steps are measured. After further steps, which are captured and replayed if
+volumes are small, the reserved memory of CUDA's allocator is recorded. Edges are multiples of
+``--unit``. Ways that need more than the named devices are left out. On a CPU, whose allocator
+reports no peak, the peak is the sum of the counted parts.
 
 ``--largest`` searches the largest cube at batch 1, in steps of ``--unit`` voxels, for variants of
-``step.py`` (ours also over several devices). A cube trains if two steps run, of which the second
-finds the optimizer's state. Each attempt has separate processes and a time limit. The search starts
+``step.py`` (ours also over several devices). A cube trains if two steps run: the optimizer's state
+exists only from the second. Each attempt has separate processes and a time limit. The search starts
 at the expected largest cube: from the planner for ours, from the bytes per voxel of a small attempt
 for others. It goes up or down until a cube trains and the next larger one does not; ``complete`` is
 false if ``--attempts`` ran out before. On a CPU ``--memory-gib`` sets the available memory.
@@ -53,7 +53,7 @@ from unet3d.planning.step_size import largest_size
 NUM_LATER_STEPS = 5
 
 WAYS: tuple[tuple[int, int, dict[str, Any]], ...] = (
-    # units of an edge, batch, what else
+    # edge in units, batch size, other options
     (2, 2, {}),
     (2, 2, {"precision": "float32"}),
     (2, 2, {"recompute": "off"}),
@@ -75,12 +75,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--unit", type=int, help="voxels; default: 64, or 32 with --largest")
     parser.add_argument("--channels", type=numbers, default=CHANNELS)
     parser.add_argument("--only", type=numbers, help="numbers of ways, from 0; default: all")
-    parser.add_argument("--largest", type=variants_named, metavar="VARIANTS", help="search a cube")
+    parser.add_argument("--largest", type=variants_named, metavar="VARIANTS", help="search a cube for each")
     parser.add_argument("--kind", default="slabs", choices=("slabs", "stages"))
     parser.add_argument("--probe", type=int, default=6, help="units of the peers' first attempt")
-    parser.add_argument("--memory-gib", type=float, help="as if each device had no more")
-    parser.add_argument("--attempts", type=int, default=4, help="at most, for each variant")
-    parser.add_argument("--seconds", type=float, default=180, help="of an attempt")
+    parser.add_argument("--memory-gib", type=float, help="use no more of each device")
+    parser.add_argument("--attempts", type=int, default=4, help="most attempts for a variant")
+    parser.add_argument("--seconds", type=float, default=180, help="limit of an attempt")
     return parser
 
 
@@ -183,10 +183,10 @@ def search(
     """Return the largest edge that trains, searched in steps of a unit.
 
     Args:
-        attempt: Tries an edge; ``trains`` holds the result.
-        start: The first edge.
-        unit: Of edges.
-        num_attempts: At most.
+        attempt: Tries an edge; ``trains`` in its answer says whether that edge trains.
+        start: The first edge, in voxels.
+        unit: Voxels between two edges.
+        num_attempts: Most attempts.
     """
     tried: dict[int, dict[str, Any]] = {}
     edge = max(unit, start)
@@ -225,7 +225,7 @@ def try_rank(
 
 
 def limit_memory(device: torch.device, limit: int) -> None:
-    """Limit this process's memory on a device, or of the machine if on the CPU."""
+    """Limit this process's memory on a GPU, or its host memory for the CPU."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
@@ -264,7 +264,7 @@ def largest_of(variant: Variant, arguments: argparse.Namespace, unit: int) -> di
     else:
         row = {"probe": attempt(arguments.probe * unit)}
         taken = row["probe"].get("peak_bytes")
-        # Weights, gradients and momentum do not grow; leaving them in errs to the small side.
+        # Weights, gradients and momentum do not grow; as they are counted, the start is too small.
         growth = (min(room.values()) - UNCOUNTED_BYTES) / max(taken) if taken else 1
         start = int(arguments.probe * unit * growth ** (1 / 3)) // unit * unit
     found = search(attempt, start, unit, arguments.attempts)
@@ -272,7 +272,7 @@ def largest_of(variant: Variant, arguments: argparse.Namespace, unit: int) -> di
 
 
 def device_bytes(device: torch.device, limit_gib: float | None) -> int:
-    """Return the memory of a device for a training run."""
+    """Return the memory that a training run may use on a device."""
     limit = None if limit_gib is None else int(limit_gib * GIB)
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)

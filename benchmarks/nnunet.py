@@ -14,11 +14,12 @@ Both commands segment the folder in separate processes, as a user starts them: n
 point for a folder, with its default workers, uncompiled unless ``nnUNet_compile`` is set; ours by
 ``unet3d predict``. Both use mirror images only with ``--mirrored``. With ``--resampler torch`` the
 model's plans have PyTorch resample nnU-Net's logits to the scan, as its authors advise for slow
-resampling; images are resampled as in its training. The ratio is to nnU-Net's fastest run. Without
-``--threads`` each program chooses its number of cores; with it both have that many. Our first run
-compiles its kernels into an empty cache; the time is the median of the other runs. Host memory is
-the peak of a process and its children together, GPU memory the value of nvidia-smi. ``--found``
-names existing segmentations by ``nnUNetv2_predict``; then nnU-Net does not run.
+resampling; images are still resampled as in training. The ratio is our time over nnU-Net's time
+with its fastest resampler. Without ``--threads`` each program chooses its number of cores; with it,
+both have that many. Our first run compiles its kernels into an empty cache; the time is the median
+of the other runs. Host memory is the peak of a process and its children together, GPU memory the
+value of nvidia-smi. ``--found`` names existing segmentations by ``nnUNetv2_predict``; then nnU-Net
+does not run.
 
 With ``--precision float32`` ours computes in float32 without TF32. ``--nnunet-precision float32``
 does the same in nnU-Net, which uses float16 on a GPU. It also adds up the logits of windows in
@@ -65,7 +66,7 @@ if __name__ == "__main__":
     {before}
     predict()
 """
-"""nnU-Net's command, which also works without its installed scripts."""
+"""Code that runs nnU-Net's command, even if its scripts are not installed."""
 
 IN_FLOAT32 = [
     "lower = torch.autocast",
@@ -81,9 +82,10 @@ TORCH_RESAMPLER = {
         "memefficient_seg_resampling": False,
     },
 }
-"""The same as in nnU-Net's planners with this resampler (``nnUNetPlannerResEncL_torchres``)."""
+"""Entries of plans, as nnU-Net's planners with this resampler write them
+(``nnUNetPlannerResEncL_torchres``)."""
 ALL_CORES = "multiprocessing.cpu_count = lambda: {threads}"
-"""Number of nnU-Net's threads on a CPU, regardless of the cores that it may use."""
+"""Code that sets nnU-Net's threads on a CPU, which it otherwise takes from the machine's cores."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -96,11 +98,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--folds", type=numbers, default="0")
     parser.add_argument("--mirrored", action="store_true")
     parser.add_argument("--precision", type=words, default="auto", help="of ours, such as auto")
-    parser.add_argument("--resampler", type=words, default="default", help="of nnU-Net, or torch")
+    parser.add_argument("--resampler", type=words, default="default", help="default, torch or both")
     parser.add_argument("--nnunet-precision", choices=("auto", "float32"), default="auto")
     parser.add_argument("--device", default=one_device())
-    parser.add_argument("--threads", type=int, help="cores of either")
-    parser.add_argument("--repeats", type=int, default=3, help="of ours")
+    parser.add_argument("--threads", type=int, help="cores of each program")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of ours")
     parser.add_argument("--nnunet-repeats", type=int, default=1)
     return parser
 
@@ -110,7 +112,7 @@ def with_torch_resampler(model: Path, folder: Path) -> Path:
     shutil.copytree(model.absolute(), folder, copy_function=os.symlink)
     plans = json.loads((folder / "plans.json").read_text())
     for configuration in plans["configurations"].values():
-        if "resampling_fn_probabilities" in configuration:  # else it inherits them
+        if "resampling_fn_probabilities" in configuration:  # otherwise it inherits the entries
             configuration |= TORCH_RESAMPLER
     (folder / "plans.json").unlink()  # a link
     (folder / "plans.json").write_text(json.dumps(plans))
@@ -181,14 +183,14 @@ def without_tf32(precision: str) -> dict[str, str]:
 
 
 def labels_of(folder: Path) -> dict[str, Path]:
-    """Return the segmentations in a folder by the names of their cases."""
+    """Return the segmentations in a folder, by case name."""
     # Ours are named after the file of the first channel, nnU-Net's after the case.
     suffix = re.compile(r"(_0000)?(_seg)?\.nii\.gz$")
     return {suffix.sub("", file.name): file for file in folder.glob("*.nii.gz")}
 
 
 def agreement(ours: Path, theirs: Path) -> dict[str, Any]:
-    """Return the share of equal voxels in two folders, and Dice of each label in either."""
+    """Return the share of voxels that are equal in two folders, and each label's Dice."""
     found, reference = labels_of(ours), labels_of(theirs)
     names = sorted(set(found) & set(reference))
     num_equal = num_voxels = 0

@@ -1,17 +1,16 @@
 """nnU-Net's own planner and trainer on a data set of ours, in a separate process.
 
 ``training.py`` and ``quality.py`` start it with a request. The scans are given to nnU-Net as raw
-data, which it fingerprints, plans and prepares itself; then its trainer runs as its command line
-would run it: its data loaders with its default augmentation in ``nnUNet_n_proc_DA`` processes,
-float16 with a gradient scaler, ``cudnn.benchmark``, the network and the Dice loss compiled on a
-GPU.
+data, which it fingerprints, plans and prepares itself. Then its trainer runs as from its command
+line: data loaders with the default augmentation in ``nnUNet_n_proc_DA`` processes, float16 with a
+gradient scaler, ``cudnn.benchmark``, and on a GPU a compiled network and Dice loss.
 
-* ``steps`` times its training steps. Its plan is kept but for the size of patches and batches and
-  for the network, which is the one that we train; the trainer is ``nnUNetTrainerNoDeepSupervision``
-  because ours has no deep supervision there either.
-* ``fit`` trains with all that it chooses itself, for a number of epochs or for some minutes. The
-  minutes become a number: the first epochs are timed in a discarded training run, because nnU-Net's
-  learning rate schedule needs the number from the start.
+* ``steps`` times nnU-Net's training steps. Patch size, batch size and network are ours; everything
+  else is from nnU-Net's plan. The trainer is ``nnUNetTrainerNoDeepSupervision``, because our
+  network is also timed without deep supervision.
+* ``fit`` trains with nnU-Net's own choices, for a number of epochs or for some minutes. nnU-Net's
+  learning rate schedule needs the number of epochs from the start. If minutes are given, a short
+  training run, whose result is discarded, times an epoch, and the number follows from that.
 """
 
 import importlib.util
@@ -38,19 +37,19 @@ from unet3d.distributed.processes import die_with_parent
 CONFIGURATION = "3d_fullres"
 PLANS = "nnUNetPlans"
 OWN_PLAN = "OwnPatch"
-"""nnU-Net's plan with our patch, batch and network."""
+"""Name of a plan of nnU-Net with our patch, batch and network."""
 DATASET_ID = 731
 DATASET = f"Dataset{DATASET_ID}_Benchmark"
 PREPARED = "prepared.json"
-"""File that is written last into the folder of nnU-Net's data."""
+"""File in nnU-Net's folder of prepared data that is written when the data are complete."""
 
 NUM_WARM_UP_STEPS = 8
 MAX_SECONDS = 20.0
-"""Of the steps that are timed, where the processes are too few: two need 0.2 s for a step."""
+"""Most seconds of timed steps: two loading processes are too few, and a step takes 0.2 s."""
 MIN_STEPS = 10
-"""However long they take."""
+"""Fewest steps that are timed, even if they take longer than :data:`MAX_SECONDS`."""
 NUM_TIMED_EPOCHS = 2
-"""Of which the first one also compiles and fills queues."""
+"""Epochs of the training run that is discarded; the first one also compiles and fills queues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +61,11 @@ class Steps:
     batch_size: int
     """Patches in a step."""
     channels: tuple[int, ...]
-    """Of each level of the network."""
+    """Channels of each level of the network."""
     strides: tuple[Shape, ...]
-    """Of each level along X, Y, Z."""
+    """Strides of each level along X, Y, Z."""
     num_steps: int
-    """That are timed."""
+    """Steps on loaded batches that are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +73,11 @@ class Fit:
     """A training run with nnU-Net's own choices."""
 
     minutes: float | None
-    """That the training may take, unless there is a"""
+    """Minutes that training may take, if ``num_epochs`` is None."""
     num_epochs: int | None
-    """of which nnU-Net's own trainer takes 1000."""
+    """Epochs of training; nnU-Net's default is 1000."""
     steps_per_epoch: int
-    """As many as nnU-Net's own trainer takes, unless something is only tried."""
+    """Steps of an epoch; nnU-Net's default is 250."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +87,19 @@ class Request:
     cases: Mapping[str, tuple[Sequence[str], str]]
     """Images and label map of each case."""
     channels: Sequence[str]
-    """Names of the channels, by which nnU-Net normalises."""
+    """Names of the channels, from which nnU-Net chooses the normalisation."""
     labels: Mapping[str, int]
     """Value of each class."""
     validation: Sequence[str]
     """The cases that are not trained on."""
     device: str
-    """Where the network is."""
+    """Device of the network."""
     num_workers: int
-    """Processes that make patches, and that prepare cases."""
+    """Processes that make patches; also processes that prepare cases."""
     steps: Steps | None = None
-    """Times its steps; or"""
+    """The steps to time; None: ``fit`` is requested."""
     fit: Fit | None = None
-    """trains."""
+    """The training run to do; None: ``steps`` is requested."""
 
 
 def request_of(
@@ -122,9 +121,9 @@ def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[st
     """Run a request in a separate process.
 
     Args:
-        request: What.
+        request: The task and its data.
         folder: Where nnU-Net's data and results are kept.
-        seconds: After these it is ended.
+        seconds: Time limit, after which the process is ended.
 
     Returns:
         Its measurements, or a ``reason`` why there are none.
@@ -149,7 +148,7 @@ def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[st
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
         return {"reason": f"nnU-Net did not end within {seconds:.0f} s"}
-    finally:  # with processes that it may have left behind
+    finally:  # end it, with processes that it may have left behind
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if not answer.exists():
@@ -215,7 +214,7 @@ def write_own_plan(asked: Steps) -> None:
     base = Path(os.environ["nnUNet_preprocessed"]) / DATASET
     plans = json.loads((base / f"{PLANS}.json").read_text())
     plan = plans["configurations"][CONFIGURATION]
-    # nnU-Net's arrays are Z, Y, X, with what its plan does to them on top.
+    # nnU-Net's arrays have the axes Z, Y, X, which its plan may reorder.
     axes = [2 - axis for axis in plans["transpose_forward"]]
     plan["patch_size"] = [asked.size[axis] for axis in axes]
     plan["batch_size"] = asked.batch_size
@@ -232,7 +231,7 @@ def write_own_plan(asked: Steps) -> None:
 
 
 def time_steps(request: Request, asked: Steps) -> dict[str, Any]:
-    """Time steps on loaded batches, between two turns of steps on a batch in memory."""
+    """Time steps on loaded batches; before and after, time steps on one batch on the device."""
     prepare(request)
     write_own_plan(asked)
     os.environ["nnUNet_n_proc_DA"] = str(request.num_workers)
@@ -247,7 +246,7 @@ def time_steps(request: Request, asked: Steps) -> dict[str, Any]:
     (once,) = timed(lambda: trainer.train_step(there))
     num_alone = max(MIN_STEPS, min(asked.num_steps, int(MAX_SECONDS / once)))
     alone = timed(lambda: trainer.train_step(there), num_alone)
-    # The queues are full now and can be empty in training, so a few of their batches go first.
+    # The queues are full now, unlike in training: use up their batches before steps are timed.
     num_queued = request.num_workers + 2 * max(6, request.num_workers // 2)
     _loaded(trainer, batches, 2 * num_queued)
     forget_peaks()
@@ -272,8 +271,8 @@ def time_steps(request: Request, asked: Steps) -> dict[str, Any]:
 def _loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, float]:
     """Return the mean time of a step on loaded batches, and the share spent waiting.
 
-    A step of nnU-Net's ends when the device has finished it, so the device has nothing to do while
-    a batch is waited for.
+    nnU-Net's step waits until the device has finished it, so the device is idle while the next
+    batch is awaited.
     """
     waited = 0.0
     synchronize()
@@ -294,7 +293,7 @@ def _loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, float]:
 
 
 def fit(request: Request, asked: Fit) -> dict[str, Any]:
-    """Prepare the data and train for the epochs or minutes."""
+    """Prepare the data, and train for the requested epochs or minutes."""
     prepare_seconds = prepare(request)
     num_epochs = asked.num_epochs
     if num_epochs is None:

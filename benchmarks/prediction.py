@@ -9,13 +9,14 @@
 
 The scan is a compressed phantom head in int16 with voxels of 1 mm; ``unet3d predict`` runs in a
 separate process. The network has random weights, or is named by ``--checkpoint``, such as a model
-of nnU-Net with its folds. ``--finer 2`` halves the spacing of a random network; ``--scans``
-segments a folder of copies; ``--predict=--tta`` passes an option on. Host memory is the peak of the
-command, GPU memory nvidia-smi's value for the fullest GPU. The first of several runs may compile
-kernels and is not counted; the seconds are the median of the others. ``--against`` measures the
-same on other devices in turn, and prints the speed of the first ones relative to these.
+of nnU-Net with its folds. ``--finer 2`` halves the spacing at which a random network works;
+``--scans 8`` segments a folder with eight copies of the scan; ``--predict=--tta`` passes an option
+on. Host memory is the peak of the command, GPU memory nvidia-smi's value for the fullest GPU. The
+first of several runs may compile kernels and is not counted; the seconds are the median of the
+others. With ``--against`` runs alternate with runs on other devices, and the speed of ``--devices``
+relative to those is printed.
 
-``--inferer`` measures windows per second on a random prepared volume of that shape. Ours and
+``--inferer`` measures windows per second on a random prepared volume of that shape. Our network and
 MONAI's ``SlidingWindowInferer`` with nnU-Net's compiled network run in turn. Both blend windows of
 the same size and overlap with a Gaussian, and return the class of each voxel on the host. MONAI's
 inferer keeps volume and logits on the device, its fastest mode; ours keeps a slab of them there.
@@ -68,7 +69,7 @@ from unet3d.preparation.transform import Preprocessing
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 
 LARGEST_PHANTOM = 320
-"""Voxels of a head along an axis; generating more takes longer than the measurement."""
+"""Most voxels of a generated head along an axis: more would take longer than the measurement."""
 
 OVERLAP = 0.5
 
@@ -82,11 +83,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=shape, default="128,128,128")
     parser.add_argument("--finer", type=float, default=1.0)
     parser.add_argument("--devices", default=one_device())
-    parser.add_argument("--against", metavar="DEVICES", help="compare with these")
+    parser.add_argument("--against", metavar="DEVICES", help="other devices to compare with")
     parser.add_argument("--scans", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--predict", action="append", default=[], help="an option of predict")
-    parser.add_argument("--inferer", action="store_true", help="windows a second instead")
+    parser.add_argument("--inferer", action="store_true", help="measure windows per second instead")
     parser.add_argument("--windows-at-once", type=numbers, default="4", help="with --inferer")
     return parser
 
@@ -150,7 +151,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def from_file_to_file(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return times and memory of the command, on each set of devices."""
+    """Measure times and memory of the command on each set of devices, and print them."""
     wanted = dict.fromkeys([arguments.devices, arguments.against or arguments.devices])
     runs: dict[str, list[dict[str, Any]]] = {devices: [] for devices in wanted}
     with tempfile.TemporaryDirectory() as name:
@@ -250,7 +251,7 @@ def segment_monai(
 
 
 def windows_a_second(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the windows per second of each on a volume, warm, in turn."""
+    """Measure how many windows per second ours and MONAI do on one volume, warm, in turn."""
     (device,) = devices_named((arguments.devices,))
     problem = Problem(size=arguments.window, batch_size=1, channels=arguments.channels)
     image = torch.randn(1, *arguments.shape)
@@ -273,7 +274,7 @@ def windows_a_second(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]
             key = f"{name}, {at_once}"
             ways[key] = partial(segment, image, arguments.window, at_once)
             rows[key] = {"num_windows": count, "all_seconds": []}
-    torch.backends.cudnn.benchmark = True  # as nnU-Net has it; ours does not care
+    torch.backends.cudnn.benchmark = True  # as nnU-Net sets it; ours is not affected
     for repeat in range(arguments.repeats + 1):
         for name, way in ways.items():
             torch.cuda.empty_cache()

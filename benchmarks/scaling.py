@@ -8,23 +8,24 @@
 
 The modes, ``one`` always first; by default all that the devices can run:
 
-one              the batch on the first device
-accumulated      the same, in micro-batches of one sample
-replicas         a replica on each device, each with a batch of that size
-threads          the same in one process, by ``nn.DataParallel``; GPUs only
-turns            a stage of the network on each device, the whole batch through each in turn
-stages           the same as a pipeline of micro-batches of one sample, cut before the decoder
-balanced         the same, cut where stages take the same time (``parallel.cuts=time``)
+one              the batch of ``--batch-size`` on the first device
+accumulated      like one, in micro-batches of one sample
+replicas         a replica on each device, each with a batch of ``--batch-size``
+threads          like replicas, but threads of one process, by ``nn.DataParallel``; GPUs only
+turns            a stage of the network on each device, which take turns with the whole batch; two
+                 stages are encoder and decoder
+stages           like turns, but a pipeline of micro-batches of one sample
+balanced         like stages, cut where stages take the same time (``parallel.cuts=time``)
 slabs            a slab of each volume on each device
-stage-replicas   replicas of two stages, each with a batch of that size; four devices or more
-slab-replicas    replicas of two slabs, likewise
+stage-replicas   replicas of two stages, each with a batch of ``--batch-size``; four devices or more
+slab-replicas    replicas of two slabs, each with a batch of ``--batch-size``; four devices or more
 
 Each mode runs in separate processes, a rank for each replica or slab. A time covers ``--steps``
 steps in a row, from an idle machine to an idle machine, divided by their number: forward, backward,
-exchange of gradients, clipping, optimizer, and messages between ranks. The slowest rank counts, and
-the median of ``--repeats`` times. The ratio is to the samples per second of ``one``. The loss of
-the first step must be the same for modes with the same batch. The planner's prediction is listed
-too, and ``--predict`` adds the time of predicting the batch.
+exchange of gradients, clipping, optimizer, and messages between ranks. It is the time of the
+slowest rank, and the median of ``--repeats`` measurements. The ratio compares samples per second
+with mode ``one``. The loss of the first step must be the same for modes with the same batch. The
+planner's prediction is listed, too, and ``--predict`` adds the time of predicting the batch.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=2, help="of a replica")
     parser.add_argument("--channels", type=numbers, default=CHANNELS)
     parser.add_argument("--recompute", default="norm", choices=("norm", "level", "off"))
-    parser.add_argument("--predict", action="store_true", help="the logits of the batch, too")
+    parser.add_argument("--predict", action="store_true", help="also time predicting the batch")
     parser.add_argument("--warmup", type=int, default=6, help="steps after the first")
     parser.add_argument("--steps", type=int, default=10, help="in a row")
     parser.add_argument("--repeats", type=int, default=3)
@@ -103,7 +104,7 @@ def ways(arguments: argparse.Namespace) -> dict[str, Way]:
         )
 
     def threads() -> Way:
-        problem = way(devices, len(devices)).problem  # one replica to the planner
+        problem = way(devices, len(devices)).problem  # to the planner it is one replica
         return Way(problem=problem, devices=devices, kind="threads", recompute=arguments.recompute)
 
     found = {
@@ -133,8 +134,8 @@ def ways(arguments: argparse.Namespace) -> dict[str, Way]:
 
 
 def predicted(way: Way) -> dict[str, Any]:
-    """Return the planner's prediction for a step: seconds, and bytes of the fullest device."""
-    if way.kind == "threads":  # the planner does not know its copies and gathering
+    """Return the planner's prediction for a step: its seconds, and the fullest device's bytes."""
+    if way.kind == "threads":  # whose copies and gathering the planner does not model
         return {}
     step = way.planned().fullest()
     memory = predict_memory(step).memory.values()
@@ -170,7 +171,7 @@ def run_rank(group: Group, way: Way, arguments: argparse.Namespace) -> dict[str,
 def timed_together(
     group: Group, trainee: OurTrainee, arguments: argparse.Namespace, predicts: bool = False
 ) -> list[float]:
-    """Return the seconds of the slowest rank, each time."""
+    """Return the seconds of a step in the slowest rank, for each repeat."""
     found = []
     for _ in range(arguments.repeats):
         group.exchange(None)
@@ -214,7 +215,7 @@ def main() -> None:
         try:
             row |= predicted(way)
             row |= in_ranks(run_rank, way.num_ranks, way, arguments)
-        except Unet3dError as error:  # this shape cannot be divided so
+        except Unet3dError as error:  # this shape cannot be divided in this mode
             row["reason"] = reason_of(error)
         first = rows[0] if rows else row
         if "seconds" in row and "seconds" in first:

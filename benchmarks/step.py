@@ -5,11 +5,11 @@
     python benchmarks/step.py --device cpu --shape 16,16,16 --channels 4,8,8 --steps 2 --repeats 1
 
 ``trainees.py`` describes the networks and how they are trained. On a GPU the variants are measured
-one after the other, with all memory freed between. A time is the median of ``--repeats`` times
-``--steps`` steps in a row, from an idle GPU to an idle GPU, after ``--warmup`` steps. The first
-step is timed separately: it compiles kernels and chooses algorithms, using the caches on disk. The
-peak is that of CUDA's allocator over all steps but the first, including the launched and captured
-steps before the replays of a CUDA graph.
+one after the other, with all memory freed between. A time is the median of ``--repeats``
+measurements, each of ``--steps`` steps in a row from an idle GPU to an idle GPU, after ``--warmup``
+steps. The first step is timed separately: it compiles kernels and chooses algorithms, using the
+caches on disk. The peak is that of CUDA's allocator over all steps but the first, including the
+steps that are launched and captured before a CUDA graph is replayed.
 
 Each also predicts a window: the logits of the same batch. On a GPU ours replays it from a CUDA
 graph as ``unet3d predict`` does, and its time is measured like that of steps.
@@ -57,7 +57,7 @@ GPU_DEFAULT = ",".join(
 CPU_DEFAULT = "ours,ours-float32,nnunet-eager,nnunet-bfloat16"
 
 BESIDE = ("nnunet-compiled", "nnunet-eager", "dynunet-eager")
-"""Variant whose times others are divided by."""
+"""Variants by whose times the other times are divided."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default=one_device())
     parser.add_argument("--warmup", type=int, default=5, help="steps after the first")
-    parser.add_argument("--steps", type=int, default=5, help="in a row; on a CPU all that count")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps in a row")
     parser.add_argument("--repeats", type=int, default=5)
     return parser
 
@@ -86,7 +86,7 @@ def measure_alone(
         trainee = make_trainee(variant, problem, arguments.device)
         row["precision"] = trainee.precision
         (row["first_step_seconds"],) = timed(trainee.step)
-        torch.cuda.empty_cache()  # of the memory for choosing algorithms
+        torch.cuda.empty_cache()  # frees the memory in which algorithms were tried
         forget_peaks()
         timed(trainee.step, arguments.warmup)
         row["all_seconds"] = timed(trainee.step, arguments.steps, arguments.repeats)
@@ -137,7 +137,7 @@ def measure_by_turns(
 
 
 def _serve(variant: Variant, problem: Problem, asked: Connection) -> None:
-    """Take a step and predict a window of one variant on each request, in a process."""
+    """In its own process, take a step and predict a window of one variant on each request."""
     die_with_parent()
     if variant.network == "ours":
         keep_host_memory()
@@ -156,7 +156,7 @@ def _serve(variant: Variant, problem: Problem, asked: Connection) -> None:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each variant; ratios are its time over that of another."""
+    """Print a line for each variant; ratios are its time over the times of :data:`BESIDE`."""
     measured = {row["key"]: row for row in rows if "seconds" in row}
     beside = [key for key in BESIDE if key in measured]
     heads = ["precision", "first s", "ms", "window ms", "peak GiB", "reserved"]

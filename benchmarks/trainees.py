@@ -62,20 +62,20 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is trained on: random patches of one size."""
+    """The patches to train on, random and of one size, and the channels of the network."""
 
     size: Shape
     """Voxels along X, Y, Z."""
     batch_size: int
     """Patches in a step."""
     channels: tuple[int, ...]
-    """Of each level."""
+    """Channels of each level."""
     model: dict[str, Any] = field(default_factory=dict)
     """Other settings of our network."""
 
     @property
     def topology(self) -> Topology:
-        """Our network for it."""
+        """The topology of our network for this problem."""
         settings = ModelSettings(channels=self.channels, deep_supervision=False, **self.model)
         return plan_topology(settings, self.size, (1.0, 1.0, 1.0), 1, NUM_CLASSES)
 
@@ -92,18 +92,18 @@ class Way:
     """How our network is trained on some devices."""
 
     problem: Problem
-    """The batch is that of all replicas together."""
+    """What is trained on; its batch is that of all replicas together."""
     devices: tuple[str, ...]
-    """Of all replicas, one after the other."""
+    """Devices of the first replica, then of the second, and so on."""
     kind: Kind = "stages"
     """What each device of a replica has: a stage of the network, a slab of each volume, or a copy
     that ``nn.DataParallel`` runs in a thread."""
     num_replicas: int = 1
-    """Copies of the network, each in one rank, or with slabs in several."""
+    """Copies of the network; each is one rank, or with slabs several."""
     num_micro_batches: int = 1
     """Micro-batches of a replica's batch."""
     balances_time: bool = False
-    """Whether cuts give stages of the same time, instead of one before the decoder."""
+    """Whether cuts give stages of the same time, instead of the default cuts."""
     precision: str = "auto"
     """``auto`` is the best that the devices have."""
     recompute: Recompute = "norm"
@@ -113,7 +113,7 @@ class Way:
     captures: bool = True
     """Whether steps may be recorded and replayed."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Which."""
+    """Name of the optimizer."""
 
     @property
     def num_shards(self) -> int:
@@ -154,7 +154,7 @@ class Way:
 
 
 class OurTrainee:
-    """Our network as one rank of a way trains it."""
+    """Our network, as one rank trains it."""
 
     def __init__(self, way: Way, group: Group | None = None) -> None:
         """Build everything; nothing is compiled or run yet.
@@ -187,7 +187,7 @@ class OurTrainee:
         samples = slice(*(step.batch_size * (rank // way.num_shards + i) for i in (0, 1)))
         image, target = (tensor[samples] for tensor in way.problem.batch())
         image = image.to(image_dtype(model))
-        self._whole = image  # slabs of a window are cut by the executor
+        self._whole = image  # the executor divides it into slabs
         if layout.num_shards > 1:
             first = sum(
                 replace(step, layout=replace(layout, shard=other)).own_size[0]
@@ -217,9 +217,9 @@ class OurTrainee:
         return loss
 
     def window(self) -> Tensor:
-        """Predict the logits of the replica's samples, whole volumes also where they are slabs.
+        """Predict the logits of the replica's samples; with slabs, too, of whole volumes.
 
-        One GPU replays a graph from the second time on, as in ``unet3d predict``.
+        A single GPU replays a graph from the second call on, as in ``unet3d predict``.
         """
         self._whole = self._whole.to(self.executor.input_device)
         logits: Tensor = self._predict(self._whole)
@@ -231,20 +231,20 @@ class Variant:
     """A network and a way to run it on one device."""
 
     key: str
-    """As it is named on the command line."""
+    """Its name on the command line."""
     network: Literal["ours", "nnunet", "dynunet"]
-    """Which."""
+    """Whose network it is."""
     precision: str = "auto"
-    """On a GPU; ``auto`` is the best that it has."""
+    """Precision on a GPU; ``auto`` is the best that it has."""
     cpu_precision: str = "float32"
-    """On a CPU."""
+    """Precision on a CPU."""
     compiled: bool = False
-    """Whether by ``torch.compile``."""
+    """Whether ``torch.compile`` compiles the network."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of our way."""
+    """Options of :class:`Way`, if the network is ours."""
 
     def way(self, problem: Problem, devices: tuple[str, ...], kind: Kind = "stages") -> Way:
-        """Return how ours is trained, also on several devices."""
+        """Return how our network is trained on one or several devices."""
         precision = self.cpu_precision if "cpu" in devices else self.precision
         return Way(
             problem=problem,
@@ -349,7 +349,7 @@ def _dynunet(problem: Problem) -> nn.Module:
 
 
 class PeerTrainee:
-    """A network of others on one device."""
+    """A peer's network on one device."""
 
     def __init__(self, variant: Variant, problem: Problem, device: torch.device) -> None:
         """Build everything; nothing is compiled or run yet."""

@@ -6,15 +6,17 @@
     python benchmarks/training.py --device cpu --shape 16,16,16 --volume 32,32,32 --channels 4,8 \
         --num-cases 3 --workers 0 --turns 1 --steps 4
 
-The volumes are phantoms, prepared as for any training run. A row is a training run with a number of
-loading processes and the loader, executor, optimizer and step of ``unet3d train``. Turns of a few
-dozen steps alternate between batches of the loader and one batch that is already on the device,
-without waits; the loading processes rest meanwhile. The first batch of each process is not counted.
-The queue is empty at the start of a turn, so batches prepared ahead do not hide a slow loader.
+The volumes are phantoms, prepared as for any training run. A row is a training run with one of the
+numbers of loading processes, and with the loader, executor, optimizer and step of ``unet3d train``.
+Turns of ``--steps`` steps on batches of the loader alternate with turns on one batch that is
+already on the device, which wait for no data; the loading processes rest meanwhile. The first batch
+of each process is not counted. The queue is empty at the start of a turn, so batches prepared ahead
+do not hide a slow loader.
 
-``--nnunet`` adds rows of nnU-Net's own trainer (``nnunet_process.py``). ``--runs`` adds the later
-epochs of real ``unet3d train`` commands on these devices, with a replica on each, or with
-``--parallel spatial`` a slab of each patch; the ratio is to that of the run on one device.
+``--nnunet`` adds rows of nnU-Net's own trainer (``nnunet_process.py``). ``--runs`` adds real
+``unet3d train`` commands, timed after their first epoch: each names devices, which have a replica
+each, or with ``--parallel spatial`` a slab of each patch. The ratio compares samples per second
+with the run on one device.
 """
 
 import argparse
@@ -67,7 +69,7 @@ from unet3d.training.loop import TrainingLoop
 NUM_WARM_UP_STEPS = 10
 """Steps after which small volumes are replayed from a CUDA graph."""
 RUN_STEPS_OF_TURN = 4
-"""Steps of a whole run's epoch, in turns; its first steps wait for data."""
+"""Turns in an epoch of a whole run: a long one, because its first steps wait for data."""
 MEMORY = ("peak_bytes", "reserved_bytes")
 NNUNET_SECONDS = 300
 """Time limit of nnU-Net for a row."""
@@ -85,17 +87,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default=one_device())
     parser.add_argument("--steps", type=int, default=48, help="of a turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--nnunet", action="store_true", help="its trainer too")
+    parser.add_argument("--nnunet", action="store_true", help="also measure nnU-Net's trainer")
     parser.add_argument("--runs", nargs="*", default=[], help="devices of runs, such as 0 0,1")
     parser.add_argument(
         "--parallel", choices=("data", "spatial"), default="data", help="of runs on several devices"
     )
-    parser.add_argument("--cache", type=Path, help="keep the volumes there")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the volumes")
     return parser
 
 
 def config_of(arguments: argparse.Namespace, cache: Path, **changes: Any) -> Config:
-    """Return the settings of all rows, with changes; dots of keys are double underscores."""
+    """Return the settings of all rows, with changes, whose keys have ``__`` in place of dots."""
     num_cases = arguments.num_cases
     name = f"phantoms-{num_cases}-{'x'.join(map(str, arguments.volume))}"
     values = {
@@ -160,9 +162,9 @@ class Measurement:
 
         Args:
             loop: The training loop, whose loader has not started.
-            there: The batch on the host for turns without the loader.
-            num_workers: The loader's processes.
-            num_steps: Of each turn.
+            there: The batch for turns without the loader, on the host.
+            num_workers: Number of the loader's processes.
+            num_steps: Steps of each turn.
         """
         self.loop = loop
         self.there = there
@@ -178,9 +180,9 @@ class Measurement:
             pass
 
     def epoch(self, first_step: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch that the loader has not prepared ahead.
+        """Return the batches of an epoch of which the loader has prepared nothing ahead.
 
-        It is not the next epoch, because the loader prepares batches of that one.
+        Epochs are skipped, because the loader already prepares batches of the next one.
         """
         self.num_epochs += 2
         return self.loop.loader.epoch(self.num_epochs, first_step)
@@ -220,7 +222,7 @@ def measure(
     experiment: Experiment, num_workers: int, num_steps: int, num_turns: int
 ) -> dict[str, Any]:
     """Return the row of one training run."""
-    # Processes deliver in bursts: whole bursts are timed.
+    # All loading processes deliver at about the same time, so whole rounds of them are timed.
     burst = max(1, num_workers)
     num_steps = -(-num_steps // burst) * burst
     batch_size = experiment.config.training.num_patches
