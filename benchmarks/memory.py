@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--unit", type=int, help="voxels; default: 64, or 32 with --largest")
     parser.add_argument("--channels", type=numbers, default=CHANNELS)
     parser.add_argument("--only", type=numbers, help="numbers of ways, from 0; default: all")
-    parser.add_argument("--largest", type=variants_named, metavar="VARIANTS", help="search a cube for each")
+    parser.add_argument("--largest", type=variants_named, metavar="VARIANTS", help="search a cube")
     parser.add_argument("--kind", default="slabs", choices=("slabs", "stages"))
     parser.add_argument("--probe", type=int, default=6, help="units of the peers' first attempt")
     parser.add_argument("--memory-gib", type=float, help="use no more of each device")
