@@ -1,8 +1,8 @@
 """unet3d: 3D U-Net segmentation of volumes that outgrow one GPU.
 
-From Python, ``unet3d.load("runs/mine").segment("scan.nii.gz")`` segments as ``unet3d predict``
-does, see :func:`unet3d.api.load`, and ``unet3d.train("DATASET")`` trains as ``unet3d train``
-does, see :func:`unet3d.api.train`.
+In Python, ``unet3d.load("runs/mine").segment("scan.nii.gz")`` segments a scan like ``unet3d
+predict`` (see :func:`unet3d.api.load`), and ``unet3d.train("DATASET")`` trains a network like
+``unet3d train`` (see :func:`unet3d.api.train`).
 """
 
 import importlib

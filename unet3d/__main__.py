@@ -17,8 +17,8 @@ def main() -> None:
     try:
         run()
     except SystemExit as ending:
-        # A rank that is done, too: a thread of gloo that lets go of the last message after the
-        # interpreter is gone would abort it.
+        # Also after success: a gloo thread that releases the last message once the interpreter has
+        # shut down would abort the process.
         leave(int(ending.code or 0))
 
 

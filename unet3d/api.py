@@ -60,13 +60,13 @@ SETTINGS = {
     "tta": "inference.tta",
     "postprocessing": "inference.postprocessing",
 }
-"""Options of prediction that are settings, too."""
+"""Options of prediction that are also settings, with the setting's key."""
 
 Image: TypeAlias = FileName | Sequence[FileName] | SpatialImage | npt.NDArray[Any]
-"""A file, the files of its channels, an image of nibabel's, or an array."""
+"""A file or folder, one file per channel, a nibabel image, or an array."""
 
 _training = Lock()
-"""Held by the one training of this process, whose random numbers and threads are the process's."""
+"""One training at a time: random state and thread count of PyTorch belong to the whole process."""
 
 
 class Segmenter:
@@ -76,13 +76,13 @@ class Segmenter:
     """
 
     def __init__(self, predictor: Predictor) -> None:
-        """Take what :func:`load` has placed."""
+        """Take a predictor whose networks :func:`load` has placed on devices."""
         self._predictor = predictor
-        self._lock = Lock()  # several networks take turns on the devices
+        self._lock = Lock()  # one image at a time: networks of an ensemble take turns on a device
 
     @property
     def label_names(self) -> dict[int, str]:
-        """The name of each label value without the background."""
+        """The name of each label value except the background."""
         return self._predictor.label_names
 
     @property
@@ -94,8 +94,8 @@ class Segmenter:
         """Segment one image.
 
         Args:
-            image: A file or a folder of DICOM slices; several files, one for each channel; an image
-                of nibabel's; or an array of shape (I, J, K), or (I, J, K, C) with channels.
+            image: A file or a folder of DICOM slices; several files, one for each channel; a
+                nibabel image; or an array of shape (I, J, K), or (I, J, K, C) with channels.
             affine: For an array only: (4, 4), from voxel indices to mm in RAS, as in nibabel.
 
         Returns:
@@ -134,18 +134,18 @@ def load(
     """Load trained networks, and place them on devices of this process.
 
     Args:
-        checkpoint: Checkpoint file, folder of a run, of folds or of checkpoints, or a model of
-            nnU-Net as a folder or an archive.
+        checkpoint: Checkpoint file; folder of a run, of folds or of checkpoints; or a model of
+            nnU-Net, as a folder or an archive.
         others: More checkpoints; the networks are averaged.
         folds: Folds to use, such as 0, ``"0,2"`` or ``[0, 2]``; ``"all"`` or None: all folds. For a
             model of nnU-Net these are the numbered folds, or else ``fold_all``.
-        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for replicas on two GPUs, which
-            share the windows (for a network in stages, if the GPUs differ or a window does not fit
-            on one); None: the first GPU, or the CPU.
+        devices: Such as ``"cuda:0"``, 0 or ``"cpu"``. ``"0,1"``: two GPUs, each with a copy of the
+            network and a share of the windows; or each with a stage of the network, if the GPUs
+            differ or a window does not fit on one. None: the first GPU, or the CPU.
         window: Voxels of a window along X, Y, Z, or ``"whole"``; None: as in training.
         overlap: Overlap of neighbouring windows, as a share of the window; None: as in training.
         precision: Number type of activations, such as ``"float32"``; None: as in training.
-        tta: Whether to average over mirror images, too; None: as in training.
+        tta: Whether to average over mirror images of each window; None: as in training.
         postprocessing: Whether to keep only the largest component of labels for which validation
             chose that; None: as in training.
 
@@ -177,7 +177,7 @@ def load(
             # Slabs of a volume need a process for each device, which unet3d predict starts.
             parallel = parallel.model_copy(update={"mode": "model"})
         segmenter = Segmenter(Predictor(networks, parallel, group))
-        # Weights are read when they are needed.
+        # Unpacked archives must last as long as the segmenter, which reads weights on demand.
         weakref.finalize(segmenter, unpacked.pop_all().close)
     return segmenter
 
@@ -201,8 +201,8 @@ def predict(
         checkpoint: As in :func:`load`; several networks are averaged.
         output: File or folder; None: beside each image, ``scan_seg.nii.gz``.
         folds: As in :func:`load`.
-        devices: As in :func:`load`; ``parallel`` says what is on each.
-        options: ``parallel``, those of :func:`load`, and other fields of
+        devices: As in :func:`load`; the option ``parallel`` says what each device holds.
+        options: ``parallel``, the settings that :func:`load` takes, and fields of
             :class:`~unet3d.inference.request.PredictionRequest`, such as ``statistics=True``.
 
     Returns:
@@ -257,11 +257,11 @@ class TrainedRun:
     folder: Path
     """The run's folder, as ``unet3d train`` leaves it."""
     checkpoint: Path
-    """The file of the final network."""
+    """The checkpoint of the final network."""
     mean_dice: float | None
-    """Mean Dice of the validation cases as the final network segments them; None: none count."""
+    """Mean Dice of the final network on the validation cases; None if no case has a Dice."""
     dice: Mapping[str, float | None]
-    """The same of each label, by its name; None where no case has it."""
+    """Mean Dice of each label, by name; None if no case has the label."""
 
     def load(self, devices: Device | Sequence[Device] | None = None) -> Segmenter:
         """Load the final network on devices, as :func:`unet3d.api.load` does."""
@@ -295,14 +295,14 @@ def train(
         dataset: Folder of the data set, or its dataset.json; None: built-in phantom heads, or the
             data set of a resumed run.
         output: Folder of the run; None: a new one below ``runs/``, or with ``resume`` the newest.
-        config: YAML file of settings; values of ``auto`` are smaller without a GPU.
+        config: YAML file of settings; without a GPU, ``auto`` chooses smaller values.
         preset: Names of presets, which override the file.
         settings: Settings that override presets, such as ``{"training.batch_size": 4}``.
         devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"``; the setting ``parallel.mode``
-            says what is on each. None: the first GPU, or the CPU.
+            says what each device holds. None: the first GPU, or the CPU.
         epochs: Total number of epochs; a larger number extends a resumed run.
         fold: Which fold validates; "none" trains on every case.
-        init: Checkpoint or folder of a run whose weights a new run begins with.
+        init: Checkpoint, or folder of a run, with whose weights a new run begins.
         resume: Whether to continue the run in ``output``, or the newest one.
 
     Returns:
@@ -314,7 +314,7 @@ def train(
         KeyboardInterrupt: Ctrl-C; call again with ``resume`` to continue.
         Interrupted: SIGTERM or SIGHUP, likewise.
     """
-    # A room of its own, which takes long to import.
+    # Imported here, because importing the training package takes long.
     from unet3d.training.folds import request_over_folds
     from unet3d.training.request import Request
 
@@ -369,7 +369,7 @@ def _train(request: "Request", ranks: Ranks) -> RunFolder:
 
     group = Group(ranks)
     run = choose_run(request, group)
-    # Processes that are started write what is worth a line here; quiet ones only warn.
+    # Lines of started processes are logged at this level; quiet processes write only warnings.
     quiet = not logger.isEnabledFor(logging.INFO)
     level = logging.WARNING if quiet else logging.INFO
     try:
@@ -410,7 +410,7 @@ def draw_preview(
 
 
 def names_of(devices: Device | Sequence[Device]) -> list[str]:
-    """Return devices as settings name them; text may have commas between several."""
+    """Return devices as settings name them; text may name several, separated by commas."""
     if isinstance(devices, (str, int, torch.device)):
         return str(devices).split(",")
     return [str(device) for device in devices]
@@ -423,7 +423,7 @@ def _several(names: FileName | Sequence[FileName]) -> list[Path]:
 
 
 def _files(paths: Sequence[FileName], folds: Folds, unpacked: ExitStack) -> list[Path]:
-    """Return the checkpoints that paths stand for, each once; archives are in the stack."""
+    """Return the checkpoints that paths name, each once; the stack deletes unpacked archives."""
     try:
         chosen = chosen_folds(folds)
     except ValueError as error:

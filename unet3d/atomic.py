@@ -28,29 +28,29 @@ from unet3d.errors import CacheError
 from unet3d.interruption import at_sudden_end, postponed_interruption
 
 PREFIX = ".unfinished-"
-"""How the names of files and folders begin that are to be published, or to be deleted."""
+"""Prefix of temporary files and folders, which are published or deleted."""
 
 REPLACED = ".replaced-"
-"""How the name of a folder begins that holds one which is being replaced."""
+"""Prefix of a temporary folder that holds an old folder while a new one replaces it."""
 
 MAX_ENDING = 16
-"""Letters of the final name that a temporary name ends in: enough for every file ending."""
+"""A temporary name ends in this many letters of the final name: enough for every file ending."""
 
 ELSEWHERE_SECONDS = 24 * 3600.0
-"""Age from which something that another machine has made belongs to a process that was killed."""
+"""Age in seconds from which a temporary file of another machine counts as a killed process's."""
 
 _HOST = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
 
 _NAME = re.compile(
     f"({re.escape(PREFIX)}|{re.escape(REPLACED)})([0-9a-f]{{8}})[0-9a-f]{{24}}(-.*)?", re.DOTALL
 )
-"""A temporary name of ours; the second group is the machine that it was given on."""
+"""Matches temporary names; the second group identifies the machine that made the file."""
 
 _swept: set[Path] = set()
 
 
 def users_cache() -> Path:
-    """Return the path ``unet3d`` in the user's cache folder; CacheError: there is none."""
+    """Return the path ``unet3d`` in the user's cache folder; CacheError if there is none."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
     except RuntimeError as error:  # no HOME, and a user that the system does not know
@@ -69,8 +69,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 def replacing(path: Path, *, may_exist: bool = True) -> Iterator[Path]:
     """Yield a temporary name in the same folder, and replace a file with what is written to it.
 
-    A device or a pipe is never replaced, and the new file keeps the permissions of the old one. If
-    no file may exist, FileExistsError is raised if another writer was faster.
+    A device or a pipe is refused, and the new file keeps the permissions of the old one. Without
+    ``may_exist``, an existing file, also one of a faster writer, raises FileExistsError.
     """
     with _temporary(path, Path.touch) as unfinished:
         yield unfinished
@@ -128,7 +128,7 @@ def temporary_folder(name: str) -> Iterator[Path]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, where they are missing."""
+    """Make a folder and its missing parents, and flush their entries to the disk."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:
@@ -160,7 +160,7 @@ def remove_leftovers(folder: Path, elsewhere_s: float = ELSEWHERE_SECONDS) -> No
     """Delete temporary files of killed processes in a folder, or restore what they replaced.
 
     Files of other users, files locked by a living process and files with other names stay. Locks of
-    other machines may be invisible here, so files from there stay for some time.
+    other machines may be invisible here, so their files stay until ``elsewhere_s`` seconds old.
     """
     for path in folder.iterdir():
         name = _NAME.fullmatch(path.name)
@@ -187,13 +187,13 @@ def _temporary(final: Path, make: Callable[[Path], object], prefix: str = PREFIX
     with ExitStack() as stack:
         with postponed_interruption():
             is_ours = False
-            while not is_ours:  # another process may take what is not locked yet for a leftover
+            while not is_ours:  # until it is locked, another process may delete it as a leftover
                 path = folder / f"{prefix}{_HOST}{uuid.uuid4().hex[:24]}-{final.name[-MAX_ENDING:]}"
                 make(path)
                 try:
                     stack.enter_context(locked(path))
                     is_ours = path.exists()
-                except OSError as error:  # of a file system without locks, there are no leftovers
+                except OSError as error:  # a file system without locks, where nothing is deleted
                     is_ours = not isinstance(error, BlockingIOError | FileNotFoundError)
             clear = partial(_clear, path)
             stack.enter_context(at_sudden_end(clear))
@@ -219,8 +219,8 @@ def _claim(unfinished: Path, path: Path) -> None:
     try:
         os.link(unfinished, path)
     except OSError:
-        # The name is taken, or the file system has no links, as FAT. There an empty file takes the
-        # name first: only a kill between these two lines leaves it there.
+        # The name is taken, or the file system, such as FAT, has no hard links. Then an empty file
+        # claims the name first; only a kill between the next two lines would leave it empty.
         path.open("xb").close()
         os.replace(unfinished, path)
 
@@ -249,7 +249,7 @@ def _flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no flush of a folder.
+        # Some network file systems cannot flush a folder.
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""The effects of Ctrl-C, SIGTERM and SIGHUP while modules load, before and during a training run.
+"""What Ctrl-C, SIGTERM and SIGHUP do while modules load, during a command and in a training run.
 
 While the program starts, ends or loads modules, a signal ends the process at once, because an
 exception in the middle of an import can be lost, or leave broken modules. While a command runs,
@@ -26,7 +26,7 @@ _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
 
 class Interrupted(BaseException):
-    """The user or the system asked to stop; like KeyboardInterrupt, no error to be handled."""
+    """The user or the system asked to stop; like KeyboardInterrupt, not an Exception."""
 
     def __init__(self, signal_number: int, can_resume: bool = False) -> None:
         """Take the signal, and whether the work so far is saved."""
@@ -44,7 +44,7 @@ class InterruptionRequest:
 
 
 _last_actions: dict[Callable[[], object], int] = {}
-"""Each with its process id, because forked processes have a copy."""
+"""Cleanups, each with the id of the process that added it, because forked processes copy them."""
 
 
 @contextmanager
@@ -86,7 +86,7 @@ class _Stop:
         end_at_once(128 + number)
 
     def repeat(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        """Raise an interruption again that came where exceptions are ignored, as in __del__."""
+        """Raise an interruption again if it came where Python ignores exceptions, as in __del__."""
         error = unraisable.exc_value
         if isinstance(error, Interrupted):
             self._has_raised = False
@@ -101,16 +101,16 @@ _stop = _Stop()
 
 
 def stop_on_signals(is_rank: bool) -> None:
-    """Have the signals end this program, from now on and until it ends.
+    """Handle the signals from now on: they end this program.
 
-    If another command has started this process, as a rank or for a fold, that command tells the
-    user. A second signal is then ignored, because terminals and launchers send it twice.
+    ``is_rank``: another command has started this process, as a rank or for a fold, and tells the
+    user. Then a second signal is ignored, because terminals and launchers send it twice.
     """
     _stop.is_rank = is_rank
     sys.unraisablehook = _stop.repeat
     for number in _wanted():
         signal.signal(number, _stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher starts ranks without them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked when a launcher starts a rank
 
 
 @contextmanager
@@ -125,10 +125,10 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def postponed_interruption() -> Iterator[None]:
-    """Have a signal act at the end of this context, also by another program's handler.
+    """Postpone a signal to the end of this context, also for another program's handler.
 
-    PyTorch's C++ code calls Python for each operation while fake tensors are in use. In some of
-    these calls it expects no exception, and ends the process by ``abort`` where there is one.
+    While fake tensors are in use, PyTorch's C++ code calls Python for each operation. An exception
+    in some of these calls would abort the process.
     """
     request = InterruptionRequest()
     try:
@@ -168,13 +168,13 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
 
 
 def _wanted() -> list[signal.Signals]:
-    """Return the signals to handle: not SIGHUP where nohup has had it ignored; in threads none."""
+    """Return the signals to handle: none outside the main thread; not SIGHUP under nohup."""
     if threading.current_thread() is not threading.main_thread():
         return []
     handlers = {one: signal.getsignal(one) for one in SIGNALS}
     if handlers[signal.SIGHUP] is signal.SIG_IGN:
         del handlers[signal.SIGHUP]
-    # None: a handler that is not Python's, which could not be put back.
+    # None: a handler that was not set by Python, and could not be restored.
     return [one for one, handler in handlers.items() if handler is not None]
 
 

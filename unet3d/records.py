@@ -29,7 +29,7 @@ def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
 
 
 def remember(path: Path, content: Mapping[str, object]) -> None:
-    """Write a record into the cache folder; it also lists its inputs, for people."""
+    """Write a record into the cache folder; CacheError if that fails."""
     with writing_cache(path.parent):
         make_folder(path.parent)
         write_record(path, content)
@@ -45,14 +45,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Replace a file with plain values and their checksum."""
-    plain = json.loads(json.dumps(content))  # as they will be read
+    plain = json.loads(json.dumps(content))  # the checksum is of the values as read back
     text = json.dumps({**plain, "checksum": key_of(plain)}, indent=1) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
 @contextmanager
 def writing_cache(folder: Path) -> Iterator[None]:
-    """Explain why something in the cache folder cannot be written: CacheError, not OSError."""
+    """Turn an OSError while writing to the cache folder into a CacheError that explains it."""
     try:
         yield
     except OSError as error:

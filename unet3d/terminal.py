@@ -17,7 +17,7 @@ LOG_SECONDS = 20.0
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Logs to a stream; on a terminal above a live line of rich, which replaces ``sys.stderr``."""
+    """Logs to a stream; on a terminal above rich's live line, which replaces ``sys.stderr``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message."""
@@ -39,10 +39,10 @@ class Show(Protocol):
 def live_line(
     console: "Console", *, is_shown: bool = True, stays: bool = False, takes_stdout: bool = True
 ) -> Iterator[Show]:
-    """Show a line with a bar on a terminal while in the context; anything else gets nothing.
+    """Show a line with a bar while in the context, if the console is a terminal.
 
     The line is erased at the end unless it ``stays``. Output printed to the same terminal meanwhile
-    appears above it; stdout, which may be a file, is not redirected.
+    appears above it. ``takes_stdout``: also what is printed to stdout.
     """
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
@@ -71,7 +71,7 @@ def live_line(
 
 @contextmanager
 def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
-    """Show how many cases are done: as a bar on our terminal, else as occasional lines.
+    """Show how many cases are done: as a bar on our terminal, else as occasional log lines.
 
     Yields a function that takes the number of finished cases.
     """

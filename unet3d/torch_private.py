@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import Store as Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.modules.dropout import _DropoutNd
 
-# `FakeTensorMode` replaces meta tensors, which have no device; `suggest_memory_format` a comparison
-# of strides. `Store` and `PrefixStore` are public, but for mypy.
+# `FakeTensorMode` replaces meta tensors, which have no device; `suggest_memory_format` replaces a
+# comparison of strides. `Store` and `PrefixStore` are public, but mypy finds them only here.
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -32,21 +32,21 @@ def storage_key(tensor: Tensor) -> int:
 
 
 _OWN_HOLDERS = 1 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13" else 2
-"""How many hold an argument of a backward function; before 2.13 its object in Python counts too."""
+"""References to a gradient in its own backward function: before 2.13 also the Python object's."""
 
 
 def is_held_elsewhere(gradient: Tensor) -> bool:
-    """Return whether autograd has handed a gradient to others too, in place of copying all."""
+    """Return whether autograd has passed a gradient to others, too; replaces copying every one."""
     return gradient._use_count() > _OWN_HOLDERS  # type: ignore[attr-defined, no-any-return]
 
 
 def version(tensor: Tensor) -> int | None:
-    """Return a number that changes with the values, in place of a copy; None: it has none."""
+    """Return a counter of in-place changes, in place of a copy; None: an inference tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd takes a tensor for a view, in place of catching its error."""
+    """Return whether autograd treats a tensor as a view, in place of catching its error."""
     return tensor._is_view()
 
 
@@ -56,12 +56,12 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def without_functions() -> AbstractContextManager[None]:
-    """Return a context that no mode of functions sees; there is no public one."""
+    """Return a context in which TorchFunctionMode intercepts nothing; there is no public one."""
     return torch._C.DisableTorchFunction()
 
 
 def without_dispatch() -> AbstractContextManager[None]:
-    """Return a context that no mode of operations sees; there is no public one."""
+    """Return a context in which TorchDispatchMode intercepts nothing; there is no public one."""
     return torch._C._DisableTorchDispatch()
 
 
@@ -71,7 +71,7 @@ def schema_of(operation: Any) -> Any:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether others are called when a module is; there is no public way to ask."""
+    """Return whether a module has forward hooks or pre-hooks; there is no public way to ask."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -86,15 +86,15 @@ def x86_has_bfloat16() -> bool:
 
 
 def mkldnn_has_bfloat16() -> bool:
-    """Return what oneDNN says of the processor, in place of ``/proc/cpuinfo``."""
+    """Return whether oneDNN can use bfloat16 on this processor, in place of ``/proc/cpuinfo``."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def free_cublas_workspaces() -> None:
-    """Free what cuBLAS keeps for streams, in place of a new process."""
+    """Free the workspaces that cuBLAS keeps for each stream, in place of a new process."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Change the time limit of the default group, in place of a second one."""
+    """Change the timeout of the default process group, in place of a second group."""
     _set_pg_timeout(timeout)

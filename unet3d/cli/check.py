@@ -38,7 +38,7 @@ def check(
             opened = with_labels(opened, data.labels)
         findings, _, cases = examine(opened, data.spacing_mm, show)
         contents = summary(opened, cases)
-        if not opened.faults:  # which make no folds, and are findings already
+        if not opened.faults:  # faults are findings already, and prevent folds
             try:
                 fold_cases(opened, data.fold, data.num_folds, settings.config.training.seed)
             except DatasetError as error:

@@ -1,4 +1,4 @@
-"""The checkpoints that a command takes: those that are named, or those of the newest run."""
+"""The checkpoints that a command uses: the named ones, or those of the newest finished run."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,9 +12,9 @@ from unet3d.errors import ConfigError, some
 def named_checkpoints(
     paths: Sequence[Path], folds: tuple[int, ...] | None = None
 ) -> tuple[Path, ...]:
-    """Return the checkpoints that paths stand for, each of them once.
+    """Return the checkpoints that paths name, each once.
 
-    An archive is unpacked for as long as the command lasts.
+    An archive is unpacked for as long as the command runs.
     """
     from unet3d.nnunet.model_files import networks_in
     from unet3d.runs.finding import refuse_other_file
@@ -29,9 +29,10 @@ def named_checkpoints(
 def wanted_checkpoints(
     paths: Sequence[Path], folds: tuple[int, ...] | None = None
 ) -> tuple[Path, ...]:
-    """Return the checkpoints that paths stand for; without paths, those of the newest finished run.
+    """Return the checkpoints that paths name; without paths, those of the newest finished run.
 
-    Refused where runs of several data sets are there, finished or not: a scan may belong to any.
+    ConfigError if ``runs/`` has runs of several data sets, finished or not, because a scan may
+    belong to any of them.
     """
     from unet3d.runs.finding import checkpoints_in, dataset_of, described_in, newest_runs
     from unet3d.runs.run_folder import RUNS, folds_in

@@ -26,17 +26,17 @@ COMMON = "Common"
 """Title of the options that many commands have; the last group."""
 
 FIRST_COLUMN = 22
-"""Letters of an option's names in help; those of longer ones have a line of their own."""
+"""Width of the column of option names in help; longer names get a line of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenSettings:
-    """What a command line says of settings."""
+    """The settings that a command line gives."""
 
     path: Path | None
     """The file of ``--config``; None: the defaults."""
     changes: Mapping[str, Any]
-    """Dotted key to value: those of presets, then of ``--set``, then of options of their own."""
+    """Dotted key to value. Options of a setting override ``--set``, which overrides presets."""
 
     @cached_property
     def config(self) -> "Config":
@@ -58,7 +58,7 @@ class GivenSettings:
 
 
 class Command(click.Command):
-    """A command whose function gets all options that are settings as one argument, ``settings``."""
+    """A command whose function gets options that are settings as one argument, ``settings``."""
 
     def __init__(self, *names: Any, **more: Any) -> None:
         super().__init__(*names, **more)
@@ -70,7 +70,7 @@ class Command(click.Command):
         }
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Read the settings, and run the command; errors name what was typed."""
+        """Read the settings, and run the command; errors name options as they were typed."""
         try:
             ctx.params = self.with_settings(ctx.params)
             return super().invoke(ctx)
@@ -79,7 +79,7 @@ class Command(click.Command):
             raise
 
     def with_settings(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the function's arguments: ``settings`` replaces options of settings."""
+        """Return the function's arguments: ``settings`` replaces all options that are settings."""
         if not self.of_settings and "overrides" not in parameters:
             return dict(parameters)
         from unet3d.config import parsed_changes, parsed_value, preset_changes
@@ -95,7 +95,7 @@ class Command(click.Command):
         return {**others, "settings": GivenSettings(path=path, changes=changes)}
 
     def _as_typed(self, message: str, ctx: click.Context) -> str:
-        """Return a message with the options that were typed in place of their settings."""
+        """Return a message that names settings by the options that were typed."""
         for parameter in self.params:
             name, setting = parameter.name or "", self.of_settings.get(parameter.name or "")
             if setting and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
@@ -121,7 +121,7 @@ class Command(click.Command):
 
 
 class Commands(click.Group):
-    """The program, whose help names commands in the order in which they are used."""
+    """The program; its help lists commands in the order in which users need them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
@@ -129,21 +129,21 @@ class Commands(click.Group):
 
 
 def setting(key: str, name: str, metavar: str | None, text: str, **more: Any) -> Option:
-    """Return a decorator that adds an option which is a setting, by the setting's dotted key.
+    """Return a decorator that adds an option for the setting with a dotted key.
 
-    The setting alone says what is allowed, and what is the default.
+    Allowed values and the default come from the setting.
     """
     return _with(click.option(name, metavar=metavar, help=text, **more), "setting", key)
 
 
 def dataset_argument() -> Option:
-    """Return a decorator that adds the folder of a data set, which is a setting."""
+    """Return a decorator that adds the argument DATASET, for the setting ``data.dataset``."""
     path = click.Path(path_type=Path)
     return _with(click.argument("dataset", type=path, required=False), "setting", "data.dataset")
 
 
 def grouped(title: str, *options: Option) -> Callable[[Function], Function]:
-    """Return a decorator that adds options, which help shows together under a title."""
+    """Return a decorator that adds options, which the help shows together under a title."""
 
     def add(function: Function) -> Function:
         for option in reversed(options):
@@ -154,7 +154,7 @@ def grouped(title: str, *options: Option) -> Callable[[Function], Function]:
 
 
 def _with(option: Option, name: str, value: str) -> Option:
-    """Return a decorator that adds an option with an attribute more."""
+    """Return a decorator that adds an option, and gives it an extra attribute."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         option(function)
@@ -171,7 +171,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Command]:
 
 
 def debug_option() -> click.Option:
-    """Return the option that every command has, and the program itself."""
+    """Return the option ``--debug`` of every command and of the program itself."""
     return click.Option(
         ["--debug"],
         is_flag=True,

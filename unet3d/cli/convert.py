@@ -15,7 +15,7 @@ from unet3d.errors import ConfigError, reason_of
 logger = logging.getLogger(__name__)
 
 FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip", ".json"}
-"""Ends the names of files; that of a folder may have a dot, too: ``models.v2``."""
+"""Endings of names of files; the name of a folder may have others, such as ``models.v2``."""
 
 
 @command(
@@ -86,7 +86,7 @@ def convert(
 
 
 def _targets(checkpoints: tuple[Path, ...], folder: Path) -> dict[Path, Path]:
-    """Return a file for each network, named after the folder of its fold, or after its file."""
+    """Return the output file of each checkpoint, named after its fold's folder or its own file."""
     are_folds = len({path.parent for path in checkpoints}) == len(checkpoints)
     return {
         path: folder / f"{(are_folds and path.parent.name) or path.stem}.pt" for path in checkpoints
@@ -94,7 +94,7 @@ def _targets(checkpoints: tuple[Path, ...], folder: Path) -> dict[Path, Path]:
 
 
 def _folds(checkpoints: tuple[Path, ...]) -> list[int | str]:
-    """Return the fold of each network; where one is not known, or two are of one, their number."""
+    """Return the fold of each checkpoint; if folds are unknown or equal, count from 0 instead."""
     from unet3d.nnunet.model_files import fold_of
 
     found = [fold for path in checkpoints if (fold := fold_of(path)) is not None]

@@ -16,7 +16,7 @@ FILE = click.Path(path_type=Path)
 
 
 def checkpoint_option(help_: str, *, several: bool = False) -> Callable[[Function], Function]:
-    """Return a decorator that adds the option which names networks."""
+    """Return a decorator that adds the option ``--checkpoint``, for one or several."""
     names = ("-c", "--checkpoint", "checkpoints" if several else "checkpoint")
     return click.option(*names, type=FILE, multiple=several, help=help_)
 
@@ -41,7 +41,7 @@ folds_option = click.option(
 
 
 class FiniteRange(click.FloatRange):
-    """A number within bounds, and not ``nan``, which no bound excludes."""
+    """A finite number within bounds; bounds alone would let ``nan`` pass."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -116,10 +116,10 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace exist
 
 
 def output_option(help_: str, *, required: bool = False) -> Callable[[Function], Function]:
-    """Return a decorator that adds the option which says where results go."""
+    """Return a decorator that adds the option ``--output``."""
     return click.option("-o", "--output", type=FILE, required=required, help=help_)
 
 
 def json_option(what: str) -> Callable[[Function], Function]:
-    """Return a decorator that adds the option which names a file of results for programs."""
+    """Return a decorator that adds the option ``--json``, a file of results for programs."""
     return click.option("--json", "json_path", type=FILE, help=f"Also write {what} to this file.")

@@ -1,4 +1,4 @@
-"""Output of commands other than results: one-line errors, JSON files."""
+"""Output of commands: logs, one-line errors, results on the terminal, JSON files."""
 
 import gc
 import json
@@ -29,9 +29,9 @@ SPLITS = "splits_final.json"
 
 
 class OneLineFormatter(logging.Formatter):
-    """Makes each message one line without control characters, which names of files may hold.
+    """Makes each message one line without control characters, which file names may contain.
 
-    With ``--debug`` it says where a message comes from; tracebacks keep their lines.
+    With ``--debug`` it adds the level and the logger's name; tracebacks keep their lines.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
@@ -45,7 +45,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def log_to_terminal() -> None:
-    """Log on stderr, above a live line where there is one."""
+    """Log to stderr, above a live line if there is one."""
     handler = TerminalHandler(sys.stderr)
     handler.setFormatter(OneLineFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -53,9 +53,10 @@ def log_to_terminal() -> None:
 
 
 def begin_as_rank(quiet: bool = False) -> "Ranks":
-    """Return the rank of this process, before PyTorch loads; only the first rank logs.
+    """Return the rank of this process, before PyTorch loads, and set its log level.
 
-    ``quiet``: the first rank logs warnings only.
+    The first rank logs all, or warnings if ``quiet``; the first of any other machine logs warnings;
+    the rest log errors.
     """
     from unet3d.distributed.ranks import Ranks, silence_torch
 
@@ -64,13 +65,13 @@ def begin_as_rank(quiet: bool = False) -> "Ranks":
         silence_torch()
     if quiet or not ranks.is_first:
         ours.setLevel(logging.WARNING)
-    if ranks.local_rank > 0:  # what is wrong here, the first rank of this machine says
+    if ranks.local_rank > 0:  # the first rank of this machine logs the same warnings
         ours.setLevel(logging.ERROR)
     return ranks
 
 
 def show_error(error: Unet3dError, what: str = "Error") -> None:
-    """Show an explained error as one line on stderr, which begins with a word."""
+    """Show an explained error as one line on stderr; ``what`` begins the line."""
     from unet3d.inputs.plain_data import printable
 
     line = f"{what}: {' '.join(str(error).split())}"
@@ -78,7 +79,7 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
 
 
 def show_result(content: "str | Table") -> None:
-    """Print a line, which stays whole however wide the terminal is, or a table."""
+    """Print a table, or a line that is never wrapped to the width of the terminal."""
     from rich.console import Console
 
     if isinstance(content, str):
@@ -102,9 +103,9 @@ def refuse_input(path: Path, *inputs: Path | None) -> None:
 
 
 def check_result(path: Path | None, *inputs: Path | None, overwrite: bool) -> None:
-    """Refuse a file that is an input, cannot be written or exists, before the work is done.
+    """Refuse a result file that is an input, exists or cannot be written, before the work begins.
 
-    None stands for an option that was not given.
+    A path of None is an option that was not given.
     """
     if path is None:
         return
@@ -113,7 +114,7 @@ def check_result(path: Path | None, *inputs: Path | None, overwrite: bool) -> No
         if path.is_dir():
             raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         with tempfile.TemporaryFile(dir=path.parent), suppress(FileNotFoundError):
-            if not stat.S_ISREG(path.lstat().st_mode):  # such as /dev/stdout, a link
+            if not stat.S_ISREG(path.lstat().st_mode):  # such as the link /dev/stdout
                 raise OSError(EINVAL, "it is not a regular file", str(path))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
@@ -123,7 +124,7 @@ def check_result(path: Path | None, *inputs: Path | None, overwrite: bool) -> No
 
 @contextmanager
 def writing_result(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield the name to write a file of an option to; it appears once it is whole."""
+    """Yield a temporary name for a result file, which appears once it is complete."""
     try:
         with replacing(path, may_exist=overwrite) as unfinished:
             yield unfinished
@@ -135,7 +136,7 @@ def writing_result(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal the work in progress; yield a function that changes the text."""
+    """Show the current work on a terminal; yield a function that changes the text."""
     from rich.console import Console
     from rich.text import Text
 
@@ -144,7 +145,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def write_json(path: Path | None, content: dict[str, Any], overwrite: bool) -> None:
-    """Write the file that ``--json`` asks for, if it was given; its folder exists."""
+    """Write the file of ``--json``, unless the path is None; its folder must exist."""
     if path is not None:
         text = json.dumps(content, indent=2) + os.linesep
         with writing_result(path, overwrite) as unfinished:
@@ -154,7 +155,7 @@ def write_json(path: Path | None, content: dict[str, Any], overwrite: bool) -> N
 def load_torch() -> None:
     """Import PyTorch, and exclude its objects from garbage collection.
 
-    Collections during the import, and the last one as the process ends, take half a second.
+    That saves half a second, for collections during the import and as the process ends.
     """
     if "torch" in sys.modules:
         return

@@ -174,7 +174,7 @@ def plan(
 
 
 def _predict(config: "Config", network: "NetworkPlan", memory_bytes: int | None) -> dict[str, Any]:
-    """Show the memory of every placement, then the largest volumes as they are found."""
+    """Show the memory of every placement, then the largest volume of each as it is found."""
     from unet3d.planning.comparison import compare
     from unet3d.reports.plan import plan_line, plan_table, way_name
 
@@ -202,7 +202,7 @@ def _measure(
     json_path: Path | None,
     overwrite: bool,
 ) -> None:
-    """Measure every setting, show the times, and store the best ones for training to find."""
+    """Measure every setting, show the times, and save the best ones for later training."""
     from unet3d.planning.sweep import measure
     from unet3d.reports.figures import save_figure
     from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table
@@ -232,7 +232,7 @@ def _measure(
 
 
 def _measure_rank(config: "Config", step_record: Path) -> None:
-    """Take part in the steps of a mode that ``--measure`` has started ranks for."""
+    """Run training steps as one of the ranks that ``--measure`` has started to time a mode."""
     begin_as_rank(quiet=True)
     load_torch()
     from unet3d.planning.network_plan import plan_without_data

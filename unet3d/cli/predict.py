@@ -131,10 +131,10 @@ def predict(
     if ranks.is_first:
         refuse_early(PredictionRequest.of(asked))
         checkpoints = wanted_checkpoints(checkpoints, folds)
-        # What follows takes seconds before anything else can be seen.
+        # Shown now, because loading takes seconds before anything else is shown.
         click.echo(f"using {_in_words(checkpoints)}")
     else:
-        checkpoints = ()  # the first one has the files
+        checkpoints = ()  # only the first rank reads the files
     _run({**asked, "checkpoints": checkpoints}, ranks)
 
 

@@ -49,7 +49,7 @@ def report(
         output = path / REPORT if is_run else path.with_name(f"{volume_stem(path)}.html")
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{output} cannot hold a page; name a file that ends in .html")
-    # The page of a run that goes on is made again and again.
+    # The page of a run that is still training is made repeatedly.
     overwrite |= is_run and output.parent.resolve() == path.resolve() and is_page(output)
     check_result(output, overwrite=overwrite)
     with working(f"reading {path}"):

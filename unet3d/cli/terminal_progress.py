@@ -1,4 +1,4 @@
-"""What ``unet3d predict`` shows while it works: a line for each scan, and a live one."""
+"""What ``unet3d predict`` shows: a line for each finished scan, and a live line meanwhile."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class TerminalProgress(Progress):
     """Shows results on stdout, and the rest on stderr."""
 
     def __init__(self, *, is_live: bool) -> None:
-        """Say whether a terminal gets a live line, which those of other ranks would mix with."""
+        """Show a live line on a terminal if ``is_live``; live lines of several ranks would mix."""
         self._console = Console(stderr=True, force_terminal=None if is_live else False)
 
     def said(self, line: str) -> None:
@@ -28,7 +28,7 @@ class TerminalProgress(Progress):
         click.echo(line)
 
     def warned(self, what: str, line: str) -> None:
-        """Show what happened to scans that are not segmented."""
+        """Show why scans are not segmented."""
         show_error(Unet3dError(line), what)
 
     @contextmanager
@@ -41,7 +41,7 @@ class TerminalProgress(Progress):
             yield
 
     def stage(self, name: str) -> None:
-        """Show what is done with it."""
+        """Show the current stage of work on the scan."""
         self._show(f"{self._scan}: {name}")
 
     def windows_done(self, done: int, total: int) -> None:

@@ -92,7 +92,7 @@ def train(
     request = Request(config_path=settings.path, changes=changes, output=output, resume=resume)
     if ranks.is_first:
         check_early(request, folds)
-        is_alone = ranks == Ranks()  # ranks that torchrun starts anew find their run there
+        is_alone = ranks == Ranks()  # ranks that torchrun restarts find their own run in the folder
         if output is not None and not resume and folds is None and is_alone:
             from unet3d.runs.run_folder import RunFolder
 

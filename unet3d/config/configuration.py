@@ -1,8 +1,8 @@
 """All settings together: what they must agree on, and how they are read and written.
 
 A configuration file is YAML with the sections below and holds only what differs from the defaults;
-``--set section.key=value`` overrides it. Relative paths count from the current folder, in a file as
-in an option, and are kept absolute. The resolved configuration of a run is written to
+``--set section.key=value`` overrides it. Relative paths, also in a file, are relative to the
+current folder, and are stored as absolute. The resolved configuration of a run is written to
 ``config.yaml`` in its folder.
 """
 
@@ -33,7 +33,7 @@ from unet3d.inputs.plain_data import explained, printable, shown
 from unet3d.inputs.reading import read_bytes
 
 MAX_BYTES = 2**18
-"""Limit of a file's size, many times that of a configuration."""
+"""Largest configuration file, many times the size of one with every setting."""
 
 _WIDTH = 96
 _HEADER = """\
@@ -53,13 +53,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "resenc-m": {"model.encoder": "residual", "patches.memory_gib": 8.38},
     "resenc-l": {"model.encoder": "residual", "patches.memory_gib": 22.35},
 }
-"""Of each preset, dotted key to value: the same on every device. ``full`` is as long as nnU-Net's
-training (Isensee et al., Nature Methods 2021). ``resenc-m`` and ``resenc-l`` are its residual
-encoders, planned to 9 and 24 GB (10^9 bytes) of a GPU (Isensee et al., arXiv 2404.09556)."""
+"""Settings of each preset, the same on every device. ``full`` is as long as nnU-Net's training
+(Isensee et al., Nature Methods 2021). ``resenc-m`` and ``resenc-l`` are nnU-Net's residual
+encoders, planned for 9 and 24 GB (10^9 bytes) of GPU memory (Isensee et al., arXiv 2404.09556)."""
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Makes plain values, and refuses aliases: a few lines with aliases can expand to gigabytes."""
+    """Refuses names given twice, and aliases: a few lines with aliases can expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -78,7 +78,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the plain values of one YAML document; a ValueError says in a line what is wrong."""
+    """Return the plain values of one YAML document; a one-line ValueError says what is wrong."""
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:
@@ -222,10 +222,10 @@ def parsed_changes(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parsed_value(key: str, value: Any) -> Any:
-    """Return the plain value of a setting as it was typed, or as Python has it.
+    """Return the plain value of a setting from typed text or a Python value.
 
-    Text is YAML (``[32,32,32]``, ``true``); a comma-separated list needs no brackets, and a path is
-    taken as it stands.
+    Text is YAML (``[32,32,32]``, ``true``); a comma-separated list needs no brackets, and a path
+    needs no quotes.
     """
     if not isinstance(value, str):
         return value.tolist() if hasattr(value, "tolist") else value  # an array, a number of NumPy

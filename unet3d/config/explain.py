@@ -1,6 +1,6 @@
-"""Every setting with its meaning and limits, and errors of values in words for users.
+"""Every setting with its meaning and limits, and errors in values explained to users.
 
-Pydantic's own messages speak of its types, and name every branch of a setting that allows several.
+Pydantic's own messages name its types, and list every alternative of a setting that allows several.
 """
 
 import difflib
@@ -17,7 +17,7 @@ _NOUNS = {
     **{"boolean": "true or false", "null": "null"},
 }
 MAX_SHOWN = 8
-"""Values of a list that a message shows one by one."""
+"""Longest list whose values a message shows one by one."""
 
 _LIMITS = {
     **{"exclusiveMinimum": "above", "minimum": "of at least"},
@@ -101,7 +101,7 @@ def _suggestion(location: list[str], settings: Mapping[str, Setting]) -> str:
 
 
 def in_words(schema: Mapping[str, Any]) -> str:
-    """Describe the values that a JSON schema of pydantic's allows."""
+    """Describe in words the values that pydantic's JSON schema of a setting allows."""
     if "anyOf" in schema:
         branches = [one.get("enum") or [in_words(one)] for one in schema["anyOf"]]
         return _any_of([word for branch in branches for word in branch])
@@ -114,7 +114,7 @@ def in_words(schema: Mapping[str, Any]) -> str:
     if kind == "array":
         quantity = "three" if "prefixItems" in schema else "a list of"
         words = in_words(schema.get("items") or schema["prefixItems"][0])
-        for noun in _NOUNS.values():  # whole numbers above 0, of a whole number above 0
+        for noun in _NOUNS.values():  # "a whole number above 0" becomes "whole numbers above 0"
             words = words.replace(noun, f"{noun.removeprefix('a ')}s")
         return f"{quantity} {words}"
     limits = [

@@ -49,9 +49,9 @@ class DataSettings(Section):
     """Number of folds to draw if the data set defines none."""
     spacing_mm: Auto[Literal["median", "native"] | Spacing] = "median"
     """Spacing that cases are resampled to, in mm along X, Y, Z. median: the median of the data set,
-    but the 10th percentile across thick slices: if their spacing is more than 3 times that of the
-    pixels, and a side of a slice has more than 3 times as many pixels as there are slices. native:
-    each case keeps its own. auto: that of training.init, else median."""
+    but across thick slices the 10th percentile. Slices are thick if their spacing is more than 3
+    times that of the pixels, and each side of a slice has more than 3 times as many pixels as there
+    are slices. native: each case keeps its own. auto: that of training.init, else median."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the Hounsfield statistics of the data set. z-score: by the
     mean and standard deviation of each case; only of nonzero voxels, if cropping zeros around the
@@ -69,7 +69,7 @@ MirrorAxis = Literal["x", "y", "z"]
 
 
 class AugmentationSettings(Section):
-    """Random changes of training patches; a probability is that of a change per patch.
+    """Random changes of training patches; each probability is per patch.
 
     The defaults are nnU-Net's. ``patches.augmentation`` chooses among these values, and
     ``patches.augmentation_details`` overrides single ones.
@@ -123,17 +123,17 @@ class AugmentationSettings(Section):
 
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "none": {**dict.fromkeys(AugmentationSettings.probabilities(), 0.0), "mirror_axes": ()},
-    # Without what interpolates a patch, or filters it, which takes a CPU longest.
+    # Without interpolation and filters, which take longest on a CPU.
     "light": {
         f"{name}_probability": 0.0 for name in ("rotation", "scaling", "blur", "low_resolution")
     },
     "nnunet": {},
 }
-"""For each value of ``patches.augmentation``, the differences from nnU-Net's."""
+"""For each value of ``patches.augmentation``, the differences from nnU-Net's defaults."""
 
 
 def _of_augmentation(details: dict[str, Any]) -> dict[str, Any]:
-    """Return details of augmentation as plain JSON values, or refuse them."""
+    """Return details of augmentation as plain JSON values; ValidationError if any is invalid."""
     return AugmentationSettings.model_validate(details).model_dump(mode="json", exclude_unset=True)
 
 
@@ -282,7 +282,7 @@ class ParallelSettings(Section):
 
     @property
     def cut_blocks(self) -> tuple[int, ...] | None:
-        """The named blocks; None: the cut is still to be chosen."""
+        """The blocks at which the network is cut; None: the cut is still to be chosen."""
         return None if isinstance(self.cuts, str) else self.cuts
 
 

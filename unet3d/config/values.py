@@ -14,8 +14,8 @@ AUTO = "may be auto"
 
 Value = TypeVar("Value")
 Auto = Annotated[Value, AUTO]
-"""A setting whose default is ``auto``. Until training decides otherwise, it has the value that is
-declared; :meth:`unet3d.config.Config.is_open` tells whether it is set."""
+"""Type of a setting that is ``auto`` by default. Until training chooses a value, the setting has
+the declared one; :meth:`unet3d.config.Config.is_open` tells whether it is still ``auto``."""
 
 
 class Section(BaseModel):
@@ -37,7 +37,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_open(cls, values: Any) -> Any:
-        """Take ``auto`` as a setting that is left open, and a section of comments as empty."""
+        """Drop settings that are ``auto``; a section with nothing but comments is empty."""
         if isinstance(values, dict):
             return {
                 name: value
@@ -48,7 +48,7 @@ class Section(BaseModel):
 
 
 def _few_voxels(size: Any) -> Any:
-    """Refuse a size whose axes are allowed, but whose product is not."""
+    """Refuse a size with too many voxels in all, even if each axis is allowed."""
     if not isinstance(size, str) and math.prod(size) > MAX_PATCH_VOXELS:
         raise ValueError(f"has {math.prod(size):,} voxels; give at most {MAX_PATCH_VOXELS:,}")
     return size
@@ -72,7 +72,7 @@ MAX_PATCH_VOXELS = 2**33
 # Each upper limit is beyond every sensible value, and small enough that nothing made from it
 # overflows. Integers are strict, because otherwise `yes` would be read as 1.
 NUMBER = BeforeValidator(lambda value: str(value) if isinstance(value, bool) else value)
-"""Refuses ``yes``, which would be read as 1. Text is taken: YAML reads 1e-7 as text."""
+"""Refuses ``yes``, which would be read as 1. Accepts text, because YAML reads 1e-7 as text."""
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """Accepts ``off`` as a word, which YAML reads as False."""
 AS_TEXT = BeforeValidator(lambda value: str(value) if type(value) is int else value)
@@ -88,7 +88,7 @@ LabelName = Annotated[int, Field(strict=True), AfterValidator(_held_by_label_map
 Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """A number of passes or repetitions."""
 Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-"""A number of things that are in memory, or run, at the same time."""
+"""A number of things that are in memory, or run, at once."""
 Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 Shape = tuple[Voxels, Voxels, Voxels]
@@ -98,7 +98,7 @@ Spacing = tuple[Millimetres, Millimetres, Millimetres]
 """Distance in mm of neighbouring voxels along X, Y, Z."""
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 Fold = Annotated[int, Field(ge=0, lt=10_000, strict=True)] | Literal["none"]
-"""Number of the fold that validates, or that there is none."""
+"""Number of the fold that validates; ``none``: train on all cases."""
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
 LabelNames = Annotated[tuple[LabelName, ...], Field(min_length=1), at_most(2**16), IN_LIST]

@@ -25,10 +25,10 @@ SAMPLE_VOXELS = 2**20
 """Percentiles of larger images are taken from every second, third, ... voxel along each axis."""
 
 MAX_LISTED = 5
-"""Channels, labels and outliers that the lines name; the JSON has them all."""
+"""Most channels, labels and outliers that printed lines name; the JSON file has all."""
 
 MAX_NAME, MAX_LINE = 24, 500
-"""Letters of a name, and of the text about it."""
+"""Most letters of a name in a printed line, and of the text after it."""
 
 MIN_CASES = 8
 """With fewer cases, no outliers are reported."""
@@ -37,8 +37,8 @@ FAR_OUT = 3.0
 """Interquartile ranges beyond a quartile from which Tukey calls a value far out."""
 
 LEAST_RANGE = 0.1
-"""Least interquartile range, used if most cases are alike: of logarithms, and of intensities as a
-share of the range from the 1st to the 99th percentile."""
+"""Interquartile range to assume if the measured one is smaller, as when most cases are alike: of
+logarithms, and of intensities as a share of the range from the 1st to the 99th percentile."""
 
 Numbers = npt.NDArray[np.float64]
 
@@ -52,7 +52,7 @@ class CaseContents:
     spacing_mm: Spacing
     voxel_ml: float
     intensities: dict[int, list[float]] = field(default_factory=dict)
-    """Percentiles of each channel that can be read."""
+    """Percentiles of each readable channel, by its index."""
     num_voxels: dict[int, int] | None = None
     """Number of voxels by label value; None: the label map cannot be read."""
 
@@ -122,7 +122,7 @@ def summary(dataset: Dataset, cases: Sequence[CaseContents]) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """Put a summary into about ten lines."""
+    """Yield a summary as about ten lines of text."""
     channels, labels, outliers = found["channels"], found["labels"], found["outliers"]
     units = _units(found["spacing_mm"])
     rows = [
@@ -162,7 +162,7 @@ def _units(spacings_mm: dict[str, Any] | None) -> Units:
 
 
 def _volumes_ml(cases: Sequence[CaseContents], values: Sequence[int]) -> Numbers:
-    """Return the volume of a label or region in each case, (N,); NaN where there is none."""
+    """Return the volume of a label or region in each case, (N,); NaN for a case without it."""
     counts = [sum((case.num_voxels or {}).get(value, 0) for value in values) for case in cases]
     return np.array(
         [case.voxel_ml * count or math.nan for case, count in zip(cases, counts, strict=True)]

@@ -16,8 +16,8 @@ folder (the full path if the label map lies elsewhere), without ``labelsTr`` and
 ``liver_2``, ``patient_7/seg``. So its name does not depend on other cases. A data set in which two
 cases get the same name is refused.
 
-No volume is opened, except for a description that does not name its channels or labels. A missing
-file is not an error yet: ``unet3d.preparation.check`` names all of them at once.
+Volumes are opened only if the description does not name channels or labels. A missing file is not
+an error yet: ``unet3d.preparation.check`` names all of them at once.
 """
 
 import logging
@@ -119,8 +119,8 @@ def fold_cases(
 ) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """Return the cases to train on and those to validate on.
 
-    The data set's own folds (``splits_final.json``, else ``fold`` keys) come first, then its own
-    validation cases, then folds drawn with the seed, in which every case is validated once.
+    The folds are the data set's own (``splits_final.json``, else ``fold`` keys), else one fold with
+    its own validation cases, else folds drawn with the seed, in which every case is validated once.
     A fold of none trains on every case.
     """
     if fold == "none":
@@ -198,7 +198,7 @@ class _Description:
     def _add_those_of_nnunet(self) -> None:
         """Add the cases of an nnU-Net v2 raw folder, found by name or listed in ``dataset``.
 
-        A case has a label map, or the image of a channel.
+        A name is that of a case if it has a label map or the image of a channel.
         """
         ending = self.tree["file_ending"]
         if not isinstance(ending, str) or ending.lower() not in SUFFIXES:
@@ -261,7 +261,7 @@ class _Description:
     def _name_of(self, label: Path) -> str:
         """Return the name of a case, which also names its results in a run."""
         place = Path(os.path.normpath(label))
-        if not place.is_relative_to(self.root):  # by this name
+        if not place.is_relative_to(self.root):  # perhaps only because of links
             place = Path(os.path.realpath(label.parent), label.name)
         above = self.root if place.is_relative_to(self.root) else Path(place.anchor)
         *folders, _ = place.relative_to(above).parts
@@ -270,7 +270,7 @@ class _Description:
         return unicodedata.normalize("NFC", "/".join([*folders, volume_stem(label)]))
 
     def _file(self, where: str, text: Any) -> Path:
-        """Return the path of a named file, counted from the data set's folder."""
+        """Return the path of a file that is named relative to the data set's folder."""
         if not isinstance(text, str) or not is_printable(text) or Path(text).name in ("", ".."):
             raise DatasetError(
                 f"{self.path}: {where} names {shown(text)}; it needs the name of a file, without "

@@ -23,7 +23,7 @@ class Fold:
     """The names of the cases to train on, and of those to validate on."""
 
     train: tuple[str, ...] | None = None
-    """None: all others."""
+    """None: all cases that do not validate."""
     validation: tuple[str, ...]
 
 
@@ -48,9 +48,9 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
 
 
 def folds_from_numbers(number_of: Mapping[str, Any], path: Path) -> tuple[Fold, ...]:
-    """Return folds from the number of the validating fold of each case.
+    """Return folds, given the number of the fold in which each case validates.
 
-    None if no case has a number.
+    Empty if no case has a number.
     """
     given = list(number_of.values())
     if given.count(None) == len(given):

@@ -47,7 +47,7 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The meaning of values in the label maps of a data set, now or when a network was trained."""
+    """The meaning of values in label maps, of a data set or of the data of a trained network."""
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
@@ -58,10 +58,10 @@ class Labels:
     raw_values: Annotated[
         tuple[Annotated[tuple[LabelValue, ...], at_most(2**16)], ...], at_most(2**16)
     ] = ()
-    """Values in label maps of each class; empty: each class has only its own value."""
+    """Values of each class in label maps; empty: each class has only its own value."""
     ignore_value: LabelValue | None = None
-    """Value of unlabelled voxels, above that of every class; None: there is none. In
-    prepared label maps they have the index after the last class."""
+    """Value of unlabelled voxels, above the value of every class; None: all are labelled. In
+    prepared label maps, unlabelled voxels have the index after the last class."""
     regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
     """Regions that are segmented instead of classes, in the order of writing."""
 
@@ -77,11 +77,11 @@ class Labels:
 def class_indices(
     array: npt.NDArray[np.integer[Any]], values: Sequence[int], classes: Sequence[int] = ()
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the class of each voxel: the index of its value in a list, or the class given there.
+    """Return the class of each voxel: the index of its value in ``values``, or ``classes`` there.
 
-    Values, ascending from 0, are searched for plane by plane, so time and memory do not depend on
-    how large they are. Classes are uint8, or uint16 where there are more than 256. A VolumeError
-    names a value that belongs to no class.
+    A binary search in ``values``, which ascend from 0, makes time and memory independent of their
+    size. Classes are uint8, or uint16 if there are more than 256. A VolumeError names values that
+    belong to no class.
     """
     highest = np.iinfo(array.dtype).max
     known = np.array([value for value in values if value <= highest], array.dtype)
@@ -105,11 +105,11 @@ class ScoredLabels:
     """The labels and regions to score."""
 
     names: Mapping[Label, str] = field(default_factory=dict)
-    """Names of labels and regions; values of no label and no region here are scored without."""
+    """Names of labels and regions; any other value is scored without a name."""
     ignore: int | None = None
     """Value of voxels that are not scored; None: all are scored."""
     left_out: frozenset[int] = frozenset()
-    """Values of the label maps that are background."""
+    """Values in label maps that count as background."""
 
     @classmethod
     def of(cls, labels: Labels) -> "ScoredLabels":
@@ -137,7 +137,7 @@ EVERY_VALUE = ScoredLabels()
 
 
 def label_of(values: Iterable[int]) -> Label:
-    """Return the label or region of some values, of which there is at least one."""
+    """Return the label or region with some values, at least one."""
     first, *more = sorted(set(values))
     return (first, *more) if more else first
 
@@ -148,13 +148,13 @@ def values_of(label: Label) -> tuple[int, ...]:
 
 
 def mask_of(array: npt.NDArray[np.integer[Any]], label: Label) -> Mask:
-    """Return where a label or region is, for label values of any shape."""
+    """Return where a label or region is in an array of label values, of any shape."""
     mask: Mask = np.isin(array, label) if isinstance(label, tuple) else array == label
     return mask
 
 
 def box_of(mask: Mask) -> tuple[slice, ...]:
-    """Return the smallest box around a mask, which is not empty."""
+    """Return the smallest box around a mask, which must not be empty."""
     box = []
     for axis in range(mask.ndim):
         others = tuple(other for other in range(mask.ndim) if other != axis)

@@ -1,7 +1,7 @@
 """Names of the channels and labels of a data set, from its description or its volumes.
 
-Names become keys of metrics and statistics, titles of curves and lines of a terminal. So they are
-short text without control characters, and no two labels have one name.
+Names become keys of metrics and statistics, titles of curves and lines on a terminal. So they are
+short text without control characters, and no two labels share a name.
 """
 
 import logging
@@ -112,7 +112,7 @@ def _values_of_labels(path: Path, given: Mapping[str, Any]) -> dict[str, tuple[i
 def _regions(
     path: Path, values_of: Mapping[str, tuple[int, ...]], order: Any
 ) -> tuple[Region, ...]:
-    """Return nnU-Net's regions, which may overlap; the order has the value written for each."""
+    """Return nnU-Net's regions, which may overlap; ``order`` has the value written for each."""
     written = order if isinstance(order, list) else []
     known = {value for values in values_of.values() for value in values}
     if len(written) != len(values_of) or not all(type(v) is int and v in known for v in written):
@@ -155,7 +155,7 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> Labels:
         len(label_maps),
     )
     found: set[int] = {0}
-    for label_map in filter(os.path.lexists, label_maps):  # others are no reason to stop
+    for label_map in filter(os.path.lexists, label_maps):  # missing ones are reported later
         found.update(np.unique(read_label(label_map).array).tolist())
         if len(found) > MAX_CLASSES:
             raise DatasetError(
@@ -178,9 +178,9 @@ Labelled = TypeVar("Labelled", bound=Labels)
 
 
 def with_labels(labels: Labelled, choice: LabelChoice) -> Labelled:
-    """Return only the labels chosen by ``data.labels``; all others are background.
+    """Return only the labels that ``data.labels`` chooses; all others become background.
 
-    A merged label has the lowest of its values, so segmentations have values of the data set.
+    A merged label has the lowest of its values, so values in segmentations occur in the data set.
     """
     name_of = dict(zip(labels.label_values, labels.label_names, strict=True))
     known: dict[str, tuple[int, ...]] = {name: (v,) for v, name in name_of.items() if v}
@@ -261,7 +261,7 @@ def description_of(labels: Path) -> Path | None:
 
 
 def read_scored_labels(path: Path) -> ScoredLabels:
-    """Return the labels of a data set; nothing else in its ``dataset.json`` is looked at."""
+    """Return the labels of a data set; nothing else in its ``dataset.json`` is read."""
     description = path / "dataset.json" if path.is_dir() else path
     tree = read_description(description)
     if not isinstance(tree, dict) or not tree.get("labels"):

@@ -27,7 +27,7 @@ from unet3d.terminal import counting
 logger = logging.getLogger(__name__)
 
 GENERATOR = 1
-"""Raised whenever the same seed gives a different head, so that old data sets are recognised."""
+"""Version of the generator: raised when a seed gives another head, so that old files are known."""
 
 Array = npt.NDArray[np.float32]
 
@@ -36,13 +36,13 @@ LABEL_NAMES = ("background", "brain", "ventricles", "lesion")
 
 NUM_CASES = 20
 SPACING_MM: Spacing = (1.0, 1.0, 1.0)
-"""Of the built-in data set."""
+"""Spacing of the built-in data set."""
 
 MIN_VOXELS = 16
-"""Voxels along each axis that a head needs."""
+"""Fewest voxels along each axis for a head."""
 
 SLAB_VOXELS = 1 << 21
-"""Voxels computed at once, at 120 bytes each: limits the memory beyond the result."""
+"""Voxels computed at once, at 120 bytes each, which limits the temporary memory."""
 
 # A FLAIR-like contrast. Fat is so bright that its blurred and shaded parts look like lesions.
 AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.95, 0.42, 0.08

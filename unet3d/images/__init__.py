@@ -1,6 +1,6 @@
-"""What files hold: images as lazy arrays with a geometry, and label maps.
+"""Reads images as lazy arrays with a geometry, and reads and writes label maps.
 
-``image.open_image`` opens a file of any format. A format is a module of this folder and a line of
+``image.open_image`` opens a file of any format. A format is a module in this folder and a line of
 the table in ``files``.
 """
 
@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 if "nibabel" not in sys.modules and "pydicom" not in sys.modules:
-    # nibabel imports pydicom, in a seventh of a second, for DICOM in the headers of NIfTI files,
-    # which nobody reads here.
+    # nibabel imports pydicom, which takes 0.14 s, for DICOM data in NIfTI headers, which is not
+    # used here.
     modules: dict[str, Any] = sys.modules
     modules["pydicom"] = None
     try:

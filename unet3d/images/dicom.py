@@ -1,7 +1,7 @@
-"""Opening a folder of DICOM slices as one volume, once they are all of it.
+"""Opens a folder of DICOM slices as one volume, if the series is complete.
 
-Where slices lie is computed from the position of each, because readers of series take the distance
-of the first two for all: that would close a gap, and straighten a tilted gantry.
+The affine is computed from the position of every slice. Other readers assume that all slices lie as
+far apart as the first two, which would hide a missing slice or a tilted gantry.
 """
 
 import math
@@ -24,19 +24,19 @@ from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.reading import open_regular
 
 INDEX = "DICOMDIR"
-"""A table of contents, in DICOM's own form."""
+"""Name of DICOM's table of contents of a folder."""
 
 EVENLY = 0.1
-"""How far a slice may lie above or below its place, as a part of the distance of slices."""
+"""Largest deviation of a slice along the normal, as a fraction of the slice spacing."""
 
 ALIGNED = 0.25
-"""How far it may lie to the side, as a part of the distance of pixels."""
+"""Largest deviation of a slice within its plane, as a fraction of the pixel spacing."""
 
 MAX_THREADS = 8
 
 
 def is_dicom_file(path: Path) -> bool:
-    """Tell by its content whether a file is a DICOM object, such as one slice of a scan."""
+    """Return whether the content of a file is a DICOM object, such as one slice of a scan."""
     try:
         with open_regular(path) as file:
             file.seek(MARK_AT)
@@ -46,16 +46,16 @@ def is_dicom_file(path: Path) -> bool:
 
 
 def members(folder: Path) -> tuple[Path, ...]:
-    """Return the DICOM files in a folder, not in folders below; without any the folder itself."""
+    """Return the DICOM files directly in a folder; if there are none, the folder itself."""
     files = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     listed = (path for path in files if path.name.upper() != INDEX and not path.is_dir())
     return tuple(filter(is_dicom_file, listed)) or (folder,)
 
 
 def open_file(folder: Path) -> Source:
-    """Read the headers of the slices in a folder, and not their pixels.
+    """Read the headers of the slices in a folder, but not their pixels.
 
-    The slices of one series, in any order and under any names, or the reason why they are none.
+    File names and order do not matter. VolumeError if the slices are not one evenly spaced series.
     """
     try:
         files = members(folder)
@@ -80,7 +80,7 @@ def open_file(folder: Path) -> Source:
     slices.sort(key=lambda one: float(normal @ one.ImagePositionPatient))
     shape = (*first.shape, len(slices), 1)
     geometry = geometry_of_affine(folder, shape, RAS_FROM_LPS @ _affine(folder, slices, normal))
-    # Most series have one scale, and stay as they are stored: half of float32.
+    # Slices with the same scale, as in most series, keep their stored type: half of float32.
     scales = {one.scale for one in slices}
     scale = scales.pop() if len(scales) == 1 else (1.0, 0.0)
     types = {one.dtype if one.scale == scale else np.dtype(np.float32) for one in slices}
@@ -106,7 +106,7 @@ def open_file(folder: Path) -> Source:
 
 
 def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
-    """Refuse files that are named like the slices but are no DICOM: empty, cut off or damaged."""
+    """Refuse files that are named like the slices but are not DICOM: empty, cut off or damaged."""
     kinds = {_kind_of_name(file) for file in files}
     for path in sorted(set(folder.iterdir()) - set(files)):
         is_listed = not path.name.startswith(".") and path.name.upper() != INDEX
@@ -117,7 +117,7 @@ def _refuse_lost_slices(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _kind_of_name(path: Path) -> str:
-    """Return the ending of a name; of one without, whether it is a word like README."""
+    """Return the ending of a name; without one, ``numbered`` if it has digits, else the name."""
     if re.search(r"[a-z_]", path.suffix, re.IGNORECASE):
         return path.suffix.lower()
     return "numbered" if re.search(r"\d", path.name) else path.name
@@ -143,7 +143,7 @@ def _refuse_unlike(first: Slice, one: Slice) -> None:
 def _affine(
     folder: Path, slices: Sequence[Slice], normal: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Return where stacked slices lie, (4, 4) in LPS, or refuse what is no even stack of them."""
+    """Return the affine of sorted slices, (4, 4) in LPS; VolumeError if spaced unevenly."""
     first = slices[0]
     places = np.array([one.ImagePositionPatient for one in slices])
     span = places[-1] - places[0]

@@ -2,8 +2,8 @@
 
 GDCM, through which SimpleITK reads DICOM, hangs on 8 of 1,000 slices with a few damaged bytes,
 makes up pixels if a file has fewer than its header says, and accepts contradictory headers. So this
-module parses the structure of a file: the parser only moves forward and never reads beyond the
-file. GDCM only decompresses pixels of files with a sound structure.
+module parses the file itself: the parser only moves forward and never reads beyond the end of the
+file. GDCM is used only to decompress the pixels of files that have passed the parser.
 """
 
 import math
@@ -30,7 +30,7 @@ from unet3d.inputs.plain_data import printable, validated
 from unet3d.inputs.reading import open_regular
 
 MARK, MARK_AT = b"DICM", 128
-"""What every DICOM file has after its preamble, whatever it is called."""
+"""Magic bytes of every DICOM file after its preamble, and their offset."""
 
 IMPLICIT, EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
 JPEGS = tuple(f"1.2.840.10008.1.2.4.{number}" for number in (50, 51, 57, 70, 80, 81, 90, 91))
@@ -41,16 +41,16 @@ COMPRESSED = (*JPEGS, RUN_LENGTHS)
 TRANSFER_SYNTAX, PIXEL_DATA = 0x00020010, 0x7FE00010
 ITEM_GROUP, ITEM, ITEM_END, SEQUENCE_END = 0xFFFE, 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 UNDEFINED = 0xFFFFFFFF
-"""The length of an element that goes on until an element says that it ends."""
+"""Length of an element that extends to a delimiter instead."""
 
 LONG_VRS = set(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())
 SHORT_VRS = set(b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split())
-"""Types of values whose lengths have four bytes, and two."""
+"""Value representations whose length fields have four bytes, and two."""
 
 MAX_VALUE_BYTES = 2**12
 
 SAME = 1e-3
-"""Difference of direction cosines, of places in mm, and relative one of spacings that are one."""
+"""Tolerance for equal direction cosines and positions in mm, and relative one for spacings."""
 
 DAMAGED = "it is damaged or incomplete: move it out of the folder, or export the series again"
 
@@ -67,17 +67,17 @@ TEXT = BeforeValidator(_text)
 COUNT = BeforeValidator(lambda raw: int.from_bytes(raw[:2], "little"))
 NUMBERS = BeforeValidator(lambda raw: _text(raw).split("\\"))
 UNUSABLE = Annotated[None, BeforeValidator(_refuse)]
-"""What the bytes of an element stand for."""
+"""How the bytes of an element are read; ``UNUSABLE``: a slice with the element is refused."""
 
 
 class Slice(BaseModel):
-    """A slice whose header can be used: attributes by their names in DICOM, read by their tags."""
+    """A slice with a valid header: attributes have DICOM's names, and are read by their tags."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, loc_by_alias=False)
 
     path: Path
     start: int
-    """The byte at which the pixels begin."""
+    """Offset of the pixels in the file, in bytes."""
     is_compressed: bool
     SeriesDescription: Annotated[str, TEXT] = Field("", alias="0008103E")
     SeriesInstanceUID: Annotated[str, TEXT] = Field("", alias="0020000E")
@@ -131,22 +131,22 @@ class Slice(BaseModel):
 
     @property
     def spacing_mm(self) -> tuple[float, float]:
-        """Distance of columns, and of rows."""
+        """Distance of neighbouring columns, and of neighbouring rows."""
         return self.PixelSpacing[1], self.PixelSpacing[0]
 
     @property
     def directions(self) -> npt.NDArray[np.float64]:
-        """(3, 2): where a row runs to and where a column runs to, in LPS, of length 1."""
+        """(3, 2): unit vectors along a row and along a column, in LPS."""
         return np.reshape(self.ImageOrientationPatient, (2, 3)).T
 
     @property
     def scale(self) -> tuple[float, float]:
-        """What pixels are multiplied by, and what is added; GDCM does it with compressed ones."""
+        """Slope and intercept to apply to pixels; GDCM applies them to compressed pixels itself."""
         return (1.0, 0.0) if self.is_compressed else (self.RescaleSlope, self.RescaleIntercept)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the pixels, not scaled but for compressed ones."""
+        """Type of the pixels as :func:`read_pixels` returns them."""
         if self.is_compressed and (self.RescaleSlope, self.RescaleIntercept) != (1, 0):
             return np.dtype(np.float32)
         return np.dtype(f"<{'ui'[self.PixelRepresentation]}{self.BitsAllocated // 8}")
@@ -156,7 +156,7 @@ TAGS = {field.alias for field in Slice.model_fields.values() if field.alias}
 
 
 def read_slice(path: Path) -> Slice:
-    """Read the header of a slice, once the structure of its file is sound."""
+    """Read the header of a slice; VolumeError if the file is damaged or the slice unusable."""
     try:
         with (
             open_regular(path) as file,
@@ -219,7 +219,7 @@ def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, in
         else:
             raise ValueError("there is no such type of values")
     if length == UNDEFINED:
-        # A value of an unknown type has its elements without types.
+        # Elements inside a value of unknown type (UN) have no explicit type.
         inside, mark = is_explicit and vr != b"UN", ITEM_END if tag == ITEM else SEQUENCE_END
         inner, end = 0, start
         while inner != mark:
@@ -231,7 +231,7 @@ def _element(content: mmap.mmap, place: int, is_explicit: bool) -> tuple[int, in
 
 
 def read_pixels(one: Slice) -> npt.NDArray[Any]:
-    """Return the pixels of a slice, (columns, rows), as they are stored or GDCM has scaled them."""
+    """Return the pixels of a slice, (columns, rows); only compressed ones are scaled, by GDCM."""
     if one.is_compressed:
         return _decompressed(one)
     try:
@@ -241,13 +241,13 @@ def read_pixels(one: Slice) -> npt.NDArray[Any]:
     except (OSError, ValueError) as error:
         raise VolumeError(f"cannot read {one.path}: it has changed; run again") from error
     unused = one.BitsAllocated - one.BitsStored
-    if unused:  # their content means something else, or nothing
+    if unused:  # the unused high bits may hold anything
         pixels = pixels << unused >> unused
     return pixels
 
 
 def _decompressed(one: Slice) -> npt.NDArray[Any]:
-    """Return compressed pixels, (columns, rows), which GDCM scales."""
+    """Return decompressed pixels, (columns, rows), which GDCM has scaled."""
     import SimpleITK as sitk  # takes half a second
 
     sitk.ProcessObject.SetGlobalWarningDisplay(False)
@@ -256,6 +256,6 @@ def _decompressed(one: Slice) -> npt.NDArray[Any]:
         if pixels.shape != (1, *one.shape[::-1]):
             raise ValueError("the compressed image has another shape")
         turned: npt.NDArray[Any] = pixels[0].T
-    except (RuntimeError, ValueError) as error:  # every error of ITK and GDCM is the first
+    except (RuntimeError, ValueError) as error:  # ITK and GDCM raise only RuntimeError
         raise VolumeError(f"cannot decompress the pixels of {one.path}; {DAMAGED}") from error
     return turned

@@ -1,6 +1,6 @@
-"""The files of volumes: the table of formats, their names, and which files are one volume.
+"""Files of volumes: the table of formats, their endings, and which files form one volume.
 
-Endings count in any case of their letters: ``SCAN.NII.GZ``, ``scan.hdr`` with ``scan.IMG``.
+Upper and lower case do not matter in endings: ``SCAN.NII.GZ``, ``scan.hdr`` with ``scan.IMG``.
 """
 
 import os
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 
 class Format(NamedTuple):
-    """A module of this folder, imported when a file of it comes.
+    """A format: a module in this folder, imported when the first file of the format is opened.
 
-    It has ``open_file(path)``, which returns a :class:`~unet3d.images.source.Source`;
-    ``members(path)``, which returns all files of the volume that a file or folder belongs to, the
-    one that stands for it first; and where ``written`` has endings ``write_labels(path, stored,
+    The module has ``open_file(path)``, which returns a :class:`~unet3d.images.source.Source`, and
+    ``members(path)``, which returns all files of the volume to which a file or folder belongs, the
+    representative file first. If ``written`` is not empty, it also has ``write_labels(path, stored,
     geometry, names)``, which writes a label map with the axes of a scan's file.
     """
 
@@ -30,7 +30,7 @@ NIFTI = Format(
     "nifti", (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh"), written=(".nii.gz", ".nii")
 )
 DICOM = Format("dicom", (), is_folder=True)
-"""Any folder: what is in it says whether it is a series of slices."""
+"""Any folder: whether it is a series of slices depends on its content."""
 
 FORMATS = (NIFTI, Format("itk", (".nrrd", ".mha", ".mhd")), DICOM)
 
@@ -39,13 +39,13 @@ WRITTEN_SUFFIXES = tuple(suffix for one in FORMATS for suffix in one.written)
 
 
 def volume_suffix(path: Path) -> str:
-    """Return the ending of a volume file in lower case, or nothing for another file."""
+    """Return the ending of a volume file in lower case; empty for any other file."""
     name = path.name.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
 
 def format_of(path: Path) -> Format | None:
-    """Return the format of a file or folder; None: a file that is not named like a volume."""
+    """Return the format of a file or folder; None for a file without the ending of a volume."""
     is_folder, suffix = os.path.isdir(path), volume_suffix(path)
     fitting = (one for one in FORMATS if one.is_folder == is_folder and suffix in one.suffixes)
     return next(fitting, DICOM if is_folder else None)
@@ -57,22 +57,22 @@ def module_of(one: Format) -> Any:
 
 
 def is_volume_file(path: Path) -> bool:
-    """Tell by its name whether a file is a volume."""
+    """Return whether a file has the ending of a volume."""
     return bool(volume_suffix(path))
 
 
 def can_be_written(path: Path) -> bool:
-    """Tell by its name whether a label map can be written to a file."""
+    """Return whether a file has an ending to which label maps can be written."""
     return volume_suffix(path) in WRITTEN_SUFFIXES
 
 
 def written_suffix(scan: Path) -> str:
-    """Return the ending of the segmentation of a scan: of the scan's format, or that of NIfTI."""
+    """Return the ending of a scan's segmentation: the scan's format, or NIfTI if not writable."""
     return ((format_of(scan) or NIFTI).written or NIFTI.written)[0]
 
 
 def is_volume_folder(path: Path) -> bool:
-    """Tell whether a folder is one volume, such as one with the slices of a scan in it."""
+    """Return whether a path is a folder that is one volume, such as the slices of a scan."""
     return os.path.isdir(path) and members(path) != (path,)
 
 
@@ -88,14 +88,14 @@ def volume_stem(path: Path) -> str:
 
 
 def members(path: Path) -> tuple[Path, ...]:
-    """Return all files of the volume that a file or folder belongs to, whether it exists or not."""
+    """Return all files of the volume to which a path belongs; the path need not exist."""
     one = format_of(path)
     found: tuple[Path, ...] = (path,) if one is None else module_of(one).members(path)
     return found
 
 
 def stands_for_volume(path: Path) -> bool:
-    """Tell whether a file counts where volumes are listed: each pair counts once, as its header."""
+    """Return whether a file represents its volume in a list: a pair is listed as its header."""
     return is_volume_file(path) and members(path)[0] == path
 
 

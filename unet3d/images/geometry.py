@@ -25,31 +25,31 @@ logger = logging.getLogger(__name__)
 Affine = npt.NDArray[np.float64]
 
 Orientation = npt.NDArray[np.float64]
-"""(3, 2), as nibabel has it: for each axis of an array the axis that it becomes, and its sign."""
+"""(3, 2), as in nibabel: for each axis of an array, the axis that it becomes, and its sign."""
 
 RAS: Orientation = nib.io_orientation(np.eye(4))
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
-"""ITK and DICOM count to the patient's left and back, NIfTI to the right and front."""
+"""From ITK's and DICOM's axes, to the patient's left and back, to NIfTI's, to right and front."""
 
 MILLIMETRES_PER_UNIT = {1: 1000.0, 3: 0.001}
-"""By the codes of a NIfTI header for metre and micrometre; every other code counts as mm."""
+"""Units by their NIfTI codes, for metre and micrometre; every other code counts as mm."""
 
 MIN_SPACING_MM = 1e-9
 MAX_SPACING_MM = 1e9
-"""Spacings beyond these, a picometre and a thousand kilometres, are faults of a header."""
+"""Spacings beyond these, a picometre and a thousand kilometres, are errors in a header."""
 
 MIN_DETERMINANT = 1e-6
-"""Determinant of the three axis directions, 1 for right angles; below this they are flat."""
+"""Determinant of the unit axis directions, 1 for right angles; below this, all lie in a plane."""
 
 SHEARED_DEGREES = 0.1
-"""Axes that miss a right angle by more are sheared; rounding of headers stays far below it."""
+"""Deviation from right angles above which axes are sheared; far above rounding in headers."""
 
 FLOAT32_ROUNDING = 2.0**-22
-"""How far two roundings of one coordinate in float32 may lie apart, relative to it."""
+"""Largest relative difference of two float32 roundings of one coordinate."""
 
 MAX_DISTANCE = 0.4
-"""Corners that lie further apart than this part of the finest spacing are never one."""
+"""Largest tolerance for corners of equal grids, as a fraction of the finest spacing."""
 
 GEOMETRY_FIELDS = (
     *("pixdim", "xyzt_units", "qform_code", "sform_code"),
@@ -63,12 +63,12 @@ class Geometry:
     """Where the voxels of an image lie, in RAS and in the axes of its file."""
 
     path: Path
-    """The file that it was read from; of several channel files the first."""
+    """The image's file; with several channel files, the first."""
     shape: Shape
     """Voxels along X, Y, Z."""
     num_channels: int
     spacing_mm: Spacing
-    """Distance of neighbouring voxels along X, Y, Z, as the file has it."""
+    """Distance of neighbouring voxels along X, Y, Z, as the file states it."""
     affine: Affine
     """(4, 4): from RAS voxel indices to mm."""
     orientation: Orientation = field(repr=False)
@@ -77,7 +77,7 @@ class Geometry:
     """Whether the file states the orientation of its axes in the patient; if not, it is unknown
     which side is left or right."""
     nifti_header: Any = field(repr=False)
-    """A NIfTI header with nothing but the geometry of the file, for writing label maps."""
+    """A NIfTI header with only the geometry of the file, for writing label maps."""
 
     @property
     def stored_shape(self) -> Shape:
@@ -103,7 +103,7 @@ class Geometry:
         return view
 
     def as_in_file(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a view with the axes of the file of an array in RAS."""
+        """Return a view of an array in RAS that has the axes of the file."""
         turn = nib.orientations.ornt_transform(RAS, self.orientation)
         view: npt.NDArray[Any] = nib.apply_orientation(array, turn)
         return view
@@ -119,7 +119,7 @@ def geometry_of_affine(
     """Return the geometry of an array (I, J, K, C) with an affine in RAS and mm.
 
     The spacing along I, J, K comes from the affine unless the file states it. Raises VolumeError if
-    float32, in which segmentations are written, cannot hold the affine.
+    the affine is impossible, or too imprecise in float32, in which segmentations store it.
     """
     grid = (shape[0], shape[1], shape[2])
     with np.errstate(all="ignore"):
@@ -158,7 +158,7 @@ def geometry_of_nifti(
     _refuse_impossible(path, affine)
     lengths = voxel_sizes(affine)
     stated = spacing_mm or unit_mm * np.abs(header["pixdim"][1:4].astype(np.float64))
-    # An oblique affine has more rounding noise than the spacing beside it, unless that is wrong.
+    # An oblique affine has more rounding noise than the stated spacing, if the two agree.
     spacing = np.where(np.isclose(stated, lengths, rtol=1e-4, atol=0), stated, lengths).tolist()
     geometry = _empty_header(shape[:3], two=isinstance(header, nib.Nifti2Header))
     for name in GEOMETRY_FIELDS:
@@ -197,7 +197,7 @@ def _refuse_impossible(path: Path, affine: Affine, is_held: bool = True) -> None
 
 
 def same_grid(a: Geometry, b: Geometry) -> str | None:
-    """Return how the grids of two images differ, in RAS or not; None if they agree.
+    """Return how the grids of two images differ; None if they agree, also with other axes.
 
     Corners may differ by a tenth of the finest spacing, or by the rounding of float32 far from the
     origin.
@@ -214,10 +214,10 @@ def same_grid(a: Geometry, b: Geometry) -> str | None:
 
 
 def axes_between(source: Affine, target: Affine) -> Orientation:
-    """Return the order and direction of axes that brings an array closest to another grid.
+    """Return the order and direction of axes that best align an array with another grid.
 
-    Near 45 degrees, noise decides which anatomical axes of two grids are nearest; these do not
-    depend on it.
+    Unlike the nearest anatomical axes of both grids, they do not depend on rounding near 45
+    degrees.
     """
     orientation: Orientation = nib.io_orientation(np.linalg.solve(target, source))
     return orientation
@@ -236,7 +236,7 @@ def shear_warning(geometry: Geometry) -> str | None:
 
 
 def voxel_mm3(affine: Affine) -> float:
-    """Return the volume of a voxel in mm3, also where axes are not at right angles."""
+    """Return the volume of a voxel in mm3, also for axes that are not at right angles."""
     return float(abs(np.linalg.det(affine[:3, :3])))
 
 
@@ -248,7 +248,7 @@ def shear_degrees(affine: Affine) -> float:
 
 
 def is_sheared(affine: Affine) -> bool:
-    """Tell whether axes are not at right angles, as in a CT of a tilted gantry."""
+    """Return whether axes are not at right angles, as in a CT with a tilted gantry."""
     return shear_degrees(affine) > SHEARED_DEGREES
 
 

@@ -1,4 +1,4 @@
-"""An image: a lazy array (C, X, Y, Z) with a geometry, whatever files its channels are in.
+"""An image: a lazy array (C, X, Y, Z) with a geometry; its channels may be in several files.
 
 Voxels keep their stored type until they are read. So a scan of 16-bit numbers takes half the memory
 of float32, and a mapped file takes none.
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     import torch
 
 Box = tuple[slice, slice, slice]
-"""A part of an image along X, Y, Z, with neither negative ends nor steps."""
+"""A part of an image along X, Y, Z, without negative ends or steps."""
 
 PIECE_VOXELS = 2**20
-"""Voxels of a channel that are looked at together."""
+"""About how many voxels of a channel :meth:`Image.pieces` puts into one box."""
 
 SENT_AS_STORED = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.int16))
-"""Types that are smaller than float32 and known to every device."""
+"""Types that are copied to a device unconverted: smaller than float32, and known to PyTorch."""
 
 
 def open_source(path: Path) -> Source:
@@ -68,9 +68,9 @@ def open_image(paths: Path | Sequence[Path], scratch: Scratch | None = None) -> 
 
 
 def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
-    """Return the image whose channels are in sources on one grid, in their order.
+    """Return the image with all channels of sources, in their order; they must share one grid.
 
-    Its axes are in RAS, or those of the first file.
+    Its axes are in RAS or, ``as_stored``, those of the first file.
     """
     first = sources[0].geometry
     target = first.as_stored() if as_stored else first
@@ -94,7 +94,7 @@ class _Channel:
     orientation: Orientation
 
     def stored(self, box: Box) -> npt.NDArray[Any]:
-        """Return what is stored in a box of the whole image, (X, Y, Z), not scaled."""
+        """Return the stored, unscaled numbers in a box of the whole image, (X, Y, Z)."""
         voxels = self.source.voxels()
         index: list[slice] = []
         for (axis, sign), size in zip(self.orientation, voxels.shape, strict=False):
@@ -108,7 +108,7 @@ class _Channel:
         """Return the intensities in a box of the whole image, (X, Y, Z)."""
         stored = values = self.stored(box)
         is_ready = stored.dtype == np.float32 and not self.source.is_scaled
-        # PyTorch can take no others.
+        # PyTorch needs arrays that are writeable and have no negative strides.
         if not (is_ready and stored.flags.writeable and min(stored.strides) > 0):
             with np.errstate(all="ignore"):
                 if self.source.is_scaled:
@@ -127,23 +127,23 @@ class Image:
     def __init__(self, channels: Sequence[_Channel], geometry: Geometry, start: Shape) -> None:
         self._channels = tuple(channels)
         self._sources = tuple({one.source: None for one in channels})
-        self._start = start  # of the part, in the whole image
+        self._start = start  # first voxel of this part in the whole image
         self.geometry = geometry
         self.shape = (geometry.num_channels, *geometry.shape)
 
     @property
     def num_channels(self) -> int:
-        """Channels."""
+        """Number of channels."""
         return self.shape[0]
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type that holds the stored numbers of every channel."""
+        """The smallest type that holds the stored numbers of every channel."""
         return np.result_type(*[source.dtype for source in self._sources])
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of the voxels that are compressed in their files, once unpacked."""
+        """Size in bytes of voxels from compressed files, once unpacked."""
         return sum(source.unpacked_bytes for source in self._sources)
 
     def load(self) -> None:
@@ -154,8 +154,9 @@ class Image:
     def read(self, box: Box | None = None, channel: int | None = None) -> npt.NDArray[np.float32]:
         """Return a box along X, Y, Z of all channels or of one, scaled, (C, X, Y, Z).
 
-        It has the memory order of the file, and must not be changed. Values beyond float32 become
-        infinite. Raises VolumeError if a file is damaged or memory is too small.
+        The result has the memory order of the file, and must not be changed. Values beyond the
+        range of float32 become infinite. Raises VolumeError if a file is damaged or memory is too
+        small.
         """
         place = self._placed(box)
         channels = self._channels if channel is None else [self._channels[channel]]
@@ -173,11 +174,11 @@ class Image:
         return array
 
     def on_device(self, box: Box, device: "torch.device") -> "torch.Tensor":
-        """Return a copy of a part in float32 on a device, which is sent what takes least.
+        """Return a copy of a box on a device, float32 (C, X, Y, Z), in the file's memory order.
 
-        Shape (C, X, Y, Z), in the order of memory of the file.
+        Small stored types are converted on the device, so that fewer bytes are copied to it.
         """
-        import torch  # here alone, so that commands that only look at headers start at once
+        import torch  # not at the top, so that commands that only read headers start at once
 
         box = self._placed(box)
         parts = []
@@ -192,7 +193,7 @@ class Image:
         return parts[0][None] if len(parts) == 1 else torch.stack(parts)
 
     def cut(self, box: Box) -> "Image":
-        """Return the part in a box, as lazy as the whole, which keeps the geometry's axes."""
+        """Return the part in a box as an image, with the same axes; no voxels are read."""
         placed = self._placed(box)
         if placed == self._placed(None):
             return self
@@ -204,7 +205,7 @@ class Image:
         return Image(self._channels, geometry, (x, y, z))
 
     def as_stored(self) -> "Image":
-        """Return the whole image, also of a part, with the axes of its first file as X, Y, Z."""
+        """Return the image, whole even for a part, with the axes of its first file as X, Y, Z."""
         return image_of(self._sources, as_stored=True)
 
     @property
@@ -215,7 +216,7 @@ class Image:
         return int(np.argmax(np.where(np.array(self.shape[1:]) > 1, strides, -1)))
 
     def pieces(self) -> Iterator[Box]:
-        """Yield boxes of whole planes that cover the image, in the order in which it is stored."""
+        """Yield boxes of whole planes that cover the image, in the memory order of its file."""
         axis, shape = self.slowest_axis, self.shape[1:]
         num_planes = max(1, PIECE_VOXELS // max(1, math.prod(shape) // shape[axis]))
         for first in range(0, shape[axis], num_planes):
@@ -229,7 +230,7 @@ class Image:
         return x, y, z
 
     def plane(self, axis: int, index: int) -> npt.NDArray[np.float32]:
-        """Return one plane of the first channel, its other two axes in their order."""
+        """Return one plane of the first channel, with the other two axes in order."""
         part = self.read(self.planes(axis, slice(index, index + 1)), 0)
         return part.squeeze((0, axis + 1))
 

@@ -1,8 +1,8 @@
-"""Opening NRRD files and MetaImages, whose headers are checked by a model of each format.
+"""Opens NRRD files and MetaImages; one model validates the headers of both formats.
 
-ITK trusts a file: one header ends the process, another names any file of the system, a missing
-spacing becomes 1 mm, and damaged compressed voxels are read without an error. So headers are read
-here, and voxels are mapped or unpacked by the code for NIfTI, once the size of the file fits.
+ITK trusts a file: a header can crash the process or name any file of the system, a missing spacing
+becomes 1 mm, and damaged compressed voxels are read without an error. So headers are read here, and
+:func:`~unet3d.images.source.source_in_file` maps or unpacks voxels if the file size fits.
 """
 
 import logging
@@ -25,7 +25,7 @@ from unet3d.inputs.reading import open_regular
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**20
-"""Headers with the key/value pairs of hundreds of segments are shorter."""
+"""Largest header: even the key/value pairs of hundreds of segments are shorter."""
 
 NRRD_HEADER = re.compile(rb"NRRD000.*?\n\r?\n", re.DOTALL)
 META_HEADER = re.compile(
@@ -33,7 +33,7 @@ META_HEADER = re.compile(
     re.DOTALL | re.MULTILINE | re.IGNORECASE,
 )
 FIELD = re.compile(r"([^#:=]+)(?::(?!=)|=)(.*)")
-"""``name: value`` of NRRD, whose ``name:=value`` is a remark, or ``name = value`` of MetaImage."""
+"""``name: value`` of NRRD, where ``name:=value`` is a comment, or ``name = value`` of MetaImage."""
 
 TYPES = {
     **dict.fromkeys(("signed char", "int8", "int8_t", "met_char"), "i1"),
@@ -50,24 +50,24 @@ TYPES = {
     **dict.fromkeys(("uint64", "uint64_t", "met_ulong_long"), "u8"),
     **{"float": "f4", "met_float": "f4", "double": "f8", "met_double": "f8"},
 }
-"""NumPy's names of the types of voxels, by those of either format."""
+"""NumPy's names of voxel types, by their names in either format."""
 
 MILLIMETRES = {
     **dict.fromkeys(("mm", "millimeter", "millimeters"), 1.0),
     **dict.fromkeys(("um", "µm", "μm", "micron", "microns", "micrometer", "micrometers"), 1e-3),
     **{"cm": 10.0, "m": 1000.0},
 }
-"""By the units of length that headers name; ITK takes all of them as mm."""
+"""Units of length by their names in headers; ITK takes all of them as mm."""
 
 SPACE_KINDS = {"domain", "space", "???", "none"}
-"""Kinds of NRRD's axes; every other kind is one of colours, vectors, channels or time."""
+"""NRRD's kinds of spatial axes; all others are for colours, vectors, channels or time."""
 
 RAS_FROM_SPACE = {
     **dict.fromkeys(("left-posterior-superior", "lps"), RAS_FROM_LPS),
     **dict.fromkeys(("right-anterior-superior", "ras"), np.eye(4)),
     **dict.fromkeys(("left-anterior-superior", "las"), np.diag([-1.0, 1.0, 1.0, 1.0])),
 }
-"""By the names of NRRD's spaces."""
+"""From each space, by its name in NRRD, to RAS."""
 
 
 NRRD_ONLY = {
@@ -77,7 +77,7 @@ NRRD_ONLY = {
 
 
 def _unit_mm(text: str) -> float:
-    """Return the unit of length that a header names once, or for each axis; mm if it names none."""
+    """Return a header's unit of length in mm; 1 if it names none, ValueError if axes differ."""
     units = set(text.replace('"', " ").split()) - {"?", "none", "unknown"}
     if len(units) > 1 or not units <= MILLIMETRES.keys():
         raise ValueError(f"{shown(text)} is not mm, um, cm or m, the same for all axes")
@@ -109,14 +109,14 @@ Nothing = Literal["", "0"]
 
 
 def _named(default: Any, *names: str) -> Any:
-    """Return a field that has other names in files, the first of NRRD."""
+    """Return a field with its names in files, NRRD's name first."""
     return Field(default, validation_alias=AliasChoices(*names))
 
 
 class Header(BaseModel):
-    """The fields of either format that count, in lower case without spaces.
+    """The relevant fields of either format, in lower case without spaces.
 
-    Many are here only to be refused with any other value than that of most volumes.
+    Many are here only to refuse any value except the usual one.
     """
 
     dimension: Literal["3"] = _named(..., "dimension", "ndims")
@@ -149,14 +149,14 @@ class Header(BaseModel):
 
 
 def members(path: Path) -> tuple[Path, ...]:
-    """Return a file, and that of the voxels of a MetaImage that has two."""
+    """Return a file and, for a MetaImage with a separate file of voxels, that file."""
     voxels = None if path.suffix.lower() == ".nrrd" else meta_data_file(path)
     # pathlib would raise for a long name
     return (path, voxels) if voxels is not None and os.path.isfile(voxels) else (path,)
 
 
 def open_file(path: Path) -> Source:
-    """Read the header of an NRRD file or a MetaImage, not its voxels, once the file looks sound."""
+    """Read and validate the header of an NRRD file or a MetaImage, but not its voxels."""
     beginning_of(path)
     is_nrrd = path.suffix.lower() == ".nrrd"
     fields, start = read_text_header(path, is_nrrd)
@@ -176,7 +176,7 @@ def open_file(path: Path) -> Source:
     found = {key: text.lower() for key, text in fields.items()}
     if is_nrrd:
         found["binarydata"] = "true"
-    else:  # fields of NRRD's names are remarks
+    else:  # in a MetaImage, fields with NRRD's names have no meaning
         found = {key: text for key, text in found.items() if key not in NRRD_ONLY}
         found.update(encoding="raw", endian="little")
     try:
@@ -221,7 +221,7 @@ def _placed(header: Header, is_nrrd: bool) -> tuple[Affine, list[float]]:
         spacing = np.array(header.spacing)
         directions = np.eye(3) if header.directions is None else header.directions
         affine[:3, :3] = np.reshape(directions, (3, 3)).T * spacing
-        if not is_nrrd:  # there, origin and space mean nothing without directions
+        if not is_nrrd:  # without directions, NRRD's origin and space mean nothing
             affine[:3, 3] = header.origin
     else:
         raise ValueError("the spacing is missing")
@@ -232,7 +232,7 @@ def _placed(header: Header, is_nrrd: bool) -> tuple[Affine, list[float]]:
 
 
 def read_text_header(path: Path, is_nrrd: bool) -> tuple[dict[str, str], int]:
-    """Return the fields of a header, by names in lower case without spaces, and its length."""
+    """Return a header's fields, by names in lower case without spaces, and its size in bytes."""
     try:
         with open_regular(path) as file:
             start = file.read(MAX_HEADER_BYTES)
@@ -254,9 +254,10 @@ def read_text_header(path: Path, is_nrrd: bool) -> tuple[dict[str, str], int]:
 
 
 def meta_data_file(path: Path) -> Path | None:
-    """Return the second file of a MetaImage, whether it exists or not, or None if it has one file.
+    """Return the file of voxels that a MetaImage names, whether it exists or not.
 
-    Also None if the header cannot be read, or names anything else than one file beside it.
+    None if there is no second file, if the header cannot be read, or if it names anything but one
+    file in the same folder.
     """
     try:
         name = read_text_header(path, is_nrrd=False)[0]["elementdatafile"]

@@ -1,6 +1,6 @@
-"""Names of labels in a segmentation's own file, as TotalSegmentator writes and reads them.
+"""Label names in the file of a segmentation, as TotalSegmentator writes and reads them.
 
-They stand in an extension of the NIfTI header (code 0): the label table of Connectome Workbench in
+They are in an extension of the NIfTI header (code 0): the label table of Connectome Workbench in
 XML, which 3D Slicer and TotalSegmentator's own tools read. Other programs skip it.
 """
 
@@ -20,16 +20,16 @@ from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
 
 MAX_BYTES = 2**20
-"""Many times what the names of thousands of labels take."""
+"""Bytes to read for the names, many times the size of thousands of them."""
 
 TABLE = re.compile(rb"<CaretExtension.*?</CaretExtension>", re.DOTALL)
 
 HUES = ("1 0 0", "0 1 0", "0 0 1", "1 1 0", "1 0 1", "0 1 1", "1 .5 0", "1 0 .5", ".5 1 .5")
-"""Red, green and blue of one label after the other; the format asks for colours."""
+"""Red, green and blue of labels in turn; the format requires colours."""
 
 
 def name_labels(header: Any, names: Mapping[int, str]) -> None:
-    """Give a NIfTI header of nibabel's the names of label values."""
+    """Add the names of label values to a NIfTI header of nibabel."""
     table = ElementTree.Element("LabelTable")
     for number, (value, name) in enumerate(names.items()):
         red, green, blue = HUES[number % len(HUES)].split()
@@ -47,13 +47,13 @@ def name_labels(header: Any, names: Mapping[int, str]) -> None:
 
 
 def read_label_names(path: Path) -> dict[int, str]:
-    """Return the name of each label value in a NIfTI file's header, or nothing where it has none.
+    """Return the name of each label value from a NIfTI file's header, or an empty mapping.
 
-    The file is not trusted: what is damaged counts as no names.
+    The file is untrusted: a damaged one counts as a file without names.
     """
     with suppress(OSError, EOFError, ValueError, zlib.error, ElementTree.ParseError):
         found = TABLE.search(_beginning(path))
-        # Without a document type, which would stand before it, XML has no entities to unfold.
+        # The match excludes a document type, so the XML cannot define entities that expand.
         labels = ElementTree.fromstring(found[0]).iter("Label") if found else ()
         names = {int(one.get("Key", "0")): printable((one.text or "").strip()) for one in labels}
         return {value: name for value, name in names.items() if value > 0 and name}
@@ -61,7 +61,7 @@ def read_label_names(path: Path) -> dict[int, str]:
 
 
 def _beginning(path: Path) -> bytes:
-    """Return the first bytes of a file, packed or not, of which the header is a part."""
+    """Return the first bytes of a file, unpacked if it is compressed; they include the header."""
     with open_regular(path) as file:
         is_packed = file.peek(2)[:2] == GZIP_MARK
         opened: Any = igzip.open

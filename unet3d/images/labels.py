@@ -1,4 +1,4 @@
-"""Label maps: read as integers in RAS, written on the grid of the image that they belong to."""
+"""Label maps: read as integers in RAS, written on the grid of their image."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from unet3d.images.memory_limits import explaining_memory, refuse_beyond_memory
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
 
 LABEL_ROUNDING = 1e-3
-"""How far a label may lie from an integer, for label maps that were saved as floats."""
+"""Largest distance of a label from an integer, for label maps saved as floats."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,7 +34,7 @@ class LabelMap:
 
 
 def read_label(path: Path | str) -> LabelMap:
-    """Read a label map in RAS; VolumeError if it has several channels or no integer values.
+    """Read a label map in RAS; VolumeError if it has several channels or non-integer values.
 
     Its array (X, Y, Z) is C-contiguous, of the smallest unsigned integer type that holds its
     values, or the smallest signed one if some are negative.
@@ -45,7 +45,7 @@ def read_label(path: Path | str) -> LabelMap:
         raise VolumeError(
             f"{path} has {geometry.num_channels} channels; a label map needs one label per voxel"
         )
-    # Floats are rounded, compared and converted: each needs a copy.
+    # Rounding, comparing and converting floats each need a copy.
     copied_bytes = 4 * (8 if source.is_scaled else source.dtype.itemsize)
     refuse_beyond_memory(
         math.prod(geometry.shape) * copied_bytes + source.unpacked_bytes,
@@ -65,8 +65,8 @@ def read_label(path: Path | str) -> LabelMap:
 def on_grid_of(target: Geometry, label: LabelMap) -> LabelMap:
     """Return a label map with its axes in the order and direction of an image on the same grid.
 
-    This has an effect only for grids rotated by about 45 degrees, where rounding decides which
-    anatomical axes are nearest.
+    It changes only grids rotated by about 45 degrees, for which rounding decides the nearest
+    anatomical axes.
     """
     turn = axes_between(label.geometry.affine, target.affine)
     if np.array_equal(turn, RAS):
@@ -82,10 +82,10 @@ def write_label(
     overwrite: bool = True,
     names: Mapping[int, str] | None = None,
 ) -> None:
-    """Write a label map (X, Y, Z) in RAS onto the grid of the image that it was made from.
+    """Write a label map (X, Y, Z) in RAS on the grid of its image, atomically.
 
-    The file has the axes, shape and place of that image, and the names of label values. It appears
-    complete or not at all. Raises FileExistsError if a file exists and may not be replaced.
+    The file has the axes, shape and position of the image, and the names of label values. Raises
+    FileExistsError if a file exists and may not be replaced.
     """
     path = Path(path)
     if not can_be_written(path):
@@ -109,7 +109,7 @@ def write_label(
 def stored_labels(labels: npt.NDArray[Any], geometry: Geometry) -> npt.NDArray[Any]:
     """Return labels (X, Y, Z) in RAS with the axes of the image's file, of the smallest type.
 
-    Raises ValueError if the shape is not that of the image, or values are no labels.
+    Raises ValueError if the shape differs from the image's, or values are not labels.
     """
     if labels.shape != geometry.shape:
         raise ValueError(f"labels of shape {labels.shape} for a grid of shape {geometry.shape}")
@@ -121,9 +121,9 @@ def stored_labels(labels: npt.NDArray[Any], geometry: Geometry) -> npt.NDArray[A
 def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return floats as the integers that they stand for."""
     rounded: npt.NDArray[Any] = np.rint(stored)
-    wrong = ~(np.abs(stored - rounded) <= LABEL_ROUNDING)  # so also NaN and infinity
+    wrong = ~(np.abs(stored - rounded) <= LABEL_ROUNDING)  # true for NaN and infinity, too
     wrong |= np.abs(stored) > MAX_INTEGER_IN_FLOAT64
-    if not rounded.any():  # an image in small units; noise beside labels is no fault
+    if not rounded.any():  # perhaps an image of small values; noise beside labels is accepted
         wrong |= stored != 0
     if wrong.any():
         raise VolumeError(

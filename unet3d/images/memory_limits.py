@@ -1,4 +1,4 @@
-"""Memory of the host for one volume: counted before it is taken, explained where it runs out."""
+"""Host memory for one volume: checked before allocation, and errors explained if it runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from unet3d.errors import VolumeError
 from unet3d.memory.host import available_bytes, is_out_of_memory, readable, shortage
 
 FLOAT32_BYTES = 4
-"""Of a voxel, a weight or a logit that is computed with."""
+"""Bytes of a voxel, a weight or a logit in float32."""
 
 
 def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
-    """Refuse what takes more memory than the host has available, before any of it is taken.
+    """Raise VolumeError if more memory is needed than the host has available.
 
-    ``what`` begins the message, and ``remedy`` ends it.
+    The message begins with ``what`` and ends with ``remedy``.
     """
     lacking = shortage(needed_bytes)
     if lacking is not None:
@@ -22,7 +22,7 @@ def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
 
 @contextmanager
 def explaining_memory(what: str) -> Iterator[None]:
-    """Explain an allocation that fails all the same, of NumPy or of PyTorch on the CPU."""
+    """Turn a failed allocation of NumPy, or of PyTorch on the CPU, into a VolumeError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""NIfTI and MGH volumes, in files or in memory of nibabel's; NIfTI is written, too."""
+"""Reads NIfTI and MGH volumes, from files or from nibabel images in memory; writes NIfTI."""
 
 import io
 import logging
@@ -28,35 +28,35 @@ from unet3d.images.source import (
     whole_axes,
 )
 
-# nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
-# it also raises, and that is reported from here.
+# nibabel logs each oddity of a header to stderr without naming the file. Errors that it cannot
+# repair it also raises, and this module reports them.
 logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
 IN_MEMORY = Path("the image")
-"""Stands in messages where other images have their file."""
+"""Names an image without a file in messages."""
 
 PARTNERS = {".hdr": ".img", ".img": ".hdr"}
-"""A pair is named by its header or by its voxels."""
+"""Ending of the other file of a pair, header and voxels."""
 
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""
 
 MAX_AXES = 7
-"""What the NIfTI format has room for."""
+"""Most axes that the NIfTI format allows."""
 
 PACKING_LEVEL = 2
-"""Of ISA-L, which packs label maps as small as zlib's level 1, five times as fast."""
+"""Level of ISA-L, which compresses label maps like zlib's level 1, five times as fast."""
 
 PACKING_THREADS = 4
-"""The disk is no faster."""
+"""More threads would compress faster than the disk writes."""
 
 
 def members(path: Path) -> tuple[Path, ...]:
-    """Return the header and the voxels of a pair, if both exist, or the file alone."""
+    """Return the header and the voxel file of a pair if both exist, else the file alone."""
     partner_suffix = PARTNERS.get(volume_suffix(path))
     if partner_suffix is None:
         return (path,)
-    # A partner in the same case of letters comes first.
+    # A partner whose ending is in the same letter case comes first.
     spellings = (partner_suffix, partner_suffix.upper())
     for suffix in reversed(spellings) if path.suffix.isupper() else spellings:
         partner = path.with_suffix(suffix)
@@ -66,12 +66,12 @@ def members(path: Path) -> tuple[Path, ...]:
 
 
 def open_file(path: Path) -> Source:
-    """Read the header of a NIfTI or MGH volume, not its voxels, once the file looks sound."""
+    """Read and check the header of a NIfTI or MGH volume, but not its voxels."""
     files = members(path)
     if volume_suffix(path) in PARTNERS and len(files) == 1 and os.path.isfile(path):
         partner = f"{path.stem}{PARTNERS[volume_suffix(path)]}"
         raise VolumeError(f"{path} lacks its partner {partner}; a pair needs both files")
-    # Names of files may lie.
+    # The ending does not decide whether a file is compressed.
     is_packed = {file: beginning_of(file) == GZIP_MARK for file in files}
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are refused with the geometry
@@ -91,7 +91,7 @@ def _open(path: Path, is_packed: dict[Path, bool]) -> Source:
     format_ = nib.MGHImage if is_mgh else _nifti_format(path, start, header_file != voxel_file)
     size = format_.header_class.template_dtype.itemsize
     header = format_.header_class(start if is_mgh else start[:size])
-    proxy = format_.ImageArrayProxy(str(voxel_file), header)  # which knows the format's rules
+    proxy = format_.ImageArrayProxy(str(voxel_file), header)  # applies the format's rules
     shape = whole_axes(path, tuple(int(size) for size in proxy.shape))
     affine = np.array(header.get_best_affine(), np.float64)
     if is_mgh:
@@ -117,7 +117,7 @@ def _nifti_format(path: Path, start: bytes, is_pair: bool) -> Any:
         if not format_.header_class.may_contain_header(start):
             continue
         size = format_.header_class.template_dtype.itemsize
-        header = format_.header_class(start[:size], check=False)  # nibabel's check repairs it
+        header = format_.header_class(start[:size], check=False)  # the check would repair it
         num_axes = int(header["dim"][0])
         if not 1 <= num_axes <= MAX_AXES:
             raise VolumeError(f"{path} claims to have {num_axes} axes; it is damaged")
@@ -135,7 +135,7 @@ def _nifti_format(path: Path, start: bytes, is_pair: bool) -> Any:
 
 def open_nibabel(image: SpatialImage) -> Source:
     """Return an image of nibabel's NIfTI or MGH format as it would be read from a file."""
-    is_nifti = isinstance(image, nib.Nifti1Pair)  # the others of its kind derive from it
+    is_nifti = isinstance(image, nib.Nifti1Pair)  # nibabel's other NIfTI classes derive from it
     if not is_nifti and not isinstance(image, nib.MGHImage):
         raise VolumeError(
             f"{IN_MEMORY} is a nibabel {type(image).__name__}, which may not define left and "
@@ -146,7 +146,7 @@ def open_nibabel(image: SpatialImage) -> Source:
         raise VolumeError(f"{IN_MEMORY} has no affine, so its position is unknown; give it one")
     try:
         voxels = np.asanyarray(image.dataobj)
-    except MemoryError:  # which the caller explains
+    except MemoryError:  # the caller explains it
         raise
     except Exception as error:  # a damaged file can raise anything in nibabel
         raise unreadable(IN_MEMORY, error) from error
@@ -154,7 +154,7 @@ def open_nibabel(image: SpatialImage) -> Source:
         return open_array(voxels, image.affine)
     shape = whole_axes(IN_MEMORY, voxels.shape)
     header = image.header
-    if not np.allclose(header.get_best_affine(), image.affine):  # which was changed since
+    if not np.allclose(header.get_best_affine(), image.affine):  # changed after loading
         header = header.copy()
         header.set_qform(image.affine, code="aligned")
         header.set_sform(image.affine, code="aligned")
@@ -162,7 +162,7 @@ def open_nibabel(image: SpatialImage) -> Source:
 
 
 def open_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> Source:
-    """Return an array (I, J, K) or (I, J, K, C) with an affine, in mm to the right, front, top."""
+    """Return an array (I, J, K) or (I, J, K, C) with an affine to mm in RAS as a source."""
     try:
         matrix = np.asarray(affine, dtype=np.float64)
     except (TypeError, ValueError):
@@ -196,25 +196,25 @@ def write_labels(
 def nibabel_labels(
     stored: npt.NDArray[Any], geometry: Geometry, names: Mapping[int, str]
 ) -> nib.Nifti1Image:
-    """Return labels (I, J, K) as nibabel's image, a ``Nifti2Image`` where the shape needs one.
+    """Return labels (I, J, K) as a nibabel image, a ``Nifti2Image`` if the shape needs one.
 
     It has the affine, qform and sform with their codes, spacing and units of the scan's file, and
-    names of the labels (:mod:`unet3d.images.label_names`).
+    the names of labels (:mod:`unet3d.images.label_names`).
     """
     header = geometry.nifti_header.copy()
     header.set_data_dtype(stored.dtype)
     if names:
         name_labels(header, names)
     two = isinstance(header, nib.Nifti2Header)
-    # With any other affine nibabel would change both forms.
+    # Given any other affine, nibabel would change qform and sform.
     affine = header.get_best_affine()
     return (nib.Nifti2Image if two else nib.Nifti1Image)(stored, affine, header)
 
 
 def write_nifti(path: Path, image: Any) -> None:
-    """Write an image of nibabel's as a NIfTI file."""
+    """Write a nibabel image as a NIfTI file."""
     if volume_suffix(path) != ".nii.gz":
-        # nibabel's save would change the case of letters in the ending.
+        # nibabel's save would change the letter case of the ending.
         image.to_file_map({"image": nib.FileHolder(filename=str(path))})
         return
     image.update_header()
@@ -226,6 +226,6 @@ def write_nifti(path: Path, image: Any) -> None:
         path.open("wb") as file,
         igzip_threaded.open(file, "wb", PACKING_LEVEL, threads=threads) as packed,  # type: ignore[no-untyped-call]
     ):
-        # nibabel asks for the place in a file, which a packed one does not have.
+        # Without offset=None, nibabel would ask a compressed file for its position.
         packed.write(start.getvalue().ljust(header.get_data_offset(), b"\0"))
         array_to_file(image.dataobj, packed, header.get_data_dtype(), offset=None)

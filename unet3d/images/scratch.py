@@ -1,7 +1,8 @@
-"""Room for voxels that are worked on: in memory, or in files that nobody else sees.
+"""Temporary arrays of voxels, in memory or in unnamed files.
 
-A file has no name, so the system removes it when the process ends, however it ends. Its space is
-taken at once: a disk that is full later would end the process in the middle of a store.
+The system removes an unnamed file when the process ends, however it ends. Its disk space is
+allocated at once, because a disk that fills up later would kill the process in the middle of a
+write.
 """
 
 import math
@@ -20,20 +21,20 @@ from unet3d.memory.host import readable
 
 
 class Scratch:
-    """Makes arrays in memory or, if there is a folder, in it."""
+    """Makes arrays in memory or, if a folder is given, in files there."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
     @property
     def is_memory(self) -> bool:
-        """Whether arrays take memory."""
+        """Whether arrays are in memory."""
         return self._folder is None
 
     def empty(
         self, shape: tuple[int, ...], dtype: npt.DTypeLike, what: str, order: Any = "C"
     ) -> npt.NDArray[Any]:
-        """Return an array whose content is not defined; ``what`` it is for begins a message."""
+        """Return an array with undefined content; ``what`` begins the message of an error."""
         dtype = np.dtype(dtype)
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
         if self._folder is None:
@@ -54,7 +55,7 @@ class Scratch:
 
 
 def new_mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Make a mapped NumPy file under a free name, with all of its space and content to come."""
+    """Make a memory-mapped .npy file under an unused name, with all its disk space allocated."""
     array = np.lib.format.open_memmap(path, "w+", dtype, shape)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
@@ -62,7 +63,7 @@ def new_mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.
 
 
 def forget_pages(array: npt.NDArray[Any]) -> None:
-    """Release the pages of a mapped array; its content stays in its file."""
+    """Release the memory pages of a mapped array; its content stays in its file."""
     owner: Any = array
     while owner is not None and not isinstance(owner, np.memmap):
         owner = getattr(owner, "base", None)

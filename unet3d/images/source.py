@@ -1,8 +1,8 @@
-"""The seam of all formats: one file of an image, opened, whose voxels come when they are asked for.
+"""The interface of all formats: one opened file of an image, whose voxels are read on demand.
 
-A file that is mapped or chunked gives an array that reads what is sliced out of it; a packed one is
-unpacked once. A file may be damaged, or made to do harm: what its header claims is compared with
-its size before anything is allocated, and of a packed file little more is unpacked than that.
+The array of a mapped or chunked file reads what is sliced out of it; a compressed file is unpacked
+once. A file may be damaged or malicious: before anything is allocated, the size that its header
+claims is compared with the file's, and little more than the claimed size is ever unpacked.
 """
 
 import math
@@ -27,19 +27,19 @@ from unet3d.inputs.reading import open_regular
 GZIP_MARK = b"\x1f\x8b"
 
 MAX_TAIL_BYTES = 2**20
-"""What may follow the voxels, such as the footer of an MGH file."""
+"""Most bytes that may follow the voxels, such as the footer of an MGH file."""
 
 MAX_DEFLATE_RATIO = 1040
-"""No gzip file grows more than about 1032 times when it is unpacked."""
+"""Bound on the ratio of unpacked to compressed size; gzip's highest is about 1032."""
 
 PIECE_BYTES = 2**20
 
 Packing = Literal["gzip", "zlib"] | None
 
 Voxels = Any
-"""An array (I, J, K, C) that is sliced as NumPy's are: in memory, mapped, or in chunks.
+"""An array (I, J, K, C) that is sliced like NumPy's: in memory, mapped, or in chunks.
 
-It returns the voxels in a box as NumPy can take them; nobody changes them."""
+Slicing it gives read-only voxels that NumPy can convert to an array."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Source:
     """One file of an image, or one series: its geometry, and its voxels on demand.
 
     An intensity is a stored number times ``slope`` plus ``inter``. ``read`` returns the voxels;
-    ``unpacked_bytes`` is the room that this takes, 0 of a file that is mapped.
+    ``unpacked_bytes`` is the memory or disk space that it allocates, 0 for a mapped file.
     """
 
     geometry: Geometry
@@ -58,7 +58,7 @@ class Source:
     inter: float = 0.0
     unpacked_bytes: int = 0
     scratch: Scratch = field(default_factory=Scratch)
-    """Where packed voxels go."""
+    """Where compressed voxels are unpacked."""
 
     def __post_init__(self) -> None:
         if self.dtype.kind not in "buif":
@@ -69,7 +69,7 @@ class Source:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether stored numbers are no intensities."""
+        """Whether intensities differ from the stored numbers."""
         return (self.slope, self.inter) != (1.0, 0.0)
 
     @property
@@ -83,7 +83,7 @@ class Source:
             return self._voxels
 
     def forget(self) -> None:
-        """Give back the memory of what is mapped."""
+        """Release memory pages of mapped voxels."""
         voxels = self.voxels()
         if isinstance(voxels, np.ndarray):
             forget_pages(voxels)
@@ -95,12 +95,12 @@ class Source:
                 return self.read(self.scratch)
         except VolumeError:
             raise
-        except Exception as error:  # OSError, EOFError, whatever a reader makes of damage
+        except Exception as error:  # a damaged file can raise OSError, EOFError and others
             raise unreadable(self.path, error) from error
 
 
 def beginning_of(path: Path) -> bytes:
-    """Return the first bytes of a file; refuse one that is empty, and what is no regular file."""
+    """Return the first two bytes of a file; VolumeError if it is empty or not a regular file."""
     try:
         with open_regular(path) as file:
             start = file.read(2)
@@ -112,7 +112,7 @@ def beginning_of(path: Path) -> bytes:
 
 
 def whole_axes(path: Path, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return a shape as (I, J, K, C), or refuse one with more axes."""
+    """Return a shape as (I, J, K, C); VolumeError if it is empty or has more axes."""
     x, y, z, num_channels, *further = (*shape, 1, 1, 1, 1)
     if min(x, y, z, num_channels, *further) < 1:
         raise VolumeError(f"{path} claims the shape {times(shape)}; it has no voxels")
@@ -125,7 +125,7 @@ def whole_axes(path: Path, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 
 
 def unreadable(path: Path, error: Exception) -> VolumeError:
-    """Return the error for a file that something fails to read."""
+    """Return the VolumeError for a file that could not be read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return VolumeError(f"cannot read {path}: {reason or type(error).__name__}")
 
@@ -143,7 +143,10 @@ def source_in_file(
     slope: float = 1.0,
     inter: float = 0.0,
 ) -> Source:
-    """Return voxels (I, J, K, C) in a file, at an offset in what is packed from some byte on."""
+    """Return voxels (I, J, K, C) in a file, which begin ``offset`` bytes after ``packed_from``.
+
+    If they are compressed, the stream begins there, and ``offset`` counts unpacked bytes.
+    """
     path, num_bytes = geometry.path, math.prod(shape) * dtype.itemsize
     begin, file_bytes = offset if packing else packed_from + offset, file.stat().st_size
     if begin < 0 or begin + num_bytes > file_bytes * (MAX_DEFLATE_RATIO if packing else 1):
@@ -168,7 +171,7 @@ def source_in_file(
 
 
 def _refuse_tail(path: Path, num_bytes: int) -> None:
-    """Refuse a file that goes on: a smaller shape would read other voxels, and say nothing."""
+    """Refuse a file that continues: the shape in its header may be too small, and voxels wrong."""
     if num_bytes > MAX_TAIL_BYTES:
         raise VolumeError(
             f"{path} has more than {MAX_TAIL_BYTES} bytes after the voxels that its "
@@ -177,11 +180,11 @@ def _refuse_tail(path: Path, num_bytes: int) -> None:
 
 
 def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int:
-    """Fill memory from all members of a gzip file, check them, and return how much follows."""
+    """Fill ``target`` from a gzip file, check it, and return the number of bytes that follow."""
     with path.open("rb") as file:
         file.seek(start)
         with igzip.open(file, "rb") as packed:  # type: ignore[no-untyped-call]
-            skipped = packed.seek(offset)  # a false offset takes time, and no memory
+            skipped = packed.seek(offset)  # a wrong offset takes time, but no memory
             done = 0
             while count := packed.readinto(target[done : done + PIECE_BYTES]):
                 done += count
@@ -194,7 +197,7 @@ def _unpack_gzip(path: Path, start: int, offset: int, target: memoryview) -> int
 
 
 def _unpack_zlib(path: Path, start: int, offset: int, target: memoryview) -> int:
-    """Do the same with one zlib stream, in which the voxels come first."""
+    """Do the same for a zlib stream that begins with the voxels."""
     inflater, done, tail_bytes = isal_zlib.decompressobj(), 0, 0
     with path.open("rb") as file:
         file.seek(start)

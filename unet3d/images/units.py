@@ -4,25 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMALL_MM = 0.05
-"""Spacings below this are those of microscopes; so are those below it in µm, which are in nm."""
+"""Images with a finer spacing are from microscopes: they use µm, and nm below 0.05 µm."""
 
 UM3_PER_ML = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """In which units people read the lengths and volumes of an image."""
+    """The units in which lengths and volumes of an image are shown."""
 
     length: str = "mm"
     mm: float = 1.0
-    """Millimetres in the unit of length."""
+    """Millimetres in one unit of length."""
     volume: str = "mL"
     ml: float = 1.0
-    """Millilitres in the unit of volume."""
+    """Millilitres in one unit of volume."""
 
     @classmethod
     def of(cls, spacing_mm: Sequence[float]) -> "Units":
-        """Return the units for voxels at these distances along X, Y, Z."""
+        """Return the units for an image with a spacing along X, Y, Z."""
         finest = min(spacing_mm, default=1.0)
         if finest >= SMALL_MM:
             return cls()
@@ -31,7 +31,7 @@ class Units:
 
     @property
     def is_microscopic(self) -> bool:
-        """Whether this is an image of a microscope."""
+        """Whether the image is from a microscope, to judge by its spacing."""
         return self.length != "mm"
 
     def spacing_text(self, spacing_mm: Sequence[float]) -> str:
@@ -54,9 +54,9 @@ MILLIMETRES = Units()
 
 
 def default_tolerance_mm(spacing_mm: Sequence[float]) -> float:
-    """Return how far a surface may lie from another and count as right in NSD.
+    """Return the default distance up to which surfaces agree in NSD.
 
-    That is 1 mm, and for images of microscopes, on which 1 mm is further than any two cells, twice
-    the finest spacing.
+    It is 1 mm; for images from microscopes, in which 1 mm is larger than a cell, it is twice the
+    finest spacing.
     """
     return 2 * min(spacing_mm) if Units.of(spacing_mm).is_microscopic else 1.0

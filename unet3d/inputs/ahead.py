@@ -1,6 +1,6 @@
-"""Background work in threads; the process does not wait for them when it ends.
+"""Background work in daemon threads, which do not delay the end of the process.
 
-For a pool of ``concurrent.futures``, Python always waits at the end of the process.
+With the pools of ``concurrent.futures``, Python would always wait for them.
 """
 
 from collections.abc import Callable, Sequence

@@ -25,7 +25,7 @@ from pydantic import (
 Model = TypeVar("Model")
 
 PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""``__pydantic_config__`` of a dataclass, or ``model_config`` of a model."""
+"""Refuses unknown fields and non-finite numbers; for a dataclass or a pydantic model."""
 
 TOLERANCE = 1e-5
 """Largest relative difference between statistics of the same images on different machines."""
@@ -116,7 +116,7 @@ def validated(model: type[Model], values: Any) -> Model:
 
 
 def explained(error: ValidationError, phrase: Callable[[dict[str, Any]], str] | None = None) -> str:
-    """Return a validation error in one line; ``phrase`` puts one problem of pydantic in words."""
+    """Return a validation error in one line; ``phrase`` turns one of its problems into words."""
     return listed(map(phrase or _phrase, map(dict, error.errors(include_url=False))))
 
 
@@ -157,8 +157,8 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def key_of(parts: Any, version: int = 1) -> str:
-    """Return the key of plain values, such as hashes of files and settings.
+    """Return a digest that identifies plain values, such as hashes of files and settings.
 
-    Callers raise the version when the same parts mean different content.
+    Callers raise ``version`` when the same values come to stand for different content.
     """
     return hashlib.sha256(json.dumps([version, parts], sort_keys=True).encode()).hexdigest()

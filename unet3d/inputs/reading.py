@@ -17,9 +17,9 @@ MAX_JSON_BYTES = 32 * 2**20
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading, and raise OSError where it is a FIFO, a device or a folder."""
+    """Open a file for reading; OSError if it is a FIFO, a device or a folder."""
     try:
-        # A FIFO is not waited for.
+        # O_NONBLOCK: opening a FIFO does not wait for a writer.
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except ValueError as error:  # a NUL, or text that no file system can hold
         raise OSError(errno.EINVAL, "no file can have such a name", str(path)) from error
@@ -30,7 +30,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file, and raise OSError where it is larger."""
+    """Return the content of a regular file; OSError if it has more than ``max_bytes``."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -40,9 +40,9 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the content of a JSON file: plain values, every number finite, no name twice.
+    """Return the plain values of a JSON file; NaN, Infinity and names given twice are refused.
 
-    Raises OSError as :func:`read_bytes`, and ValueError, in one line, where it is not JSON.
+    Raises OSError like :func:`read_bytes`, and a one-line ValueError if the content is refused.
     """
     try:
         text = read_bytes(path, max_bytes).decode("utf-8-sig")

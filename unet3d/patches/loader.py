@@ -31,7 +31,7 @@ _Loaded = Batch | CutBatch | PackedBatch | Unet3dError
 
 
 class PatchLoader:
-    """Yields batches that this process cuts, or workers that live as long as the loader."""
+    """Yields batches, cut by this process or by workers, which live as long as the loader."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class PatchLoader:
 
         An epoch has ``num_steps`` batches. For a GPU they are in page-locked memory, or are made on
         the GPU with ``augments_on_device``. The loader yields the share of replica ``rank``, and of
-        that only the planes along X that ``slab``, which must be picklable, returns for the voxels
-        of a batch (None: all). ``gather`` gathers statistics of slabs that are made on the device,
-        between two steps and on their stream. On the host, every rank makes a patch whole if it
-        needs statistics.
+        this share only the planes along X that ``slab`` returns for the shape of a batch (None:
+        all); ``slab`` must be picklable. ``gather`` gathers statistics of slabs that are made on
+        the device, on the stream of the steps and between two of them. On the host, every rank
+        makes a patch whole if it needs statistics.
         """
         self.num_steps = num_steps
         self._numbers = _Numbers()
@@ -117,8 +117,8 @@ class PatchLoader:
     def close(self) -> None:
         """End the workers.
 
-        The workers ignore the signals by which Python ends them at exit, so Python would hang if an
-        error keeps the loader alive.
+        Workers ignore the signals with which Python ends them at exit, so Python would hang if an
+        error kept the loader alive.
         """
         shut_down = getattr(self._loaded, "_shutdown_workers", None)  # only with worker processes
         if shut_down is not None:
@@ -155,10 +155,10 @@ def _die_with_server(worker: int) -> None:
 
 
 class _Numbers:
-    """The numbers of batches from the first one on, across epochs, in the main process.
+    """The numbers of batches, from ``first`` on, in the main process.
 
     They continue across epochs, so that the first batches of the next epoch are cut during the end
-    and the validation of this one.
+    and the validation of the current one.
     """
 
     first = 0
@@ -201,7 +201,7 @@ class _Batches(Dataset["_Loaded"]):
 
 
 def share_of(items: range, rank: int, num_ranks: int) -> range:
-    """Return one rank's share: consecutive items, as many as the others have, or one more."""
+    """Return a rank's share: consecutive items, at most one more than any other rank has."""
     size, rest = divmod(len(items), num_ranks)
     start = rank * size + min(rank, rest)
     return items[start : start + size + (rank < rest)]

@@ -74,17 +74,17 @@ class CutBatch:
     """As in :class:`Batch`."""
 
     def augmented(self) -> Batch:
-        """Return the batch, made on the device of the cuts."""
+        """Return the batch, made on the CPU."""
         made = self._outline(torch.device("cpu"))
         augment(together(self.cuts, stacks=False), made.image, made.target, self.slab)
         return made
 
     def pin_memory(self) -> "PackedBatch":
-        """Return it in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Return the data packed into page-locked memory, so that copies to a GPU do not block."""
         return self._packed(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Pickle it packed, in shared memory."""
+        """Pickle the packed data, in shared memory."""
         return replace, (self._packed(_shared),)
 
     def _packed(self, empty: Callable[[int], Tensor]) -> "PackedBatch":
@@ -99,7 +99,7 @@ class CutBatch:
         )
 
     def _outline(self, device: torch.device) -> Batch:
-        """Return the batch without its values."""
+        """Return the batch with uninitialised values."""
         first, (x, y, z) = self.cuts[0], self.shape
         shape = (x if self.slab is None else len(self.slab.planes), y, z)
         number, channels = len(self.cuts), len(first.image)
@@ -118,13 +118,13 @@ class PackedBatch:
 
     memory: Tensor
     parts: tuple[tuple[Packed, Packed], ...]
-    """Boxes and recipes of the patches that are made together, in their order."""
+    """Boxes and recipe of each group of patches that are made together, in order."""
     slab: Slab | None
     outline: Batch
     """The batch on the meta device."""
 
     def pin_memory(self) -> "PackedBatch":
-        """Return it in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Return the data in page-locked memory, so that copies to a GPU do not block."""
         return replace(self, memory=self.memory.pin_memory())
 
     def made(self, image: Tensor, target: Tensor, gather: Gather | None = None) -> Batch:
@@ -156,10 +156,10 @@ class PatchSampler:
         batch_size: int,
         seed: int,
     ) -> None:
-        """Set up the sampler; ConfigError where ``size`` is not a multiple of ``stride``.
+        """Set up the sampler; ConfigError if ``size`` is not a multiple of ``stride``.
 
-        A size of None means whole volumes, padded to a multiple of the stride. The first patches of
-        an epoch are its first batch.
+        A size of None means whole volumes, padded to a multiple of the stride. Patches of an epoch
+        are numbered batch after batch.
         """
         if not cases:
             raise DatasetError("there are no training cases; check data.fold and the data set")
@@ -194,9 +194,9 @@ class PatchSampler:
     def cut(
         self, epoch: int, index: int, slab: Slab | None = None, *, gathers: bool = False
     ) -> Cut:
-        """Draw one patch, and cut out the box that it, or a slab of its batch, is made from.
+        """Draw one patch, and cut out the box from which it, or its part in a slab, is made.
 
-        If slabs do not gather statistics, a patch that needs them is made whole.
+        Without ``gathers``, a patch that needs statistics of all its voxels is made whole.
         """
         rng = self._generator(epoch, index)
         case = self._drawn_case(rng)
@@ -240,7 +240,7 @@ class PatchSampler:
                 voxel = case.foreground().draw(rng)
                 if voxel is not None:
                     return [int(index) for index in np.unravel_index(voxel, shape)]
-            except (IndexError, ValueError) as error:  # no checksum was checked before
+            except (IndexError, ValueError) as error:  # the files have no checksum
                 raise CacheError(f"{case.folder} is damaged; delete it and run again") from error
         # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [

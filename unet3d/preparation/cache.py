@@ -3,8 +3,8 @@
 ::
 
     contents/<sha256 of the path>.json  the digest of a file when it was last hashed
-    examined/<key>.json                 what the voxels of a case say about that of its data set
-    planned/<key>.json                  what the voxels of a data set say about its preparation
+    examined/<key>.json                 measurements of the voxels of a case
+    planned/<key>.json                  measurements of a data set, which decide its preparation
     prepared/<key>/                     an entry: a case, resampled and normalised
         image.npy                       float16 or float32 (C, X, Y, Z)
         label.npy                       class indices (X, Y, Z), uint8 or uint16
@@ -12,8 +12,8 @@
         meta.json                       shape, type and size of each array; spacing
 
 A key is a hash of the *content* of files and of all steps of preparation, so an entry is never
-stale. An entry is written under a temporary name and renamed when it is whole; opening it compares
-the size of each file, and a truncated one is rebuilt. Of two processes that make the same entry one
+stale. An entry is written under a temporary name and renamed when it is complete; opening it checks
+the size of each file, and a damaged entry is rebuilt. If two processes make the same entry, one
 wins, and the other uses its result.
 """
 
@@ -62,11 +62,10 @@ class PreparedCase:
     name: str
     folder: Path
     arrays: Mapping[str, tuple[tuple[int, ...], str, int]]
-    """Of each array the shape, NumPy's name of the type, and the bytes of its file, which it had
-    when the case was opened."""
+    """Shape, NumPy's type name and file size in bytes of each array, when the case was opened."""
     spacing_mm: Spacing
     num_components: tuple[int, ...]
-    """Of each class in the label map."""
+    """Number of connected components of each class that :meth:`foreground` has."""
 
     @property
     def shape(self) -> Shape:
@@ -83,7 +82,7 @@ class PreparedCase:
         return self.array("label")
 
     def foreground(self) -> Foreground:
-        """Return voxels of each class, of which patches are centred on some."""
+        """Return voxels of each class, on which patches can be centred."""
         return Foreground(
             voxels=self.array("foreground"),
             ends=self.array("components"),
@@ -91,13 +90,13 @@ class PreparedCase:
         )
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a read-only map of an array; CacheError where its file is gone or damaged."""
+        """Return a read-only map of an array; CacheError if its file is gone or damaged."""
         path = self.folder / f"{name}.npy"
         shape, dtype, size = self.arrays[name]
         try:
             with path.open("rb") as file:
                 content = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-            # The header says what the record says; reading it takes a tenth of a patch's time.
+            # The record replaces the file's header, whose reading takes a tenth of a patch's time.
             num_bytes = np.dtype(dtype).itemsize * math.prod(shape)
             return np.ndarray(shape, dtype, content, size - num_bytes)
         except (OSError, ValueError) as error:
@@ -111,7 +110,7 @@ class Cache:
     """A cache folder; None is ``unet3d`` in the user's cache folder."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Make the folder where there is none; CacheError where it cannot be written to."""
+        """Make the folder if there is none; CacheError if it cannot be written to."""
         self.folder = (folder or users_cache()).absolute()
         with writing_cache(self.folder):
             for name in ("", "contents", "examined", "planned", "prepared"):
@@ -123,8 +122,8 @@ class Cache:
     def digest(self, path: Path) -> str:
         """Return the SHA-256 of the bytes of all files of a volume, hashing them only once.
 
-        A file with the same path, size and times counts as unchanged. VolumeError where one
-        cannot be read.
+        A file with the same path, size and times counts as unchanged. VolumeError if one cannot be
+        read.
         """
         try:
             return "-".join(self._digest(file.absolute()) for file in members(path))
@@ -135,7 +134,7 @@ class Cache:
     def _digest(self, path: Path) -> str:
         status = path.stat()
         name = os.fsencode(path)
-        # Programs that copy set the time of modification back, but not that of the last change.
+        # Copying programs restore the modification time (mtime), but not the change time (ctime).
         times = [status.st_mtime_ns, status.st_ctime_ns]
         now = {"path": name.hex(), "size": status.st_size, "times": times}
         record = self.folder / "contents" / f"{hashlib.sha256(name).hexdigest()}.json"
@@ -147,9 +146,9 @@ class Cache:
         return str(known["sha256"])
 
     def load_case(self, key: str, name: str) -> PreparedCase | None:
-        """Return the case that was saved under a key, with a name of its own.
+        """Return the case that was saved under a key, and call it ``name``.
 
-        None where there is none, or a file of it has another size.
+        None if there is no such case, or it is damaged.
         """
         folder = self.folder / "prepared" / key
         if not os.path.lexists(folder):
@@ -162,7 +161,7 @@ class Cache:
             return None
 
     def has_case(self, key: str) -> bool:
-        """Return whether there is a complete case, without a warning about a damaged one."""
+        """Return whether there is a complete case; a damaged one causes no warning."""
         try:
             _opened(self.folder / "prepared" / key, "")
         except (OSError, ValueError):
@@ -179,7 +178,7 @@ class Cache:
     ) -> None:
         """Write an image (C, X, Y, Z) and its class indices (X, Y, Z) as a prepared case.
 
-        If a whole one is there, another process was faster, and it stays.
+        A complete case of a faster process stays.
         """
         found = foreground_voxels(label, num_classes)
         arrays: dict[str, npt.NDArray[Any]] = {"image": image, "label": label}
@@ -201,7 +200,7 @@ class Cache:
 
 
 def _opened(folder: Path, name: str) -> PreparedCase:
-    """Return a case whose files have their sizes; another one is an OSError or a ValueError."""
+    """Return a case; OSError or ValueError unless each file has the size in the case's record."""
     content = read_record(folder / META)
     if content["key"] != folder.name:
         raise ValueError("it is of another entry")
@@ -219,7 +218,7 @@ def _opened(folder: Path, name: str) -> PreparedCase:
 
 
 def _write(path: Path, array: npt.NDArray[Any]) -> int:
-    """Write a file as ``np.save`` does, which says of a full disk only how much it has written."""
+    """Write a .npy file and return its size; ``np.save`` would not say that a disk is full."""
     array = np.ascontiguousarray(array)
     with path.open("xb") as file:
         header = np.lib.format.header_data_from_array_1_0(array)

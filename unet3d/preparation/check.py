@@ -24,7 +24,7 @@ from unet3d.preparation.resample import (
 )
 
 UNUSUAL_RATIO = 30.0
-"""A spacing so many times larger or smaller than the median is probably in another unit."""
+"""A spacing this many times larger or smaller than the median is probably in another unit."""
 
 Read = TypeVar("Read")
 
@@ -35,9 +35,9 @@ class Examined(NamedTuple):
     findings: list[Finding]
     """Everything that is wrong or looks wrong, case after case."""
     geometries: list[Geometry]
-    """Of the first image of each case, where its header can be read."""
+    """Geometry of the first image of each case whose header can be read."""
     contents: list[CaseContents]
-    """What the readable cases hold, if voxels are read."""
+    """Measurements of the readable cases, if voxels are read."""
 
 
 def examine(
@@ -47,10 +47,10 @@ def examine(
 ) -> Examined:
     """Check all headers and, if ``watch`` is given, all voxels.
 
-    Headers show problems that stop training at its start. Voxels also show label values that
-    dataset.json lacks, empty label maps, NaN, infinite and constant images, and unreadable files.
-    Resampled to ``data.spacing_mm``, cases must fit in memory. ``watch`` gets the name of what is
-    read next.
+    Headers show problems that stop training at its start, such as cases too large for memory at
+    ``data.spacing_mm``. Voxels also show label values that dataset.json lacks, empty label maps,
+    NaN, infinite and constant images, and unreadable files. ``watch`` gets the name of what is read
+    next.
     """
     if watch is not None:
         watch("reading headers")
@@ -73,7 +73,7 @@ def examine(
 
 
 class _CaseCheck:
-    """What is wrong with one case."""
+    """The check of one case, with its findings."""
 
     def __init__(self, dataset: Dataset, case: Case) -> None:
         """Read the headers that can be read."""
@@ -95,7 +95,7 @@ class _CaseCheck:
         self.findings.append(Finding(case=self.case.name, severity="warning", message=message))
 
     def read(self, reader: Callable[[Path], Read], path: Path) -> Read | None:
-        """Return what is in a file; None, and an error, where it cannot be read."""
+        """Return the content of a file; if it cannot be read, None after noting an error."""
         try:
             return reader(path)
         except VolumeError as error:
@@ -103,7 +103,7 @@ class _CaseCheck:
         return None
 
     def compare_spacing(self, median_mm: Spacing, target_mm: Spacing | None) -> None:
-        """Compare the spacing with those of other cases, and count what resampling takes."""
+        """Compare the spacing with the median, and check the shape and memory of resampling."""
         header = self.image
         if header is None:
             return
@@ -124,7 +124,7 @@ class _CaseCheck:
             )
 
     def compare_headers(self) -> None:
-        """Compare channels and grids of the files with each other and with dataset.json."""
+        """Compare channels with dataset.json, and grids of the files with each other."""
         label = self.headers.get(self.case.label)
         if label is not None and label.num_channels != 1:
             many = f"4-D with {label.num_channels} channels"
@@ -167,7 +167,7 @@ class _CaseCheck:
         return contents
 
     def _measured(self, path: Path, image: npt.NDArray[Any], first: int) -> dict[int, list[float]]:
-        """Return the intensities of the channels of a file, unless some are not finite."""
+        """Return percentiles of each channel of a file; if voxels are not finite, note an error."""
         num_wrong = image.size - int(np.count_nonzero(np.isfinite(image)))
         if num_wrong:
             many = f"{num_wrong} voxels of {image.size} that are NaN or infinite"

@@ -1,8 +1,8 @@
-"""Voxels that patches are centred on: of each class, of each of its connected components.
+"""Voxels on which patches are centred, from each connected component of each class.
 
-A class is drawn first, then one of its components, then a voxel of that. So a lesion of ten voxels
-is drawn as often as one of ten thousand; uniformly drawn voxels would nearly always be of the large
-one.
+A class is drawn first, then one of its components, then a voxel of the component. So a lesion of
+ten voxels is drawn as often as one of ten thousand; uniformly drawn voxels would nearly always be
+in the large one.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_FOREGROUND_VOXELS = 10_000
-"""Voxels kept of each class: enough to sample from, few where it fills half a volume."""
+"""Most voxels kept of each class: enough to sample from, and few even for a large class."""
 
 Indices = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -25,15 +25,15 @@ class Foreground:
     voxels: Indices
     """Indices in the flattened label map, component after component, class after class."""
     ends: Indices
-    """Where each component ends in them."""
+    """End of each component in ``voxels``."""
     num_components: tuple[int, ...]
     """Components of each class; 0 for the background."""
 
     def draw(self, rng: np.random.Generator) -> int | None:
-        """Return a voxel of a random component of a random class; None where all is background.
+        """Return a voxel of a random component of a random class; None if all is background.
 
-        Classes that are there are equally likely, then the components of the class, then the voxels
-        of the component.
+        Present classes are equally likely, then the components of the class, then the voxels of the
+        component.
         """
         present = np.flatnonzero(self.num_components)
         if not len(present):
@@ -45,22 +45,22 @@ class Foreground:
 
 
 def foreground_voxels(label: npt.NDArray[np.unsignedinteger[Any]], num_classes: int) -> Foreground:
-    """Return some voxels of each component of each class of (X, Y, Z) but the background.
+    """Return some voxels of each component of each class except background, in (X, Y, Z).
 
-    At most ``MAX_FOREGROUND_VOXELS`` of a class are kept, an equal share of each component, or of a
-    random choice if there are more components than that. The choice is reproducible for a label
-    map. Indices beyond the classes are ignored.
+    At most ``MAX_FOREGROUND_VOXELS`` of a class are kept, an equal share of each component; of more
+    components than that, a random choice is kept. The choice is reproducible for a label map.
+    Indices beyond the classes are ignored.
     """
     dtype = np.min_scalar_type(label.size)
     inside = np.flatnonzero((label > 0) & (label < num_classes))
     kept: list[Indices] = []
     counts = [0] * num_classes
     if len(inside):
-        # From 1. Voxels of one class that share a corner are connected.
+        # Numbered from 1. Voxels of one class that share a corner are connected.
         numbers = cc3d.connected_components(np.ascontiguousarray(label), connectivity=26)
         numbers = numbers.reshape(-1)[inside]
         if numbers.max() < 2**16:
-            numbers = numbers.astype(np.uint16)  # which NumPy sorts in linear time
+            numbers = numbers.astype(np.uint16)  # NumPy sorts uint16 in linear time
         order = np.argsort(numbers, kind="stable")
         starts = np.flatnonzero(np.diff(numbers[order], prepend=0))
         components = np.split(inside[order], starts[1:])

@@ -1,9 +1,9 @@
 """Interpolation of images, label maps and logits from one voxel grid to another.
 
-Both grids cover the same box of space: voxels are cells, the outer *faces* coincide, and values
-beyond the border repeat it. Interpolation is linear in the voxels and separable, so it is one small
-matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``, which is PyTorch's with
-``align_corners=False``. Logits come back the same way, slab after slab.
+Both grids cover the same box of space: voxels are cells, the outer *faces* coincide, and voxels
+beyond the border repeat its values. Interpolation is linear in the voxels and separable, so it is
+one small matrix per axis: SciPy's ``zoom`` of the identity with ``grid_mode=True``, which is
+PyTorch's with ``align_corners=False``. Logits are resampled back in the same way, slab by slab.
 """
 
 import functools
@@ -20,26 +20,26 @@ from torch import Tensor
 from unet3d.config import Shape
 
 Order = Literal[0, 1, 3]
-"""Of splines: the nearest voxel, linear, cubic."""
+"""Order of the splines: 0 takes the nearest voxel, 1 is linear, 3 cubic."""
 
 NEGLIGIBLE_WEIGHT = 1e-8
 
 BAND_ROWS = 64
-"""Rows of a matrix that are multiplied together: few enough to leave out most of its zeros."""
+"""Rows of a matrix to multiply at once: few enough to skip most of its zeros."""
 
 KEPT_MATRICES = 16
-"""For the next images, of which a folder has few sizes; one of 512 voxels for 1024 takes 2 MiB."""
+"""Matrices to keep for further images, as their sizes are often equal; 512 to 1024 takes 2 MiB."""
 
 SOURCE_VOXELS = 2**24
-"""Voxels that are interpolated at a time, unless a plane has more."""
+"""Most voxels of the image to read and interpolate at once, unless a plane has more."""
 
 PIECE_NUMBERS = 2**24
-"""Numbers that are made at a time, of the finer planes, unless a single one has more."""
+"""Most logits to compute at once, counting planes of the finer grid, unless a plane has more."""
 
 
 def nearest_voxels(size: int, new_size: int) -> Tensor:
-    """Return the old voxel next to each new one; of two that are as near, the second."""
-    # The order of operations decides about what lies just between two of them.
+    """Return the index of the old voxel nearest to each new one; the second of two as near."""
+    # The order of operations decides rounding for new voxels halfway between two old ones.
     centres = size / new_size * (torch.arange(new_size, dtype=torch.float64) + 0.5) - 0.5
     return (centres + 0.5).floor().long().clamp(0, size - 1)
 
@@ -48,22 +48,22 @@ def nearest_voxels(size: int, new_size: int) -> Tensor:
 def line_matrix(size: int, new_size: int, order: Order) -> Tensor:
     """Return the weights of the old voxels of a line in the new ones, (new_size, size), on the CPU.
 
-    A spline depends on all voxels of a line; weights of distant voxels are below
-    :data:`NEGLIGIBLE_WEIGHT`.
+    A spline depends on all voxels of a line; weights below :data:`NEGLIGIBLE_WEIGHT`, of distant
+    voxels, are set to 0.
     """
     if size == new_size:
         return torch.eye(size)
     if order == 0:
         return torch.nn.functional.one_hot(nearest_voxels(size, new_size), size).float()
-    from scipy import ndimage  # takes a third of a second, and images at their own spacing do not
+    from scipy import ndimage  # takes a third of a second; only resampling needs it
 
     rows = [
         ndimage.zoom(column, new_size / size, order=order, mode="nearest", grid_mode=True)
         for column in np.eye(size)
     ]
     matrix = np.stack(rows, axis=1).astype(np.float32)
-    # The weights of a spline fade by a factor of four with each voxel, down to denormal numbers,
-    # which slow every multiplication tenfold and which no float32 result can show.
+    # The weights of a spline shrink by a factor of four with each voxel, down to denormal numbers,
+    # which slow multiplication tenfold and are too small to change a float32 result.
     matrix[np.abs(matrix) < NEGLIGIBLE_WEIGHT] = 0
     return torch.from_numpy(matrix)
 
@@ -77,11 +77,11 @@ def reached(matrix: Tensor) -> slice:
 def interpolated(array: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
     """Multiply dimensions of an array by matrices, on its device and in its type.
 
-    The result has the array's order of memory.
+    The result has the memory order of the array.
     """
     order = in_memory(array)
     array = array.permute(order).contiguous()  # a copy only if it has gaps
-    # Whatever makes the array smaller comes first.
+    # Matrices that make the array smaller come first.
     for dim, matrix in sorted(matrices.items(), key=lambda one: one[1].shape[0] / one[1].shape[1]):
         array = _multiplied(array, order.index(dim), matrix)
     return array.permute([order.index(dim) for dim in range(array.ndim)])
@@ -93,7 +93,7 @@ def in_memory(array: Tensor) -> list[int]:
 
 
 def _multiplied(array: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    """Return the products of a contiguous array, contiguous as well, without a copy of it."""
+    """Multiply a dimension of a contiguous array, without copying it; the result is contiguous."""
     before, after = array.shape[:dim], array.shape[dim + 1 :]
     lines = array.reshape(math.prod(before), array.shape[dim], math.prod(after))
     result = array.new_empty(len(lines), len(matrix), lines.shape[2])
@@ -116,18 +116,17 @@ class Resampling:
     """Interpolation of an image from one grid to another, some planes of the result at a time."""
 
     shape: tuple[int, int, int, int]
-    """Of the image, (C, X, Y, Z)."""
+    """Shape of the image, (C, X, Y, Z)."""
     new_shape: Shape
     orders: tuple[Order, Order, Order]
     limits: Tensor | None = None
-    """Extremes of each channel to which it is clipped, (C, 2, 1); or, where there is an axis of
-    slices, those of each slice, (C, 2, slices): slices are clipped, and interpolated across
-    afterwards."""
+    """Lowest and highest value of each channel, for clipping, (C, 2, 1); with a slice axis, of each
+    slice, (C, 2, slices): slices are clipped before interpolation across them."""
     slice_axis: int | None = None
 
     @property
     def best_axis(self) -> int:
-        """The axis along which all planes together take least memory: what grows most is last."""
+        """The axis that grows most: all planes along it take least memory, as it comes last."""
         return max(range(3), key=lambda axis: self.new_shape[axis] / self.shape[1 + axis])
 
     def needed(self, axis: int, begin: int, end: int) -> slice:
@@ -137,10 +136,10 @@ class Resampling:
         return reached(self._matrix(axis)[begin:end])
 
     def planes(self, read: Callable[[slice], Tensor], axis: int, begin: int, end: int) -> Tensor:
-        """Return some planes of the result, (C, X', Y', Z'), in any order of memory.
+        """Return some planes of the result, (C, X', Y', Z'), in any memory order.
 
-        ``read`` returns planes of the image along the axis in float32, (C, X, Y, Z), which may be
-        changed.
+        ``read`` returns planes of the image along the axis, float32 (C, X, Y, Z), which may be
+        modified in place.
         """
         source = self.needed(axis, begin, end)
         num_channels, *sizes = self.shape
@@ -152,13 +151,13 @@ class Resampling:
         if 1 + axis in matrices:
             matrices[1 + axis] = matrices[1 + axis][begin:end, source]
         slices = None if self.limits is None else self.slice_axis
-        across = {} if slices is None else _taken(matrices, 1 + slices)  # once they are clipped
+        across = {} if slices is None else _taken(matrices, 1 + slices)  # applied after clipping
         of_plane = num_channels * math.prod(sizes) // sizes[axis]
         number = max(1, SOURCE_VOXELS // of_plane)
         firsts = range(source.start, source.stop, number)
         if len(firsts) == 1:
             result = interpolated(read(source), matrices)
-        else:  # so many planes are interpolated each by itself before they are together
+        else:  # pieces are interpolated within planes, then joined, then interpolated along axis
             along = _taken(matrices, 1 + axis)
             pieces = (slice(first, min(first + number, source.stop)) for first in firsts)
             within = (interpolated(read(piece), matrices) for piece in pieces)
@@ -175,12 +174,12 @@ class Resampling:
 
 
 def _taken(matrices: dict[int, Tensor], dim: int) -> dict[int, Tensor]:
-    """Take the matrix of a dimension out of others, if there is one."""
+    """Remove the matrix of a dimension, if there is one, and return it by its dimension."""
     return {dim: matrices.pop(dim)} if dim in matrices else {}
 
 
 def _joined(parts: Iterator[Tensor], dim: int, length: int) -> Tensor:
-    """Return parts that follow each other along a dimension as one, in their order of memory."""
+    """Concatenate parts along a dimension, in their memory order."""
     part = next(parts)
     first = part.shape[dim]
     order = in_memory(part)
@@ -237,9 +236,9 @@ def restored_slabs(
 ) -> Iterator[Tensor]:
     """Yield logits on the grid of the original image, each plane as soon as it is complete.
 
-    The slabs (K, X, Y, Z), on any device, follow each other along the axis and have all voxels of
-    the grid together; the results have all of the shape. If both are one, they are the slabs. Along
-    the nearest axis the nearest plane is taken.
+    The slabs (K, X, Y, Z), on any device, follow each other along ``axis`` and together cover
+    ``grid``; the results together cover ``shape``. If both are equal, the slabs are the results.
+    Along ``nearest_axis``, the nearest plane replaces interpolation.
     """
     if grid == shape:
         yield from slabs
@@ -251,13 +250,13 @@ def restored_slabs(
         if one == axis or grid[one] != shape[one]
     }
     along = matrices.pop(dim)
-    ends = grid[axis] - (along != 0).flip(1).int().argmax(1)  # of what each plane is made of
+    ends = grid[axis] - (along != 0).flip(1).int().argmax(1)  # end of each plane's source planes
     kept: Tensor | None = None
-    first = done = 0  # plane with which the kept ones begin; planes of the result
+    first = done = 0  # index of the first kept plane; number of planes of the result so far
     for slab in slabs:
         kept = slab if kept is None else torch.cat([kept, slab], dim)
         known = int(torch.searchsorted(ends, first + kept.shape[dim], right=True))
-        # A plane is made of the network's voxels first, and of these the image's.
+        # A plane first has voxels of the network's grid, then of the image's.
         voxels = max(math.prod(one) // one[axis] for one in (grid, shape))
         num_planes = max(1, PIECE_NUMBERS // (len(kept) * voxels))
         for begin in range(done, known, num_planes):

@@ -1,4 +1,4 @@
-"""Intensities of one channel brought to a mean of 0 and a deviation of 1, or to 0 ... 1.
+"""Normalisation of a channel's intensities: to mean 0 and standard deviation 1, or to 0 ... 1.
 
 Each normalisation clips, subtracts and divides. Statistics of the whole image are computed first,
 in one pass over its pieces (:func:`measured`); then any part can be normalised separately.
@@ -21,7 +21,7 @@ from unet3d.inputs.ahead import in_threads
 from unet3d.inputs.plain_data import PLAIN
 
 MOST_THREADS = 8
-"""Memory is no faster for more."""
+"""With more threads, memory bandwidth is the limit."""
 
 Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -36,10 +36,10 @@ KINDS_BY_NAME: dict[str, Kind] = {
     "rescale_to_0_1": "rescale",
     "rgb_to_0_1": "rgb",
 }
-"""The normalisation of a channel by its name in lower case, as in nnU-Net; of others z-score."""
+"""The normalisation of a channel by its name in lower case, as in nnU-Net; else z-score."""
 
 MOST_COLOUR = 255.0
-"""The largest intensity of an image of colours."""
+"""The largest intensity of a colour image."""
 
 Intensity = Annotated[float, Field(strict=True)]
 
@@ -63,8 +63,8 @@ class ChannelNormalization:
     mean: Intensity = 0.0
     std: Annotated[float, Field(gt=0, strict=True)] = 1.0
     least_std: Annotated[float, Field(ge=0, strict=True)] = 0.0
-    """What the deviation of a z-score, or the range of ``rescale``, is taken for at least, in
-    intensities of the image. 0: the result does not depend on their unit."""
+    """Lower limit of the standard deviation of a z-score, or of the range of ``rescale``, in
+    intensities of the image. With 0, the result does not depend on the unit of intensities."""
 
 
 def kind_of(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
@@ -84,7 +84,7 @@ class Intensities(NamedTuple):
     std: float
     """Around the mean, with the number of voxels as the divisor."""
     lowest: Array
-    """Of each plane along an axis, or of all voxels, (1,)."""
+    """Lowest intensity of each plane along an axis, or of all voxels, (1,)."""
     highest: Array
 
 
@@ -93,9 +93,8 @@ def measured(
 ) -> list[Intensities]:
     """Return the intensities of each channel, or refuse an image with NaN or infinity.
 
-    Of each channel, those voxels count that are in its mask (X, Y, Z), or all of them. Extremes are
-    those of the planes along an axis of X, Y, Z, if one is given; where a plane has other voxels,
-    the mean is among them.
+    The voxels inside a channel's mask (X, Y, Z) count, or all. With an axis, the extremes are those
+    of each plane along it, and voxels of a plane outside the mask count as having the mean.
     """
     others = tuple(one for one in range(3) if one != axis)
 
@@ -118,7 +117,7 @@ def measured(
             f"the image has {int(num_wrong.sum())} voxels of {math.prod(image.shape)} that are NaN "
             "or infinite; replace them, for example by 0"
         )
-    # As Chan, Golub and LeVeque join them, which loses no digits to a large mean.
+    # Moments are joined as by Chan, Golub and LeVeque, without cancellation for a large mean.
     total = count.sum(axis=1).clip(1)
     joined = (count * mean).sum(axis=1) / total
     squares += count * np.square(mean - joined[:, None])
@@ -142,10 +141,10 @@ def measured(
 
 
 def _moments(values: Array) -> _Moments:
-    """Return how many voxels are not finite, how many count, their mean and squared deviations."""
+    """Return the numbers of non-finite and finite voxels, mean, and sum of squared deviations."""
     if not values.size:
         return 0, 0, 0, 0
-    with np.errstate(invalid="ignore"):  # infinity and its negative
+    with np.errstate(invalid="ignore"):  # the sum of infinity and -infinity
         mean = float(values.mean(dtype=np.float64))
     if not math.isfinite(mean):  # sums of float32 never overflow in float64
         return values.size - int(np.count_nonzero(np.isfinite(values))), 0, 0, 0
@@ -154,24 +153,24 @@ def _moments(values: Array) -> _Moments:
 
 
 def on_pieces(work: Callable[[Box], Found], boxes: Sequence[Box]) -> list[Found]:
-    """Return what a function returns for each piece of an image."""
+    """Return the results of a function for all pieces of an image, computed in threads."""
     return in_threads(work, boxes, min(MOST_THREADS, num_cores()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What is done with the intensities of one channel of one image."""
+    """The normalisation of one channel of one image."""
 
     limits: tuple[float, float] | None = None
-    """Where they are clipped."""
+    """Lowest and highest intensity, to which others are clipped first."""
     mean: float = 0.0
     std: float = 1.0
     is_masked: bool = False
-    """Whether they become 0 outside."""
+    """Whether voxels outside the mask become 0."""
 
     @classmethod
     def of(cls, how: ChannelNormalization, found: Intensities) -> "Scaling":
-        """Return the scaling of a channel, or refuse colours that are none."""
+        """Return the scaling of a channel; VolumeError for colours outside 0 ... 255."""
         if how.kind == "none":
             return cls()
         if how.kind == "ct":
@@ -187,11 +186,11 @@ class Scaling:
         start, scale = found.mean, found.std
         if how.kind == "rescale":
             start, scale = lowest, highest - lowest
-        std = max(scale, how.least_std) or 1.0  # 1: of a constant channel
+        std = max(scale, how.least_std) or 1.0  # 1 for a constant channel
         return cls(mean=start, std=std, is_masked=how.kind == "z-score-inside")
 
     def apply_(self, values: Tensor, inside: Tensor | None = None) -> None:
-        """Normalise a part of the channel in place, in float32; a mask marks the inside."""
+        """Normalise a part of the channel in place, in float32; ``inside`` is its mask."""
         if self.limits is not None:
             values.clamp_(*self.limits)
         if self.mean:

@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 CLASS_ARRAYS = 2
-"""What resampling keeps of a label map: the strongest class of each voxel, and how strong it is."""
+"""Arrays for resampling a label map: the strongest class of each voxel, and its strength."""
 
 MAX_NORMALISED = 1e9
-"""Beyond it a variance soon overflows in float32. What a network normalises by it becomes 0, and
-the segmentation empty, though no number in sight is NaN or infinite."""
+"""Largest normalised intensity. With a larger one, a variance in the network may overflow in
+float32: features divided by it become 0, and the segmentation empty, without NaN or infinity."""
 
 
 class PreparedImage:
@@ -73,8 +73,8 @@ class PreparedImage:
         limits = ranges if interpolation.clips else None
         self._resampling = Resampling(image.shape, self.shape, orders, limits, slice_axis)
         self.nearest_axis: int | None = None
-        """Of X, Y, Z, the one along which logits are those of the nearest plane, when they are
-        brought back to the image's own spacing."""
+        """Axis along which logits are resampled to the image's own spacing by taking the nearest
+        plane; None: they are interpolated along all axes."""
         if not interpolation.logits_across_slices:
             self.nearest_axis = interpolation.slice_axis(target_mm, spacing_mm)
 
@@ -84,18 +84,18 @@ class PreparedImage:
         return self._image.num_channels
 
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
-        """Return some planes along an axis, (C, X', Y', Z'), in any order of memory.
+        """Return some planes along an axis, (C, X', Y', Z'), in any memory order.
 
-        They are on the device or, if it has too little memory, on the CPU. On a GPU the memory
-        belongs to another stream than the caller's, which records itself (``record_stream``); what
-        is in it is there.
+        They are on the device or, if it has too little memory, on the CPU. On a GPU their values
+        are complete, but their memory belongs to another stream, so the caller must call
+        ``record_stream``.
         """
         with explaining_memory("the image cannot be prepared"):
             if device.type == "cuda":
                 try:
                     with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
                         made = self._made(axis, begin, end, device)
-                        _stream(device).synchronize()  # the caller's stream knows nothing of it
+                        _stream(device).synchronize()  # the caller's stream does not wait for it
                         return made
                 except RuntimeError as error:
                     if not is_out_of_gpu_memory(error):
@@ -148,11 +148,11 @@ def nonzero_box(image: Image) -> Box:
     """Return the bounding box of voxels that are nonzero in any channel, as in nnU-Net.
 
     For an image of zeros, it is the whole image. Zeros around a skull-stripped head or outside the
-    field of view can be most of the volume, and teach nothing.
+    field of view can be most of the volume, and add nothing to training.
     """
     shape = image.geometry.shape
     ends = ((axis, slice(end, end + 1)) for axis in range(3) for end in (0, shape[axis] - 1))
-    if all(_nonzero(image, image.planes(*end)).any() for end in ends):  # as of most images
+    if all(_nonzero(image, image.planes(*end)).any() for end in ends):  # true for most images
         return whole_box(shape)
 
     def lines_of(box: Box) -> list[Mask]:
@@ -176,7 +176,7 @@ def inside_mask(image: Image) -> Mask:
 
     Cropping an image to its box does not change the mask.
     """
-    from scipy import ndimage  # takes a third of a second, and most images need it not
+    from scipy import ndimage  # takes a third of a second; most images do not need it
 
     nonzero = np.empty(image.geometry.shape, bool)
     for box in image.pieces():
@@ -186,13 +186,13 @@ def inside_mask(image: Image) -> Mask:
 
 
 def _nonzero(image: Image, box: Box) -> Mask:
-    """Return where any channel of a part is not 0, (X, Y, Z); NaN is not 0."""
+    """Return where any channel of a box is nonzero, (X, Y, Z); NaN counts as nonzero."""
     found: Mask = (image.read(box) != 0).any(axis=0)
     return found
 
 
 def prepare_image(image: Image, preprocessing: Preprocessing) -> npt.NDArray[np.float32]:
-    """Normalise an image that is cut to its box, and resample it, (C, X', Y', Z')."""
+    """Normalise and resample an image that is cut to its :func:`kept_box`, (C, X', Y', Z')."""
     geometry, target_mm = image.geometry, preprocessing.spacing_mm
     visible_shape(geometry.shape, geometry.spacing_mm, target_mm, len(preprocessing.channels))
     return np.ascontiguousarray(PreparedImage(image, preprocessing).whole().numpy())
@@ -201,10 +201,10 @@ def prepare_image(image: Image, preprocessing: Preprocessing) -> npt.NDArray[np.
 def prepare_label(
     array: npt.NDArray[np.integer[Any]], spacing_mm: Spacing, preprocessing: Preprocessing
 ) -> npt.NDArray[np.unsignedinteger]:
-    """Turn label values (X, Y, Z), cut as the image is, into class indices, and resample them.
+    """Turn label values (X, Y, Z), cut like the image, into class indices, and resample them.
 
-    The indices are of uint8, or uint16 for more than 256. Unlabelled voxels have the
-    one after the last class.
+    The indices are uint8, or uint16 if there are more than 256. Unlabelled voxels get the index
+    after the last class.
     """
     known = preprocessing.class_of
     classes = class_indices(array, tuple(known), tuple(known.values()))

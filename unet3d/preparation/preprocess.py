@@ -42,21 +42,21 @@ from unet3d.terminal import counting
 logger = logging.getLogger(__name__)
 
 MAX_INTENSITIES_PER_CASE = 10_000
-"""Voxels of a case, at most, from which the statistics of a CT channel are taken."""
+"""Most voxels of a case for the statistics of CT channels."""
 
 LARGEST_IN_FLOAT16 = 2.0**14
 """Normalised intensities up to this are stored as float16, which reaches four times as far."""
 
 MASKED_SHARE = 0.75
-"""Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
-is masked (the value of nnU-Net)."""
+"""If cropping leaves at most this share of the volume in the median case, z-scores are computed
+inside a mask (the value of nnU-Net)."""
 
 MAX_READERS = 4
-"""Cases that threads read at a time; each may take gibibytes of memory."""
+"""Most threads that read a case each, because each case may take gibibytes of memory."""
 
 VERSION = 11
-"""Part of every key: raise it whenever preparation gives other arrays for the same settings, or
-entries of another form."""
+"""Part of every key: raise it whenever preparation gives other arrays for the same settings, or the
+format of entries changes."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -67,17 +67,17 @@ class Fingerprint:
     """Spacing and shape of a data set, from which patch size and network follow."""
 
     spacing_mm: Spacing
-    """Spacing of the prepared arrays: the target, or the median where each keeps its own."""
+    """Spacing of the prepared arrays: the target, or the median if each keeps its own."""
     shape: Shape
     """Median shape of the prepared arrays."""
     shapes: frozenset[Shape]
-    """All shapes that these have."""
+    """All shapes of the prepared arrays."""
     num_cases: int
-    """How many cases there are, in all folds."""
+    """Number of cases in all folds."""
 
     @property
     def num_voxels(self) -> int:
-        """Voxels of all cases together, each taken for the median one."""
+        """Voxels of all cases together, counting each with the median shape."""
         return self.num_cases * math.prod(self.shape)
 
 
@@ -87,8 +87,8 @@ def plan_preprocessing(
     """Decide how every image of a data set is prepared.
 
     Voxels are read for the nonzero box and the statistics of CT channels; the cache keeps both. All
-    labelled cases count in every fold, so that folds share prepared arrays. Headers whose
-    ``geometries`` are not given, one for each case, are read.
+    labelled cases count in every fold, so that folds share prepared arrays. ``geometries``: one for
+    each case; by default headers are read.
     """
     geometries = geometries or [open_image(case.images[0]).geometry for case in dataset.cases]
     kinds = [kind_of(name, settings.normalization) for name in dataset.channel_names]
@@ -129,9 +129,9 @@ def plan_preprocessing(
 def _found_in_voxels(
     dataset: Dataset, store: Cache, of_ct: Sequence[int]
 ) -> tuple[list[Shape], list[ChannelNormalization]]:
-    """Return the shape of what is not zero of each case, and the normalisation of CT channels.
+    """Return the shape of the nonzero box of each case, and the normalisation of CT channels.
 
-    The cache keeps what is found, of each case and of all, so that only new cases are read.
+    The cache keeps the results of each case and of all, so that only new cases are read.
     """
     cases = dataset.cases
     outside = [*(dataset.raw_values[0] if dataset.raw_values else (0,))]
@@ -149,7 +149,7 @@ def _found_in_voxels(
         return known
     logger.debug("reading %d cases", len(cases))
     with counting("reading", len(cases)) as watch:
-        # To start processes would take longer than most data sets do.
+        # Threads: starting processes would take longer than reading most data sets.
         found = _in_threads(
             lambda task: _examined(*task, store, outside if of_ct else None),
             list(zip(cases, digests, strict=True)),
@@ -176,9 +176,9 @@ _Examined = tuple[Shape, npt.NDArray[np.float32] | None]
 def _examined(
     case: Case, digests: Sequence[str], store: Cache, outside: Sequence[int] | None
 ) -> _Examined:
-    """Return the shape of what is not zero, and with ``outside`` intensities (N, C) in the labels.
+    """Return the shape of the nonzero box and, if ``outside`` is given, intensities (N, C).
 
-    ``outside`` are the values of voxels outside of all labels.
+    Intensities are of voxels inside labels; ``outside`` has the label values of all other voxels.
     """
     record = store.folder / "examined" / f"{key_of([digests, outside], VERSION)}.json"
 
@@ -216,10 +216,13 @@ def _found_in_case(case: Case, outside: Sequence[int] | None) -> _Examined:
 def prepare_cases(
     cases: Sequence[Case], preprocessing: Preprocessing, cache: Path | None, num_workers: int
 ) -> list[PreparedCase]:
-    """Prepare cases in worker processes (0: in this one), or find them prepared, in their order."""
+    """Return prepared cases in order; those not in the cache are prepared by worker processes.
+
+    ``num_workers`` of 0: by this process.
+    """
     plan = preprocessing.to_dict()
     for name in ("channel_names", "label_names", "regions"):
-        del plan[name]  # they change nothing in the arrays
+        del plan[name]  # names and regions do not change the arrays
     store = Cache(cache)
     keys = [key_of([*digests, plan], VERSION) for digests in _digests(cases, store)]
     tasks = list(zip(cases, keys, strict=True))
@@ -246,7 +249,7 @@ def prepare_cases(
 
 
 def _digests(cases: Sequence[Case], store: Cache, labels: bool = True) -> list[list[str]]:
-    """Return what the files of each case contain."""
+    """Return the digests of the files of each case."""
 
     def of_case(case: Case) -> list[str]:
         return [store.digest(path) for path in (*case.images, *[case.label] * labels)]
@@ -258,7 +261,7 @@ def _digests(cases: Sequence[Case], store: Cache, labels: bool = True) -> list[l
 def _prepare(task: tuple[Case, str], store: Cache, preprocessing: Preprocessing) -> None:
     case, key = task
     if store.has_case(key):
-        return  # of another process, which began at the same time
+        return  # another process has prepared it meanwhile
     image, label = _read_case(case)
     spacing_mm = image.geometry.spacing_mm
     box = kept_box(image, preprocessing)
@@ -281,11 +284,11 @@ def _prepare(task: tuple[Case, str], store: Cache, preprocessing: Preprocessing)
 def stored_image(
     image: npt.NDArray[np.float32], channels: Sequence[ChannelNormalization]
 ) -> npt.NDArray[np.floating[Any]]:
-    """Return an image (C, X, Y, Z) to store: in float16 where that loses nothing that counts.
+    """Return an image (C, X, Y, Z) to store, in float16 if it holds the intensities well enough.
 
-    Normalised intensities are rounded to 11 binary digits, which is at most 2^-11 of their size
-    and far below the noise of a scan. Too large ones, and channels that are not normalised and
-    keep their exact values, are stored in float32.
+    float16 rounds normalised intensities to 11 binary digits, by at most 2^-11 of their value, far
+    below the noise of a scan. Images with larger intensities, or with a channel that is not
+    normalised and keeps its exact values, stay float32.
     """
     is_exact = any(how.kind == "none" for how in channels)
     largest = max(float(image.max()), -float(image.min()))
@@ -293,7 +296,7 @@ def stored_image(
 
 
 def _read_case(case: Case) -> tuple[Image, LabelMap]:
-    """Return a case's image and label map, which lie on one grid."""
+    """Return a case's image and label map; VolumeError if they are not on one grid."""
     image, label = open_image(case.images), read_label(case.label)
     disagreement = same_grid(image.geometry, label.geometry)
     if disagreement:
@@ -305,8 +308,8 @@ def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelN
     """Return the normalisation of a CT channel: percentiles 0.5 and 99.5, mean, deviation.
 
     Every case has the same weight, as in nnU-Net. nnU-Net draws equally many voxels of each case,
-    with replacement; here voxels are weighted instead. Intensities are (N,) for each case, at least
-    one in all.
+    with replacement; here voxels are weighted instead. Intensities are (N,) for each case; together
+    they must not be empty.
     """
     values = np.concatenate(intensities).astype(np.float64)
     sizes = [len(of_case) for of_case in intensities]

@@ -1,7 +1,8 @@
-"""Voxel grids of one box of space: spacing and shape, and how voxels are interpolated.
+"""The grid of a resampled image: spacing and shape, and how voxels are interpolated.
 
-Grids are resampled along their own axes, as if these were at right angles. Where they are not (a CT
-of a tilted gantry) anatomy stays as skewed as it is stored, and returns to its place afterwards.
+Images are resampled along their own axes, as if these were at right angles. If they are not, as in
+a CT with a tilted gantry, anatomy stays sheared as stored; segmentations are again on the original
+grid, and so in the right place.
 """
 
 import math
@@ -20,26 +21,26 @@ from unet3d.inputs.plain_data import PLAIN
 from unet3d.preparation.interpolation import Order
 
 THICK_SLICE_RATIO = 3.0
-"""An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
+"""Slices are thick if their spacing exceeds the finest by this factor (the value of nnU-Net)."""
 
 MAX_FINER = 200.0
-"""Voxels along an axis that one may become. A unit that is taken for another makes 1000 of it."""
+"""Most voxels along an axis that one voxel may become. A wrong unit of length makes it 1000."""
 
 MAX_VOXELS = 2**40
-"""Of a volume at the target spacing: 4 TiB in float32."""
+"""Most voxels of a volume at the target spacing: 4 TiB in float32."""
 
 MAX_LOST_VOXELS = 8
-"""Voxels along an axis of which a whole volume may become a single voxel."""
+"""Longest side, in voxels, of a volume that may become a single voxel."""
 
 REMEDY = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
 
 
 SpacingSetting = Literal["median", "native"] | Spacing
-"""What data.spacing_mm may be."""
+"""Allowed values of data.spacing_mm."""
 
 THIN_SLICE_PERCENTILE = 10
-"""Where few thick slices are to keep what the thinnest of them show, the spacing across them is
-this percentile of the data set's (the value of nnU-Net)."""
+"""Percentile of a data set's spacings that is the target across thick slices, so that cases with
+thinner slices lose less (the value of nnU-Net)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +55,21 @@ class Interpolation:
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
     order: Literal[1, 3] = 3
-    """Of the splines."""
+    """Order of the splines."""
     thick: Literal["auto", "always", "never"] = "auto"
-    """Whether slices are interpolated one by one: where they are thick, always, or never."""
+    """Whether slices are interpolated one by one: if they are thick, always, or never."""
     across_slices: Literal[0, 1] = 1
     """Order of the interpolation of images across slices that are interpolated one by one."""
     logits_across_slices: Literal[0, 1] = 1
-    """The same of logits."""
+    """The same order for logits."""
     clips: Annotated[bool, Field(strict=True)] = False
-    """Whether the result stays within the range of the intensities: of the image, or of each slice
-    where slices are interpolated one by one."""
+    """Whether results are clipped to the range of intensities of the image, or of each slice if
+    slices are interpolated one by one."""
 
     def slice_axis(self, have_mm: Spacing, want_mm: Spacing) -> int | None:
         """Return the axis across which slices are interpolated one by one, if there is one.
 
-        The spacing of what is resampled counts first, then the one that it gets.
+        The spacing before resampling decides, or else the spacing after it.
         """
         if self.thick == "never":
             return None
@@ -85,7 +86,7 @@ class Interpolation:
 
 
 def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:
-    """Tell which axes have thick slices in any of the given spacings."""
+    """Return which axes have thick slices in any of the given spacings."""
     x, y, z = (
         any(spacing[axis] > THICK_SLICE_RATIO * min(spacing) for spacing in spacings_mm)
         for axis in range(3)
@@ -108,7 +109,7 @@ def target_spacing(
     lose most of their few slices. So if the coarsest axis of the median exceeds both others by the
     factor :data:`THICK_SLICE_RATIO` in spacing, and both others exceed it by that factor in voxels,
     its target is the 10th percentile of its spacings, but not below the other two: the rule of
-    nnU-Net (Isensee et al., Nature Methods 2021). Shapes belong to spacings.
+    nnU-Net (Isensee et al., Nature Methods 2021). ``shapes`` are those of the same cases.
     """
     if setting == "native":
         return None
@@ -134,7 +135,7 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
     if target_mm is None:
         return shape
     x, y, z = (
-        max(1, round(have / want * size))  # halves depend on the order: nnU-Net's
+        max(1, round(have / want * size))  # nnU-Net's order of operations, which decides halves
         for size, have, want in zip(shape, spacing_mm, target_mm, strict=True)
     )
     return (x, y, z)
@@ -143,9 +144,9 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
 def visible_shape(
     shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int = 0
 ) -> Shape:
-    """Return :func:`resampled_shape`, or refuse one that a wrong unit of length makes.
+    """Return :func:`resampled_shape`; VolumeError if a unit of length must be wrong.
 
-    If so many arrays, such as channels, are resampled at once, memory must suffice for them.
+    VolumeError also if the host lacks memory to resample ``num_arrays`` arrays, such as channels.
     """
     new_shape = resampled_shape(shape, spacing_mm, target_mm)
     change = (
@@ -157,7 +158,7 @@ def visible_shape(
     finest = max(new / old for new, old in zip(new_shape, shape, strict=True))
     if new_shape != shape and (finest > MAX_FINER or math.prod(new_shape) > MAX_VOXELS):
         raise VolumeError(f"{change}, which is far too many; {REMEDY}")
-    # The arrays, a piece of them on its way along each axis, the result, and a copy in order.
+    # The arrays, an intermediate result along each axis, the result, and a contiguous copy.
     voxels = math.prod(shape) + 3 * max(math.prod(shape), math.prod(new_shape))
     refuse_beyond_memory(FLOAT32_BYTES * num_arrays * voxels, f"{change}, which", REMEDY)
     return new_shape

@@ -21,20 +21,20 @@ from unet3d.preparation.resample import Interpolation
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing(Labels):
-    """Everything that is needed to prepare an image at prediction as in training."""
+    """All that prediction needs to prepare an image as training did."""
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
 
     spacing_mm: Spacing | None
-    """Target spacing; None: each image's own."""
+    """Target spacing; None: each image keeps its own."""
     channels: Annotated[tuple[ChannelNormalization, ...], at_most(2**14)]
     channel_names: Annotated[tuple[Name, ...], at_most(2**14)]
     crops_to_nonzero: Annotated[bool, Field(strict=True)] = False
-    """Whether the image is cut to the box of its voxels that are not zero in every channel."""
+    """Whether the image is cut to the box of voxels that are nonzero in any channel."""
     orientation: Literal["ras", "stored"] = "ras"
     """Axes of the arrays: to the right, to the front and up, or those of the file."""
     interpolation: Interpolation = Interpolation()
-    """How images come to the target spacing, and logits back."""
+    """How images are resampled to the target spacing, and logits back."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -42,13 +42,13 @@ class Preprocessing(Labels):
         return plain
 
     def without_least_std(self) -> Self:
-        """Return the plan with no least deviation: two that differ in nothing else go together."""
+        """Return the plan without ``least_std``, whose differences do not matter in an ensemble."""
         channels = tuple(replace(channel, least_std=0.0) for channel in self.channels)
         return replace(self, channels=channels)
 
     @property
     def num_outputs(self) -> int:
-        """How many logits a voxel has: of each region, or of each class."""
+        """Number of logits per voxel: one for each region, or for each class."""
         return len(self.regions) or len(self.label_values)
 
     @property
@@ -59,10 +59,7 @@ class Preprocessing(Labels):
 
     @property
     def scored(self) -> dict[str, tuple[int, ...]]:
-        """What segmentations are compared in, by name: each region, or each class but background.
-
-        The values are indices of classes.
-        """
+        """Class indices of what is scored, by name: each region, or each class but background."""
         if self.regions:
             names = [region.name for region in self.regions]
             return dict(zip(names, self.region_classes, strict=True))
@@ -70,7 +67,7 @@ class Preprocessing(Labels):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        """Refuse channels and labels of a file that contradict each other."""
+        """Refuse channels and labels that contradict each other."""
         if not len(self.channels) == len(self.channel_names) > 0:
             raise ValueError("has different numbers of channels and of their names")
         labels = set(self.label_values)
@@ -96,7 +93,7 @@ class Preprocessing(Labels):
 def classes_of(logits: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     """Return the index of the class of each voxel, (X, Y, Z), on the device of the logits.
 
-    These are (K, X, Y, Z), or (R, X, Y, Z) where the network segments regions.
+    The logits are (K, X, Y, Z), or (R, X, Y, Z) if the network segments regions.
     """
     if not preprocessing.regions:
         return strongest_class(logits)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:  # prediction reads a checkpoint with a split, but needs no da
     from unet3d.preparation.cache import Cache
 
 MAX_NAMED = 3
-"""Cases that a message names of each kind of difference."""
+"""Most cases that a message names for each kind of difference."""
 
 MAX_CASES = 1_000_000
 
 Text = Annotated[str, Field(max_length=4096, strict=True)]
-"""Names of cases are parts of paths."""
+"""A digest, or the name of a case, which is part of a path."""
 Contents = Annotated[dict[Text, Text], at_most(MAX_CASES)]
 
 
@@ -41,7 +41,7 @@ class CaseSplit:
     def of(
         cls, training: "Sequence[Case]", validation: "Sequence[Case]", cache: "Cache"
     ) -> "CaseSplit":
-        """Return the split of cases; a cache remembers digests."""
+        """Return the split of cases; digests of known files come from the cache."""
         return cls(
             training={case.name: content_of(case, cache) for case in training},
             validation={case.name: content_of(case, cache) for case in validation},
@@ -54,7 +54,7 @@ class CaseSplit:
 
     @property
     def twins(self) -> list[str]:
-        """Cases that are validated on, and trained on under another name: copies, or links."""
+        """Validation cases with the same files as a training case: copies, or links."""
         trained = set(self.training.values())
         return [name for name, content in self.validation.items() if content in trained]
 

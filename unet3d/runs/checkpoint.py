@@ -32,8 +32,8 @@ FORMAT = 1
 """Incremented whenever the layout of checkpoints changes."""
 
 Part = Literal["all", "network", "description"]
-"""The parts of a checkpoint to read: all; all but the training state; or the same with weights on
-the meta device."""
+"""What to read of a checkpoint. network: all but the training state; description: neither the
+training state nor weights, whose tensors are on the meta device."""
 
 
 def _config(text: Any) -> Config:
@@ -63,9 +63,9 @@ class Checkpoint:
     config: Annotated[Config, PlainValidator(_config)]
     """The settings of its run."""
     split: CaseSplit | None = None
-    """The cases that its run trains and validates on; None: it is older than their record."""
+    """The training and validation cases of its run; None: an older file does not record them."""
     postprocessing: Annotated[tuple[Values, ...], at_most(2**16)] = ()
-    """Values of labels, whose voxels together keep only their largest component in predictions."""
+    """Groups of label values: prediction keeps only the largest component of each group."""
     model: dict[Name, Tensor]
     """Parameters and buffers by name; on the meta device if only a description was read."""
     training: Annotated[dict[Name, Any], at_most(8)]
@@ -95,7 +95,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the parameters: float64, or float32."""
+        """Type of the parameters: float64 or float32."""
         is_double = any(value.dtype == torch.float64 for value in self.model.values())
         return torch.float64 if is_double else torch.float32
 
@@ -146,8 +146,8 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
 def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
-    Raises CheckpointError where the file is missing, damaged or not a checkpoint of unet3d, has
-    values out of range or tensors of another network, or weights that are not finite.
+    Raises CheckpointError if the file is missing, damaged or not a checkpoint of unet3d, or has
+    values out of range, tensors of another network or weights that are not finite.
     """
     with explained(path):
         content = read_tensors(path, described=part == "description")
@@ -155,7 +155,7 @@ def load_checkpoint(path: Path, part: Part = "all") -> Checkpoint:
 
 
 def checkpoint_of(content: Any, path: Path, part: Part) -> Checkpoint:
-    """Return the checkpoint in a file; ValueError or ConfigError if it is invalid."""
+    """Return the checkpoint in a file's content; ValueError or ConfigError if it is invalid."""
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
     if content["format"] != FORMAT:
@@ -172,7 +172,7 @@ def checkpoint_of(content: Any, path: Path, part: Part) -> Checkpoint:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Explain why the checkpoint at a user's path cannot be read, and what to do."""
+    """Turn errors of reading the checkpoint at a path into a CheckpointError that explains them."""
     try:
         yield
     except OSError as error:
@@ -192,7 +192,7 @@ def explained(path: Path) -> Iterator[None]:
 def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d:
     """Return the network on the meta device, if it has the stored parameters and buffers.
 
-    Raises ValueError, in one line, where names, shapes or types differ.
+    Raises a one-line ValueError if names, shapes or types differ.
     """
     with torch.device("meta"):
         network = UNet3d(topology)
@@ -205,7 +205,7 @@ def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d
 def compare_tensors(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: Callable[[Tensor], str]
 ) -> None:
-    """Refuse, by a ValueError in one line, tensors of other names, or of another kind."""
+    """Raise a one-line ValueError if names of tensors differ, or what ``kind`` returns for them."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{printable(name)} is unknown" for name in found if name not in wanted]
     for name, value in wanted.items():
@@ -216,7 +216,7 @@ def compare_tensors(
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor]) -> None:
-    """Refuse, by a ValueError that names one, weights with NaN or infinite numbers."""
+    """Raise a ValueError that names the first weight with NaN or infinity, if there is one."""
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
             raise ValueError(

@@ -19,9 +19,9 @@ FOLDS = "folds.json"
 
 
 def chosen_folds(folds: str | int | Sequence[str | int] | None) -> tuple[int, ...] | None:
-    """Return folds such as ``0,2`` or ``[0, 2]`` as numbers, each once; ``all`` or None: all.
+    """Return folds such as ``0,2`` or ``[0, 2]`` as numbers, each once; None for ``all`` or None.
 
-    Raises ValueError where they are something else.
+    Raises ValueError for anything else.
     """
     parts: Sequence[str | int] = [folds] if isinstance(folds, int) else folds or ["all"]
     parts = parts.split(",") if isinstance(parts, str) else parts
@@ -74,7 +74,7 @@ def checkpoints_in(path: Path) -> tuple[Path, ...]:
 
 
 def refuse_other_file(path: Path) -> None:
-    """Raise CheckpointError where a file is missing or clearly no checkpoint, without PyTorch."""
+    """Raise CheckpointError if a file is missing or clearly no checkpoint, without PyTorch."""
     try:
         with open_regular(path) as file:
             is_archive = file.read(2) == b"PK"  # as torch.save writes
@@ -97,15 +97,15 @@ def checkpoint_in(path: Path) -> Path:
 def newest_run(
     finished: bool, suits: Callable[[RunFolder], bool] = lambda run: True
 ) -> RunFolder | None:
-    """Return the newest run below ``runs/`` that suits; a run over several folds counts once.
+    """Return the most recently written run in ``runs/`` that suits.
 
-    Newest means written to last. If only finished runs are wanted, all folds must be finished.
+    A run over several folds counts once, and as finished only if all its folds are.
     """
     return next(filter(suits, newest_runs(finished)), None)
 
 
 def newest_runs(finished: bool) -> list[RunFolder]:
-    """Return the runs below ``runs/``, or the finished ones; the latest written first."""
+    """Return the runs in ``runs/``, or only the finished ones; the last written comes first."""
     written = []
     for path in RUNS.iterdir() if RUNS.is_dir() else ():
         run = RunFolder(path)

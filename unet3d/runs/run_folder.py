@@ -1,6 +1,6 @@
 """The folder of one run: the names of its files, its lock, and how the files are written.
 
-Names and contents of the files are public; the README describes them.
+Names and contents of the files are public; ``docs/reference/files.md`` describes them.
 """
 
 import itertools
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CASES = "cases.json"
-"""The file of the scores in the folder of the validation."""
+"""The file of scores in the validation folder."""
 WORST, BEST = "worst.png", "best.png"
-"""The pictures of two cases in it; of one case only the first."""
+"""The pictures of two cases in the validation folder; if there is one case, only the first."""
 RUNS = Path("runs")
-"""The folder below the current one where runs are put and looked for."""
+"""The folder, in the current one, where runs are made and looked for."""
 FOLD = re.compile("fold([0-9]{1,4})")
 """Name of a fold's folder within the folder of a run over several folds."""
 
@@ -97,14 +97,14 @@ class RunFolder:
         with writing(self.path):
             make_folder(self.path)
             tempfile.TemporaryFile(dir=self.path).close()  # refuse now, not after an epoch
-            remove_leftovers(self.path, elsewhere_s=0)  # nobody else may write here now
+            remove_leftovers(self.path, elsewhere_s=0)  # the lock keeps other writers away
             self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
 
     def refuse_used(self) -> None:
-        """Refuse a folder that is not for a new run; nothing is changed.
+        """Raise ConfigError if a new run may not use the folder; nothing is changed.
 
-        Allowed are a missing folder, an empty one, and one of a run that was killed before its
-        first checkpoint. Such a run has left ``data.json``, which it writes first.
+        Allowed are a missing folder, an empty one, and the folder of a run that was killed before
+        its first checkpoint. Such a run has left ``data.json``, which it writes first.
         """
         for file, instead in ((self.latest, "continue it with --resume"), (self.best, AWAY)):
             if file.exists():
@@ -132,7 +132,7 @@ class RunFolder:
         return next((file for file in (self.latest, self.best) if file.is_file()), None)
 
     def check_resumable(self) -> None:
-        """Check that there is a run to continue; nothing is changed."""
+        """Raise an error unless there is a run to continue; nothing is changed."""
         if not self.latest.exists():
             raise CheckpointError(
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
@@ -150,12 +150,13 @@ class RunFolder:
         return _read_object(self.validation / CASES) is not None
 
     def reopen(self, num_epochs: int) -> None:
-        """Prepare the folder for the continuation of its run after some epochs.
+        """Prepare the folder for continuing its run after the first ``num_epochs`` epochs.
 
-        Lines of later epochs, which will run again, are dropped, and so is the validation.
+        Metrics of later epochs, which will run again, are dropped, and so are the summary and the
+        validation.
         """
         with writing(self.path):
-            remove_leftovers(self.path, elsewhere_s=0)  # nobody else may write here now
+            remove_leftovers(self.path, elsewhere_s=0)  # the lock keeps other writers away
             self.summary.unlink(missing_ok=True)  # not finished any more
             if self.validation.is_dir():
                 shutil.rmtree(self.validation)
@@ -185,7 +186,7 @@ class RunFolder:
         _write(path, json.dumps(content, indent=2) + "\n")
 
     def publish_validation(self, unfinished: Path, record: Mapping[str, Any]) -> None:
-        """Replace the validation by a folder of predictions and pictures, with their scores."""
+        """Write the scores to a folder of segmentations and pictures, which replaces the last."""
         self.write_json(unfinished / CASES, record)
         publish_folder(unfinished, self.validation, replace=True)
 
@@ -195,7 +196,7 @@ class RunFolder:
             append(self.metrics, (json.dumps(line) + "\n").encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of all epochs, without damaged ones, which a warning counts.
+        """Return the metrics of all epochs, without damaged lines, which a warning counts.
 
         An incomplete last line is ignored: the process was killed while writing it, and its epoch
         runs again.
@@ -215,17 +216,14 @@ class RunFolder:
 
 
 def folds_in(path: Path) -> dict[int, RunFolder]:
-    """Return the runs of single folds within the folder of a run over several, by their number."""
+    """Return the runs of the folds in the folder of a run over several folds, by fold number."""
     names = os.listdir(path) if path.is_dir() else []
     matches = sorted((int(found[1]), name) for name in names if (found := FOLD.fullmatch(name)))
     return {number: RunFolder(path / name) for number, name in matches}
 
 
 def make_run(name: str) -> RunFolder:
-    """Make a folder below ``runs/`` that no other process has made.
-
-    If the name is taken, a number is appended.
-    """
+    """Make a new folder in ``runs/``; a number is appended if the name is taken."""
     for number in itertools.count(1):
         run = RunFolder(RUNS / (name if number == 1 else f"{name}-{number}"), is_made=True)
         with writing(run.path):
@@ -249,7 +247,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Explain in a ConfigError that a file of a run cannot be written."""
+    """Turn an OSError while writing files of a run into a ConfigError that explains it."""
     try:
         yield
     except OSError as error:

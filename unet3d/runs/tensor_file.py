@@ -17,14 +17,14 @@ from unet3d.memory.host import is_out_of_memory, shortage
 
 
 def write_tensors(content: Any, file: IO[bytes]) -> None:
-    """Write plain values and tensors to an open file, and raise OSError where that is not possible.
+    """Write plain values and tensors to an open file, and raise OSError if writing fails.
 
-    With a path, torch.save would not say why writing failed.
+    Given a path instead, torch.save would not say why it failed.
     """
     try:
         torch.save(content, file)
     except RuntimeError as error:
-        # torch.save hides an error of the file, such as a full disk, behind one of its own.
+        # torch.save replaces the file's error, such as a full disk, by one of its own.
         if not isinstance(error.__context__, OSError):
             raise
         raise error.__context__ from None
@@ -50,7 +50,7 @@ _one_at_a_time = threading.Lock()
 
 
 def read_tensors(path: Path, *, described: bool = False) -> Any:
-    """Return the content of a file; tensors are memory-mapped, or only described without memory.
+    """Return the content of a file; its tensors are memory-mapped, or on the meta device.
 
     Raises OSError, and ValueError if the file is damaged or could run code.
     """
@@ -80,17 +80,17 @@ def read_tensors(path: Path, *, described: bool = False) -> Any:
 
 
 def own_tensors(value: Any, num_bytes: int) -> Any:
-    """Return values with tensors copied to memory, which do not change with the file.
+    """Return nested values with copies of the tensors in memory, independent of the file.
 
-    Raises ValueError if they are larger than the file, of ``num_bytes``, as tensors with stride 0
-    are, or larger than the available memory.
+    Raises ValueError if the tensors are larger than the file (``num_bytes``), as tensors with
+    stride 0 can be, or than the available memory.
     """
     sizes: list[int] = []
     on_tensors(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()), value)
     needed = sum(sizes)
     if needed > num_bytes:
         raise ValueError("its tensors are larger than the file")
-    lacking = shortage(needed)  # a file may have holes, which take no disk
+    lacking = shortage(needed)  # a sparse file may be larger than memory and disk
     if lacking is not None:
         raise ValueError(f"what it holds {lacking}")
     return on_tensors(own, value)
@@ -108,7 +108,7 @@ def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU that shares no memory, and has no autograd graph."""
+    """Return a contiguous copy on the CPU, without an autograd graph."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ValueError("one of its tensors does not hold plain numbers")
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -15,12 +15,12 @@ Rows = tuple[Axes, Axes, Axes]
 """A matrix (3, 3)."""
 
 NEGLIGIBLE_VOXEL = 1e-6
-"""A point closer to a voxel than this is at it; the box need not reach beyond."""
+"""Distance, in voxels, below which a point counts as at a voxel, so that the box ends there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slab:
-    """Some planes along X of a batch; a patch that is smaller than the batch lies in its middle."""
+    """Some planes along X of a batch; a patch smaller than the batch is centred in it."""
 
     planes: range
     num_planes: int
@@ -35,7 +35,7 @@ class Slab:
         return slice(first, last), slice(0, size[1]), slice(0, size[2])
 
     def place(self, extent: "Extent", shape: Sequence[int]) -> Box:
-        """Return the place of the wanted part of a patch in a slab of this shape."""
+        """Return the box of the wanted part of a patch in a slab of a given shape."""
         size, part = extent.size, extent.part
         first_x = middle(self.num_planes, size[0]) + part[0].start - self.planes.start
         starts = (first_x, middle(shape[1], size[1]), middle(shape[2], size[2]))
@@ -68,7 +68,7 @@ def inside(box: Box, outer: Box) -> Box:
 
 
 def middle(available: int, voxels: int) -> int:
-    """Return the first of ``voxels`` that are centred in ``available`` ones."""
+    """Return the index of the first of ``voxels`` that are centred in ``available`` ones."""
     return (available - voxels) // 2
 
 
@@ -80,7 +80,7 @@ class Extent(NamedTuple):
     part: Box
     """The voxels of the patch that are wanted."""
     made: Box
-    """The voxels that are made: those of :attr:`part` and those that they depend on."""
+    """The voxels that are computed: :attr:`part` and all voxels that it depends on."""
 
 
 class Placement(NamedTuple):
@@ -143,4 +143,4 @@ class Cut:
     extent: Extent
     """The part of the patch that is made."""
     name: str
-    """The case."""
+    """Name of the case."""

@@ -12,8 +12,8 @@ from unet3d.patches.augment.filters import farthest_reach
 from unet3d.patches.augment.recipe import number_together
 
 WORK_ARRAYS = 2
-"""Copies of a channel in float32 that a filter keeps beside the channel that it changes; one more
-if several channels are changed at a time, because they are copied out of the others."""
+"""Temporary float32 copies of each channel that a filter changes; one more if several channels are
+changed at once, because they are first copied out of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

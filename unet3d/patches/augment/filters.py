@@ -19,13 +19,12 @@ from unet3d.patches.augment.draw import BLUR_SIGMA_VOXELS, LOW_RESOLUTION_RANGE,
 from unet3d.patches.augment.intensity import Part
 
 BLUR_DEVIATIONS = 4.0
-"""Radius at which a Gaussian is truncated."""
+"""Radius at which a Gaussian is truncated, in standard deviations."""
 
 CHUNK = 64
-"""Voxels of an axis that a CPU makes at a time: a matrix is a band, and most of its entries are
-0."""
+"""Voxels of an axis that a CPU computes at once: matrices are banded, so chunks skip zeros."""
 GPU_CHUNK = 256
-"""The same for a GPU, where a launch costs more than zeros."""
+"""The same for a GPU, where a launch costs more than multiplying zeros."""
 
 CPU = torch.device("cpu")
 
@@ -35,7 +34,7 @@ axis is not filtered."""
 
 
 def blur_matrices(sigmas: Sequence[Axes], size: Shape) -> Matrices:
-    """Return convolutions with Gaussians of deviations in voxels, mirrored at the faces."""
+    """Return convolutions with Gaussians, mirrored at the faces; ``sigmas`` are in voxels."""
     return tuple(
         torch.stack([_blur_matrix(voxels, sigma[axis]) for sigma in sigmas]) if voxels > 1 else None
         for axis, voxels in enumerate(size)
@@ -43,7 +42,7 @@ def blur_matrices(sigmas: Sequence[Axes], size: Shape) -> Matrices:
 
 
 def coarsening_matrices(resolutions: Sequence[Axes], size: Shape) -> Matrices:
-    """Return filters that lower the resolution; a factor gives the number of large voxels.
+    """Return filters that lower the resolution, by factors of the number of voxels.
 
     Each large voxel is the mean over its box, as in a scanner, which does not shift the image; the
     nearest voxel would shift it by up to half a large voxel. The result is interpolated linearly.
@@ -106,7 +105,7 @@ def _fewer(voxels: int, factor: float) -> int:
 
 
 def _coarsening_reach(voxels: int, factor: float) -> int:
-    """Return the reach of a voxel: the far faces of two large ones, 1.5 of them away."""
+    """Return the reach of a voxel: far faces of the two large voxels that it is made from."""
     fewer = _fewer(voxels, factor)
     return math.ceil(1.5 * voxels / fewer) if fewer < voxels else 0
 

@@ -1,8 +1,8 @@
 """Changes of the intensities of channels, in place, each as in nnU-Net.
 
-Whatever depends on the whole patch, such as its mean, is a sum or an extreme over its voxels, taken
-on the device and never read by the host. Where several devices make slabs of one patch, they gather
-these numbers.
+Statistics of the whole patch, such as its mean, are sums or extremes over its voxels, computed on
+the device and never read by the host. If several devices make slabs of one patch, they gather these
+numbers.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from unet3d.patches.augment.cut import Extent, inside
 
 SMALL = 1e-7
-"""Smallest span or deviation to divide by, so that a constant channel stays finite."""
+"""Smallest range or deviation to divide by, so that a constant channel stays finite."""
 
 Gather = Callable[[Tensor], Tensor]
 """Maps numbers (K) of a slab to those of all slabs of the patch (slabs, K), in the same order on
@@ -90,7 +90,7 @@ def change_gamma(channels: Tensor, part: Part, exponents: Tensor, signs: Tensor)
     """
     levels, values = part.levels(channels), channels.flatten(1)
     span = (levels.high - levels.low).clamp_(min=SMALL)
-    # A voxel of the margin may lie beyond the end: it counts where another box is sampled.
+    # abs: a voxel of the margin may lie beyond the range, which other devices measure for it.
     end = torch.where(signs > 0, levels.low, levels.high)
     values.sub_(end).div_(span).abs_().pow_(exponents)
     # Mean and deviation are restored, so scale and offset of the curve have no effect.

@@ -4,8 +4,8 @@ There is no random state, and GPU and host do not wait for each other. Rotation,
 noise, brightness and the conversion from the stored type are one interpolation. Changes that were
 not drawn are not computed.
 
-A slab of a batch is made alone, from the voxels that it depends on. Only contrast and gamma depend
-on the whole patch: if the devices cannot gather its mean and range, such a patch is made whole.
+A slab of a batch is made separately, from the voxels that it depends on. Only contrast and gamma
+depend on the whole patch: if the devices cannot gather its statistics, the patch is made whole.
 
 A small patch takes a GPU less time than a launch takes the host. So each operation is launched once
 for all patches of a batch; tensors with the drawn numbers are copied beforehand. On a CPU each
@@ -96,7 +96,7 @@ def _recipe(cuts: Sequence[Cut], extent: Extent) -> tuple[Boxes, Recipe]:
 
 
 def _changes(drawn: Sequence[DrawnChannel], size: Shape) -> Iterator[Change]:
-    """Yield the changes of channels."""
+    """Yield the changes of channels, in the order in which they are applied."""
     for rows, sigmas in _chosen([one.blur_sigma for one in drawn], None, size):
         yield Change(filtered, rows, (blur_matrices(sigmas, size),))
     for rows, factors in _chosen([one.contrast for one in drawn], 1.0, size):
