@@ -45,7 +45,7 @@ class TerminalProgress(Progress):
         self._show(f"{self._scan}: {name}")
 
     def windows_done(self, done: int, total: int) -> None:
-        """Show how many windows are done; 0 starts over, as with smaller windows."""
+        """Show how many windows are done; 0 starts over, such as with fewer at a time."""
         now = time.monotonic()
         if done == 0:
             self._began = now

@@ -1,4 +1,4 @@
-"""Scores of segmentations against label maps, from file to file: each label in each case.
+"""Scores of segmentations against label maps: each label in each case.
 
 Only the files are needed, so segmentations of other tools can be evaluated, too.
 """
@@ -30,7 +30,7 @@ from unet3d.terminal import counting
 logger = logging.getLogger(__name__)
 
 MAX_VALUES_OF_ONE_SIDE = 100
-"""Values that only one of two label maps may have; more are the grey values of an image."""
+"""Most values that only one of two label maps may have; more must be grey values of an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class CaseScores:
 
     @property
     def mean_dice(self) -> float | None:
-        """Mean over the labels that the case has; None where it has none."""
+        """Mean Dice over the labels of the case; None if it has none."""
         return _mean([score.dice for score in self.scores.values()])
 
 
@@ -56,19 +56,19 @@ class Evaluation:
     labels: tuple[Label, ...]
     """Values of labels and regions, in the order in which they are shown."""
     scored: ScoredLabels = EVERY_VALUE
-    """Their names, and the value that counted nowhere."""
+    """Names of the labels, and the value of voxels that are not scored."""
     tolerance_mm: float = TOLERANCE_MM
-    """Of the surface Dice."""
+    """Tolerance of the surface Dice (NSD)."""
     units: Units = MILLIMETRES
-    """In which people read distances and volumes."""
+    """Units in which distances and volumes are shown."""
     without_prediction: tuple[str, ...] = ()
-    """Names of the label maps in the folder that nobody has predicted; they count nowhere."""
+    """Names of label maps without a segmentation; they do not count."""
     without_label: tuple[str, ...] = ()
-    """Names of the predictions without label map, likewise."""
+    """Names of segmentations without a label map; they do not count."""
 
     @classmethod
     def of(cls, cases: Sequence[CaseScores], scored: ScoredLabels, **more: Any) -> "Evaluation":
-        """Return the evaluation of cases, each with the scores of its labels."""
+        """Return the evaluation of cases that have only the scores of their own labels."""
         there = {label for case in cases for label in case.scores}
         order = scored.among({value for label in there for value in values_of(label)})
         labels = tuple(label for label in order if label in there)
@@ -91,9 +91,9 @@ class Evaluation:
         return LabelScore(**means)
 
     def num_cases(self, label: Label) -> tuple[int, int]:
-        """Return how many cases are in a label's mean Dice and in its mean HD95.
+        """Return the numbers of cases in a label's mean Dice and in its mean HD95.
 
-        Those of its mean surface Dice are those of its mean Dice.
+        The mean surface Dice has the same cases as the mean Dice.
         """
         scores = [case.scores[label] for case in self.cases]
         num_dice = sum(score.dice is not None for score in scores)
@@ -101,7 +101,7 @@ class Evaluation:
 
     @property
     def mean_dice(self) -> float | None:
-        """Mean over the labels of their mean Dice; None where there is no label."""
+        """Mean over labels of each label's mean Dice; None if there is no label."""
         return _mean([self.mean(label).dice for label in self.labels])
 
     def name_of(self, label: Label) -> str:
@@ -111,7 +111,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain lists and numbers, for JSON.
 
-        A label has its value as its key, a region its values with commas between them.
+        The key of a label is its value, that of a region its values separated by commas.
         """
         means = {}
         for label in self.labels:
@@ -151,12 +151,12 @@ def evaluate(
     tolerance_mm: float | None = None,
     leave_out: bool = False,
 ) -> Evaluation:
-    """Compare predictions with labels.
+    """Compare segmentations with label maps.
 
     Two files may have any names. In folders, the segmentation of ``case.nii.gz`` is
     ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. If no labels are named, every
     value but 0 is a label. Label maps in a folder may lack a segmentation, but every segmentation
-    needs its label map: one without is more likely misnamed than meant to be left out.
+    needs its label map unless ``leave_out``, because one without it is probably misnamed.
     """
     found = find_pairs(predictions, labels, leave_out)
     spacing_mm = open_image(found.pairs[0][1]).geometry.spacing_mm
@@ -201,7 +201,7 @@ def scored_labels(
     elif (found := description_of(labels)) is not None:
         try:
             scored = read_scored_labels(found)
-        except DatasetError as error:  # nobody asked for it
+        except DatasetError as error:  # no error, because the user did not name this file
             logger.warning("labels have no names: %s", error)
         else:
             logger.info("labels as %s names them", found)
@@ -216,7 +216,7 @@ def scored_labels(
 
 
 def read_pair(prediction_path: Path, label_path: Path) -> tuple[LabelMap, LabelMap]:
-    """Read a prediction and its label map, with the axes of both as the label map has them."""
+    """Read a segmentation and its label map, both with the axes of the label map."""
     prediction, label = read_label(prediction_path), read_label(label_path)
     disagreement = same_grid(prediction.geometry, label.geometry)
     if disagreement is not None:

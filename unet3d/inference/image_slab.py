@@ -1,4 +1,4 @@
-"""The planes of an image that windows read, prepared just before and dropped afterwards."""
+"""The planes of an image that windows read: prepared just before, and dropped afterwards."""
 
 import math
 from collections import deque
@@ -16,15 +16,16 @@ from unet3d.inputs.ahead import ahead
 from unet3d.preparation.prepared_image import CPU
 
 PIECE_VOXELS = 2**25
-"""Voxels that are made at a time, unless a plane has more."""
+"""Most voxels to prepare at once, unless a plane has more."""
 
 
 Make = Callable[[int, int, int, torch.device], Tensor]
-"""Returns the planes along an axis of X, Y, Z from one to before another, (C, X, Y, Z), which are
-there. They may be on any device; if they are made, that is done where they are wanted."""
+"""Takes an axis, the first plane, the end and a device; returns the planes, (C, X, Y, Z). They are
+complete, are computed on that device if possible, and may be on any device."""
 
 Share = Callable[[Callable[[], Tensor] | None, list[int]], Tensor]
-"""Returns planes of a size in all ranks, which what waits for them gives to the first one."""
+"""Takes a function that returns the planes, None in all ranks but the first, and their shape;
+returns the planes in every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,11 @@ class Planes:
     make: Make | None
     """None: another rank has the image."""
     share: Share | None = None
-    """None: nobody else needs the planes."""
+    """None: no other rank needs the planes."""
 
     @classmethod
     def of(cls, image: Tensor) -> "Planes":
-        """Return an image (C, X, Y, Z) that is there, wherever it is."""
+        """Return the planes of a tensor (C, X, Y, Z), on any device."""
         x, y, z = image.shape[1:]
 
         def make(axis: int, begin: int, end: int, device: torch.device) -> Tensor:
@@ -50,7 +51,7 @@ class Planes:
         return cls(shape=(x, y, z), num_channels=len(image), make=make)
 
     def begin(self, axis: int, begin: int, end: int, device: torch.device) -> Callable[[], Tensor]:
-        """Begin to make some planes in a thread, and return what waits for them."""
+        """Begin to make some planes in a thread, and return a function that waits for them."""
         made, make, share = None, self.make, self.share
         if make is not None:
             made = ahead(lambda: make(axis, begin, end, device)).result
@@ -63,7 +64,7 @@ class Planes:
 
 
 def sharing(group: Group, messages: dist.ProcessGroup, device: torch.device) -> Share:
-    """Return what sends planes of the first rank to all, which have a device for messages each.
+    """Return a function that sends planes from the first rank to all, to ``device`` in this rank.
 
     Only the first rank reads and prepares the image. All ranks request the same planes in the same
     order. The main thread sends them between windows, because messages of several threads could
@@ -84,9 +85,9 @@ def sharing(group: Group, messages: dist.ProcessGroup, device: torch.device) -> 
 
 
 class ImageSlab:
-    """Cuts windows, in their order, from the planes of an image that they reach.
+    """Cuts windows, in order, from the planes of an image that they cover.
 
-    The next planes are made while windows of these are computed.
+    The next planes are prepared while windows of the current ones are computed.
     """
 
     def __init__(
@@ -98,23 +99,23 @@ class ImageSlab:
     ) -> None:
         """Begin before the first window, with the network's ``dtype``.
 
-        Windows are cut on ``device``, ideally the one that computes them: each voxel is in several
-        windows, but is sent once.
+        Windows are cut on ``device``, ideally the one that computes them: then each voxel is sent
+        once, although it is in several windows.
         """
         self.dtype = dtype
         self._image = image
         self._windows = windows
         self._first = 0
-        """The plane of the padded volume with which those begin that are there."""
+        """Index in the padded volume of the first plane in memory."""
         size = (image.num_channels, *windows.slab)
         self._planes = torch.zeros(size, dtype=dtype, device=device)
         self._missing = deque(_pieces(windows))
-        """Planes of the padded volume that are to be made, in their order."""
+        """Ranges of planes of the padded volume that are still to be made, in order."""
         self._ahead: Callable[[], Tensor] | None = None
-        """Waits for the first of them, if it is being made."""
+        """Waits for the first range, if it is being made."""
 
     def cut(self, starts: list[tuple[int, ...]]) -> Tensor:
-        """Return windows, shape (N, C, X, Y, Z), by where they start.
+        """Return the windows (N, C, X, Y, Z) with the given first voxels.
 
         Outside the image, voxels are 0, the mean of a prepared image. Calls must not go backward
         along the axis.
@@ -127,11 +128,11 @@ class ImageSlab:
             self._first = begin
         self._fill(end)
         cut = [self._planes[(slice(None), *windows.place(start, self._first))] for start in starts]
-        # Of the whole volume no copy is needed.
+        # A single window is the whole volume, and needs no copy.
         return torch.stack(cut) if len(windows.starts) > 1 else cut[0].unsqueeze(0)
 
     def _fill(self, end: int) -> None:
-        """Make the planes before ``end`` that are not there."""
+        """Make the planes before ``end`` that are missing."""
         axis = self._windows.axis
         place = list(self._windows.inside)
         while self._missing and self._missing[0][0] < end:
@@ -154,13 +155,13 @@ class ImageSlab:
 
 
 def _keep_until_read(planes: Tensor) -> None:
-    """Tell the stream that has made planes that what is queued now reads them."""
+    """Keep the memory of planes until the current stream has read them."""
     if planes.is_cuda:
         planes.record_stream(torch.cuda.current_stream(planes.device))
 
 
 def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:
-    """Yield the planes of the padded volume, as far as the image goes, that are made at a time."""
+    """Yield ranges of planes of the padded volume to make at once; together they are the image."""
     axis = windows.axis
     along, reach = windows.inside[axis], windows.shape[axis]
     most = max(1, PIECE_VOXELS * windows.size[axis] // math.prod(windows.size))
@@ -176,7 +177,7 @@ def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:
 def drop_planes(tensor: Tensor, dim: int, number: int) -> None:
     """Move the planes after the first ``number`` along ``dim`` to the front; set the last to 0."""
     kept = tensor.shape[dim] - number
-    for first in range(0, kept, number):  # no piece is moved onto itself
+    for first in range(0, kept, number):  # in pieces that do not overlap their target
         length = min(number, kept - first)
         moved = tensor.narrow(dim, first + number, length)
         tensor.narrow(dim, first, length).copy_(moved)

@@ -1,8 +1,8 @@
 """Scores of a label map against another: Dice, HD95, surface Dice and volume of each label.
 
 The surface of a mask consists of its voxels with at least one of six neighbours outside; beyond the
-edge of a volume is outside. A distance is that in mm between the centres of a surface voxel and of
-the nearest surface voxel of the other mask. This is MONAI's convention; other tools may measure
+edge of a volume is outside. Distances are measured in mm from the centre of a surface voxel to that
+of the nearest surface voxel of the other mask. This is MONAI's convention; other tools may measure
 between faces of voxels, or weight voxels by surface area.
 """
 
@@ -20,11 +20,11 @@ from unet3d.images.geometry import Affine, voxel_mm3
 CUBIC_MM_PER_ML = 1000.0
 
 TOLERANCE_MM = 1.0
-"""Of the surface Dice, where none is given."""
+"""Default tolerance of the surface Dice."""
 
 ROUNDING = 1e-5
-"""By which share of the tolerance a distance may be larger: single precision, in which headers
-store spacings, decides otherwise whether a neighbour at 0.7 mm lies within 0.7 mm."""
+"""Share of the tolerance by which a distance may exceed it. Without it, the rounding of spacings to
+single precision in headers would decide whether a neighbour at 0.7 mm lies within 0.7 mm."""
 
 LabelMap = npt.NDArray[np.integer[Any]]
 
@@ -34,16 +34,15 @@ class LabelScore:
     """One label in one case, or its mean over cases."""
 
     dice: float | None
-    """From 0 to 1; None where neither the prediction nor the label map has the label."""
+    """From 0 to 1; None if neither segmentation nor label map has the label."""
     hd95_mm: float | None
-    """The larger one of two numbers: the 95th percentile of the distances from the surface voxels
-    of the prediction to the surface of the label map, and that of the other direction. None where
-    either has no voxel of the label, because there is then no distance (the Dice of 0 tells)."""
+    """The larger of two 95th percentiles: of the distances from the surface of the segmentation to
+    that of the label map, and in the opposite direction. None if either lacks the label."""
     nsd: float | None
     """Normalised surface Dice: the share of both surfaces that lies within a tolerance of the
-    other; 0 where one of them has no voxel of the label, None where neither has."""
+    other; 0 if one of them lacks the label, None if both do."""
     prediction_ml: float
-    """Volume of the label in the prediction."""
+    """Volume of the label in the segmentation."""
     label_ml: float
     """Volume of the label in the label map."""
 
@@ -58,7 +57,7 @@ def score_maps(
     scored: ScoredLabels,
     tolerance_mm: float = TOLERANCE_MM,
 ) -> dict[Label, LabelScore]:
-    """Return the score of each label that one of two label maps has."""
+    """Return the score of each label that at least one of two label maps has."""
     if scored.ignore is not None:
         counted = label != scored.ignore
         if not counted.all():
@@ -74,7 +73,7 @@ def score_maps(
 def dice_per_class(
     prediction: Tensor | npt.NDArray[Any], target: Tensor | npt.NDArray[Any], num_classes: int
 ) -> list[float | None]:
-    """Return the Dice of each class."""
+    """Return the Dice of each class; None for a class that neither array has."""
     return [
         _dice(torch.as_tensor(prediction == index), torch.as_tensor(target == index))
         for index in range(num_classes)
@@ -82,7 +81,7 @@ def dice_per_class(
 
 
 def _score(prediction: Mask, label: Mask, affine: Affine, tolerance_mm: float) -> LabelScore:
-    # What follows takes time for each voxel, and a label usually fills a small part of a volume.
+    # Cropped to the label, because the time below grows with the number of voxels.
     box = box_of(prediction | label)
     prediction, label = prediction[box], label[box]
     voxel_ml = voxel_mm3(affine) / CUBIC_MM_PER_ML
@@ -106,16 +105,16 @@ def surface_distances(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return the distances in mm of each surface voxel of two masks (X, Y, Z) to the other surface.
 
-    The affine places the voxels, also where axes are not at right angles, as in a CT of a tilted
-    gantry.
+    The affine gives the positions of voxels, also for axes that are not at right angles, as in a CT
+    with a tilted gantry.
     """
-    # Importing it takes 3 s, which every start of a training would wait for.
+    # Imported here, because it takes 3 s, which would delay every start of training.
     from monai.metrics import get_mask_edges
     from scipy.spatial import cKDTree
 
     edges = get_mask_edges(prediction, label)
     one, other = (np.argwhere(edge) @ affine[:3, :3].T for edge in edges)
-    # A place far from the other surface is compared with much of it, so all cores are used.
+    # A voxel far from the other surface is compared with much of it, so all cores are used.
     there = cKDTree(other).query(one, workers=-1)[0]
     return there, cKDTree(one).query(other, workers=-1)[0]
 
@@ -128,7 +127,7 @@ def surface_dice(
 
 
 def _dice(prediction: Tensor, target: Tensor) -> float | None:
-    # Importing it takes 3 s, which every start of a training would wait for.
+    # Imported here, because it takes 3 s, which would delay every start of training.
     from monai.metrics import compute_dice
 
     if not (prediction.any() or target.any()):

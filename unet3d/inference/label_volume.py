@@ -18,7 +18,7 @@ from unet3d.inputs.ahead import ahead
 from unet3d.preparation.transform import Preprocessing, classes_of
 
 MAX_WAITING = 2
-"""Slabs that are on their way."""
+"""Most slabs that are being stored at once."""
 
 
 class SlabSink:
@@ -29,7 +29,7 @@ class SlabSink:
         target: npt.NDArray[Any],
         convert: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] = lambda slab: slab,
     ) -> None:
-        """Take an array (..., X, Y, Z), in any order of memory, and what slabs are turned to."""
+        """Take an array to fill, (..., X, Y, Z), in any memory order; slabs are converted first."""
         self._target = target
         self._convert = convert
         self._done = 0
@@ -41,9 +41,9 @@ class SlabSink:
         self._done = 0
 
     def take(self, slab: Tensor, axis: int) -> None:
-        """Take the next planes (..., X, Y, Z) along an axis, which must not change any more.
+        """Store the next planes (..., X, Y, Z) along an axis; they must not be changed any more.
 
-        Also raises an error of an earlier slab.
+        Also raises the error of an earlier slab.
         """
         dim = slab.ndim - 3 + axis
         planes = slice(self._done, self._done + slab.shape[dim])
@@ -54,13 +54,13 @@ class SlabSink:
         self._waiting.append(ahead(lambda: self._store(slab, target)))
 
     def finish(self) -> None:
-        """Wait until all planes are there."""
+        """Wait until all planes are stored."""
         while self._waiting:
             self._waiting.popleft().result()
 
     def _store(self, slab: Tensor, target: npt.NDArray[Any]) -> None:
         if slab.device.type != "cpu":
-            # The GPU brings the voxels into the order of the target, which a CPU does slowly.
+            # The GPU brings voxels into the target's memory order, which is slow on a CPU.
             order = sorted(range(slab.ndim), key=lambda dim: -abs(target.strides[dim]))
             back = [order.index(dim) for dim in range(slab.ndim)]
             slab = slab.permute(order).contiguous().cpu().permute(back)
@@ -69,12 +69,12 @@ class SlabSink:
 
 
 class LabelVolume(SlabSink):
-    """Label values, in memory or on a disk, in the order of the scan's file."""
+    """Label values, in memory or on a disk, in the memory order of the scan's file."""
 
     def __init__(
         self, geometry: Geometry, box: Box, preprocessing: Preprocessing, scratch: Scratch
     ) -> None:
-        """Make room for a scan, of which a box is segmented, and the rest is background."""
+        """Allocate labels for a scan; only ``box`` is segmented, and the rest is background."""
         self._preprocessing = preprocessing
         values = np.array(preprocessing.label_values)
         values = values.astype(np.min_scalar_type(values.max()))
@@ -99,14 +99,14 @@ class LabelVolume(SlabSink):
 class ProbabilityVolume(SlabSink):
     """The probability of each class, or of each region, in a NumPy file.
 
-    It has the shape (K, ...) with the axes of the scan's file in reverse, the slowest first, as
-    SimpleITK and nnU-Net have them, in float16.
+    The array is float16, (K, ...), with the axes of the scan's file in reverse, the slowest first,
+    as in SimpleITK and nnU-Net.
     """
 
     def __init__(
         self, path: Path, geometry: Geometry, box: Box, preprocessing: Preprocessing
     ) -> None:
-        """Make the file, and take its space, for a scan of which a box is segmented."""
+        """Make the file for a scan, with all its disk space; only ``box`` is segmented."""
         self._of_regions = bool(preprocessing.regions)
         shape = (preprocessing.num_outputs, *reversed(geometry.stored_shape))
         stored = new_mapped(path, shape, np.dtype(np.float16))

@@ -1,4 +1,4 @@
-"""The networks of one prediction: whether they match, and reading them ahead."""
+"""The networks of one prediction: checked to match, and read ahead."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,9 +20,9 @@ from unet3d.runs.checkpoint import Checkpoint
 class Networks:
     """Trained networks of an ensemble, with the same preparation.
 
-    The settings ``inference`` of its ``config`` say how each network predicts. At first only the
-    descriptions are read. The weights of the first network are read on first use, and those of the
-    others meanwhile in a thread, in order.
+    Each network predicts with the ``inference`` settings of its own ``config``. At first, only the
+    descriptions are read; the first use of a network starts a thread that reads the weights of all,
+    in order.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Networks:
         described: Sequence[Checkpoint],
         load: Callable[[int], Checkpoint],
     ) -> None:
-        """Check that the networks match, as far as their descriptions tell."""
+        """Take descriptions and what loads a network; CheckpointError if they do not match."""
         self.names = tuple(names)
         self.described = tuple(described)
         self._load = load
@@ -61,7 +61,7 @@ class Networks:
     def read(
         cls, paths: Sequence[Path], group: Group, changes: Mapping[str, Any] | None = None
     ) -> "Networks":
-        """Return the networks of files; of several ranks the first one sends them to all.
+        """Return the networks of files; with several ranks, the first one reads and sends them.
 
         They predict with their own settings, except for ``changes`` by dotted key.
         """
@@ -87,12 +87,12 @@ class Networks:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """How all of them prepare an image."""
+        """How all networks prepare an image."""
         return self.described[0].preprocessing
 
     @property
     def add_up(self) -> bool:
-        """Whether their logits can be added up as those of one network, window by window.
+        """Whether the networks' logits can be added up window by window, as if from one network.
 
         True if logits are averaged and all networks have the same windows.
         """
@@ -101,11 +101,11 @@ class Networks:
         return not others or (of_logits and all(one == first for one in others))
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of networks."""
         return len(self.described)
 
     def __getitem__(self, index: int) -> Checkpoint:
-        """Return a network with its weights, as soon as they are read, or raise CheckpointError."""
+        """Return a network with its weights, once they are read; CheckpointError if that fails."""
         if not self._loaded:
             self._loaded = each_ahead(self._load, range(len(self)))
         return self._loaded[index].result()
@@ -120,8 +120,8 @@ def _computing(network: Checkpoint) -> tuple[Any, ...]:
 def _differences(first: Preprocessing, other: Preprocessing) -> list[str]:
     """Return how a preparation differs from the first network's, in words.
 
-    The ignore label does not matter, because no network predicts it. Neither does the least
-    deviation: that of the first network is used.
+    The ignore label does not matter, because no network predicts it. Neither does ``least_std``,
+    because the first network's is used.
     """
     wanted, found = _compared(first), _compared(other)
     return [

@@ -15,15 +15,15 @@ class FoundPairs:
     """What to compare, and what is left out."""
 
     pairs: Sequence[tuple[Path, Path]]
-    """A prediction and its label map each."""
+    """Segmentations, each with its label map."""
     without_prediction: tuple[str, ...] = ()
-    """Names of the label maps that have none."""
+    """Names of label maps without a segmentation."""
     without_label: tuple[str, ...] = ()
-    """Names of the predictions that have no label map."""
+    """Names of segmentations without a label map."""
 
 
 def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
-    """Return what to compare, by name."""
+    """Pair two files, or the files of folders by their names."""
     for path in (predictions, labels):
         if not path.exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
@@ -53,7 +53,7 @@ def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> Foun
             f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each "
             f"segmentation the name of its label map, and move others elsewhere{advice}"
         )
-    # A user who names one prediction asks for that one only.
+    # A user who names one segmentation asks only for that one.
     without = sorted(label_of.keys() - prediction_of.keys()) if predictions.is_dir() else []
     return FoundPairs(
         pairs=[(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)],
@@ -81,6 +81,6 @@ def _by_stem(path: Path) -> dict[str, Path]:
 
 
 def _label_stems(prediction_stem: str) -> list[str]:
-    """Return the names that the label map of a prediction may have, the likeliest first."""
+    """Return the names that the label map of a segmentation may have, the likeliest first."""
     image = prediction_stem.removesuffix("_seg")
     return list(dict.fromkeys([prediction_stem, image, re.sub(r"_\d{4}$", "", image)]))

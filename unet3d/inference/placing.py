@@ -41,28 +41,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedNetwork:
-    """The one network that training has on its devices."""
+    """The network that a training run has on its devices."""
 
     executor: Executor
     """The network, in evaluation mode."""
     precision: str
-    """What it predicts in, which need not be what it is trained in."""
+    """Number type of prediction, which may differ from that of training."""
     is_shared: bool = False
     """Whether other ranks compute slabs of the same windows."""
     index: ClassVar[int] = 0
     is_replayable: ClassVar[bool] = False
-    """Not if memory is scarce: training needs its own beside it."""
+    """Never: training needs the memory that a CUDA graph would take."""
 
     @property
     def executors(self) -> tuple[Executor, ...]:
-        """The network's, alone."""
+        """The executor of the only network."""
         return (self.executor,)
 
     def use(self, index: int) -> None:
-        """Leave the network where it is: there is no other."""
+        """No-op, because there is no other network."""
 
     def window_network(self, index: int, axes: Sequence[int]) -> WindowNetwork:
-        """Return what computes windows with it, as :meth:`PlacedNetworks.window_network`."""
+        """Return the network for windows; see :meth:`PlacedNetworks.window_network`."""
 
         def predict(image: Tensor) -> Tensor:
             return self.executor.predict(image, self.precision)
@@ -72,24 +72,24 @@ class TrainedNetwork:
 
 @dataclass(kw_only=True)
 class _Place:
-    """Where networks of one kind take turns."""
+    """The executors on which networks of one kind take turns."""
 
     executors: tuple[Executor, ...]
-    """Those of the replicas."""
+    """One for each replica."""
     predicts: tuple[Predict, ...]
-    """What computes windows with each; logits are valid until the next call."""
+    """Each computes windows with an executor; logits are valid until the next call."""
     index: int
-    """Number of the network whose weights are there."""
+    """Index of the network whose weights are loaded."""
 
 
 class PlacedNetworks:
-    """Networks on the devices of this process, one of a kind at a time; ranks have slabs each.
+    """Networks on the devices of this process; each of several ranks has a slab of a window.
 
-    In mode data each device has a replica. The weights of the next fold overwrite those of the
-    previous one, so the CUDA graph of a replica serves all folds. A network of another topology or
-    type has its own executors.
+    In mode data, each device has a replica. The weights of the next fold overwrite those of the
+    previous one, so the CUDA graph of a replica serves all folds. A network of another topology,
+    parameter type or precision has its own executors.
 
-    Ranks with slabs place, use and compute the same networks in the same order.
+    If there are several ranks, all place, use and compute the same networks in the same order.
     """
 
     def __init__(self, networks: Networks, parallel: ParallelSettings, group: Group) -> None:
@@ -118,7 +118,7 @@ class PlacedNetworks:
         self.is_shared = group.size > 1
         """Whether other ranks compute slabs of the same windows."""
         self._weights: dict[int, dict[str, Tensor]] = {}
-        """Of each network that was copied over another one."""
+        """Weights, by index, of each network that was copied over another one."""
         for precision in dict.fromkeys(self._precisions):
             self._log_devices(precision)
         self._place = self._placed(0)
@@ -126,17 +126,17 @@ class PlacedNetworks:
 
     @property
     def executors(self) -> tuple[Executor, ...]:
-        """Those of the replicas of the network that was used last."""
+        """Executors of the network that was used last, one for each replica."""
         return self._place.executors
 
     @property
     def index(self) -> int:
-        """Number of the network that was used last."""
+        """Index of the network that was used last."""
         return self._place.index
 
     @property
     def is_replayable(self) -> bool:
-        """Whether this process alone has the network, and all of each replica on one GPU."""
+        """Whether CUDA graphs can be used: no other rank takes part, and a replica has one GPU."""
         return not self.is_shared and all(
             [device.type for device in dict.fromkeys(home)] == ["cuda"] for home in self._homes
         )
@@ -147,9 +147,9 @@ class PlacedNetworks:
         return self._precisions[self.index]
 
     def use(self, index: int) -> None:
-        """Bring a network to the devices, unless it is there."""
+        """Load a network onto the devices, unless it is there."""
         kind = self._kind(index)
-        if kind not in self._places:  # if there is no room for it, the next call tries again
+        if kind not in self._places:  # after an error for lack of memory, the next call retries
             self._places[kind] = self._placed(index)
         self._place = self._places[kind]
         if self._place.index != index:
@@ -158,9 +158,9 @@ class PlacedNetworks:
             self._place.index = index
 
     def window_network(self, index: int, axes: Sequence[int]) -> WindowNetwork:
-        """Return what computes windows with a network, which is used whenever it does.
+        """Return a network for windows, which loads its weights whenever it computes some.
 
-        Each window is mirrored along ``axes``, of X, Y, Z, counted from 0.
+        Logits are averaged over mirror images along ``axes``, 0 to 2 for X, Y, Z.
         """
 
         def predict_with(replica: int) -> Predict:
@@ -199,7 +199,7 @@ class PlacedNetworks:
             autocast=autocast_dtype(self._precisions[index]),
             num_shards=dims.num_shards,
             shard=dims.shard_of(group.ranks.rank),
-            captures=False,  # it takes no steps
+            captures=False,  # there are no training steps to capture
         )
         try:
             executor = parallelize(network.build_model(), layout, group if self.is_shared else None)
@@ -213,7 +213,7 @@ class PlacedNetworks:
         return executor
 
     def _load_into(self, executor: Executor, index: int) -> None:
-        """Copy the weights of a network of the same kind; to GPUs while the host goes on."""
+        """Copy the weights of a network of the same kind; copies to GPUs do not block the host."""
         if index not in self._weights:
             on_gpu = any(device.type == "cuda" for home in self._homes for device in home)
             self._weights[index] = {
@@ -258,7 +258,7 @@ def choose_mode(settings: ParallelSettings, networks: Networks, ranks: Ranks) ->
                 f"{ranks.world_size} ranks were started, but --parallel {settings.mode} predicts "
                 "in one process; use --parallel spatial, or do not use torchrun"
             )
-        # In mode data each of them has scans of its own.
+        # In mode data, each rank has scans of its own.
         of_ranks = "spatial" if settings.mode == "auto" else settings.mode
         return settings.model_copy(update={"mode": of_ranks})
     if settings.mode != "auto":
@@ -274,7 +274,7 @@ def choose_mode(settings: ParallelSettings, networks: Networks, ranks: Ranks) ->
 
 
 def _fits_each(network: Checkpoint, devices: Sequence[torch.device]) -> bool:
-    """Return whether windows have a size, of which a batch would not be too large for any device.
+    """Return whether windows have a fixed size, and one is small enough for every device.
 
     Memory used by other processes is not counted: querying it would itself take GPU memory, in a
     process that may only start others.
@@ -288,7 +288,7 @@ def _fits_each(network: Checkpoint, devices: Sequence[torch.device]) -> bool:
 
 
 def _is_divisible(network: Checkpoint, num_shards: int) -> bool:
-    """Return whether windows have planes for all shards, as far as their size is known."""
+    """Return whether windows, if their size is fixed, have enough planes for all shards."""
     topology, window = network.topology, window_of(network)
     if topology.norm == "batch":
         return False
@@ -301,13 +301,13 @@ def _is_divisible(network: Checkpoint, num_shards: int) -> bool:
 def wanted_precision(dtype: torch.dtype, config: Config, devices: Sequence[torch.device]) -> str:
     """Return the number type for a network on the devices of all ranks, or ``auto``.
 
-    A network that was trained in float16 stays in the range of float16, which has more digits than
+    After training in float16, values are in the range of float16, which has more digits than
     bfloat16.
     """
     if dtype == torch.float64:
         return "float64"
     setting, trained = config.inference.precision, config.training.precision
-    if setting != "auto" or trained == "bfloat16":  # which suits the devices of training
+    if setting != "auto" or trained == "bfloat16":  # bfloat16 may suit only training's devices
         return setting
     if trained == "float16":
         return trained if all(device.type == "cuda" for device in devices) else "float32"

@@ -1,9 +1,9 @@
 """Removal of small components from a segmentation, as chosen by validation.
 
-A rule names values of labels. Of all voxels that have one of them, taken together, only the largest
-component stays, and the others become background: nnU-Net's post-processing (arXiv 1904.08128). Two
-voxels are neighbours if they share a face, an edge or a corner (26 of them), whatever the spacing;
-of several components that are largest, all stay. Rules are applied one after the other.
+A rule is a group of label values. The voxels with any of these values are taken together: their
+largest component stays, and the others become background. This is nnU-Net's post-processing (arXiv
+1904.08128). Voxels are neighbours if they share a face, an edge or a corner (26-connectivity),
+whatever the spacing; if several components are largest, all stay. Rules are applied one by one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from unet3d.images.files import times
 from unet3d.images.memory_limits import refuse_beyond_memory
 
 Rule = tuple[int, ...]
-"""Values of labels, ascending; their voxels count as one thing."""
+"""Values of labels, ascending, whose voxels are taken together."""
 
 CONNECTIVITY = 26
 
 BYTES_PER_VOXEL = 6
-"""Of the box around all voxels of a rule: its mask, the numbers of components, what is removed."""
+"""Memory per voxel of the box around a rule's voxels: mask, component numbers, removed voxels."""
 
 
 def keep_largest(labels: npt.NDArray[np.integer[Any]], rules: Sequence[Rule]) -> None:
@@ -39,7 +39,7 @@ def keep_largest(labels: npt.NDArray[np.integer[Any]], rules: Sequence[Rule]) ->
 def small_components(
     labels: npt.NDArray[np.integer[Any]], rule: Rule
 ) -> tuple[tuple[slice, ...], Mask] | None:
-    """Return the voxels that a rule removes from a segmentation."""
+    """Return a box, and the mask in it of voxels that a rule removes; None: it removes none."""
     mask = mask_of(labels, rule)
     if not mask.any():
         return None
@@ -50,7 +50,7 @@ def small_components(
         f"the search for components in {times(mask.shape)} voxels",
         "use a machine with more, or predict with --no-postprocessing",
     )
-    # As numbers: of booleans cc3d 4.1.1 fails where they are a single line with gaps.
+    # As uint8, because cc3d 4.1.1 fails on booleans that are a single line with gaps.
     components = cc3d.connected_components(mask.view(np.uint8), connectivity=CONNECTIVITY)
     counts = cc3d.statistics(components, no_slice_conversion=True)["voxel_counts"]
     counts[0] = 0  # the background of the mask

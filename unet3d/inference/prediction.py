@@ -1,7 +1,8 @@
 """A complete prediction: scan by scan, from file to file, in this process or in several ranks.
 
-All ranks run this program. With slabs of each window they segment every scan together; of a folder
-with at least as many scans as devices, each of n ranks takes every n-th scan on its own device.
+All ranks run this program. In mode spatial, they segment every scan together, with a slab of each
+window. In mode data, for folders with at least as many scans as devices, each of n ranks segments
+every n-th scan on its own device.
 """
 
 import json
@@ -65,11 +66,11 @@ class Progress:
     """Receives the progress of a prediction, and logs it."""
 
     def said(self, line: str) -> None:
-        """Take the result of a scan."""
+        """Receive the result of a scan."""
         logger.info("%s", line)
 
     def warned(self, what: str, line: str) -> None:
-        """Take why a scan is ``Skipped``, or at the end which are ``Not segmented``."""
+        """Receive why a scan is ``Skipped``, or at the end which scans are ``Not segmented``."""
         logger.warning("%s: %s", what, line)
 
     @contextmanager
@@ -78,10 +79,10 @@ class Progress:
         yield
 
     def stage(self, name: str) -> None:
-        """Take what is done with the scan now, such as ``reading``."""
+        """Receive the current stage of work on the scan, such as ``reading``."""
 
     def windows_done(self, done: int, total: int) -> None:
-        """Take how many windows are done; 0 starts over, such as with smaller ones."""
+        """Receive the number of windows done; 0 starts over, such as with fewer at a time."""
 
 
 def predict(
@@ -93,15 +94,15 @@ def predict(
 ) -> tuple[Path, ...]:
     """Segment scans, and return the segmentations, old and new; all ranks call it.
 
-    Processes that are started write to the terminal, or what is worth a line goes to ``say``.
+    Started processes write to the terminal; if ``say`` is given, it gets their lines instead.
 
-    Raises Unet3dError, also at the end where some scans could not be segmented.
+    Raises Unet3dError, also at the end if some scans could not be segmented.
     """
     parallel = request.placement
     with joined(ranks, PREDICTION) as group:
         group.open(parallel.timeout_seconds)
         paths = request.checkpoints
-        # The first rank alone has the files.
+        # Only the first rank has the files.
         known = [Path(one) for one in group.from_first(lambda: [str(known_as(p)) for p in paths])]
         networks = Networks.read(paths if group.is_first else known, group, request.inference)
         parallel = choose_mode(parallel, networks, ranks)
@@ -114,7 +115,7 @@ def predict(
         )
         results = tuple(sorted(scan.output for scan in (*scans.kept, *scans.to_segment)))
         num_left = len(scans.to_segment)
-        # Of the ranks that it has started, the command says what they leave.
+        # If a command has started the ranks, it reports unfinished scans itself.
         says = group.is_first and not is_launched()
         with _naming_left(scans, request.overwrite, progress if says else None):
             will_deal = group.size == 1 and 1 < dims.num_replicas <= num_left
@@ -130,14 +131,14 @@ def predict(
                 parallel = ParallelSettings(mode="none", devices=devices)
             job.run(networks, parallel)
             error = job.end()
-    # Only now, because ranks that miss the first one would wait for it.
+    # Not earlier, because other ranks would wait for the first one.
     if error is not None:
         raise error
     return results
 
 
 class _Job:
-    """The scans of one command, or those that are dealt to this rank.
+    """The scans of one command, or this rank's share of them.
 
     If scans are distributed, each rank segments its own. Otherwise all ranks segment each scan
     together: the first one reads and writes, and if it fails, all continue with the next scan.
@@ -152,7 +153,7 @@ class _Job:
         progress: Progress,
         draw_preview: DrawPreview,
     ) -> None:
-        """Say which scans need nothing, and which cannot be segmented."""
+        """Report scans whose results are kept, and scans that cannot be segmented."""
         self._group = group
         self._is_dealt = is_dealt
         self._together = Group(Ranks()) if is_dealt else group
@@ -176,12 +177,12 @@ class _Job:
     def run(self, networks: Networks, parallel: ParallelSettings) -> None:
         """Place networks and segment one scan after the other.
 
-        Raises CheckpointError, RankError or, in one of several ranks, DeviceError where the work
-        cannot go on.
+        Raises CheckpointError, RankError or, in one of several ranks, DeviceError if work cannot
+        continue.
         """
         if not self._scans:
             return
-        if self._is_dealt:  # no other rank says anything because of the scans of this one
+        if self._is_dealt:  # no other rank logs anything about the scans of this one
             _log_in_all_ranks("unet3d.images", "unet3d.inference.scans")
         if self._together.is_first:
             self._ahead.begin()  # while networks are placed
@@ -207,12 +208,12 @@ class _Job:
                 if self._together.is_first:
                     seconds = time.monotonic() - began
                     self._progress.said(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
-        self._together.from_first(lambda: None)  # which writes the last one, however long it takes
+        self._together.from_first(lambda: None)  # wait while the first rank writes the last scan
 
     def end(self) -> Unet3dError | OSError | None:
         """Return the final error: why the only scan failed, or which scans failed.
 
-        The first of the ranks that scans are dealt to has the failures of all.
+        If scans are distributed, the first rank returns the error for all ranks.
         """
         failures = self._failures
         if self._is_dealt:
@@ -257,9 +258,9 @@ class _Job:
             def begin() -> None:
                 nonlocal image, npy, replaces
                 if not request.overwrite:
-                    # Another process may be at work in the same folder.
+                    # Another process may be writing to the same folder.
                     refuse_existing(scan, request)
-                    # A scan that goes on may have results of another network.
+                    # With --continue, some results may exist, perhaps of another network.
                     replaces = any(map(os.path.lexists, scan.results(request)))
                 if request.probabilities:
                     npy = new(scan.beside("probabilities"))
@@ -273,7 +274,7 @@ class _Job:
 
             self._together.from_first(begin, shares_errors=True)
             labels = predictor.segment(image, windows_done, self._scratch, npy)
-            if image is None:  # the first rank has it
+            if image is None:  # only the first rank has it
                 return
             found = label_statistics(labels, image, names) if request.statistics else None
             self._progress.stage("writing")
@@ -290,7 +291,7 @@ class _Job:
 def _start_ranks(
     request: PredictionRequest, dims: ParallelDims, say: Callable[[str], None] | None
 ) -> None:
-    """Segment in a process for each device."""
+    """Segment the scans in processes that are started, one for each device."""
     devices = list(map(str, dims.all_devices))
     placement = {"parallel.mode": dims.mode, "parallel.devices": devices}
     asked = request.model_copy(update={"settings": {**request.settings, **placement}})
@@ -309,7 +310,7 @@ def _start_ranks(
 
 
 def _log_in_all_ranks(*names: str) -> None:
-    """Let this rank log there, too."""
+    """Let this rank use loggers that only the first rank uses otherwise."""
     level = logging.getLogger("unet3d").level
     for name in names:
         logging.getLogger(name).setLevel(min(level, logging.INFO))
@@ -324,7 +325,7 @@ def _naming_left(scans: FoundScans, overwrite: bool, progress: Progress | None) 
     except (Interrupted, KeyboardInterrupt, RankError, CheckpointError):
         left = [one.images[0] for one in scans.to_segment if not _is_written(one.output, began)]
         if progress is not None and left and scans.number > 1:
-            # The same command would segment the others again where it replaces results.
+            # With --overwrite, the same command would segment the finished scans again.
             advice = "name these" if overwrite else "give the same command again"
             progress.warned("Not segmented", f"{some(left)}; to go on, {advice}")
         raise
@@ -332,6 +333,6 @@ def _naming_left(scans: FoundScans, overwrite: bool, progress: Progress | None) 
 
 def _is_written(path: Path, began: float) -> bool:
     try:
-        return path.stat().st_mtime >= began - 0.1  # clocks of file systems tick more slowly
+        return path.stat().st_mtime >= began - 0.1  # times of files are coarser
     except OSError:
         return False

@@ -47,10 +47,10 @@ from unet3d.preparation.resample import visible_shape
 from unet3d.runs.checkpoint import Checkpoint
 
 CUDA_HOST_BYTES = 200 * 1024**2
-"""What CUDA takes of the host, beside the program: on an H200, 1.24 GiB in all."""
+"""Host memory that CUDA adds to the program's: with it, 1.24 GiB on an H200."""
 
 CLASS_BYTES = 9
-"""Of a voxel whose class is looked for: the class as a number of 8 bytes, and as one of 1."""
+"""Memory per voxel whose class is chosen: the class index as int64, and as uint8."""
 
 
 def planned_prediction(
@@ -59,9 +59,10 @@ def planned_prediction(
     parallel: ParallelSettings,
     device_memory: float | None,
 ) -> dict[str, Any]:
-    """Return the memory of a scan on the host and on a device, as plain values.
+    """Return the memory for segmenting a scan on the host and on a device, as plain values.
 
-    The device is the first of the settings, or a described GPU that need not exist.
+    The device is the first of the settings, or a GPU with ``device_memory`` GiB, which need not
+    exist.
     """
     networks = Networks.of(*map(load_network, checkpoints))
     if device_memory is not None:
@@ -85,12 +86,13 @@ def planned_prediction(
 def prediction_memory(
     image: Image, networks: Networks, device: torch.device, gpu_bytes: int
 ) -> dict[str, Any]:
-    """Predict what a scan takes with networks on a device that need not exist; nothing is read.
+    """Predict the memory for segmenting a scan on a device, which need not exist.
 
-    ``device_bytes`` of the GPU, 0 on a CPU; of the host ``program_bytes`` (libraries and networks)
-    and ``slab_bytes`` (what is prepared, added up and written of the scan at a time), both together
-    ``scratch_host_bytes``; of the host, or of a folder for what is worked on, ``voxel_bytes`` (of
-    packed files) and ``label_bytes``, together ``scratch_bytes``; and all of it as ``host_bytes``.
+    ``device_bytes``: on the GPU; 0 for a CPU. ``host_bytes``: on the host, the sum of
+    ``program_bytes`` (libraries and networks), ``slab_bytes`` (planes being prepared, added up and
+    written), ``voxel_bytes`` (unpacked scan) and ``label_bytes``. With ``--scratch``, the first two
+    (``scratch_host_bytes``) remain on the host, and the last two (``scratch_bytes``) are in the
+    folder.
     """
     preprocessing = networks.preprocessing
     geometry = image.geometry
@@ -99,7 +101,7 @@ def prediction_memory(
     stored = geometry.shape
     shape = visible_shape(stored, geometry.spacing_mm, preprocessing.spacing_mm)
     on_gpu = device.type == "cuda"
-    # All of them are in memory here, too, and one of each kind again where it computes.
+    # The host has all networks in memory, and of each kind a second copy, which computes.
     precisions = [
         resolve_precision(wanted_precision(one.dtype, one.config, [device]), [device])
         for one in networks.described
@@ -108,7 +110,7 @@ def prediction_memory(
     kinds = [(one.topology, one.dtype, precision) for one, precision in described]
     sizes = [sum(value.nbytes for value in one.model.values()) for one in networks.described]
     weights = sum(dict(zip(kinds, sizes, strict=True)).values())
-    # Before anything is counted, which imports what a prediction does not.
+    # Measured before GPU memory is counted, which imports modules that a prediction does not.
     program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
     computed: dict[Any, int] = {}
     kept, prepared, all_windows = [], [], []
@@ -158,9 +160,9 @@ def _windows(network: Checkpoint, shape: Shape, device: torch.device, gpu_bytes:
 
 
 def _kept_bytes(network: Checkpoint, windows: Windows, device: torch.device) -> int:
-    """Return what is kept of a slab: the image, the sums, and what becomes of finished planes.
+    """Return the bytes of a slab: its image, its sums, and its finished planes.
 
-    Of these, logits are there twice while they are resampled, with the weights of one class.
+    Finished planes have two copies of logits while they are resampled, weights, and classes.
     """
     slab, classes = math.prod(windows.slab), network.topology.num_classes
     sums = slab * classes * FLOAT32_BYTES if len(windows.starts) > 1 else 0
@@ -172,7 +174,7 @@ def _kept_bytes(network: Checkpoint, windows: Windows, device: torch.device) -> 
 
 
 def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels: int) -> int:
-    """Return what is prepared at once: a piece of the scan, and the next one ahead."""
+    """Return the bytes of what is prepared at once: a piece of the scan, and the next one."""
     axis = windows.axis
     of_plane = math.prod(shape) // shape[axis]
     planes = max(1, min(windows.slab[axis], shape[axis], PIECE_VOXELS // of_plane))
@@ -182,10 +184,10 @@ def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels:
     num_planes = math.ceil(stored[axis] * min(1.0, 2 * planes / shape[axis]))
     of_source = num_channels * math.prod(stored) // stored[axis]
     piece = max(1, min(num_planes, SOURCE_VOXELS // of_source))
-    if piece == num_planes:  # as stored, in float32, and while they become larger
+    if piece == num_planes:  # the source as stored and in float32, and the result as it grows
         return 3 * made + 2 * piece * of_source * FLOAT32_BYTES
-    # All planes that are needed are interpolated within themselves, some of them at a time: as
-    # stored, in float32, and interpolated along one axis and along both.
+    # The needed planes are interpolated within themselves, a piece at a time. A piece is in memory
+    # as stored, in float32, after interpolation along one axis, and after both.
     of_plane *= num_channels
     arrays = 2 * of_source + 2 * max(of_source, of_plane)
     return 2 * made + (num_planes * of_plane + piece * arrays) * FLOAT32_BYTES
@@ -200,8 +202,8 @@ def _computed_bytes(
     if device.type != "cuda":
         logits = topology.num_classes * network.dtype.itemsize
         if network.mirrored_axes:
-            logits *= 3  # their sum, those of an image, and the same turned back
-        maps = bytes_of_maps(topology)  # in a type of two bytes
+            logits *= 3  # the sum, and the logits of a mirror image, as computed and flipped back
+        maps = bytes_of_maps(topology)  # in a type with two bytes
         if autocast is None:
             maps = maps * network.dtype.itemsize // BFLOAT16_BYTES
         return count * math.prod(windows.shape) * (maps + logits)
@@ -219,6 +221,6 @@ def _computed_bytes(
 
 
 def _resident_bytes() -> int:
-    """Return what this process has in memory, with all that a prediction imports."""
+    """Return the resident memory of this process, including all modules of a prediction."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -36,26 +36,26 @@ from unet3d.preparation.transform import Preprocessing
 logger = logging.getLogger(__name__)
 
 PLANES_KEPT = 2
-"""Pieces of a prepared scan that stay where networks take turns, each of them one piece ahead."""
+"""Pieces of a prepared scan to keep while networks take turns, each preparing one piece ahead."""
 
 LARGEST_USUAL = 1e4
-"""Intensities beyond this are named as the cause of an output that is not finite."""
+"""Intensities beyond this are reported as the cause of an output that is not finite."""
 
 MAX_FLOAT16 = 65504
 
 FAR_SMALLER = 16
-"""How many times the voxels of a scan a window may have that a network was trained for."""
+"""Ratio of a window's voxels to a scan's from which the scan is reported as too small."""
 
 MAX_LABELS = 20
-"""Whole numbers that an image may hold and be taken for a label map."""
+"""Most different whole numbers in an image that is reported as a label map."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """An image on its way to labels, in the rank that has it."""
+    """An image that is being segmented, in the rank that has it."""
 
     image: Image
-    """With its axes as the networks see them."""
+    """The image, with the axes that the networks expect."""
     box: Box
     """The part that is segmented."""
     found: PreparedImage
@@ -63,7 +63,7 @@ class _Job:
     results: Sequence[LabelVolume | ProbabilityVolume]
 
     def write(self, slabs: Iterator[torch.Tensor], axis: int) -> None:
-        """Make results of the logits, slab after slab along an axis."""
+        """Turn logits into results, slab by slab along an axis."""
         found, x, y, z = self.found, *(part.stop - part.start for part in self.box)
         for result in self.results:
             result.begin()
@@ -85,14 +85,15 @@ class Predictor:
         *,
         skips_empty: bool = False,
     ) -> None:
-        """Place the first network, or take the only one as a training run has it.
+        """Place the first network, or use the network of a training run where it is.
 
-        All ranks of the group compute slabs of the same windows, of images that the first one has.
-        Windows of constant intensity may be skipped; voxels in no other window become background.
+        All ranks of the group compute slabs of the same windows; only the first one has the images.
+        With ``skips_empty``, windows of constant intensity are skipped, and voxels in no other
+        window become background.
         """
         self._group = group = group or Group(Ranks())
         self._networks = networks
-        self._warns = not isinstance(where, TrainedNetwork)  # which has looked at its cases
+        self._warns = not isinstance(where, TrainedNetwork)  # training has checked its cases
         self._placed = (
             where
             if isinstance(where, TrainedNetwork)
@@ -119,7 +120,7 @@ class Predictor:
 
     @property
     def executor(self) -> Executor:
-        """What computes the network that is placed."""
+        """The executor of the placed network, or of its first replica."""
         return self._placed.executors[0]
 
     @property
@@ -129,7 +130,7 @@ class Predictor:
 
     @property
     def label_names(self) -> dict[int, str]:
-        """The name of each label value without the background."""
+        """The name of each label value except the background."""
         names = zip(self.preprocessing.label_values, self.preprocessing.label_names, strict=True)
         return dict(list(names)[1:])
 
@@ -150,10 +151,10 @@ class Predictor:
         memory, and probabilities to an optional file.
 
         Raises:
-            CheckpointError: Another network than the first cannot be used.
+            CheckpointError: A network other than the first cannot be used.
             VolumeError: The image has other channels than the network was trained on, the host has
                 too little memory for it, or the network's output for it is not finite. All ranks
-                have this error, and can go on with the next image.
+                raise this error, and can continue with the next image.
             DoesNotFitError: A device has too little memory; other ranks may wait for this one.
             RankError: Another rank died or hangs.
             OSError: The probabilities cannot be written.
@@ -173,24 +174,24 @@ class Predictor:
         try:
             with explaining_memory("its segmentation"):
                 self._fill(job, planes, windows_done)
-        except NonFiniteLogitsError as error:  # which is so in all ranks
+        except NonFiniteLogitsError as error:  # in all ranks
             largest = 0.0 if job is None else job.found.largest
             cause = cause_of_non_finite(largest, self._placed.precision)
             raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error
         except VolumeError as error:
-            # Where not all ranks have it, others wait for this one.
+            # If this rank alone raises it, the others wait for this rank.
             can_go_on = isinstance(error, AgreedError) or not self._placed.is_shared
             raise (VolumeError if can_go_on else DoesNotFitError)(f"{path}: {error}") from error
         if job is None or image is None:
             return None
         labels, box, is_seen = job.labels.array, job.box, job.image is image
-        del job, make, planes  # components take memory, too
+        del job, make, planes  # frees memory for finding components
         if self._rules:
             keep_largest(labels[box], self._rules)
         return labels if is_seen else image.geometry.in_ras(labels)
 
     def _kept(self, make: Make) -> Make:
-        """Keep the last planes where several networks ask for them, each in a thread."""
+        """Keep the last planes if several networks request them, each in a thread."""
         if self._networks.add_up:
             return make
         kept, lock = lru_cache(PLANES_KEPT)(make), Lock()
@@ -202,7 +203,7 @@ class Predictor:
         return make_once
 
     def _begun(self, image: Image, scratch: Scratch, probabilities: Path | None) -> _Job:
-        """Measure an image, and make room for its results."""
+        """Measure an image, and allocate its results."""
         preprocessing = self.preprocessing
         path, wanted = image.geometry.path, len(preprocessing.channels)
         if image.num_channels != wanted:
@@ -227,7 +228,7 @@ class Predictor:
         return _Job(image=seen, box=box, found=found, labels=labels, results=results)
 
     def _fill(self, job: _Job | None, planes: Planes, windows_done: WindowsDone) -> None:
-        """Segment a prepared image, on its grid before it was resampled.
+        """Compute the logits of a prepared image, and write its results on the original grid.
 
         If several windows do not fit, prediction starts over with one per forward pass.
         """
@@ -236,7 +237,7 @@ class Predictor:
                 slabs = self._logits.slabs(planes, windows_done)
                 if job is not None:
                     job.write(slabs, longest_axis(planes.shape))
-                for _ in slabs:  # which the first rank writes
+                for _ in slabs:  # other ranks compute without writing
                     pass
                 return
             except DoesNotFitError:
@@ -277,9 +278,9 @@ def cause_of_non_finite(largest: float, precision: str) -> str:
 
 
 def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
-    """Yield why an image is probably not what the network was trained for, to warn about.
+    """Yield warnings about an image that is probably not what the network was trained for.
 
-    Prepared it has so many voxels along X, Y, Z, and is segmented in such windows.
+    ``shape`` is that of the prepared image.
     """
     path = image.geometry.path
     if min(image.geometry.shape) == 1:
@@ -298,7 +299,7 @@ def doubts(image: Image, shape: Shape, window: Window) -> Iterator[str]:
 
 
 def _few_values(image: Image, channel: int) -> list[int]:
-    """Return the values in the middle of a channel, if they are a few whole numbers."""
+    """Return the values in three middle planes of a channel, if they are a few whole numbers."""
     found: set[float] = set()
     for axis, size in enumerate(image.geometry.shape):
         plane = image.read(image.planes(axis, slice(size // 2, size // 2 + 1)), channel)

@@ -23,19 +23,19 @@ class PredictionRequest(BaseModel):
     output: Path | None = None
     """File or folder of the segmentations; None: beside each image."""
     settings: Mapping[str, Any] = {}
-    """Of windows and devices, dotted key to value; others are as in training."""
+    """Settings of windows and devices, dotted key to value; others are as in training."""
     statistics: bool = False
     """Whether volume and intensity of each label are written, as JSON."""
     preview: bool = False
-    """Whether a picture is drawn."""
+    """Whether a picture of each segmentation is drawn, as PNG."""
     probabilities: bool = False
     """Whether the probability of each class is written, as a NumPy file in float16."""
     skip_background: bool = False
     """Whether windows of constant intensity are skipped, such as air."""
     scratch: Path | None = None
-    """Folder for unpacked scans and labels while they are worked on; None: they are in memory."""
+    """Folder for unpacked scans and labels during prediction; None: they are in memory."""
     goes_on: bool = False
-    """Whether results that are complete are kept also of a single scan, and others replaced."""
+    """Whether complete results are kept, also of a single scan, and incomplete ones replaced."""
     overwrite: bool = False
     """Whether results are replaced."""
 

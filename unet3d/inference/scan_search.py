@@ -1,4 +1,4 @@
-"""The scans to segment: named files, and existing results."""
+"""Finds the scans to segment, and existing results."""
 
 import functools
 import os
@@ -25,10 +25,10 @@ from unet3d.inference.request import PredictionRequest
 from unet3d.inference.scans import Scan, is_whole
 
 ENDING = "_seg"
-"""How the names of segmentations end that lie beside their scan, before their suffix."""
+"""End of the name of a segmentation beside its scan, before the suffix."""
 
 CHANNEL = re.compile(r"(.+)_\d{4}")
-"""How the file of one channel is named, without its ending."""
+"""Name of the file of one channel, without its ending."""
 
 
 class FoundScans(BaseModel):
@@ -37,15 +37,15 @@ class FoundScans(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     to_segment: tuple[Scan, ...]
-    """Those to segment now."""
+    """Scans to segment."""
     kept: tuple[Scan, ...]
-    """Those whose results exist, and stay as they are."""
+    """Scans whose results exist, and are kept."""
     faults: tuple[tuple[Scan, str], ...]
-    """Those that cannot be segmented, and why."""
+    """Scans that cannot be segmented, and why."""
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """Number of all scans."""
         return len(self.to_segment) + len(self.kept) + len(self.faults)
 
 
@@ -82,7 +82,7 @@ def find_scans(request: PredictionRequest, num_channels: int) -> FoundScans:
                 _refuse_irregular(result)
             if not request.overwrite:
                 refuse_existing(scan, request)
-            _refuse_unwritable(scan.output)  # not before: what is kept is not written
+            _refuse_unwritable(scan.output)  # last, because results that are kept are not written
             to_segment.append(scan)
         except ResultExistsError:
             if len(scans) == 1 and not request.goes_on:
@@ -120,10 +120,10 @@ def refuse_early(request: PredictionRequest) -> None:
 
 
 def _place(stem: str, scan: Path, output: Path | None) -> Path:
-    """Return where a segmentation goes: in another folder it has the name of the scan's case.
+    """Return the file of a scan's segmentation.
 
-    So it pairs with a label map by name; nnU-Net's channel number is left out if there is one
-    channel.
+    In a folder other than the scan's, it has the name of the case, without nnU-Net's channel number
+    ``_0000``, so that it pairs with a label map by name.
     """
     suffix, folder = written_suffix(scan), scan.parent
     if output is None or os.path.realpath(output) == os.path.realpath(folder):
@@ -134,7 +134,7 @@ def _place(stem: str, scan: Path, output: Path | None) -> Path:
 def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do.
 
-    With ``--continue``, truncated results do not count, and may be replaced.
+    With ``--continue``, raise ResultExistsError if all exist and are complete; others are replaced.
     """
     results = scan.results(request)
     existing = [path for path in results if os.path.lexists(path)]
@@ -219,7 +219,7 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
 
 
 def _volumes_in(folder: Path) -> list[Path]:
-    """Return the volumes in a folder, or the folder itself where it has the slices of a scan."""
+    """Return the volumes in a folder, or the folder itself if it has the slices of a scan."""
     try:
         own = tuple(ENDING + suffix for suffix in WRITTEN_SUFFIXES)
         listed = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -234,7 +234,7 @@ def _volumes_in(folder: Path) -> list[Path]:
                     f"{folder} holds DICOM slices and volumes, such as {min(files).name}; move one "
                     "of them to a folder of its own"
                 )
-            # A scan needs a name of its own, which "." is not.
+            # Segmentations are named after the scan, so "." becomes the folder's name.
             return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
         files.update(path for path in listed if is_volume_folder(path))
     except OSError as error:

@@ -30,17 +30,17 @@ from unet3d.memory.host import available_bytes
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 1 / 4
-"""Of what is available, the part that a scan may take that is not needed yet."""
+"""Share of the available memory that a scan may take if it is read ahead."""
 
 PIECE_BYTES = 2**24
-"""What is unpacked of a result at a time, to see that it is whole."""
+"""Bytes of a result to unpack at once, to check that it is complete."""
 
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
-"""The last piece of every picture."""
+"""Last bytes of every PNG file."""
 
 
 ENDINGS = {"statistics": ".json", "preview": ".png", "probabilities": ".npy"}
-"""Of the files beside a segmentation, by the option that asks for each."""
+"""Endings of the files beside a segmentation, by the option that requests each."""
 
 
 class Scan(BaseModel):
@@ -85,7 +85,7 @@ def is_whole(result: Path) -> bool:
 
 
 def read_scan(scan: Scan, scratch: Scratch | None = None) -> Image:
-    """Read the image of a scan, with all its channels; packed voxels go to ``scratch``."""
+    """Read all channels of a scan; compressed voxels are unpacked to ``scratch``."""
     image = open_image(scan.images, scratch)
     image.load()
     warning = shear_warning(image.geometry)
@@ -98,31 +98,31 @@ class ScansAhead:
     """Reads scans in order, each while the previous one is in use."""
 
     def __init__(self, scans: Sequence[Scan], scratch: Scratch) -> None:
-        """Take them; nothing is read yet, and packed voxels will go to ``scratch``."""
+        """Take scans, without reading any; compressed voxels will be unpacked to ``scratch``."""
         self._scans = tuple(scans)
         self._scratch = scratch
         self._begun: dict[int, Future[Image | None]] = {}
 
     def begin(self, number: int = 0) -> None:
-        """Begin with a scan now, by default with the first one."""
+        """Begin to read a scan, by default the first one."""
         if number < len(self._scans):
             scan = self._scans[number]
             self._begun[number] = ahead(lambda: self._read_small(scan))
 
     def take(self, number: int) -> Image:
-        """Return a scan by its place among all, and begin with the next one.
+        """Return a scan by its index, and begin to read the next one.
 
         Errors of reading ahead are raised here.
         """
         begun = self._begun.pop(number, None)
-        self._begun.clear()  # of one that nobody took
+        self._begun.clear()  # drops a scan that was never taken
         found = None if begun is None else begun.result()
         found = found or read_scan(self._scans[number], self._scratch)
         self.begin(number + 1)
         return found
 
     def _read_small(self, scan: Scan) -> Image | None:
-        """Read a scan, unless it takes much of the memory that others may need before it."""
+        """Read a scan; None if it would take too much of the memory that others need first."""
         needed = open_image(scan.images).unpacked_bytes if self._scratch.is_memory else 0
         fits = needed <= MEMORY_SHARE * available_bytes()
         return read_scan(scan, self._scratch) if fits else None
@@ -143,16 +143,16 @@ def write_segmentation(
 def label_statistics(
     labels: npt.NDArray[Any], image: Image, label_names: dict[int, str]
 ) -> dict[str, Any]:
-    """Return volume and intensity of each label, of label values (X, Y, Z) on the image's grid.
+    """Return volume and intensity of each label, from label values (X, Y, Z) on the image's grid.
 
-    Per name there are ``value``, ``volume_ml``, ``num_voxels`` and ``intensity``: for each channel
-    the mean, standard deviation, minimum and maximum of the scan, or None for an absent label.
+    Each name has ``value``, ``volume_ml``, ``num_voxels`` and ``intensity``: for each channel of
+    the scan, mean, standard deviation, minimum and maximum, or None for an absent label.
     """
-    from scipy.ndimage import find_objects  # takes a third of a second, and few ask for it
+    from scipy.ndimage import find_objects  # takes a third of a second, and is rarely needed
 
     voxel_ml = voxel_mm3(image.geometry.affine) / 1000
     statistics: dict[str, Any] = {}
-    # By the place of their values, which may be large: memory grows with the largest.
+    # As class indices, because the memory of find_objects grows with the largest number.
     values = sorted({0, *label_names})
     classes = class_indices(labels, values)
     boxes = dict(zip(values, [None, *find_objects(classes, len(values) - 1)], strict=True))

@@ -1,7 +1,7 @@
 """Logits of a volume from its windows, slab by slab, each as soon as no later window covers it.
 
-Windows come in the order of their starts along the volume's longest axis, so planes before the next
-start are finished::
+Windows are ordered by their starts along the volume's longest axis, so planes before the next start
+are finished::
 
     |--- finished, and gone ---|--- logits are added up here ---|   no logits yet
                                |-----next window-----|
@@ -28,13 +28,13 @@ from unet3d.inference.windows import Windows, gaussian_weight, product, with_roo
 logger = logging.getLogger(__name__)
 
 PIECE_NUMBERS = {"cpu": 2**24, "cuda": 2**26}
-"""Means that are made at a time on each kind of device, unless a single plane has more."""
+"""Most mean logits to compute at once on each kind of device, unless a single plane has more."""
 
 SUMS_SHARE = 1 / 2
-"""Of what is free on a GPU, the part that sums of logits may take."""
+"""Share of the free memory of a GPU that sums of logits may take."""
 
 WindowsDone = Callable[[int, int], object]
-"""Is told how many windows are done, and of how many. A GPU may still compute the last of them."""
+"""Receives the number of windows done, which a GPU may still compute, and the total."""
 
 
 class NonFiniteLogitsError(VolumeError):
@@ -57,8 +57,8 @@ def logit_slabs(
     voxels in no other window get these logits.
 
     Logits are in float32 (float64 for a float64 image) on the networks' output device, or on the
-    CPU if what is added up would take more than half of that device's free memory. The receiver may
-    change them. Ranks that compute slabs of the windows together all yield the same.
+    CPU if the sums would take more than half of that device's free memory. The receiver may change
+    them. Ranks that compute slabs of the windows together all yield the same logits.
 
     Raises:
         DoesNotFitError: A device has too little memory for windows of this size.
@@ -83,17 +83,17 @@ def _logits_of_one(
     dtype: torch.dtype,
     windows_done: WindowsDone,
 ) -> Tensor:
-    """Return the logits where one window is all, with no sums and weights beside them."""
+    """Return the logits of a volume that is one window, without allocating sums and weights."""
     whole, mean = image.cut(windows.starts), None
     for done, network in enumerate(networks, start=1):
         logits = network.predict(whole.to(network.input_device))
         _refuse_non_finite(logits)
-        # What a network returns may be its own, and the next one may have the same memory.
+        # A copy, because the next call may overwrite the memory that a network returns.
         logits = logits[0].to(dtype, copy=True)
         mean = logits if mean is None else mean.add_(logits)
-        del logits  # while others are computed
+        del logits  # frees memory for the next network
         windows_done(done, len(networks))
-    assert mean is not None  # there is a network
+    assert mean is not None  # there is at least one network
     mean = mean if len(networks) == 1 else mean.div_(len(networks))
     return mean[(slice(None), *windows.inside)]
 
@@ -109,8 +109,8 @@ def _blended(
     axis, total = windows.axis, len(networks) * len(windows.starts)
     done = num_skipped = 0
     checked: set[int] = set()
-    # One network after the other for all windows that begin at one plane, not for each batch,
-    # because the next one's weights have to be brought.
+    # Networks take turns for all windows that begin at one plane, not for each batch, because each
+    # turn loads weights.
     for begin, row in itertools.groupby(windows.batches(), lambda one: one[0][axis]):
         # Before the forward pass: the receiver may use the network for something else.
         yield from sums.finish(begin)
@@ -127,8 +127,8 @@ def _blended(
                 if computed:
                     logits = network.predict(cut.to(network.input_device))
                     if number not in checked:
-                        # To look at each batch would keep a GPU waiting; a bad network shows in
-                        # the first.
+                        # Checking every batch would make a GPU wait; a network that has diverged
+                        # shows it in the first.
                         _refuse_non_finite(logits)
                         checked.add(number)
                     sums.add(computed, logits, 1 / len(networks))
@@ -140,7 +140,7 @@ def _blended(
 
 
 class _Sums:
-    """Weighted logits of the planes that windows still reach."""
+    """Sums of weighted logits in the planes that windows still cover."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Sums:
         empty_logits: Sequence[float] | None,
     ) -> None:
         size = windows.slab
-        # Where windows are skipped, the last channel is the sum of the weights.
+        # If windows are skipped, the last channel is the sum of the weights.
         num_channels = num_classes + (empty_logits is not None)
         numbers = num_channels * math.prod(size)
         device = with_room(device, FLOAT32_BYTES * numbers, SUMS_SHARE)
@@ -163,32 +163,32 @@ class _Sums:
             )
         self._windows = windows
         self._first = 0
-        """The plane of the padded volume with which the sums begin."""
+        """Index in the padded volume of the first plane of the sums."""
         self._weight = gaussian_weight(windows.shape).to(device)
         self._weights = [line.to(device, dtype) for line in windows.summed_weights()]
-        """Of all windows together, along each axis."""
+        """Sums of the weights of all windows, along each axis."""
         self._sums = torch.zeros(num_channels, *size, device=device, dtype=dtype)
         self.empty: Tensor | None = None
-        """The logits (K, 1, 1, 1) where no window is computed; None: all are."""
+        """The logits (K, 1, 1, 1) of voxels without a window; None: no window is skipped."""
         if empty_logits is not None:
             empty = torch.tensor(empty_logits, dtype=dtype, device=device)
             self.empty = empty.reshape(-1, 1, 1, 1)
 
     def add(self, starts: list[tuple[int, ...]], logits: Tensor, share: float) -> None:
-        """Add the logits of windows, with a share that is the same for all of a voxel's."""
+        """Add the logits of windows from one network, whose share in the mean is ``share``."""
         num_classes = logits.shape[1]
         for start, logit in zip(starts, logits.to(self._sums.device), strict=True):
             sums = self._sums[(slice(None), *self._windows.place(start, self._first))]
-            # One by one: of many classes, several in float32 are more than the network takes.
+            # One by one: with many classes, several in float32 would take more than the network.
             logit = logit.to(self._sums.dtype).contiguous()
             sums[:num_classes].addcmul_(logit, self._weight, value=share)
             if self.empty is not None:
                 sums[num_classes].add_(self._weight, alpha=share)
 
     def finish(self, end: int) -> Iterator[Tensor]:
-        """Yield the means of the planes before ``end``, if there are any, and forget them.
+        """Yield the means of the planes before ``end``, if there are any, and drop them.
 
-        In several pieces, where many classes make one large.
+        They come in several pieces if many classes would make one piece too large.
         """
         axis, inside = self._windows.axis, list(self._windows.inside)
         along, dim = inside[axis], 1 + self._windows.axis
@@ -205,7 +205,7 @@ class _Sums:
             self._first = end
 
     def _means(self, place: Sequence[slice]) -> Tensor:
-        """Return the means of some finished planes, by their place in the padded volume."""
+        """Return the means of some finished planes, given their box in the padded volume."""
         within = list(place)
         along = place[self._windows.axis]
         within[self._windows.axis] = slice(along.start - self._first, along.stop - self._first)
@@ -217,6 +217,6 @@ class _Sums:
 
 
 def _refuse_non_finite(logits: Tensor) -> None:
-    # One pass that makes no second tensor; NaN anywhere is the least and the largest.
+    # One pass without a temporary tensor; with NaN anywhere, both extremes are NaN.
     if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(logits)):
         raise NonFiniteLogitsError("the network's output is NaN or infinite")

@@ -32,10 +32,10 @@ from unet3d.preparation.transform import Preprocessing
 logger = logging.getLogger(__name__)
 
 CERTAIN_LOGIT = 15.0
-"""A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
+"""Logit of a certain class: its sigmoid is 1 to six digits, and every number type can hold it."""
 
 PIECE_NUMBERS = 2**22
-"""Numbers whose exponentials are in memory at a time, beside the logits that they replace."""
+"""Most logits whose softmax is in memory at once before it replaces them."""
 
 
 class AgreedError(VolumeError):
@@ -48,7 +48,7 @@ class VolumeLogits:
     def __init__(
         self, networks: Networks, placed: Placed, group: Group, *, skips_empty: bool = False
     ) -> None:
-        """Take networks that are placed; all ranks of the group compute the same image together."""
+        """Take placed networks; all ranks of the group compute the same image together."""
         self._networks = networks
         self._placed = placed
         self._group = group
@@ -56,7 +56,7 @@ class VolumeLogits:
         self._takes_one = False
         """Whether each replica computes one window at a time, for lack of memory."""
         self._most_at_a_time = 1
-        """Windows of a replica, of the network with the most."""
+        """Windows per forward pass of a replica, of the network with the most."""
         self._num_replicas = len(placed.executors)
         self._predicting = [
             placed.window_network(index, network.mirrored_axes)
@@ -67,15 +67,16 @@ class VolumeLogits:
     def warm_up(self) -> None:
         """Compute windows of zeros, so that the kernels of a GPU are ready before the first scan.
 
-        Does nothing if the size of windows depends on the scan, and ignores errors of memory.
+        A no-op if the size of windows depends on the scan, or no CUDA graphs can be used. Lack of
+        memory is ignored.
         """
         index = self._placed.index
         network = self._networks.described[index]
         size = window_of(network)
         if size == "whole" or not self._placed.is_replayable:
             return
-        enough = 4 * max(size)  # of them there are as many as at any time
-        # A scan may be smaller than that, and have room on the host.
+        enough = 4 * max(size)  # a volume with enough windows for the largest batch
+        # A smaller scan may fit where this volume does not.
         with suppress(torch.OutOfMemoryError, DoesNotFitError, VolumeError):
             windows = self._windows(index, (enough, enough, enough))
             shape = (windows.batch_size, network.topology.in_channels, *windows.shape)
@@ -97,8 +98,8 @@ class VolumeLogits:
     def slabs(self, image: Planes, windows_done: WindowsDone) -> Iterator[Tensor]:
         """Yield logits (K, X, Y, Z), slab after slab along the longest axis of a prepared image.
 
-        Of several networks it is their mean, and their windows count together. Its planes are asked
-        for in their order. For errors, see :func:`logit_slabs`.
+        Logits of several networks are averaged, and ``windows_done`` counts all their windows.
+        Planes of the image are requested in order. For errors, see :func:`logit_slabs`.
         """
         indices = range(len(self._networks))
         rounds = [list(indices)] if self._networks.add_up else [[index] for index in indices]
@@ -110,7 +111,7 @@ class VolumeLogits:
         def slabs_of(number: int) -> Iterator[Tensor]:
             def counted(windows_of_round: int, _: int) -> None:
                 done[number] = windows_of_round
-                if windows_of_round or number == 0:  # a volume begins once
+                if windows_of_round or number == 0:  # only the first round reports the start
                     windows_done(sum(done), total)
 
             return self._slabs_of(rounds[number], windows[number], image, counted)
@@ -119,15 +120,15 @@ class VolumeLogits:
         return mean_slabs(
             [slabs_of(number) for number in range(len(rounds))],
             longest_axis(image.shape),
-            first.config.inference.averaging,  # the others have the same
+            first.config.inference.averaging,  # the same for all networks
             of_regions=bool(first.preprocessing.regions),
         )
 
     def _slabs_of(
         self, indices: Sequence[int], windows: Windows, image: Planes, windows_done: WindowsDone
     ) -> Iterator[Tensor]:
-        """Yield the logits of networks that have the same windows: the mean of several."""
-        for index in indices:  # so that one that cannot be read ends it before the first window
+        """Yield the mean logits of networks that have the same windows."""
+        for index in indices:  # so that an unreadable one raises its error before the first window
             self._placed.use(index)
         network = self._networks.described[indices[0]]
         needed = bytes_of_image(network, windows.slab)
@@ -142,13 +143,13 @@ class VolumeLogits:
         )
 
     def _windows(self, index: int, shape: Shape) -> Windows:
-        """Return the windows of a network, as all ranks agree on them, or raise AgreedError."""
+        """Return the windows of a network, on which all ranks agree, or raise AgreedError."""
         network, devices = self._networks.described[index], self._predicting[index].devices
         settings, ranks = network.config.inference, self._group.ranks
         at_a_time: int | Literal["auto"] = settings.batch_size
         if at_a_time == "auto" and self._takes_one:
             at_a_time = 1
-        # The shards of a training know of no other's memory.
+        # In training, shards do not know each other's free memory.
         is_in_training = isinstance(self._placed, TrainedNetwork)
         voxel_bytes = None if is_in_training else bytes_of_voxel(network, self._num_replicas)
         on_cpu = not any(device.type == "cuda" for device in devices)
@@ -183,7 +184,7 @@ def empty_logits(preprocessing: Preprocessing) -> list[float]:
 def mean_slabs(
     networks: Sequence[Iterator[Tensor]], axis: int, averaging: str, *, of_regions: bool
 ) -> Iterator[Tensor]:
-    """Yield the mean of networks for planes that all have computed; for one network, its slabs."""
+    """Yield the mean of networks for planes that all have computed; of one network, its slabs."""
     if len(networks) == 1:
         yield from networks[0]
         return
@@ -195,7 +196,7 @@ def mean_slabs(
             for slab, network in zip(waiting, networks, strict=True)
         ]
         known = [slab for slab in slabs if slab is not None]
-        if not known:  # all of them cover the same volume
+        if not known:  # all end together, because they cover the same volume
             return
         num_planes = min(slab.shape[dim] for slab in known)
         complete = [slab.narrow(dim, 0, num_planes) for slab in known]
@@ -205,14 +206,14 @@ def mean_slabs(
 
 
 def mean_of(slabs: Sequence[Tensor], averaging: str, *, of_regions: bool) -> Tensor:
-    """Return the mean of what networks say of each class, as logits (K, X, Y, Z).
+    """Return the mean prediction of networks for each class, as logits (K, X, Y, Z).
 
-    Every network counts the same, and each voxel is given to the class of the largest mean. Of
-    probabilities, as in nnU-Net's ensembles (arXiv 1904.08128), it is returned as its logarithm:
-    that is what the softmax of logits gives back, so it is resampled and compared as logits are,
-    and several copies of a network segment as one of them does. The probabilities of regions, which
-    overlap, are averaged each for itself, and returned as their logit. The mean of logits, as of
-    nnU-Net's folds, is what it is. The memory of the slabs, on any devices, is taken over.
+    Every network has the same weight. The mean of probabilities, as in nnU-Net's ensembles (arXiv
+    1904.08128), is returned as its logarithm, of which a softmax gives the mean back. So it can be
+    resampled and compared like logits, and several copies of a network segment like one of them.
+    Probabilities of regions, which overlap, are averaged separately, and returned as the logits of
+    their mean. The mean of logits, as of nnU-Net's folds, is returned unchanged. The slabs, on any
+    devices, are overwritten.
     """
     total, *others = slabs
     for logits in slabs:
@@ -221,14 +222,14 @@ def mean_of(slabs: Sequence[Tensor], averaging: str, *, of_regions: bool) -> Ten
         elif averaging == "probabilities":
             _to_probabilities(logits)
     for logits in others:
-        if logits.device.type == "cpu":  # where the device has too little memory for all of them
+        if logits.device.type == "cpu":  # if the device has too little memory for all of them
             total = total.cpu()
         dtype = torch.promote_types(total.dtype, logits.dtype)
         total = total.to(dtype).add_(logits.to(total.device))
     mean = total.div_(len(slabs))
     if averaging == "logits":
         return mean
-    # A probability that has become 0, or 1 of a region, has none that could be resampled.
+    # A probability of 0 has no finite logarithm, and a region's of 0 or 1 no finite logit.
     number = torch.finfo(mean.dtype)
     if of_regions:
         return mean.clamp_(number.tiny, 1 - number.eps).logit_()

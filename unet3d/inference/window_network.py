@@ -1,6 +1,6 @@
 """Computing windows: a network on devices, with replicas, mirror images and CUDA graphs.
 
-Each function takes one way to predict and returns another::
+Each layer wraps a :data:`Predict` function in another one::
 
     replica 0   executor ── replayed ── mirrored ─┬ replicated ── windows
     replica 1   executor ── replayed ── mirrored ─┘
@@ -35,15 +35,15 @@ class WindowNetwork:
 
     predict: Predict
     input_device: torch.device
-    """Where it takes windows."""
+    """The device for windows."""
     output_device: torch.device
-    """Where it gives logits."""
+    """The device of logits."""
     devices: tuple[torch.device, ...]
-    """Those of all stages and replicas."""
+    """Devices of all stages and replicas."""
 
     @classmethod
     def of(cls, executor: Executor, predict: Predict | None = None) -> "WindowNetwork":
-        """Return an executor as such, or what predicts with it."""
+        """Return the window network of an executor; ``predict`` replaces the executor's own."""
         return cls(
             predict=predict or (lambda image: executor.predict(image)),
             input_device=executor.input_device,
@@ -54,7 +54,7 @@ class WindowNetwork:
 
 @contextmanager
 def naming_devices(devices: Sequence[torch.device], window: Shape) -> Iterator[None]:
-    """Raise DoesNotFitError, with the devices and the window, where memory runs out inside."""
+    """Raise DoesNotFitError, which names devices and window, if memory runs out in the context."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -71,15 +71,15 @@ def naming_devices(devices: Sequence[torch.device], window: Shape) -> Iterator[N
 def mirrored_mean(predict: Predict, image: Tensor, axes: Sequence[int]) -> Tensor:
     """Return the mean of the logits of windows and of their mirror images along the axes X, Y, Z.
 
-    As in nnU-Net (arXiv 1904.08128) logits are averaged, over all combinations of the axes, counted
-    from 0. Where there are mirror images the mean is at least in float32.
+    As in nnU-Net (arXiv 1904.08128), logits are averaged over all combinations of ``axes``, 0 to 2.
+    With mirror images, the mean is at least in float32.
     """
     logits = predict(image)
     if not axes:
         return logits
-    # Sums of eight in bfloat16 would lose digits; and what the network returns may be its own.
+    # A sum of eight in bfloat16 would lose digits. A copy, because the next call may overwrite it.
     total = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    del logits  # while others are computed
+    del logits  # frees memory for the next logits
     for number in range(1, len(axes) + 1):
         for some in itertools.combinations(axes, number):
             flip = tuple(2 + axis for axis in some)
@@ -90,16 +90,16 @@ def mirrored_mean(predict: Predict, image: Tensor, axes: Sequence[int]) -> Tenso
 def replicated(replicas: Sequence[WindowNetwork]) -> WindowNetwork:
     """Return a network of replicas on several devices, each computing a part of a batch.
 
-    One thread queues the work of all GPUs, a batch ahead of them, so it must not be slower than
-    they are together: hence :class:`Replayed`. A part is sent before any network begins, and logits
-    come back as soon as they are there::
+    One thread queues the work of all GPUs, a batch ahead of them, so it must not be slower than all
+    of them together: hence :class:`Replayed`. All parts are sent before any network begins, and
+    logits return as soon as they are computed::
 
         GPU 0   cut ┬ windows 0..3 ────────┬ join, add up
                     └ send ┐       ┌ send ─┘
         GPU 1              └ windows 4..7
 
-    A replica may fill the memory of its logits again in the next call: what it is sent then leaves
-    the first device after these have come there.
+    A replica may overwrite its logits in the next call; its next windows leave the first device
+    only after its logits have arrived there.
     """
     if len(replicas) == 1:
         return replicas[0]
@@ -120,7 +120,7 @@ def replicated(replicas: Sequence[WindowNetwork]) -> WindowNetwork:
             return logits[0].wait()
         together = torch.cat([one.wait() for one in logits])
         if first.output_device.type == "cuda":
-            # Wait for the call before: what is sent takes memory from when it is queued.
+            # Wait for the previous call, because parts take memory as soon as they are queued.
             joined.append(torch.cuda.current_stream(first.output_device).record_event())
             if len(joined) > 1:
                 joined.popleft().synchronize()
@@ -135,19 +135,19 @@ def replicated(replicas: Sequence[WindowNetwork]) -> WindowNetwork:
 
 
 class Replayed:
-    """Predicts as a network on one GPU does, by a CUDA graph; the next call fills its logits again.
+    """Predicts with a network on one GPU by a CUDA graph; the next call overwrites the logits.
 
     A GPU computes four windows of 128^3 in 13 ms, and Python needs as long to queue them. The first
-    windows of a shape are computed as usual, which compiles kernels; if the next are of the same,
-    they are captured.
+    windows of a shape are computed as usual, which compiles kernels; if the next windows have the
+    same shape, their forward pass is captured.
     """
 
     def __init__(self, executor: Executor) -> None:
-        """Take a network whose weights stay where they are in memory."""
+        """Take a network whose weights keep their addresses in memory."""
         self._executor = executor
         self._pool = pool_of_kind(executor.input_device)
         self._last: torch.Size | None = None
-        """Shape of the windows before."""
+        """Shape of the previous windows."""
         self._captured: tuple[Graph, Tensor, Tensor] | None = None
         self._has_failed = False
 
@@ -172,7 +172,7 @@ class Replayed:
         try:
             with self._pool.current():
                 read = image.clone()
-                # What is cached now cannot be used by the graph, which has memory of its own.
+                # The graph has its own memory pool, and cannot use memory that is cached now.
                 torch.cuda.synchronize(image.device)
                 torch.cuda.empty_cache()
                 with self._pool.capture() as graph:

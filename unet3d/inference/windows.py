@@ -29,7 +29,7 @@ from unet3d.model import Topology
 from unet3d.runs.checkpoint import Checkpoint
 
 MOST_WINDOWS = 2**21
-"""A volume of 4096^3 voxels has no more of 64^3. A list of more would fill the memory."""
+"""Most windows of a volume, enough for 4096^3 voxels in windows of 64^3; more fill the memory."""
 
 Window = Shape | Literal["whole"]
 """Voxels along X, Y, Z of a window, or the whole volume at once."""
@@ -38,19 +38,20 @@ SIGMA = 1 / 8
 """Standard deviation of the Gaussian weight, in windows."""
 
 CPU_VOXELS = 2**20
-"""Voxels of the windows that a CPU computes at a time. Small windows alone take longer: of channels
-4 and 8, one of 16^3 takes 2.7 ms, with 63 others 0.4; of 32 to 320 channels, one of 64^3 172 ms,
-with three others 153. Beyond so many voxels there is nothing to gain (docs/results/training.md)."""
+"""Voxels of the windows that a CPU computes at once. Small windows are slower one by one: with 4
+and 8 channels, a window of 16^3 takes 2.7 ms alone and 0.4 ms in a batch of 64; with 32 to 320
+channels, one of 64^3 takes 172 ms alone and 153 ms in a batch of 4. Larger batches gain nothing
+(docs/results/training.md)."""
 
 GPU_VOXELS = 2**23
-"""Voxels of the windows that a GPU computes at a time, if it has the memory: on an H200 588 windows
+"""Voxels of the windows that a GPU computes at once, if it has the memory. On an H200, 588 windows
 of 128^3 took 5.1 s one by one, 3.3 s in pairs and 2.7 s four at a time."""
 
 GPU_SHARE = 1 / 4
-"""Of what is free on it, the part that they may take."""
+"""Share of the free memory of a GPU that a batch of windows may take."""
 
 MAPS_OF_FINEST_LEVEL = 3
-"""The skip, what is upsampled to it, and the result of both."""
+"""Feature maps of full resolution in memory at once: skip, upsampled map, and their result."""
 
 BFLOAT16_BYTES = 2
 
@@ -62,7 +63,7 @@ def window_of(network: Checkpoint) -> Window:
 
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
-    """Return the voxels of a window that a network of such total strides can halve."""
+    """Return a window's size, rounded up to multiples of the network's total strides."""
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
     # If the lowest level were one voxel, instance norm would not be defined.
     return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
@@ -71,7 +72,7 @@ def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
 def window_starts(size: int, window: int, overlap: float) -> list[int]:
     """Return where windows start along one axis: evenly spread, the last ending at the edge.
 
-    Neighbours overlap by that share of a window, or by a voxel less, as starts are whole voxels.
+    Neighbours overlap by at least the share ``overlap`` of a window, minus a voxel for rounding.
     """
     num_steps = _num_windows(size, window, overlap) - 1
     step = (size - window) / max(1, num_steps)
@@ -80,34 +81,34 @@ def window_starts(size: int, window: int, overlap: float) -> list[int]:
 
 def _num_windows(size: int, window: int, overlap: float) -> int:
     farthest = max(1.0, window * (1 - overlap))
-    # 20 * (1 - 0.9) is just below 2, and must not make one window more.
+    # In floating point, 20 * (1 - 0.9) is just below 2; that must not add a window.
     return 1 + math.ceil((size - window) / farthest - 1e-6)
 
 
 def line_weight(voxels: int) -> Tensor:
     """Return the weights along one axis of a window, in float64: 1 at the centre and never 0.
 
-    The centre is a voxel, as in nnU-Net: of an even number of them the first of the upper half.
+    The centre is a voxel, as in nnU-Net: with an even number, the first of the upper half.
     """
     distance = torch.arange(voxels, dtype=torch.float64) - voxels // 2
     return torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2)
 
 
 def product(lines: Sequence[Tensor]) -> Tensor:
-    """Return the weights (X, Y, Z) of which those along each axis are factors."""
+    """Return the outer product (X, Y, Z) of weights along each axis."""
     x, y, z = lines
     return x[:, None, None] * y[:, None] * z  # not einsum, which a GPU may compute in TF32
 
 
 def gaussian_weight(window: Shape) -> Tensor:
     """Return the weight of each voxel of a window (X, Y, Z)."""
-    # In a corner it is 4e-11: enough in float32, where one window alone covers the corner.
+    # In a corner it is 4e-11, enough in float32 even if only one window covers the corner.
     return product([line_weight(voxels) for voxels in window]).float()
 
 
 def longest_axis(size: Sequence[int]) -> int:
-    """Return the axis along which a volume is finished slab by slab: its slabs are the smallest."""
-    # Of equal ones the last: most files store it slowest, so that its planes lie together.
+    """Return the axis along which a volume is finished slab by slab: its slabs are smallest."""
+    # Of equal axes the last: it is the slowest in most files, so its planes are contiguous.
     return max(range(3), key=lambda axis: (size[axis], axis))
 
 
@@ -118,18 +119,18 @@ class Windows:
     size: Shape
     """Voxels along X, Y, Z of the volume, padded to at least one window."""
     inside: tuple[slice, ...]
-    """Where in it the volume is: in the middle."""
+    """Where the volume is in the padded volume: centred."""
     axis: int
     """The axis along which windows advance last, the volume's longest."""
     shape: Shape
     """Voxels of each window."""
     starts: list[tuple[int, ...]]
-    """Where they start in the padded volume, along X, Y, Z."""
+    """First voxel of each window in the padded volume, along X, Y, Z."""
     batch_size: int
-    """How many are computed at a time."""
+    """Windows per forward pass."""
     keeps_rows: bool = False
-    """Whether those that are computed at a time begin at one plane, where there are enough: then
-    the slab that they reach is no longer than a window."""
+    """Whether all windows of a forward pass begin at one plane, if a plane has enough: then the
+    slab that they cover is no longer than a window."""
 
     @classmethod
     def of(
@@ -143,10 +144,10 @@ class Windows:
         voxel_bytes: int | None = None,
         free_bytes: int | None = None,
     ) -> Self:
-        """Cover a prepared image of a size with windows of a size, or refuse to list so many.
+        """Return the windows that cover a prepared image; VolumeError if they are too many.
 
-        Neighbours cover at least a share ``overlap`` of one another. A batch of ``auto`` is what
-        :func:`windows_at_a_time` says of the network's devices.
+        Neighbours cover at least a share ``overlap`` of one another. :func:`windows_at_a_time`
+        chooses a ``batch_size`` of ``auto`` for the network's devices.
         """
         shape = computed_window(size if window == "whole" else window, topology.total_stride)
         each = zip(size, shape, strict=True)
@@ -174,15 +175,15 @@ class Windows:
             batch_size=windows_at_a_time(shape, devices, voxel_bytes, free_bytes)
             if batch_size == "auto"
             else batch_size,
-            # A GPU has memory, and takes longer for a few windows.
+            # A GPU has memory for a longer slab, and is less efficient with small batches.
             keeps_rows=not any(is_gpu(device) for device in devices),
         )
 
     def summed_weights(self) -> list[Tensor]:
         """Return the sums of the weights of all windows along each axis, in float64.
 
-        Windows lie on a grid and weights are products, so the sum in a voxel is the product of
-        these three.
+        Windows lie on a grid and weights are products, so the sum in a voxel is the product of the
+        sums along the three axes.
         """
         lines = []
         for axis, (size, voxels) in enumerate(zip(self.size, self.shape, strict=True)):
@@ -211,26 +212,26 @@ class Windows:
                 yield row[first : first + self.batch_size]
 
     def place(self, start: tuple[int, ...], first: int = 0) -> tuple[slice, ...]:
-        """Return where a window is that starts somewhere, counted from a ``first`` plane."""
+        """Return the box of a window with a given first voxel, relative to plane ``first``."""
         begins = (begin - first if axis == self.axis else begin for axis, begin in enumerate(start))
         return tuple(slice(a, a + n) for a, n in zip(begins, self.shape, strict=True))
 
 
 def bytes_of_maps(topology: Topology) -> int:
-    """Return the bytes of the maps per voxel of a window in a forward pass."""
+    """Return the bytes of bfloat16 feature maps per voxel of a window in a forward pass."""
     return MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
 
 
 def bytes_of_voxel(network: Checkpoint, num_replicas: int = 1) -> int:
     """Return the GPU bytes per voxel of a window in a forward pass: maps and logits.
 
-    The logits of several replicas come together; those of mirror images are added up.
+    The logits of several replicas are joined; those of mirror images are added up.
     """
     topology = network.topology
-    # As they arrive, and joined.
+    # The logits of all replicas, as they arrive and joined.
     num_logits = 2 * num_replicas if num_replicas > 1 else 1
     logits = num_logits * BFLOAT16_BYTES + network.dtype.itemsize
-    if network.mirrored_axes:  # the sum, and those of an image turned back
+    if network.mirrored_axes:  # the sum, and the logits of a mirror image, flipped back
         logits += FLOAT32_BYTES + BFLOAT16_BYTES
     return bytes_of_maps(topology) + topology.num_classes * logits
 
@@ -243,8 +244,8 @@ def windows_at_a_time(
 ) -> int:
     """Return the best number of windows per forward pass on a network's devices.
 
-    One on GPUs of which it is not known what a voxel takes, or where ranks know it differently.
-    ``free_bytes`` of each GPU may be given, of one that is not here.
+    On GPUs it is 1 if ``voxel_bytes``, the memory per voxel, is None, as when ranks do not know
+    each other's free memory. ``free_bytes`` is the free memory of each GPU; None: it is measured.
     """
     voxels = math.prod(window)
     gpus = [device for device in devices if is_gpu(device)]
@@ -270,14 +271,15 @@ def bytes_of_image(network: Checkpoint, slab: Shape) -> int:
 
 
 def refuse_beyond_host(network: Checkpoint, windows: Windows, num_computing: int) -> None:
-    """Refuse windows that the host cannot hold: the image around one, and on a CPU the rest.
+    """Raise DoesNotFitError if the host lacks memory for windows.
 
-    So many ranks of this host compute each window together on a CPU; 0: on GPUs. Linux would
-    promise the memory, and end this process once it is used.
+    Windows need a slab of the image and, if a CPU computes them, maps and logits. ``num_computing``
+    ranks of this host compute each window together; 0: GPUs compute. Without this check, Linux
+    would grant the memory, and kill this process once it is used.
     """
     needed = bytes_of_image(network, windows.slab)
     if num_computing:
-        # Each rank has all of them for a moment, of its maps a slab.
+        # Each rank has all logits for a moment, but only a slab of the maps.
         logits = network.topology.num_classes * network.dtype.itemsize * num_computing
         needed += (bytes_of_maps(network.topology) + logits) * math.prod(windows.shape)
     lacking = shortage(needed)
