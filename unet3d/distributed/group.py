@@ -81,7 +81,10 @@ class Group:
         return self.ranks.world_size
 
     def open(self, timeout_seconds: float) -> None:
-        """Connect the ranks; a collective call. A rank that is silent for the time-out hangs."""
+        """Connect the ranks; a collective call.
+
+        A rank that is silent for ``timeout_seconds`` counts as hung.
+        """
         if self._watch is None:
             return
         self._watch.timeout = timedelta(seconds=timeout_seconds)

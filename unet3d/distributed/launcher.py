@@ -135,7 +135,7 @@ def _failures(ranks: Mapping[Path, CommandProcess]) -> list[Failure]:
 def _reason(
     failures: Sequence[Failure], purpose: Purpose = TRAINING, stop_signal: int | None = None
 ) -> BaseException:
-    """Return the error of the rank that failed first, ahead of ranks that only lost it.
+    """Return the error of the rank that failed first; ranks that only lost it count last.
 
     After a requested stop the reason is the stop, unless a rank failed otherwise, as when saving.
     """

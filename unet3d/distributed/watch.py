@@ -85,7 +85,7 @@ class _Device:
         self._seen = (0, False)
 
     def silence(self, seconds: float) -> float:
-        """Add seconds, and return those without progress, less the extra time for queueing."""
+        """Add ``seconds`` to the silence, and return it, less the extra time for queueing."""
         reached = self.progress.reached()
         is_waited_for = reached < self.num_queued
         before, self._seen = self._seen, (reached, is_waited_for)

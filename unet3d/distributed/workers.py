@@ -23,7 +23,7 @@ CLEANING_SECONDS = 2.0
 """Time in which workers that are asked to stop delete half-written files."""
 
 GRACE_SECONDS = 0.2
-"""How long after a worker was killed a signal to all processes may still reach this one."""
+"""Wait after a worker was killed: a signal to all processes may still reach this one."""
 
 
 def map_items(

@@ -66,7 +66,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operation and count the memory of its results, unless they share older memory."""
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].device
-        # These operations are not part of the step, so torch function modes are disabled for them.
+        # What the recorder runs is not part of the step, so torch function modes are off for it.
         with without_functions():
             return self._run(func, args, kwargs or {})
 
@@ -109,7 +109,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._drop, key, device)
 
     def resized(self, tensor: Tensor) -> None:
-        """Note that memory of a tensor made in here grew or shrank, which no operation reports."""
+        """Note that a counted tensor's memory grew or shrank, which no operation reports."""
         storage, device = tensor.untyped_storage(), tensor.device
         rounded = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
         self._resize(storage_key(tensor), device, rounded)
@@ -127,8 +127,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _as_cudnn(func: Any, args: tuple[Any, ...], results: Any) -> Any:
     """Return results of a convolution in the memory format that cuDNN gives them.
 
-    That is channels-last where the input or the weight is. PyTorch asks this machine's CPU instead:
-    without AVX-512 its convolutions in bfloat16 return channels-first results.
+    It is channels-last if the input or the weight is. For fake devices PyTorch instead decides by
+    this machine's CPU: without AVX-512, bfloat16 convolutions return channels-first results.
     """
     is_forward = func is torch.ops.aten.convolution.default
     source, weight = args[:2] if is_forward else args[1:3]
@@ -185,7 +185,7 @@ def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecord
 
 
 def make_parameters_fake(module: nn.Module) -> None:
-    """Replace the parameters of a module that are still real, and its buffers, in the context.
+    """Replace real parameters and all buffers, within :func:`counted_allocations`.
 
     PyTorch computes single numbers, such as the counter of a batch norm, on the real CPU. So
     buffers are created on the device of the parameters beside them.

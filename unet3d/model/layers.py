@@ -240,7 +240,7 @@ class SkippedUnit(UpsampledUnit):
         self.skip = skip
 
     def upsampled(self, x: Tensor) -> Tensor:
-        """Return the convolution of the upsampled features, as the unit does it."""
+        """Return the joined unit's convolution of the upsampled features."""
         return self.joined.upsampled(x)
 
     def convolved(self, x: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:

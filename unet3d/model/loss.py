@@ -42,8 +42,8 @@ class SegmentationLoss:
     """
 
     joins_samples: bool = False
-    """Whether the sums are added up over the batch before the Dice is taken, as nnU-Net's batch
-    Dice. So a false positive costs something also where its sample has no voxel of the class."""
+    """Whether the sums are added up over the batch before the Dice is computed, as in nnU-Net's
+    batch Dice. So false positives count also in samples without a voxel of the class."""
     regions: Regions = ()
     """Indices of the classes in each region; every class but the background is in at least one.
     With regions there is a logit for each region, which may overlap; probabilities are sigmoids,

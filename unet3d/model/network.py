@@ -19,7 +19,7 @@ _OVER_THE_BATCH = (nn.modules.batchnorm._BatchNorm,)
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One step of the network, and the unit that a cut can fall between.
+    """One step of the network; cuts fall between blocks.
 
     The blocks of a network are in an order in which they can run. Each reads tensors by name and
     writes one tensor under its own name; ``image`` is the network's input. So the names tell which
@@ -27,7 +27,7 @@ class Block:
     """
 
     name: str
-    """Name, such as ``encoder.0.1`` (level, unit), ``decoder.2.up`` or ``head``."""
+    """Name, such as ``encoder.0.1`` (level, unit), ``decoder.2.skip`` or ``head``."""
     module: nn.Module
     """The module that runs; it shares no parameters with others."""
     inputs: tuple[str, ...]
@@ -84,10 +84,10 @@ def run_blocks(
 def in_running_order(blocks: Sequence[Block]) -> tuple[Block, ...]:
     """Return blocks in the order in which their backward passes need the least memory.
 
-    The convolution of a skip can run long before the decoder needs its result. Backward then
-    reaches it late, right before the encoder level that computed the skip, so backward needs the
-    skip only once, not at two distant times. Therefore a block that reads a single tensor follows
-    the first other reader of that tensor, if both are among these blocks.
+    The convolution of a skip can run long before the decoder needs its result. Then its backward
+    runs late, right before the backward of the encoder level that computed the skip, so backward
+    needs the skip only once, not at two distant times. Therefore a block that reads a single tensor
+    follows the first other reader of that tensor, if both are among these blocks.
     """
     ordered: list[Block] = []
     for block in blocks:
@@ -141,7 +141,7 @@ class BlockNetwork(nn.Module, ABC):
         """Return the network's default cuts, used if the settings name none.
 
         Args:
-            num_stages: How many devices share it.
+            num_stages: Number of devices that share the network.
 
         Returns:
             Index of the first block of each stage but the first; None: cuts into stages of about
@@ -186,7 +186,7 @@ def _children(chain: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module by name, or the parts of a chain unless a subclass may run them otherwise."""
+    """Yield a module by name, or the parts of a plain chain; a subclass may run differently."""
     if type(module) is not nn.Sequential:
         yield name, module
         return

@@ -92,7 +92,7 @@ class Optimization:
         self.optimizer.zero_grad()
 
     def _begin_momentum(self) -> None:
-        """Let the momentum of parameters that have none yet begin at zero.
+        """Set the momentum of parameters that have none yet to zero.
 
         PyTorch's fused SGD needs momentum for all parameters or none, and leaves it uninitialised
         if the very first gradient overflows.

@@ -64,7 +64,7 @@ def recomputed_parts(blocks: Sequence[Block], num_alive: int) -> tuple[tuple[Blo
 
 
 class PartsOfPass:
-    """The parts of one forward pass; keeps nothing itself once the pass has ended."""
+    """The parts of one forward pass; this object itself is dropped when the pass ends."""
 
     def __init__(self, parts: Sequence[Sequence[Block]], lowered: Lowered) -> None:
         """Prepare a pass; the blocks of each part are in the order in which they run."""

@@ -142,7 +142,7 @@ def _model_in(path: Path, pattern: str) -> Path | None:
 
 
 def _final_ones(path: Path, folders: str) -> dict[int | str | None, Path]:
-    """Return the final checkpoints by fold, in folders of a model or in the folder of a fold."""
+    """Return the final checkpoints by fold: of a whole model, or of one fold's folder."""
     found = {fold_named(file.parent.name): file for file in path.glob(f"{folders}{FINAL}")}
     found.pop(None, None)
     if not found:

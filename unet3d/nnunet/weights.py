@@ -41,7 +41,7 @@ nnU-Net's networks take the axes of a file as (Z, Y, X), transposed as the plan 
 
 
 def order_of(transpose_forward: Sequence[int]) -> Order:
-    """Return a plan's order; the plan names the axis of (Z, Y, X) for each of its own."""
+    """Return the order of a plan, which names an axis of (Z, Y, X) for each of its own axes."""
     x, y, z = (list(transpose_forward).index(2 - axis) for axis in range(3))
     return (x, y, z)
 
@@ -81,7 +81,7 @@ def from_nnunet(
 def of_plan(
     weights: Mapping[str, Tensor], topology: Topology, order: Order, trainer: str
 ) -> dict[str, Tensor]:
-    """Return the parameters in a file that the plan's network has, by their main names.
+    """Return the parameters of the plan's network from a file, by their main names.
 
     Raises ValueError, which names the trainer, if names or shapes do not fit the plan's network;
     also if two names of a parameter have different values.

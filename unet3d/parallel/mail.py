@@ -1,12 +1,11 @@
 """Messages between stages within one step: outputs forward, gradients back.
 
-The pipeline puts in what a stage produces and takes out what the next one reads. Copies between the
-devices of two stages are on streams of their own.
+The pipeline puts in the outputs of a stage and takes out the inputs of the next one. Copies between
+the devices of two stages run on separate streams.
 
-Between two GPUs a copy overlaps with the work of both. It starts as soon as its tensor exists,
-but the reader's stream waits for it only where the reader is queued: a wait that is queued as
-soon as the copy is issued would also hold up the work that the reader's device still does for
-other micro-batches::
+Between two GPUs a copy overlaps with the work of both. It starts as soon as its tensor exists, but
+the reader's stream waits for it only right before the reader. An earlier wait would also hold up
+the reader's device in its work on other micro-batches::
 
     GPU 0 compute   F0 ─┬─ F1 ────┬─ ...
     GPU 0 copy          └─ copy 0 └─ copy 1

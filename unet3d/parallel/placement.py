@@ -44,7 +44,7 @@ class Layout:
     offload: Offload = "none"
     """Tensors that GPUs offload to host memory until they are needed."""
     captures: bool = True
-    """Whether steps of small volumes on GPUs are captured as CUDA graphs, where there is memory."""
+    """Whether steps of small volumes on GPUs are captured as CUDA graphs, if memory suffices."""
     num_replicas: int = 1
     """Number of replicas that share a batch; a replica is one network or one group of slabs."""
     num_shards: int = 1

@@ -217,13 +217,13 @@ def memory_format(device: torch.device, dtype: torch.dtype) -> torch.memory_form
     """Return the memory format of weights and maps that is fastest for convolutions of a type.
 
     A whole network has one format, so that it converts no map: the result of a convolution has the
-    format of its weights. Measurements:
+    format of its weights. The choice follows measurements:
 
     * GPU: channels-last in 16 bits, which tensor cores read; in float32 channels-first, which is
       cuDNN's default.
     * CPU with oneDNN, up to float32: channels-last, at every width. On two cores with AVX512-BF16,
       a step of 32 to 320 channels at 96^3 takes 0.85 of the time that it takes channels-first in
-      bfloat16 and 0.81 in float32; one of 4 and 8 channels at 64^3 0.44 and 0.64
+      bfloat16 and 0.81 in float32; a step of 4 and 8 channels at 64^3 takes 0.44 and 0.64
       (docs/results/training.md).
     * CPU, float64, or without oneDNN: channels-first, which PyTorch's own convolutions unfold.
     """

@@ -164,8 +164,8 @@ def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterato
     """Yield the 1F1B schedule (PipeDream-flush, Narayanan et al., arXiv 2006.09503).
 
     Each stage starts as many micro-batches as there are stages from it to the end, then
-    alternates: so stage 0 keeps the activations of at most ``num_stages`` micro-batches, the last
-    stage of one, however many there are::
+    alternates. So stage 0 keeps the activations of at most ``num_stages`` micro-batches, and the
+    last stage of one, no matter how many micro-batches a batch has::
 
         stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
         stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..

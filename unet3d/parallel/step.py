@@ -55,13 +55,13 @@ class MicroBatch:
     """Factor of the loss before backward, such as a gradient scaler's."""
 
     def loss(self, logits: Sequence[Tensor], target: Tensor) -> tuple[Tensor, Any]:
-        """Return the scalar that goes backward, and the weighted loss without a graph or scale."""
+        """Return the scalar to run backward from, and the weighted loss without graph and scale."""
         terms = as_loss(self.loss_fn(_one_or_all(logits), target))
         return terms.total * (self.weight * self.scale), weighted(terms, self.weight)
 
     @torch.no_grad()
     def sums(self, logits: Sequence[Tensor]) -> Any:
-        """Return the sums over the samples, of a loss that is a function of sums."""
+        """Return the sums over the samples, for a loss that is computed from sums."""
         loss_fn: Any = self.loss_fn
         return loss_fn.sums(_one_or_all(logits), self.target)
 
@@ -92,7 +92,7 @@ class PlacedBlocks:
         self.stage = stage
         self._autocast = lowered_on(stage.slot.device, autocast)
         blocks: Sequence[Block] = stage.blocks
-        # An offloaded skip is read early and only once.
+        # With offloading, a skip must be read early and only once, so not by the decoder.
         if offload is None and convolves_by_hand(stage.slot.device, self._autocast):
             blocks = adding_skips(blocks, stage.outputs)
         self._predicted = deferring(blocks, stage.outputs)
@@ -226,10 +226,10 @@ class DeviceStep:
 
 
 class CapturedDeviceStep:
-    """The step of one device as CUDA graphs: first micro-batch, last one, and those between.
+    """The step of one device as CUDA graphs: for the first, the middle and the last micro-batches.
 
     The first graph makes the gradients, the others add to them, and the last also exchanges them
-    with other ranks. All micro-batches between are replays of one graph.
+    with other ranks. All middle micro-batches replay one graph.
     """
 
     averages = True

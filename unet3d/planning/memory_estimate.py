@@ -46,8 +46,7 @@ class Step:
     layout: Layout
     """Devices (which need not exist), cuts, micro-batches and autocast."""
     size: Shape
-    """Voxels of a patch along X, Y, Z; multiples of the total stride. With shards, of the whole
-    patch."""
+    """Voxels of a whole patch along X, Y, Z, also with shards; multiples of the total stride."""
     batch_size: int
     settings: TrainingSettings
     """The optimizer and the loss."""
@@ -137,7 +136,7 @@ class MemoryEstimate:
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
-        """Return the largest share of its memory that a device needs; the step fits up to 1."""
+        """Return the largest share of its memory that a device needs; up to 1 the step fits."""
         needed = self.needed_bytes()
         return max(need / device_bytes[device] for device, need in needed.items())
 

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 HEADROOM = 0.9
-"""Factor: if a step did not fit, an advised option must need at most this share of its prediction,
-which may be too low."""
+"""An advised option must be predicted to need at most this share of the step that did not fit, whose
+prediction may be too low."""
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:

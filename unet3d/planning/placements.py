@@ -139,7 +139,7 @@ def possible_dims(config: Config, network: NetworkPlan, devices: Devices) -> lis
 def if_possible(
     config: Config, network: NetworkPlan, mode: str, devices: Devices, num_replicas: int
 ) -> list[ParallelDims]:
-    """Return a mode on devices, or nothing if the devices or the network do not suit it."""
+    """Return a mode on devices in a list; empty: devices or network do not suit the mode."""
     with suppress(DeviceError):
         dims = placed(config.parallel, mode, devices, num_replicas)
         if mode == "model":
@@ -158,7 +158,7 @@ def placed(
 
 
 def settings_for(settings: ParallelSettings, dims: ParallelDims) -> ParallelSettings:
-    """Return settings that name a mode, devices and replicas."""
+    """Return settings with the mode, devices and replicas of a placement."""
     return _settings_of(settings, dims.mode, dims.all_devices, dims.num_replicas)
 
 
@@ -188,7 +188,7 @@ def has_gpu(memory_bytes: int | None) -> bool:
 
 
 def numbered(device: torch.device, index: int) -> torch.device:
-    """Return a GPU's device with another index; a CPU is returned itself."""
+    """Return a GPU with another index; a CPU is returned unchanged."""
     return torch.device("cuda", index) if device.type == "cuda" else device
 
 

@@ -1,4 +1,4 @@
-"""The predicted time of a training step: operations and bytes over measured rates.
+"""The predicted time of a training step: operations and bytes, divided by measured rates.
 
 A slab has its share of both at divided levels. Ranks also wait for messages: planes, sums and
 gradients. The rates were measured on one GPU and one CPU. On others the seconds are wrong, but by
@@ -121,7 +121,7 @@ class BlockWork:
     num_norms: int
     num_parameters: int
     num_operations: float
-    """A multiplication and an addition are two."""
+    """Floating-point operations; a multiplication with an addition counts as two."""
     moved_bytes: float
     """Bytes that it reads and writes."""
 

@@ -16,7 +16,7 @@ BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#C8C8C8"
 
 LINES = tuple(zip((BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION), "osD^vP", strict=True))
-"""Colour and marker of one line after the other, so that they can be told apart without colours."""
+"""Colours and markers of lines, in order; the markers distinguish lines without colour, too."""
 
 LABELS = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)
 """Colours of outlined labels: the most visible on grey come first."""

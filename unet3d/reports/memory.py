@@ -36,7 +36,7 @@ PANEL_HEIGHT_INCHES = 2.3
 
 
 def memory_figure(record: Mapping[str, Any]) -> Figure:
-    """Draw the memory of each slot as a bar, and below the memory over one step."""
+    """Draw the memory of each slot as a bar and, underneath, the memory over one step."""
     slots = measured_slots(record)
     unit, unit_bytes = unit_of(slots)
     timelines = record.get("timeline", [])

@@ -40,7 +40,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
 
 
 def _rows(way: Mapping[str, Any], unit_bytes: int) -> list[tuple[str, ...]]:
-    """Return slot, device and numbers of each row; equal ones of many devices are one row."""
+    """Return slot, device and numbers of each row; with many devices, equal rows are merged."""
     rows = []
     for slot in way["slots"]:
         bar = bar_parts(slot, way["slots"], "predicted")

@@ -15,7 +15,7 @@ from unet3d.terminal import live_line
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.5
-"""Reading a loss waits for the device, so it is not done at every step."""
+"""Seconds between updates of the live line: reading a loss waits for the device."""
 
 LOG_SECONDS = 60.0
 """Seconds between log lines during a validation, and before the first one."""

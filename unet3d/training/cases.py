@@ -32,7 +32,7 @@ WindowsDone = Callable[[int, int], None]
 
 
 class Stopped(Exception):
-    """A signal has ended the work early, at the same case in all ranks."""
+    """A signal to one of the ranks has ended the work of all of them early."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)

@@ -6,9 +6,9 @@ label or region: it must raise its own mean Dice and, unlike in nnU-Net, lower n
 Labels do not overlap, so each is judged separately. Regions overlap, so each is judged after the
 earlier decisions.
 
-Means are taken as in evaluation: over the cases that have a label in prediction or label map, then
-over the labels. Each step reads the segmentations from their files again, because together they may
-be too large for the memory.
+Means are taken as in evaluation: over the cases that have a label in segmentation or label map,
+then over the labels. Each step reads the segmentations from their files again, because together
+they may be too large for the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ Work = Callable[[LabelMap, LabelMap], list[Dice]]
 def choose_components(
     over_cases: Callable[[Work, str], list[list[Dice]]], scored: ScoredLabels
 ) -> tuple[Choice, ...]:
-    """Return the rules that raise the mean Dice; ``over_cases`` runs named work on each case."""
+    """Return the rules that raise the mean Dice; ``over_cases`` runs work with a title on cases."""
     labels = list(scored.names)
     chosen: list[Choice] = []
     for step, candidates in enumerate(_steps(labels), start=1):
@@ -81,7 +81,7 @@ def _tried(
     candidates: Sequence[Rule],
     scored: ScoredLabels,
 ) -> list[Dice]:
-    """Return the Dice of each label with ``rules`` alone, then with each one candidate added."""
+    """Return the Dice of each label: with ``rules`` alone, then with each candidate in addition."""
     prediction, label, labels = predicted.array, labelled.array, list(scored.names)
     keep_largest(prediction, rules)
     counted = None if scored.ignore is None else label != scored.ignore

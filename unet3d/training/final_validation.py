@@ -260,7 +260,7 @@ def _worst_first(case: CaseScores) -> float:
 
 
 def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:
-    """Draw the case with the lowest mean Dice and, if there are several, the best one."""
+    """Draw the cases with the lowest and the highest mean Dice, or the only case."""
     images = {case.name: case.images[0] for case in cases}
     scored = [case for case in evaluation.cases if case.mean_dice is not None]
     chosen = {}

@@ -298,7 +298,7 @@ def _make_loader(context: RunContext, num_workers: int) -> PatchLoader:
         device=device,
         augments_on_device=device.type == "cuda",
         rank=dims.replica_of(dims.rank),
-        num_ranks=dims.world_size // dims.num_shards,  # threads share the memory of their process
+        num_ranks=dims.world_size // dims.num_shards,  # all threads of a process count as one
         slab=None if spatial is None else partial(spatial.rule.slab, shard),
         gather=None if spatial is None else spatial.gather,
     )

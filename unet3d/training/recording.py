@@ -35,7 +35,7 @@ try:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     HAS_TENSORBOARD = True
-except ImportError:  # an extra
+except ImportError:  # an optional dependency
     HAS_TENSORBOARD = False
 
 SCALARS = ("loss", "dice_loss", "cross_entropy", "learning_rate", "waited_seconds")
@@ -105,8 +105,8 @@ class RunRecorder:
     def update_reserved(self) -> None:
         """Record the reserved memory of allocators, or of a process on a CPU; a collective call.
 
-        Memory is measured before steps of small volumes are captured, and their graphs keep
-        additional memory.
+        Memory is measured in steps that are launched. Steps of small volumes are captured later,
+        and their graphs keep additional memory.
         """
         if self.memory is None:
             return

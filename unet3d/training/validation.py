@@ -55,7 +55,7 @@ class Validator:
     def validate(self, epoch: int, watcher: Watcher) -> Validation:
         """Return the Dice of each label after an epoch, each case counted once.
 
-        Raises ConfigError where the network has diverged, and Stopped.
+        Raises ConfigError if the network has diverged, and Stopped after a request to stop.
         """
         began = time.monotonic()
         self._executor.module.eval()

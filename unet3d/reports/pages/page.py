@@ -1,8 +1,8 @@
 """Common parts of all pages: template, Content-Security-Policy, embedded pictures.
 
 All text is escaped by jinja2, and unprintable characters, such as a lone surrogate in a file name,
-are written as their code. The Content-Security-Policy of a page lets nothing be loaded, and names
-the digest of each of its own scripts and styles, so nothing else in it can run.
+are written as their code. The Content-Security-Policy of a page forbids all loading, and names the
+digest of each of the page's own scripts and styles, so nothing else in it can run.
 """
 
 import base64
@@ -24,7 +24,7 @@ from unet3d.reports.tables import score
 
 QUOTED_NONE = "'none'"
 GENERATOR = b'<meta name="generator" content="unet3d '
-"""Stands in the head of every page."""
+"""Marks the head of every page."""
 
 
 def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **content: Any) -> str:
@@ -45,7 +45,7 @@ def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **co
         )
     )
     return _ENVIRONMENT.get_template(template).render(
-        policy=Markup(policy),  # of digests alone
+        policy=Markup(policy),  # contains only digests
         style=Markup(style),
         scripts=[Markup(source) for source in sources],
         version=__version__,
@@ -67,7 +67,7 @@ def resource(name: str) -> str:
 
 
 def picture_of(path: Path) -> str | None:
-    """Return a PNG file as a URL that holds it, or None where there is no such file."""
+    """Return a PNG file as a data URL; None: there is no such file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -76,14 +76,14 @@ def picture_of(path: Path) -> str | None:
 
 
 def drawing_of(figure: Figure, kind: Literal["png", "svg"] = "svg") -> str:
-    """Return a figure as a URL that holds it, as SVG, which is sharp at any size, or as PNG."""
+    """Return a figure as a data URL: as SVG, which is sharp at any size, or as PNG."""
     file = io.BytesIO()
     save_figure(figure, file, kind)
     return _url({"png": "image/png", "svg": "image/svg+xml"}[kind], file.getvalue())
 
 
 def shade(dice: float | None) -> int | None:
-    """Return which of the ten shades of the style sheet a Dice has; None: none."""
+    """Return the index of a Dice's shade among the ten of the style sheet; None: no shade."""
     return None if dice is None else int(min(9.0, max(0.0, dice * 10)))
 
 

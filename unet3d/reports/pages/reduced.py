@@ -1,7 +1,7 @@
 """Volumes reduced for a page: fewer voxels, 256 grey levels, labels numbered consecutively.
 
-A page holds them as NIfTI, compressed, in base64. Blocks of voxels become one: the mean of the
-image, the middle one of the labels.
+A page holds them as NIfTI, compressed, in base64. Each block of voxels becomes one voxel: the mean
+of an image, the middle label of a label map.
 """
 
 import base64
@@ -23,9 +23,9 @@ MAX_SIDE = 1024
 
 LEVELS = 255
 GREY_PERCENTILES = (0.1, 99.9)
-"""Intensities of the first and the last grey level."""
+"""Percentiles of the intensities at the first and the last grey level."""
 SHOWN_PERCENTILES = (1.0, 99.0)
-"""Intensities that are black and white at first."""
+"""Percentiles of the intensities that are initially black and white."""
 
 Affine = npt.NDArray[np.float64]
 
@@ -35,7 +35,7 @@ class Greys:
     """An image in a page."""
 
     nifti: str
-    """Its file, compressed, in base64."""
+    """Its NIfTI file, compressed, in base64."""
     lowest: float
     """Intensity of the first grey level."""
     highest: float
@@ -63,7 +63,7 @@ def steps_for(shape: Sequence[int], spacing_mm: Sequence[float]) -> tuple[int, i
 
 
 def reduced_affine(affine: Affine, steps: Sequence[int]) -> Affine:
-    """Return the affine (4, 4) of blocks of so many voxels, to the centres of blocks."""
+    """Return the affine (4, 4) of reduced voxels, which maps to the centres of their blocks."""
     blocks = np.diag([*steps, 1.0])
     blocks[:3, 3] = [(step - 1) / 2 for step in steps]
     return np.asarray(affine @ blocks)
@@ -113,7 +113,7 @@ def greys_of(image: npt.NDArray[np.float32], affine: Affine) -> Greys:
 def numbered(labels: npt.NDArray[Any], values: Sequence[int], affine: Affine) -> str:
     """Return a label map (X, Y, Z) for a page, as a NIfTI file in base64.
 
-    The first of the values, which ascend, becomes 1; all others become background.
+    ``values``, in ascending order, become 1, 2, ...; all other labels become background.
     """
     labels = labels.astype(np.uint64)  # has room for labels without voxels, too
     known = np.array([0, *values], np.uint64)

@@ -115,7 +115,7 @@ def run_page(folder: Path) -> str:
 
 
 def has_page(run: RunFolder, is_over_folds: bool = False) -> bool:
-    """Tell whether a folder is a run's; with folds, whether it is also a run itself."""
+    """Tell whether a folder is a run's; for a folder of folds, whether it is a run itself, too."""
     files = [run.data, run.metrics, run.latest]
     return any(file.is_file() for file in [*files, *[run.config] * (not is_over_folds)])
 
@@ -126,7 +126,7 @@ def part_of(
     notes: list[str],
     read: Callable[[Path], Any] = lambda path: json.loads(path.read_bytes()),
 ) -> Part | None:
-    """Return a function's result for a file; None, and a note, if the file is damaged."""
+    """Return a function's result for a file; None: it is missing or, with a note, damaged."""
     if not path.is_file():
         return None
     try:
@@ -139,12 +139,12 @@ def part_of(
 
 
 def number(value: Any) -> float | None:
-    """Return a number of a file's, or None where it has none."""
+    """Return a number from a file; None: the file has none."""
     return None if value is None else float(value)
 
 
 def _data(folder: Path, content: Content) -> dict[str, Any]:
-    """Return the title, and what was trained on."""
+    """Return the title, the units, and facts about the data."""
     path, prepared = folder.absolute(), content.get("preprocessing", {})
     dataset, fold = content.get("dataset") or "built-in phantoms", content.get("fold", 0)
     name = f"{path.parent.name}/{path.name}" if path.name == f"fold{fold}" else path.name
@@ -216,7 +216,7 @@ def _metrics(lines: Sequence[Content]) -> dict[str, Any]:
 
 
 def _validation(line: Content) -> dict[str, Any]:
-    """Return the scores of a validation while the network was trained."""
+    """Return the scores of a validation during training."""
     where = f"validation in epoch {line['epoch']}"
     rows = [(name, number(dice)) for name, dice in line["dice"].items()]
     return {
@@ -239,7 +239,7 @@ def _cases(content: Content, units: Units) -> dict[str, Any]:
         return named.get("name") or f"label {label}"
 
     def dice_of(labels: Content) -> list[Cell]:
-        """Return the Dice of each label of a case; of many, the lowest one in words."""
+        """Return the Dice of each label of a case; of many labels, only the lowest, named."""
         if len(means) <= MAX_LABEL_COLUMNS:
             return [number(labels.get(label, {}).get("dice")) for label in means]
         known = [(one["dice"], label) for label, one in labels.items() if one["dice"] is not None]
@@ -313,7 +313,7 @@ def folds_page(
 ) -> str:
     """Return the page of a run over several folds, with links to pages of single folds.
 
-    The links are relative to the file that the page will be.
+    The links are relative to ``output``, the file of the page.
     """
     notes: list[str] = []
     summary = part_of(RunFolder(folder).summary, _of_folds, notes) or {}
@@ -343,7 +343,7 @@ def folds_page(
 
 
 def _of_folds(content: Content) -> dict[str, Any]:
-    """Return what ``summary.json`` over folds tells of all of them, and of each label."""
+    """Return the mean Dice and the table of labels in ``summary.json`` over folds."""
     mean = content["final_mean_dice"]
     whose = f"final networks of {mean['num_folds']} folds"
     return {"figures": [("mean Dice", score(mean["mean"]), whose)], "labels": folds_table(content)}

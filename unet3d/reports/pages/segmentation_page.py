@@ -32,7 +32,7 @@ from unet3d.reports.planes import Structure
 from unet3d.reports.preview import Preview, preview_figure
 
 MAX_LABELS = 1000
-"""Different values of a label map; more are the grey values of an image."""
+"""Most distinct values of a label map; a file with more is taken for an image."""
 
 NIIVUE = "niivue/niivue.js"
 LICENCES = ("niivue/LICENSE", "niivue/LICENSES-OF-PARTS.txt")
@@ -48,8 +48,8 @@ def segmentation_page(
     """Return the page of a segmentation and its scan.
 
     Names of labels are taken from the segmentation's header unless they are given. Raises
-    VolumeError where a file cannot be read, the grids differ, the segmentation is not a label map,
-    or memory does not suffice.
+    VolumeError if a file cannot be read, the grids differ, the segmentation is not a label map, or
+    memory does not suffice.
     """
     scan = open_image(image)
     disagreement = same_grid(open_image(segmentation).geometry, scan.geometry)
@@ -64,7 +64,7 @@ def segmentation_page(
 
 
 def _statistics(scan: Image, labels: LabelMap, names: Mapping[int, str] | None) -> dict[str, Any]:
-    """Return, by the name of each label, what :func:`label_statistics` has of it."""
+    """Return the result of :func:`label_statistics`, by the names of labels."""
     path = labels.geometry.path
     values = np.unique(labels.array).tolist()
     if len(values) > MAX_LABELS or values[0] < 0:
@@ -85,7 +85,7 @@ def _page(statistics: Mapping[str, Any], scan: Image, labels: LabelMap) -> str:
     geometry, image = scan.geometry, scan.read(channel=0)[0]
     units = Units.of(geometry.spacing_mm)
     steps = steps_for(geometry.shape, geometry.spacing_mm)
-    # The viewer takes all lengths as mm, and expects lengths of patients.
+    # The viewer expects mm and sizes of patients, so lengths in other units pass for mm.
     affine = np.diag([1 / units.mm] * 3 + [1]) @ reduced_affine(geometry.affine, steps)
     reduced = middles(labels.array, steps)
     rows = _rows(statistics, reduced, affine, units)
@@ -158,7 +158,7 @@ def _rows(
 
 
 def _middle(mask: npt.NDArray[np.bool_], affine: Affine) -> list[float] | None:
-    """Return the place of the voxel nearest to the middle of all; None without any."""
+    """Return the position of the voxel nearest to the centre of all; None: there is no voxel."""
     where = np.argwhere(mask)
     if not len(where):
         return None
