@@ -4,8 +4,8 @@ The pipeline puts in the outputs of a stage and takes out the inputs of the next
 the devices of two stages run on separate streams.
 
 Between two GPUs a copy overlaps with the work of both. It starts as soon as its tensor exists, but
-the reader's stream waits for it only right before the reader. An earlier wait would also hold up
-the reader's device in its work on other micro-batches::
+the reader's stream waits for it only right before the action that reads it. An earlier wait would
+also hold up the reader's device in its work on other micro-batches::
 
     GPU 0 compute   F0 ─┬─ F1 ────┬─ ...
     GPU 0 copy          └─ copy 0 └─ copy 1

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 HEADROOM = 0.9
-"""An advised option must be predicted to need at most this share of the step that did not fit, whose
+"""An advised option must be predicted to need at most this share of the step that did not fit: that
 prediction may be too low."""
 
 
