@@ -1,4 +1,4 @@
-"""Running the command line: inside the tests' process, where warnings are errors, or in its own."""
+"""Run the command line in the tests' process, where warnings are errors, or in a new one."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ SMALL = (
     *("--set", "patches.size=8,8,8", "--set", "training.steps_per_epoch=2"),
     *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
 )
-"""Options of ``unet3d train`` for a training of a second."""
+"""Options with which ``unet3d train`` takes a second."""
 
 
 def run(*arguments: object) -> int:
@@ -42,20 +42,20 @@ def in_a_process(*arguments: object, **more: Any) -> subprocess.CompletedProcess
 
 
 def process_environment():
-    """Return the variables of a process without a GPU that imports what the tests do."""
+    """Return the environment of a process without a GPU that imports what the tests import."""
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **import_variables(), **own}
 
 
 def error_line(errors: str) -> str:
-    """Return the one line of stderr, having seen that it is an explained error and the only one."""
+    """Return the line of the only error on stderr, after checking that it is an explained one."""
     (line,) = errors.splitlines()
     assert line.startswith("Error: "), line
     return line
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the one line with which a command says no."""
+    """Run ``unet3d ARGUMENTS``, which must fail, and return its one line of error."""
     capsys.readouterr()
     assert run(*arguments) == 1
     return error_line(capsys.readouterr().err)
@@ -82,7 +82,7 @@ def scan_array(shape: tuple[int, int, int] = (14, 13, 12), seed: int = 0) -> np.
 
 
 def wait_until(is_so, process):
-    """Wait until something is so, while a process goes on."""
+    """Wait until a condition holds; fail if the process ends first."""
     deadline = time.monotonic() + 100
     while not is_so():
         assert process.poll() is None, process.communicate()[1]

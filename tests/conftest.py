@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch  # not above: the process that hands out tests to others needs none
+    import torch  # not at the top: pytest-xdist's main process does not need PyTorch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for marker, needed in (("gpu", 1), ("multigpu", 2)):
@@ -29,14 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what the imports have made, half a million objects, out of every later collection."""
+    """Exclude the half million objects that imports have made from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def bounded_memory(request):
-    """Let no property test take more than 2 GB for any of its inputs."""
+    """Let no property test take more than 2 GB with any of its inputs."""
     if request.node.get_closest_marker("hypothesis") is None:
         yield
         return
@@ -57,7 +57,7 @@ def test_data():
 
 @pytest.fixture(autouse=True)
 def log_level():
-    """Undo what a command under test has set, such as ``--quiet``, also one of a wider fixture."""
+    """Undo changes of the log level, such as by ``--quiet``, also those of a wider fixture."""
     logger = logging.getLogger("unet3d")
     logger.setLevel(logging.NOTSET)
     yield
@@ -72,9 +72,10 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Fork workers from a server that has imported all, where nothing depends on how they start.
+    """Fork loading processes from a server that has imported everything.
 
-    The package spawns those that prepare cases, and each of them then imports PyTorch.
+    For tests that do not depend on how these start. The package spawns processes that prepare
+    cases, and each of them then imports PyTorch.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["unet3d.patches.loading_server", "unet3d.patches.loader"])

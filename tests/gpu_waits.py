@@ -9,9 +9,9 @@ import torch
 
 @contextmanager
 def refused_waits() -> Iterator[None]:
-    """Fail where the host waits for a GPU."""
+    """Make PyTorch raise an error if the host waits for a GPU."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode does not see every wait
+        warnings.simplefilter("ignore")  # PyTorch warns that this mode does not see every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,4 +1,4 @@
-"""A place to work in, a scan and a network, for every test of the command line."""
+"""A current folder, a scan and a network for every test of the command line."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.networks import write_checkpoint
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A current folder with a space in its name, and a cache, of the test's own."""
+    """An empty current folder, with a space in its name, and a cache of the test's own."""
     here = tmp_path / "my files"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def scan(folder):
-    """An image with noise in it."""
+    """An image of noise."""
     return write_volume(folder / "a scan.nii.gz", scan_array())
 
 
@@ -31,5 +31,5 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def predicting(checkpoint):
-    """Arguments that segment what is named after them."""
+    """Arguments of ``unet3d predict``; the test adds the scans."""
     return ("predict", "--checkpoint", checkpoint, "--devices", "cpu")

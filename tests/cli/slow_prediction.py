@@ -1,4 +1,4 @@
-"""``unet3d predict`` on a slow disk, or with a slow network, which says what it does."""
+"""``unet3d predict`` on a slow disk or with a slow network, printing when it reads and computes."""
 
 import os
 import time
@@ -15,7 +15,7 @@ WINDOWS, READING = "windows\n", "reading\n"
 
 
 def predict(words, reading_s, window_s):
-    """Run ``unet3d WORDS``, with seconds for each 4 KB unpacked, and for each few windows."""
+    """Run ``unet3d WORDS``; reading 4 KiB and computing some windows take the given seconds."""
     cut = ImageSlab.cut
 
     class SlowFile(igzip.IGzipFile):
@@ -29,7 +29,7 @@ def predict(words, reading_s, window_s):
         time.sleep(window_s)
         return cut(self, starts)
 
-    windows.CPU_VOXELS = 4 * 8**3  # computed at a time
+    windows.CPU_VOXELS = 4 * 8**3  # voxels of windows that are computed at a time
     source.PIECE_BYTES = 4096
     source.igzip = SimpleNamespace(open=lambda file, mode: SlowFile(fileobj=file, mode=mode))
     ImageSlab.cut = slow_cut

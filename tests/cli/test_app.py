@@ -70,7 +70,7 @@ def test_wrong_usage_exits_with_2(arguments, words, capsys):
 
 @pytest.mark.parametrize("world_size", ["2", "none"])
 def test_a_rank_that_is_done_takes_nothing_down(world_size):
-    """What it shares with other ranks may be in use by threads of libraries."""
+    """No clean-up at its exit: libraries' threads may still use what ranks share."""
     code = (
         "import atexit, sys; atexit.register(print, 'taken down')\n"
         "from unet3d.__main__ import main; sys.argv[1:] = ['--version']; main()"
@@ -150,7 +150,7 @@ def test_a_signal_in_the_first_seconds_is_never_lost(module, way, stop):
             Path("go on").touch()
             _, errors = process.communicate(timeout=100)
         finally:
-            process.kill()  # one that has lost the signal would train on
+            process.kill()  # a process that has lost the signal would train on
     assert process.returncode == 128 + stop
     assert errors.splitlines() == [f"Stopped by {stop.name}"]
 
@@ -173,7 +173,7 @@ def test_outputs_that_cannot_be_written_are_explained(folder, scan, predicting, 
 
 
 def write_two_channels(root):
-    """Write two channels and the labels 1 and 4, of which the second channel shows one."""
+    """Write two channels and labels 1 and 4; label 4 is visible only in the second channel."""
     names = [f"case_{number}" for number in range(4)]
     labels = {"background": 0, "left": 1, "right": 4}
     channels = {"0": "T1", "1": "T2"}
@@ -190,7 +190,7 @@ def write_two_channels(root):
 
 
 def test_train_predict_and_evaluate_two_channels(folder, capsys, caplog):
-    """The whole job, on nnU-Net's layout, with two stages and no name given to anything."""
+    """The whole job, on nnU-Net's layout, in two stages and with default names."""
     root = write_two_channels(folder / "raw data")
     two = ("--parallel", "model", "--devices", "cpu,cpu")
     better = ("--epochs", 30, "--set", "training.optimizer=adamw")

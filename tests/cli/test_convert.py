@@ -73,16 +73,16 @@ def test_networks_are_numbered_as_they_are_named(capsys):
     # Files of one folder keep their names.
     assert run("convert", "models", "-o", "copies") == 0
     assert names_in("copies") == ["fold_0.pt", "other.pt"]
-    # Those without a number are counted.
+    # Files without a number are counted.
     assert run("convert", "copies", "--to", "nnunet", "-o", "counted") == 0
     assert names_in("counted", "fold_*") == ["fold_0", "fold_1"]
-    # Those of a run have the number of their folder.
+    # Checkpoints of a run over folds have the number of their folder.
     for old, fold in (("fold_0", 1), ("other", 4)):
         Path(f"run/fold{fold}").mkdir(parents=True)
         Path(f"models/{old}.pt").rename(f"run/fold{fold}/checkpoint-best.pt")
     assert run("convert", "run", "--to", "nnunet", "-o", "of run") == 0
     assert names_in("of run", "fold_*") == ["fold_1", "fold_4"]
-    # That of a run alone has the fold that the run records.
+    # The checkpoint of a single run has the fold that the run records.
     for fold, name in (("none", "fold_all"), (3, "fold_3")):
         run_folder = RunFolder(Path(f"run of {fold}"))
         run_folder.create()
@@ -117,7 +117,7 @@ def test_only_a_model_is_replaced(capsys):
         said = refusal(capsys, *to_nnunet, name)
         assert f"{name} exists, but is not the folder of a model; choose another --output" in said
     assert Path("mine/precious").exists()
-    for name in (NAME, ".", f"{NAME}/fold_0"):  # it is read from there
+    for name in (NAME, ".", f"{NAME}/fold_0"):  # the model is read from there
         assert "cannot hold the results" in refusal(capsys, *to_nnunet, name)
     assert Path(NAME, "fold_0/checkpoint_final.pth").exists()
 
@@ -132,7 +132,7 @@ def test_folders_are_not_named_like_files(capsys):
     ):
         assert message in refusal(capsys, "convert", NAME, *words)
     assert names_in(".") == [NAME]
-    for name, words in (("models.v2", ()), ("back.v2", ("--to", "nnunet"))):  # which is no ending
+    for name, words in (("models.v2", ()), ("back.v2", ("--to", "nnunet"))):  # .v2 is no ending
         assert run("convert", NAME, *words, "-o", name) == 0
         assert Path(name).is_dir()
 

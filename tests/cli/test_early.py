@@ -1,4 +1,4 @@
-"""What is wrong with paths, devices and settings is said before PyTorch is imported."""
+"""Errors in paths, devices and settings are reported before PyTorch is imported."""
 
 import json
 import os
@@ -95,4 +95,4 @@ def test_an_error_does_not_wait_for_pytorch_and_leaves_nothing(tmp_path):
     for (line, words), shown in zip(ERRORS, done.stdout.splitlines(), strict=True):
         status, errors = json.loads(shown)
         assert status == 1 and words in error_line(errors), line
-    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == before  # of Matplotlib
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == before  # cache: Matplotlib's

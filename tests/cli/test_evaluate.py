@@ -135,7 +135,7 @@ def test_an_ignored_value_counts_nowhere(capsys):
 
 
 def test_an_image_of_a_microscope_has_its_units_and_tolerance(capsys):
-    """A voxel of 10 x 10 x 30 nm is 3e-6 µm3; JSON has mm and mL."""
+    """A voxel of 10 x 10 x 30 nm has 3e-6 µm3; JSON has mm and mL."""
     array = blob_label((9, 8, 7))
     label = write_volume(Path("l.nii.gz"), array, (1e-5, 1e-5, 3e-5))
     moved = write_volume(Path("p.nii.gz"), np.roll(array, 2, axis=0), (1e-5, 1e-5, 3e-5))

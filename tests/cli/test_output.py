@@ -47,7 +47,7 @@ def test_a_result_replaces_only_what_it_may_and_keeps_the_permissions(tmp_path):
     with pytest.raises(ResultExistsError, match="add --overwrite"):
         with writing_result(path, overwrite=False) as unfinished:
             unfinished.write_text("ours")
-            path.write_text("of somebody else")  # in the meantime
+            path.write_text("of somebody else")  # written while ours was unfinished
     assert path.read_text() == "of somebody else"
     path.chmod(0o640)
     with writing_result(path, overwrite=True) as unfinished:

@@ -1,4 +1,4 @@
-"""``unet3d plan`` as a user meets it; what it predicts and measures is tested elsewhere."""
+"""``unet3d plan`` as a user meets it; its predictions and measurements are tested elsewhere."""
 
 import json
 from pathlib import Path
@@ -20,13 +20,13 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def largest(monkeypatch):
-    """Save the time of looking for the largest volume."""
+    """Skip the search for the largest volume, which takes long."""
     monkeypatch.setattr(placements, "largest_size", lambda *_: (64, 64, 32))
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Settings and networks of plans, without the prediction of their memory, to save time."""
+    """Skip the prediction of memory, which takes long; plans still have settings and networks."""
     found = []
 
     def compare(config, network, *more, **watch):
@@ -189,7 +189,7 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(monkeypa
 def test_a_terminal_shows_what_is_being_done(monkeypatch, capsys):
     assert run("plan", *SMALL, "--devices", "0") == 0
     captured = capsys.readouterr()
-    assert captured.err == ""  # nothing into a log
+    assert captured.err == ""  # a log gets no live line
     assert "rounded" not in captured.out
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     assert run("plan", *SMALL, "--devices", "0") == 0

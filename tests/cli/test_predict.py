@@ -26,7 +26,7 @@ from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 
 def segmented(scan, *checkpoints, **inference):
-    """Return what a predictor makes of a scan with settings, without the command line."""
+    """Return how a predictor segments a scan with settings, without the command line."""
     settings = InferenceSettings(**inference)
     networks = Networks.of(*(set_to(load_checkpoint(one), settings) for one in checkpoints))
     predictor = Predictor(networks, ParallelSettings(devices=("cpu",)))
@@ -42,7 +42,7 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     assert "--checkpoint FILE" in line and "unet3d train" in line
     for age, name in enumerate(("newest", "middle", "oldest")):
         write_checkpoint(Path("runs", name, "checkpoint-latest.pt"), patch_size=(8, 8, 8))
-        if name != "newest":  # that one still runs
+        if name != "newest":  # the newest run is still in progress
             summary = write_json(Path("runs", name, "summary.json"), {})
             os.utime(summary, (1e9 - age, 1e9 - age))
     write_checkpoint(Path("runs/middle/checkpoint-best.pt"), patch_size=(8, 8, 8))
@@ -52,7 +52,7 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
         write_json(Path("runs", name, "data.json"), {"dataset": "/data/a"})
     assert run("predict", scan, "--devices", "cpu", "--overwrite") == 0
     capsys.readouterr()
-    for name in ("newest", "oldest"):  # also one that has not ended
+    for name in ("newest", "oldest"):  # the newest is in progress, and counts, too
         write_json(Path("runs", name, "data.json"), {"dataset": "/data/b"})
         assert refusal(capsys, "predict", scan, "--overwrite") == (
             "Error: runs/ has runs of 2 data sets; add one of --checkpoint runs/middle (trained on "
@@ -62,7 +62,7 @@ def test_the_newest_finished_run_is_used_and_named(folder, scan, capsys):
     Path("data").mkdir()  # a data set may be named by its folder, or by its file
     for name, dataset in (("newest", "data/dataset.json"), ("middle", "data"), ("oldest", "data")):
         write_json(Path("runs", name, "data.json"), {"dataset": str(folder / dataset)})
-    write_json(Path("runs/killed/data.json"), {"dataset": "/data/b"})  # without a network
+    write_json(Path("runs/killed/data.json"), {"dataset": "/data/b"})  # it has no checkpoint
     Path("runs/killed/config.yaml").touch()
     assert run("predict", scan, "--devices", "cpu", "--overwrite") == 0
     line = refusal(capsys, "predict", scan, "--checkpoint", "runs", "--overwrite")
@@ -78,7 +78,7 @@ def test_folds_are_averaged_and_named(scan, capsys):
     mean = segmented(scan, *map(Path, names))
     options = ("predict", scan, "--devices", "cpu", "--statistics", "--overwrite")
     for choice in (
-        (),  # the newest finished run
+        (),  # default: the newest finished run
         ("-c", "runs/mine"),
         ("--checkpoint", names[0], "--checkpoint", "runs/mine/fold1", "--checkpoint", names[0]),
     ):
@@ -103,7 +103,7 @@ def test_a_run_of_one_fold_answers_to_its_number_and_to_all(scan, capsys):
 
 @pytest.mark.usefixtures("scans")
 def test_a_network_that_cannot_be_read_ends_all_scans(into_out, capsys):
-    """Its description can be, so that this shows with the first scan."""
+    """The description of the network can be read, so the fault only shows with the first scan."""
     other = write_checkpoint(Path("other.pt"), patch_size=(8, 8, 8))
     content = bytearray(other.read_bytes())
     weight = load_checkpoint(other).model["encoder.levels.0.0.conv.weight"].numpy().tobytes()
@@ -154,7 +154,7 @@ def test_bad_scans_among_others_are_skipped_and_only_the_end_is_an_error(predict
 
 
 def test_a_wrong_unit_is_refused_and_the_other_scans_are_segmented(folder, capsys):
-    """A header that says metres, or a network whose spacing is a thousandth of the scan's."""
+    """A header in metres, or a network whose spacing is a thousandth of the scan's."""
     write_volume(Path("scans/good.nii.gz"), scan_array())
     metres = nib.Nifti1Image(scan_array(), np.eye(4))
     metres.header.set_xyzt_units("meter")
@@ -206,7 +206,7 @@ def into_out(predicting):
 
 
 def while_segmenting(monkeypatch, name, act):
-    """Have something happen while the scan of a name is segmented; return what is segmented."""
+    """Call a function while a scan is segmented; return a list of the scans that are segmented."""
     segment, names = Predictor.segment, []
 
     def segment_and_act(self, image, *more):
@@ -229,7 +229,7 @@ def test_two_predictions_share_a_folder_and_what_exists_is_kept(into_out, monkey
     Path("out/b.nii.gz").write_text("theirs")
     names = while_segmenting(monkeypatch, "a.nii.gz", other_process)
     assert run(*into_out) == 0
-    # One was there at first, one came while we segmented it, and one before its turn.
+    # b was there at first, a came while we segmented it, and c came before its turn.
     lines = [line.split(" (") for line in capsys.readouterr().out.splitlines()[1:]]
     expected = [f"scans/{name}.nii.gz -> out/{name}.nii.gz" for name in "bacd"]
     assert [line for line, _ in lines] == expected

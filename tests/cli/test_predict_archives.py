@@ -1,4 +1,4 @@
-"""``unet3d predict`` with an archive of nnU-Net: what it is called, and that its copy goes."""
+"""``unet3d predict`` with an archive of nnU-Net: the network's name, and removal of the copy."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ OPTIONS = ("-o", "out", "--checkpoint", "weights/Task.zip", "--no-tta", "--stati
 
 @pytest.fixture
 def temporary(folder, monkeypatch):
-    """The folder for temporary files, of these tests and of what they start."""
+    """The folder for temporary files, of these tests and of the processes that they start."""
     place = folder.parent / "temporary"
     place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))
@@ -88,7 +88,7 @@ def test_the_copy_goes_however_the_command_ends(number, archive, temporary):
     process.send_signal(signal.Signals[number])
     process.communicate(timeout=60)
     assert process.returncode != 0
-    if number == "SIGKILL":  # then with the next one
+    if number == "SIGKILL":  # the next prediction removes it
         assert names_in(temporary, ".unfinished-*")
         done = warm.run(arguments)
         assert done.returncode == 0, done.stderr

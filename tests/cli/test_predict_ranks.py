@@ -1,4 +1,4 @@
-"""``unet3d predict`` in a process for each device: the same files, and what ends it."""
+"""``unet3d predict`` in a process for each device: the same files, and how it ends."""
 
 import os
 import shutil
@@ -20,13 +20,13 @@ from tests.process_trees import assert_all_end, children_of, family_of
 
 SPATIAL = ("--parallel", "spatial", "--devices", "cpu,cpu")
 DEALT = ("--devices", "cpu,cpu")
-"""Of a folder, each rank has scans of its own."""
+"""Options by which the scans of a folder are distributed over two ranks."""
 
 EXACT = ("training.precision=float64",)
 
 
 def assert_same(folder, other, names):
-    """Compare the segmentations of scans, which are all that there is."""
+    """Check that a folder has the segmentations of these scans, and no others, as the other has."""
     assert names_in(folder) == [f"{name}.nii.gz" for name in names]
     for file in names_in(folder):
         expected = labels_of(Path(other, file))
@@ -36,7 +36,7 @@ def assert_same(folder, other, names):
 
 @pytest.fixture
 def scans(folder):
-    """Three scans, of which the second cannot be read."""
+    """Three scans; the second cannot be read."""
     for seed, name in enumerate("abc"):
         write_volume(folder / f"scans/{name}.nii.gz", noise((13, 16, 12), seed=seed))
     (folder / "scans/b.nii.gz").write_bytes(b"nothing")
@@ -94,7 +94,7 @@ def test_what_cannot_begin_is_one_line(scan, checkpoint):
 
 
 def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
-    """Each rank says what happens to its own: that it is skipped, or what is odd about it."""
+    """Each rank reports its own scans: which it skips, and odd headers."""
     write_volume(scans / "d.nii.gz", noise((14, 16, 15), seed=3))
     sheared = np.eye(4)
     sheared[0, 1] = 0.3
@@ -109,7 +109,7 @@ def test_scans_of_a_folder_are_dealt_to_the_devices(scans):
     assert done.returncode == 1
     dealt, *said, error = done.stderr.splitlines()
     assert dealt == "distributing 5 scans over 2 devices"
-    said.remove("computing on cpu in float64")  # of the first rank, which waits for no other
+    said.remove("computing on cpu in float64")  # said by the first rank, at any time
     *skipped, warning = sorted(said, key=lambda line: "deviate from a right angle" in line)
     assert "scans/e.nii.gz" in warning and "deviate from a right angle" in warning
     begins = [line.partition(".nii.gz")[0] for line in sorted(skipped)]
@@ -164,7 +164,7 @@ by_night = pytest.mark.nightly
 def test_a_killed_rank_or_a_signal_ends_all_and_says_what_is_left(checkpoint, how, rank, number):
     process = start(checkpoint, how)
     family = family_of(process.pid)
-    # A terminal sends Ctrl-C to all of a group.
+    # A terminal sends Ctrl-C to the whole group of processes.
     group = (process.pid, *(family if number == signal.SIGINT else []))
     for one in group if rank is None else children_of(process.pid)[rank : rank + 1]:
         os.kill(one, number)
@@ -180,7 +180,7 @@ def test_a_killed_rank_or_a_signal_ends_all_and_says_what_is_left(checkpoint, ho
         assert others[-1].startswith("Not segmented: scans/")
         assert others[-1].endswith("; to go on, give the same command again")
         assert errors.count("Not segmented: ") == 1
-    if rank != 0:  # what the first has begun, nobody takes away
+    if rank != 0:  # if the first rank is killed, no process removes its unfinished files
         assert_nothing_half()
     assert "Traceback" not in errors
     assert_all_end(family, 10)

@@ -16,7 +16,7 @@ from tests.trainings import contents
 
 @pytest.fixture
 def finished(folder):
-    """As little of a run as has a page."""
+    """The smallest run that has a page."""
     write_json(folder / "runs/mine/data.json", {"unet3d": "0.1.0"})
     return folder / "runs/mine"
 
@@ -28,7 +28,7 @@ def segmentation(folder, scan):
 
 
 def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
-    """What other commands write is understood: no page finds a file damaged or missing."""
+    """Pages understand what other commands write: no file is called damaged or missing."""
     phantoms = ("--set", "data.phantom_shape=16,16,16")
     assert run("train", *SMALL, *phantoms, "--output", "runs/mine", "--quiet") == 0
     assert run("predict", scan, "--checkpoint", "runs/mine") == 0
@@ -42,7 +42,7 @@ def test_a_training_and_its_prediction_have_pages(folder, scan, capsys):
         assert word in page, word
     assert run("report", "a scan_seg.nii.gz", "--image", scan) == 0
     page = Path("a scan_seg.html").read_text()
-    assert page.count('class="notes"') == 2  # of the viewer, and where there is no JavaScript
+    assert page.count('class="notes"') == 2  # for the viewer, and for browsers without scripts
     assert "ventricles" in page
 
 
@@ -126,7 +126,7 @@ def test_folds_have_a_page_of_their_own(folder, capsys):
     for fold in (0, 1):
         write_json(folder / f"runs/all/fold{fold}/data.json", {"unet3d": "0.1.0", "fold": fold})
     (folder / "runs/all/config.yaml").touch()
-    (folder / "runs/all/fold2").mkdir()  # not begun
+    (folder / "runs/all/fold2").mkdir()  # a fold that has not begun
     for _ in range(2):
         assert run("report", "runs/all") == 0
         shown = [line.split(" (")[0] for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""``unet3d predict`` continued, killed or interrupted, on small disks, with all of its results."""
+"""``unet3d predict`` that is continued, killed or interrupted, on small disks, with all results."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def stamps_of(folder):
 
 def test_a_single_scan_with_all_results_is_kept(scan, predicting, monkeypatch, capsys):
     arguments = (*predicting, scan, *ALL_RESULTS, "-o", "out", "--continue")
-    assert run(*arguments) == 0  # there is nothing yet
+    assert run(*arguments) == 0  # nothing to continue yet
     made = stamps_of("out")
     assert sorted(made) == sorted(f"a scan{ending}" for ending in ENDINGS)
     monkeypatch.setattr(Predictor, "segment", lambda *_: pytest.fail("segmented again"))
@@ -105,7 +105,7 @@ def test_files_for_which_there_is_no_space_are_named(scan, predicting, monkeypat
 
 @pytest.mark.parametrize("ending", [".nii.gz", ".json", ".png"])
 def test_without_space_for_one_result_there_is_none(scan, predicting, ending, monkeypatch, capsys):
-    """Else the same command would be refused, because some results exist and others do not."""
+    """Otherwise the same command would be refused, because only some of the results exist."""
     write_bytes, save = Path.write_bytes, Figure.savefig
 
     def write_or_fail(path, content):
@@ -131,7 +131,7 @@ def test_probabilities_and_a_preview_lie_beside_the_segmentation(scan, predictin
     assert names_in("out") == ["s.nii", "s.npy", "s.png"]
     picture = matplotlib.image.imread("out/s.png")
     assert min(picture.shape[:2]) > 300
-    assert np.ptp(picture[..., :3], axis=-1).max() > 0.4  # there are outlines on the grey
+    assert np.ptp(picture[..., :3], axis=-1).max() > 0.4  # coloured outlines on the grey scan
     found = np.load("out/s.npy")
     assert (found.shape, found.dtype) == ((3, 12, 13, 14), np.float16)
     likeliest = np.take_along_axis(found.T, labels_of("out/s.nii")[..., None].astype(int), -1)
@@ -151,7 +151,7 @@ def test_probabilities_and_a_preview_lie_beside_the_segmentation(scan, predictin
 
 
 def start(words, *said, reading_s=0, window_s=0):
-    """Begin a slow prediction, and return when it has said some words, one after the other."""
+    """Begin a slow prediction, and return when it has printed these words in this order."""
     process = warm.call(slow_prediction.predict, [*map(str, words)], reading_s, window_s)
     said = re.compile(".*".join(said), re.DOTALL)
     wait_until(lambda: said.search(process.written(0)), process)
@@ -168,8 +168,8 @@ def start(words, *said, reading_s=0, window_s=0):
     ids=["reading", "windows", "both"],
 )
 def test_ctrl_c_ends_it_at_once(predicting, words, slow):
-    """Whatever is left would take many minutes."""
-    # The first is read at once, unless it is packed.
+    """The scans that are left would take many minutes."""
+    # The first scan is read at once unless it is compressed.
     first = "a.nii.gz" if words[0] == READING else "a.nii"
     for name in (first, "b.nii.gz"):
         write_volume(Path("scans", name), noise((60, 50, 40)))
@@ -193,7 +193,7 @@ def test_what_is_killed_is_continued(scan, predicting):
     assert run(*arguments, "-o", "out", "--continue") == 0
     assert run(*arguments, "-o", "undisturbed") == 0
     assert contents("out") == contents("undisturbed")
-    assert names_in("out", ".*") == []  # what the killed one has left is gone
+    assert names_in("out", ".*") == []  # files that the killed process left are removed
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_is_killed_is_continued(scan, predicting):
     ],
 )
 def test_ranks_are_given_all_that_was_asked(words, asked, settings, checkpoint, monkeypatch):
-    """They read it from a file, also names that are no text, or look like an option."""
+    """Ranks read the request from a file, also names that are not UTF-8 or look like options."""
     Path("disk").mkdir()
     images = tuple(map(Path, ("plain.nii", os.fsdecode(b"-caf\xe9.nii"))))
     for image in images:

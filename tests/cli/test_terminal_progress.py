@@ -1,4 +1,4 @@
-"""The live line of a scan, and that a log gets none."""
+"""The live line of a scan; a log gets none."""
 
 import io
 
@@ -21,9 +21,9 @@ def test_a_scan_has_its_stages_and_windows(monkeypatch):
         terminal.seconds += 5.0
         progress.windows_done(20, 40)
         assert terminal.shown()[-1].endswith("window 20/40  4/s  5 s left")
-        progress.windows_done(21, 40)  # too soon
+        progress.windows_done(21, 40)  # too soon after the last line
         assert not terminal.shown()
-        progress.windows_done(0, 90)  # the first windows did not fit
+        progress.windows_done(0, 90)  # begins again: the first windows did not fit into memory
         assert terminal.shown()[-1].endswith("window 0/90")
         progress.windows_done(90, 90)
         assert "finishing" in terminal.shown()[-1]

@@ -32,7 +32,7 @@ TRAINING = ("train", "data", *SMALL, "--output", "run")
 
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures():
-    """Save the time of drawing, which is tested elsewhere."""
+    """Skip drawing, which is tested elsewhere."""
     with without_pictures():
         yield
 
@@ -47,7 +47,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def own_run(finished):
-    """A copy of it in the current folder."""
+    """A copy of the finished run in the current folder."""
     return shutil.copytree(finished, Path("run"))
 
 
@@ -64,7 +64,7 @@ def test_settings_that_cannot_be_are_explained(capsys):
     Path("bad.yaml").write_text("training:\n  epohcs: 3\n  batch_size: many\n")
     line = refusal(capsys, "train", "--config", "bad.yaml")
     assert "bad.yaml: " in line
-    assert "epohcs" in line and "batch_size" in line  # every fault at once
+    assert "epohcs" in line and "batch_size" in line  # all faults at once
     assert not Path("runs").exists()
 
 
@@ -109,8 +109,8 @@ def test_options_override_the_file_and_change_their_settings(own_run, data, monk
     assert (training.seed, config.data.fold, config.memory.offload) == (5, 1, "skips")
     assert config.data.dataset == data.absolute()
     assert training.init == (own_run / "checkpoint-latest.pt").absolute()
-    assert training.optimizer == "adamw"  # of the file
-    assert training.learning_rate == 0.25  # of the last --set
+    assert training.optimizer == "adamw"  # from the file
+    assert training.learning_rate == 0.25  # from the last --set
 
 
 @pytest.mark.usefixtures("data")
@@ -154,7 +154,7 @@ def test_the_last_lines_are_the_dice_and_what_to_do_next(own_run, capsys):
     summary = json.loads((own_run / "summary.json").read_text())
     summary["final"] |= {"mean_dice": 0.5, "dice": {"left": 0.5, "right one": None}}
     (own_run / "summary.json").write_text(json.dumps(summary))
-    assert run("train", "--resume", "--output", "run") == 0  # nothing is left to do
+    assert run("train", "--resume", "--output", "run") == 0  # the run is finished
     title, _, _, *lines = capsys.readouterr().out.splitlines()
     assert title == "Dice of 1 validation case(s), segmented as predict does"
     assert [line.split("  ")[0] for line in lines if line.strip()] == [
@@ -183,7 +183,7 @@ def test_faults_of_data_are_said_once_on_each_machine(rank, local_rank, level, m
 
 
 def test_a_training_on_every_case_has_no_validation(data, capsys, caplog):
-    """Its last checkpoint is what predict takes, and it can be extended and reported."""
+    """Its last checkpoint is the default of predict; it can be extended and reported."""
     assert run("train", data, *SMALL, "--fold", "none", "--output", "run") == 0
     said = capsys.readouterr()
     assert "Trained on every case, without validation." in said.out
@@ -211,7 +211,7 @@ def test_a_run_has_a_folder_of_its_own_which_resume_finds(data, monkeypatch, cap
     assert "no run to resume in runs" in refusal(capsys, "train", "--resume")
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
     names = ["data-fold0-20260102-030405", "data-fold0-20260102-030405-2"]
-    Path("runs", names[0]).mkdir(parents=True)  # of another one that began in this second
+    Path("runs", names[0]).mkdir(parents=True)  # another run that began in this second
     assert run("train", "data", *SMALL, "--quiet") == 0
     assert "not fold 9" in refusal(capsys, "train", "data", *SMALL, "--fold", 9)
     line = refusal(capsys, "train", "data", *SMALL, "--output", f"runs/{names[1]}")
@@ -241,10 +241,10 @@ def test_resume_takes_the_run_of_the_data_set_that_is_named(finished, data, caps
     assert "3 case(s) with other contents (case_0, case_1, case_2)" in line
     assert contents(Path("runs")) == before
     again = ("train", data, "--resume", "--epochs", 2, "--output", "runs/a")
-    assert run(*again, "--quiet") == 0  # the same data at another place
+    assert run(*again, "--quiet") == 0  # the same data in another folder
     assert json.loads(Path("runs/a/summary.json").read_text())["epochs"] == 2
     capsys.readouterr()
-    assert run("train", data, "--resume") == 0  # which is finished
+    assert run("train", data, "--resume") == 0  # the run is finished
     shown = capsys.readouterr()
     assert "Dice of 1 validation case(s)" in shown.out and "runs/a" in shown.out
 
@@ -275,7 +275,7 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(monkeypatch, capsys, na
     line = refusal(capsys, *TRAINING)
     place = "tensorboard" if name.startswith("events") else name
     assert line.startswith(f"Error: cannot write to run/{place}: No space left on device; make it")
-    # What was trained is not lost with a picture of it.
+    # A picture that cannot be written does not lose the training.
     assert Path("run/checkpoint-latest.pt").exists() == (name == "progress.png")
 
 
@@ -288,7 +288,7 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(monkeypatch, capsys, na
     ],
 )
 def test_a_signal_while_data_are_prepared_stops_at_once(folder, number, num_workers):
-    """As from a terminal or a launcher, which tell the whole group of processes; or a kill -9."""
+    """The signal reaches the whole group of processes, as from a terminal; or it is SIGKILL."""
     write_msd(folder / "data", num_cases=60, shape=(40, 40, 40), spacing_mm=(1, 1, 1.5))
     changes = (f"data.num_workers={num_workers}", "data.spacing_mm=0.9,0.9,0.9")
     process = warm.start([*TRAINING, *(word for one in changes for word in ("--set", one))])

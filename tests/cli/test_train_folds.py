@@ -1,4 +1,4 @@
-"""``unet3d train --folds``: runs as those of single folds, their summary, and how they end."""
+"""``unet3d train --folds``: the same runs as for single folds, their summary, and how they end."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
     assert "folds 0, 2, one after another" in errors.splitlines()
     assert errors.count("\nepoch 1/1: ") == 2
     assert names_in(top) == ["config.yaml", "fold0", "fold2", "folds.json", "summary.json"]
-    # The summary is over the folds.
+    # The summary has mean and deviation over the folds.
     each = [summary_of(top / name) for name in ("fold0", "fold2")]
     found = summary_of(top)
     values = [one["best_dice"] for one in each]
@@ -63,7 +63,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
         assert spread["mean"] == (pytest.approx(mean(known)) if known else None)
         assert spread["num_folds"] == len(known)
     assert f"{mean(final):.3f}" in output
-    # What is finished is left as it is; a fold more is added.
+    # Finished folds stay as they are; a further fold is added.
     before = contents(top)
     assert "Validation Dice of 2 folds" in train("--resume")[1]
     assert contents(top) == before
@@ -74,7 +74,7 @@ def test_folds_one_after_another_are_runs_of_their_own(scan):
     kept = [path for path in before if path.parent.name in ("fold0", "fold2")]
     assert kept and all(after[path] == before[path] for path in kept)
     assert list(summary_of(top)["folds"]) == ["0", "1", "2"]
-    # Their mean predicts by default.
+    # By default predict averages the networks of all folds.
     predicted = warm.run(["predict", scan, "--devices", "cpu"])
     assert predicted.stdout.startswith("using the mean of 3 networks: runs/phantom-folds-")
 
@@ -84,7 +84,7 @@ def test_folds_on_several_devices_train_at_the_same_time():
     status, _, errors = train(*options, "--folds", "0,1", "--epochs", 1)
     assert status == 0, errors
     assert "folds 0, 1, one at a time on each of cpu, cpu" in errors.splitlines()
-    asked = load_config(Path("folds/config.yaml")).parallel  # so that they go on side by side
+    asked = load_config(Path("folds/config.yaml")).parallel  # also for a resumed run
     assert (asked.mode, asked.devices) == ("auto", ("cpu", "cpu"))
     for name in ("fold0", "fold1"):
         assert f"\n{name}: epoch 1/1: loss" in errors
@@ -95,7 +95,7 @@ def test_folds_on_several_devices_train_at_the_same_time():
     assert_same_weights(Path("folds/fold1"), Path("alone"))
     line = train(*options, "--folds", "all")[2].splitlines()[-1]
     assert "folds holds a run over folds already; continue it with --resume" in line
-    # A record that is damaged is made again.
+    # A damaged record is written again.
     Path("folds/folds.json").write_text('{"fol')
     assert train("--resume", "--output", "folds", "--quiet")[0] == 0
     assert json.loads(Path("folds/folds.json").read_text()) == {"folds": [0, 1]}
@@ -109,7 +109,7 @@ def test_a_signal_stops_all_folds_and_they_go_on(devices):
     wait_until(lambda: all((one / "metrics.jsonl").exists() for one in running), process)
     family = family_of(process.pid)
     assert len(children_of(process.pid)) == len(running)
-    for one in (process.pid, *family):  # as systemd does, and the command passes it on
+    for one in (process.pid, *family):  # as systemd does; the command passes the signal on, too
         os.kill(one, signal.SIGINT)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 130

@@ -1,4 +1,4 @@
-"""Configurations that ask for too much, or that hold what no configuration means."""
+"""Configurations that ask for too much, or hold values without a meaning."""
 
 import math
 import os
@@ -34,7 +34,7 @@ def numbers(value: Any) -> list[float]:
 
 
 def accept(make: Any) -> Config | None:
-    """Return a configuration, or None where it is refused in one short printable line."""
+    """Return the configuration, or None if it is refused, in one short printable line."""
     try:
         config: Config | None = make()
     except ConfigError as error:
@@ -46,7 +46,7 @@ def accept(make: Any) -> Config | None:
 
 @pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_setting_refuses_or_bounds_hostile_values(share):
-    """Every fifth value by day, another fifth for each setting; all at night."""
+    """By day every fifth value, a different fifth for each setting; at night all of them."""
     for number, (key, value) in enumerate(product(KEYS, HOSTILE)):
         if number % share:
             continue

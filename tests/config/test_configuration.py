@@ -13,7 +13,7 @@ from unet3d.errors import ConfigError
 
 
 def refusal(*overrides: str, path: Path | None = None) -> str:
-    """Return the message of a refusal, which must be one line."""
+    """Return the message of a refusal, and check that it is one line."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     message = str(caught.value)

@@ -42,7 +42,7 @@ def test_what_the_command_prints_is_a_configuration_of_the_defaults(tmp_path):
         section[name] = "auto" if Config().is_open(key) else section[name]
         assert load_config(path).is_open(key) == Config().is_open(key)
     assert sum(map(Config().is_open, keys)) >= 8
-    assert json.dumps(found) == json.dumps(expected)  # in their order, too
+    assert json.dumps(found) == json.dumps(expected)  # also in the same order
 
 
 def test_values_of_a_file_and_of_options_come_back(tmp_path):
@@ -55,8 +55,8 @@ def test_values_of_a_file_and_of_options_come_back(tmp_path):
     assert config == load_config(None, ["training.epochs=7", *AWKWARD])
     allowed = "a whole number above 0 and at most 1,000,000 or auto"
     assert f"# Allowed: {allowed}. Default: auto.\n  epochs: 7\n" in text
-    # Beside the epochs; the cache has the value of the defaults.
-    # A line may break before it.
+    # For epochs and all awkward settings but the cache, whose value is the default's. A line may
+    # break before "Default:".
     assert len(re.findall(r"\bDefault: |\bDefault:$", text, re.M)) == 1 + len(AWKWARD) - 1
 
 

@@ -1,4 +1,4 @@
-"""Presets: settings of the configuration, in an order that can be told."""
+"""Presets: each is a set of settings; the order of presets and changes matters."""
 
 from operator import attrgetter
 

@@ -35,7 +35,7 @@ def test_a_path_is_taken_as_it_stands(folder):
 
 
 def test_a_relative_path_is_kept_absolute(tmp_path, monkeypatch):
-    """So a run is continued from another folder, with the same data and the same cache."""
+    """So a run can be continued from another folder, with the same data and the same cache."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "my" / "settings.yaml"
     file.parent.mkdir()

@@ -1,4 +1,4 @@
-"""What a data set holds, beside numpy and nibabel, and cases that are far out."""
+"""What a data set holds, compared with NumPy and nibabel, and cases that are outliers."""
 
 import json
 from dataclasses import replace
@@ -131,7 +131,7 @@ def case_of(number, spacing_mm=(1.0, 1.0, 1.0), middle=100.0, num_voxels=1000):
 
 
 def test_an_image_of_a_microscope_has_its_units(tmp_path):
-    """1000 voxels of 10 nm are 0.001 µm3; JSON has mm and mL."""
+    """1000 voxels of 10 nm have 0.001 µm3; JSON has mm and mL."""
     dataset = load_dataset(write_msd(tmp_path))
     nm = (1e-5, 1e-5, 1e-5)
     case = replace(case_of(1, nm), voxel_ml=1e-18)
@@ -161,7 +161,7 @@ def test_cases_that_are_far_out_are_named(tmp_path):
         "case_12": ["left 0.003 mL"],
     }
     assert found["labels"][0]["num_cases"] == 13
-    assert summary(dataset, [*common[:6], far[0]])["outliers"] == []  # too few to tell
+    assert summary(dataset, [*common[:6], far[0]])["outliers"] == []  # too few cases for outliers
 
 
 def test_lines_stay_few_and_short(tmp_path):

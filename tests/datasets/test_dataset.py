@@ -58,7 +58,7 @@ def test_reads_a_monai_datalist(tmp_path):
     tree = {"training": entries[:2], "validation": entries[2:]}
     dataset = load_dataset(write_json(tmp_path / "list.json", tree))
     assert dataset.channel_names == ("channel 0", "channel 1")
-    # The list names no labels: they come from the label maps.
+    # dataset.json names no labels: they come from the label maps.
     assert dataset.label_values == (0, 3)
     assert dataset.label_names == ("background", "label 3")
     train, validation = fold_cases(dataset, 0, 5, seed=0)
@@ -82,7 +82,7 @@ def test_regions_are_read_as_nnunet_writes_them(tmp_path):
 
 
 def test_labels_may_be_called_by_numbers(tmp_path):
-    """So nnU-Net has values without names: no numbers of the Decathlon, whose names are texts."""
+    """nnU-Net names values without a name this way; names in the Decathlon are no numbers."""
     dataset = load_dataset(nnunet(tmp_path, labels={"0": 0, "1": 1, "2": 3}))
     assert (dataset.label_names, dataset.label_values) == (("0", "1", "2"), (0, 1, 3))
     regions = {"0": 0, "1": [1, 2], "2": 2}
@@ -195,7 +195,7 @@ def test_a_datalist_may_name_files_anywhere(tmp_path):
     assert examine(dataset).findings == []
     outside = str(store).lstrip("/")
     names = [f"{outside}/labelsTr/case_0", f"{outside}/labelsTr/case_1", "mine"]
-    assert [case.name for case in dataset.cases] == names  # results have these below a folder
+    assert [case.name for case in dataset.cases] == names  # results lie in a folder by these names
     tree["training"].append({"image": images[3], "label": str(tmp_path / "absent.nii.gz")})
     findings = examine(load_dataset(write_json(root / "list.json", tree))).findings
     image, label = (finding.message for finding in findings)
@@ -317,10 +317,10 @@ def test_every_image_without_label_map_is_named(tmp_path, caplog):
         f"warning: {root}/imagesTr/c_0002.nii.gz belongs to no case and is not used",
         f"warning: {root}/imagesTr/whole.nii.gz belongs to no case and is not used",
     ]
-    long = msd_entry(0, image="x" * 300)  # longer than a name can be
+    long = msd_entry(0, image="x" * 300)  # longer than a file name can be
     lists = {"training": [long, msd_entry(1, label=None), {"image": "x/y.nii"}]}
     root = write_msd(tmp_path / "msd", labels=None, **lists, validation=[msd_entry(2)])
-    (root / "labelsTr/case_2.nii.gz").unlink()  # nor are labels found in it
+    (root / "labelsTr/case_2.nii.gz").unlink()  # so its labels cannot be found
     dataset = load_dataset(root)
     assert [case.name for case in dataset.cases] == ["case_0", "case_2"]
     said = [f"{one.case} {one.message}".partition(":")[0] for one in examine(dataset).findings]
@@ -358,7 +358,7 @@ def test_cases_of_one_name_are_refused_but_an_image_may_have_two_label_maps(tmp_
     write_volume(root / "labelsTr/case_0.nii", blob_label((12, 14, 10)))
     with pytest.raises(DatasetError, match=r"case_0.nii.gz and .*case_0.nii would both be the"):
         load_dataset(root)
-    entries[1] = msd_entry(0, label="labelsTr/case_1.nii.gz")  # such as of another rater
+    entries[1] = msd_entry(0, label="labelsTr/case_1.nii.gz")  # such as a second person's label map
     dataset = load_dataset(write_msd(tmp_path, 2, training=entries))
     assert [case.name for case in dataset.cases] == ["case_0", "case_1"]
     assert dataset.cases[0].images == dataset.cases[1].images
@@ -397,7 +397,7 @@ def test_what_is_not_named_is_found_in_the_volumes(tmp_path):
     dataset = load_dataset(root)
     assert dataset.channel_names == ("channel 0", "channel 1", "channel 2")
     assert examine(dataset).findings == []
-    # An image is no label map to find labels in.
+    # An image is not searched for labels.
     root = write_msd(tmp_path, labels=None, shape=(70, 40, 30))
     grey = np.arange(70 * 40 * 30, dtype=np.float32).reshape(70, 40, 30)
     write_volume(root / "labelsTr/case_1.nii.gz", grey)

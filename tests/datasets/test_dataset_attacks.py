@@ -1,4 +1,4 @@
-"""Descriptions of data sets that anyone may have written: understood, or refused in one line."""
+"""Descriptions of data sets that anyone may have written: accepted, or refused in one line."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def roots(tmp_path_factory):
 @partial(property_test, share=0.3)
 @given(data=st.data())
 def test_a_changed_description(roots, layout, data):
-    """See that nothing can be lost, or be written elsewhere, because of what things are called."""
+    """Whatever names a description has, no file can be lost or be written elsewhere."""
     root = roots[layout]
     tree = data.draw(mutated(json.loads((root / "dataset.json").read_text())))
     (root / "changed.json").write_text(json.dumps(tree, default=repr))
@@ -61,7 +61,7 @@ def test_a_changed_description(roots, layout, data):
     assert dataset.label_values[0] == 0 and len(dataset.label_values) >= 2
     assert list(dataset.label_values) == sorted(set(dataset.label_values))
     assert dataset.label_values[-1] <= MAX_LABEL_VALUE
-    results = Path("/runs/one/validation")  # whose files are called as cases are
+    results = Path("/runs/one/validation")  # whose files are named after cases
     for name in names:
         assert Path(os.path.normpath(results / name)).is_relative_to(results)
     assert train and validation and not {*train} & {*validation}

@@ -1,4 +1,4 @@
-"""The classes of voxels, and what is scored in label maps."""
+"""The classes of voxels, and the classes that are scored in label maps."""
 
 import tracemalloc
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_the_class_of_a_voxel_is_the_place_of_its_value(values, dtype):
     classes = class_indices(np.array(values, dtype)[expected], values)
     np.testing.assert_array_equal(classes, expected)
     assert classes.dtype == (np.uint8 if len(values) <= 256 else np.uint16)
-    # Values beyond the type of a label map are no matter.
+    # Values beyond the type of a label map do no harm.
     label = np.array([[[0, 3]]], np.uint8)
     assert class_indices(label, (0, 3, 614454277)).tolist() == [[[0, 1]]]
 
@@ -70,7 +70,7 @@ def test_unknown_values_are_named():
     ],
 )
 def test_labels_are_read_in_every_layout(tmp_path, labels, names, ignore):
-    tree = {"labels": labels, "regions_class_order": [1, 2, 3]}  # read where there are regions
+    tree = {"labels": labels, "regions_class_order": [1, 2, 3]}  # used only if there are regions
     path = write_json(tmp_path / "dataset.json", tree)
     expected = ScoredLabels(names=names, ignore=ignore)
     assert read_scored_labels(path) == expected
@@ -83,7 +83,7 @@ def test_masks_of_labels_and_regions():
     assert mask_of(array, 3).tolist() == [False, False, False, True, False]
     assert mask_of(array, (1, 4)).tolist() == [False, True, False, False, True]
     scored = ScoredLabels(names={(4, 7): "both", 7: "one", 2: "absent"}, ignore=9)
-    assert scored.among([0, 4, 3, 9]) == [(4, 7), 3]  # values that nobody named, too
+    assert scored.among([0, 4, 3, 9]) == [(4, 7), 3]  # also values without a name
     assert EVERY_VALUE.among([5, 0, 3]) == [3, 5]
 
 

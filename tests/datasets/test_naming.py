@@ -1,4 +1,4 @@
-"""What names of labels say, and which are trained, against maps that NumPy has merged."""
+"""What names of labels select, and merged labels compared with maps that NumPy has merged."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_what_has_no_side():
         ("liver", "tumour"),
         ("L1", "L2", "L3"),  # vertebrae
         ("r", "g", "b"),
-        ("kidney_l",),  # alone it may mean anything
+        ("kidney_l",),  # without its counterpart it may mean anything
         ("label 1", "label 2"),
         ("femur_l", "tibia_r"),
         ("cleft", "bright spot"),
@@ -50,7 +50,7 @@ def dataset(tmp_path):
 
 
 def prepared(dataset, array):
-    """Return the classes of a label map, as a training has them."""
+    """Return the classes of a label map as training sees them."""
     plan = Preprocessing(
         spacing_mm=None,
         channels=({"kind": "none"},),

@@ -21,7 +21,7 @@ LESION = LABEL_NAMES.index("lesion")
 
 
 def best_band_dice(values, truth):
-    """The Dice of the best interval lo..hi of intensities, over all pairs of 500 limits."""
+    """Return the Dice of the best interval lo..hi of intensities, over all pairs of 500 limits."""
     limits = np.linspace(values.min(), values.max(), 500)
     num_below = np.searchsorted(np.sort(values), limits, side="right")
     num_true_below = np.searchsorted(np.sort(values[truth]), limits, side="right")
@@ -52,7 +52,7 @@ def test_no_band_of_intensities_finds_the_lesions(phantoms):
     truth = np.ravel([labels == LESION for _, labels in phantoms])
     raw = np.ravel([image for image, _ in phantoms])
     scored = np.ravel([(image - image.mean()) / image.std() for image, _ in phantoms])
-    assert best_band_dice(truth.astype(np.float32), truth) == 1.0  # the search does find a band
+    assert best_band_dice(truth.astype(np.float32), truth) == 1.0  # the search can find an interval
     assert best_band_dice(raw, truth) < 0.6
     assert best_band_dice(scored, truth) < 0.6
 
@@ -62,7 +62,7 @@ def test_lesions_stand_out_from_the_brain_around_them_and_vary(phantoms):
     for image, labels in phantoms:
         lesion = ndimage.binary_erosion(labels == LESION)
         rim = ndimage.binary_dilation(labels == LESION, iterations=4) & (labels == 1)
-        noise = image[0, :4].std()  # of air
+        noise = image[0, :4].std()  # noise in air
         assert np.median(image[0][lesion]) - np.median(image[0][rim]) > 4 * noise
         assert np.count_nonzero(labels == LESION) > 100
         numbers.add(ndimage.label(labels == LESION)[1])
@@ -78,11 +78,11 @@ def test_shape_and_spacing_only_sample_one_head(monkeypatch):
 
         blocks = [number for pair in zip((x, y, z), factors, strict=True) for number in pair]
         averaged = fine_image[0].reshape(blocks).mean(axis=(1, 3, 5))
-        # Each voxel is the mean of what it covers, up to the curvature of the surfaces within it.
+        # A voxel is the mean over its volume, up to the curvature of surfaces in it.
         error = np.abs(image[0] - averaged)
         assert error.mean() < 0.02 * averaged.max()
         sampled = image[0] - fine_image[0][tuple(slice(f // 2, None, f) for f in factors)]
-        assert error.mean() < 0.6 * np.abs(sampled).mean()  # far nearer than single voxels
+        assert error.mean() < 0.6 * np.abs(sampled).mean()  # much closer than single voxels are
         for value in range(1, len(LABEL_NAMES)):
             covered = (fine_labels == value).reshape(blocks).mean(axis=(1, 3, 5)) > 0.5
             found = labels == value
@@ -123,7 +123,7 @@ def test_the_data_set_is_an_msd_folder(tmp_path):
         np.testing.assert_allclose(image.affine @ [15.5, 13.5, 7.5, 1], [0, 0, 0, 1])
         images.append(image.get_fdata())
     assert not np.array_equal(images[0], images[1])
-    # A case on disk is the case in memory.
+    # A case on disk equals the case in memory.
     seeds = [np.random.SeedSequence([0, index]).generate_state(1)[0] for index in range(3)]
     for case, image, seed in zip(description["training"], images, seeds, strict=True):
         expected, labels = head_phantom(seed, shape, spacing_mm)
@@ -143,7 +143,7 @@ def test_a_folder_with_other_contents_is_left_alone(tmp_path):
     folder = tmp_path / "phantom"
     write_phantom_dataset(folder, 2, *SMALL)
     before = contents(tmp_path)
-    write_phantom_dataset(folder, 2, *SMALL)  # which is the same
+    write_phantom_dataset(folder, 2, *SMALL)  # a second time, with the same result
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["phantom"]
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "write_nifti", full)
     with pytest.raises(DatasetError, match=r"No space left on device; .*data\.cache"):
         write_phantom_dataset(tmp_path / "phantom", 1, *SMALL)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing is left of it
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # no part of the data set is left
 
 
 def test_those_who_race_share_one_data_set(tmp_path):

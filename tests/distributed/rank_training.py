@@ -1,4 +1,4 @@
-"""What the ranks of ``test_ranks.py`` do, train and miss one another; and a rank of torchrun."""
+"""What the ranks of ``test_ranks.py`` run: training, or waiting for a lost rank."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ from unet3d.training.loop import TrainingLoop
 
 
 def keep(folder):
-    """Let this process keep the weights that it trains, and the names of what it unpickles."""
+    """In this process, save the weights after training, and record what pickle loads."""
     run = TrainingLoop.run
 
     def run_and_keep(self, console, quiet):
@@ -29,7 +29,8 @@ def keep(folder):
     def note(event, details):
         if event != "pickle.find_class":
             return
-        # For a GPU a process packs what it augments there, and so do its workers, and nobody else.
+        # For a GPU a process packs patches to augment there, and so do its workers; nothing else
+        # may unpickle.
         if sys._getframe(1).f_globals.get("__name__") != "unet3d.patches.packing":
             with open(folder / f"unpickled-{os.getpid()}", "a") as file:
                 print(*details, file=file)
@@ -39,13 +40,13 @@ def keep(folder):
 
 
 def train(words, folder):
-    """Run ``unet3d WORDS``, of whose ranks each keeps what it trains."""
+    """Run ``unet3d WORDS``; each of its ranks saves its weights in ``folder``."""
     keep(folder)
     without_drawing(words)
 
 
 def miss(how, folder):
-    """Write down what the first rank says of a second one that does not come."""
+    """Write the first rank's error to a file when the second rank is lost; ``how`` it is lost."""
     with joined(Ranks.from_environment()) as group:
         group.open(1)
         group.note(7, "epoch 2, step 3")
@@ -57,7 +58,7 @@ def miss(how, folder):
                 os._exit(0)
         if how.startswith("killed"):
             os._exit(0)
-        time.sleep(60)  # longer than the other needs to find out, and to end this
+        time.sleep(60)  # longer than the first rank needs to notice; then this process is killed
 
 
 def wait_for_others(how, group):
@@ -69,7 +70,7 @@ def wait_for_others(how, group):
 
 
 def miss_one_another(folder):
-    """Have pairs of ranks miss one another in all ways at once, because they mostly wait."""
+    """Have pairs of ranks lose one another in all ways; at once, because they mostly wait."""
     pairs = []
     for how in ("killed-step", "killed-exchange", "hanging-step", "hanging-exchange"):
         pairs.append(start_ranks(2, lambda how=how: miss(how, folder)))

@@ -1,4 +1,4 @@
-"""Several commands: in order or at the same time, what they say, and how they end."""
+"""Several commands in order or in parallel: their output, and how they end."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def run(*arguments, slots, goes_on=True, on_cpu=True):
 def test_what_commands_say_at_the_same_time_has_their_names():
     statuses, said = run(GOOD, BAD, GOOD, slots=[()] * 2)
     assert statuses == {"c0": 0, "c1": 1, "c2": 0}
-    (line,) = said  # results of commands that run side by side are not shown
+    (line,) = said  # the results of commands in parallel are not shown
     assert line.startswith("c1: Error: ") and "nonsense" in line
 
 
@@ -60,7 +60,7 @@ def test_commands_share_the_cores(monkeypatch):
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
-    """A folder in which commands that load no more, for ever, leave a file each."""
+    """A folder in which each command leaves a file before it hangs while importing."""
     (tmp_path / "begun").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, time\n"
@@ -77,7 +77,7 @@ def begun(tmp_path, monkeypatch):
 
 
 def wait_for(begun, number):
-    """Return the ids of commands as soon as there are so many."""
+    """Return the process ids of the commands as soon as ``number`` have begun."""
     deadline = time.monotonic() + 60
     while len(found := [int(path.name) for path in begun.iterdir()]) < number:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""What ranks tell one another through a store; each rank is a thread here."""
+"""Messages of ranks through a store; each rank is a thread here."""
 
 import threading
 import time
@@ -101,7 +101,7 @@ def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine():
 def test_the_rank_that_got_least_far_hangs():
     store = store_of_all()
     groups = [Group(place(rank, 3), store) for rank in range(3)]
-    groups[0]._watch.timeout = timedelta(seconds=0.5)  # which open would set
+    groups[0]._watch.timeout = timedelta(seconds=0.5)  # as ``open`` would set it
     groups[1].note(4, "epoch 1, step 5")
     groups[2].note(7, "epoch 1, step 8")
     with pytest.raises(RankError, match=r"^rank 1 \(in epoch 1, step 5\) hangs: nothing for 0.5 s"):

@@ -1,4 +1,4 @@
-"""The ranks that a training starts: what they import, how they fail, on two machines or GPUs."""
+"""The ranks that a training starts: imports, failures, and training on two machines or GPUs."""
 
 import json
 import os
@@ -27,7 +27,7 @@ ALONE: Any = {"num_ranks": 1, "on_gpus": False}
 
 
 def test_a_rank_that_cannot_end_is_ended(tmp_path, monkeypatch):
-    """It has said why; what it waits for is a rank that hangs."""
+    """The rank has reported its error, but waits for a rank that hangs."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, time\n"
         "if 'RANK' in os.environ:\n"
@@ -45,7 +45,7 @@ def test_a_rank_that_cannot_end_is_ended(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_killed(tmp_path, monkeypatch):
-    """The user, who has asked, is not told of an error."""
+    """The user asked for the end, so no error is reported."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, time\n"
         "if 'RANK' in os.environ:\n"
@@ -90,7 +90,7 @@ print(json.dumps(sys.path))
     assert done.returncode == 0, done.stderr
     path = json.loads(done.stdout.splitlines()[-1])
     assert path[:2] == [str(inserted), str(absolute)]
-    expected = [str(start / entry) for entry in path]  # absolute ones stay as they are
+    expected = [str(start / entry) for entry in path]  # absolute paths stay as they are
     assert expected[2] == str(start / "packages")
     for rank in range(2):
         assert json.loads((tmp_path / str(rank)).read_text()) == expected
@@ -106,7 +106,7 @@ def test_what_was_explained_is_not_tried_again(tmp_path, caplog):
 def test_a_restart_is_told_with_its_reason_unless_the_rank_was_asked_to_stop(
     tmp_path, monkeypatch, caplog
 ):
-    """A rank dies while it starts, but not the second time."""
+    """A signal ends the rank at its first start, but not at its second."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         f"number = os.environ['PROBE'] + os.environ['TORCHELASTIC_RESTART_COUNT']\n"
@@ -129,7 +129,7 @@ def test_the_reason_of_a_failing_rank_is_one_line(cache, tmp_path):
     spread = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
     done = warm.run_call(without_drawing, words(tmp_path / "run", cache, *spread, *diverging))
     assert done.returncode == 1
-    # The process that started the ranks shows it; neither they nor torch elastic do.
+    # The process that started the ranks shows the error; neither they nor torch elastic do.
     (line,) = (one for one in done.stderr.splitlines() if "rror" in one or "Traceback" in one)
     assert line.startswith("Error: the loss is not finite in epoch 1; ")
 
@@ -143,7 +143,7 @@ def test_nn_data_parallel_trains_in_one_process(cache, tmp_path):
     assert [row["device"] for row in rows] == ["cuda:0", "cuda:1"]
     first, second = (row["measured"] for row in rows)
     assert first["parameters_bytes"] == first["gradients_bytes"] > 0
-    assert second["parameters_bytes"] == second["gradients_bytes"] == 0  # a copy in each step
+    assert second["parameters_bytes"] == second["gradients_bytes"] == 0  # copied in each step
     assert second["activations_bytes"] > 0 and second["peak_bytes"] > 0
 
 
@@ -216,8 +216,7 @@ def make_networks(names, ends):
         subprocess.run(["ip", *command.split()], check=True)
 
 
-# The reasons of ranks that fail one after the other are private: no test could have processes fail
-# in such an order, within milliseconds.
+# A private function: no test could make ranks fail in a certain order within milliseconds.
 
 
 def failure(rank, exit_status, **report):
@@ -259,7 +258,7 @@ def test_a_rank_that_could_not_save_when_it_was_stopped_says_so():
 
 
 def test_ranks_that_end_in_the_middle_of_their_work_are_told_from_those_that_say_how_it_ended():
-    """After the former, a prediction says which scans are left."""
+    """If a rank ends without a report, a prediction says which scans are left."""
     for kind in ("consequence", "device", "hang"):
         assert type(_reason([told(0, kind, 5.1, "no")])) is RankError
     assert type(_reason([told(0, "explained", 5.1, "2 of 3 scans could not be")])) is Unet3dError

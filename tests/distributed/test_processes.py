@@ -1,4 +1,4 @@
-"""Children that end with their parent, and that only the parent's signals reach."""
+"""Child processes that end with their parent, and receive signals from their parent only."""
 
 import subprocess
 import sys

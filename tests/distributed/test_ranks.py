@@ -1,4 +1,4 @@
-"""Several ranks train what one process trains, open nothing to others, and say who is missing."""
+"""Several ranks: they train like one process, open no ports to others, and name a lost rank."""
 
 import json
 import os
@@ -33,7 +33,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def alone(cache, tmp_path_factory):
-    """A training by one process, of one epoch and then two more; ``begun`` lies beside it."""
+    """A training by one process: one epoch, which ``begun`` beside it has, then two more."""
     folder = tmp_path_factory.mktemp("runs")
     run(settings(cache, *EXACT, "training.epochs=1"), folder / "begun")
     shutil.copytree(folder / "begun", folder / "alone")
@@ -48,17 +48,17 @@ class Spread:
     name: str
     folder: Path
     kept: Path
-    """What its ranks have left for the tests."""
+    """The folder in which its ranks have left weights and records for the tests."""
     sockets: set[str]
-    """Those at which any of them has listened."""
+    """Addresses at which any of the ranks has listened."""
 
 
 def continued(name, begun, cache, folder, *changes):
-    """Continue a training; the first rank sends its checkpoint to the second."""
+    """Continue a training in two ranks; the first sends its checkpoint to the second."""
     run_folder, kept = folder / "run", folder / "kept"
     shutil.copytree(begun, run_folder)
     kept.mkdir()
-    variables = {  # of a user who also trains on several machines
+    variables = {  # as set by a user who also trains on several machines
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
         "MASTER_ADDR": "0.0.0.0",
@@ -66,7 +66,7 @@ def continued(name, begun, cache, folder, *changes):
         "CUDA_VISIBLE_DEVICES": "0,1" if name == "nccl" else "",
     }
     arguments = [*words(run_folder, cache, *EXACT, *changes), "--resume"]
-    if name == "nccl":  # a fork cannot use GPUs that its parent has asked for
+    if name == "nccl":  # a forked process cannot use GPUs if its parent has queried them
         (folder / "sitecustomize.py").write_text(
             "import os, pathlib\nif 'RANK' in os.environ:\n"
             "    from tests.distributed.rank_training import keep\n"
@@ -124,7 +124,7 @@ def test_only_the_first_rank_writes(spread, alone):
 
 
 def check_ranks(spread, slots, num_replicas):
-    """See that ranks have equal weights, report the device of each slot, and are closed."""
+    """Check that ranks have equal weights, report each device, and are closed to others."""
     first, second = (
         torch.load(spread.kept / f"weights-{rank}.pt", map_location="cpu") for rank in range(2)
     )
@@ -139,9 +139,9 @@ def check_ranks(spread, slots, num_replicas):
         assert rows[0]["blocks"] == rows[2]["blocks"] != rows[1]["blocks"]
     summary = json.loads((spread.folder / "summary.json").read_text())
     assert (summary["replicas"], len(summary["devices"])) == (num_replicas, len(rows))
-    # Nobody else could talk to the ranks, or have them run code.
+    # No other user or machine can reach the ranks, or have them run code.
     assert [one for one in spread.sockets if is_open_to_others(one)] == []
-    assert any("127.0.0.1" in one for one in spread.sockets)  # gloo's, so they were seen
+    assert any("127.0.0.1" in one for one in spread.sockets)  # gloo's: the test sees sockets
     assert {path.name: path.read_text() for path in spread.kept.glob("unpickled-*")} == {}
 
 
@@ -171,7 +171,7 @@ def test_a_lost_rank_is_named_with_its_step(tmp_path):
     ("threads", "said"),
     [
         ("for _ in range(20): start(error)", "Error: rank 1 hangs\n"),
-        # The main thread has said why, but cannot end.
+        # The main thread has reported the error, but cannot end.
         ("ranks.LEAVE_SECONDS = 0.2; ranks.report_end(error); start(RankError('2'))", ""),
     ],
 )
@@ -198,8 +198,8 @@ time.sleep(50)
     ("line", "set_before", "is_passive"),
     [
         ("8.05 7.1 6.9 9/512 4711", {}, True),
-        ("8.05 7.1 6.9 1/512 4711", {}, False),  # those of the last minute have ended
-        ("0.10 7.1 6.9 9/512 4711", {}, False),  # and these have just begun
+        ("8.05 7.1 6.9 1/512 4711", {}, False),  # the processes of the last minute have ended
+        ("0.10 7.1 6.9 9/512 4711", {}, False),  # the running processes have just begun
         (None, {}, False),
         ("8.05 7.1 6.9 9/512 4711", {"GOMP_SPINCOUNT": "1000"}, False),
     ],

@@ -1,4 +1,4 @@
-"""Ranks that start again must not read what earlier ones left in a store that outlives them."""
+"""Restarted ranks must not read what earlier ranks left in a store that outlives them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +16,7 @@ from unet3d.training.request import Request
 
 
 def start_all(store, num_ranks):
-    """Return the names that ranks take which start at the same time, the first rank last."""
+    """Start ranks at the same time, the first rank last, and return the names that they take."""
     with ThreadPoolExecutor(num_ranks) as ranks:
         names = [
             ranks.submit(name_of_start, store, rank, num_ranks)
@@ -49,7 +49,7 @@ def test_restarted_ranks_continue_their_own_run_only(tmp_path, restart_count):
         dist.PrefixStore("start", store),
         store,
     )
-    (tmp_path / "checkpoint-latest.pt").touch()  # of a run of somebody else
+    (tmp_path / "checkpoint-latest.pt").touch()  # a file of another run
     request = Request(output=tmp_path)
     assert not choose_run(request, group).resume
     group.begin(str(tmp_path))

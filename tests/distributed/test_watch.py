@@ -1,6 +1,6 @@
-"""A device that waits for ever for another rank ends its own, with one line; others go on.
+"""A device that waits for ever for another rank: its own rank ends with one line; others go on.
 
-In processes that are in ``tests/faults/test_ranks.py``.
+Tests with real processes are in ``tests/faults/test_ranks.py``.
 """
 
 import threading
@@ -22,11 +22,11 @@ LIMIT = 0.04
 """Silence in seconds after which a rank is lost."""
 
 LOOKS = 5
-"""How often a device is looked at until its rank is lost: it is silent from the second time on."""
+"""Looks at a device after which its rank is lost: the device is silent from the second on."""
 
 
 class FakeProgress:
-    """A device that comes no further than it is allowed to, looked at when the test says so."""
+    """A device that gets as far as the test allows; the watch looks at it when the test says so."""
 
     made: list["FakeProgress"] = []
 
@@ -48,19 +48,19 @@ class FakeProgress:
         return min(self.number, self.allowed)
 
     def let_look(self, times):
-        """Let the thread look some times more."""
+        """Let the thread look ``times`` more times."""
         with self._looks:
             self._permitted += times
             self._looks.notify_all()
 
     def waits_for_more(self):
-        """Return whether the thread comes again after all these looks."""
+        """Return whether the thread has made all allowed looks and waits for a further one."""
         with self._looks:
             return self._looks.wait_for(lambda: self._begun > self._permitted, timeout=10)
 
 
 class Rank:
-    """The watch of one rank, its only device, and the errors that it ends with."""
+    """The watch of one rank, its only device, and the errors with which it ends."""
 
     def __init__(self, store, number=0, num_ranks=2, purpose=TRAINING):
         self.errors: list[RankError] = []
@@ -95,7 +95,7 @@ class Rank:
         assert self.device.waits_for_more() and not self.errors
 
     def assert_is_lost_after(self, looks):
-        """See that it is not lost one look earlier."""
+        """Check that the rank is lost after these looks, but not one look earlier."""
         self.assert_goes_on(looks - 1)
         self.device.let_look(1)
         assert self.ended.wait(10) and len(self.errors) == 1
@@ -156,14 +156,14 @@ def test_a_rank_that_lives_or_has_ended_may_keep_the_others_waiting(rank, store)
 
 
 def test_work_that_is_waited_for_before_all_is_queued_has_no_longer_limit(rank):
-    """As where ranks agree on something on their GPUs in the middle of a step."""
+    """Such as an agreement between the ranks' GPUs in the middle of a step."""
     with rank.watch.queueing(CPU):
         rank.stop_at(0)
         rank.assert_is_lost_after(LOOKS)
 
 
 def test_the_rest_of_a_step_is_queueing_too(rank, monkeypatch):
-    """Of which there may be as much more as kernels take to compile."""
+    """Queueing may take longer by the time in which kernels compile."""
     monkeypatch.setattr(watch, "QUEUEING_SECONDS", LIMIT)
     with rank.watch.queueing(CPU):
         rank.queue()
@@ -185,11 +185,11 @@ def test_a_device_that_has_done_all_may_wait_for_its_next_work(rank, monkeypatch
     rank.queue()
     rank.assert_goes_on(3 * LOOKS)
     rank.queue()
-    rank.device.allowed = 1  # what was queued then begins to count
+    rank.device.allowed = 1  # the time of the queued work now begins to count
     rank.assert_goes_on(LOOKS - 1)
     rank.device.allowed = 2
     rank.assert_goes_on(3 * LOOKS)
-    with rank.watch.queueing(CPU):  # the driver takes no more
+    with rank.watch.queueing(CPU):  # the driver's queue is full
         rank.assert_is_lost_after(LOOKS - 1)
 
 
@@ -222,7 +222,7 @@ def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(rank, monkeypat
     is_naming, lost = threading.Event(), rank.watch.lost
 
     def named(hangs):
-        rank.watch._closed.set()  # as close does before it waits for the thread
+        rank.watch._closed.set()  # as ``close`` does before it waits for the thread
         is_naming.set()
         return lost(hangs)
 
@@ -235,7 +235,7 @@ def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(rank, monkeypat
 
 
 def test_ranks_that_miss_one_say_so_together(fake_devices, store, monkeypatch):
-    """Else they would name each other, because one looks or notices later."""
+    """Otherwise they would name each other, because one looks or notices later."""
     monkeypatch.setattr(watch, "GRACE_SECONDS", 2.0)
     late = Rank(store, 0, num_ranks=3)
     late.stop_at(0)
@@ -276,7 +276,7 @@ def test_a_gpu_writes_how_far_it_is_into_host_memory():
     gpu = torch.device("cuda", 0)
     progress = GpuProgress(gpu)
     assert progress.reached() == 0
-    progress.queue(1)  # which loads its kernels
+    progress.queue(1)  # the first use loads its kernels
     torch.cuda.synchronize()
     assert progress.reached() == 1
     for number in (2, 3):

@@ -1,4 +1,4 @@
-"""Worker processes: what they give back, and that they end with the process that started them."""
+"""Worker processes: what they return, and that they end with the process that started them."""
 
 import multiprocessing
 import os
@@ -32,8 +32,8 @@ def test_a_killed_worker_is_explained(forked_workers):
     ("number", "whole_group"),
     [
         (signal.SIGKILL, False),
-        (signal.SIGTERM, True),  # as launchers do
-        (signal.SIGHUP, True),  # as a terminal that is closed
+        (signal.SIGTERM, True),  # as launchers send it
+        (signal.SIGHUP, True),  # as a closed terminal sends it
     ],
 )
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
@@ -54,7 +54,7 @@ def test_workers_end_with_their_parent(number, whole_group, start, tmp_path):
         assert parent.returncode == -number
     else:
         assert parent.returncode == 128 + number
-        assert list(tmp_path.iterdir()) == []  # they have cleaned up
+        assert list(tmp_path.iterdir()) == []  # the workers have cleaned up
 
 
 def be_deaf(ready):

@@ -1,4 +1,4 @@
-"""Work that is interrupted."""
+"""Work in processes that tests interrupt."""
 
 import multiprocessing
 import sys

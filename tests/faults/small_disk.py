@@ -1,4 +1,4 @@
-"""A command in a file system of its own, of some size."""
+"""Run a command in a file system of its own, of a given size."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000  # linux/sched.h
 
 
 def mount(disk, options):
-    """Mount a file system in memory that only this process, which has one thread, sees."""
+    """Mount a file system in memory that only this process sees; it must have one thread."""
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_USERS | NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "no namespaces")
@@ -23,7 +23,7 @@ def mount(disk, options):
 
 
 def run(words, disk, size_kib, read_only, after):
-    """Run ``unet3d WORDS`` in a folder made a disk, with what is in it; copy what it then holds."""
+    """Run ``unet3d WORDS`` in a folder as a small disk, with its files; copy the result."""
     before = after.with_name("before")
     shutil.copytree(disk, before)
     mount(disk, f"size={size_kib}k")

@@ -1,4 +1,4 @@
-"""Ranks on CPUs that are watched as GPUs are, and get stuck as those do."""
+"""Ranks on CPUs that are watched like GPUs, and get stuck like GPUs."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from unet3d.inference.request import PredictionRequest
 
 
 class StuckProgress:
-    """A device that is as far as its main thread, until that stops, in rank 0."""
+    """A device that is as far as its main thread, which hangs in rank 0 once the file is there."""
 
     def __init__(self, stuck, device):
         self._stuck = stuck
@@ -28,10 +28,10 @@ class StuckProgress:
 
 
 def run(words, stuck, limit=None):
-    """Run ``unet3d WORDS``, with a limit in seconds for ranks, which predictions cannot name.
+    """Run ``unet3d WORDS``, with a time limit for ranks, for which predictions have no option.
 
-    As soon as the file ``stuck`` is there, rank 0 stops in the call that would wait for its
-    device; None: no device is watched.
+    As soon as the file ``stuck`` is there, rank 0 stops in the call that would wait for its device.
+    If ``stuck`` is None, no device is watched.
     """
     placement = PredictionRequest.placement.fget
 

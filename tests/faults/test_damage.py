@@ -1,4 +1,4 @@
-"""Damaged files: what reads them works, or says in one line what is wrong."""
+"""Damaged files: a command that reads them works, or says in one line what is wrong."""
 
 import random
 import shutil
@@ -22,7 +22,7 @@ COMMANDS = (
 
 def damaged(content, kind, choices):
     begin = choices.randrange(len(content))
-    if kind == "a block of zeros":  # of data that were not on the disk when the power went
+    if kind == "a block of zeros":  # data that were not yet on the disk at a power cut
         end = choices.randint(begin + 1, len(content))
         return content[:begin] + bytes(end - begin) + content[end:]
     if kind == "noise":

@@ -1,4 +1,4 @@
-"""Disks that fill up or cannot be written: one line, nothing half-written, and space helps."""
+"""Disks that are full or read-only: one line of error, no half-written file, and space helps."""
 
 import random
 import re
@@ -28,7 +28,7 @@ COMMANDS = {
     ),
 }
 NEEDED_KIB = {"train": 900, "predict": 720, "evaluate": 16, "plan": 16}
-"""About how much each writes."""
+"""About how many KiB each command writes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +50,7 @@ def inputs(tmp_path):
 
 
 def run(words, disk, *, size_kib, read_only=False):
-    """Run ``unet3d`` in a disk of some size; return how it ended, and what the disk then held."""
+    """Run ``unet3d`` in a disk of this size; return its result and a copy of the disk after it."""
     after = disk.with_name(f"after {disk.name}")
     ended = warm.run_call(small_disk.run, list(words), disk, size_kib, read_only, after)
     shutil.rmtree(disk.with_name("before"))
@@ -63,14 +63,14 @@ def size_in_kib(folder):
 
 
 def assert_all_or_none(out):
-    """See that a scan has all of its results, so that the same command does it again, or none."""
+    """Check that each scan has all of its results, or none: else the same command skips it."""
     made = [path for path in out.glob("scan_*") if not path.name.endswith(".nii.gz")]
     of_scan = Counter(path.stem for path in made)
     assert of_scan == {path.name[:-7]: 3 for path in out.glob("*.nii.gz")}
 
 
 def assert_told(ended, words):
-    """See that a command has ended with one line, which says so."""
+    """Check that a command has ended with one line of error, which has these words."""
     assert ended.returncode == 1
     assert len(re.findall("^Error: ", ended.stderr, re.MULTILINE)) == 1, ended.stderr
     assert re.search(words, ended.stderr)
@@ -94,7 +94,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(command, seed, inputs):
     assert_told(ended, "No space left")
     if (after / "run/checkpoint-latest.pt").exists():
         words = (*words, "--resume")
-    elif (after / "run/checkpoint-best.pt").exists():  # written first; it is never replaced
+    elif (after / "run/checkpoint-best.pt").exists():  # it is written first; it is never replaced
         words = (*words, "--output", "elsewhere")
     again, _ = run(words, after, size_kib=100_000)
     assert again.returncode == 0, again.stderr

@@ -1,4 +1,4 @@
-"""Kills at random moments: nothing is lost or left running, and going on ends the same."""
+"""Kills at random moments: nothing is lost or left running, and continuing ends the same."""
 
 import os
 import random
@@ -41,7 +41,7 @@ def make_thick_slices(folder):
 
 
 def make_scans(folder):
-    # In float64: a last scan has its windows dealt, and rounding depends on how many there are.
+    # In float64: the windows of a last scan are divided among ranks, which changes rounding.
     precision = ("training.precision=float64",)
     write_checkpoint(
         folder / "network.pt", patch_size=(8, 8, 8), dtype=torch.float64, changes=precision
@@ -65,11 +65,11 @@ WORKS = {
     "predicting ranks": (make_scans, [*PREDICT, *SHARDS]),
     "dealt scans": (make_scans, [*PREDICT, "cpu,cpu", "--overlap", "0.6"]),
 }
-"""What writes the inputs of a command into a folder, and its arguments in that folder."""
+"""For each command: a function that writes its inputs into a folder, and its arguments there."""
 
 
 def assert_same(folder, other):
-    """See that the results of a training or a prediction in two folders are the same."""
+    """Check that the results of a training or a prediction in two folders are the same."""
     if (other / RUN).exists():
         assert_same_weights(folder / RUN, other / RUN)
         assert losses(folder / RUN) == losses(other / RUN)
@@ -83,7 +83,7 @@ def assert_same(folder, other):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Run each command once for all tests that compare; return its folder and seconds."""
+    """Return a function that runs a command once for all tests; it returns folder and seconds."""
 
     @cache
     def run(name):
@@ -97,7 +97,7 @@ def undisturbed(tmp_path_factory):
 
 
 def start(name, folder):
-    """Start a command in a session of its own, or go on with what it has begun."""
+    """Start a command in its own session, or continue it."""
     _, arguments = WORKS[name]
     if (folder / RUN / "checkpoint-latest.pt").exists():
         arguments = [*arguments, "--resume"]
@@ -110,7 +110,7 @@ def assert_succeeds(process):
 
 
 def kill(process, choices):
-    """Kill the whole session, the first process, or one of its children; see the rest end."""
+    """Kill the whole session, the first process or one of its children; check that all end."""
     family = family_of(process.pid)
     victim = choices.choice(["session", "first", *(["child"] if family else [])])
     if victim == "session":
@@ -137,12 +137,12 @@ def test_a_kill_at_any_moment_loses_nothing(seed, tmp_path, undisturbed):
             process.wait(timeout=choices.uniform(0, seconds))
         except subprocess.TimeoutExpired:
             kill(process, choices)
-        else:  # it was faster than the undisturbed one
+        else:  # it ended before the kill
             assert_succeeds(process)
             break
         assert_whole(tmp_path)
         if (tmp_path / RUN / "summary.json").exists():
-            break  # it was killed after its last file
+            break  # it was killed after writing its last file
     else:
         assert_succeeds(start(name, tmp_path))
     assert_whole(tmp_path)

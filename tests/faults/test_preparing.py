@@ -1,4 +1,4 @@
-"""Several processes that prepare one data set at once, of which some are killed."""
+"""Several processes that prepare one data set at the same time, some of which are killed."""
 
 import random
 import signal
@@ -29,7 +29,7 @@ def prepare(data, cache):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """Return a data set, what it is prepared to, and how long that takes."""
+    """Return a data set, its prepared arrays, and how long preparing takes."""
     folder = tmp_path_factory.mktemp("alone")
     data = write_msd(folder / "data", num_cases=NUM_CASES, shape=(40, 40, 24), modality="CT")
     begun = time.monotonic()

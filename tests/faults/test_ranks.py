@@ -1,6 +1,7 @@
-"""Ranks that are killed, hang or are asked to stop: one line says so, none is left, and it goes on.
+"""Ranks that are killed, hang or are asked to stop: one line of error, and training goes on.
 
-Of each there is one training by day; the other modes and GPUs are for the night.
+No process is left. By day there is one training for each fault; other modes and GPUs are tested at
+night.
 """
 
 import os
@@ -26,7 +27,7 @@ MODES = {
 }
 CPUS, GPUS = "cpu,cpu", "0,1"
 LIMITS = {CPUS: 6, GPUS: 20}
-"""Seconds after which a rank is lost; on GPUs ranks compile kernels, one longer than another."""
+"""Seconds after which a rank is lost; on GPUs some ranks take longer to compile kernels."""
 
 SMALL = (
     *("patches.size=8,8,8", "training.batch_size=3"),
@@ -34,14 +35,14 @@ SMALL = (
 )
 LONG = (*SMALL, "training.epochs=1000", "training.validate_every=1000")
 SECONDS = 100
-"""More than any of these takes."""
+"""Time limit of every command here, which none needs."""
 
 by_night = pytest.mark.nightly
 on_gpus = (pytest.mark.nightly, pytest.mark.multigpu)
 
 
 def start(folder, cache, mode, devices, *changes):
-    """Start a training in two ranks, or continue it; on GPUs, in processes that nobody forks."""
+    """Start or continue a training in two ranks; on GPUs in new processes instead of forks."""
     begin = trainings.start if devices == GPUS else trainings.start_warm
     limit = f"parallel.timeout_seconds={LIMITS[devices]}"
     return begin(folder, cache, limit, *MODES[mode], f"parallel.devices={devices}", *changes)
@@ -56,7 +57,7 @@ def wait_until(is_so, process):
 
 
 def assert_ends(process, family, status):
-    """Return the lines of a command that ends as it should, and nothing of it is left."""
+    """Check that a command ends with this status and leaves no process; return its lines."""
     try:
         _, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -71,7 +72,7 @@ def assert_ends(process, family, status):
 
 
 def assert_names(lines, begin, advice="--resume"):
-    """See that one line alone says what happened to rank 1, and what to do."""
+    """Check that exactly one line says what happened to rank 1, and what to do."""
     (reason,) = (line for line in lines if "rror" in line)
     assert reason.startswith(f"Error: rank 1 {begin}") and advice in reason, lines
 
@@ -82,7 +83,7 @@ def epoch_of(folder):
 
 
 def assert_goes_on(folder, cache, mode=None):
-    """See that a run takes two epochs more than it had, in one process or in ranks of a mode."""
+    """Check that a run can be trained for two more epochs, in one process or in ranks of a mode."""
     number = epoch_of(folder) + 2
     changes = (*SMALL, f"training.epochs={number}")
     if mode is None:
@@ -147,9 +148,9 @@ def test_a_signal_stops_all_ranks_which_save_first(mode, number, devices, cache,
     folder = tmp_path / "run"
     process = start(folder, cache, mode, devices, *LONG, "training.save_every_seconds=1000")
     checkpoint = folder / "checkpoint-latest.pt"
-    wait_until(checkpoint.exists, process)  # that of the first epoch
+    wait_until(checkpoint.exists, process)  # the checkpoint of the first epoch
     family, before = family_of(process.pid), checkpoint.stat().st_mtime_ns
-    # A terminal sends Ctrl-C to all of a group, an operator SIGTERM to the first process.
+    # A terminal sends Ctrl-C to the whole group of processes, an operator SIGTERM to the first.
     for one in (process.pid, *(family if number == signal.SIGINT else [])):
         os.kill(one, number)
     lines = assert_ends(process, family, 128 + number)
@@ -177,7 +178,7 @@ def test_loading_processes_are_no_orphans(num_ranks, number, cache, tmp_path):
     process = trainings.start_warm(folder, cache, *LONG, "data.num_workers=1", *place)
     wait_until((folder / "metrics.jsonl").exists, process)
     family = family_of(process.pid)
-    assert len(family) >= (6 if num_ranks == 2 else 2)  # a rank has a server that forks its worker
+    assert len(family) >= (6 if num_ranks == 2 else 2)  # each rank's server forks its worker
     process.send_signal(number)
     errors = process.communicate(timeout=SECONDS)[1]
     assert_all_end(family, 10)
@@ -186,8 +187,8 @@ def test_loading_processes_are_no_orphans(num_ranks, number, cache, tmp_path):
         assert errors.splitlines()[-1] == f"Stopped by {number.name}; continue with --resume"
 
 
-# Devices that wait for ever for another rank: the main thread of rank 0 stops where nothing reaches
-# it, and rank 1 altogether
+# Devices that wait for ever for another rank: the main thread of rank 0 hangs in a call that no
+# signal reaches, and all of rank 1 is suspended.
 
 WATCHED = (
     *(*LONG, "training.save_every_seconds=0"),
@@ -196,7 +197,7 @@ WATCHED = (
 
 
 def lose_second(stuck, process, second):
-    """Have rank 0 stop in its next call, then stop rank 1 while it waits for it."""
+    """Have rank 0 hang in its next call, then suspend rank 1, which waits for rank 0."""
     stuck.touch()
     wait_until(stuck.with_suffix(".0").exists, process)
     os.kill(second, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What is in a folder after a fault."""
+"""Checks of the files in a folder after a fault."""
 
 import json
 
@@ -10,10 +10,10 @@ from unet3d.runs.checkpoint import load_checkpoint
 
 
 def assert_whole(folder):
-    """See that every file with a final name is whole."""
+    """Check that every file with a final name is whole."""
     for path in folder.rglob("*"):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue  # of a writer that was killed
+            continue  # an unfinished file of a killed process
         if path.suffix == ".pt":
             load_checkpoint(path)
         elif path.suffix == ".json":
@@ -23,7 +23,7 @@ def assert_whole(folder):
                 json.loads(line)
         elif path.suffix == ".npy":
             np.load(path)
-        elif path.suffix == ".png" and path.stat().st_size:  # some tests draw nothing
+        elif path.suffix == ".png" and path.stat().st_size:  # some tests leave pictures empty
             matplotlib.image.imread(path)
         elif path.name.endswith(".nii.gz"):
             np.asanyarray(nib.load(path).dataobj)
