@@ -37,7 +37,7 @@ MAX_ENDING = 16
 """A temporary name ends in this many letters of the final name: enough for every file ending."""
 
 ELSEWHERE_SECONDS = 24 * 3600.0
-"""Age in seconds from which a temporary file of another machine counts as a killed process's."""
+"""Age in seconds from which a temporary file of another machine counts as left behind."""
 
 _HOST = hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
 

@@ -50,11 +50,11 @@ class DoesNotFitError(DeviceError):
 
 
 class RankError(Unet3dError):
-    """A process of a training run hangs or cannot be reached, so the others cannot continue."""
+    """One of several ranks hangs or cannot be reached, so the others cannot continue."""
 
 
 class LostRankError(RankError):
-    """Another process of the training run has ended; its error has the cause."""
+    """Another rank has ended; its error has the cause."""
 
 
 class CheckpointError(Unet3dError):

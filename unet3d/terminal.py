@@ -42,7 +42,7 @@ def live_line(
     """Show a line with a bar while in the context, if the console is a terminal.
 
     The line is erased at the end unless it ``stays``. Output printed to the same terminal meanwhile
-    appears above it. ``takes_stdout``: also what is printed to stdout.
+    appears above it, including stdout if ``takes_stdout``.
     """
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column

@@ -29,7 +29,7 @@ class Setting(NamedTuple):
     """One setting, or a section of settings."""
 
     key: str
-    """Dotted, such as ``training.epochs``."""
+    """Dotted key, such as ``training.epochs``."""
     allowed: str
     """Allowed values, in words."""
     meaning: str

@@ -61,8 +61,9 @@ class DataSettings(Section):
     """Folder of prepared cases; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
     """Processes that prepare cases, then cut patches, and augment them if there is no GPU. 0: the
-    training process does it. auto: as many as the cores allow, at most 16, and at most 8 to cut
-    patches for a GPU; beside a network on a CPU one per 32 cores, so none on most machines."""
+    training process does it. auto: as many as the cores allow, at most 16 to prepare cases, and 8
+    to cut patches for a GPU; for a network on a CPU at most 4 to prepare cases, and one per 32
+    cores to cut patches, so none on most machines."""
 
 
 MirrorAxis = Literal["x", "y", "z"]
@@ -219,7 +220,7 @@ class TrainingSettings(Section):
     CPU adamw unless the learning rate or the weight decay is set."""
     learning_rate: Auto[Annotated[float, Field(gt=0, le=1e30), NUMBER]] = 0.01
     """Initial learning rate of the polynomial decay (power 0.9); auto: 0.01, or 0.003 for adamw on
-    a CPU; with training.init a tenth of it, after a warm-up of 250 steps."""
+    a CPU; with training.init a tenth of it, after a warm-up of at most 250 steps."""
     weight_decay: Annotated[float, Field(ge=0, le=1000), NUMBER] = 1e-3
     """Weight decay: added to the gradients by sgd, decoupled from them by adamw."""
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
@@ -308,8 +309,8 @@ class InferenceSettings(Section):
     overlap: Annotated[float, Field(ge=0, le=0.95), NUMBER] = 0.5
     """Overlap of neighbouring windows, as a share of the window."""
     batch_size: Few | Literal["auto"] = "auto"
-    """Windows in one forward pass of each replica; auto: up to 2^23 voxels on a GPU that has the
-    memory, 2^20 on a CPU, and one window in validation during training."""
+    """Windows in one forward pass of each replica; auto: up to 2^20 voxels on a CPU, and up to 2^23
+    on a GPU that has the memory, but one window on a GPU that is training."""
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number type of activations, also in the validation at the end of a training run. auto: that
     of training if it was float32 or float16 (float32 instead of float16 without GPUs), else chosen

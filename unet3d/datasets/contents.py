@@ -34,7 +34,7 @@ MIN_CASES = 8
 """With fewer cases, no outliers are reported."""
 
 FAR_OUT = 3.0
-"""Interquartile ranges beyond a quartile from which Tukey calls a value far out."""
+"""Distance beyond a quartile, in interquartile ranges, from which a value is far out (Tukey)."""
 
 LEAST_RANGE = 0.1
 """Interquartile range to assume if the measured one is smaller, as when most cases are alike: of

@@ -261,7 +261,7 @@ class _Description:
     def _name_of(self, label: Path) -> str:
         """Return the name of a case, which also names its results in a run."""
         place = Path(os.path.normpath(label))
-        if not place.is_relative_to(self.root):  # perhaps only because of links
+        if not place.is_relative_to(self.root):  # links may hide that it is inside
             place = Path(os.path.realpath(label.parent), label.name)
         above = self.root if place.is_relative_to(self.root) else Path(place.anchor)
         *folders, _ = place.relative_to(above).parts

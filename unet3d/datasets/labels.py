@@ -77,7 +77,7 @@ class Labels:
 def class_indices(
     array: npt.NDArray[np.integer[Any]], values: Sequence[int], classes: Sequence[int] = ()
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the class of each voxel: the index of its value in ``values``, or ``classes`` there.
+    """Return the class of each voxel: the index of its value, or ``classes`` at this index.
 
     A binary search in ``values``, which ascend from 0, makes time and memory independent of their
     size. Classes are uint8, or uint16 if there are more than 256. A VolumeError names values that

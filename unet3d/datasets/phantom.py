@@ -27,7 +27,7 @@ from unet3d.terminal import counting
 logger = logging.getLogger(__name__)
 
 GENERATOR = 1
-"""Version of the generator: raised when a seed gives another head, so that old files are known."""
+"""Version of the generator: raised when a seed gives another head, to recognise old data sets."""
 
 Array = npt.NDArray[np.float32]
 

@@ -158,7 +158,7 @@ def geometry_of_nifti(
     _refuse_impossible(path, affine)
     lengths = voxel_sizes(affine)
     stated = spacing_mm or unit_mm * np.abs(header["pixdim"][1:4].astype(np.float64))
-    # An oblique affine has more rounding noise than the stated spacing, if the two agree.
+    # If it agrees with an oblique affine, the stated spacing has less rounding noise.
     spacing = np.where(np.isclose(stated, lengths, rtol=1e-4, atol=0), stated, lengths).tolist()
     geometry = _empty_header(shape[:3], two=isinstance(header, nib.Nifti2Header))
     for name in GEOMETRY_FIELDS:
@@ -197,7 +197,7 @@ def _refuse_impossible(path: Path, affine: Affine, is_held: bool = True) -> None
 
 
 def same_grid(a: Geometry, b: Geometry) -> str | None:
-    """Return how the grids of two images differ; None if they agree, also with other axes.
+    """Return how the grids of two images differ; None if they agree, up to axis order and sign.
 
     Corners may differ by a tenth of the finest spacing, or by the rounding of float32 far from the
     origin.

@@ -41,7 +41,7 @@ class SlabSink:
         self._done = 0
 
     def take(self, slab: Tensor, axis: int) -> None:
-        """Store the next planes (..., X, Y, Z) along an axis; they must not be changed any more.
+        """Store the next planes (..., X, Y, Z) along an axis; they must not change afterwards.
 
         Also raises the error of an earlier slab.
         """

@@ -158,7 +158,7 @@ class PlacedNetworks:
             self._place.index = index
 
     def window_network(self, index: int, axes: Sequence[int]) -> WindowNetwork:
-        """Return a network for windows, which loads its weights whenever it computes some.
+        """Return a network for windows, which loads its weights before it computes.
 
         Logits are averaged over mirror images along ``axes``, 0 to 2 for X, Y, Z.
         """

@@ -47,7 +47,7 @@ from unet3d.preparation.resample import visible_shape
 from unet3d.runs.checkpoint import Checkpoint
 
 CUDA_HOST_BYTES = 200 * 1024**2
-"""Host memory that CUDA adds to the program's: with it, 1.24 GiB on an H200."""
+"""Host memory of CUDA, in addition to the program's; together 1.24 GiB on an H200."""
 
 CLASS_BYTES = 9
 """Memory per voxel whose class is chosen: the class index as int64, and as uint8."""

@@ -174,7 +174,7 @@ class Predictor:
         try:
             with explaining_memory("its segmentation"):
                 self._fill(job, planes, windows_done)
-        except NonFiniteLogitsError as error:  # in all ranks
+        except NonFiniteLogitsError as error:  # all ranks raise it
             largest = 0.0 if job is None else job.found.largest
             cause = cause_of_non_finite(largest, self._placed.precision)
             raise VolumeError(f"{path} cannot be segmented: {error}; {cause}") from error

@@ -134,7 +134,7 @@ def _place(stem: str, scan: Path, output: Path | None) -> Path:
 def refuse_existing(scan: Scan, request: PredictionRequest) -> None:
     """Raise ResultExistsError if all results of a scan exist, ConfigError if only some do.
 
-    With ``--continue``, raise ResultExistsError if all exist and are complete; others are replaced.
+    With ``--continue``, raise nothing unless all results exist and are complete.
     """
     results = scan.results(request)
     existing = [path for path in results if os.path.lexists(path)]

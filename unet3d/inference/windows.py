@@ -29,7 +29,7 @@ from unet3d.model import Topology
 from unet3d.runs.checkpoint import Checkpoint
 
 MOST_WINDOWS = 2**21
-"""Most windows of a volume, enough for 4096^3 voxels in windows of 64^3; more fill the memory."""
+"""Most windows of a volume, enough for 4096^3 voxels in windows of 64^3, and few enough to list."""
 
 Window = Shape | Literal["whole"]
 """Voxels along X, Y, Z of a window, or the whole volume at once."""

@@ -82,7 +82,7 @@ class Intensities(NamedTuple):
 
     mean: float
     std: float
-    """Around the mean, with the number of voxels as the divisor."""
+    """Standard deviation, with the number of voxels as the divisor."""
     lowest: Array
     """Lowest intensity of each plane along an axis, or of all voxels, (1,)."""
     highest: Array

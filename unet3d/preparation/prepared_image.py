@@ -80,7 +80,7 @@ class PreparedImage:
 
     @property
     def num_channels(self) -> int:
-        """Channels."""
+        """Number of channels."""
         return self._image.num_channels
 
     def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:

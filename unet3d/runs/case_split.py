@@ -1,4 +1,4 @@
-"""Which cases a run trains and validates on, and what they contain."""
+"""Which cases a run trains and validates on, with digests of their files."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

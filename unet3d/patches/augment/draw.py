@@ -48,7 +48,7 @@ class DrawnChannel:
     contrast: float = 1.0
     """Factor of the distance from the mean; the range is kept."""
     resolution: Axes = STILL
-    """Factor of the number of voxels along X, Y, Z from which the channel is enlarged again."""
+    """Factors of the number of voxels along X, Y, Z, for downsampling before enlarging again."""
     inverted_gamma: float = 1.0
     """Exponent of a gamma curve over the inverted intensities."""
     gamma: float = 1.0
