@@ -54,6 +54,10 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
     [
         (("prediction",), "No such command 'prediction'"),
         (("train", "--epoch", "3"), "--epochs"),
+        (("check", "my", "data"), "(data); use quotes if a name has spaces"),
+        (("train", "data", "--resume", "runs/a"), "(runs/a); --resume takes no value"),
+        (("predict", ""), "an argument is empty; name what it stands for"),
+        (("plan", "data", "--device-memory", "80GB"), "'80GB' is not a number; leave out units"),
         (("predict",), "Missing argument 'IMAGES...'"),
         (("predict", "a.nii", "--continue", "--overwrite"), "--continue keeps results and"),
         (("predict", "a.nii", "--scratch", __file__), "Invalid value for '--scratch': "),

@@ -128,6 +128,7 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": {"1": "x" * 10**6}}, r"label 1 is called 'x{10,40}\.\.\.x{10,40}'; a name is"),
         ({"labels": {f"l{n}": n for n in range(66000)}}, "names 66000 labels; use at most"),
         ({"file_ending": ".png"}, "file_ending is '.png'; known: .nii.gz"),
+        ({"file_ending": ".nrrd"}, "labelsTr holds no file that ends in .nrrd; correct file_end"),
         ({"dataset": {"": {}}}, "a case is called ''"),
         ({"dataset": {"../a": {}}}, r"the case name \.\./a leads out of its folder"),
         ({"dataset": {"a": 3}}, "dataset.a needs an image and a label"),

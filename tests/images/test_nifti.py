@@ -20,8 +20,8 @@ from unet3d.images.labels import read_label, write_label
 
 UNREADABLE = {
     "natural/sct_mt_warp_t22mt1.nii.gz": "5 axes (40x40x5x1x3)",
-    "derived/analyze_image.hdr": "convert Analyze 7.5, which has no orientation, to NIfTI",
-    "derived/truncated_image.nii.gz": "Compressed file ended before",
+    "derived/analyze_image.hdr": "such as Analyze 7.5, convert it to NIfTI",
+    "derived/truncated_image.nii.gz": "marker was reached; it is damaged or incomplete: copy it",
     "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
 """Awkward files that cannot be used, and what is said of each."""
@@ -331,7 +331,7 @@ def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):
     for name, words in {
         "missing.nii.gz": "No such file",
         "missing.hdr": "No such file",
-        "noise.nii": "it does not begin with a NIfTI header",
+        "noise.nii": "it does not begin with a NIfTI header; if it is of another format",
     }.items():
         assert words in refusal(tmp_path / name)
 

@@ -64,7 +64,7 @@ def test_pairs_by_name(tmp_path, prediction, label):
         (["b"], ["a"], r"b\.nii\.gz has no label map in .*looked for b; "),
         (["a", "b", "c"], ["a"], r"b\.nii\.gz has no .*for b, nor have 1 more segmentations; "),
         (["a", "a_seg"], ["a"], r"a\.nii\.gz and .*a_seg\.nii\.gz both belong to .*a\.nii\.gz"),
-        ([], ["a"], "holds no volume"),
+        ([], ["a"], "holds no volume to compare; name the folder"),
         (["a"], ["a", "a.nii"], "have the same name; keep one"),
         (["a"], None, "there is no file or folder .*/l"),
     ],
@@ -79,6 +79,12 @@ def test_predictions_without_partner_are_refused(tmp_path, predictions, labels, 
     with pytest.raises(DatasetError, match=message) as caught:
         evaluate(tmp_path / "p", tmp_path / "l")
     assert "\n" not in str(caught.value)
+
+
+def test_names_the_label_maps_of_a_data_set(tmp_path):
+    write(tmp_path / "data/labelsTr/a.nii.gz", cube((1, 1, 1), (5, 5, 5)))
+    with pytest.raises(DatasetError, match="to compare; name .*/data/labelsTr$"):
+        evaluate(tmp_path / "data/labelsTr", tmp_path / "data")
 
 
 def test_what_one_side_alone_has_does_not_count(tmp_path):

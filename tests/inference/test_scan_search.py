@@ -168,6 +168,7 @@ def test_the_folder_of_several_scans_may_have_a_dot_in_its_name(tmp_path):
 def test_outputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "other/empty").mkdir(parents=True)
     a, b, twin, pair = touch(tmp_path, "a.nii.gz", "b.nii.gz", "other/a.nii", "pair.hdr")
+    run = touch(tmp_path / "run", "checkpoint-latest.pt")[0].parent
     above = touch(tmp_path / "above/p", "x.nii")[0].parents[1]
     for inputs, output, words in (
         ([a], a, "is also an input"),
@@ -177,6 +178,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         ([a], tmp_path / "out.mgz", r"ends in .nii.gz or .nii; name such a file"),
         ([a], tmp_path / "out.nrrd", r"out\.nrrd: a segmentation ends in"),
         ([pair], tmp_path / "out.txt", r"ends in .nii.gz or .nii; name such a file"),
+        ([run], None, "run holds no volumes to segment; name the run with --checkpoint"),
         ([tmp_path / "other/empty"], None, "other/empty holds no volumes to segment; known: .nii"),
         (
             [above],

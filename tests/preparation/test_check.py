@@ -1,3 +1,5 @@
+import json
+
 import nibabel as nib
 import numpy as np
 import pytest
@@ -59,8 +61,8 @@ def root(tmp_path):
     ("image", "label", "expected"),
     [
         (RAMP, LABEL, []),
-        (RAMP, LABEL[..., :9], ["error: shapes 12x14x10 and 12x14x9"]),
-        (np.stack([RAMP] * 2, 3), LABEL, ["error: has 2 channel(s) but dataset.json names 1: MRI"]),
+        (RAMP, LABEL[..., :9], ["error: 12x14x10 and 12x14x9 differ; bring both to"]),
+        (np.stack([RAMP] * 2, 3), LABEL, ["error: dataset.json names 1: MRI; correct one of"]),
         (RAMP, np.stack([LABEL] * 2, 3), ["error: is 4-D with 2 channels; a label map is 3-D"]),
         (RAMP, labels_of(0, 127, 255), ["error: value(s) 127, 255, but dataset.json names 0, 1"]),
         (RAMP, labels_of(0.4, 1.4, dtype=np.float32), ["error: not integer labels"]),
@@ -88,6 +90,18 @@ def root(tmp_path):
 def test_says_what_is_wrong_with_a_case(root, image, label, expected):
     write_case(root, image, label)
     assert_finds(root, *expected, watch=print)
+
+
+def test_says_which_file_lacks_the_number_of_its_channel(tmp_path):
+    files = ["imagesTr/case_0000.nii.gz", "imagesTr/case_1.nii.gz", "labelsTr/case.nii.gz"]
+    description = {"channel_names": {"0": "MRI"}, "labels": {"background": 0, "left": 1}}
+    for name in (*files, "labelsTr/case_1.nii.gz"):
+        write_volume(tmp_path / name, LABEL)
+    text = json.dumps({**description, "file_ending": ".nii.gz"})
+    (tmp_path / "dataset.json").write_text(text)
+    missing, unused = (finding.message for finding in found_in(tmp_path))
+    assert "case_1_0000.nii.gz is missing; rename case_1.nii.gz, or take the case" in missing
+    assert unused.endswith("imagesTr/case_1.nii.gz belongs to no case and is not used")
 
 
 def test_names_files_that_no_case_uses(root):

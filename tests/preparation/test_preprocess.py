@@ -355,7 +355,9 @@ def test_a_case_that_cannot_be_prepared_is_named(tmp_path, settings):
     write_volume(label, np.full((12, 14, 10), 7, np.uint8))
     assert re.search(r"labelsTr/case_1.nii.gz: .*value\(s\) 7", refused())
     write_volume(label, np.zeros((12, 14, 9), np.uint8))
-    assert re.search(r"labelsTr/case_1.nii.gz: not on the grid of .*case_1", refused())
+    assert re.search(
+        r"labelsTr/case_1.nii.gz: not on the grid of .*case_1.*; bring both", refused()
+    )
     write_volume(label, np.zeros((12, 14, 10), np.uint8))
     for path in (image, label):
         volume = nib.load(path)

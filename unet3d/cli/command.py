@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,6 +69,24 @@ class Command(click.Command):
             for parameter in self.params
             if parameter.name and hasattr(parameter, "setting")
         }
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; errors say what is often behind them."""
+        if "" in args:  # a shell's variable that is not set; as a path it would be this folder
+            raise click.UsageError("an argument is empty; name what it stands for", ctx)
+        flags = {name for option in self.params if _is_flag(option) for name in option.opts}
+        after = {value: flag for flag, value in pairwise(args) if flag in flags}
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            _, is_extra, extra = error.message.partition(" extra argument")
+            flag = next(
+                (after[word] for word in extra.split("(")[-1][:-1].split() if word in after), ""
+            )
+            advice = f"{flag} takes no value" if flag else "use quotes if a name has spaces"
+            if not is_extra:
+                raise
+            raise click.UsageError(f"{error.message}; {advice}", ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         """Read the settings, and run the command; errors name options as they were typed."""
@@ -162,6 +181,10 @@ def _with(option: Option, name: str, value: str) -> Option:
         return function
 
     return add
+
+
+def _is_flag(parameter: click.Parameter) -> bool:
+    return isinstance(parameter, click.Option) and parameter.is_flag
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Command]:

@@ -199,7 +199,9 @@ def load_config(
             tree = _parsed(read_bytes(path, MAX_BYTES).decode(), str(path))
         except (OSError, UnicodeDecodeError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else "not a text file"
-            raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+            raise ConfigError(
+                f"cannot read the configuration {path}: {reason}; name a YAML file"
+            ) from error
         source = str(path)
         with suppress(ConfigError):
             _validated(tree, source)

@@ -167,6 +167,12 @@ class _Description:
         else:
             raise DatasetError(f"{self.path} has no known layout; a data set is {LAYOUTS}")
         if not self.cases:
+            ending = self.tree.get("file_ending")
+            if "training" not in self.tree and "dataset" not in self.tree:
+                raise DatasetError(
+                    f"{self.path}: {self.root / 'labelsTr'} holds no file that ends in {ending}; "
+                    "correct file_ending, or add the label maps"
+                )
             raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
         folds: tuple[Fold, ...] = ()
         try:

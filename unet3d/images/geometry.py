@@ -196,6 +196,10 @@ def _refuse_impossible(path: Path, affine: Affine, is_held: bool = True) -> None
         )
 
 
+ONE_GRID = "bring both to one grid"
+"""What to do about files of one case on different grids."""
+
+
 def same_grid(a: Geometry, b: Geometry) -> str | None:
     """Return how the grids of two images differ; None if they agree, up to axis order and sign.
 

@@ -19,7 +19,7 @@ from nibabel.volumeutils import apply_read_scaling
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.images.files import DICOM, SUFFIXES, format_of, module_of, times
-from unet3d.images.geometry import Geometry, Orientation, axes_between, same_grid
+from unet3d.images.geometry import ONE_GRID, Geometry, Orientation, axes_between, same_grid
 from unet3d.images.memory_limits import explaining_memory
 from unet3d.images.scratch import Scratch
 from unet3d.images.source import Source
@@ -78,7 +78,8 @@ def image_of(sources: Sequence[Source], as_stored: bool = False) -> "Image":
     for source in sources:
         disagreement = same_grid(first, source.geometry)
         if disagreement:
-            raise VolumeError(f"{source.path} is not on the grid of {first.path}: {disagreement}")
+            where = f"not on the grid of {first.path}"
+            raise VolumeError(f"{source.path} is {where}: {disagreement}; {ONE_GRID}")
         turn = axes_between(source.geometry.as_stored().affine, target.affine)
         numbers = range(source.geometry.num_channels)
         channels += [_Channel(source, number, turn) for number in numbers]

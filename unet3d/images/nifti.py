@@ -128,8 +128,8 @@ def _nifti_format(path: Path, start: bytes, is_pair: bool) -> Any:
             raise VolumeError(f"{path} has the spacing {times(spacing)} mm; fix its header")
         return format_
     raise VolumeError(
-        f"cannot read {path}: it does not begin with a NIfTI header; convert Analyze 7.5, which "
-        "has no orientation, to NIfTI"
+        f"cannot read {path}: it does not begin with a NIfTI header; if it is of another format, "
+        "such as Analyze 7.5, convert it to NIfTI"
     )
 
 

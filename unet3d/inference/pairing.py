@@ -76,7 +76,9 @@ def _by_stem(path: Path) -> dict[str, Path]:
             raise DatasetError(f"{found[stem]} and {file} have the same name; keep one of them")
         found[stem] = file
     if not found:
-        raise DatasetError(f"{path} holds no volume to compare; name the folder of the files")
+        inner = path / "labelsTr"
+        name = inner if inner.is_dir() else "the folder of the files"
+        raise DatasetError(f"{path} holds no volume to compare; name {name}")
     return found
 
 

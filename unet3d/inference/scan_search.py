@@ -218,6 +218,16 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
     return {case: tuple(sorted(files, key=volume_stem)) for case, files in groups.items()}
 
 
+def _other_than(folder: Path) -> str:
+    """Return what to name in place of a folder without volumes."""
+    if (folder / "checkpoint-latest.pt").exists():
+        return "name the run with --checkpoint"
+    for path in sorted(folder.glob("*/*")):
+        if stands_for_volume(path):
+            return f"name the folders in it, or files such as {path}"
+    return f"known: {', '.join(SUFFIXES)}, and folders of DICOM slices"
+
+
 def _volumes_in(folder: Path) -> list[Path]:
     """Return the volumes in a folder, or the folder itself if it has the slices of a scan."""
     try:
@@ -240,10 +250,5 @@ def _volumes_in(folder: Path) -> list[Path]:
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     if not files:
-        inner = next((path for path in sorted(folder.glob("*/*")) if stands_for_volume(path)), None)
-        known = f"known: {', '.join(SUFFIXES)}, and folders of DICOM slices"
-        raise VolumeError(
-            f"{folder} holds no volumes to segment; "
-            + (f"name the folders in it, or files such as {inner}" if inner else known)
-        )
+        raise VolumeError(f"{folder} holds no volumes to segment; {_other_than(folder)}")
     return sorted(files)

@@ -12,8 +12,8 @@ from unet3d.config import Spacing
 from unet3d.datasets.contents import CaseContents, intensities_of, voxels_of
 from unet3d.datasets.dataset import NO_LABEL, Case, Dataset, Finding
 from unet3d.errors import VolumeError, some
-from unet3d.images.files import is_volume_file, members, times
-from unet3d.images.geometry import Geometry, same_grid, shear_warning, voxel_mm3
+from unet3d.images.files import is_volume_file, members, times, volume_stem, volume_suffix
+from unet3d.images.geometry import ONE_GRID, Geometry, same_grid, shear_warning, voxel_mm3
 from unet3d.images.image import open_image
 from unet3d.images.labels import read_label
 from unet3d.preparation.resample import (
@@ -83,10 +83,17 @@ class _CaseCheck:
         for path in (*case.images, case.label):
             if not os.path.lexists(path):
                 what = "has no label map: " if path == case.label else ""
-                self.error(f"{what}{path} is missing; {NO_LABEL}")
+                self.error(f"{what}{path} is missing; {self._remedy(path)}")
             elif (image := self.read(open_image, path)) is not None:
                 self.headers[path] = image.geometry
         self.image = self.headers.get(case.images[0])
+
+    def _remedy(self, path: Path) -> str:
+        """Return what to do about a missing file; nnU-Net's images end in a channel's number."""
+        bare = volume_stem(path).removesuffix("_0000") + volume_suffix(path)
+        if bare != path.name and os.path.lexists(path.with_name(bare)):
+            return f"rename {bare}, or take the case out of the data set"
+        return NO_LABEL
 
     def error(self, message: str) -> None:
         self.findings.append(Finding(case=self.case.name, severity="error", message=message))
@@ -133,13 +140,13 @@ class _CaseCheck:
         known = [self.headers[path].num_channels for path in images if path in self.headers]
         if len(known) == len(images) and sum(known) != len(names):
             named = f"dataset.json names {len(names)}: {some(names)}"
-            self.error(f"{images[0]} has {sum(known)} channel(s) but {named}")
+            self.error(f"{images[0]} has {sum(known)} channel(s) but {named}; correct one of them")
         readable = list(self.headers.values())
         for header in readable[1:]:
             disagreement = same_grid(readable[0], header)
             if disagreement:
                 where = f"not on the grid of {readable[0].path}"
-                self.error(f"{header.path} is {where}: {disagreement}")
+                self.error(f"{header.path} is {where}: {disagreement}; {ONE_GRID}")
 
     def measure(self) -> CaseContents:
         """Check and measure the voxels of all files whose headers can be read."""

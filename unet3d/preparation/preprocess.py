@@ -21,7 +21,7 @@ from unet3d.datasets.labels import Labels
 from unet3d.distributed.ranks import num_cores
 from unet3d.distributed.workers import map_items
 from unet3d.errors import CacheError, DatasetError, VolumeError
-from unet3d.images.geometry import Geometry, same_grid
+from unet3d.images.geometry import ONE_GRID, Geometry, same_grid
 from unet3d.images.image import Image, open_image
 from unet3d.images.labels import LabelMap, on_grid_of, read_label
 from unet3d.inputs.ahead import in_threads
@@ -300,7 +300,8 @@ def _read_case(case: Case) -> tuple[Image, LabelMap]:
     image, label = open_image(case.images), read_label(case.label)
     disagreement = same_grid(image.geometry, label.geometry)
     if disagreement:
-        raise VolumeError(f"{case.label}: not on the grid of {case.images[0]}: {disagreement}")
+        where = f"not on the grid of {case.images[0]}"
+        raise VolumeError(f"{case.label}: {where}: {disagreement}; {ONE_GRID}")
     return image, on_grid_of(image.geometry, label)
 
 

@@ -176,7 +176,9 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
+        raise CheckpointError(
+            f"cannot read the checkpoint {path}: {reason_of(error)}; name one or a run"
+        ) from error
     except (ValueError, RecursionError, ConfigError, DatasetError) as error:
         raise CheckpointError(
             f"{path} is not a checkpoint that can be used: {error}; use another one, or train again"

@@ -79,7 +79,9 @@ def refuse_other_file(path: Path) -> None:
         with open_regular(path) as file:
             is_archive = file.read(2) == b"PK"  # as torch.save writes
     except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
+        raise CheckpointError(
+            f"cannot read the checkpoint {path}: {reason_of(error)}; name one or a run"
+        ) from error
     if not is_archive:
         raise CheckpointError(
             f"{path} is not a checkpoint; name one, the folder of a run, or a model of nnU-Net"
