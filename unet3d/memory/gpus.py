@@ -92,7 +92,7 @@ def refuse_impossible(
 ) -> None:
     """Refuse impossible devices and precisions, as far as this needs no PyTorch.
 
-    If several ranks share the devices, their number is not checked.
+    Without ``is_alone``, several ranks or folds share the devices, whose number is not checked.
     """
     refuse_missing(names or ())
     if names is not None and is_alone:

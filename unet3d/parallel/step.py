@@ -92,7 +92,7 @@ class PlacedBlocks:
         self.stage = stage
         self._autocast = lowered_on(stage.slot.device, autocast)
         blocks: Sequence[Block] = stage.blocks
-        # With offloading, a skip must be read early and only once, so not by the decoder.
+        # With offloading a skip must be read early and only once, so its convolution stays apart.
         if offload is None and convolves_by_hand(stage.slot.device, self._autocast):
             blocks = adding_skips(blocks, stage.outputs)
         self._predicted = deferring(blocks, stage.outputs)
